@@ -57,27 +57,31 @@ if TYPE_CHECKING:
     from autoplan.decide.written_plans.handwritten import register_plan
     from autoplan.decide.written_plans.plan_file import load_plan
     from autoplan.decide.written_plans.read import PlanSource
+    from autoplan.emit.exports.export import Exported
     from autoplan.emit.exports.expressible import ExportError
-    from autoplan.emit.exports.reach import Exported
     from autoplan.emit.pages.cases import WhatIf
     from autoplan.execute.collectives import RankGroup
     from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
-    from autoplan.execute.parameters.buffers import rebuild_buffers
-    from autoplan.execute.parameters.gather import full_tensors
+    from autoplan.execute.parameters.buffers import full_tensors, rebuild_buffers
     from autoplan.execute.quantised.modules import packed_model
     from autoplan.execute.tensor_parallel import Applied, applied
-    from autoplan.execute.vocabulary.choice import gather_logits
     from autoplan.execute.vocabulary.logprobs import (
+        gather_logits,
         vocab_parallel_logprobs,
         vocab_parallel_logprobs_from_hidden,
     )
-    from autoplan.execute.vocabulary.losses import (
+    from autoplan.execute.vocabulary.sampling import (
+        TopLogits,
+        vocab_parallel_argmax,
+        vocab_parallel_gather,
+        vocab_parallel_sample,
+        vocab_parallel_topk,
+    )
+    from autoplan.execute.vocabulary.shards import (
+        Ranks,
         vocab_parallel_cross_entropy,
         vocab_parallel_entropy,
     )
-    from autoplan.execute.vocabulary.picks import TopLogits, vocab_parallel_gather, vocab_parallel_topk
-    from autoplan.execute.vocabulary.sampling import vocab_parallel_argmax, vocab_parallel_sample
-    from autoplan.execute.vocabulary.shards import Ranks
     from autoplan.execute.weights.load import load_weights
     from autoplan.execute.weights.save import save_weights
     from autoplan.forecast.choose import Choice, choose
@@ -182,7 +186,7 @@ _HOMES = {
     "DryRun": "autoplan.forecast.dry_run",
     "RankGroup": "autoplan.execute.collectives",
     "ExportError": "autoplan.emit.exports.expressible",
-    "Exported": "autoplan.emit.exports.reach",
+    "Exported": "autoplan.emit.exports.export",
     "Keywords": "autoplan.common.options",
     "Model": "autoplan.hf.source",
     "PlanSource": "autoplan.decide.written_plans.read",
@@ -200,8 +204,8 @@ _HOMES = {
     "dry_run": "autoplan.forecast.dry_run",
     "estimate": "autoplan.forecast.estimate",
     "clip_gradients": "autoplan.execute.data_parallel.gradients",
-    "full_tensors": "autoplan.execute.parameters.gather",
-    "gather_logits": "autoplan.execute.vocabulary.choice",
+    "full_tensors": "autoplan.execute.parameters.buffers",
+    "gather_logits": "autoplan.execute.vocabulary.logprobs",
     "global_norm": "autoplan.execute.data_parallel.gradients",
     "hand_over": "autoplan.frameworks",
     "layers": "autoplan.hf.stacks",
@@ -218,13 +222,13 @@ _HOMES = {
     "unshard": "autoplan.execute.data_parallel.gradients",
     "verify": "autoplan.check.verify.verify",
     "vocab_parallel_argmax": "autoplan.execute.vocabulary.sampling",
-    "vocab_parallel_cross_entropy": "autoplan.execute.vocabulary.losses",
-    "vocab_parallel_entropy": "autoplan.execute.vocabulary.losses",
-    "vocab_parallel_gather": "autoplan.execute.vocabulary.picks",
+    "vocab_parallel_cross_entropy": "autoplan.execute.vocabulary.shards",
+    "vocab_parallel_entropy": "autoplan.execute.vocabulary.shards",
+    "vocab_parallel_gather": "autoplan.execute.vocabulary.sampling",
     "vocab_parallel_logprobs": "autoplan.execute.vocabulary.logprobs",
     "vocab_parallel_logprobs_from_hidden": "autoplan.execute.vocabulary.logprobs",
-    "vocab_parallel_topk": "autoplan.execute.vocabulary.picks",
-    "TopLogits": "autoplan.execute.vocabulary.picks",
+    "vocab_parallel_topk": "autoplan.execute.vocabulary.sampling",
+    "TopLogits": "autoplan.execute.vocabulary.sampling",
     "vocab_parallel_sample": "autoplan.execute.vocabulary.sampling",
 }
 

@@ -17,12 +17,10 @@ from autoplan.common.conventions import conventions, hand_in
 from autoplan.common.options import check_argument
 from autoplan.hf.conventions import TRANSFORMERS
 from autoplan.values import Change, Plan, Report
-from autoplan.values.conveniences import provide
-from autoplan.values.estimate import Estimate
+from autoplan.values.estimate import Estimate, provide
 
 if TYPE_CHECKING:
-    from autoplan.emit.exports.export import Surroundings
-    from autoplan.emit.exports.reach import Exported
+    from autoplan.emit.exports.export import Exported, Surroundings
 
 __all__ = ["provided", "surroundings"]
 
@@ -100,7 +98,7 @@ def surroundings(plan: Plan, model: Any) -> Surroundings:
 
 
 def _part_for(plan: Plan, model: Any) -> Plan:
-    from autoplan.execute.part import part_for
+    from autoplan.execute.styles import part_for
 
     check_argument("model", model, _module_class(), "give the stage itself, an nn.Module")
     return part_for(plan, model)

@@ -14,8 +14,8 @@ from autoplan.execute.agreement import Voters, fail_together
 from autoplan.execute.data_parallel.gradients import clip_gradients
 from autoplan.execute.tensor_parallel import applied
 from autoplan.execute.weights.load import load_weights
+from autoplan.execute.weights.methods import load_optimizer, save_optimizer
 from autoplan.execute.weights.save import save_weights
-from autoplan.execute.weights.training_state import load_optimizer, save_optimizer
 from autoplan.hf.training.hosts import Sharded, accelerator_class, trainer_class
 
 __all__ = ["hand_over"]

@@ -30,11 +30,10 @@ from autoplan.common.requirements import installed_versions
 from autoplan.common.rules_folder import rules_folders
 from autoplan.decide.written_plans.handwritten import load_plans
 from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict
-from autoplan.execute.fits import model_hash
-from autoplan.execute.model_values import VERSIONED
+from autoplan.execute.fits import VERSIONED, model_hash
 from autoplan.execute.tensor_parallel import check_matches
 from autoplan.values import Plan
-from autoplan.values.steering import digest
+from autoplan.values.plan import digest
 from autoplan.version import __version__
 
 __all__ = ["VARIABLE", "keep_plan", "kept_plan", "place_of"]

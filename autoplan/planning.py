@@ -22,24 +22,28 @@ from autoplan.common.code.ways import Recorder, recording, seen_code
 from autoplan.common.errors import CaptureError, IndivisibleError
 from autoplan.common.options import Wish
 from autoplan.common.stages import stage
-from autoplan.decide.plan.chosen import fitting, plan_chosen, solve_chosen
-from autoplan.decide.plan.experts import expert_findings, experts_of
-from autoplan.decide.plan.folding import same_in_like_blocks
-from autoplan.decide.plan.packed import refuse_parted_blocks, with_packed
-from autoplan.decide.plan.whole_blocks import whole_blocks
+from autoplan.decide.plan.chosen import (
+    expert_findings,
+    experts_of,
+    fitting,
+    plan_chosen,
+    refuse_parted_blocks,
+    solve_chosen,
+    with_packed,
+)
+from autoplan.decide.plan.folding import same_in_like_blocks, whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.decide.written_plans.constraints import same_in_folded_blocks
 from autoplan.execute.fits import with_made_for
-from autoplan.hf.configs.expert_counts import without_namesakes
 from autoplan.hf.inputs.make import make_inputs
-from autoplan.hf.source import Source
+from autoplan.hf.source import Source, without_namesakes
 from autoplan.hf.stacks import calls_causal, layers
 from autoplan.ops.questions import literals_say
 from autoplan.patches.kernels import kernel_note
 from autoplan.values import Capabilities, Finding, LocalExperts, Plan, SeenCode, Stack, Trace
+from autoplan.values.plan import digest
 from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import DoesNotDivide
-from autoplan.values.steering import digest
 from autoplan.values.whole_sequence import WholeSequence
 
 __all__ = ["Draft", "capture_source", "draft_plan", "solve_source", "wanted_capabilities", "with_paths", "write_down"]

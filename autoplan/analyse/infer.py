@@ -1,7 +1,7 @@
 """What every dimension of every tensor of a trace is: one pass over the ops, first to last.
 
 Each op is read by the dim rule of its record (`autoplan/ops`), which relates the dims of what went in to those of what
-came out and leaves events on them. Nobody's name is asked: a head axis is whatever the model treats as one. Two
+came out and leaves events on them. No names are read: a head axis is whatever the model treats as one. Two
 promises hold throughout: an op without an exact rule marks every axis it touches as opaque, and a link that cannot be
 expressed marks both of its sides, so that what looks free to split is.
 """
@@ -9,7 +9,7 @@ expressed marks both of its sides, so that what looks free to split is.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.axes.algebra import Conflict
@@ -20,8 +20,6 @@ from autoplan.ops.questions import asks
 from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.site import Dims, Inference, Site
 from autoplan.values import Op, Ref, Trace, refs
-
-__all__ = ["Axes", "infer_axes"]
 
 
 @dataclass
@@ -98,7 +96,15 @@ class _Reader:
         if answer is None:
             answer = self._opaque(op, inputs, outputs)
         elif record.shows is not Shows.NOTHING and inputs:
-            self._note_view(inputs[0], outputs)
+            source = inputs[0]
+            root = self.views.get(source.id, source.id)
+            parameter = self.state.sources.get(source.id)
+            for ref in outputs:
+                if ref.id != source.id and ref.id not in self.views:
+                    self.views[ref.id] = root
+                    self.shown_by[root].append(ref.id)
+                if parameter is not None:
+                    self.state.sources.setdefault(ref.id, parameter)
         self._update_dequantised(op, inputs, outputs)
         self._record(outputs, answer)
 
@@ -136,16 +142,6 @@ class _Reader:
                 continue
             for old, new in zip(known, dims, strict=True):
                 algebra.unify(old, new)
-
-    def _note_view(self, source: Ref, outputs: Iterable[Ref]) -> None:
-        root = self.views.get(source.id, source.id)
-        parameter = self.state.sources.get(source.id)
-        for ref in outputs:
-            if ref.id != source.id and ref.id not in self.views:
-                self.views[ref.id] = root
-                self.shown_by[root].append(ref.id)
-            if parameter is not None:
-                self.state.sources.setdefault(ref.id, parameter)
 
     def _update_dequantised(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
         """A quantised weight times its scales is the weight, at any step on the way there."""
@@ -219,10 +215,8 @@ def _may_draw(op: Op) -> bool:
 
 
 def _mark_mixed(state: Inference, term: Term) -> None:
-    """Inside what is summed over, find concatenations that carry an axis in some segments and not in others.
-
-    Were that axis split, each rank would add the other segments whole, and the sum would hold them several times.
-    """
+    """Inside what is summed over, find concatenations that carry an axis in some segments and not in others. Were that
+    axis split, each rank would add the other segments whole, and the sum would hold them several times."""
     todo, seen = [term], set[int]()
     while todo:
         node = find(todo.pop())

@@ -10,15 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.analyse.infer import Axes
-from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.placement.placement import Placement
+from autoplan.analyse.placement.callflow import CallFlow, Placement
 from autoplan.analyse.placement.sums import place
 from autoplan.analyse.shards import Shards
 from autoplan.common.patterns import holders
 from autoplan.ops.creation import fills
 from autoplan.values import AllReduceGradient, Boundary, Constant, Side, Trace
-
-__all__ = ["given", "idle", "of_constants", "returned", "unsummed"]
 
 
 def returned(trace: Trace) -> tuple[tuple[Any, ...], ...]:
@@ -41,7 +38,7 @@ def idle(trace: Trace) -> tuple[str, ...]:
 
 
 def unsummed(trace: Trace, shards: Shards, axes: Axes, placement: Placement) -> tuple[str, ...]:
-    """Arguments whose gradient nobody asked for: each rank makes a part of it, and no sum stands in the plan."""
+    """Arguments that need no gradient: each rank makes a part of it, and no sum stands in the plan."""
     inputs = [(str(path[0]), t) for v in trace.visits if v.module == "" for path, t in v.inputs]
     floats = [(name, t) for name, t in inputs if trace.tensors[t].differentiable and t not in trace.asking]
     names = tuple(dict.fromkeys(name for name, _ in floats))

@@ -11,8 +11,6 @@ from autoplan.axes.terms import Term, find, layout, leaves
 from autoplan.common.layout import Layout
 from autoplan.values import Trace
 
-__all__ = ["Shards"]
-
 
 class Shards:
     """Answers about tensors under a set of split leaves."""
@@ -53,7 +51,7 @@ class Shards:
 
     def is_mixed(self, tensor: int) -> bool:
         """Is some dimension split in some rows and held whole by every rank in others?"""
-        return any(found is not None and not found.all_carried() for found in self.layouts(tensor))
+        return any(layout is not None and not layout.all_carried() for layout in self.layouts(tensor))
 
     def has_whole_part(self, tensor: int) -> bool:
         """Is there a part of the tensor that every rank holds: all of it, or some rows of a partly split dimension?"""

@@ -12,29 +12,25 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from autoplan.analyse.infer import Axes, infer_axes
-from autoplan.analyse.placement.callflow import CallFlow
+from autoplan.analyse.placement.callflow import CallFlow, Placement
 from autoplan.analyse.placement.calls import Scope, draws, scope
-from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.placement.sums import place
 from autoplan.analyse.seen import given, idle, of_constants, returned, unsummed
 from autoplan.analyse.sequence.parallel import SequencePlacement, place_sequence, sequence_boundaries
 from autoplan.analyse.shards import Shards
-from autoplan.analyse.splits.choose import SplitMarks, choose, occurrences
+from autoplan.analyse.splits.choose import SplitMarks, Tried, choose, legal_sizes, occurrences
 from autoplan.analyse.splits.integer_edits import Edits, solve_edits
-from autoplan.analyse.splits.legal_sizes import Tried, legal_sizes
 from autoplan.analyse.splits.model_ends import (
     gathered_leaves,
     head_sites,
+    looked_up_in,
     output_shapes,
     products_to_gather,
     refuse_unplaced_logits,
     vocabularies,
 )
-from autoplan.analyse.splits.own_loss import without_own_loss
-from autoplan.analyse.splits.packed import parted_blocks, unevenly
-from autoplan.analyse.splits.recurrent import Recurrent, recurrent
-from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
-from autoplan.analyse.splits.tables import looked_up_in
+from autoplan.analyse.splits.packed import NO_DEMANDS, Demands, parted_blocks, unevenly
+from autoplan.analyse.splits.special import Recurrent, recurrent, without_own_loss
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
 from autoplan.ops.records.answers import Reduction
@@ -61,8 +57,6 @@ from autoplan.values.reasons import (
     Unused,
 )
 from autoplan.values.whole_sequence import WholeSequence
-
-__all__ = ["Solution", "solve"]
 
 _ROUNDS = 24
 
@@ -144,13 +138,7 @@ def _legal_sizes(
 
 
 def _settle(
-    trace: Trace,
-    flow: CallFlow,
-    axes: Axes,
-    tp: int,
-    refusals: list[AxisWhole],
-    scoped: bool,
-    demands: Demands,
+    trace: Trace, flow: CallFlow, axes: Axes, tp: int, refusals: list[AxisWhole], scoped: bool, demands: Demands
 ) -> _Round:
     """Choose, place, solve; refuse and choose again, until nothing is refused."""
     refused = demands.refused(trace, axes)
@@ -252,7 +240,9 @@ def _solution(
         shapes=output_shapes(trace, done.axes),
         given=given(trace),
         unsummed=unsummed(trace, done.shards, done.axes, done.placement) if tp > 1 else (),
-        constants=done.constants if cut is None else tuple(replace(one, sums=False) for one in done.constants),
+        constants=done.constants
+        if cut is None
+        else tuple(replace(constant, sums=False) for constant in done.constants),
         idle=idle(trace),
     )
     return Solution(
@@ -355,7 +345,7 @@ def _parameter_facts(
 
 def _held_twice(layouts: tuple[Layout | None, ...], tp: int) -> bool:
     """Sharded over groups of ranks, so that every row has several holders, each with a part of its gradient?"""
-    return any(found is not None and found.all_carried() and found.shared_rows(tp) for found in layouts)
+    return any(layout is not None and layout.all_carried() and layout.shared_rows(tp) for layout in layouts)
 
 
 def _why_whole(tensor: int, done: _Round) -> tuple[Reason, ...]:

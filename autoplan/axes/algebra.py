@@ -27,8 +27,6 @@ from autoplan.axes.terms import (
     show,
 )
 
-__all__ = ["Algebra", "Conflict"]
-
 Pair = tuple[Term, Term]
 
 MOST_SEGMENTS = 256  # a finer concatenation is no axis any more, and comparing two of them would take long

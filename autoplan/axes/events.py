@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["FORBIDDING", "Event"]
-
 
 class Event(StrEnum):
     """One word per meaning; several ops have one word when they mean the same for a split."""

@@ -16,22 +16,6 @@ from itertools import count
 from math import prod
 from typing import Literal
 
-__all__ = [
-    "ONE",
-    "Term",
-    "concatenation",
-    "contains",
-    "factors",
-    "find",
-    "is_data",
-    "layout",
-    "leaf",
-    "leaves",
-    "product",
-    "segments",
-    "show",
-]
-
 Kind = Literal["leaf", "product", "concatenation"]
 _numbers = count()
 

@@ -33,8 +33,8 @@ from autoplan.capture.outside import refusing_outsiders
 from autoplan.common.errors import OutsideError
 from autoplan.common.nested import changed_inside, flatten_tensors
 from autoplan.common.random_values import untouched_randomness
+from autoplan.patches.classes import code_lies_open
 from autoplan.patches.kernels import on_reference_path
-from autoplan.patches.recorded_code import code_lies_open
 
 __all__ = [
     "SMALL",

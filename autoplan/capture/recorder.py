@@ -31,7 +31,7 @@ from autoplan.common.errors import CaptureError, OutsideError
 from autoplan.common.nested import changed_inside, flatten_tensors, signature_names
 from autoplan.ops import call_record
 from autoplan.ops.views import reshapes_in_place
-from autoplan.patches.recorded_code import code_lies_open
+from autoplan.patches.classes import code_lies_open
 from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
 
 __all__ = ["Recording", "record"]

@@ -25,7 +25,7 @@ from autoplan.common.stages import stage
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.hf.names import version_findings
 from autoplan.hf.source import Source
-from autoplan.patches.process_group import alone
+from autoplan.patches.simulated_ranks import alone
 from autoplan.planning import draft_plan, wanted_capabilities, with_paths
 from autoplan.values import Finding, Plan
 

@@ -25,13 +25,12 @@ from autoplan.common.code.ways import Ways
 from autoplan.common.dtypes import inputs_in, tried_dtypes, working_dtype
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.patterns import is_under, matches
-from autoplan.decide.plan.chosen import choices_of_plan, solve_chosen
-from autoplan.decide.plan.experts import experts_of
-from autoplan.decide.plan.whole_blocks import BLOCKS
+from autoplan.decide.plan.chosen import choices_of_plan, experts_of, solve_chosen
+from autoplan.decide.plan.folding import BLOCKS
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
-from autoplan.patches.double_precision import Lifted
+from autoplan.patches.seeding import Lifted
 from autoplan.values import Capabilities, Entry, Finding, LocalExperts, Plan, Proof, Trace, Trial
 
 __all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "settle_capabilities"]

@@ -1,4 +1,4 @@
-"""Hold every foreign name against the installed versions: `autoplan doctor`."""
+"""All entries: what is replaced, and which undocumented names are used."""
 
 from __future__ import annotations
 
@@ -10,17 +10,28 @@ from typing import Any
 from autoplan.common.errors import AutoplanError
 from autoplan.common.requirements import TESTED, installed_versions, untested
 from autoplan.doctor.private import Private, require
+from autoplan.doctor.private_engines import ENGINES, FSDP
+from autoplan.doctor.private_modules import MODULES
+from autoplan.doctor.private_others import OTHERS
+from autoplan.doctor.private_torch import TORCH
 from autoplan.hf.names import NAMES, vanished
 from autoplan.patches.patched import Patch
+from autoplan.patches.registry import PATCHES
 
-__all__ = ["Diagnosis", "Moved", "examine"]
+# All entries: what is replaced, and which undocumented names are used.
+
+PRIVATE: tuple[Private, ...] = (*TORCH, *MODULES, *FSDP, *ENGINES, *OTHERS)
+ENTRIES: tuple[Patch | Private, ...] = (*PATCHES, *PRIVATE)
+
+
+# Hold every foreign name against the installed versions: `autoplan doctor`.
 
 # Each table is imported by itself: a name that moved must not hide the others.
 _TABLES = (
     ("autoplan.patches.registry", "PATCHES"),
     ("autoplan.doctor.private_torch", "TORCH"),
     ("autoplan.doctor.private_modules", "MODULES"),
-    ("autoplan.doctor.private_fsdp", "FSDP"),
+    ("autoplan.doctor.private_engines", "FSDP"),
     ("autoplan.doctor.private_engines", "ENGINES"),
     ("autoplan.doctor.private_others", "OTHERS"),
 )

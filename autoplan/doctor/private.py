@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from autoplan.common.errors import AutoplanError
 from autoplan.patches.patched import Patch
 
-__all__ = ["Private", "require"]
-
 
 @dataclass(frozen=True)
 class Private:

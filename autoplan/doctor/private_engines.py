@@ -1,4 +1,4 @@
-"""The undocumented parts of torch behind simulated ranks and behind tensors without storage, with their canaries."""
+"""Undocumented names of engines and of FSDP2 that autoplan uses, each with a canary."""
 
 from __future__ import annotations
 
@@ -13,13 +13,52 @@ from torch._C import _distributed_c10d as c10d
 from torch._guards import detect_fake_mode
 from torch._subclasses import fake_tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _python_dispatch as dispatch
 
 from autoplan.doctor.private import Private
 
-__all__ = ["ENGINES"]
+# The undocumented parts of FSDP2 that autoplan uses, with their canaries.
+
+_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
+_WALKED = "a rank that skips a unit gathers and frees it all the same"
+
+
+def _fsdp_takes(function: object, *parameters: str) -> bool:
+    return tuple(inspect.signature(function).parameters) == parameters  # type: ignore[arg-type]
+
+
+def _zeros_for_unused() -> bool:
+    """The caller's own wish is kept by each group of parameters, under this name; torch 2.11 knows no such wish."""
+    source = inspect.getsource(_fsdp_param_group.FSDPParamGroup.__init__)
+    kept = "self.reduce_scatter_unused_params" in source
+    return getattr(_fsdp_state.FSDPState(), "_fsdp_param_groups", None) == [] if kept else torch.__version__ < "2.12"
+
+
+FSDP = (
+    Private(
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+        "what FSDP2 knows of a unit",
+        lambda: _fsdp_takes(FSDPModule._get_fsdp_state, "self"),
+    ),
+    Private(
+        f"{_STATE}._pre_forward",
+        _WALKED,
+        lambda: _fsdp_takes(_fsdp_state.FSDPState._pre_forward, "self", "module", "args", "kwargs"),
+    ),
+    Private(
+        f"{_STATE}._post_forward",
+        _WALKED,
+        lambda: _fsdp_takes(_fsdp_state.FSDPState._post_forward, "self", "module", "input", "output"),
+    ),
+    Private(f"{_STATE}._fsdp_param_groups", "has the caller asked for zeros of unused parameters?", _zeros_for_unused),
+)
+
+
+# The undocumented parts of torch behind simulated ranks and behind tensors without storage, with their canaries.
 
 
 def _parameters(function: object) -> list[str]:
@@ -57,8 +96,10 @@ def _wrapping() -> bool:
 
 
 def _collective() -> bool:
-    one = threaded.Collective(2, None, None)
-    waiting = isinstance(one._start_cond, threading.Condition) and isinstance(one._done_cond, threading.Condition)
+    collective = threaded.Collective(2, None, None)
+    waiting = isinstance(collective._start_cond, threading.Condition) and isinstance(
+        collective._done_cond, threading.Condition
+    )
     return waiting and _parameters(threaded.Collective.join) == ["self", "rank", "data"]
 
 

@@ -14,8 +14,6 @@ from torch import nn
 
 from autoplan.doctor.private import Private
 
-__all__ = ["MODULES"]
-
 
 def _hooks_of_backward() -> bool:
     module, calls = nn.Identity(), import_module("torch.nn.modules.module")
@@ -55,10 +53,7 @@ def _parametrized() -> bool:
 
     return [
         list(inspect.signature(one).parameters) for one in (parametrize._inject_new_class, parametrize._inject_property)
-    ] == [
-        ["module"],
-        ["module", "tensor_name"],
-    ]
+    ] == [["module"], ["module", "tensor_name"]]
 
 
 def _hooks() -> bool:
@@ -68,7 +63,7 @@ def _hooks() -> bool:
     after = module.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True).id
     pre, post = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs), module._forward_hooks
     flags = (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
-    return all(before in found for found in pre) and after in post and all(after in found for found in flags)
+    return all(before in found for found in pre) and after in post and all(after in flag for flag in flags)
 
 
 def _converted() -> bool:

@@ -11,8 +11,6 @@ from typing import Any
 
 from autoplan.doctor.private import Private
 
-__all__ = ["OTHERS"]
-
 
 def _has(path: str, *parameters: str) -> Callable[[], bool]:
     """Is there such a member of a module or of a class in one, and does it take these parameters?"""
@@ -191,21 +189,13 @@ OTHERS = (
         "buffers of a model without storage are computed again",
         _has("transformers.PreTrainedModel._from_config"),
     ),
-    Private(
-        "transformers.PreTrainedModel._ep_plan",
-        "what a class claims of expert parallelism is audited",
-        _claims,
-    ),
+    Private("transformers.PreTrainedModel._ep_plan", "what a class claims of expert parallelism is audited", _claims),
     Private(
         "transformers.PreTrainedModel._no_split_modules",
         "the blocks that a class names are held against the model",
         _claims,
     ),
-    Private(
-        "transformers.PreTrainedModel._pp_plan",
-        "what a class claims of pipelines is audited",
-        _claims,
-    ),
+    Private("transformers.PreTrainedModel._pp_plan", "what a class claims of pipelines is audited", _claims),
     Private(
         "transformers.PreTrainedModel._pp_stage",
         "a stage of a split model is run without its messages",
@@ -238,7 +228,7 @@ OTHERS = (
     ),
     Private(
         "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected",
-        "which keys of a checkpoint are nobody's",
+        "which keys of a checkpoint belong to no parameter",
         _missing_keys,
     ),
     Private(

@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from autoplan.doctor.private import Private
 
-__all__ = ["TORCH"]
-
 
 class _Counting(TorchFunctionMode):
     calls = 0
@@ -142,15 +140,15 @@ def _forward_level() -> bool:
 
 
 def _functorch() -> bool:
-    asked = torch._C._functorch.is_functorch_wrapped_tensor
+    is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
     seen: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(asked(x))
+        seen.append(is_functorch_wrapped_tensor(x))
         return x
 
     torch.vmap(look)(torch.ones(2))
-    return seen == [True] and not asked(torch.ones(1))
+    return seen == [True] and not is_functorch_wrapped_tensor(torch.ones(1))
 
 
 def _strides() -> bool:

@@ -2,7 +2,7 @@
 
 The problem: a rank that refuses a plan, a folder or a disk leaves the others in a collective that it never joins; they
 end after the group's timeout, minutes later, with an error of the network. And ranks that hold different models or
-plans would cut different rows, or one would wait in a sum that nobody else joins.
+plans would cut different rows, or one would wait in a collective that no other rank joins.
 
 So what ranks do together stands in a `fail_together` block, and its parts that talk begin with `meet`. At the end of
 the block and at each `meet` ranks exchange one row of a few bytes along each mesh dim: did I fail, and digests of what
@@ -31,10 +31,7 @@ from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.options import TensorParallel
 from autoplan.execute.collectives import RankGroup, all_gather_rows, mesh_device
 from autoplan.values import Plan
-from autoplan.values.steering import digest
-
-__all__ = ["APPLIED", "Alike", "Voters", "fail_together", "meet", "refuse_differing_plans", "same_model", "same_plan",
-           "voters_here", "voters_of"]  # fmt: skip
+from autoplan.values.plan import digest
 
 APPLIED = "_autoplan_applied"  # on a sharded model: what `tensor_parallel.py` recorded
 _TOLD = "_autoplan_told"  # on an error that all ranks know of
@@ -172,7 +169,7 @@ class fail_together:  # noqa: N801 - used as a function
 def voters_of(model: nn.Module) -> Voters:
     """The ranks on which a model lies, or a sharded one inside it; none for a model that is whole."""
     records = (known for module in model.modules() if (known := vars(module).get(APPLIED)) is not None)
-    return next((known.voters for known in records), Voters((), torch.device("cpu")))
+    return next((record.voters for record in records), Voters((), torch.device("cpu")))
 
 
 def voters_here() -> Voters:
@@ -252,7 +249,9 @@ def refuse_differing_plans(model: nn.Module, plan: Plan, options: TensorParallel
 
 def same_plan(plan: Plan, options: TensorParallel | None = None) -> Alike:
     """A plan, and how it is carried out."""
-    versions = ", ".join(f"{one.library} {one.version}" for one in plan.made_for.versions) or "unknown versions"
+    versions = (
+        ", ".join(f"{version.library} {version.version}" for version in plan.made_for.versions) or "unknown versions"
+    )
     return Alike(
         f"{digest(plan)} {options}",
         f"the ranks hold different plans or options: {_this_rank()} has a plan for {plan.model} at tp={plan.tp_size} "

@@ -28,26 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.layout import chunk
 
-__all__ = [
-    "RankGroup",
-    "Recorded",
-    "all_gather_rows",
-    "all_reduce",
-    "copy_rows",
-    "copy_to_ranks",
-    "gather_over_ranks",
-    "gather_pieces",
-    "index_of",
-    "mesh_device",
-    "part_of_sum",
-    "recorded_again",
-    "scale_gradient",
-    "sent",
-    "sum_over_ranks",
-    "take_rows",
-    "whole_order",
-]
-
 _FEW_RUNS = 32  # more take an index
 _FEW_OPS = 16  # between a value and what reads it
 _NAMED = torch.ops._c10d_functional
@@ -126,7 +106,7 @@ def whole_order(rows: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
     for position, row in enumerate(row for held in rows for row in held):
         found.setdefault(row, position)
     order = tuple(found[row] for row in range(len(found)))
-    return None if order == tuple(range(sum(len(held) for held in rows))) else order
+    return None if order == tuple(range(sum(len(row) for row in rows))) else order
 
 
 # ---------------------------------------------------------------------------------------------------------- recorded
@@ -175,7 +155,7 @@ class _Gather(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RankGroup, dim: int, rows: tuple[tuple[int, ...], ...]) -> Any:
         ctx.how = group, dim, rows
-        whole = all_gather_rows(x, group, dim, [len(held) for held in rows])
+        whole = all_gather_rows(x, group, dim, [len(row) for row in rows])
         order = whole_order(rows)
         if order is not None:
             return take_rows(whole, dim, order)
@@ -225,7 +205,7 @@ class _TakePiece(Recorded):
 
 
 def _writable(whole: torch.Tensor) -> torch.Tensor:
-    """A result that is nobody's view: a later += may come. Traced code has no views to ask about."""
+    """A result that is no view: an in-place add may follow. Traced code has no views to ask about."""
     if torch.compiler.is_compiling() or whole._is_view():
         return whole.clone(memory_format=torch.contiguous_format)
     return whole
@@ -260,7 +240,7 @@ def copy_to_ranks(x: torch.Tensor, group: Ranks) -> torch.Tensor:
 
 
 def is_of_compiled_code(x: torch.Tensor) -> bool:
-    """Did a compiled function make x, whose ops nobody sees?"""
+    """Was x made by a compiled function, whose ops cannot be seen?"""
     return any("CompiledFunction" in node.name() for node in _few_ops_above(x))
 
 
@@ -289,12 +269,10 @@ def sum_over_ranks(x: torch.Tensor, group: Ranks) -> torch.Tensor:
 
 
 def gather_over_ranks(x: torch.Tensor, group: Ranks, dim: int, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The whole of which rank r holds `rows[r]` (in that order) along `dim`; backward takes the own rows.
-
-    Ranks may hold unequal numbers of rows, and several ranks the same row: the first holder's is taken.
-    """
+    """The whole of which rank r holds `rows[r]` (in that order) along `dim`; backward takes the own rows. Ranks may
+    hold unequal numbers of rows, and several ranks the same row: the first holder's is taken."""
     group = RankGroup.of(group)
-    return x if group.size == 1 else _Gather.apply(x, group, dim, tuple(tuple(held) for held in rows))
+    return x if group.size == 1 else _Gather.apply(x, group, dim, tuple(tuple(row) for row in rows))
 
 
 def gather_pieces(x: torch.Tensor, group: Ranks, dim: int, size: int) -> torch.Tensor:

@@ -23,15 +23,11 @@ from autoplan.execute.hooks.running import Running
 from autoplan.patches.patched import Kept
 from autoplan.values import Instruction
 
-__all__ = ["EXECUTORS", "Around", "At", "execute", "executes", "other_branch"]
-
 
 @dataclass(frozen=True)
 class At:
-    """Where an instruction is carried out: a module by its name, and the state of the model while it runs.
-
-    `names` are the arguments of the module's forward, in order.
-    """
+    """Where an instruction is carried out: a module by its name, and the state of the model while it runs. `names` are
+    the arguments of the module's forward, in order."""
 
     module: nn.Module
     name: str

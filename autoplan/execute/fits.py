@@ -1,25 +1,235 @@
-"""What a plan was made for, and whether a model is that: asked before anything of the model is changed."""
+"""Check that a live model fits its plan."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from functools import cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
-from autoplan.common.code.forward_code import forward_code, same_code
+from autoplan.common.code.forward_code import forward_code, names_in, same_code, source_of
 from autoplan.common.consistent import inconsistencies
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.patterns import matches
 from autoplan.common.requirements import installed_versions
-from autoplan.execute.model_values import Reading
-from autoplan.execute.quantised.rules import is_stored
-from autoplan.values import CallRewrite, ForwardCode, MadeFor, Plan, Sizes, Version, replace
+from autoplan.values import CallRewrite, ForwardCode, MadeFor, ParameterRule, Plan, Sizes, Version, replace
 from autoplan.version import __version__
 
-__all__ = ["check_fits", "made_anew", "made_with", "model_hash", "with_made_for"]
+# What steers the code of a model besides its shapes: plain values that it reads, and the code of its own functions.
+#
+# The problem: two models of one class can differ in a flag, a string, a rate, an activation function, and so in what
+# they compute, where every shape and every whole number is the same. A plan says nothing of such a value, so it
+# belongs to models that hold the same ones.
+#
+# Values are told by what they are, never by where they lie: the same in every process. Tensors, modules and what only
+# says where a model came from are left out.
+
+VERSIONED = ("builtins", "torch", "transformers", "autoplan")  # their code is told by their version
+_DEPTH = 6  # of values in each other
+_NAMESPACES = ("types", "argparse")  # of Python's own objects, those that people keep settings in
+_OF_TORCH = frozenset(vars(nn.Module()))
+_MARKS = ("__", "_autoplan", "_hf", "_is_hf", "_fsdp", "_old", "_gradient_checkpointing")  # of libraries, on any module
+_ABSENT = object()  # what says nothing
+
+
+class Reading:
+    """Reads the values of one model. Whatever was read is kept until the end, so that no identity is used twice."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kinds = {type(module) for module in model.modules()}
+        self.packages = {_package(base) for kind in self.kinds for base in kind.__mro__} - {*VERSIONED}
+        self.memo: dict[int, tuple[Any, Any]] = {}
+
+    def module(self, module: nn.Module) -> dict[str, Any]:
+        """Return the attributes of a module, by name."""
+        own = self._is_own(type(module))
+        rate = {"p"} if isinstance(module, _DropoutNd) else set[str]()
+        named = {name: one for name, one in vars(module).items() if _steers(name, own) and name not in rate}
+        return self._mapping(named, _DEPTH)
+
+    def classes(self) -> list[Any]:
+        """Return functions and plain values of the classes, and of their bases, whose code has no version."""
+        bases = {base for kind in self.kinds for base in kind.__mro__ if self._is_own(base)}
+        read = [[base.__qualname__, self._mapping(dict(_members(base)), _DEPTH)] for base in bases]
+        return sorted((entry for entry in read if entry[1]), key=repr)
+
+    def value(self, value: Any, depth: int = _DEPTH) -> Any:
+        """A value as plain data; `_ABSENT` where it says nothing."""
+        if value is None or isinstance(value, (bool, int, str)):
+            return value
+        if isinstance(value, float):
+            return repr(value)
+        if isinstance(value, (torch.dtype, torch.Size, bytes, complex, range, slice)):
+            return repr(value)
+        if isinstance(value, Enum):
+            return f"{type(value).__qualname__}.{value.name}"
+        if isinstance(value, (torch.Tensor, nn.Module, ModuleType, torch.device)) or not depth:
+            return _ABSENT
+        known = self.memo.get(id(value))
+        if known is None:
+            self.memo[id(value)] = value, _ABSENT  # what holds itself
+            self.memo[id(value)] = known = value, self._within(value, depth - 1)
+        return known[1]
+
+    def _within(self, value: Any, depth: int) -> Any:
+        if isinstance(value, Mapping):
+            return self._mapping(value, depth)
+        if isinstance(value, (list, tuple)):
+            return self._list(value, depth)
+        if isinstance(value, (set, frozenset)):
+            return sorted(repr(self.value(item, depth)) for item in value)
+        if isinstance(value, partial):
+            return ["partial", self._list((value.func, value.args, value.keywords), depth)]
+        if isinstance(value, MethodType):
+            return self.value(value.__func__, depth)
+        if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+            return self._code(value, depth)
+        # Any other object by its class and what it holds: a library's config, a dataclass, a namespace
+        kind, known = type(value), conventions()
+        config = known.config_of(cast(Any, SimpleNamespace(config=value)))
+        if config is not None:
+            return self._mapping(
+                {name: one for name, one in config.to_dict().items() if not name.startswith(known.idle_settings)}, depth
+            )
+        if not self._is_own(kind) and _module(kind) not in _NAMESPACES:
+            return kind.__qualname__
+        return [kind.__qualname__, self._mapping(getattr(value, "__dict__", {}), depth)]
+
+    def _mapping(self, values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+        idle = conventions().idle_words
+        kept = {
+            str(name): value
+            for name, value in values.items()
+            if not any(word in str(name) for word in idle) and not _is_rate(str(name), value)
+        }
+        found = {name: self.value(value, depth) for name, value in kept.items()}
+        return {name: value for name, value in sorted(found.items()) if value is not _ABSENT}
+
+    def _list(self, values: Iterable[Any], depth: int) -> list[Any]:
+        items = [self.value(item, depth) for item in values]
+        return [None if item is _ABSENT else item for item in items]
+
+    def _code(self, function: Any, depth: int) -> Any:
+        """A function or class by name; one that has no version by its code, and by what that reads around it."""
+        name = f"{_module(function)}.{getattr(function, '__qualname__', '')}"
+        if isinstance(function, type) and self._is_own(function):
+            return [name, self._mapping(dict(_members(function)), depth)]
+        if not isinstance(function, FunctionType) or not self._is_own(function):
+            return name
+        spaces, names = function.__globals__, sorted(set(names_in(function.__code__)))
+        read = self._mapping({name: spaces[name] for name in names if name in spaces}, depth)
+        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        around = (function.__defaults__, function.__kwdefaults__, cells)
+        return [_code_hash(function), read, self._list(around, depth)]
+
+    def _is_own(self, thing: Any) -> bool:
+        """Has its code no version: is it the model's, or not installed?"""
+        package = _package(thing)
+        return package not in VERSIONED and (package in self.packages or not _is_installed(package))
+
+
+def _members(kind: type) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(kind).items():
+        function = getattr(value, "__func__", getattr(value, "fget", value))  # of a class or static method, a property
+        if not name.startswith("__") or (isinstance(function, FunctionType) and name != "__init__"):
+            yield name, function
+
+
+def _steers(name: str, own: bool) -> bool:
+    """Libraries note in private attributes what they did with a module; in own classes these are plain attributes."""
+    if name in _OF_TORCH or name == conventions().own_checkpointing[0]:
+        return False
+    return not name.startswith("_") or (own and not name.startswith(_MARKS))
+
+
+def _is_rate(name: str, value: Any) -> bool:
+    """A rate of dropout is changed between runs; what it draws on ranks is settled when it does."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and conventions().is_rate(name)
+
+
+def _module(thing: Any) -> str:
+    return str(getattr(thing, "__module__", None))
+
+
+def _package(thing: Any) -> str:
+    return _module(thing).partition(".")[0]
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    """Does a package come with Python, or from an index?"""
+    module = sys.modules.get(package)
+    places: Iterable[str] = getattr(module, "__path__", None) or [str(getattr(module, "__file__", None) or "")]
+    homes = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return package in sys.stdlib_module_names or any(str(place).startswith(homes) for place in places)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # emptied
+        return False
+
+
+def _code_hash(function: FunctionType) -> str:
+    """Of its source, where it has one of its own: compiled code differs between versions of Python."""
+    source = source_of(function) if function.__name__ != "<lambda>" else None
+    return hashlib.sha256((source or "\n".join(_compiled(function.__code__))).encode()).hexdigest()[:16]
+
+
+def _compiled(code: CodeType) -> Iterator[str]:
+    """The compiled code without its place in the file."""
+    yield from (code.co_code.hex(), repr(code.co_names), repr(code.co_varnames))
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _compiled(constant)
+        else:
+            yield repr(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)
+
+
+# Which rule each stored tensor of a quantised model has: those of a plan, where the model holds packed weights.
+
+
+def stored_rules(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, ParameterRule]:
+    """By full name, for the tensors of a model that are what the plan says is stored."""
+    rules: dict[str, ParameterRule] = {}
+    for weight in plan.packed:
+        for tensor in weight.tensors:
+            if tensor.dim is not None:
+                pattern = f"{weight.owner}.{tensor.attribute}"
+                names = [pattern] if pattern in tensors else [name for name in tensors if matches(pattern, name)]
+                for name in names:
+                    if tuple(tensors[name].shape) == tensor.shape:
+                        rules[name] = ParameterRule(name, tensor.dim, tensor.layout)
+    return rules
+
+
+def is_stored_packed(pattern: str, plan: Plan, rules: Mapping[str, ParameterRule]) -> bool:
+    """Is a weight that the model does not have there in packed form?"""
+    mine = [weight for weight in plan.packed if weight.name == pattern or matches(pattern, weight.name)]
+    return any(matches(weight.owner, name.rpartition(".")[0]) for weight in mine for name in rules)
+
+
+def is_stored(name: str, shape: tuple[int, ...], plan: Plan) -> bool:
+    """Is a tensor of this name and shape what the plan says is stored for a weight?"""
+    return any(
+        tensor.shape == shape and matches(f"{weight.owner}.{tensor.attribute}", name)
+        for weight in plan.packed
+        for tensor in weight.tensors
+    )
+
+
+# What a plan was made for, and whether a model is that: asked before anything of the model is changed.
 
 _SHOWN = 3
 _DIGITS = 16
@@ -35,7 +245,7 @@ def with_made_for(plan: Plan, model: nn.Module) -> Plan:
     cut = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
     shapes = _shapes(model)
     sizes = (Sizes(pattern, tuple(dict.fromkeys(_meant(pattern, shapes).values()))) for pattern in dict.fromkeys(cut))
-    made_for = MadeFor(versions, tuple(forwards), tuple(one for one in sizes if one.shapes), model_hash(model))
+    made_for = MadeFor(versions, tuple(forwards), tuple(size for size in sizes if size.shapes), model_hash(model))
     return replace(plan, made_for=made_for)
 
 
@@ -66,7 +276,7 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
 
 def made_with(plan: Plan) -> str:
     """With which versions."""
-    libraries = ", ".join(f"{one.library} {one.version}" for one in plan.made_for.versions)
+    libraries = ", ".join(f"{version.library} {version.version}" for version in plan.made_for.versions)
     return f"it was made with {libraries or 'unknown versions'}"
 
 
@@ -82,8 +292,8 @@ def made_anew(plan: Plan) -> str:
 def _other_code(model: nn.Module, plan: Plan) -> Iterator[str]:
     """Classes whose forward is not what it was. One that somebody derived from, or put in a wrapper's class, is."""
     known: dict[str, list[str]] = {}
-    for one in plan.made_for.forwards:
-        known.setdefault(one.class_name, []).append(one.code)
+    for forward in plan.made_for.forwards:
+        known.setdefault(forward.class_name, []).append(forward.code)
     for kind, places in _rewritten(model, plan).items() if known else ():
         named = next((base for base in kind.__mro__ if base.__qualname__ in known), None)
         if named is None:
@@ -108,7 +318,7 @@ def _other_sizes(model: nn.Module, plan: Plan) -> Iterator[str]:
     for sizes in plan.made_for.sizes:
         for name, shape in _meant(sizes.pattern, shapes).items():
             if shape not in sizes.shapes and not is_stored(name, shape, plan):
-                planned = " or ".join(str(list(one)) for one in sizes.shapes)
+                planned = " or ".join(str(list(shape)) for shape in sizes.shapes)
                 yield f"{name} has the shape {list(shape)}, where it was planned with {planned}"
                 break
 

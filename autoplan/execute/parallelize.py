@@ -14,13 +14,11 @@ from autoplan.execute.agreement import fail_together, refuse_differing_plans
 from autoplan.execute.checkpointing.choose import checkpoint_blocks
 from autoplan.execute.data_parallel.fsdp import shard_data_parallel
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
-from autoplan.execute.parameters.following import mark_parameters
+from autoplan.execute.parameters.optimizer import mark_parameters
 from autoplan.execute.tensor_parallel import apply_plan, record, tp_mesh_of
 from autoplan.execute.weights.methods import take_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.values import Plan
-
-__all__ = ["shard_model"]
 
 
 def shard_model(

@@ -30,8 +30,6 @@ from autoplan.execute.parameters.held import Held, record_of
 from autoplan.execute.parameters.local_views import local_view
 from autoplan.values import CallRewrite, MeanOverRanks, ParameterRule, Plan, VocabularyTable
 
-__all__ = ["make_reproducible"]
-
 
 def make_reproducible(
     modules: Mapping[str, nn.Module],

@@ -22,23 +22,20 @@ from autoplan.common.patterns import matches, nearest
 from autoplan.execute.agreement import APPLIED, Voters, meet
 from autoplan.execute.calls.kernel_guard import guard_kernels
 from autoplan.execute.collectives import RankGroup
+from autoplan.execute.dropout import SharedRandomness, draws_in_code
 from autoplan.execute.executors import At, execute
-from autoplan.execute.fits import check_fits
+from autoplan.execute.fits import check_fits, is_stored_packed, stored_rules
 from autoplan.execute.guard.guard import PathGuard, guard_of
-from autoplan.execute.hooks.inner_entries import install_inner_entries
 from autoplan.execute.hooks.install import ModuleWork, install, install_root
-from autoplan.execute.hooks.replaced import watch_children, watch_no_longer
+from autoplan.execute.hooks.replaced import install_inner_entries, watch_children, watch_no_longer
 from autoplan.execute.hooks.running import Running
-from autoplan.execute.hooks.unrecorded import watch_unrecorded
-from autoplan.execute.parameters.following import stop_following
+from autoplan.execute.hooks.unseen import watch_unrecorded
+from autoplan.execute.parameters.optimizer import stop_following
 from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
-from autoplan.execute.quantised.rules import is_stored_packed, stored_rules
-from autoplan.execute.randomness.dropout import SharedRandomness
-from autoplan.execute.randomness.may_draw import draws_in_code
 from autoplan.execute.reproducible import make_reproducible
 from autoplan.execute.weights.methods import leave_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
-from autoplan.patches.recorded_code import open_scripts
+from autoplan.patches.classes import open_scripts
 from autoplan.values import (
     Boundary,
     CallRewrite,
@@ -50,8 +47,6 @@ from autoplan.values import (
     SplitLogits,
     VocabularyTable,
 )
-
-__all__ = ["Applied", "apply_plan", "applied", "check_matches", "record", "tp_mesh_of", "undo_all"]
 
 
 @dataclass(frozen=True)
@@ -86,10 +81,8 @@ def applied(model: nn.Module) -> Applied | None:
 
 
 def tp_mesh_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None) -> DeviceMesh | None:
-    """The 1-D mesh over which the plan splits; None when there is nothing to split over.
-
-    That is "tp", or "ep" where the plan only places experts on different ranks.
-    """
+    """The 1-D mesh over which the plan splits; None when there is nothing to split over. That is "tp", or "ep" where
+    the plan only places experts on different ranks."""
     purpose = "ep" if plan.tp_size == 1 < plan.ep_size else "tp"
     wanted = (names or {}).get(purpose, purpose)
     dims = mesh.mesh_dim_names or ()
@@ -151,7 +144,9 @@ def apply_plan(
             undo.append(handle.remove)
         split = (name.rpartition(".")[0] for name, rule in rules.items() if rule is not None and rule.dim is not None)
         undo.append(partial(watch_no_longer, watch_children(modules, dict.fromkeys((*works, *split)))))
-        if any(">" in one.site.place for work in works.values() for one in work.of(CallRewrite)):  # in helper functions
+        if any(
+            ">" in rewrite.site.place for work in works.values() for rewrite in work.of(CallRewrite)
+        ):  # in helper functions
             undo.append(open_scripts(model))
         guard_kernels(model, (modules[name] for name, work in works.items() if work.communicates), undo)
         if reproducible_forward:  # after the hooks, which find their inputs by the signature of the forward
@@ -175,13 +170,11 @@ def record(model: nn.Module, plan: Plan, **facts: Any) -> None:
 
 
 def check_matches(model: nn.Module, plan: Plan) -> None:
-    """Does every pattern of the plan mean something in this model, and was it made for such code and sizes?
-
-    Raises PlanMismatchError with the nearest path, or with what differs.
-    """
+    """Does every pattern of the plan mean something in this model, and was it made for such code and sizes? Raises
+    PlanMismatchError with the nearest path, or with what differs."""
     parameter_rules(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
-    for pattern in dict.fromkeys(one.pattern for one in plan.runtime.instructions):
+    for pattern in dict.fromkeys(instruction.pattern for instruction in plan.runtime.instructions):
         _module_names(pattern, modules)
     check_fits(model, plan)
 
@@ -196,13 +189,9 @@ def undo_all(model: nn.Module) -> None:
 def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:
     stop_following(model)
     leave_methods(model)
-    _roll_back(undo)
-    model.__dict__.pop(APPLIED, None)
-
-
-def _roll_back(undo: list[Callable[[], None]]) -> None:
     while undo:
         undo.pop()()
+    model.__dict__.pop(APPLIED, None)
 
 
 def parameter_rules(model: nn.Module, plan: Plan) -> dict[str, ParameterRule | None]:
@@ -249,10 +238,16 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
         known = names.setdefault(id(modules[name]), name)
         return works.setdefault(known, ModuleWork(known))
 
-    for one in plan.runtime.instructions:
-        for name in () if isinstance(one, IntegerEdit) or _at_exit(one) else _module_names(one.pattern, modules):
-            if (one.pattern or name == "") and all(one is not known for known in work(name).instructions):
-                work(name).instructions.append(one)  # once, however many names its module has
+    for instruction in plan.runtime.instructions:
+        for name in (
+            ()
+            if isinstance(instruction, IntegerEdit) or _at_exit(instruction)
+            else _module_names(instruction.pattern, modules)
+        ):
+            if (instruction.pattern or name == "") and all(
+                instruction is not known for known in work(name).instructions
+            ):
+                work(name).instructions.append(instruction)  # once, however many names its module has
     _share_tables(modules, works)
     for name in [w.name for w in works.values() if w.of(CallRewrite)]:
         for inner, module in modules.items():
@@ -315,7 +310,7 @@ def _localise_padding(
 
 def _install_root(model: nn.Module, plan: Plan, running: Running, guard: PathGuard | None) -> list[Any]:
     heads = plan.runtime.of(SplitLogits)
-    outputs = [one for one in plan.runtime.of(Boundary) if _at_exit(one)]
+    outputs = [boundary for boundary in plan.runtime.of(Boundary) if _at_exit(boundary)]
     seen = bool(plan.runtime.random or plan.runtime.random_whole)
     unseen = draws_in_code(model)
     running.draws_unseen = not seen and "always" in unseen

@@ -26,8 +26,7 @@ from autoplan.forecast.sweep import Sweep
 from autoplan.hf.source import Model, Source, resolve
 from autoplan.hf.training.script import script_text
 from autoplan.values import Plan
-from autoplan.values.conveniences import done_above
-from autoplan.values.estimate import Row
+from autoplan.values.estimate import Row, done_above
 
 __all__ = ["Choice", "choose", "parse_memory"]
 

@@ -27,7 +27,7 @@ from autoplan.execute.data_parallel.units import choose_units, cut_dim, is_stack
 from autoplan.execute.parallelize import shard_model
 from autoplan.forecast.recording.record import Marks
 from autoplan.forecast.recording.tape import LeftOut
-from autoplan.hf.configs.attention import take_flash_attention
+from autoplan.hf.configs import take_flash_attention
 from autoplan.values import Fold, Plan
 
 __all__ = ["Copy", "Held", "UnitSize", "as_on_a_gpu", "faker", "sharded_copy"]

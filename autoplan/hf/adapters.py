@@ -17,8 +17,6 @@ from autoplan.common.conventions import BaseName
 from autoplan.common.errors import SourceError
 from autoplan.hf.shrink import all_configs
 
-__all__ = ["adapted_as", "base_names", "settings_of", "usual_targets", "wrap"]
-
 
 def settings_of(model: nn.Module) -> dict[str, Any] | None:
     """The settings of each adapter by name; None for a model that peft did not wrap."""
@@ -65,7 +63,7 @@ def base_names(model: nn.Module) -> dict[str, BaseName]:
     from peft.utils import AuxiliaryTrainingWrapper
 
     changed = (PeftModel, BaseTunerLayer, AuxiliaryTrainingWrapper)
-    return dict(_base_names(model, "", "")) if any(isinstance(one, changed) for one in model.modules()) else {}
+    return dict(_base_names(model, "", "")) if any(isinstance(module, changed) for module in model.modules()) else {}
 
 
 def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -> Iterator[tuple[str, BaseName]]:
@@ -99,10 +97,8 @@ def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -
 
 
 def usual_targets(model_type: str, config: PretrainedConfig | None) -> tuple[str, ...] | str:
-    """The layers that peft's LoRA is put beside where none are named, for this type of model or a part of it.
-
-    Raises SourceError where peft has no answer: what would be trained is then for the user to say.
-    """
+    """The layers that peft's LoRA is put beside where none are named, for this type of model or a part of it. Raises
+    SourceError where peft has no answer: what would be trained is then for the user to say."""
     hint = "name them: --lora-targets q_proj,v_proj (lora_targets=), or all-linear"
     try:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual

@@ -1,7 +1,7 @@
 """transformers' words and ways, as the value that rooms below this one read (common/conventions.py).
 
 Importing this imports neither torch nor transformers: it is handed in whenever the package is imported. Functions look
-transformers up only where it is loaded: while it is not, nobody holds a module or a config of its own.
+transformers up only where it is loaded: before that no module or config of its own can exist.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from autoplan.values.quantised import PackedTensor, PackedWeight
-
-__all__ = ["TRANSFORMERS"]
 
 
 def _config_of(module: nn.Module) -> PretrainedConfig | None:
@@ -57,19 +55,19 @@ def _checkpoint_names(model: nn.Module) -> CheckpointNames:
 def _checkpoint_writer(
     model: nn.Module, original: bool, stored: Mapping[str, tuple[PackedWeight, PackedTensor]]
 ) -> CheckpointWriter:
-    from autoplan.hf.saving import checkpoint_writer
+    from autoplan.hf.checkpoints import checkpoint_writer
 
     return checkpoint_writer(model, original, stored)
 
 
 def _stored_aliases(folder: Path, keys: tuple[str, ...]) -> Mapping[str, str]:
-    from autoplan.hf.quantised.checkpoint import stored_aliases
+    from autoplan.hf.quantised.weights import stored_aliases
 
     return stored_aliases(folder, keys)
 
 
 def _stored_weights(*what: Any) -> tuple[PackedWeight, ...]:
-    from autoplan.hf.quantised.checkpoint import stored_weights
+    from autoplan.hf.quantised.weights import stored_weights
 
     return stored_weights(*what)
 

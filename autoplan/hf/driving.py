@@ -1,7 +1,8 @@
-"""What a model of transformers can be asked to do besides one forward: another attention, decoding from a cache."""
+"""Run models of transformers: in worker processes, with their caches and in generation."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +13,29 @@ from torch import nn
 from autoplan.common.conventions import conventions
 from autoplan.hf.names import ATTENTION, CACHE, TARGETS, ForeignName, not_known
 
-__all__ = ["attention_switched", "decoded", "generative_feed", "has_attentions", "no_attentions",
-           "no_cache", "no_targets", "other_attention"]  # fmt: skip
+# What a new process must be told about transformers before it runs a model that was built elsewhere.
+
+PRELOADED = "transformers.modeling_utils"  # what takes long to import
+
+
+def note_what_is_collected(model: nn.Module) -> None:
+    """transformers notes, while it builds a model, which inner outputs it may collect. One that was sent to this
+    process was not built here."""
+    library = sys.modules.get("transformers.utils.output_capturing")
+    notes = getattr(library, "_CAN_RECORD_REGISTRY", {})
+    for module in model.modules():
+        if hasattr(module, "_can_record_outputs"):
+            notes[str(type(module)) if type(notes) is dict else module] = module._can_record_outputs
+
+
+def say_less() -> None:
+    """No warnings of transformers' own."""
+    from transformers import logging
+
+    logging.set_verbosity_error()
+
+
+# What a model of transformers can be asked to do besides one forward: another attention, decoding from a cache.
 
 _DECODER = "decoder_"  # begins the names of what the second of two stacks is given
 _IDS = ("decoder_input_ids", "input_ids")

@@ -26,10 +26,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from autoplan.common.errors import SourceError
 from autoplan.common.files.plain import NotPlain, is_folder, read_plain
 from autoplan.common.importing import importable_here
-from autoplan.hf.configs.limits import check_config
+from autoplan.hf.configs import check_config
 from autoplan.hf.type_rules import open_fields
-
-__all__ = ["Found", "default_config", "from_string", "inputs_from_string", "transformers_class"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,21 @@ def from_string(text: str, *, trust_remote_code: bool = False) -> Found:
             "the model string is empty", hint="give a folder, 'package.module:builder', a type or a hub id"
         )
     if is_folder(text):
-        return _from_folder(Path(text).expanduser(), trust_remote_code)
+        folder = Path(text).expanduser()
+        path = folder / "config.json"
+        if not path.is_file():
+            raise SourceError(f"folder {folder} has no config.json", hint="weights are not needed, but its config is")
+        data = read_plain(path, NotPlain(error=SourceError, hint="fetch the file again"), repeated=True)
+        check_config(data, str(path))
+        _refuse_remote_code(data, str(folder), trust_remote_code)
+        model_type = data.get("model_type")
+        if model_type not in CONFIG_MAPPING and "AutoConfig" not in (data.get("auto_map") or {}):
+            near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), 3)
+            raise SourceError(
+                f"{path} has model_type {model_type!r}, which transformers {transformers.__version__} does not know",
+                hint=f"did you mean {', '.join(near)}?" if near else "update transformers, or pass the model itself",
+            )
+        return Found(config=_load(str(folder), trust_remote_code), where=str(folder))
     left, colon, right = text.partition(":")
     if colon and left in CONFIG_MAPPING and hasattr(transformers, right):
         return Found(config=default_config(left), class_name=right)
@@ -71,23 +83,6 @@ def default_config(model_type: str) -> PretrainedConfig:
             f"the default config of model type {model_type!r} cannot be made: {error}",
             hint="give a folder with a config.json, or a config object",
         ) from error
-
-
-def _from_folder(folder: Path, trust_remote_code: bool) -> Found:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise SourceError(f"folder {folder} has no config.json", hint="weights are not needed, but its config is")
-    data = read_plain(path, NotPlain(error=SourceError, hint="fetch the file again"), repeated=True)
-    check_config(data, str(path))
-    _refuse_remote_code(data, str(folder), trust_remote_code)
-    model_type = data.get("model_type")
-    if model_type not in CONFIG_MAPPING and "AutoConfig" not in (data.get("auto_map") or {}):
-        near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), 3)
-        raise SourceError(
-            f"{path} has model_type {model_type!r}, which transformers {transformers.__version__} does not know",
-            hint=f"did you mean {', '.join(near)}?" if near else "update transformers, or pass the model itself",
-        )
-    return Found(config=_load(str(folder), trust_remote_code), where=str(folder))
 
 
 def _from_hub(text: str, trust_remote_code: bool) -> Found:
@@ -153,13 +148,7 @@ def _remote_code_error(where: str) -> SourceError:
 def _from_builder(module_name: str, function_name: str) -> Found:
     """`package.module:builder`, called without arguments; the working directory counts as a place for modules."""
     what = f"{module_name}:{function_name}"
-    builder = _import_builder(module_name, function_name, what)
-    try:
-        made = builder()
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise SourceError(
-            f"{what}() raised {type(error).__name__}: {error}", hint="it is called without arguments"
-        ) from error
+    made = _call_of_user(module_name, function_name, what)
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
         raise SourceError(
@@ -181,19 +170,14 @@ def inputs_from_string(text: str) -> Mapping[str, Any]:
             f"--inputs {text!r} is not 'package.module:function'",
             hint="name a function that returns {argument of the forward: tensor}; it is called without arguments",
         )
-    function = _import_builder(module_name, function_name, text)
-    try:
-        made = function()
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise SourceError(
-            f"{text}() raised {type(error).__name__}: {error}", hint="it is called without arguments"
-        ) from error
+    made = _call_of_user(module_name, function_name, text)
     if not isinstance(made, Mapping):
         raise SourceError(f"{text}() returned {type(made).__name__}", hint="return a dict: argument name -> tensor")
     return made
 
 
-def _import_builder(module_name: str, function_name: str, what: str) -> Any:
+def _call_of_user(module_name: str, function_name: str, what: str) -> Any:
+    """Import a function of the user's and call it without arguments."""
     try:
         with importable_here():
             module = importlib.import_module(module_name)
@@ -214,7 +198,12 @@ def _import_builder(module_name: str, function_name: str, what: str) -> Any:
             f"{what}: {module_name} has no function {function_name!r}",
             hint=f"did you mean {', '.join(near)}?" if near else "name a function of that module",
         )
-    return builder
+    try:
+        return builder()
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise SourceError(
+            f"{what}() raised {type(error).__name__}: {error}", hint="it is called without arguments"
+        ) from error
 
 
 def transformers_class(name: str, config: PretrainedConfig, where: str, trust_remote_code: bool) -> type:

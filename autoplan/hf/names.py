@@ -1,6 +1,6 @@
 """Public names of transformers that the code rests on, and what each was called in which version.
 
-A name that is missing has three meanings: this model has none; this version calls it otherwise; nobody here knows this
+A name that is missing has three meanings: this model has none; this version uses another name; the name is unknown to
 version. Under versions that were tested, the first holds: a test looks every name up in the installed library. Under a
 newer one, `not_known` looks whether any class of a mapping still has it. Undocumented names are in autoplan/doctor.
 
@@ -19,18 +19,6 @@ from typing import Literal
 
 from autoplan.common.requirements import untested
 from autoplan.values import Finding
-
-__all__ = [
-    "ATTENTION",
-    "CACHE",
-    "NAMES",
-    "SHIPPED_PLAN",
-    "TARGETS",
-    "ForeignName",
-    "not_known",
-    "vanished",
-    "version_findings",
-]
 
 Kind = Literal["argument", "output", "member", "field", "function", "module"]
 
@@ -51,9 +39,7 @@ _WORD = re.compile(r"\w+")
 @dataclass(frozen=True)
 class ForeignName:
     """A name and its spellings, the newest first, each with the versions that have it ("": all that were tested).
-
-    `mapping`: the auto mapping of which at least one class has it in every version; "": any model, or the library.
-    """
+    `mapping`: the auto mapping of which at least one class has it in every version; "": any model, or the library."""
 
     kind: Kind
     spellings: tuple[tuple[str, str], ...]
@@ -87,8 +73,7 @@ _RENAMED = (
     ForeignName("field", (("dtype", "4.56 and later"), ("torch_dtype", "before, and read still"))),
     ForeignName("field", (("rope_parameters", "5.0 and later"), ("rope_scaling", "before"))),
     ForeignName(
-        "module",
-        (("distributed.tensor_parallel", "5.16 and later"), ("integrations.tensor_parallel", "to 5.15")),
+        "module", (("distributed.tensor_parallel", "5.16 and later"), ("integrations.tensor_parallel", "to 5.15"))
     ),
 )
 
@@ -146,7 +131,7 @@ def not_known(name: ForeignName) -> str:
 
 
 def version_findings() -> tuple[Finding, ...]:
-    """Return what a plan made under versions that nobody tested says of them."""
+    """Return what a plan made under untested versions says of them."""
     texts = [*untested(), *(not_known(name) for name in vanished())] if untested() else []
     return tuple(Finding("versions", "warn", "", text) for text in texts)
 
@@ -187,7 +172,7 @@ def _folders(mapping: str) -> tuple[str, ...]:
     """The folders of transformers' models that a mapping names."""
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-    from autoplan.hf.catalogue import architectures
+    from autoplan.hf.type_rules import architectures
 
     return tuple(dict.fromkeys(model_type_to_module_name(kind) for kind, _ in architectures(mapping)))
 

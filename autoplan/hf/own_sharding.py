@@ -1,7 +1,7 @@
 """How transformers itself shards a model: the plan that it ships, and its own code that applies one.
 
 The plan is told part by part: where a key was written (a class, a config, an instance) decides what it means. What the
-styles mean to us is read elsewhere (decide/written_plans/transformers_plans.py), as for plans of any other origin.
+styles mean to us is read elsewhere (decide/written_plans/dialects.py), as for plans of any other origin.
 Plans are judged by what its code really does.
 """
 
@@ -20,15 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-__all__ = [
-    "known_styles",
-    "no_plan_because",
-    "plan_parts",
-    "refuse_old_sharding",
-    "shard_as_transformers",
-    "shipped_plan",
-    "slice_of",
-]
 
 _OTHER_MESHES = ("_ep_plan", "_fsdp_plan")
 

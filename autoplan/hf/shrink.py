@@ -18,23 +18,27 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from autoplan.common.errors import SourceError
-from autoplan.hf.relations import (
+from autoplan.hf.tiny_sizes import (
     HEADS,
     HIDDEN,
     ROTARY_WIDTHS,
+    VARIANTS,
+    Sizes,
+    amount,
     equal_widths,
+    field_rule,
     first_of,
     fit_rotary_lists,
+    fitted,
     has_listed_stages,
+    is_layer_count,
+    is_token_id,
     related_width,
     sections_of_depth,
     smaller_sections,
     vision_layers,
 )
-from autoplan.hf.tiny_sizes import VARIANTS, Sizes, amount, field_rule, fitted, is_layer_count, is_token_id
 from autoplan.hf.type_rules import type_rules
-
-__all__ = ["all_configs", "sub_configs", "tiny_config"]
 
 _DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "depth")
 _PERIODS = (
@@ -80,7 +84,7 @@ def tiny_config(
     """A tiny config of the same class that makes the same choices. `config` is not touched. `ranks`: those of the plan,
     and those on which the clone is tried: it leaves on each of them what the plan leaves (`tiny_sizes.fitted`).
 
-    `shrink="related"` leaves widths multiples of each other (see relations.py), "depth" leaves every width as it is,
+    `shrink="related"` leaves widths multiples of each other (see tiny_sizes.py), "depth" leaves every width as it is,
     "nothing" the layers too: for models whose sizes depend on each other in ways that no field tells. Raises
     SourceError when the class refuses the shrunk fields.
     """
@@ -90,9 +94,13 @@ def tiny_config(
         raise SourceError(f"there is no tiny variant {variant}", hint=f"use 0 to {len(VARIANTS) - 1}")
     widths = _widths(config) if shrink == "related" else ()
     tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant], shrink == "depth", widths, ranks=ranks), {})
-    for one in all_configs(tiny):
-        fit_rotary_lists(vars(one), type(one))
-        _fit_vision_layers(tiny, one)
+    for section in all_configs(tiny):
+        fit_rotary_lists(vars(section), type(section))
+        # Layers of the vision tower that are read by their number must be layers that the tiny tower has
+        tower = vars(tiny).get("vision_config", section)
+        depth = _depth(tower) if isinstance(tower, PretrainedConfig) else None
+        for name, value in vision_layers(vars(section), depth).items() if depth else ():
+            setattr(section, name, value)
     _fit_tiles(config, tiny)
     return tiny
 
@@ -168,9 +176,9 @@ def _defaults(cls: type) -> dict[str, Any]:
         if item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
         found[item.name] = None if default is dataclasses.MISSING else default
-    for given in inspect.signature(cls).parameters.values():  # remote code often has an __init__ of its own
-        if given.kind in (given.POSITIONAL_OR_KEYWORD, given.KEYWORD_ONLY):
-            found.setdefault(given.name, None if given.default is given.empty else given.default)
+    for parameter in inspect.signature(cls).parameters.values():  # remote code often has an __init__ of its own
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            found.setdefault(parameter.name, None if parameter.default is parameter.empty else parameter.default)
     aliases = getattr(cls, "attribute_map", {})  # a value is stored under the name that an alias stands for
     return {aliases.get(name, name): default for name, default in found.items()}
 
@@ -378,15 +386,7 @@ def _read_sizes(value: Any, sizes: Sizes) -> Any:
 
 def _widths(config: PretrainedConfig) -> tuple[int, ...]:
     """The widths of the model and its towers."""
-    return tuple(dict.fromkeys(w for one in all_configs(config) if (w := _first_int(one, HIDDEN))))
-
-
-def _fit_vision_layers(whole: PretrainedConfig, one: PretrainedConfig) -> None:
-    """Layers of the vision tower that are read by their number must be layers that the tiny tower has."""
-    tower = vars(whole).get("vision_config", one)
-    depth = _depth(tower) if isinstance(tower, PretrainedConfig) else None
-    for name, value in vision_layers(vars(one), depth).items() if depth else ():
-        setattr(one, name, value)
+    return tuple(dict.fromkeys(w for section in all_configs(config) if (w := _first_int(section, HIDDEN))))
 
 
 def _fit_tiles(config: PretrainedConfig, tiny: PretrainedConfig) -> None:

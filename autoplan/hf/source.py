@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,22 +23,27 @@ from transformers import PretrainedConfig, PreTrainedModel
 from autoplan.capture.copies import copied
 from autoplan.capture.derive_inputs import Recipe, recipe_for
 from autoplan.capture.lazy import with_shapes
+from autoplan.capture.traced_ints import integer_attributes
 from autoplan.common.dtypes import cast_numbers
-from autoplan.common.errors import SourceError
+from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.common.options import check_argument
 from autoplan.common.random_values import BUILDING, fill_meta, randomise, untouched_randomness
 from autoplan.hf.adapters import settings_of, wrap
-from autoplan.hf.catalogue import class_name_of
-from autoplan.hf.configs.dtypes import settled_dtype, stored_as
-from autoplan.hf.configs.limits import check_config, limited_modules
+from autoplan.hf.configs import check_config, limited_modules, settled_dtype, stored_as
 from autoplan.hf.inputs.make import arguments_of, core_of, users_feeds
 from autoplan.hf.model_string import from_string, transformers_class
 from autoplan.hf.quantised.weights import quantised_weights, refuse_packed_by_others
 from autoplan.hf.shrink import all_configs, tiny_config
 from autoplan.hf.tiny_sizes import leaves_single_units
+from autoplan.hf.type_rules import class_name_of
+from autoplan.values import IntegerEdit, LocalExperts, Runtime
 from autoplan.values.quantised import PackedWeight
 
-__all__ = ["Model", "Source", "resolve"]
+# What the user pointed at, as one value: a module, a config, or a MODEL string.
+#
+# Everything later needs two things from a model: the module itself (its own, or built on meta from a config: weights
+# are never needed), and a tiny clone with real random numbers on which a plan can be proven. A `Source` gives both and
+# leaves what it was given untouched: the module, its config, and every random number generator.
 
 Model: TypeAlias = nn.Module | PretrainedConfig | ExportedProgram | str
 
@@ -102,7 +108,7 @@ class Source:
         """Does one of so many ranks hold a single head or expert, as far as configs tell, or hold it with others?"""
         given: Any = self.given
         config = given.get_base_model().config if self.config is None and self._adapted else self.config
-        return config is not None and any(leaves_single_units(vars(one), ranks) for one in all_configs(config))
+        return config is not None and any(leaves_single_units(vars(section), ranks) for section in all_configs(config))
 
     def tiny(
         self,
@@ -220,12 +226,7 @@ class Source:
         return _shapes(twin) == _shapes(self.given)
 
 
-def resolve(
-    model: Model,
-    *,
-    trust_remote_code: bool = False,
-    inputs: Mapping[str, Any] | None = None,
-) -> Source:
+def resolve(model: Model, *, trust_remote_code: bool = False, inputs: Mapping[str, Any] | None = None) -> Source:
     """Find out what `model` is. Raises SourceError, with what was tried, when it is nothing that can be built."""
     if inputs is not None:
         check_argument("inputs", inputs, Mapping, "give a mapping: argument of the forward -> example")
@@ -296,7 +297,7 @@ def _config_for(cls: type, config: PretrainedConfig) -> PretrainedConfig:
     wanted = getattr(cls, "config_class", None)
     if not isinstance(wanted, type) or isinstance(config, wanted):
         return config
-    return next((one for one in all_configs(config) if isinstance(one, wanted)), config)
+    return next((section for section in all_configs(config) if isinstance(section, wanted)), config)
 
 
 def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
@@ -316,7 +317,7 @@ def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
 
 def _pixels(config: PretrainedConfig | None) -> int:
     """The longest side of a picture that any part of the config names."""
-    sizes = [getattr(one, "image_size", 0) for one in all_configs(config)] if config is not None else []
+    sizes = [getattr(section, "image_size", 0) for section in all_configs(config)] if config is not None else []
     sides = (side for size in sizes for side in (size if isinstance(size, list | tuple) else (size,)))
     return max((side for side in sides if isinstance(side, int)), default=0)
 
@@ -336,3 +337,37 @@ def _on_meta(model: nn.Module) -> bool:
 
 def _qualname(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# Which attribute of an experts' module counts its experts, where another attribute happens to be the same number.
+#
+# They are distinguished on a tiny clone of the model, which has other sizes: there only one of them equals the number
+# of matrices in the stack. The clone is built and looked at, never run.
+
+
+def without_namesakes(source: Source, runtime: Runtime, classes: dict[str, str]) -> Runtime:
+    """The edits without those of attributes that only happen to equal the number of experts, as far as can be told."""
+    counts = {site.pattern: site.experts for site in runtime.of(LocalExperts)}
+    counting = [edit for edit in runtime.of(IntegerEdit) if counts.get(edit.pattern) == edit.old]
+    edits = Counter(edit.pattern for edit in counting)
+    unclear = {classes[pattern] for pattern, edited in edits.items() if edited > 1}
+    if not unclear:
+        return runtime
+    try:
+        clone = source.tiny()
+    except AutoplanError:
+        return runtime
+    known = {name: found for name in unclear if (found := _counting(clone, name))}
+    namesakes = [edit for edit in counting if edit.name not in known.get(classes[edit.pattern], (edit.name,))]
+    return replace(
+        runtime, instructions=tuple(instruction for instruction in runtime.instructions if instruction not in namesakes)
+    )
+
+
+def _counting(clone: nn.Module, class_name: str) -> set[str]:
+    """The attributes that equal the length of the stack, in the first module of the class."""
+    module = next((module for module in clone.modules() if type(module).__name__ == class_name), None)
+    stacks = [] if module is None else [p for p in module.parameters(recurse=False) if p.dim() > 2]
+    if module is None or not stacks:
+        return set()
+    return {name for name, value in integer_attributes(module).items() if value == stacks[0].shape[0]}

@@ -1,27 +1,4 @@
-"""Help that a model type needs to be built small or fed: `rules/inputs/<type>.toml`, data only.
-
-    applies_to = ["a", "b"]        # the model types it is for; without it the type that the file is named after
-    why = "..."                    # required: what goes wrong without the file
-    [tiny]                         # fields of the tiny clone; "=2*heads" is a product of numbers and sizes,
-    [tiny.text_config]             #   "=default" leaves the field to its class; tables reach into sub-configs
-    [inputs.pixel_values]          # one argument of the first feed: kind, shape, low, high; or drop = true
-    kind = "normal"                # ids | normal | uniform | zeros | ones | rows (one `row`, repeated) | or `value`
-    shape = ["batch", 3, "config.vision_config.image_size"]
-    [prompts.image.pixel_values]   # one argument of the feed with a picture (audio, video) in its prompts: as above;
-    kind = "normal"                #   placeholder tokens are counted and put into the text by autoplan, unless
-                                   #   [prompts.image.placeholders] says how many: size = "batch*16"
-    [parts."codec.decoder".latents]   # one argument of a part that forward does not run and that is called alone
-    shape = ["batch", 3, 28, 28]
-
-What the default config of a type leaves open stands in `rules/defaults.toml`, used where a type alone is given:
-
-    [[defaults]]
-    applies_to = ["a", "b"]
-    why = "..."
-    [defaults.fields]              # fields without which nothing can be built
-
-A file may name a model type; it never makes a decision.
-"""
+"""Rules for model types: the catalogue of types, and documents in rules/inputs."""
 
 from __future__ import annotations
 
@@ -31,12 +8,69 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from transformers.models.auto import modeling_auto
+
 from autoplan.common.errors import SourceError
 from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.files.shapes import misshapen
 from autoplan.common.rules_folder import rules_folders
 
-__all__ = ["TypeRules", "open_fields", "rule_files", "type_rules"]
+# Which architectures transformers knows, by what they are for.
+
+# In the order in which a model type without `architectures` is looked up.
+MAPPINGS: dict[str, str] = {
+    "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "image_text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "base": "MODEL_MAPPING_NAMES",
+}
+
+
+def architectures(mapping: str) -> list[tuple[str, str]]:
+    """(model type, class name) of every architecture of a mapping, in transformers' order."""
+    if mapping not in MAPPINGS:
+        raise SourceError(f"there is no mapping {mapping!r}", hint=f"use one of {', '.join(MAPPINGS)}")
+    pairs = []
+    for model_type, classes in getattr(modeling_auto, MAPPINGS[mapping]).items():
+        for name in classes if isinstance(classes, tuple | list) else (classes,):
+            pairs.append((model_type, name))
+    return pairs
+
+
+def class_name_of(model_type: str) -> str | None:
+    """The class for a bare model type: from the first mapping that has it."""
+    for mapping in MAPPINGS:
+        for known, name in architectures(mapping):
+            if known == model_type:
+                return name
+    return None
+
+
+# Help that a model type needs to be built small or fed: `rules/inputs/<type>.toml`, data only.
+#
+#     applies_to = ["a", "b"]        # the model types it is for; without it the type that the file is named after
+#     why = "..."                    # required: what goes wrong without the file
+#     [tiny]                         # fields of the tiny clone; "=2*heads" is a product of numbers and sizes,
+#     [tiny.text_config]             #   "=default" leaves the field to its class; tables reach into sub-configs
+#     [inputs.pixel_values]          # one argument of the first feed: kind, shape, low, high; or drop = true
+#     kind = "normal"                # ids | normal | uniform | zeros | ones | rows (one `row`, repeated) | or `value`
+#     shape = ["batch", 3, "config.vision_config.image_size"]
+#     [prompts.image.pixel_values]   # one argument of the feed with a picture (audio, video) in its prompts: as above;
+#     kind = "normal"                #   placeholder tokens are counted and put into the text by autoplan, unless
+#                                    #   [prompts.image.placeholders] says how many: size = "batch*16"
+#     [parts."codec.decoder".latents]   # one argument of a part that forward does not run and that is called alone
+#     shape = ["batch", 3, 28, 28]
+#
+# What the default config of a type leaves open stands in `rules/defaults.toml`, used where a type alone is given:
+#
+#     [[defaults]]
+#     applies_to = ["a", "b"]
+#     why = "..."
+#     [defaults.fields]              # fields without which nothing can be built
+#
+# A file may name a model type; it never makes a decision.
 
 _KEYS = {"applies_to", "why", "tiny", "inputs", "prompts", "parts"}
 _DEFAULT_KEYS = {"applies_to", "why", "fields"}
@@ -84,26 +118,26 @@ def _first(files: Callable[[Path], dict[str, Found]], model_type: str) -> Found 
 @lru_cache(maxsize=16)
 def rule_files(folder: Path) -> dict[str, TypeRules]:
     """All files of `folder/inputs`, by the model types that they are for."""
-    found: dict[str, TypeRules] = {}
+    files: dict[str, TypeRules] = {}
     for path in sorted((folder / "inputs").glob("*.toml")):
         data = _read(path)
         types = _checked(path, data, _KEYS).pop("applies_to", [path.stem])
         rules = TypeRules(**data)
         for model_type in types:
-            _refuse_twice(path, model_type, found)
-            found[model_type] = rules
-    return found
+            _refuse_twice(path, model_type, files)
+            files[model_type] = rules
+    return files
 
 
 @lru_cache(maxsize=16)
 def _defaults(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / "defaults.toml"
-    found: dict[str, dict[str, Any]] = {}
+    defaults: dict[str, dict[str, Any]] = {}
     for one in _listed(path) if path.is_file() else []:
         for model_type in _checked(path, one, _DEFAULT_KEYS).get("applies_to", []):
-            _refuse_twice(path, model_type, found)
-            found[model_type] = one.get("fields", {})
-    return found
+            _refuse_twice(path, model_type, defaults)
+            defaults[model_type] = one.get("fields", {})
+    return defaults
 
 
 def _read(path: Path) -> dict[str, Any]:

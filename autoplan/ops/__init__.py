@@ -5,6 +5,7 @@ In: a recorded op. Out: how its dims follow, which literals are sizes, what it s
 torch.
 """
 
+# ruff: noqa: F401
 from autoplan.ops import (
     attention,
     convolutions,
@@ -12,40 +13,12 @@ from autoplan.ops import (
     elementwise,
     experts,
     indexing,
-    linalg,
     norms,
     pieces,
     products,
     questions,
-    random,
     recurrent,
     reductions,
-    sorting,
-    spatial,
     views,
 )
 from autoplan.ops.records.record import CALLS, OPS, call_record, op_record
-
-__all__ = [
-    "CALLS",
-    "OPS",
-    "attention",
-    "call_record",
-    "convolutions",
-    "creation",
-    "elementwise",
-    "experts",
-    "indexing",
-    "linalg",
-    "norms",
-    "pieces",
-    "products",
-    "questions",
-    "random",
-    "op_record",
-    "recurrent",
-    "reductions",
-    "sorting",
-    "spatial",
-    "views",
-]

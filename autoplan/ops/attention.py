@@ -14,8 +14,6 @@ from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
 from autoplan.values.reasons import NotPlaced
 
-__all__: list[str] = []
-
 
 def _widths(at: SplitOp) -> NotPlaced | None:
     """Scores sum over the width of a head, within the op."""
@@ -85,7 +83,7 @@ def _attention_extras(site: Site, scores: Dims) -> list[Dims | None]:
 
 
 python_call("scaled_dot_product_attention", becomes="scaled_dot_product_attention", causal=(5, "is_causal"))
-# Told its number of heads; a rank does the same on its own heads (`execute/calls/fused_attention.py`).
+# Told its number of heads; a rank does the same on its own heads (`execute/calls/fused.py`).
 python_call("multi_head_attention_forward", sizes=NO_SIZES, linear=Linear.NO, random=by_rate(10, "dropout_p", 0.0),
             pays=Reduction.ATTENTION)  # fmt: skip
 for _name in ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"):

@@ -9,8 +9,6 @@ from autoplan.ops.records.record import kept_whole, nothing, op, python_call
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES
 
-__all__ = ["COUNTING"]
-
 # Ops by which the Python inside of a call of torch uses a number of positions that it counted.
 COUNTING = frozenset({"add", "sub", "rsub", "mul", "div", "pow", "scalar_tensor", "full"})
 

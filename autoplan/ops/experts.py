@@ -11,8 +11,6 @@ from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
 
-__all__ = ["BOX"]
-
 BOX = "experts"  # args: (stacked weights, tokens, (indices, routing weights) or (), what else is read)
 
 

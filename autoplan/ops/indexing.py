@@ -17,8 +17,6 @@ from autoplan.ops.records.sizes import NO_SIZES, Indexed
 from autoplan.ops.reductions import averaged
 from autoplan.values import Ref, refs
 
-__all__ = ["looks_up", "takes_bags", "takes_targets"]
-
 _STRETCHING = ("expand", "_to_copy", "clone", "alias", "detach", "to")
 
 
@@ -74,10 +72,8 @@ def takes_bags(name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Lookup:
-    """x[indices] taken apart: dims before and after the looked-up ones, and what each index tensor brings.
-
-    Integer tensors bring their dims, a mask brings one: how many positions it keeps (`None` until a shape tells).
-    """
+    """x[indices] taken apart: dims before and after the looked-up ones, and what each index tensor brings. Integer
+    tensors bring their dims, a mask brings one: how many positions it keeps (`None` until a shape tells)."""
 
     before: Dims
     after: Dims

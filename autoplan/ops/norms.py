@@ -15,9 +15,7 @@ from autoplan.ops.records.site import Answer, Dims, Site, told
 from autoplan.ops.records.sizes import NO_SIZES, Groups
 from autoplan.values import Op
 
-__all__: list[str] = []
-
-_SMALLEST = {"torch.float32": 2.0**-23, "torch.float64": 2.0**-52}  # what is added where nobody says how much
+_SMALLEST = {"torch.float32": 2.0**-23, "torch.float64": 2.0**-52}  # the default epsilon
 
 
 def _statistics(at: SplitOp) -> Reduction | None:

@@ -14,8 +14,6 @@ from autoplan.ops.records.sizes import NO_SIZES, Bounds, Lengths, PieceCount
 from autoplan.ops.views import moved_dims
 from autoplan.values import Op
 
-__all__ = ["joins"]
-
 
 def bounds(size: int, start: int | None, stop: int | None) -> tuple[int, int]:
     """Slice bounds as positions, the way Python reads them."""

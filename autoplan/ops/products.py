@@ -1,4 +1,4 @@
-"""Matrix products: what is summed over, what is a batch position, what passes through."""
+"""Products: matmul and its like, and linear algebra."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import find
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Product, Reduction
 from autoplan.ops.records.on_shards import Local, SplitOp, as_written
-from autoplan.ops.records.record import nothing, op, op_record, python_call, unknown
+from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call, unknown
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
 from autoplan.values.reasons import NotPlaced
 
-__all__: list[str] = []
+# Matrix products: what is summed over, what is a batch position, what passes through.
 
 
 def _operands(at: SplitOp) -> Product:
@@ -168,3 +168,56 @@ python_call("linear", becomes="linear", product=Product(0, 1, bias=2, out=(0, -1
 python_call("matmul", "__matmul__", becomes="mm")
 python_call("bmm", becomes="bmm", product=Product(0, 1))
 python_call("addmm", becomes="addmm", product=Product(1, 2, bias=0))
+
+
+# Linear algebra beyond products: solves, distances, cross products.
+
+
+@op("linalg_solve_triangular",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
+    drawn=Drawn.CUMSUM)  # fmt: skip
+def solve(site: Site) -> Answer:
+    """A x = B: rows of A and B are tied together along the square side."""
+    if site.op.kwargs.get("left") is False:
+        return None
+    matrix, right = site.terms(site.inputs[0]), site.terms(site.inputs[1])
+    site.unify(matrix[-1], right[-2])
+    site.unify(matrix[-2], right[-2])
+    shape = site.out_shape
+    batch = site.broadcast([matrix[:-2], right[:-2]], shape[:-2])
+    site.mark(right[-2], Event.SOLVE)
+    return [[find(term) for term in (*batch, right[-2], right[-1])]]
+
+
+@op("linalg_inv_ex", "linalg_inv", "inverse", "linalg_cholesky_ex", "cholesky",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+def square(site: Site) -> Answer:
+    """A square matrix of the same dims; every element depends on all."""
+    dims = site.terms(site.inputs[0])
+    for term in dims[-2:]:
+        site.mark(term, Event.SOLVE)
+    return [list(dims), *(list(dims[:-2]) for _ in site.outputs[1:])]
+
+
+@op("_cdist_forward", "cdist", "_euclidean_dist",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+def distances(site: Site) -> Answer:
+    """Every row of one against every row of the other."""
+    left, right = site.terms(site.inputs[0]), site.terms(site.inputs[1])
+    site.unify(left[-1], right[-1])
+    site.mark(left[-1], Event.REDUCE_NORM)
+    batch = site.broadcast([left[:-2], right[:-2]], site.out_shape[:-2])
+    return [[find(term) for term in (*batch, left[-2], right[-2])]]
+
+
+@op("linalg_cross", "cross",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+def cross(site: Site) -> Answer:
+    dims = site.broadcast([site.terms(ref) for ref in site.inputs], site.out_shape)
+    site.mark(dims[site.arg(2, "dim", -1)], Event.OPAQUE)
+    return [dims]
+
+
+# To the power of one it is a copy, whose ops do not say that rows and columns must be as many.
+python_call("linalg_matrix_power", "matrix_power", sizes=NO_SIZES, linear=Linear.NO, random=NEVER,
+            pays=NotPlaced("matrix-power"))  # fmt: skip

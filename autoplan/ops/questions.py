@@ -11,8 +11,6 @@ from autoplan.ops.records.record import call_record, nothing, op, op_record, unk
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES
 
-__all__ = ["asks", "literals_say"]
-
 
 @op("_assert_tensor_metadata", "sym_size", "sym_numel", "sym_stride", "sym_storage_offset",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip

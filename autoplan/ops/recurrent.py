@@ -6,8 +6,6 @@ from autoplan.ops.records.answers import NEVER, Linear, Recurrent, by_rate
 from autoplan.ops.records.record import python_call
 from autoplan.ops.records.sizes import NO_SIZES
 
-__all__: list[str] = []
-
 for _name, _gates, _states in (("lstm", 4, 2), ("gru", 3, 1), ("rnn_tanh", 1, 1), ("rnn_relu", 1, 1)):
     python_call(_name, sizes=NO_SIZES, linear=Linear.NO, random=by_rate(-1, "dropout"),  # between layers
                 recurrent=Recurrent(_gates, _states, one_step=False))  # fmt: skip

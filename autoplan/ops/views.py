@@ -13,8 +13,6 @@ from autoplan.ops.records.site import Answer, Dims, Site, told
 from autoplan.ops.records.sizes import NO_SIZES, SHAPE, RepeatEach, Repeats, Unflattened
 from autoplan.values import Op
 
-__all__ = ["moved_dims", "reshapes_in_place", "stretches"]
-
 
 def reshaped(local: Local) -> Any:
     """The shape was told for the whole: a rank has its shard of it."""

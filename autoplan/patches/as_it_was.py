@@ -24,8 +24,6 @@ from torch.distributed._composable_state import _module_state_mapping
 from autoplan.patches.classes import give_class
 from autoplan.patches.patched import Hold, note_holds
 
-__all__ = ["whole_or_as_it_was"]
-
 _open = threading.local()  # simulated ranks are threads: each changes a model of its own
 _CONTAINERS = (dict, list, set)
 

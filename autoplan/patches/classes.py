@@ -1,21 +1,24 @@
-"""Modules of a live model change their class.
-
-Parameters of a sharded model are read through properties, so every module gets a subclass of its own class. FSDP2 does
-the like. `as_it_was.py` gives modules their own class back when a later step fails.
-"""
+"""Change classes, or code while it is recorded."""
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
-from autoplan.patches.patched import Patch
+from autoplan.patches.patched import Patch, Place, hold, patched
 
-__all__ = ["CLASSES", "give_class", "subclass_of"]
+# Modules of a live model change their class.
+#
+# Parameters of a sharded model are read through properties, so every module gets a subclass of its own class. FSDP2
+# does the like. `as_it_was.py` gives modules their own class back when a later step fails.
 
 _HEARS = "__init_subclass__"
 _making = threading.RLock()  # simulated ranks make classes at the same time
@@ -78,3 +81,127 @@ CLASSES = Patch(
     where="autoplan/patches/classes.py",
     canary=_canary,
 )
+
+
+# Code that hides from a recording what it does, and lies open while one is made.
+#
+# Caches: while a model is recorded its sizes are traced integers, which know where they come from, and its tensors
+# may be without storage. To a cache keyed on sizes (einops keeps one for each pattern and shape, models keep tables
+# by length) they equal plain ones: it would hand out what came from another module, or from a recording long gone,
+# and keep ours for whoever asks next. So for the time of a recording, functions and methods wrapped in
+# `functools.lru_cache` or `functools.cache` run without it.
+#
+# TorchScript: a function that was compiled by `torch.jit.script` or `torch.jit.trace` makes its calls outside of
+# Python, some of them without a visible result. It runs as the Python function that it was made of; so it does
+# in a sharded model, where calls inside of it are rewritten.
+
+_WRAPPER = type(functools.lru_cache(len))
+# Their module-level caches are of plain numbers, of no model's sizes, or of what is to be said once only.
+_LEFT_ALONE = ("torch", "numpy", "sympy", "autoplan", "transformers", "huggingface_hub")
+
+
+def _recorded_code_canary() -> bool:
+    """Is a cached function of a type of its own, that gives its function away, and may a closure be changed?"""
+    cached = functools.lru_cache(maxsize=4)(abs)
+    other = functools.cache(len)
+
+    def holding() -> Any:
+        return cached
+
+    assert holding.__closure__ is not None
+    (cell,) = holding.__closure__
+    cell.cell_contents = other
+    return type(other) is _WRAPPER and cached is other and other.__wrapped__ is len
+
+
+UNCACHED = Patch(
+    name="uncached functions",
+    replaces="functools.lru_cache and functools.cache around functions of other packages and of the model's classes",
+    why="a cache keyed on sizes would mix traced integers of a recording with plain ones",
+    scope="while a model is recorded, or a copy of it is tried without storage",
+    undone="the cached function itself is put back, with all that it remembers",
+    where="autoplan/patches/classes.py",
+    canary=_recorded_code_canary,
+)
+
+
+def _canary_of_scripts() -> bool:
+    """Does a scripted function say what it was made of, and is it called through its class?"""
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    return torch.jit.script(twice)._torchdynamo_inline is twice and "__call__" in vars(torch.jit.ScriptFunction)
+
+
+UNSCRIPTED = Patch(
+    name="TorchScript functions",
+    replaces="torch.jit.ScriptFunction.__call__",
+    why="what a function does that torch.jit has compiled is not seen whole",
+    scope="while a model is recorded, or one lives whose plan rewrites calls in helper functions; where a torch "
+    "function mode looks on",
+    undone="the method is put back",
+    where="autoplan/patches/classes.py",
+    canary=_canary_of_scripts,
+)
+
+
+def _as_python(call: Any) -> Any:
+    def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+        seen = torch._C._is_torch_function_mode_enabled()
+        written = getattr(function, "_torchdynamo_inline", None) if seen else None
+        return call(function, *args, **kwargs) if written is None else written(*args, **kwargs)
+
+    return called
+
+
+_SCRIPTS = (Place(torch.jit.ScriptFunction, "__call__", _as_python),)
+
+
+@contextmanager
+def code_lies_open(model: nn.Module) -> Iterator[None]:
+    """No caches in functions of any module and in what the model is made of, and no TorchScript functions, until nobody
+    asks for it any more."""
+    with patched(UNCACHED, _cached(model), together=True), patched(UNSCRIPTED, _SCRIPTS):
+        yield
+
+
+def open_scripts(model: nn.Module) -> Callable[[], None]:
+    """Let a mode that rewrites calls of this model see those in TorchScript functions. Gives what ends that."""
+    kept = hold(UNSCRIPTED, _SCRIPTS)
+    kept.until_gone(model)
+    return kept.release
+
+
+def _cached(model: nn.Module) -> Iterator[Place]:
+    """Where a cached function stands, and how to make the same without its cache."""
+    standard = sys.stdlib_module_names
+    for module_name, module in list(sys.modules.items()):
+        top = module_name.partition(".")[0]
+        if isinstance(module, ModuleType) and top not in standard and top not in _LEFT_ALONE:
+            for name, value in list(vars(module).items()):
+                if type(value) is _WRAPPER:
+                    yield Place(module, name, _plain)
+    own = {cls for part in model.modules() for cls in type(part).__mro__ if not cls.__module__.startswith("torch.")}
+    homes = {cls.__module__ for cls in own if cls.__module__.partition(".")[0] not in standard}
+    for holder in (*(own - {object}), *(sys.modules[name] for name in homes if name in sys.modules)):
+        for name, value in list(vars(holder).items()):
+            # The same in a class or module of the model's: a decorator may hold the cached function in its closure
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if type(function) is _WRAPPER:
+                yield Place(holder, name, _plain)
+            for cell in (function.__closure__ or ()) if isinstance(function, FunctionType) else ():
+                try:
+                    contents = cell.cell_contents
+                except ValueError:  # the cell is empty
+                    continue
+                if type(contents) is _WRAPPER:
+                    yield Place(cell, "cell_contents", _plain)
+
+
+def _plain(value: Any) -> Any:
+    """The function itself; a static or class method stays one."""
+    if isinstance(value, staticmethod | classmethod):
+        cached: Any = value.__func__
+        return type(value)(cached.__wrapped__)
+    return value.__wrapped__

@@ -24,17 +24,6 @@ from torch import nn
 
 from autoplan.patches.patched import Alone, Patch, Place, patched
 
-__all__ = [
-    "KERNEL_GUARDS",
-    "KERNEL_STAND_INS",
-    "REFERENCE_PATH",
-    "OptionalKernel",
-    "kernel_note",
-    "on_reference_path",
-    "optional_kernels",
-    "where_it_runs",
-]
-
 _HOME = "transformers.integrations.hub_kernels"
 _ASKED = "is_torchdynamo_exporting"  # transformers' question before it takes a kernel
 _KEPT = ("package", "func_name", "is_new_implementation", "torch_function")  # in the decorator's closure
@@ -122,9 +111,7 @@ def where_it_runs(model: nn.Module) -> Any:
 @dataclass(frozen=True)
 class OptionalKernel:
     """A function that a file of the model's has under `name`, if its library is installed, and what is done without.
-
-    `home`: the file. `reference`: None where there is none, or where the code asks for the device itself.
-    """
+    `home`: the file. `reference`: None where there is none, or where the code asks for the device itself."""
 
     home: ModuleType
     name: str

@@ -23,8 +23,6 @@ from typing import Any, NamedTuple, Protocol
 from autoplan.common.errors import AutoplanError
 from autoplan.common.requirements import untested
 
-__all__ = ["Alone", "Registered", "Hold", "Kept", "Patch", "Place", "hold", "note_holds", "patched"]
-
 
 class Alone:
     """Runs functions one at a time; no lock stays shut.
@@ -65,7 +63,7 @@ class Patch:
 
     `replaces`: its dotted path, or what it is. `scope`: how long. `undone`: how it comes back. `where`: our file.
     `canary`: False, or an error, where the installed version has moved or changed it. `without`: what does not work
-    where it is left out. Under versions that nobody tested, such a patch is left out, with a warning, if its canary
+    where it is left out. Under untested versions such a patch is left out, with a warning, if its canary
     fails; one that says nothing here is needed for right numbers, and fails.
     """
 
@@ -87,9 +85,7 @@ _INHERITED = object()
 
 class Place(NamedTuple):
     """An attribute of a module or class, or what a function keeps in its closure, and what is to stand there.
-
-    `inherited`: a class may have it from another; what then is put into the class itself is taken away again.
-    """
+    `inherited`: a class may have it from another; what then is put into the class itself is taken away again."""
 
     holder: Any
     name: str
@@ -172,17 +168,17 @@ class Hold:
             notes.holds.append(self)
 
     def release(self) -> None:
-        """Put back what nobody else needs. A second time does nothing."""
+        """Put back what no other hold needs. Idempotent."""
         _alone.run(lambda: _leave(self))
         _clear_up()
 
     def until_gone(self, owner: Any) -> None:
-        """Release when `owner` is collected, if nobody has done so before."""
+        """Release when `owner` is collected, if it was not released before."""
         weakref.finalize(owner, _end_later, self).atexit = False
 
 
 class Kept:
-    """Keeps a hold until nobody has this any more. A copy of who has it has the same one."""
+    """Keeps a hold until the last reference to this is gone. Copies share it."""
 
     def __init__(self, held: Hold) -> None:
         held.until_gone(self)
@@ -198,7 +194,7 @@ _ended: deque[Hold] = deque()  # by garbage collection, and not yet cleared up
 
 
 def hold(patch: Patch, places: Iterable[Place | Registered], *, together: bool = False) -> Hold:
-    """Replace what stands in `places`. They may be found as they are asked for: nobody replaces anything meanwhile.
+    """Replace what stands in `places`. They may be found lazily: nothing is replaced meanwhile.
 
     `together`: keep all else that `patch` has replaced too: a search does not find what another has replaced already.
     """
@@ -242,7 +238,7 @@ def _ask(canary: Callable[[], bool]) -> None:
 
 
 def _is_left_out(patch: Patch) -> bool:
-    """Ask the canary of a patch that can be left out, once, under versions that nobody tested."""
+    """Ask the canary of a patch that can be left out, once, under untested versions."""
     if not patch.without or not untested():
         return False
     if patch.canary not in _asked:
@@ -290,10 +286,10 @@ def _stand(mine: Hold, patch: Patch, place: Place | Registered) -> None:
             f"{patch.name}: {place.holder!r} has no {place.name!r}, which stands for {patch.replaces}",
             hint="`autoplan doctor` says what the installed versions have moved",
         ) from error
-    made = _Standing(key, place, original, place.make(original))
-    _join(mine, made)
-    _standing[key] = made
-    place.put(made.ours)
+    standing = _Standing(key, place, original, place.make(original))
+    _join(mine, standing)
+    _standing[key] = standing
+    place.put(standing.ours)
 
 
 def _join(mine: Hold, one: _Standing) -> None:
@@ -316,9 +312,7 @@ def _leave(mine: Hold) -> None:
 
 def _end_later(mine: Hold) -> None:
     """Garbage is collected in the middle of anything, also of the code above in this thread: never wait for the lock.
-
-    Whoever has it looks here again after giving it back.
-    """
+    Whoever has it looks here again after giving it back."""
     _ended.append(mine)
     _clear_up()
 

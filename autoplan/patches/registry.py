@@ -7,23 +7,13 @@ that are used (autoplan/doctor/). What replaces something outside this folder fa
 
 from __future__ import annotations
 
-from autoplan.patches.classes import CLASSES
-from autoplan.patches.compiled_loss import COMPILED_LOSS, UNTRACED_LOGITS
-from autoplan.patches.double_precision import DOUBLE_PRECISION
-from autoplan.patches.full_state_dicts import FULL_STATE_DICTS
+from autoplan.patches.classes import CLASSES, UNCACHED, UNSCRIPTED
 from autoplan.patches.kernels import KERNEL_GUARDS, KERNEL_STAND_INS, REFERENCE_PATH
-from autoplan.patches.optimizers import OPTIMIZERS
-from autoplan.patches.parameter_data import PARAMETER_DATA
 from autoplan.patches.patched import Patch
-from autoplan.patches.process_group import PROCESS_GROUP
-from autoplan.patches.recorded_code import UNCACHED, UNSCRIPTED
-from autoplan.patches.safetensors_storage import SAFETENSORS_STORAGE
-from autoplan.patches.seeding import SEEDING
-from autoplan.patches.sharding_rules import SHARDING_RULES
-from autoplan.patches.simulated_ranks import GENERATOR, HOST_GENERATORS, RANK_BACKEND, WORLD
-from autoplan.patches.total_norm import TOTAL_NORM
-
-__all__ = ["PATCHES"]
+from autoplan.patches.seeding import DOUBLE_PRECISION, SEEDING
+from autoplan.patches.sharding_rules import COMPILED_LOSS, SHARDING_RULES, UNTRACED_LOGITS
+from autoplan.patches.simulated_ranks import GENERATOR, HOST_GENERATORS, PROCESS_GROUP, RANK_BACKEND, WORLD
+from autoplan.patches.tensors import FULL_STATE_DICTS, OPTIMIZERS, PARAMETER_DATA, SAFETENSORS_STORAGE, TOTAL_NORM
 
 PATCHES: tuple[Patch, ...] = (
     OPTIMIZERS,

@@ -1,22 +1,23 @@
-"""Ops of which DTensor has not heard, and by which torch asks parameters and gradients something.
-
-`torch.autograd.detect_anomaly` asks each gradient for NaN, and what derives forward asks how parameters lie in memory,
-before it calls the model (which says why it cannot be). For DTensor both would be an error about a missing rule.
-"""
+"""Sharding rules of DTensor that torch lacks, and the loss of compiled models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
 
-from autoplan.patches.patched import Hold, Patch, Registered, hold
+from autoplan.patches.patched import Hold, Patch, Place, Registered, hold
 
-__all__ = ["SHARDING_RULES", "asked_of_all"]
+# Ops of which DTensor has not heard, and by which torch asks parameters and gradients something.
+#
+# `torch.autograd.detect_anomaly` asks each gradient for NaN, and what derives forward asks how parameters lie in
+# memory, before it calls the model (which says why it cannot be). For DTensor both would be an error about a missing
+# rule.
 
 
 def asked_of_all(patch: Patch | None = None) -> Hold:
@@ -33,8 +34,8 @@ def _places() -> Iterator[Registered]:
 
 def _tables() -> tuple[Any, Any]:
     """Where DTensor keeps how ops are sharded, and which of their arguments count."""
-    known = DTensor._op_dispatcher.sharding_propagator
-    return known.op_strategy_funcs, known.op_to_schema_info
+    sharding_propagator = DTensor._op_dispatcher.sharding_propagator
+    return sharding_propagator.op_strategy_funcs, sharding_propagator.op_to_schema_info
 
 
 def _rules() -> dict[Any, Callable[..., Any]]:
@@ -86,7 +87,135 @@ SHARDING_RULES = Patch(
     why="anomaly detection and forward derivatives ask parameters and gradients by ops that DTensor does not know",
     scope="while a model that `parallelize` has split lives, or one of its parameters",
     undone="taken out when the last such model is collected or undone",
-    where="autoplan/execute/parameters/following.py",
+    where="autoplan/execute/parameters/optimizer.py",
     canary=_canary,
     without="anomaly detection and forward derivatives of a sharded model end in an error about a missing rule",
+)
+
+
+# Split logits in compiled code: `nn.CrossEntropyLoss` that it makes and calls, and logits that come from outside.
+#
+# torch's compiler puts the function in its place, and hands it the tensors past what their classes say of it. Logits
+# that know that they are a rank's columns are such a class: the loss would be that of the columns alone, or an error
+# about a target out of bounds. Where a class has its say, the function is called as any other is.
+#
+# Where a graph is broken between head and loss, compiled code is given such logits from outside. torch keeps a set of
+# the classes that it does not trace then (as with all settings of its compiler, one for each thread), and theirs are
+# added.
+
+
+def heard_by_classes(patch: Patch | None = None) -> Hold:
+    """Until the hold is released, compiled losses of this class ask the classes of their tensors, as others do."""
+    return hold(patch or COMPILED_LOSS, _loss_places())
+
+
+def _loss_places() -> Iterator[Place]:
+    from torch._dynamo.variables import LambdaVariable
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.torch_function import can_dispatch_torch_function
+    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+
+    def asking(plain: Any) -> Any:
+        def _call_cross_entropy_loss(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            made = plain(self, tx, args, kwargs)
+
+            def loss(input: Any, target: Any) -> Any:
+                if can_dispatch_torch_function(tx, (input, target), {}):
+                    function = VariableTracker.build(tx, F.cross_entropy)
+                    return function.call_function(tx, [input, target, *args], kwargs)
+                return made.call_function(tx, [input, target], {})
+
+            return LambdaVariable(loss)
+
+        return _call_cross_entropy_loss
+
+    yield Place(UserDefinedClassVariable, "_call_cross_entropy_loss", asking)
+
+
+class _Heard(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.cross_entropy:
+            return args[1] + kwargs["ignore_index"]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _compiled_loss_canary() -> bool:
+    """Does a compiled loss come to the class of its tensor, with all that the loss was made of?"""
+    apart = replace(COMPILED_LOSS, name="canary of compiled losses")  # sharded models may hold the patch itself
+
+    def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.CrossEntropyLoss(ignore_index=5)(logits, target)
+
+    held = heard_by_classes(apart)
+    try:
+        compiled = torch.compile(loss, backend="eager", fullgraph=True)
+        found = compiled(torch.ones(1, 3).as_subclass(_Heard), torch.tensor([1]))
+        plain = compiled(torch.ones(1, 3), torch.tensor([1]))
+    finally:
+        held.release()
+    return found.tolist() == [6] and abs(float(plain) - 1.0986) < 1e-3
+
+
+COMPILED_LOSS = Patch(
+    name="compiled losses",
+    replaces="torch._dynamo.variables.user_defined.UserDefinedClassVariable._call_cross_entropy_loss",
+    why="split logits inside of a compiled model know themselves what their loss is",
+    scope="while a model that `parallelize` has split lives, or one of its parameters",
+    undone="torch's own comes back when the last such model is collected or undone",
+    where="autoplan/execute/parameters/optimizer.py",
+    canary=_compiled_loss_canary,
+    without="a compiled model needs whole logits: gather_logits=True",
+)
+
+
+# -------------------------------------------------------------------------------------- tensors from outside
+
+
+def left_untraced(classes: Iterable[type], patch: Patch | None = None) -> Hold:
+    """Until the hold is released, compilers run as it is whatever is given tensors of these classes from outside."""
+    return hold(patch or UNTRACED_LOGITS, (Registered(_untraced(), kind) for kind in classes))
+
+
+def _untraced() -> Any:
+    import torch._dynamo.config
+
+    return torch._dynamo.config.nontraceable_tensor_subclasses
+
+
+def _untraced_canary() -> bool:
+    """Is code that is given such a tensor compiled before and after, and not meanwhile?"""
+    apart = replace(UNTRACED_LOGITS, name="canary of untraced logits")  # sharded models may hold the patch itself
+
+    class Apart(torch.Tensor):
+        pass
+
+    def compiled() -> int:
+        graphs: list[object] = []
+
+        def backend(module: torch.fx.GraphModule, inputs: object) -> Any:
+            graphs.append(module)
+            return module.forward
+
+        function = torch.compile(lambda x: x.sin() + 1, backend=backend)
+        function(torch.ones(2).as_subclass(Apart))
+        return len(graphs)
+
+    before, held = compiled(), left_untraced((Apart,), apart)
+    try:
+        inside = compiled()
+    finally:
+        held.release()
+    return (before, inside, compiled()) == (1, 0, 1)
+
+
+UNTRACED_LOGITS = Patch(
+    name="untraced logits",
+    replaces="torch._dynamo.config.nontraceable_tensor_subclasses, to which the classes of split logits are added",
+    why="where a graph is broken between head and loss, split logits are worked on by their own code",
+    scope="while a model whose head gives split logits lives, or a copy of it",
+    undone="each class is taken out when the last such model is collected or undone",
+    where="autoplan/execute/vocabulary/leaving.py",
+    canary=_untraced_canary,
+    without="a compiled model needs whole logits: gather_logits=True",
 )

@@ -1,9 +1,4 @@
-"""What simulated ranks need for themselves, and what torch keeps once per process.
-
-Ranks that are threads of one process share the process-group world, DTensor's questions about shapes, and the
-generators of torch, numpy and Python. While they run, torch is given a world of one part per thread, one such question
-at a time, and generators that ask which rank is calling; whatever was there is set aside, a live process group too.
-"""
+"""Run several ranks in one process."""
 
 from __future__ import annotations
 
@@ -14,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -23,10 +19,84 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, ThreadLocalWorld
 
+from autoplan.common.errors import CaptureError
 from autoplan.patches.patched import Patch, Place, patched
 
-__all__ = ["GENERATOR", "HOST_GENERATORS", "WORLD", "asks_for_a_shape", "generator_per_thread", "host_generators"]
-__all__ += ["world_per_thread"]
+# Models that talk to torch.distributed themselves, while a plan is made for them.
+#
+# The problem: code of routed experts asks how many ranks there are and exchanges tokens with them. When one rank
+# plans, the others do not come to that exchange, and it hangs; on simulated ranks it would run its own parallelism
+# beside ours. So while a plan is made, the model's code is told that there is no process group. Who asks shows by the
+# file that calls: torch and autoplan themselves get the truth.
+
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_ANSWERS: dict[str, Any] = {"is_initialized": False, "get_world_size": 1, "get_rank": 0}
+_NOTHING = ("all_reduce", "broadcast", "barrier", "reduce")  # of a single rank, they change nothing
+_REFUSED = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
+    "broadcast_object_list", "gather", "irecv", "isend", "new_group", "recv", "reduce_scatter",
+    "reduce_scatter_tensor", "scatter", "send",
+)  # fmt: skip
+
+
+def _canary() -> bool:
+    """Are these functions of torch.distributed, which models call through it?"""
+    return all(callable(vars(dist).get(name)) for name in (*_ANSWERS, *_NOTHING, *_REFUSED))
+
+
+PROCESS_GROUP = Patch(
+    name="process group",
+    replaces="torch.distributed.is_initialized, get_rank, get_world_size and the collectives, for callers in the model",
+    why="a model that exchanges data with other ranks hangs when one rank plans, and is no longer what is planned",
+    scope="while a plan is made and proven",
+    undone="the functions themselves are put back",
+    where="autoplan/patches/simulated_ranks.py",
+    canary=_canary,
+)
+
+
+@contextmanager
+def alone() -> Iterator[set[str]]:
+    """The model's code finds no process group. Gives the names of what it asked for, as it asks."""
+    asked: set[str] = set()
+    _listeners.append(asked)
+    try:
+        with patched(PROCESS_GROUP, (Place(dist, name, _made(name)) for name in (*_ANSWERS, *_NOTHING, *_REFUSED))):
+            yield asked
+    finally:
+        _listeners[:] = [listener for listener in _listeners if listener is not asked]
+
+
+_listeners: list[set[str]] = []
+
+
+def _made(name: str) -> Callable[[Any], Any]:
+    def make(original: Any) -> Any:
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_code.co_filename.startswith(_OURS):
+                return original(*args, **kwargs)
+            for asked in _listeners:
+                asked.add(name)
+            if name in _ANSWERS:
+                return _ANSWERS[name]
+            if name in _NOTHING:
+                return None
+            raise CaptureError(
+                f"the model's forward calls torch.distributed.{name} itself, though it was told that there is no group",
+                hint="let it do so only where torch.distributed.is_initialized(), which is False while a plan is made",
+            )
+
+        return instead
+
+    return make
+
+
+# What simulated ranks need for themselves, and what torch keeps once per process.
+#
+# Ranks that are threads of one process share the process-group world, DTensor's questions about shapes, and the
+# generators of torch, numpy and Python. While they run, torch is given a world of one part per thread, one such
+# question at a time, and generators that ask which rank is calling; whatever was there is set aside, a live process
+# group too.
 
 
 _ASKS = "_propagate_tensor_meta_non_cached"  # runs an op on whole tensors without storage
@@ -52,12 +122,10 @@ class _WorldPerThread(ThreadLocalWorld):
 
 @contextmanager
 def world_per_thread() -> Iterator[None]:
-    """Swap in a world and registries that are right for one thread per rank; put the old ones back.
-
-    Each process group that is made meanwhile has uncaught errors begin with one rank more: that is taken back too.
-    """
+    """Swap in a world and registries that are right for one thread per rank; put the old ones back. Each process group
+    that is made meanwhile has uncaught errors begin with one rank more: that is taken back too."""
     ProcessLocalGroup.reset()
-    said = sys.excepthook
+    excepthook = sys.excepthook
     places = [
         Place(dist.distributed_c10d, "_world", lambda _: _WorldPerThread()),
         Place(ShardingPropagator, _ASKS, _one_at_a_time),
@@ -68,14 +136,12 @@ def world_per_thread() -> Iterator[None]:
             yield
         finally:
             c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
-            sys.excepthook = said
+            sys.excepthook = excepthook
 
 
 def asks_for_a_shape() -> bool:
-    """Does this thread run an op on whole tensors without storage, of which DTensor wants no more than the shape?
-
-    It holds the lock meanwhile; answers are kept, so only the first such op of a process is run.
-    """
+    """Does this thread run an op on whole tensors without storage, of which DTensor wants no more than the shape? It
+    holds the lock meanwhile; answers are kept, so only the first such op of a process is run."""
     return bool(_asking._is_owned())  # type: ignore[attr-defined]
 
 
@@ -207,7 +273,7 @@ HOST_GENERATORS = Patch(
 # -------------------------------------------------------------------------------------------------- the backend
 
 # torch makes a process group by the name of its backend, and forgets no name. So it is told where such ranks run first,
-# not where the package is imported, and the name is one that nobody else asks for.
+# not where the package is imported, and the name is used by nothing else.
 BACKEND = "autoplan_threads"
 
 
@@ -229,7 +295,7 @@ RANK_BACKEND = Patch(
     replaces="nothing: torch.distributed.Backend.register_backend adds a name of ours",
     why="ranks that are threads have a kind of process group of their own, which counts what they send",
     scope="from the first run of simulated ranks on",
-    undone="it stays: torch cannot forget a backend, and nobody else asks for this name",
+    undone="it stays: torch cannot forget a backend, and nothing else uses this name",
     where="autoplan/patches/simulated_ranks.py",
     canary=_backend_canary,
 )

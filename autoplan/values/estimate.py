@@ -1,13 +1,82 @@
-"""What a step costs on one rank of a mesh, and which meshes there are: values that are printed, compared and saved."""
+"""Costs of a plan and the estimate of a training step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
-from autoplan.values.conveniences import done_above
+# What a value can do that rooms above this one know how to do: print itself, save itself, say itself to others.
+#
+# `plan.save(path)` is public, and a Plan that imported the writer of plan files would tie everything to everything.
+# So the methods stand on the values with their names and docstrings, and who does the work is handed in from the top
+# of the package (`autoplan/conveniences.py`, when it is imported).
 
-__all__ = ["TIE", "TRAIN", "Estimate", "MemoryParts", "Row", "Sent", "StepTime"]
+_done_by: dict[str, Callable[..., Any]] = {}
+
+
+def provide(functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Say who does what: "Plan.save" -> a function that takes the plan first."""
+    _done_by.update(functions)
+
+
+def done_above(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Have `name` ("Plan.save") done by whoever was handed in for it."""
+    return _done_by[name](*args, **kwargs)
+
+
+# What a split costs when the model runs, as values: what ranks do together, of what, and with whom a module shares it.
+#
+# An entry of a plan holds them (`Entry.reduces`), instructions say theirs (`Instruction.cost`). Code asks the fields;
+# people read `str(cost)`, and this file is the one place that makes text of them.
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`does`, the word for what ranks do ("sum", "gather"), with the output, or with what `of` says.
+
+    Gradients are summed backward, all else is done forward. `of` "call": it is done by one call inside the module.
+    `parameter`: whose gradient it is; `shared_rows`: only of the rows that several ranks hold. `as_sequence_shard`: of
+    the sum each rank keeps its own positions. `at`: the module around this one that returns it. `shared_with`: others
+    for which it is done, too; `with_next_branch`: the branch that runs after it does it for both.
+    """
+
+    does: str
+    of: Literal["output", "call", "input-gradient", "parameter-gradient"] = "output"
+    parameter: str = ""
+    shared_rows: bool = False
+    as_sequence_shard: bool = False
+    at: str = ""
+    shared_with: tuple[str, ...] = ()
+    with_next_branch: bool = False
+
+    @property
+    def what(self) -> str:
+        """Of what, when and where, without who shares it."""
+        if self.of == "input-gradient":
+            return "input gradient (backward)"
+        if self.of == "parameter-gradient":
+            return f"gradient of {self.parameter}{' on shared rows' * self.shared_rows} (backward)"
+        if self.of == "call":
+            return "inside the module (forward)"
+        kept = ", sharded along the sequence" * self.as_sequence_shard
+        return f"output{kept} (forward)" + (f", where {self.at} returns it" if self.at else "")
+
+    @property
+    def done(self) -> str:
+        return f"{self.does} {self.what}" if self.of == "call" else f"{self.does} of the {self.what}"
+
+    def __str__(self) -> str:
+        """
+        >>> print(Cost("sum", "input-gradient", shared_with=("k_proj", "v_proj")))
+        sum of the input gradient (backward), shared with k_proj, v_proj
+        """
+        with_next = ("the branch that runs after it",) if self.with_next_branch else ()
+        others = ", ".join((*self.shared_with, *with_next))
+        return f"{self.done}, shared with {others}" if others else self.done
+
+
+# What a step costs on one rank of a mesh, and which meshes there are: values that are printed, compared and saved.
 
 TIE = 0.1  # of speed: the orders of published layouts differ from the estimated ones by as much (docs/estimate.md)
 TRAIN = ("full", "lora", "inference")  # what is done with the model
@@ -34,7 +103,7 @@ class MemoryParts:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, one.name) for one in fields(self))
+        return sum(getattr(self, item.name) for item in fields(self))
 
 
 @dataclass(frozen=True)
@@ -125,9 +194,7 @@ class Estimate:
 @dataclass(frozen=True)
 class Row:
     """One mesh with one way to run on it. `binds`: what is short, or what takes the most time; `missing`: bytes.
-
-    `experts`: they lie whole on the ranks of tp, rather than each cut over them.
-    """
+    `experts`: they lie whole on the ranks of tp, rather than each cut over them."""
 
     estimate: Estimate
     checkpointing: bool | str

@@ -1,4 +1,4 @@
-"""What checks have to say: findings, reports, a line and a table of the scoreboard."""
+"""Findings, and the parts of a dataflow and the inputs that they refer to."""
 
 from __future__ import annotations
 
@@ -7,11 +7,59 @@ from enum import StrEnum
 from os import PathLike
 from typing import Any, Literal, get_args
 
-from autoplan.values.conveniences import done_above
-from autoplan.values.flow import Drawn
+from autoplan.values.estimate import done_above
 from autoplan.values.plain import finite, plain
 
-__all__ = ["Finding", "Report", "Score", "Scoreboard", "Shipped", "Traffic", "Verdict"]
+# In which order a model uses its modules: what a drawing of it follows. For readers; nothing is decided by it.
+
+
+@dataclass(frozen=True)
+class FlowPart:
+    """Modules with parameters, in the order in which their weights are first read.
+
+    `block`: the first block of a kind, and `blocks` how many run like it; "" for what stands in no block. `steps` are
+    names under it (whole names where there is no block), with `*` for many alike, such as experts.
+    """
+
+    block: str
+    blocks: int
+    steps: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CutsOf:
+    """What one plan does to every parameter of the model: (pattern, the dim that is cut or None, as people read it)."""
+
+    name: str
+    cuts: tuple[tuple[str, int | None, str], ...]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a page draws of an audit (one side) or of two plans that are compared."""
+
+    flow: tuple[FlowPart, ...]
+    sides: tuple[CutsOf, ...]
+
+
+# What a model was fed while its plan was made: what the plan rests on.
+
+
+@dataclass(frozen=True)
+class Fed:
+    """One argument of the forward as it was derived.
+
+    `given` and `also`: what it was in the two calls, in words (kind and shape); `also` is empty where no other size
+    ran. `why`: what told so.
+    """
+
+    argument: str
+    given: str
+    also: str = ""
+    why: str = ""
+
+
+# What checks have to say: findings, reports, a line and a table of the scoreboard.
 
 
 @dataclass(frozen=True)
@@ -152,7 +200,7 @@ class Score:
     @property
     def ratio(self) -> float | None:
         """Bytes that blocks moved for each byte that their split needs, the worst of them."""
-        return max((one.ratio for one in self.communication if one.ratio is not None), default=None)
+        return max((block.ratio for block in self.communication if block.ratio is not None), default=None)
 
     @property
     def share(self) -> float | None:
@@ -197,10 +245,10 @@ class Scoreboard:
 
     def totals(self) -> dict[str, int]:
         """How many architectures have each verdict."""
-        found: dict[str, int] = dict.fromkeys(get_args(Verdict), 0)
+        totals: dict[str, int] = dict.fromkeys(get_args(Verdict), 0)
         for score in self.scores:
-            found[score.verdict] += 1
-        return found
+            totals[score.verdict] += 1
+        return totals
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data: what `autoplan scoreboard --json` prints."""

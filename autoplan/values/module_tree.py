@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
-__all__ = ["Feed", "Mask", "ModuleNode", "ModuleTree", "NamedModules", "ParameterShape"]
-
 Feed = Literal["text", "vision", "audio", "other"]
 Mask = Literal["causal", "bidirectional"]
 

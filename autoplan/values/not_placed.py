@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["SENTENCES", "Unplaceable"]
-
 Unplaceable = Literal[
     "across",
     "averaged",

@@ -7,11 +7,9 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from math import isfinite
 from typing import Any
 
-from autoplan.values.costs import Cost
+from autoplan.values.estimate import Cost
 from autoplan.values.instructions import INSTRUCTIONS, Instruction
 from autoplan.values.reasons import REASONS, Reason
-
-__all__ = ["FAMILIES", "Family", "finite", "plain"]
 
 _TERSE = (Cost,)  # always brief: most of their fields are of one kind only
 
@@ -32,9 +30,8 @@ FAMILIES: dict[Any, Family] = {
 
 
 def plain(value: Any, *, brief: bool = False) -> Any:
-    """`brief` leaves out fields that have their default value. An instruction says its class:
-    {"do": "AllReduce", …}; a reason too: {"kind": "DoesNotDivide", …}.
-    """
+    """`brief` leaves out fields that have their default value. An instruction says its class: {"do": "AllReduce", …}; a
+    reason too: {"kind": "DoesNotDivide", …}."""
     if is_dataclass(value) and not isinstance(value, type):
         kind = {family.key: type(value).__name__ for base, family in FAMILIES.items() if isinstance(value, base)}
         brief = brief or isinstance(value, _TERSE)

@@ -1,24 +1,82 @@
-"""A plan, and what it is made of."""
+"""A plan: one frozen value."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, Literal
 
-from autoplan.values.conveniences import done_above
-from autoplan.values.costs import Cost
-from autoplan.values.estimate import Estimate
-from autoplan.values.fed import Fed
-from autoplan.values.findings import Finding, Traffic
-from autoplan.values.flow import FlowPart
+from autoplan.values.estimate import Cost, Estimate, done_above
+from autoplan.values.findings import Fed, Finding, FlowPart, Traffic
 from autoplan.values.instructions import Runtime
-from autoplan.values.made_for import MadeFor, SeenCode
+from autoplan.values.plain import plain
 from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import Reason
 
-__all__ = ["Change", "Entry", "Obstacle", "Plan", "Proof", "Replicated", "Stack", "Trial"]
+# What a plan was made for: it says places in source code and numbers of rows, which mean nothing in another model.
+
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Version:
+    """A library with which a plan was made."""
+
+    library: str
+    version: str
+
+
+@dataclass(frozen=True)
+class ForwardCode:
+    """The forward of a class some of whose calls are rewritten: places of calls are columns in its source. `code` is a
+    hash of that source ("source:…"), or of the compiled code where there is no source ("compiled:…")."""
+
+    class_name: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The shapes that parameters of a pattern had: one, unless blocks differ."""
+
+    pattern: str
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class MadeFor:
+    """See above. Versions are for the reader; code and sizes must be those of the model that a plan is applied to.
+
+    `model`: a hash of all of its code and of the whole numbers that it and its config hold. `content`: a hash of what
+    the plan said when it was made (`Steering`), `UNKNOWN` for a file that does not say. Where one of them is not what
+    it was, the plan is derived once more before it is applied.
+    """
+
+    versions: tuple[Version, ...] = ()
+    forwards: tuple[ForwardCode, ...] = ()
+    sizes: tuple[Sizes, ...] = ()
+    model: str = field(default="", compare=False, repr=False)
+    content: str = field(default="", compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class SeenCode:
+    """A function that ran, and which ways its branches went.
+
+    `place`: "package.module:Class.forward:12", the last its first line. `code`: the Python that compiled it, and a hash
+    of what it compiled. `ways`: for each branch the offset of its instruction with "+" (it went on) or "-" (it jumped);
+    the offset alone of a handler of exceptions; "offset>hash" for a call of another such function.
+    """
+
+    place: str
+    code: str
+    ways: str = ""
+
+
+# A plan, and what it is made of.
 
 
 @dataclass(frozen=True)
@@ -27,7 +85,7 @@ class Trial:
 
     `why`: what came out wrong, or why it was not tried; `hint`: what to do, or to pass, so that it can be. `ranks`: on
     how many it was tried, where one is known.
-    "unasked": nobody wanted one, or the plan is of a time when plans did not say.
+    "unasked": none was requested, or the plan was written before plans recorded it.
     """
 
     outcome: Literal["unasked", "passed", "wrong", "skipped"] = "unasked"
@@ -219,9 +277,7 @@ class Plan:
 
     def to_hf(self, model: Any = None, *, old: bool = False, drop: bool = False) -> dict[str, str]:
         """{pattern: style name} for transformers; give the `model`, so that shipped keys we do not use are overridden.
-
-        Raises on what transformers cannot say, with the bytes lost; with `drop` that stays whole.
-        """
+        Raises on what transformers cannot say, with the bytes lost; with `drop` that stays whole."""
         styles: dict[str, str] = done_above("Plan.to_hf", self, model, old=old, drop=drop)
         return styles
 
@@ -236,9 +292,7 @@ class Plan:
 
     def part_for(self, model: Any) -> Plan:
         """The part of this plan that a piece of its model needs: a pipeline stage, with some blocks under their names.
-
-        A stage without the table, the head or some blocks takes the rest; one that holds something else is refused.
-        """
+        A stage without the table, the head or some blocks takes the rest; one that holds something else is refused."""
         part: Plan = done_above("Plan.part_for", self, model)
         return part
 
@@ -257,3 +311,36 @@ class Plan:
     def save(self, path: str | PathLike[str]) -> None:
         """Write a plan file, YAML or JSON by suffix; `autoplan.load_plan` reads it back exactly."""
         done_above("Plan.save", self, path)
+
+
+# What of a plan steers how a model runs, as one digest: two plans of one digest do the same to a model.
+#
+# Texts for people (reasons, findings, costs) are not in it. Ranks compare digests, and a plan file holds the digest of
+# the plan as it was made: after an edit it is another one (check/audit/edited.py).
+
+_LENGTH = 16  # hexadecimal digits
+
+
+def steering(plan: Plan) -> dict[str, Any]:
+    """Everything that decides what happens to a model, by its place in a plan file."""
+    made_for = plan.made_for
+    return {
+        "tp_size": plan.tp_size,
+        "ep_size": plan.ep_size,
+        "sequence_parallel": plan.sequence_parallel,
+        "entries": [
+            {"pattern": e.pattern, "parameters": list(e.parameters), "style": e.style, "segments": list(e.segments)}
+            for e in plan.entries
+        ],
+        "layers": [plain(stack) for stack in plan.layers],
+        "runtime": plain(plan.runtime, brief=True),
+        "packed": plain(plan.packed, brief=True),
+        "made_for": {"forwards": plain(made_for.forwards), "sizes": plain(made_for.sizes)},
+    }
+
+
+def digest(plan: Plan) -> str:
+    """A short hash of all of it, and of the ways that a sharded model is held against."""
+    said = {**steering(plan), **({"paths": plain(plan.paths)} if plan.paths else {})}
+    text = json.dumps(said, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]

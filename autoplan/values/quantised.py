@@ -12,15 +12,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-__all__ = ["PackedDim", "PackedTensor", "PackedWeight", "Scheme"]
-
 
 @dataclass(frozen=True)
 class PackedDim:
     """One dim of a stored tensor. `of`: the dims of the plain weight that it runs over, major first; none: its own.
-
-    `factor` elements along them make a block, which has `each` elements here. `size` is its size.
-    """
+    `factor` elements along them make a block, which has `each` elements here. `size` is its size."""
 
     size: int
     of: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""What one run of a model did: a trace, and what it is made of."""
+"""A recorded run, and facts about its axes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-__all__ = ["Call", "Fold", "ModuleVisit", "Op", "Ref", "Symbolic", "TensorInfo", "Trace", "refs", "refs_with_paths"]
+from autoplan.values.reasons import Reason, sentence
+
+# What one run of a model did: a trace, and what it is made of.
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +94,8 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One aten operation. `name` has no namespace or overload ("mm"); tensors in args are `Ref`s.
-
-    `outputs` mirrors what the op returned (Refs, possibly in tuples); `module` is the innermost running module's name.
-    """
+    """One aten operation. `name` has no namespace or overload ("mm"); tensors in args are `Ref`s. `outputs` mirrors
+    what the op returned (Refs, possibly in tuples); `module` is the innermost running module's name."""
 
     name: str
     overload: str
@@ -188,3 +188,47 @@ class Trace:
     @cached_property
     def by_name(self) -> dict[str, int]:
         return {name: i for i, tensor in enumerate(self.tensors) for name in tensor.names}
+
+
+# What analysis found: facts about parameters and about classes of axes.
+
+
+@dataclass(frozen=True)
+class ParameterFact:
+    """What analysis says about one parameter or buffer (the names it has: more than one when tied).
+
+    `dim` and `layout` say how it is cut (None: whole). `gradient` is "local" (what a rank computes is its own),
+    "sum" (every rank holds a part of the whole gradient) or "shared" (rows that several ranks hold need summing).
+    `divide`: a bias that is added before a sum over ranks, so each rank adds 1/tp of it. `why`: where it is whole.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    bytes: int
+    buffer: bool = False
+    dim: int | None = None
+    layout: str | None = None
+    gradient: Literal["local", "sum", "shared"] = "local"
+    divide: bool = False
+    axis: int | None = None  # ClassFact.id of the largest class that cuts it
+    axes: tuple[int, ...] = ()  # of all of them
+    why: tuple[Reason, ...] = ()
+    how: Reason | None = None  # where it is cut in an unusual way: why so
+
+    @property
+    def reason(self) -> str:
+        """`why`, as text."""
+        return sentence(self.why)
+
+
+@dataclass(frozen=True)
+class ClassFact:
+    """One axis class: its size, what it does (events), the parameters it sits in, and whether it is split. `reason`
+    says why not, when it is not."""
+
+    id: int
+    size: int
+    events: frozenset[str]
+    parameters: tuple[tuple[str, int], ...]  # (first name, dim)
+    split: bool
+    reason: Reason | None = None

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["WholeSequence", "WholeWhy"]
-
 WholeWhy = Literal[
     "reads-across",
     "picks",

@@ -9,8 +9,8 @@ from layer_law import examined
 from renamer import renamed_copy
 from torch import nn
 
-from autoplan.hf.catalogue import architectures
 from autoplan.hf.stacks import layers, stacks_of
+from autoplan.hf.type_rules import architectures
 from autoplan.values import Fold, ModuleVisit, Stack, Trace
 from autoplan.values.module_tree import ModuleNode, ModuleTree, ParameterShape
 

@@ -22,8 +22,8 @@ from host_runs import Job, Outcome, run_jobs
 
 import autoplan
 from autoplan.emit.exports.hf import hf_entries
-from autoplan.hf.catalogue import architectures
 from autoplan.hf.source import resolve
+from autoplan.hf.type_rules import architectures
 
 TARGETS = {"transformers": "hf", "torch": "torch", "automodel": "automodel"}
 BATCH = 12  # models per start of two processes

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 from layer_law import LEAST, Found, examined
 
-from autoplan.hf.catalogue import architectures
+from autoplan.hf.type_rules import architectures
 
 MAPPINGS = ("causal_lm", "image_text", "seq2seq", "masked_lm", "speech")
 

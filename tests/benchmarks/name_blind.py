@@ -23,8 +23,8 @@ from renamer import renamed_copy
 from autoplan.check.scoreboard.score import How, score, score_clone
 from autoplan.check.verify.clone import clone_of
 from autoplan.common.errors import AutoplanError
-from autoplan.hf.catalogue import architectures
 from autoplan.hf.source import resolve
+from autoplan.hf.type_rules import architectures
 from autoplan.values import Score
 
 # Functions in a file that is not renamed run experts and towers by these names.

@@ -25,8 +25,8 @@ from autoplan.check.scoreboard.score import How, score
 from autoplan.check.verify.clone import clone_of
 from autoplan.common.rules_folder import rules_folder
 from autoplan.hf import type_rules
-from autoplan.hf.catalogue import MAPPINGS, architectures
 from autoplan.hf.source import resolve
+from autoplan.hf.type_rules import MAPPINGS, architectures
 
 Line = tuple[str, ...]
 _HOW = How(2, checks=("parameters", "forward"))

@@ -53,7 +53,7 @@ def _plans_of(pair: tuple[str, str]) -> tuple[tuple[str, str], dict[str, Any]]:
 
 
 def write(folder: Path, mappings: list[str], only: list[str]) -> None:
-    from autoplan.hf.catalogue import architectures
+    from autoplan.hf.type_rules import architectures
 
     folder.mkdir(parents=True, exist_ok=True)
     processes = multiprocessing.get_context("forkserver")

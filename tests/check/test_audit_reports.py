@@ -60,7 +60,7 @@ def test_sarif_points_at_the_line_of_the_plan(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_dotted_plan_is_in_its_modules_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autoplan.decide.written_plans.dotted import plan_at
+    from autoplan.decide.written_plans.dialects import plan_at
 
     (tmp_path / "plans_of_mine.py").write_text('PLAN = {\n    "up": "colwise",\n}\n')
     monkeypatch.chdir(tmp_path)

@@ -29,7 +29,7 @@ from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict
 from autoplan.execute.fits import model_hash
 from autoplan.values import UNKNOWN, Plan
-from autoplan.values.steering import digest
+from autoplan.values.plan import digest
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("llama", "bamba")

@@ -8,7 +8,7 @@ from torch import nn
 
 from autoplan.check.verify.on_ranks import Sharding
 from autoplan.check.verify.sharded import check_sharding
-from autoplan.patches.double_precision import Lifted
+from autoplan.patches.seeding import Lifted
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from autoplan.check.ranks.run import RankError, RankTimeout, count_collectives, run_processes, run_ranks
 from autoplan.common.errors import AutoplanError
-from autoplan.execute.randomness import streams as random_streams
+from autoplan.execute import random_streams
 
 
 class SumGradients(torch.autograd.Function):

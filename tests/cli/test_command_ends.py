@@ -124,7 +124,7 @@ def test_a_module_that_a_rank_cannot_import_is_named(tmp_path: Path, monkeypatch
 
 
 def test_a_plan_is_found_where_a_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autoplan.decide.written_plans.dotted import plan_at
+    from autoplan.decide.written_plans.dialects import plan_at
 
     (tmp_path / "mine_here.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)

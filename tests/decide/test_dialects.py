@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import autoplan
 from autoplan.decide.written_plans.choices import CUTS, check_style
-from autoplan.decide.written_plans.transformers_plans import ALIASES
+from autoplan.decide.written_plans.dialects import ALIASES
 from autoplan.hf.source import resolve
 
 torch.set_num_threads(1)

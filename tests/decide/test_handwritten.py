@@ -16,8 +16,8 @@ from torch import nn
 
 import autoplan
 from autoplan.common.patterns import matches
+from autoplan.decide.written_plans.foreign import ancestors_of
 from autoplan.decide.written_plans.handwritten import find_plan, load_plans, plan_by_id, read_plan
-from autoplan.decide.written_plans.wrappers import ancestors_of
 from autoplan.values import SplitLogits
 
 torch.set_num_threads(1)

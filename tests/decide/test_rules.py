@@ -12,7 +12,7 @@ import pytest
 from autoplan.analyse.picture.flow import node_of
 from autoplan.common.errors import AutoplanError
 from autoplan.common.rules_folder import rules_folder
-from autoplan.decide.matching.match import ENDS, match_rules
+from autoplan.decide.match import ENDS, match_rules
 from autoplan.decide.rulebook.conditions import Condition
 from autoplan.decide.rulebook.pattern import draw, parse_pattern
 from autoplan.decide.rulebook.read import GENERIC, STYLES, Rule, RuleError, load_rules, parse_rule

@@ -18,11 +18,10 @@ from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, LlamaForCausal
 
 from autoplan.common.errors import SourceError
 from autoplan.common.rules_folder import rules_folder
-from autoplan.hf.catalogue import MAPPINGS, architectures, class_name_of
 from autoplan.hf.shrink import all_configs, tiny_config
 from autoplan.hf.source import Source, resolve
 from autoplan.hf.tiny_sizes import FIELDS, VARIANTS, amount, field_rule
-from autoplan.hf.type_rules import open_fields, rule_files, type_rules
+from autoplan.hf.type_rules import MAPPINGS, architectures, class_name_of, open_fields, rule_files, type_rules
 
 LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from example_plans import llama_plan
 
-from autoplan.decide.plan.whole_blocks import whole_blocks
+from autoplan.decide.plan.folding import whole_blocks
 from autoplan.values import Stack, replace
 
 

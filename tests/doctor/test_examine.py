@@ -14,8 +14,8 @@ from autoplan.cli.app import app
 from autoplan.doctor import examine as doctor
 from autoplan.doctor.private import Private
 from autoplan.patches import patched
-from autoplan.patches.compiled_loss import COMPILED_LOSS, heard_by_classes
 from autoplan.patches.patched import Patch, Place, hold
+from autoplan.patches.sharding_rules import COMPILED_LOSS, heard_by_classes
 
 PATCH = Patch("a toy", "toys.play", "it is played with", "for a while", "put back", "nowhere.py", lambda: False)
 

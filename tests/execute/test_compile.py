@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
 from autoplan.check.ranks.run import run_processes
-from autoplan.execute.parameters.gather import full_tensors
-from autoplan.execute.randomness.may_draw import draws_in_code, may_draw
+from autoplan.execute.dropout import draws_in_code, may_draw
+from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.hf.source import resolve
 from autoplan.values import LocalExperts
 
@@ -285,7 +285,7 @@ def in_other_calls(rank: int) -> dict[str, str]:
 @pytest.mark.long
 def test_calls_that_nobody_recorded_are_right_or_refused_in_compiled_code() -> None:
     extra, fill = (
-        f"{name} runs, which no recorded call did, and in compiled code nobody can tell whether ranks sum its gradients"
+        f"{name} runs, which no recorded call did, and in compiled code it is unknown whether ranks sum its gradients"
         for name in ("extra", "fill")
     )
     for found in run_processes(in_other_calls, (), 2, timeout=300.0):

@@ -19,10 +19,10 @@ import autoplan
 from autoplan.check.ranks.run import run_processes
 from autoplan.common.errors import AutoplanError
 from autoplan.execute import parallelize as carrying_out
-from autoplan.execute.parameters import gather as gathering
+from autoplan.execute.parameters import buffers as gathering
 from autoplan.execute.weights import load as loading
 from autoplan.execute.weights import save as saving
-from autoplan.execute.weights.training_state import load_optimizer, save_optimizer
+from autoplan.execute.weights.methods import load_optimizer, save_optimizer
 
 SECONDS = 30.0  # the group's own limit is 300
 Told = tuple[str, str, float]

@@ -16,7 +16,7 @@ import autoplan
 from autoplan.check.ranks.run import run_processes, run_ranks
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.execute.fits import model_hash
-from autoplan.execute.parameters.gather import full_tensors
+from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.hf.source import resolve
 
 WIDTH, WORDS = 8, 20

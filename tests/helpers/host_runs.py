@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoplan
-from autoplan.patches.double_precision import Lifted
+from autoplan.patches.seeding import Lifted
 
 __all__ = ["Job", "Outcome", "run_jobs"]
 

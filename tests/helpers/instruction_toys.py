@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autoplan.analyse.solve_experts import solve_experts
+from autoplan.analyse.splits.experts import solve_experts
 from autoplan.capture.capture import capture_real
 from autoplan.common.random_values import randomise
 from autoplan.hf.inputs.make import make_inputs

@@ -26,10 +26,9 @@ from renamer import renamed_copy
 from torch import nn
 
 from autoplan.common.errors import AutoplanError
-from autoplan.hf.module_tree import module_tree
 from autoplan.hf.shrink import all_configs
 from autoplan.hf.source import Source, resolve
-from autoplan.hf.stacks import layers, stacks_of
+from autoplan.hf.stacks import layers, module_tree, stacks_of
 from autoplan.values import Stack
 from autoplan.values.module_tree import ModuleNode, ModuleTree
 

@@ -28,7 +28,7 @@ from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict
 from autoplan.execute.tensor_parallel import check_matches
 from autoplan.hf.source import resolve
 from autoplan.values import INSTRUCTIONS, Plan
-from autoplan.values.steering import steering
+from autoplan.values.plan import steering
 
 __all__ = ["SUBJECTS", "Outcome", "Subject", "mutant", "outcome_of", "subject", "try_mutants"]
 

@@ -14,9 +14,8 @@ from torch import nn
 import autoplan
 from autoplan.common.patterns import matches
 from autoplan.execute.quantised.formats import dequantise
-from autoplan.hf.quantised.groups import Method
 from autoplan.hf.quantised.methods import method_of
-from autoplan.hf.quantised.schemes import Plain, packed_weight
+from autoplan.hf.quantised.schemes import Method, Plain, packed_weight
 from autoplan.values.quantised import PackedWeight
 
 

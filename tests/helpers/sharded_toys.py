@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoplan.execute.collectives import RankGroup, copy_to_ranks, sum_over_ranks
-from autoplan.execute.parameters.gather import full_tensors
+from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.execute.parameters.shard import shard_parameters
 from autoplan.values import ParameterRule
 

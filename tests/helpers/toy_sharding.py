@@ -120,7 +120,7 @@ class Cut:
 
 
 def same_draw(model: Toy, _: object) -> None:
-    from autoplan.execute.randomness import streams as random_streams
+    from autoplan.execute import random_streams
 
     if model.training:
         seed = torch.randint(2**31, (1,))

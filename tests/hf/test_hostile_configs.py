@@ -13,8 +13,8 @@ from torch import nn
 
 import autoplan
 from autoplan.common.errors import AutoplanError, SourceError
-from autoplan.hf.configs import limits
-from autoplan.hf.configs.limits import check_config, limited_modules
+from autoplan.hf import configs as limits
+from autoplan.hf.configs import check_config, limited_modules
 from autoplan.hf.source import resolve
 
 LLAMA: dict[str, Any] = {

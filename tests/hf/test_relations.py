@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from transformers import AutoConfig
 
-from autoplan.hf.relations import has_listed_stages, related_width, vision_layers
 from autoplan.hf.shrink import tiny_config
-from autoplan.hf.tiny_sizes import VARIANTS
+from autoplan.hf.tiny_sizes import VARIANTS, has_listed_stages, related_width, vision_layers
 
 
 def test_a_width_stays_the_same_multiple_or_part_of_another() -> None:

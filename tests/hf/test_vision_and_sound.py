@@ -17,8 +17,8 @@ from autoplan.check.verify.verify import clone_of
 from autoplan.common.dtypes import tried_dtypes
 from autoplan.common.errors import PlanMismatchError, SourceError
 from autoplan.common.nested import change_at
-from autoplan.execute.randomness import streams as random_streams
-from autoplan.execute.randomness.dropout import SharedRandomness
+from autoplan.execute import random_streams
+from autoplan.execute.dropout import SharedRandomness
 from autoplan.hf.inputs.by_argument import first_that_runs
 from autoplan.hf.shrink import tiny_config
 from autoplan.hf.source import resolve

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autoplan.analyse.infer import infer_axes
-from autoplan.analyse.placement.reductions import reduction_of
+from autoplan.analyse.placement.call_instructions import reduction_of
 from autoplan.analyse.shards import Shards
 from autoplan.axes.events import Event
 from autoplan.axes.terms import find, leaves

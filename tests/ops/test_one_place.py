@@ -68,9 +68,8 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         "ops whose arguments a canary looks at",
     ),
     "doctor/private_torch.py": ({"add"}, "an op of which a canary asks the name"),
-    "execute/calls/recurrent.py": ({"gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"}, _EXECUTOR),
-    "execute/calls/variance.py": ({"std"}, _EXECUTOR),
-    "execute/calls/vector_norms.py": ({"_weight_norm", "normalize"}, _EXECUTOR),
+    "execute/calls/fused.py": ({"gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"}, _EXECUTOR),
+    "execute/calls/reductions.py": ({"_weight_norm", "normalize", "std"}, _EXECUTOR),
     "execute/guard/guard.py": ({"allclose", "equal", "item"}, "questions that Python asks of the numbers of a tensor"),
     "hf/training/claims.py": ({"norm"}, "a module that transformers' pipelines know by its name"),
     "execute/vocabulary/leaving.py": (
@@ -139,8 +138,8 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         },
         "what DTensor does not do along a dim that is split, which is no fact of the op",
     ),  # fmt: skip
-    "hf/module_tree.py": ({"tril", "tril_", "triu", "triu_"}, "names in the code of a module that nobody has run"),
-    "hf/quantised/checkpoint.py": ({"q_scale"}, _OTHERS),
+    "hf/stacks.py": ({"tril", "tril_", "triu", "triu_"}, "names in the code of a module that nobody has run"),
+    "hf/quantised/weights.py": ({"q_scale"}, _OTHERS),
 }
 
 

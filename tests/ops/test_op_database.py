@@ -99,7 +99,7 @@ def one_case(op: Any, turn: int) -> Case | Unusable | None:
 
 def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were nobody to look at what a call does inside itself, results would be wrong, and said to be."""
-    monkeypatch.setattr("autoplan.analyse.placement.reductions.why_no_partial_sum", lambda *_: "")
+    monkeypatch.setattr("autoplan.analyse.placement.call_instructions.why_no_partial_sum", lambda *_: "")
     assert judged(*MENDED["a loss averaged over classes that torch counts itself"]).kind == "wrong"
 
 

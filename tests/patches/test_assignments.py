@@ -26,26 +26,26 @@ INSTANCES = {
         "register_module_parameter_registration_hook",
     ): "torch's hook, removed at the end of its block",
     (
-        "autoplan/hf/configs/limits.py",
+        "autoplan/hf/configs.py",
         "torch_modules.register_module_module_registration_hook",
     ): "torch's hook, removed at the end of its block",
     (
-        "autoplan/hf/configs/limits.py",
+        "autoplan/hf/configs.py",
         "torch_modules.register_module_parameter_registration_hook",
     ): "torch's hook, removed at the end of its block",
     (
         "autoplan/check/ranks/kept_outside.py",
         "register_module_forward_hook",
     ): "torch's hook, removed at the end of its block",
-    ("autoplan/hf/configs/attention.py", "AttentionInterface.register"): "an entry of ours beside transformers' own",
+    ("autoplan/hf/configs.py", "AttentionInterface.register"): "an entry of ours beside transformers' own",
     ("autoplan/forecast/adapters.py", "part"): "a copy without storage, for an estimate",
     ("autoplan/execute/hooks/running.py", "made"): "an object of ours",
     ("autoplan/execute/hooks/replaced.py", "super(made, self).__setattr__(name, value)"): "a module sets its own child",
     ("autoplan/forecast/sharded.py", "value"): "settings of a copy without storage",
     ("autoplan/hf/shrink.py", "one"): "a copy of a config, for the tiny clone",
-    ("autoplan/execute/hooks/sequence_shards.py", "tensor"): "a mark on one tensor",
+    ("autoplan/execute/hooks/sequence.py", "tensor"): "a mark on one tensor",
     ("autoplan/execute/parameters/held.py", "parameter"): "a mark on one parameter",
-    ("autoplan/execute/parameters/optimizer_state.py", "optimizer"): "a mark on one optimizer",
+    ("autoplan/execute/parameters/optimizer.py", "optimizer"): "a mark on one optimizer",
 }
 
 # What a process has for everybody to write into.

@@ -36,9 +36,8 @@ COMMON = 10  # what so many configs, forwards or modules have is a convention
 
 # Files outside hf/ that speak a foreign language, each with the reason.
 DIALECTS = {
-    "decide/written_plans/deepspeed.py": "reads DeepSpeed's plans, which go by names of attributes and submodules",
     "patches/kernels.py": "patches transformers: swaps kernels that it puts into models for their references",
-    "decide/written_plans/wrappers.py": "looks through what PEFT, torch, accelerate and DeepSpeed wrap around a model",
+    "decide/written_plans/foreign.py": "reads DeepSpeed's plans, and looks through wrappers of PEFT and accelerate",
     "doctor/private_others.py": "canaries of what transformers does not document",
     "common/requirements.py": "asks which version is installed",
 }

@@ -19,25 +19,22 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 
-from autoplan.analyse.picture.drawing import CONSTANT, Canvas, Value
-from autoplan.analyse.picture.flow import Flow, Node
-from autoplan.analyse.picture.regions import collapse_scans, prune
-from autoplan.analyse.picture.weight_views import View, dequantised, follow_view
-from autoplan.analyse.picture.weighted_boxes import (
+from autoplan.analyse.picture.boxes import (
+    collapse_scans,
     contraction,
     convolution,
     fused_attention,
     fused_norm,
     lookup,
+    prune,
     weighted,
 )
+from autoplan.analyse.picture.flow import CONSTANT, Canvas, Flow, Node, Value, View, dequantised, follow_view
 from autoplan.ops import op_record
-from autoplan.ops.random import makes_anew
+from autoplan.ops.creation import makes_anew
 from autoplan.ops.records.answers import Drawn, Shows
 from autoplan.ops.records.record import writes_in_place
 from autoplan.values import Op, Ref, Trace, refs
-
-__all__ = ["dataflow"]
 
 _SHOWN = (Shows.RESHAPED, Shows.VIEWED)  # in the memory of what they show
 # The boxes of ops along a dim; a write into positions is a box, too.
@@ -74,17 +71,14 @@ class _Artist:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.canvas = Canvas(trace)
-        self.choices = self._expert_choices()
-
-    def _expert_choices(self) -> set[int]:
-        """Index tensors that pick among stacked (3-D) weights: what they pick of smaller ones are their biases."""
+        # Index tensors that pick among stacked (3-D) weights: what they pick of smaller ones are their biases
         chosen: set[int] = set()
         for op in self.trace.ops:
             if op_record(op.name).drawn is Drawn.ROWS and isinstance(op.args[0], Ref):
                 source = self.trace.tensors[op.args[0].id]
                 if source.kind == "parameter" and len(source.shape) > 2:
                     chosen.update(refs(op.args[1:]))
-        return chosen
+        self.choices = chosen
 
     def draw(self, op: Op) -> None:
         """One op: its results get values, written views change their base."""

@@ -1,32 +1,40 @@
-"""What a picture of the dataflow is made of: boxes (`Node`) with dimensions (`Dim`), in a networkx graph (`Flow`).
-
-Boxes carry their `Node` under "node", arrows the reader's "ports" at which the value arrives. Kinds of boxes, and the
-dims they have:
-
-    input, output          what enters and leaves the model
-    linear                 contraction with a weight: in, out
-    stacked                the same with a stack of weights (experts, one matrix per head): in, out, stack
-    embedding              lookup in a table: rows, width
-    conv, depthwise        convolution: in, out (depthwise: out)
-    norm                   over
-    scale, shift           a value times, or plus, a parameter: over
-    parameter              a parameter used as data: over
-    attend                 softmax attention; ports q, k, v, bias
-    scan                   state-space or linear attention
-    mul, add, cat, split, mix, sum, softmax, topk, pick, scatter, write, matmul, cumsum   what they say
-
-An arrow's port "activated" says that the value went through a nonlinear function on the way.
-"""
+"""Data types of the picture (boxes and dims in a networkx graph), the canvas, and weights seen through views."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, TypeAlias
+
+import networkx as nx
+
+from autoplan.ops import op_record
+from autoplan.ops.records.answers import Shows
+from autoplan.values import Op, Trace
 
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["Dim", "Flow", "Node", "node_of"]
+
+# What a picture of the dataflow is made of: boxes (`Node`) with dimensions (`Dim`), in a networkx graph (`Flow`).
+#
+# Boxes carry their `Node` under "node", arrows the reader's "ports" at which the value arrives. Kinds of boxes, and the
+# dims they have:
+#
+#     input, output          what enters and leaves the model
+#     linear                 contraction with a weight: in, out
+#     stacked                the same with a stack of weights (experts, one matrix per head): in, out, stack
+#     embedding              lookup in a table: rows, width
+#     conv, depthwise        convolution: in, out (depthwise: out)
+#     norm                   over
+#     scale, shift           a value times, or plus, a parameter: over
+#     parameter              a parameter used as data: over
+#     attend                 softmax attention; ports q, k, v, bias
+#     scan                   state-space or linear attention
+#     mul, add, cat, split, mix, sum, softmax, topk, pick, scatter, write, matmul, cumsum   what they say
+#
+# An arrow's port "activated" says that the value went through a nonlinear function on the way.
 
 Flow: TypeAlias = "nx.DiGraph[int]"
 
@@ -59,3 +67,171 @@ class Node:
 def node_of(flow: Flow, box: int) -> Node:
     found: Node = flow.nodes[box]["node"]
     return found
+
+
+# A parameter seen through views: which of its dims each dim of the viewed tensor is.
+#
+# Linear layers read `weight.t()`, experts read `weight[choice]` or `weight.transpose(1, 2)`, attention reads chunks
+# of one packed weight. To say which dim of the parameter a matmul contracts, the dims are followed through such ops.
+
+
+@dataclass(frozen=True)
+class View:
+    """`dims[i]` is the parameter's dim that dim i of the viewed tensor runs over; None: none of them, or not known.
+
+    `chosen`: the box whose values picked among the parameter's first dim (the chosen experts). `companions`: the scales
+    and zero points that a quantised parameter was combined with.
+    """
+
+    parameter: int
+    dims: tuple[int | None, ...]
+    chosen: int | None = None
+    companions: tuple[int, ...] = ()
+
+
+def whole_view(parameter: int, rank: int) -> View:
+    return View(parameter, tuple(range(rank)))
+
+
+def dequantised(view: View, others: list[View], stored: tuple[int, ...], after: tuple[int, ...]) -> View:
+    """A quantised parameter on its way to what it stands for: blocks come and go, in the end its dims are back."""
+    companions = dict.fromkeys(
+        (*view.companions, *(n for other in others for n in (other.parameter, *other.companions)))
+    )
+    companions.pop(view.parameter, None)
+    back = len(after) == len(stored) and all(size % kept == 0 for size, kept in zip(after, stored, strict=True))
+    dims: tuple[int | None, ...] = view.dims if len(view.dims) == len(after) else (None,) * len(after)
+    if back and None in dims:
+        dims = tuple(range(len(stored)))
+    return replace(view, dims=dims, companions=tuple(companions))
+
+
+def as_lookup(view: View, index_rank: int) -> View:
+    """weight[index]: the first dim gives way to those of the index; it is still the first dim that they run over."""
+    return replace(view, dims=(view.dims[:1] * index_rank) + view.dims[1:])
+
+
+def follow_view(op: Op, view: View, before: tuple[int, ...], after: tuple[int, ...]) -> View:
+    """The view after one more op that reads nothing but it (and constants)."""
+    dims: list[int | None] = list(view.dims)
+    known = op_record(op.name)
+    if known.moves is not None:
+        dims = known.moves(op, dims, None, len(after))
+    elif len(before) != len(after) or (before != after and known.shows is Shows.RESHAPED):
+        # A reshape: dims that keep their size, in order, stay known
+        result: list[int | None] = []
+        position = 0
+        for size in after:
+            matching = next((i for i in range(position, len(before)) if before[i] == size and size > 1), None)
+            result.append(dims[matching] if matching is not None else None)
+            position = matching + 1 if matching is not None else position
+        dims = result
+    return replace(view, dims=tuple(dims)) if len(dims) == len(after) else replace(view, dims=(None,) * len(after))
+
+
+# What is drawn so far: the boxes of a picture, and which box or parameter every tensor's value comes from.
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a tensor holds: a box's value, one parameter seen through views, or a constant (neither)."""
+
+    node: int | None = None
+    weight: View | None = None
+    activated: bool = False  # went through a nonlinear function since the box
+    from_input: bool = False  # an input of the model, unchanged but for its shape
+
+
+CONSTANT = Value()
+
+
+class Canvas:
+    """Boxes, arrows, and the value of every tensor."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.flow: Flow = nx.DiGraph()
+        self.values: dict[int, Value] = {}
+        self.bases: dict[int, int] = {}  # a view's tensor -> the tensor it looks into
+        self.written: set[int] = set()  # bases that were changed through a view
+        self._parameters: dict[int, int] = {}
+        self._input: int | None = None
+        for index, tensor in enumerate(trace.tensors):
+            matrix = tensor.kind == "buffer" and tensor.differentiable and len(tensor.shape) > 1
+            if tensor.kind == "parameter" or matrix or tensor.quantised:
+                self.values[index] = Value(weight=whole_view(index, len(tensor.shape)))
+            elif tensor.kind == "input":
+                self.values[index] = Value(node=self.input_box() if tensor.differentiable else None, from_input=True)
+
+    # ------------------------------------------------------------------------------------------------ tensors
+
+    def value(self, tensor: int) -> Value:
+        base = self.bases.get(tensor, tensor)
+        if base in self.written and prod(self.shape(tensor)) == prod(self.shape(base)):
+            tensor = base
+        return self.values.get(tensor, CONSTANT)
+
+    def shape(self, tensor: int) -> tuple[int, ...]:
+        return self.trace.tensors[tensor].shape
+
+    def name(self, tensor: int) -> str:
+        return self.trace.tensors[tensor].names[0]
+
+    def dim(self, parameter: int, dim: int | None) -> Dim:
+        return Dim(self.shape(parameter)[dim] if dim is not None else 0, self.name(parameter), dim)
+
+    # ------------------------------------------------------------------------------------------------ boxes
+
+    def add(self, node: Node, sources: Iterable[int] = ()) -> int:
+        box = self.flow.number_of_nodes()
+        self.flow.add_node(box, node=node)
+        for source in sources:
+            self.join(source, box)
+        return box
+
+    def join(self, source: int, reader: int, port: str = "") -> None:
+        ports = self.flow.edges[source, reader]["ports"] if self.flow.has_edge(source, reader) else frozenset[str]()
+        self.flow.add_edge(source, reader, ports=ports | {port} if port else ports)
+
+    def node(self, box: int) -> Node:
+        return node_of(self.flow, box)
+
+    def change(self, box: int, node: Node) -> Value:
+        self.flow.nodes[box]["node"] = node
+        return Value(node=box)
+
+    def new(self, kind: str, op: Op, sources: Iterable[int]) -> Value:
+        return Value(node=self.add(Node(kind, op.module), sources))
+
+    def box_of(self, value: Value) -> int | None:
+        """The box that gives a value; a parameter used as data gets one of its own."""
+        return self.parameter_box(value.weight) if value.weight is not None else value.node
+
+    def input_box(self) -> int:
+        """All inputs of the model are one box: what they are called is not for rules."""
+        if self._input is None:
+            self._input = self.add(Node("input"))
+        return self._input
+
+    def parameter_box(self, view: View) -> int:
+        """A parameter used as data: a class token, an attention sink, a table added to the input."""
+        if view.parameter not in self._parameters:
+            dims = (("over", self.dim(view.parameter, 0)),) if self.shape(view.parameter) else ()
+            name = self.name(view.parameter)
+            self._parameters[view.parameter] = self.add(Node("parameter", name.rpartition(".")[0], (name,), dims))
+        return self._parameters[view.parameter]
+
+    def size(self, box: int) -> int | None:
+        """Elements of the value that a box gives."""
+        found: int | None = self.flow.nodes[box].get("size")
+        return found
+
+    def measure(self, box: int, tensor: int) -> None:
+        self.flow.nodes[box].setdefault("size", prod(self.shape(tensor)))
+
+    def ancestry(self, box: int) -> list[int]:
+        """The box and the values it is a part or a statistic of, nearest first."""
+        line = [box]
+        while self.node(line[-1]).kind in ("split", "statistic", "sum"):
+            line.append(next(iter(self.flow.predecessors(line[-1]))))
+        return line

@@ -20,9 +20,7 @@ from typing import Any
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.record import writes_in_place
-from autoplan.values import Obstacle, Op, Ref, Symbolic, Trace, refs
-
-__all__ = ["obstacles"]
+from autoplan.values import Obstacle, Ref, Symbolic, Trace, refs
 
 _WIDTHS = ({"in_features", "out_features"}, {"num_embeddings", "embedding_dim"})
 
@@ -38,7 +36,8 @@ def _edited(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
     """Outputs that are written to, themselves or through a view, by code outside the module."""
     bases: dict[int, int] = {}
     for op in trace.ops:
-        if _is_view(op) and op.args and isinstance(op.args[0], Ref):
+        # Does what is written to the result show in the first input?
+        if op_record(op.name).shows in (Shows.RESHAPED, Shows.VIEWED) and op.args and isinstance(op.args[0], Ref):
             source = bases.get(op.args[0].id, op.args[0].id)
             bases.update((output, source) for output in refs(op.outputs) if output != source)
     makers: dict[int, dict[str, None]] = {}
@@ -50,11 +49,6 @@ def _edited(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
             for module in makers.get(bases.get(op.args[0].id, op.args[0].id), ()):
                 if not _is_in(op.module, module):
                     yield Obstacle(module, "edited", by=op.module)
-
-
-def _is_view(op: Op) -> bool:
-    """Does what is written to the result show in the first input?"""
-    return op_record(op.name).shows in (Shows.RESHAPED, Shows.VIEWED)
 
 
 def _read_elsewhere(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:

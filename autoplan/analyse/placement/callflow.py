@@ -1,20 +1,21 @@
-"""The trace as a flow of values between calls: who makes a value, who reads it, where it crosses a module's boundary.
-
-Module visits tell where hooks can sit: a value that leaves a module, or enters one, can be changed there for all
-readers beyond. Only differentiable values matter; an in-place call makes its target again.
-"""
+"""The calls of a trace as a dataflow graph, the hook points of each value, and the communication placed so far."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 from autoplan.ops import call_record, op_record
-from autoplan.ops.records.answers import Shows
-from autoplan.values import Call, ModuleVisit, Trace, refs, refs_with_paths
+from autoplan.ops.records.answers import Reduction, Shows
+from autoplan.values import Boundary, Call, ModuleVisit, Trace, refs, refs_with_paths
+from autoplan.values.reasons import NotPlaced
 
-__all__ = ["CallFlow", "Crossing"]
+# The trace as a flow of values between calls: who makes a value, who reads it, where it crosses a module's boundary.
+#
+# Module visits tell where hooks can sit: a value that leaves a module, or enters one, can be changed there for all
+# readers beyond. Only differentiable values matter; an in-place call makes its target again.
 
 
 class Crossing(NamedTuple):
@@ -85,10 +86,8 @@ class CallFlow:
                 self.carries.add(tensor)
 
     def _detached(self) -> set[int]:
-        """Values to which no gradient comes back, because all that is made of them is detached in the end.
-
-        So is a parameter in another shape that nobody reads: it was handed to a kernel that is not there.
-        """
+        """Values to which no gradient comes back, because all that is made of them is detached in the end. So is a
+        parameter in another shape that is never read: it was handed to a kernel that is not there."""
         detached: set[int] = set()
         for index in reversed(range(len(self.trace.calls))):
             if self._unread_shape(index):
@@ -140,15 +139,13 @@ class CallFlow:
         return self.trace.calls[index].grad_enabled and any(t in self.carries for t in self.outputs[index])
 
     def with_gradients(self) -> set[int]:
-        """The values that get a gradient from what the model returns: others only decide something on the way.
-
-        What is written in place counts as read: it may be a view of something that is.
-        """
-        found = (self.final | self.rewritten) & self.carries
+        """The values that get a gradient from what the model returns: others only decide something on the way. What is
+        written in place counts as read: it may be a view of something that is."""
+        gradients = (self.final | self.rewritten) & self.carries
         for index in reversed(range(len(self.trace.calls))):
-            if self.passes_gradients(index) and not found.isdisjoint(self.outputs[index]):
-                found.update(t for t in self.inputs[index] if t in self.carries)
-        return found
+            if self.passes_gradients(index) and not gradients.isdisjoint(self.outputs[index]):
+                gradients.update(t for t in self.inputs[index] if t in self.carries)
+        return gradients
 
     def near(self, tensors: set[int]) -> set[int]:
         """The values that are made from these, or from which these are made, in one call."""
@@ -189,3 +186,108 @@ def _unseen(trace: Trace) -> dict[int, tuple[int, ...]]:
         index: tuple(t for op in trace.ops[slice(*trace.calls[index].ops)] for t in refs((op.args, op.outputs)))
         for index in found
     }
+
+
+# Where hooks can sit for a value: the outputs of modules that return it, the inputs of modules that take it.
+#
+# A hook acts on every run of its module, so a hook point at which only some runs need a sum is closed for all.
+
+HookPoint: TypeAlias = tuple[str, str, tuple[object, ...]]  # module, "input" or "output", path
+
+
+class HookPoints:
+    """The open hook points of a trace."""
+
+    def __init__(self, flow: CallFlow, closed: Collection[HookPoint]) -> None:
+        self.flow, self.closed = flow, closed
+
+    def is_open(self, crossing: Crossing, side: str) -> bool:
+        return (crossing.module, side, crossing.path) not in self.closed
+
+    def leaving(self, tensor: int, made: int) -> Crossing | None:
+        """The innermost module that returns the value, once, before anything else reads it."""
+        first_use = min((u for u in self.flow.uses[tensor] if u > made), default=None)
+        times = Counter(b.visit for b in self.flow.leaving.get(tensor, []))
+        inside = [
+            b for b in self.flow.leaving.get(tensor, [])
+            if b.first <= made < b.last and self.is_open(b, "output") and times[b.visit] == 1
+        ]  # fmt: skip
+        for crossing in sorted(inside, key=lambda b: (b.last - b.first, -b.visit)):
+            if first_use is None or crossing.last <= first_use:
+                return crossing
+        return None
+
+    def made_at(self, tensor: int) -> Crossing | None:
+        """Where the value leaves the module that made it."""
+        producer = self.flow.producer.get(tensor)
+        return None if producer is None else self.leaving(tensor, producer)
+
+    def taking(self, tensor: int, made: int) -> Crossing | None:
+        """The outermost module that takes the value and is alone in reading it."""
+        uses = [u for u in self.flow.uses[tensor] if u > made]
+        if not uses or tensor in self.flow.final or tensor in self.flow.rewritten:
+            return None
+        around = [
+            b for b in self.flow.entering.get(tensor, [])
+            if all(b.first <= u < b.last for u in uses) and self.is_open(b, "input")
+        ]  # fmt: skip
+        return min(around, key=lambda b: b.first - b.last, default=None)
+
+    def before(self, tensor: int, calls: Collection[int], uses: Collection[int]) -> list[Crossing]:
+        """Module inputs behind which all readers of the value (`uses`), together, are exactly these calls. A value that
+        enters under several names (as key and as value) is taken at each of them."""
+        left, chosen = set(calls), []
+        entering = self.flow.entering.get(tensor, [])
+        for crossing in sorted(entering, key=lambda b: b.first - b.last):
+            names = [b for b in entering if b.visit == crossing.visit]
+            if any(not self.is_open(b, "input") or self.flow.passes_through(tensor, b) for b in names):
+                continue
+            inside = {u for u in uses if crossing.first <= u < crossing.last}
+            if inside and inside <= set(calls) and inside & left and not inside - left:
+                left -= inside
+                chosen += names
+        return [] if left else chosen
+
+
+# Where ranks talk, while it is being found: what is done at modules' boundaries or in calls, what is refused.
+
+Kind: TypeAlias = type[Boundary]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Something that no mechanism can place: the call's index and why, and the tensors whose split is to blame."""
+
+    call: int
+    why: NotPlaced
+    tensors: tuple[int, ...]
+
+
+@dataclass
+class Placement:
+    """All sites by where they sit. Crossings belong to module outputs and inputs; calls to the function mode."""
+
+    outputs: dict[tuple[Crossing, Kind], Boundary] = field(default_factory=dict)  # what is done at modules' outputs
+    inputs: dict[tuple[Crossing, Kind], Boundary] = field(default_factory=dict)  # and at their inputs
+    summed_parameters: set[int] = field(default_factory=set)
+    shared_parameters: set[int] = field(default_factory=set)
+    divided_biases: set[int] = field(default_factory=set)
+    blocks: set[str] = field(default_factory=set)  # whose branches are summed together
+    embeddings: dict[int, Crossing] = field(default_factory=dict)
+    inside_reductions: dict[int, Reduction] = field(default_factory=dict)
+    inside_copies: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    inside_scales: dict[int, int] = field(default_factory=dict)
+    reductions: dict[int, Reduction] = field(default_factory=dict)
+    refusals: list[Refusal] = field(default_factory=list)
+
+    def at_output(self, crossing: Crossing, kind: Kind, **how: Any) -> None:
+        """Have this done to what the module returns."""
+        self.outputs[crossing, kind] = kind(crossing.module, "output", crossing.path, **how)
+
+    def at_input(self, crossing: Crossing, kind: Kind) -> None:
+        """Have this done to what the module takes."""
+        self.inputs[crossing, kind] = kind(crossing.module, "input", crossing.path)
+
+    def done_to(self, kind: Kind) -> list[Crossing]:
+        """Where this is done to what modules return."""
+        return [crossing for crossing, known in self.outputs if known is kind]

@@ -13,20 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.analyse.placement.call_instructions import call_instruction
-from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.placement.placement import Placement
+from autoplan.analyse.placement.callflow import CallFlow, Placement
 from autoplan.analyse.shards import Shards
-from autoplan.analyse.splits.equal_pieces import pieces_given
 from autoplan.analyse.splits.integer_edits import Edits
-from autoplan.analyse.splits.literal_sizes import made_in_shards, made_whole
+from autoplan.analyse.splits.literal_sizes import made_in_shards, made_whole, pieces_given
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.sizes import RepeatEach
 from autoplan.values import Call, CallRewrite, Cut, LiteralArgument, Ref, RewriteCall, Trace
 from autoplan.values.reasons import NotPlaced
-
-__all__ = ["Scope", "draws", "scope"]
 
 _Place = tuple[str, str, str]  # module, function, place in the code
 
@@ -57,7 +53,17 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
         else:
             result.calls += (built,)
             result.tensors += (blame,)
-    result.random, result.random_whole = _random_modules(shards, flow)
+    # Modules whose draws act on split values; and where draws act on whole ones: the model itself, if anywhere, so
+    # that its ranks agree on their numbers, and modules inside the first kind. Draws that were not recorded are taken
+    # for whole ones: equal numbers do no harm to shards, different ones do to whole values.
+    calls = _random_calls(shards, flow)
+    split = tuple(sorted(m for m, kinds in calls.items() if kinds[True] and not kinds[False]))
+    whole = [m for m, kinds in calls.items() if kinds[False]]
+    inside = {m for m in whole if not calls[m][True] and any(m.startswith(f"{s}.") for s in split)}
+    result.random, result.random_whole = (
+        split,
+        tuple(sorted(inside | ({""} if whole or shards.trace.draws_unseen else set()))),
+    )
     for module, left, right, _ in edits.broken_comparisons:
         blame = tuple(_sizes_in(left) | _sizes_in(right))
         result.refusals.append((NotPlaced("sizes-compared", module=module), blame))
@@ -69,8 +75,8 @@ def _by_place(
 ) -> Iterator[tuple[list[int], CallRewrite | None]]:
     """Calls at one place, with the work that all of them need; None where they need different work.
 
-    If not all need the same, they are told apart by the round of a loop, by how many dims their value has (one dropout
-    may serve attention weights and the stream), or by how wide it is (an MLP's inner width and the stream).
+    If not all need the same, they are distinguished by the round of a loop, by how many dims their value has (one
+    dropout may serve attention weights and the stream), or by how wide it is (an MLP's inner width and the stream).
     """
     trace = flow.trace
     runs = Counter(visit.module for visit in trace.visits)
@@ -93,7 +99,9 @@ def _told_apart(
     together = [index for indices in rounds for index in indices]
     grouped: dict[int, list[int]] = defaultdict(list)
     for index in together:
-        grouped[_dims_of(flow.trace, index)].append(index)
+        # How many dims a call's first argument has; -1 where it is no tensor
+        first = next(iter(flow.trace.calls[index].args), None)
+        grouped[len(flow.trace.tensors[first.id].shape) if isinstance(first, Ref) else -1].append(index)
     by_dims: list[tuple[_Mark, list[int]]] = [({"dims": dims}, indices) for dims, indices in grouped.items()]
     by_round: list[tuple[_Mark, list[int]]] = [({"time": time}, indices) for time, indices in enumerate(rounds, 1)]
     as_one: list[tuple[_Mark, list[int]]] = [({}, together)]
@@ -102,12 +110,6 @@ def _told_apart(
             return way
     by_width = _by_width(together, wanted, shards)
     return by_width if all(_agree(indices, wanted, flow) for _, indices in by_width) else by_round
-
-
-def _dims_of(trace: Trace, index: int) -> int:
-    """How many dims a call's first argument has; -1 where it is no tensor."""
-    first = next(iter(trace.calls[index].args), None)
-    return len(trace.tensors[first.id].shape) if isinstance(first, Ref) else -1
 
 
 def _by_width(together: list[int], wanted: dict[int, CallRewrite], shards: Shards) -> list[tuple[_Mark, list[int]]]:
@@ -268,11 +270,11 @@ def _is_filled_at_random(call: Call) -> bool:
 
 def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[int]]]:
     """Random calls by module, apart by whether they act on split values."""
-    found: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
+    calls: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
     for index, call in enumerate(shards.trace.calls):
         if call_record(call.name).random or draws(call, shards.trace):
-            found[call.module][_draws_on_shards(index, flow, shards)].append(index)
-    return found
+            calls[call.module][_draws_on_shards(index, flow, shards)].append(index)
+    return calls
 
 
 def _draws_on_shards(index: int, flow: CallFlow, shards: Shards) -> bool:
@@ -283,17 +285,6 @@ def _draws_on_shards(index: int, flow: CallFlow, shards: Shards) -> bool:
         for t in flow.inputs[index]
         for dim, layout in enumerate(shards.layouts(t))
     )
-
-
-def _random_modules(shards: Shards, flow: CallFlow) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Modules whose draws act on split values; and where draws act on whole ones: the model itself, if anywhere, so
-    that its ranks agree on their numbers, and modules inside the first kind. Draws that nobody has seen are taken for
-    whole ones: equal numbers do no harm to shards, different ones do to whole values."""
-    calls = _random_calls(shards, flow)
-    split = tuple(sorted(m for m, kinds in calls.items() if kinds[True] and not kinds[False]))
-    whole = [m for m, kinds in calls.items() if kinds[False]]
-    inside = {m for m in whole if not calls[m][True] and any(m.startswith(f"{s}.") for s in split)}
-    return split, tuple(sorted(inside | ({""} if whole or shards.trace.draws_unseen else set())))
 
 
 def _mixed_draws(shards: Shards, flow: CallFlow) -> set[int]:

@@ -24,8 +24,6 @@ from autoplan.ops.views import stretches
 from autoplan.values import Call, Op, Ref, Symbolic, refs
 from autoplan.values.reasons import NotPlaced
 
-__all__ = ["axis_lost_in", "made_of", "why_no_partial_sum", "why_sizes_differ"]
-
 _MOST_DIMS = 6
 _NEAR_SIZES = (0, 1, -1)
 
@@ -33,10 +31,8 @@ _NEAR_SIZES = (0, 1, -1)
 def why_no_partial_sum(
     call: Call, shards: Shards, kinds: Mapping[int, Reduction], bias: int | None
 ) -> NotPlaced | None:
-    """Why the sums inside a call (op index -> kind) do not leave it as one partial sum; None if they do.
-
-    `bias`: what the call adds to its sum, of which each rank adds a part.
-    """
+    """Why the sums inside a call (op index -> kind) do not leave it as one partial sum; None if they do. `bias`: what
+    the call adds to its sum, of which each rank adds a part."""
     if len(set(kinds.values())) > 1:
         return NotPlaced("sums-of-several-kinds")
     if not set(kinds.values()) <= {Reduction.SUM, Reduction.MEAN}:

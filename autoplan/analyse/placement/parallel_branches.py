@@ -8,7 +8,7 @@ comes out is the same.
 
 A sum is moved outwards to where its value has the shape in which it is added (experts return rows of tokens, the
 module around them a batch). All this needs a way of nothing but additions from each branch to where they meet, in the
-code of one module, and nobody else who reads what is on the way. A dropout there would have drawn other numbers for
+code of one module, and no other reader of the values on the way. A dropout there would have drawn other numbers for
 each branch.
 """
 
@@ -19,12 +19,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing
-from autoplan.analyse.placement.deferred_sums import adds
+from autoplan.analyse.placement.delayed_sums import adds
 from autoplan.ops import call_record
 from autoplan.ops.records.answers import Shows
 from autoplan.values import Call
-
-__all__ = ["Pair", "pairs_of_branches"]
 
 _STEPS = 4
 CrossingOut = Callable[[int, int], Crossing | None]
@@ -47,9 +45,7 @@ def pairs_of_branches(
     flow: CallFlow, sums: Iterable[Crossing], leaving: CrossingOut
 ) -> tuple[tuple[Pair, ...], dict[Crossing, Crossing]]:
     """Of all sums at modules' outputs, those that can be summed with the next: the same in every run of their modules.
-
-    And the boundaries to which sums of these pairs must be moved.
-    """
+    And the boundaries to which sums of these pairs must be moved."""
     arriving: dict[int, list[Crossing]] = defaultdict(list)
     moved = {crossing: _outwards(flow, crossing, leaving) for crossing in sums}
     for crossing in moved.values():
@@ -67,14 +63,14 @@ def pairs_of_branches(
 def _outwards(flow: CallFlow, crossing: Crossing, leaving: CrossingOut) -> Crossing:
     """Where a module around returns the value in another shape that nothing but views gave it."""
     tensor, made = dict(flow.trace.visits[crossing.visit].outputs)[crossing.path], crossing.last - 1
-    found = crossing
+    outermost = crossing
     for _ in range(_STEPS):
         uses = [use for use in flow.uses[tensor] if use > made]
         if len(uses) != 1 or not _reshapes(flow, uses[0]) or tensor in flow.final:
             break
         tensor, made = flow.outputs[uses[0]][0], uses[0]
-        found = leaving(tensor, made) or found
-    return found
+        outermost = leaving(tensor, made) or outermost
+    return outermost
 
 
 def _reshapes(flow: CallFlow, index: int) -> bool:
@@ -96,7 +92,7 @@ def _additions(flow: CallFlow, crossing: Crossing) -> list[int]:
     visit = flow.trace.visits[crossing.visit]
     tensor, made = dict(visit.outputs)[crossing.path], crossing.last - 1
     block: tuple[str, int] | None = None
-    found: list[int] = []
+    additions: list[int] = []
     for _ in range(_STEPS):
         uses = [use for use in flow.uses[tensor] if use > made]
         step = min(uses, default=None)
@@ -108,12 +104,12 @@ def _additions(flow: CallFlow, crossing: Crossing) -> list[int]:
             break
         if call.module in flow.branching or step < crossing.last:
             break
-        found.append(step)
+        additions.append(step)
         shape = flow.trace.tensors[tensor].shape
         tensor, made = flow.outputs[step][0], step
         if flow.trace.tensors[tensor].shape != shape:
             break
-    return found
+    return additions
 
 
 def _is_alone(flow: CallFlow, tensor: int, step: int, uses: list[int]) -> bool:

@@ -1,22 +1,24 @@
-"""Partial gradients of whole values, and how they move upstream until one hook can sum them.
-
-An edge value → call is partial when each rank computes only a part of that gradient. All partial edges of a value need
-one sum. When all gradient readers of a value are partial, the partial gradient can be pushed upstream through the call
-that made it, merging with its siblings, until it sits on a parameter, a module output or a module input.
-"""
+"""Move partial gradients upstream, and join those of several readers, so that each value needs one all-reduce."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
 
-from autoplan.analyse.placement.callflow import CallFlow, Crossing
-from autoplan.analyse.placement.hook_points import HookPoints
+from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoints
 from autoplan.analyse.shards import Shards
+from autoplan.analyse.splits.special import thin_matrix
 from autoplan.ops import call_record
 from autoplan.ops.creation import fills
 from autoplan.ops.records.answers import Reduction
 
-__all__ = ["PartialGradients"]
+# Partial gradients of whole values, and how they move upstream until one hook can sum them.
+#
+# An edge value → call is partial when each rank computes only a part of that gradient. All partial edges of a value
+# need one sum. When all gradient readers of a value are partial, the partial gradient can be pushed upstream through
+# the call that made it, merging with its siblings, until it sits on a parameter, a module output or a module input.
 
 _NEARBY = 16  # calls that a partial gradient passes before it is merged with others
 _ANY_NUMBER = 10**6
@@ -139,3 +141,190 @@ class PartialGradients:
         """
         made = self.flow.producer[tensor]
         return len({one.visit for one in self.flow.leaving.get(tensor, ()) if one.first <= made < one.last}) > 1
+
+
+# One sum for all readers of a value: where several each give a partial gradient, these are added and summed once.
+#
+# A block of experts reads one value several times: the routed experts and the shared one, which each see a part of
+# its gradient, and the router, which every rank runs alike. Summed at each reader, that is a sum of all tokens twice.
+# Partial gradients can be added first and summed once, before all readers, if what else flows back to the value is a
+# part, too:
+#
+# - a reader whose own gradient is partial passes it up (a view, a norm), a thin matrix too (an adapter's first);
+# - a reader that gives the whole gradient on every rank gives 1/tp of it, at the input of the module that reads, also
+#   where it and readers whose gradients are partial read one view of the value.
+
+_SMALL = 4  # a value is small against another that has so many times more elements
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """What one value's readers must do: pass partial gradients up through these calls, give parts at these inputs."""
+
+    tensor: int
+    passing: tuple[int, ...]  # calls through which a partial gradient goes up to the value
+    divided: tuple[int, ...]  # calls whose whole gradient is divided by tp
+    crossings: tuple[Crossing, ...]
+    above: tuple[int, ...]  # calls through which the joined gradient goes further, until it can be summed
+    others: tuple[int, ...]  # and those through which what it leaves on small values goes
+
+
+def join_gradients(gradients: PartialGradients) -> list[Crossing]:
+    """Merge partial gradients where several sums become one; gives the inputs at which gradients are divided by tp."""
+    crossings: list[Crossing] = []
+    known: dict[int, bool] = {}
+    flow = gradients.flow
+    order = sorted(gradients.uses, key=lambda tensor: -flow.producer.get(tensor, -1))  # the latest values first
+    for tensor in order:
+        views = list(_partial_views(tensor, gradients, known))
+        for one in views:
+            gradients.partial[one.tensor] |= one.readers
+        known = {} if views else known
+        merge = _merge(tensor, gradients, known)
+        if merge is None:
+            for one in views:
+                gradients.partial[one.tensor] -= one.readers
+            known = {} if views else known
+            continue
+        known.clear()
+        crossings += [crossing for view in views for crossing in view.crossings]
+        for call in merge.passing:
+            gradients.push(call)
+        gradients.partial[tensor] |= set(merge.divided)
+        for call in (*merge.above, *merge.others):
+            gradients.push(call)
+        crossings += merge.crossings
+    return crossings
+
+
+@dataclass(frozen=True)
+class _PartialView:
+    """A view of a value, of whose readers these are to give parts at these inputs."""
+
+    tensor: int
+    readers: set[int]
+    crossings: tuple[Crossing, ...]
+
+
+def _partial_views(tensor: int, gradients: PartialGradients, known: dict[int, bool]) -> Iterator[_PartialView]:
+    """Readers that only hand a view on, to some whose gradient is partial and others (a router) with the whole one."""
+    flow, uses = gradients.flow, gradients.uses[tensor]
+    if len(uses) < 2 or tensor not in flow.carries:
+        return
+    for use in sorted(uses - gradients.partial.get(tensor, set())):
+        made = flow.outputs[use]
+        if len(made) != 1 or gradients.passes_soon(use, known) or not gradients.call_passes(use):
+            continue
+        (view,) = made
+        readers = gradients.uses.get(view, set())
+        partial = {r for r in readers if r in gradients.partial.get(view, ()) or gradients.passes_soon(r, known)}
+        if (
+            not partial
+            or partial == readers
+            or view in flow.final | flow.rewritten
+            or not gradients.shards.has_whole_part(view)
+        ):
+            continue
+        crossings = gradients.hook_points.before(view, readers - partial, readers)
+        if crossings and not any(gradients.trace.calls[r].module in flow.branching for r in readers):
+            yield _PartialView(view, readers - partial, tuple(crossings))
+
+
+def _merge(tensor: int, gradients: PartialGradients, known: dict[int, bool]) -> _Merge | None:
+    """How a value's partial gradients can be summed together; None where that is impossible or gains nothing."""
+    flow, uses = gradients.flow, gradients.uses[tensor]
+    if len(uses) < 2 or tensor not in flow.carries or tensor in flow.final | flow.rewritten:
+        return None
+    if gradients.trace.tensors[tensor].kind == "parameter" or gradients.shards.is_split(tensor):
+        return None
+    if any(gradients.trace.calls[use].module in flow.branching for use in uses):
+        return None  # another run may read it elsewhere
+    partial = uses & gradients.partial.get(tensor, set())
+    others = {use: _leads_to(use, tensor, gradients) for use in uses - partial if gradients.passes_soon(use, known)}
+    passing = {use for use, found in others.items() if found is not None}
+    whole = uses - partial - passing
+    if whole and all(_is_branch(use, gradients) for use in whole):
+        passing, whole = passing | whole, set()
+    summed = {value for use in passing for value in _passed(use, gradients)[1]} | ({tensor} if partial else set())
+    if sum(_sums(value, gradients) for value in summed) < 2:
+        return None
+    crossings = gradients.hook_points.before(tensor, whole, uses) if whole else []
+    above = _way_up(tensor, gradients)
+    if (whole and not crossings) or above is None:
+        return None
+    more = tuple(dict.fromkeys(call for found in others.values() for call in found or ()))
+    return _Merge(tensor, tuple(sorted(passing)), tuple(whole), tuple(crossings), above, more)
+
+
+def _passed(call: int, gradients: PartialGradients) -> tuple[set[int], set[int]]:
+    """The calls through which a partial gradient comes to and through this one; the values where it is summed now."""
+    calls, values, waiting = set[int](), set[int](), [call]
+    while waiting:
+        index = waiting.pop()
+        if index in calls:
+            continue
+        calls.add(index)
+        for tensor in gradients.flow.outputs[index]:
+            uses, partial = gradients.uses.get(tensor, set()), gradients.partial.get(tensor, set())
+            waiting += uses - partial
+            values |= {tensor} if uses & partial else set()
+    return calls, values
+
+
+def _leads_to(call: int, tensor: int, gradients: PartialGradients) -> tuple[int, ...] | None:
+    """Where a partial gradient that goes up through a call leads besides to the value: None if to anything large. Small
+    values that it is multiplied with on the way (a router's scores) are summed by themselves: calls to pass."""
+    flow, found = gradients.flow, list[int]()
+    calls, _ = _passed(call, gradients)
+    inside = {made for index in calls for made in flow.outputs[index]} | {tensor}
+    reached = {t for index in calls for t in flow.inputs[index] if t in flow.carries and t not in inside}
+    for other in sorted(reached):
+        if gradients.trace.tensors[other].kind == "parameter" or not gradients.shards.has_whole_part(other):
+            continue
+        way = _way_up(other, gradients) if gradients.uses[other] <= calls and other not in flow.final else None
+        if way is None or prod(gradients.trace.tensors[other].shape) * _SMALL > prod(
+            gradients.trace.tensors[tensor].shape
+        ):
+            return None
+        found += way
+    return tuple(found)
+
+
+def _sums(tensor: int, gradients: PartialGradients) -> int:
+    """How many sums a value costs as things are."""
+    where = gradients.where(tensor)
+    if where == "input":
+        return len({crossing.visit for crossing in gradients.cover(tensor)})
+    return len(gradients.partial[tensor]) if where == "inside" else 1
+
+
+def _way_up(tensor: int, gradients: PartialGradients) -> tuple[int, ...] | None:
+    """The calls above a value through which the gradient of all its readers goes until one hook can sum it."""
+    calls: list[int] = []
+    while True:
+        uses = gradients.uses[tensor]
+        if gradients.hook_points.made_at(tensor) is not None:
+            return tuple(calls)
+        if len({crossing.visit for crossing in gradients.hook_points.before(tensor, uses, uses)}) == 1:
+            return tuple(calls)
+        made = gradients.flow.producer.get(tensor)
+        if made is None or not gradients.call_passes(made) or len(gradients.flow.outputs[made]) != 1:
+            return None
+        sources = [
+            t for t in gradients.flow.inputs[made] if t in gradients.flow.carries and gradients.shards.has_whole_part(t)
+        ]
+        if len(sources) != 1 or gradients.uses[sources[0]] != {made} or sources[0] in gradients.flow.final:
+            return None
+        calls.append(made)
+        tensor = sources[0]
+
+
+def _is_branch(index: int, gradients: PartialGradients) -> bool:
+    """Does the call pass a value through a thin matrix to readers that are linear and all partial?"""
+    flow = gradients.flow
+    if thin_matrix(index, flow, gradients.shards) is None:
+        return False
+    (output,) = flow.outputs[index]
+    uses = gradients.uses.get(output, set())
+    linear = all(call_record(gradients.trace.calls[use].name).is_layer for use in uses)
+    return bool(uses) and linear and uses <= gradients.partial.get(output, set()) and output not in flow.final

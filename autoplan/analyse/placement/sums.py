@@ -20,16 +20,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.placement.deferred_sums import Way, follow_down
-from autoplan.analyse.placement.hook_points import HookPoint, HookPoints
+from autoplan.analyse.placement.call_instructions import gathered_dim, reduction_of, row_bias_of
+from autoplan.analyse.placement.callflow import CallFlow, HookPoint, HookPoints, Placement, Refusal
+from autoplan.analyse.placement.delayed_sums import Way, follow_down, shared_sums
 from autoplan.analyse.placement.inside_calls import made_of
-from autoplan.analyse.placement.joined_gradients import join_gradients
-from autoplan.analyse.placement.joined_sums import shared_sums
 from autoplan.analyse.placement.parallel_branches import pairs_of_branches
-from autoplan.analyse.placement.partial_gradients import PartialGradients
-from autoplan.analyse.placement.placement import Placement, Refusal
-from autoplan.analyse.placement.reductions import gathered_dim, reduction_of, row_bias_of
+from autoplan.analyse.placement.partial_gradients import PartialGradients, join_gradients
 from autoplan.analyse.shards import Shards
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Drawn, Reduction
@@ -47,15 +43,10 @@ from autoplan.values import (
 )
 from autoplan.values.reasons import NotPlaced
 
-__all__ = ["place"]
-
 
 def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement:
-    """Place every sum that the splits need.
-
-    A hook acts on every run of its module. A hook point at which only some runs need something is closed, and
-    everything is placed again.
-    """
+    """Place every sum that the splits need. A hook acts on every run of its module. A hook point at which only some
+    runs need something is closed, and everything is placed again."""
     closed: set[HookPoint] = set()
     while True:
         result = _Placer(shards, flow, gathered, closed).solve()
@@ -135,7 +126,17 @@ class _Placer:
 
     def solve(self) -> Placement:
         self._place_forward_sums()
-        self._join_branches()
+        # Branches that the block adds to each other are summed together, where the last of them is returned
+        outputs = self.result.outputs
+        pairs, moved = pairs_of_branches(self.flow, self.result.done_to(AllReduce), self.hook_points.leaving)
+        for old, new in moved.items():
+            del outputs[old, AllReduce]
+            self.result.at_output(new, AllReduce)
+        for pair in pairs:
+            del outputs[pair.first, AllReduce]
+            self.result.at_output(pair.first, WithholdPartial)
+            self.result.at_output(pair.last, JoinPartial)
+            self.result.blocks.add(pair.block)
         self._push_out_of_mixed()
         self.gradients.push_inside()
         for crossing in join_gradients(self.gradients):
@@ -150,7 +151,10 @@ class _Placer:
         for index, kind in self.reductions.items():
             if kind is Reduction.NORM:
                 self.result.inside_reductions[index] = kind
-                self._norm_statistics(index)
+                # A distributed norm sums its statistics itself; its replicated inputs need no further sum
+                for tensor in self.flow.inputs[index]:
+                    if not self.shards.is_split(tensor) and index in self.gradients.partial.get(tensor, ()):
+                        self._refuse(index, NotPlaced("norm-weight-whole"))
                 continue
             output = next((t for t in self.flow.outputs[index]), None)
             if output is None:
@@ -166,25 +170,6 @@ class _Placer:
                 self._place_sum(index, output, kind)
         for index in self.reductions:
             self._place_bias(index)
-
-    def _join_branches(self) -> None:
-        """Branches that the block adds to each other are summed together, where the last of them is returned."""
-        outputs = self.result.outputs
-        pairs, moved = pairs_of_branches(self.flow, self.result.done_to(AllReduce), self.hook_points.leaving)
-        for old, new in moved.items():
-            del outputs[old, AllReduce]
-            self.result.at_output(new, AllReduce)
-        for pair in pairs:
-            del outputs[pair.first, AllReduce]
-            self.result.at_output(pair.first, WithholdPartial)
-            self.result.at_output(pair.last, JoinPartial)
-            self.result.blocks.add(pair.block)
-
-    def _norm_statistics(self, index: int) -> None:
-        """A distributed norm sums its statistics forward and backward itself; its whole inputs need no further sum."""
-        for tensor in self.flow.inputs[index]:
-            if not self.shards.is_split(tensor) and index in self.gradients.partial.get(tensor, ()):
-                self._refuse(index, NotPlaced("norm-weight-whole"))
 
     def _place_embedding(self, index: int, output: int) -> None:
         call = self.trace.calls[index]
@@ -303,7 +288,7 @@ class _Placer:
         if any(u in self.gradients.partial.get(tensor, ()) for u in uses):
             self._refuse(producer, NotPlaced("mixed-gradients"))
             return
-        for use in uses:  # what left the mixed value downstream must leave nothing upstream that nobody sums
+        for use in uses:  # what left the mixed value downstream must leave nothing upstream unsummed
             if any(t in self.gradients.pushed for t in self.flow.outputs[use]):
                 self._refuse(producer, NotPlaced("partial-cannot-pass"))
                 return

@@ -18,8 +18,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import reduce
 
-from autoplan.analyse.placement.callflow import CallFlow, Crossing
-from autoplan.analyse.placement.placement import Placement
+from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.stream import SequencePlacement, Stream
 from autoplan.analyse.shards import Shards
 from autoplan.values import (
@@ -44,7 +43,7 @@ def place_sequence(
     shards: Shards, flow: CallFlow, placement: Placement, stacks: Iterable[tuple[str, ...]]
 ) -> SequencePlacement:
     """Cut the residual stream of every stack of blocks along its sequence; one that cannot be stays whole."""
-    found: list[SequencePlacement] = []
+    placements: list[SequencePlacement] = []
     refused: list[WholeSequence] = []
     without: list[WholeSequence] = []
     for number, names in enumerate(blocks for blocks in stacks if blocks):
@@ -56,11 +55,11 @@ def place_sequence(
             refused += [replace(why, stack=names[0].rpartition(".")[0]) for why in stream.refused]
             continue
         stream.name_crossings(f"s{number}")
-        found.append(stream)
-    if not found:
+        placements.append(stream)
+    if not placements:
         reasons = [replace(why, stack=None) for why in refused] or without or [WholeSequence("no-blocks")]
         return SequencePlacement(refused=tuple(dict.fromkeys(reasons)))
-    result = reduce(_merged, found)
+    result = reduce(_merged, placements)
     result.whole += refused
     return result
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
-from autoplan.analyse.sequence.positions import Positions, integers
-from autoplan.analyse.sequence.stream_state import Again, CutStream, Refused, SequencePlacement
+from autoplan.analyse.sequence.stream_state import Again, CutStream, Positions, Refused, SequencePlacement, integers
 from autoplan.analyse.splits.literal_sizes import evaluate
 from autoplan.axes.terms import Term
 from autoplan.ops import call_record
@@ -143,19 +142,16 @@ class Stream(CutStream):
             return
         for tensor in outputs:
             for crossing in self.flow.leaving.get(tensor, []):
+                # Is the value what the module returns once this call is done, nothing being added in place later?
                 if (
                     crossing in self.reduces
                     and crossing.first <= index < crossing.last
-                    and self._is_written(tensor, index, crossing)
+                    and (not any(tensor in self.flow.outputs[later] for later in range(index + 1, crossing.last)))
                 ):
                     dim = self.positions.plain_dim(tensor)
                     if dim is not None and self._in_stack(crossing):
                         self.result.reduce_scatters[crossing] = dim
                         self.cut.add(tensor)
-
-    def _is_written(self, tensor: int, index: int, crossing: Crossing) -> bool:
-        """Is the value what the module returns once this call is done, nothing being added in place later?"""
-        return not any(tensor in self.flow.outputs[later] for later in range(index + 1, crossing.last))
 
     def _in_stack(self, crossing: Crossing) -> bool:
         visit: int | None = crossing.visit

@@ -1,23 +1,15 @@
-"""Which axis classes can be split, and which are.
-
-A class can be split when nothing on its way forbids it, it sits in weights and is contracted with one (so that cutting
-it pays), and it is neither input data nor the residual stream. The residual is recognised by what it is, `x + f(x)`
-where f goes through a weight, not by a name or by being frequent. Among the candidates the ones that hold most bytes
-win; a weight is cut once.
-
-The vocabulary is a case of its own: rows of a table that is looked up, columns of the head whose product leaves the
-model. It may be cut unevenly.
-"""
+"""Choose which axis classes are split, and list the tp sizes at which everything divides."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import gcd, prod
 from types import MappingProxyType
 
 from autoplan.analyse.infer import Axes
+from autoplan.analyse.splits.packed import Packed, fits_blocks, marks_at
 from autoplan.axes.events import FORBIDDING
 from autoplan.axes.terms import Term, factors, find, leaves
 from autoplan.common.layout import chunk
@@ -30,6 +22,7 @@ from autoplan.values import Op, Trace, refs
 from autoplan.values.reasons import (
     AlreadySplit,
     DoesNotDivide,
+    InsideQuantisedBlock,
     InsideScaledBlock,
     Narrow,
     NeedsSums,
@@ -43,7 +36,15 @@ from autoplan.values.reasons import (
     TooFewRows,
 )
 
-__all__ = ["SplitMarks", "Occurrences", "choose", "occurrences", "residual_leaves", "weights_of"]
+# Which axis classes can be split, and which are.
+#
+# A class can be split when nothing on its way forbids it, it sits in weights and is contracted with one (so that
+# cutting it pays), and it is neither input data nor the residual stream. The residual is recognised by what it is, `x
+# + f(x)` where f goes through a weight, not by a name or by being frequent. Among the candidates the ones that hold
+# most bytes win; a weight is cut once.
+#
+# The vocabulary is a case of its own: rows of a table that is looked up, columns of the head whose product leaves the
+# model. It may be cut unevenly.
 
 # Events that allow a split at a price: classes without them go first.
 PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "variance": 4, "length": 4, "created": 1, "const": 1}
@@ -92,7 +93,7 @@ def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
     same = _Sameness(trace, axes)
     reached: dict[int, int] = defaultdict(int)  # tensor -> bit set of ancestors
     through: dict[int, int] = defaultdict(int)  # the same, on paths through a contraction with a weight
-    found: set[Term] = set()
+    terms: set[Term] = set()
     for op in trace.ops:
         mentioned = tuple(refs((op.args, tuple(op.kwargs.values()))))
         inputs = [same.root(t) for t in mentioned if t not in axes.weights]
@@ -101,7 +102,7 @@ def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
             left, right = inputs[0], inputs[1]
             if through[right] >> left & 1 or through[left] >> right & 1:
                 shared = {find(x) for t in axes.of(left) for x in leaves(t)}
-                found |= shared & {find(x) for t in axes.of(right) for x in leaves(t)}
+                terms |= shared & {find(x) for t in axes.of(right) for x in leaves(t)}
         weighted = _contracts_weight(op, mentioned, trace, axes)
         above = through_above = 0
         for tensor in inputs:
@@ -111,14 +112,12 @@ def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
             if tensor not in inputs:  # in place, or one and the same value: it is no ancestor of itself
                 reached[tensor] |= above
                 through[tensor] |= above if weighted else through_above
-    return {leaf for leaf in found if not leaf.data}
+    return {leaf for leaf in terms if not leaf.data}
 
 
 class _Sameness:
     """Values that are one value cast, copied, scaled by a number or shifted: the stream in another dtype is the stream.
-
-    Scaled channel by channel it is not: `f(x) + D * x`, inside a mixer, is no stream.
-    """
+    Scaled channel by channel it is not: `f(x) + D * x`, inside a mixer, is no stream."""
 
     def __init__(self, trace: Trace, axes: Axes) -> None:
         self._root: dict[int, int] = {}
@@ -253,7 +252,7 @@ def _rivalled(rows: Term, candidates: list[_Candidate], found: Occurrences, trac
 
 def _inside_blocks(axes: Axes) -> set[Term]:
     """Axes of quantised weights within blocks: a companion has one scale for a block, so it has only axes outside."""
-    found: set[Term] = set()
+    blocks: set[Term] = set()
     for weight, companions in axes.companions.items():
         scaled = [{find(leaf) for term in axes.of(other) for leaf in leaves(term)} for other in companions]
         for term in axes.of(weight):
@@ -261,22 +260,15 @@ def _inside_blocks(axes: Axes) -> set[Term]:
             for held in scaled:
                 outside = [place for place, leaf in enumerate(parts) if find(leaf) in held]
                 if outside:
-                    found |= {find(leaf) for leaf in parts[outside[0] :] if find(leaf) not in held}
-    return found
+                    blocks |= {find(leaf) for leaf in parts[outside[0] :] if find(leaf) not in held}
+    return blocks
 
 
 def _partner(
-    leaf: Term,
-    found: Occurrences,
-    candidates: list[_Candidate],
-    taken: set[int],
-    trace: Trace,
-    axes: Axes,
+    leaf: Term, found: Occurrences, candidates: list[_Candidate], taken: set[int], trace: Trace, axes: Axes
 ) -> Term | None:
     """The axis that splits on where `leaf` (key/value heads, fewer than ranks) cannot: query heads within a group.
-
-    Ranks form groups; each group holds some key/value heads, and its ranks shard the query heads of those.
-    """
+    Ranks form groups; each group holds some key/value heads, and its ranks shard the query heads of those."""
     mine = weights_of(leaf, found, trace)
     for _, _, _, other in candidates:
         theirs = weights_of(other, found, trace)
@@ -330,3 +322,56 @@ def _width(shape: tuple[int, ...], dim: int) -> int:
     """How wide the side of a weight is that a dim belongs to: heads and their width may have a dim each."""
     others = sorted(size for d, size in enumerate(shape) if d != dim)
     return shape[dim] * prod(others[:-1])
+
+
+# The sizes at which everything divides that can be split, and no block of a quantised weight is parted.
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The candidates in the order in which they were tried first, and those that were given up at this size.
+
+    `blocked`: axes that would be cut inside a block of a quantised weight, each with the axis that splits on within it.
+    `why`: where that would be.
+    """
+
+    order: tuple[Term, ...] = ()
+    blocked: Mapping[Term, Term | None] = field(default_factory=dict)
+    why: Mapping[Term, InsideQuantisedBlock] = field(default_factory=dict)
+
+
+def legal_sizes(trace: Trace, axes: Axes, choice: SplitMarks, tried: Tried, packed: Packed) -> tuple[int, ...]:
+    """Sizes at which every class that can be split divides, between the blocks of quantised weights. Key/value heads
+    may be shared by groups of ranks, or held by all while the queries of each are sharded."""
+    vocabularies = choice.vocabularies
+    partners = {**choice.partners, **{leaf: other for leaf, other in tried.blocked.items() if other is not None}}
+    splittable = dict.fromkeys((*choice.marks, *choice.indivisible, *tried.blocked))
+    followers = set(partners.values())
+    alone = [leaf for leaf in splittable if leaf not in vocabularies | followers and leaf not in partners]
+    largest = min([*(leaf.size for leaf in alone), *(a.size * b.size for a, b in partners.items())], default=1)
+    first = _first_choices(trace, axes, tried, splittable) if packed else set()
+
+    def fits(tp: int) -> bool:
+        if any(leaf.size % tp for leaf in alone):
+            return False
+        if not all(b.size % (tp // gcd(a.size, tp)) == 0 for a, b in partners.items()):
+            return False
+        marks = {leaf: "!" for leaf in splittable if leaf in first and leaf not in followers}
+        for leaf, partner in partners.items():
+            marks |= marks_at(leaf, partner, tp) if leaf in first else {}
+        return fits_blocks(trace, axes, marks, tp, packed)
+
+    return tuple(tp for tp in range(1, largest + 1) if tp == 1 or fits(tp))
+
+
+def _first_choices(trace: Trace, axes: Axes, tried: Tried, splittable: Iterable[Term]) -> set[Term]:
+    """What is split where everything divides: others are tried only for weights that nothing before them cuts."""
+    places = {leaf: number for number, leaf in enumerate(tried.order)}
+    occurring = occurrences(trace, axes)
+    choices, taken = set(), set[int]()
+    for leaf in sorted(splittable, key=lambda one: places.get(one, -1)):
+        weights = weights_of(leaf, occurring, trace)
+        if not weights & taken:
+            choices.add(leaf)
+            taken |= weights
+    return choices

@@ -1,35 +1,39 @@
-"""Experts over ranks instead of inside: modules that hold a stack of experts, seen from outside as one op.
-
-Under expert parallelism a rank holds some of the experts, whole. What then happens inside the module is decided by the
-values of integers (which token goes to which expert), and no dimension of any tensor says so. But it need not be
-followed: what the module does for one token and one expert depends on no other, so from outside it is a sum over its
-experts. Such a module is put in a box here, one op between its inputs and its output, which has the experts' axis as
-the first dim of its weights. The rest of the analysis sees a contraction over that axis and treats it as any other.
-
-Two forms are known, both by structure alone: several weights of three dims or more with one leading size, and either
-
-    routed   tokens, integers (which experts) and weights of the same shape as these; what comes out is like the tokens
-    sorted   the tokens of every expert one after the other: the experts are the major part of the first dim
-
-A box takes the place of the recorded ops and calls without moving any other: their numbers stay what they were.
-"""
+"""Expert parallelism: put modules that hold a stack of experts into one box, and keep experts whole where asked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from autoplan.analyse.infer import Axes
+from autoplan.analyse.infer import Axes, infer_axes
 from autoplan.analyse.shards import Shards
+from autoplan.analyse.solve import Solution, solve
 from autoplan.analyse.splits.literal_sizes import attributes_of, sizes_given
+from autoplan.analyse.splits.packed import NO_DEMANDS, Demands
 from autoplan.axes.terms import factors, find, leaves
 from autoplan.ops import call_record
 from autoplan.ops.experts import BOX
 from autoplan.ops.records.record import REMOVED
 from autoplan.values import Call, IntegerEdit, LocalExperts, ModuleVisit, Op, Ref, Trace, refs
+from autoplan.values.reasons import ExpertsDoNotDivide, ExpertsWhole, OnlyExperts, Reason
 
-__all__ = ["ExpertStack", "boxed", "expert_edits", "find_experts", "split_stacks"]
+# Experts over ranks instead of inside: modules that hold a stack of experts, seen from outside as one op.
+#
+# Under expert parallelism a rank holds some of the experts, whole. What then happens inside the module is decided by
+# the values of integers (which token goes to which expert), and no dimension of any tensor says so. But it need not
+# be followed: what the module does for one token and one expert depends on no other, so from outside it is a sum over
+# its experts. Such a module is put in a box here, one op between its inputs and its output, which has the experts'
+# axis as the first dim of its weights. The rest of the analysis sees a contraction over that axis and treats it as
+# any other.
+#
+# Two forms are known, both by structure alone: several weights of three dims or more with one leading size, and either
+#
+#     routed   tokens, integers (which experts) and weights of the same shape as these; what comes out is like the
+#              tokens
+#     sorted   the tokens of every expert one after the other: the experts are the major part of the first dim
+#
+# A box takes the place of the recorded ops and calls without moving any other: their numbers stay what they were.
 
 _STACKED = 3  # dims of a weight that holds one matrix for each expert
 _INTEGERS = ("int64", "int32", "int16", "uint8")
@@ -206,3 +210,52 @@ def _counting(trace: Trace, axes: Axes, stack: ExpertStack) -> set[str]:
                 if experts not in leaves(axes.of(next(refs(call.outputs)))[dim]):
                     equal -= {attribute[2] for attribute in attributes_of(literal)}
     return equal
+
+
+# The solution where whole experts are placed on different ranks, rather than each of them cut inside.
+#
+# Modules that hold stacks of experts are put in boxes (experts.py) and everything is solved as ever. One whose experts
+# cannot be placed so after all is opened again, so that it is cut inside, and the solution says why.
+
+Experts = Literal["inside", "apart", "alone"]
+
+
+def solve_experts(
+    trace: Trace, tp: int, *, experts: Experts = "inside", demands: Demands = NO_DEMANDS, **how: Any
+) -> Solution:
+    """With experts cut "inside", whole on different ranks ("apart"), or that with nothing else split ("alone")."""
+    if experts == "inside":
+        return solve(trace, tp, demands=demands, **how)
+    axes = infer_axes(trace)
+    stacks = find_experts(trace, axes)
+    if experts == "alone":
+        demands = demands.with_whole(trace, _others(trace, stacks), OnlyExperts())
+    inside: dict[str, Reason] = {s.module: ExpertsDoNotDivide(s.experts, tp) for s in stacks if s.experts % tp}
+    while True:
+        used = tuple(stack for stack in stacks if stack.module not in inside)
+        found = solve(boxed(trace, used), tp, demands=demands, **how)
+        assert found.shards is not None
+        apart = split_stacks(used, found.shards)
+        if len(apart) == len(used):
+            break
+        inside |= {stack.module: _why_not(stack, trace, found) for stack in used if stack not in apart}
+    known = {(edit.pattern, edit.name, edit.index) for edit in found.runtime.of(IntegerEdit)}
+    edits = [e for e in expert_edits(trace, axes, used, tp) if (e.pattern, e.name, e.index) not in known]
+    sites = [stack.site for stack in used]
+    others = [instruction for instruction in found.runtime.instructions if not isinstance(instruction, IntegerEdit)]
+    runtime = replace(found.runtime, instructions=(*sites, *found.runtime.of(IntegerEdit), *edits, *others))
+    return replace(found, trace=trace, runtime=runtime, experts_inside=tuple(inside.items()))
+
+
+def _why_not(stack: ExpertStack, trace: Trace, found: Solution) -> Reason:
+    """Why the axis of a module's experts is whole in a solution."""
+    weight = trace.tensors[stack.stack[0]].names[0]
+    places = (fact for fact in found.classes if (weight, 0) in fact.parameters)
+    reasons = [fact.reason for fact in places if fact.reason is not None]
+    return ExpertsWhole(reasons[0] if reasons else None)
+
+
+def _others(trace: Trace, stacks: tuple[ExpertStack, ...]) -> set[int]:
+    """All parameters but the experts'."""
+    held = {number for stack in stacks for number in stack.stack}
+    return {number for number, info in enumerate(trace.tensors) if info.kind == "parameter"} - held

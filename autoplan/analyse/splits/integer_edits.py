@@ -20,8 +20,6 @@ from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.literal_sizes import Requirement, attributes_of, evaluate, made_whole, requirements
 from autoplan.values import Call, IntegerEdit, Symbolic, refs
 
-__all__ = ["Edits", "solve_edits"]
-
 Attribute = tuple[Any, ...]  # ("attr", module, name, index)
 Values = tuple[int, ...]  # one number per rank
 
@@ -50,7 +48,11 @@ class _Equations:
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
-        self.required = _all_requirements(shards)
+        found = []
+        for index, call in enumerate(shards.trace.calls):
+            if not made_whole(call, shards):  # cut afterwards: its sizes stay
+                found += requirements(index, call, shards)
+        self.required = found
         self.old: dict[Attribute, int] = {}
         self.of_module: dict[str, list[Requirement]] = defaultdict(list)
         self.plain_left: list[Requirement] = []
@@ -73,13 +75,10 @@ class _Equations:
                 if any(True for _ in attributes_of(item)):
                     yield Requirement(index, path, item, (item.value,) * self.shards.tp)
                 elif not made_whole(call, self.shards) and not self._has_split(call):
-                    yield from self._of_a_shard(index, path, item)
-
-    def _of_a_shard(self, index: int, path: tuple[Any, ...], item: Symbolic) -> Iterator[Requirement]:
-        """A size that Python read from a value of which ranks have shards, and passes to a call on whole ones."""
-        values = {self.value(item, {}, rank) for rank in range(self.shards.tp)}
-        if values - {None, item.value}:
-            yield Requirement(index, path, item, (item.value,) * self.shards.tp)
+                    # A size that Python reads from a sharded value and passes to a call on replicated ones
+                    values = {self.value(item, {}, rank) for rank in range(self.shards.tp)}
+                    if values - {None, item.value}:
+                        yield Requirement(index, path, item, (item.value,) * self.shards.tp)
 
     def _has_split(self, call: Call) -> bool:
         return any(map(self.shards.is_split, refs((call.args, call.kwargs, call.outputs))))
@@ -123,14 +122,6 @@ class _Equations:
         return True
 
 
-def _all_requirements(shards: Shards) -> list[Requirement]:
-    found = []
-    for index, call in enumerate(shards.trace.calls):
-        if not made_whole(call, shards):  # cut afterwards: its sizes stay
-            found += requirements(index, call, shards)
-    return found
-
-
 def _symbolics(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Symbolic]]:
     if isinstance(value, Symbolic):
         yield path, value
@@ -155,20 +146,16 @@ def solve_edits(shards: Shards) -> Edits:
         for module in modules or {comparison[0]}:
             comparisons[module].append(comparison)
     for module in sorted(set(equations.of_module) | set(comparisons)):
-        _solve_module(equations, equations.of_module.get(module, []), comparisons.get(module, []), solution)
+        mine = equations.of_module.get(module, [])
+        tests = comparisons.get(module, [])
+        edits: dict[Attribute, Values] = {}
+        if not all(equations.holds(r, edits) for r in mine) or not all(equations.same_outcome(t, edits) for t in tests):
+            edits = _best(equations, mine, tests)
+        solution.values.update(edits)
+        solution.left += [r for r in mine if not equations.holds(r, edits) and r not in solution.left]
+        solution.broken_comparisons += [t for t in tests if not equations.same_outcome(t, edits)]
     solution.left = [replace(left, seen=equations.seen(left, solution.values)) for left in solution.left]
     return solution
-
-
-def _solve_module(
-    equations: _Equations, mine: list[Requirement], tests: list[tuple[str, Any, Any, bool]], solution: Edits
-) -> None:
-    edits: dict[Attribute, Values] = {}
-    if not all(equations.holds(r, edits) for r in mine) or not all(equations.same_outcome(t, edits) for t in tests):
-        edits = _best(equations, mine, tests)
-    solution.values.update(edits)
-    solution.left += [r for r in mine if not equations.holds(r, edits) and r not in solution.left]
-    solution.broken_comparisons += [t for t in tests if not equations.same_outcome(t, edits)]
 
 
 def _best(

@@ -1,9 +1,4 @@
-"""Which integers a module's Python passes to torch, and what each must be on a rank.
-
-A recorded call has its literals with their origins (`values.Symbolic`). For every literal that follows a split
-dimension this module states a requirement: at this place, this rank must pass this number. Whether an edited
-attribute already makes it so is arithmetic on the origin (`evaluate`), nothing is run.
-"""
+"""Find the integers that Python passes to torch, and the value that each needs on a rank."""
 
 from __future__ import annotations
 
@@ -12,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.analyse.shards import Shards
-from autoplan.analyse.splits.arguments import argument, is_integer, number
-from autoplan.analyse.splits.equal_pieces import parted_dim, pieces_given
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.answers import Drawn
 from autoplan.ops.records.sizes import (
@@ -25,6 +18,7 @@ from autoplan.ops.records.sizes import (
     Lengths,
     MadeWhole,
     OutputShape,
+    PieceCount,
     RepeatEach,
     Repeats,
     Sizes,
@@ -32,15 +26,75 @@ from autoplan.ops.records.sizes import (
 )
 from autoplan.values import Call, Ref, Symbolic, Trace, refs
 
-__all__ = [
-    "Requirement",
-    "attributes_of",
-    "evaluate",
-    "made_in_shards",
-    "made_whole",
-    "requirements",
-    "sizes_given",
-]
+# Reading the arguments of a recorded call.
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, Symbolic) or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def number(value: Any) -> int:
+    return value.value if isinstance(value, Symbolic) else int(value)
+
+
+def argument(call: Call, position: int, *names: str) -> tuple[tuple[Any, ...], Any]:
+    """An argument by position or name, with its path."""
+    if len(call.args) > position:
+        return ("args", position), call.args[position]
+    for name in names:
+        if name in call.kwargs:
+            return ("kwargs", name), call.kwargs[name]
+    return (), None
+
+
+# Calls that make equal pieces of a value, where ranks hold unequal ones.
+#
+# Of two pieces of one projection one may be split while its neighbour stays whole. No number that the call is told
+# gives a rank's lengths then, so they are planned.
+
+
+def parted_dim(call: Call, shards: Shards) -> int:
+    dims = len(shards.trace.tensors[next(refs((call.args, call.kwargs)))].shape)
+    sizes = call_record(call.name).sizes
+    if isinstance(sizes, PieceCount) and sizes.dim is not None:  # the call says it by its name
+        return min(sizes.dim, dims - 1)
+    _, given = argument(call, 2, "dim")
+    return number(given if given is not None else 0) % dims
+
+
+def pieces_given(call: Call, shards: Shards) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
+    """Of a call that makes equal pieces: along which dim, and how long they must be on each rank, where those differ.
+    They do where one piece is split and its neighbour is not."""
+    told = call_record(call.name).sizes
+    if not isinstance(told, (Lengths, PieceCount)):
+        return None
+    _, sections = argument(
+        call, told.at, "split_size_or_sections", "split_size", "chunks", "sections", "indices_or_sections"
+    )
+    outputs = list(refs(call.outputs))
+    if not is_integer(sections) or not outputs:
+        return None
+    dim = parted_dim(call, shards)
+    wanted = tuple(
+        tuple(shards.local_size(shards.axes.of(output)[dim], rank) for output in outputs) for rank in range(shards.tp)
+    )
+    return None if all(_follow(told, sizes, len(outputs)) for sizes in wanted) else (dim, wanted)
+
+
+def _follow(told: Lengths | PieceCount, sizes: tuple[int, ...], count: int) -> bool:
+    """Would the call give pieces of these lengths, were it told the length of the first, or their number?"""
+    whole = sum(sizes)
+    if isinstance(told, PieceCount) and told.even:
+        return sizes == tuple(whole // count + (place < whole % count) for place in range(count))
+    first = sizes[0] if isinstance(told, Lengths) else -(-whole // count)
+    return first > 0 and sizes == tuple(max(0, min(first, whole - place * first)) for place in range(count))
+
+
+# Which integers a module's Python passes to torch, and what each must be on a rank.
+#
+# A recorded call has its literals with their origins (`values.Symbolic`). For every literal that follows a split
+# dimension this module states a requirement: at this place, this rank must pass this number. Whether an edited
+# attribute already makes it so is arithmetic on the origin (`evaluate`), nothing is run.
 
 Path = tuple[Any, ...]
 Found = list[tuple[Path, Any, tuple[int, ...]]]
@@ -48,10 +102,8 @@ Found = list[tuple[Path, Any, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Requirement:
-    """At `path` in the arguments of call `call`, ranks must pass `want` (one number per rank); now it is `have`.
-
-    `seen` is what the Python of a sharded model passes there, with its shards' sizes and the integers that were edited.
-    """
+    """At `path` in the arguments of call `call`, ranks must pass `want` (one number per rank); now it is `have`. `seen`
+    is what the Python of a sharded model passes there, with its shards' sizes and the integers that were edited."""
 
     call: int
     path: Path
@@ -140,7 +192,21 @@ def _found(sizes: Sizes, call: Call, outputs: list[int], shards: Shards) -> Foun
         case Lengths():
             return _split(sizes, call, outputs, shards)
         case Bounds():
-            return _bounded(sizes, call, shards)
+            tensor = call.args[0].id
+            _, given = argument(call, sizes.dim, "dim")
+            if not sizes.length or given is None:
+                return []
+            dim = number(given) % len(shards.trace.tensors[tensor].shape)
+            if shards.layout_of(shards.axes.of(tensor)[dim]) is None:
+                return []
+            start_path, start = argument(call, sizes.start, "start")
+            length_path, length = argument(call, sizes.end, "length")
+            if not is_integer(start) or not is_integer(length):
+                return []
+            low = _bounds(shards, tensor, dim, number(start))
+            high = _bounds(shards, tensor, dim, number(start) + number(length))
+            width = tuple(h - lo for h, lo in zip(high, low, strict=True))
+            return [(start_path, start, low), (length_path, length, width)]
         case Indexed():
             return _getitem(call, shards)
         case Repeats():
@@ -149,7 +215,7 @@ def _found(sizes: Sizes, call: Call, outputs: list[int], shards: Shards) -> Foun
             return _repeat_interleave(sizes, call, outputs[0], shards)
         case Groups():
             return _groups(sizes, call, shards)
-    return []  # none, sizes of what is made whole, or a number of pieces (`equal_pieces.py`)
+    return []  # none, sizes of what is made whole, or a number of pieces (`pieces_given`)
 
 
 def made_in_shards(call: Call, shards: Shards) -> bool:
@@ -245,24 +311,6 @@ def _split(told: Lengths, call: Call, outputs: list[int], shards: Shards) -> Fou
     return [] if pieces_given(call, shards) else [(path, _told(sections, sizes[0]), wanted[0])]
 
 
-def _bounded(told: Bounds, call: Call, shards: Shards) -> Found:
-    tensor = call.args[0].id
-    _, given = argument(call, told.dim, "dim")
-    if not told.length or given is None:
-        return []
-    dim = number(given) % len(shards.trace.tensors[tensor].shape)
-    if shards.layout_of(shards.axes.of(tensor)[dim]) is None:
-        return []
-    start_path, start = argument(call, told.start, "start")
-    length_path, length = argument(call, told.end, "length")
-    if not is_integer(start) or not is_integer(length):
-        return []
-    low = _bounds(shards, tensor, dim, number(start))
-    high = _bounds(shards, tensor, dim, number(start) + number(length))
-    width = tuple(h - lo for h, lo in zip(high, low, strict=True))
-    return [(start_path, start, low), (length_path, length, width)]
-
-
 def _bounds(shards: Shards, tensor: int, dim: int, bound: int) -> tuple[int, ...]:
     term = shards.axes.of(tensor)[dim]
     return tuple(shards.held_below(term, rank, bound) for rank in range(shards.tp))
@@ -288,7 +336,8 @@ def _getitem(call: Call, shards: Shards) -> Found:
                 bound = _number_in(getattr(item, key), call, shards)
                 if is_integer(bound) and abs(number(bound)) < 2**31:
                     found.append(((*here, key), bound, _index(shards, tensor, dim, number(bound), size)))
-        elif is_integer(item) and not _is_row(tensor, dim, shards):
+        # A row of a table that is sharded: its number stays, the rank that has the row answers
+        elif is_integer(item) and not (dim == 0 and shards.axes.is_stored_weight(tensor)):
             found.append((here, item, _index(shards, tensor, dim, number(item), size)))
         elif isinstance(item, tuple) and all(is_integer(i) for i in item):
             for i, inner in enumerate(item):
@@ -308,11 +357,6 @@ def _number_in(bound: Any, call: Call, shards: Shards) -> Any:
         return bound
     read = (op for op in shards.trace.ops[slice(*call.ops)] if op_record(op.name).tells and op.args[0] == bound)
     return next((value for op in read for value in op.outputs if is_integer(value)), None)
-
-
-def _is_row(tensor: int, dim: int, shards: Shards) -> bool:
-    """A row of a table that is sharded: its number stays, the rank that has the row answers."""
-    return dim == 0 and shards.axes.is_stored_weight(tensor)
 
 
 def _index(shards: Shards, tensor: int, dim: int, bound: int, size: int) -> tuple[int, ...]:

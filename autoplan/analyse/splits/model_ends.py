@@ -1,44 +1,75 @@
-"""The two ends of a model: tables looked up by token, heads whose product leaves the model, products worth gathering.
-
-The vocabulary axis is not contracted with anything: it is a row of a table and a column of a head. It can be sharded
-when nothing in the forward reads across it. Where something does (a softmax in forward, a norm after a dense layer)
-the product can still be computed in parts and gathered at once: the weight is split, everything after sees it whole.
-"""
+"""The two ends of a model: lookup tables, heads whose product leaves the model, and products worth gathering."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 from autoplan.analyse.infer import Axes
-from autoplan.analyse.placement.callflow import CallFlow, Crossing
-from autoplan.analyse.placement.placement import Placement, Refusal
+from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement, Refusal
 from autoplan.analyse.shards import Shards
-from autoplan.analyse.splits.low_rank import branch_weights
-from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
-from autoplan.analyse.splits.tables import looked_up_in, tables_to_gather
+from autoplan.analyse.splits.packed import NO_DEMANDS, Demands
+from autoplan.analyse.splits.special import branch_weights
 from autoplan.axes.events import FORBIDDING
 from autoplan.axes.terms import Term, find, leaves
-from autoplan.common.layout import Layout
+from autoplan.common.layout import Layout, chunk
 from autoplan.ops import call_record, op_record
 from autoplan.ops.convolutions import groups_of, transposed
+from autoplan.ops.indexing import looks_up
 from autoplan.ops.records.answers import Drawn, Linear, Shows
 from autoplan.ops.records.record import writes_in_place
 from autoplan.values import AllGather, Op, OutputShape, Ref, SplitLogits, Trace, VocabularyTable, refs
 from autoplan.values.reasons import NotPlaced
 
-__all__ = [
-    "dim_of_result",
-    "gathered_leaves",
-    "gathered_product",
-    "head_sites",
-    "output_shapes",
-    "products_to_gather",
-    "refuse_unplaced_logits",
-    "vocabularies",
-]
+# Large tables beside the one of tokens: cut by columns, and what was looked up gathered.
+#
+# A recommender has a table for each kind of thing, a character model one for the shapes of its characters. Cut by rows,
+# ids of other ranks are masked and what was found is summed: that moves each number twice. Cut by columns every rank
+# looks up all ids, whatever they are, and the columns are gathered: each number moves once. So tables that nothing else
+# reads are cut by columns. (The table of tokens is cut by rows, as its head is.) Bags of rows are the same.
+
+_LARGE = 0.02  # share of all matrix elements, of tables that ids of the input are looked up in
+_MANY_ROWS = 4096  # from here on a table is large whatever its ids are: no model is that narrow
+
+
+def tables_to_gather(
+    trace: Trace, axes: Axes, shards: Shards, given: Collection[int], demands: Demands
+) -> dict[int, int]:
+    """The lookups (by index of the op) whose columns are to be gathered, with their table."""
+    total = sum(prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2)
+    lookups = {index: table for index, op in enumerate(trace.ops) if (table := looked_up_in(op, axes)) is not None}
+    readers: dict[int, set[int]] = {table: set() for table in lookups.values()}
+    for index, op in enumerate(trace.ops):
+        for tensor in refs((op.args, op.kwargs)):
+            if axes.sources.get(tensor, tensor) in readers:
+                readers[axes.sources.get(tensor, tensor)].add(index)
+    found = {}
+    for index, table in lookups.items():
+        rows, width = trace.tensors[table].shape
+        ids = {trace.ops[other].args[1].id for other in readers[table] if other in lookups}
+        large = rows >= _MANY_ROWS or (ids <= set(given) and rows * width >= _LARGE * total)
+        alone = readers[table] <= lookups.keys() and not any(map(shards.is_split, ids))
+        whole = not shards.is_split(table) and bool(chunk(width, shards.tp, shards.tp - 1))
+        if large and alone and whole and demands.may_gather(trace.tensors[table].names):
+            found[index] = table
+    return found
+
+
+def looked_up_in(op: Op, axes: Axes) -> int | None:
+    """The stored table that an op looks rows up in."""
+    if not looks_up(op.name) or not all(isinstance(arg, Ref) for arg in op.args[:2]):
+        return None
+    table: int = op.args[0].id
+    return table if axes.is_stored_weight(table) and len(axes.of(table)) == 2 else None
+
+
+# The two ends of a model: tables looked up by token, heads whose product leaves the model, products worth gathering.
+#
+# The vocabulary axis is not contracted with anything: it is a row of a table and a column of a head. It can be sharded
+# when nothing in the forward reads across it. Where something does (a softmax in forward, a norm after a dense layer)
+# the product can still be computed in parts and gathered at once: the weight is split, everything after sees it whole.
 
 _WORTH_GATHERING = 0.004  # share of all matrix elements below which a whole weight is not worth an all-gather
 _LARGE_TABLE = 0.5  # of the largest table: smaller ones (positions, types) stay whole
@@ -86,15 +117,15 @@ def _head_columns(trace: Trace, axes: Axes) -> set[Term]:
         if info.kind == "parameter" and len(info.shape) >= 2
         for leaf in leaves(axes.of(tensor)[0])
     }
-    found = set()
+    columns = set()
     for visit in trace.visits:
         if visit.module == "":
             for _, tensor in visit.outputs:
                 terms = axes.of(tensor)
                 last = leaves(terms[-1]) if len(terms) >= 2 else []
                 if len(last) == 1 and find(last[0]) in in_weights and not last[0].events - {_LOOKED_UP, _PRODUCT}:
-                    found.add(find(last[0]))
-    return found
+                    columns.add(find(last[0]))
+    return columns
 
 
 def products_to_gather(
@@ -114,7 +145,7 @@ def products_to_gather(
         inputs = {ref.id for ref in trace.ops[index].args if isinstance(ref, Ref)} - axes.weights
         if index not in ends or weight in branches or any(map(shards.is_split, inputs)):
             continue
-        if _root_is_split(weight, axes, shards):
+        if any(shards.layout_of(term) is not None for term in axes.of(weight)):
             continue
         if not demands.may_gather(trace.tensors[axes.sources[weight]].names):
             continue
@@ -127,10 +158,8 @@ def products_to_gather(
 
 
 def _ends_of_products(trace: Trace, axes: Axes, products: Container[int]) -> dict[int, int]:
-    """For each product the op whose result is what its call returns: itself, or the one that adds the call's bias.
-
-    What else a call adds is whole on every rank: such a product has no place for a gather.
-    """
+    """For each product the op whose result is what its call returns: itself, or the one that adds the call's bias. What
+    else a call adds is whole on every rank: such a product has no place for a gather."""
     found: dict[int, int] = {}
     for call in trace.calls:
         product = call_record(call.name).product
@@ -200,10 +229,6 @@ def _stretched(weight: Any, axes: Axes) -> bool:
     stored = {find(leaf) for term in axes.of(axes.sources[weight.id]) for leaf in leaves(term)}
     batch = {find(leaf) for leaf in leaves(axes.of(weight.id)[0])}
     return len(axes.of(axes.sources[weight.id])) == 2 and batch.isdisjoint(stored)
-
-
-def _root_is_split(weight: int, axes: Axes, shards: Shards) -> bool:
-    return any(shards.layout_of(term) is not None for term in axes.of(weight))
 
 
 def gathered_leaves(trace: Trace, axes: Axes) -> set[Term]:

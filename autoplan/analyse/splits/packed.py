@@ -1,14 +1,9 @@
-"""Cuts of quantised weights: between blocks of numbers that share a scale, or not at all.
-
-The model is analysed as the plain weights that it computes with. Which tensors are stored in place of each is known
-beside that (`values/quantised.py`): a split is refused where, at this size, a cut would fall inside a block of any of
-them.
-"""
+"""Limits on cuts: blocks of quantised weights, and what a written plan asks to keep whole or to gather."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import gcd, lcm, prod
 
 from autoplan.analyse.infer import Axes
@@ -16,11 +11,16 @@ from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.blocks import in_blocks, joined
 from autoplan.common.layout import Layout, even_blocks
+from autoplan.common.patterns import is_under
 from autoplan.values import Trace
 from autoplan.values.quantised import PackedTensor, PackedWeight
-from autoplan.values.reasons import InsideQuantisedBlock
+from autoplan.values.reasons import InsideQuantisedBlock, Reason
 
-__all__ = ["Packed", "fits_blocks", "marks_at", "packed_layouts", "parted_blocks", "unevenly"]
+# Cuts of quantised weights: between blocks of numbers that share a scale, or not at all.
+#
+# The model is analysed as the plain weights that it computes with. Which tensors are stored in place of each is known
+# beside that (`values/quantised.py`): a split is refused where, at this size, a cut would fall inside a block of any of
+# them.
 
 # What may happen to an axis of which ranks hold unequal numbers: products, and what is done to each element by itself.
 _ANY_NUMBER = frozenset({"contract_w", "batch_w", "batch_a", "free_a"})
@@ -30,7 +30,7 @@ Packed = Mapping[str, tuple[PackedWeight, ...]]  # by name in the trace, for all
 
 def parted_blocks(shards: Shards, packed: Packed) -> dict[Term, InsideQuantisedBlock]:
     """The split axes for which a rank would hold a part of a block, each with the first weight where it would."""
-    found: dict[Term, InsideQuantisedBlock] = {}
+    blocks: dict[Term, InsideQuantisedBlock] = {}
     can_be: dict[Term, int] | None = None
     for name, weights in packed.items():
         number = shards.trace.by_name.get(name)
@@ -40,14 +40,14 @@ def parted_blocks(shards: Shards, packed: Packed) -> dict[Term, InsideQuantisedB
                 assert number is not None
                 term = shards.axes.of(number)[dim]
                 for leaf in leaves(term):
-                    if find(leaf) in shards.marks and find(leaf) not in found:
+                    if find(leaf) in shards.marks and find(leaf) not in blocks:
                         can_be = unevenly(shards.trace, shards.axes, packed, shards.tp) if can_be is None else can_be
-                        found[find(leaf)] = _with_uneven(why, find(leaf), can_be.get(find(leaf), 0))
-    return found
+                        blocks[find(leaf)] = _with_uneven(why, find(leaf), can_be.get(find(leaf), 0))
+    return blocks
 
 
 def unevenly(trace: Trace, axes: Axes, packed: Packed, tp: int) -> dict[Term, int]:
-    """The axes that can be cut between blocks where their size does not divide so, each with how many stay together."""
+    """Axes that can be cut between blocks though not divisible, each with how many units stay together."""
     blocks: dict[Term, int] = {}
     for name, weights in packed.items():
         for dims in axes.of(trace.by_name[name]) if name in trace.by_name else ():
@@ -84,7 +84,7 @@ def _inside(layout: Layout, inner: int = 1) -> Iterator[int]:
     if layout.split is not None:
         yield inner
     for place, part in enumerate(layout.parts):
-        after = prod(one.size for one in layout.parts[place + 1 :]) if layout.kind == "product" else 1
+        after = prod(part.size for part in layout.parts[place + 1 :]) if layout.kind == "product" else 1
         yield from _inside(part, inner * after)
 
 
@@ -125,15 +125,12 @@ def _parted(
             segments = weight.segments if one.of == (weight.rows,) else ()
             if in_blocks(over, tp, one.factor, segments) is None:
                 for dim in split:
-                    size = _first_parted(layouts[dim], tp, one.factor)
+                    # The size of the first segment that is cut inside a block; of all of it, where none is by itself
+                    layout = layouts[dim]
+                    assert layout is not None
+                    parts = layout.parts if layout.kind == "concatenation" else ()
+                    size = next((part.size for part in parts if in_blocks(part, tp, one.factor) is None), layout.size)
                     yield dim, InsideQuantisedBlock(weight.name, size, tp, one.factor)
-
-
-def _first_parted(layout: Layout | None, tp: int, block: int) -> int:
-    """The size of the first segment that is cut inside a block; of all of it, where none is by itself."""
-    assert layout is not None
-    parts = layout.parts if layout.kind == "concatenation" else ()
-    return next((part.size for part in parts if in_blocks(part, tp, block) is None), layout.size)
 
 
 def marks_at(leaf: Term, partner: Term | None, tp: int) -> dict[Term, str]:
@@ -144,3 +141,61 @@ def marks_at(leaf: Term, partner: Term | None, tp: int) -> dict[Term, str]:
     if groups == 1:
         return {partner: "!"}
     return {leaf: f"!{groups}@{tp // groups}", partner: f"!{tp // groups}@1"}
+
+
+# What a plan that somebody wrote asks of the analysis: dims that must stay whole, and products to gather at once.
+#
+# Units, integers and sums always come from analysis; a written plan only chooses which weights are cut. So it reaches
+# the solver as this: everything that is not to be cut is refused from the start, with the reason that the plan gives.
+
+
+@dataclass(frozen=True)
+class Demands:
+    """`whole`: why no axis in a (parameter, dim) may be split. `gathered`: weights whose product is to be gathered.
+
+    Of the other products analysis gathers what it likes, unless `only_those`. `packed`: quantised weights, whose blocks
+    are not parted; `uneven`: where blocks do not divide, some ranks have one more.
+    """
+
+    whole: Mapping[tuple[str, int], Reason] = field(default_factory=dict)
+    gathered: frozenset[str] = frozenset()
+    only_those: bool = False
+    packed: Packed = field(default_factory=dict)
+    uneven: bool = False
+
+    def with_whole(self, trace: Trace, tensors: Iterable[int], why: Reason) -> Demands:
+        """These tensors stay whole too."""
+        found = [trace.tensors[number] for number in tensors]
+        more = {(name, dim): why for info in found for name in info.names[:1] for dim in range(len(info.shape))}
+        return replace(self, whole={**more, **self.whole}, only_those=False)
+
+    def and_also(self, other: Demands) -> Demands:
+        """Both: what either keeps whole stays whole, for its own reason where it has one."""
+        whole, packed = {**other.whole, **self.whole}, {**other.packed, **self.packed}
+        uneven = self.uneven or other.uneven
+        return replace(self, whole=whole, gathered=self.gathered | other.gathered, packed=packed, uneven=uneven)
+
+    def refused(self, trace: Trace, axes: Axes) -> dict[Term, Reason]:
+        """The axes that may not be split, as the solver wants them."""
+        found: dict[Term, Reason] = {}
+        for (name, dim), why in self.whole.items():
+            if name in trace.by_name:
+                for leaf in leaves(axes.of(trace.by_name[name])[dim]):
+                    found.setdefault(find(leaf), why)
+        return found
+
+    def may_gather(self, names: tuple[str, ...]) -> bool:
+        """May the product with the weight of these names be computed in parts and gathered?"""
+        if not self.gathered.isdisjoint(names):
+            return True
+        return not self.only_those and not any(name in names for name, _ in self.whole)
+
+
+def stay_whole(trace: Trace, patterns: tuple[str, ...], why: Reason) -> Demands:
+    """Demands that keep every parameter under some modules whole."""
+    names = [(n, t) for t in trace.tensors if t.kind == "parameter" for n in t.names]
+    held = [(n, t) for n, t in names if any(is_under(pattern, n) for pattern in patterns)]
+    return Demands({(n, dim): why for n, t in held for dim in range(len(t.shape))})
+
+
+NO_DEMANDS = Demands()

@@ -23,7 +23,7 @@ from autoplan.check.audit.trial import AuditRun, try_on_ranks
 from autoplan.check.audit.verdicts import held_bytes, unsplit_share, verdicts
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.options import check_count
-from autoplan.decide.plan.experts import experts_of
+from autoplan.decide.plan.chosen import experts_of
 from autoplan.values import Capabilities, Finding, Plan, Report
 
 __all__ = ["audit", "audit_source", "subject_of"]
@@ -138,7 +138,7 @@ def _findings(subject: Audited) -> Iterable[Finding]:
 def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True) -> Audited:
     """Read the plan, analyse the model, run the plan."""
     from autoplan.analyse.picture.dataflow import dataflow
-    from autoplan.analyse.solve_experts import solve_experts
+    from autoplan.analyse.splits.experts import solve_experts
     from autoplan.hf.stacks import layers
     from autoplan.planning import capture_source
 

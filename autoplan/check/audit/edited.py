@@ -23,7 +23,7 @@ from autoplan.execute.fits import made_anew, made_with, model_hash
 from autoplan.execute.tensor_parallel import check_matches
 from autoplan.hf.source import Source, resolve
 from autoplan.values import Plan
-from autoplan.values.steering import digest, steering
+from autoplan.values.plan import digest, steering
 
 __all__ = ["held_against_model"]
 

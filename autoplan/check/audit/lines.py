@@ -17,12 +17,10 @@ from autoplan.common.conventions import conventions
 from autoplan.common.files.plain import NotPlain, is_file, read_plain
 from autoplan.common.patterns import matches
 from autoplan.decide.written_plans.choices import WrittenPlanError, check_key
-from autoplan.decide.written_plans.deepspeed import is_deepspeed, read_deepspeed
-from autoplan.decide.written_plans.dotted import looks_dotted, plan_at
+from autoplan.decide.written_plans.dialects import looks_dotted, plan_at, read_strings, read_styles
+from autoplan.decide.written_plans.foreign import is_deepspeed, read_deepspeed
 from autoplan.decide.written_plans.handwritten import plan_by_id
 from autoplan.decide.written_plans.plan_file import load_plan
-from autoplan.decide.written_plans.torch_styles import read_styles
-from autoplan.decide.written_plans.transformers_plans import read_strings
 from autoplan.values import Plan
 
 __all__ = ["Dialect", "ForeignPlan", "Line", "foreign_of", "plan_as_written", "read_foreign"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.plain import NotPlain, is_file, read_text
-from autoplan.decide.written_plans.dotted import looks_dotted
+from autoplan.decide.written_plans.dialects import looks_dotted
 
 __all__ = ["lines_of", "plan_file_of"]
 

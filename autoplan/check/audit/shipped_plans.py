@@ -56,7 +56,7 @@ def audit_all(
     progress: Progress | None = None,
 ) -> tuple[Wild, ...]:
     """Audit every architecture of these mappings (or `only` these model types), in transformers' order."""
-    from autoplan.hf.catalogue import architectures
+    from autoplan.hf.type_rules import architectures
 
     wanted = [(m, t, c) for m in mappings for t, c in architectures(m) if not only or t in only]
     if not wanted:

@@ -54,8 +54,8 @@ def audit_quantised(
     progress: Callable[[int, int, Broken], None] | None = None,
 ) -> tuple[Broken, ...]:
     """All architectures that ship a plan, in transformers' order."""
-    from autoplan.hf.catalogue import architectures
     from autoplan.hf.quantised.methods import USUAL_CONFIGS
+    from autoplan.hf.type_rules import architectures
 
     if method not in USUAL_CONFIGS:
         raise AutoplanError(

@@ -29,7 +29,7 @@ from torch.nn.utils import parametrize
 from autoplan.check.ranks.common import RankError, RankLost, RankNotStarted, RankTimeout, process_context
 from autoplan.common.errors import AutoplanError
 from autoplan.common.importing import from_here
-from autoplan.hf.processes import PRELOADED
+from autoplan.hf.driving import PRELOADED
 from autoplan.patches.kernels import on_reference_path
 
 __all__ = ["CANNOT_TRAVEL", "packed", "start_and_collect"]

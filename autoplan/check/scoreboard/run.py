@@ -100,7 +100,7 @@ def scoreboard(
 
 
 def _chosen(mapping: str, only: Sequence[str]) -> list[tuple[str, str]]:
-    from autoplan.hf.catalogue import architectures
+    from autoplan.hf.type_rules import architectures
 
     known = architectures(mapping)
     types = [model_type for model_type, _ in known]
@@ -172,7 +172,7 @@ def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
 
     import torch
 
-    from autoplan.hf.processes import say_less
+    from autoplan.hf.driving import say_less
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it ends its own ranks before it goes
     torch.set_num_threads(1)

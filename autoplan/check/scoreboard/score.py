@@ -17,7 +17,7 @@ from autoplan.check.scoreboard.share import reductions_per_block, regions_per_bl
 from autoplan.check.verify.sharded import CHECK_NAMES
 from autoplan.check.verify.sizes import parse_mesh
 from autoplan.common.errors import AutoplanError, IndivisibleError, SourceError
-from autoplan.decide.plan.experts import expert_findings
+from autoplan.decide.plan.chosen import expert_findings
 from autoplan.values import CallRewrite, Finding, Plan, Report, Score, Verdict
 
 if TYPE_CHECKING:

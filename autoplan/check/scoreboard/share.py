@@ -16,7 +16,7 @@ from autoplan.analyse.picture.dataflow import dataflow
 from autoplan.analyse.picture.flow import Flow, node_of
 from autoplan.analyse.solve import Solution
 from autoplan.common.patterns import matches
-from autoplan.decide.matching.naming import Reading, readings
+from autoplan.decide.naming import Reading, readings
 from autoplan.decide.plan.folding import Names
 from autoplan.values import Collective, Instruction, Move, Plan, SequenceBoundary, Stack
 

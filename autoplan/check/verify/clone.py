@@ -1,7 +1,7 @@
 """What is verified in place of a model: a tiny clone with random weights, and calls that exercise it.
 
 In double precision wherever that can be had, so that what differs is a bug and not rounding. Code that asks for single
-precision inside is given double (`patches/double_precision.py`); only what cannot be traced so is checked in single
+precision inside is given double (`patches/seeding.py`); only what cannot be traced so is checked in single
 precision.
 """
 
@@ -102,7 +102,7 @@ def _needs_lifting(model: Any, feeds: Mapping[str, Any]) -> bool:
 
     from autoplan.capture.called import call
     from autoplan.capture.dry_run import own
-    from autoplan.patches.double_precision import Lifted
+    from autoplan.patches.seeding import Lifted
 
     lifted = False
     with torch.no_grad():

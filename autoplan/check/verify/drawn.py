@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from autoplan.execute.randomness import streams as random_streams
+from autoplan.execute import random_streams
 from autoplan.values import Finding
 
 __all__ = ["FEWEST", "RUNS", "Draws", "FixedNoise", "laws_of_draws"]

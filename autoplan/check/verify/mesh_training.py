@@ -26,7 +26,7 @@ from autoplan.check.verify.sharded import can_be_lifted
 from autoplan.check.verify.sizes import MeshSizes
 from autoplan.check.verify.subject import Group, Inputs, Observation, Subject, tensors_in, weighted_sum
 from autoplan.common.errors import AutoplanError
-from autoplan.execute.parameters.gather import full_tensors
+from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.patches.kernels import on_reference_path
 from autoplan.values import Finding, Plan
 
@@ -100,7 +100,7 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 def _reference(model: nn.Module, batches: Sequence[Inputs], lifted: bool) -> tuple[Observation, float, float]:
     """What is right; and the clipping norm and rate that make each step count."""
-    from autoplan.execute.randomness import streams as random_streams
+    from autoplan.execute import random_streams
 
     with random_streams.fork():
         subject = Subject(copied(model).eval(), {}, lifted=lifted)

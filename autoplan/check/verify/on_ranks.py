@@ -19,7 +19,7 @@ from autoplan.check.ranks.run import Engine, RankError, RankTimeout, run_process
 from autoplan.common.code.ways import Recorder, has_own_code, tracing
 from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.common.stages import stage
-from autoplan.hf.processes import note_what_is_collected
+from autoplan.hf.driving import note_what_is_collected
 from autoplan.ops.questions import literals_say
 from autoplan.values import Finding
 
@@ -113,8 +113,8 @@ def _on_live_mesh(job: Job, mesh: Any) -> list[Any]:
     """The ranks are real and every one of them is here: observe, then tell each other."""
     import torch.distributed as dist
 
+    from autoplan.execute import random_streams
     from autoplan.execute.agreement import meet
-    from autoplan.execute.randomness import streams as random_streams
 
     ((name, _),) = job.dims
     group = mesh[name].get_group()

@@ -181,7 +181,7 @@ def _observed_unsharded(subject: Any, wanted: tuple[str, ...]) -> tuple[Any, dic
 def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
     """What the unsharded model says, by check; and why some checks do not apply to it."""
     from autoplan.check.verify.checks import CHECKS
-    from autoplan.execute.randomness import streams as random_streams
+    from autoplan.execute import random_streams
 
     seen: dict[str, Any] = {}
     absent: dict[str, str] = {}

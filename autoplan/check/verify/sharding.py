@@ -9,7 +9,7 @@ from autoplan.check.verify.noted import recomputed, unread_parts
 from autoplan.check.verify.on_ranks import Sharding
 from autoplan.common.options import Checkpointing, Options, TensorParallel
 from autoplan.execute.parallelize import shard_model
-from autoplan.execute.parameters.gather import full_tensors
+from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.values import Plan
 
 __all__ = ["mesh_of", "sharding_of"]

@@ -23,9 +23,9 @@ from autoplan.capture.called import PART, call
 from autoplan.common.conventions import conventions
 from autoplan.common.nested import changed_inside, fields_of, is_record
 from autoplan.common.random_values import reseed_held, untouched_randomness
+from autoplan.execute import random_streams
 from autoplan.execute.parameters.state_dict import gathered
-from autoplan.execute.randomness import streams as random_streams
-from autoplan.patches.double_precision import Lifted
+from autoplan.patches.seeding import Lifted
 
 __all__ = [
     "CANNOT_RUN",

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from autoplan.common.patterns import matches
-from autoplan.execute.hooks.sequence_shards import is_shard
-from autoplan.execute.sequence.moves import deals_out
+from autoplan.execute.hooks.sequence import deals_out, is_shard
 from autoplan.values import Collective, Traffic
 
 __all__ = ["against_the_least", "measured_traffic"]
@@ -63,7 +62,7 @@ def against_the_least(measured: Mapping[str, Any], planned: Iterable[Traffic]) -
 
 
 def _tokens(values: Any, ranks: int) -> int:
-    """How many tokens the stream has that a block takes in: as `analyse/traffic/moved.py` counts them."""
+    """How many tokens the stream has that a block takes in: as `analyse/moved.py` counts them."""
     stream = next((tensor for tensor in _tensors(values) if tensor.is_floating_point() and tensor.dim() > 1), None)
     if stream is None:
         return 1

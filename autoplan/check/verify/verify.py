@@ -30,10 +30,10 @@ from autoplan.common.options import check_argument
 from autoplan.common.patterns import best_match, matches
 from autoplan.common.random_values import untouched_randomness
 from autoplan.common.surroundings import plain_surroundings
-from autoplan.decide.plan.whole_blocks import whole_blocks
+from autoplan.decide.plan.folding import whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.ops.questions import literals_say
-from autoplan.patches.process_group import alone
+from autoplan.patches.simulated_ranks import alone
 from autoplan.values import Boundary, CallRewrite, Capabilities, Finding, Plan, Report, SplitLogits
 
 __all__ = [

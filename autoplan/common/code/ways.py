@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from autoplan.common.code.forms import form_of, unlike, without_repeats
 from autoplan.common.code.forward_code import code_hash
 from autoplan.common.conventions import conventions
-from autoplan.values.made_for import SeenCode
+from autoplan.values.plan import SeenCode
 
 __all__ = ["PYTHON", "CodeFacts", "Follower", "Paused", "Recorder", "Tracer", "Ways", "added", "facts_of", "follow",
            "has_own_code", "is_module_call", "is_settled", "listener", "others_of", "recording", "seen_code",

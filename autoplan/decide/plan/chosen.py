@@ -1,25 +1,242 @@
-"""A written plan put to the test: solved under its choices, checked line by line, written down like any other plan."""
+"""Draft plans in the shape that was asked for: chosen modules, expert parallelism, quantised weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from autoplan.analyse.solve import Solution
-from autoplan.analyse.solve_experts import Experts, solve_experts
-from autoplan.analyse.splits.requests import NO_DEMANDS, Demands, stay_whole
+from autoplan.analyse.splits.experts import Experts, solve_experts
+from autoplan.analyse.splits.packed import NO_DEMANDS, Demands, packed_layouts, stay_whole
 from autoplan.common.errors import IndivisibleError
-from autoplan.decide.plan.folding import Names
-from autoplan.decide.plan.packed import packed_in_trace
+from autoplan.common.layout import Layout
+from autoplan.common.patterns import fold_names, matches
+from autoplan.decide.plan.folding import Names, starred
 from autoplan.decide.plan.planner import make_plan
+from autoplan.decide.rulebook.read import rule_named
 from autoplan.decide.written_plans.choices import CUTS, ChosenCut, ChosenCuts, WrittenPlanError
 from autoplan.decide.written_plans.constraints import check_choices, demands_of
-from autoplan.values import Finding, Plan, Stack, Trace
+from autoplan.values import (
+    Capabilities,
+    ClassFact,
+    Entry,
+    Finding,
+    LocalExperts,
+    ParameterFact,
+    Plan,
+    Replicated,
+    Stack,
+    Trace,
+)
 from autoplan.values.quantised import PackedWeight
-from autoplan.values.reasons import DifferedOnRanks, MadeAnewInTraining
+from autoplan.values.reasons import DifferedOnRanks, InsideQuantisedBlock, MadeAnewInTraining, Reason
 
-__all__ = ["choices_of_plan", "fitting", "plan_chosen", "solve_chosen"]
+if TYPE_CHECKING:
+    from autoplan.analyse.solve import Solution
+    from autoplan.analyse.splits.experts import Experts
+
+
+# Quantised weights in a plan: how the tensors that are stored in their place are cut, and what to do where not.
+#
+# A stored tensor is cut with the weight that it stands for: its layout is the weight's, in blocks. Where a size would
+# part a block, the weight stays whole with whatever shares its cut, and the ways out are said in order: whole experts
+# on different ranks, fewer ranks, uneven cuts between blocks, leaving it whole; each with the bytes that a rank would
+# hold.
+
+_PACKED_CHECK = "quantised"
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """What to do where a block would be parted. `size`: of tp or ep; `bytes`: of the weights in question, per rank."""
+
+    kind: str  # "experts apart", "smaller tp", "uneven", "whole"
+    size: int
+    bytes: int
+
+    def __str__(self) -> str:
+        said = {
+            "experts apart": f"ep_size={self.size} (whole experts on different ranks)",
+            "smaller tp": f"tp_size={self.size}",
+            "uneven": 'uneven="blocks" (cut between blocks, some ranks hold one more)',
+            "whole": "leave them whole or gather (strict=False)",
+        }
+        return f"{said[self.kind]}: {self.bytes / 2**20:,.1f} MiB of them per rank"
+
+
+def packed_in_trace(packed: tuple[PackedWeight, ...], trace: Trace) -> dict[str, tuple[PackedWeight, ...]]:
+    """The weights by their names in a trace: those of all blocks, where one block stands for many."""
+    by_name = {weight.name: weight for weight in packed}
+    found: dict[str, tuple[PackedWeight, ...]] = {}
+    for fold_name, everywhere in _expanded(trace):
+        weights = dict.fromkeys(by_name[name] for name in everywhere if name in by_name)
+        alike = dict.fromkeys(replace(weight, name=starred(weight.name)) for weight in weights)
+        if alike:
+            found[fold_name] = tuple(alike)
+    return found
+
+
+def _expanded(trace: Trace) -> Iterator[tuple[str, tuple[str, ...]]]:
+    names = Names(trace)
+    for info in trace.tensors:
+        if info.kind == "parameter":
+            yield from ((name, names.expand(name)) for name in info.names)
+
+
+# ---------------------------------------------------------------------------------------------------- in the plan
+
+
+def with_packed(plan: Plan, solution: Solution, packed: tuple[PackedWeight, ...]) -> Plan:
+    """The plan, knowing how its weights are stored: cuts, bytes, entries, and what could not be cut."""
+    if not packed:
+        return plan
+    names = Names(solution.trace)
+    facts = {name: fact for fact in solution.parameters for own in fact.names for name in names.expand(own)}
+    laid = tuple(_laid(weight, facts.get(weight.name), solution.tp_size) for weight in packed)
+    return replace(
+        plan,
+        entries=tuple(_entry(entry, laid, facts) for entry in plan.entries),
+        replicated=tuple(_whole(item, laid, facts) for item in plan.replicated),
+        findings=plan.findings + tuple(_packed_findings(plan, solution, packed, names)),
+        packed=tuple(_folded(laid, names)),
+    )
+
+
+def _laid(weight: PackedWeight, fact: ParameterFact | None, tp: int) -> PackedWeight:
+    """Its tensors, cut as the plain weight is."""
+    if fact is None or fact.dim is None or fact.layout is None:
+        return weight
+    layouts = tuple(Layout.parse(fact.layout) if dim == fact.dim else None for dim in range(len(weight.shape)))
+    cuts = packed_layouts(weight, layouts, tp)
+    return replace(
+        weight,
+        dim=fact.dim,
+        tensors=tuple(
+            tensor if cut is None else replace(tensor, dim=cut[0], layout=str(cut[1]))
+            for tensor, cut in zip(weight.tensors, cuts, strict=True)
+        ),
+    )
+
+
+def _folded(weights: tuple[PackedWeight, ...], names: Names) -> Iterator[PackedWeight]:
+    """One for all that are stored and cut alike, by pattern."""
+    groups: dict[PackedWeight, list[str]] = {}
+    for weight in weights:
+        groups.setdefault(replace(weight, name=""), []).append(weight.name)
+    for weight, members in groups.items():
+        for pattern in fold_names(members, names.parameters):
+            yield replace(weight, name=pattern)
+
+
+def _entry(entry: Entry, weights: tuple[PackedWeight, ...], facts: dict[str, ParameterFact]) -> Entry:
+    """The same entry with the stored tensors in place of plain ones, and the bytes of those."""
+    mine = [weight for weight in weights if _is_of(entry, weight)]
+    if not mine:
+        return entry
+    first = {weight.parameter: weight for weight in reversed(mine)}
+    shown = []
+    for name, segment in zip(entry.parameters, entry.segments, strict=True):
+        parameter = name.rpartition(".")[2]
+        if parameter in first:
+            shown += [(name.removesuffix(parameter) + t.name, t.segment) for t in first[parameter].tensors]
+        else:
+            shown.append((name, segment))
+    return replace(
+        entry,
+        parameters=tuple(name for name, _ in shown),
+        segments=tuple(segment for _, segment in shown),
+        bytes=entry.bytes + sum(_saved(weight, facts) for weight in mine),
+    )
+
+
+def _is_of(entry: Entry, weight: PackedWeight) -> bool:
+    names = {name.rpartition(".")[2] for name in entry.parameters}
+    return weight.parameter in names and (matches(entry.pattern, weight.owner) or matches(entry.pattern, weight.name))
+
+
+def _whole(item: Replicated, weights: tuple[PackedWeight, ...], facts: dict[str, ParameterFact]) -> Replicated:
+    mine = [weight for weight in weights if matches(item.fqn, weight.name)]
+    return replace(item, bytes=item.bytes + sum(_saved(weight, facts) for weight in mine)) if mine else item
+
+
+def _saved(weight: PackedWeight, facts: dict[str, ParameterFact]) -> int:
+    """Bytes as stored, less those of the plain weight."""
+    return weight.bytes - facts[weight.name].bytes if weight.name in facts else 0
+
+
+# -------------------------------------------------------------------------------------- where blocks would be parted
+
+
+def ways_out(facts: Sequence[ClassFact], solution: Solution, packed: tuple[PackedWeight, ...]) -> tuple[WayOut, ...]:
+    """What to do about axes that would be cut inside a block, in the order in which to try."""
+    names, tp = Names(solution.trace), solution.tp_size
+    held = {name for fact in facts for parameter, _ in fact.parameters for name in names.expand(parameter)}
+    mine = [weight for weight in packed if weight.name in held]
+    size = sum(weight.bytes for weight in mine)
+    found = []
+    if mine and all(len(weight.shape) == 3 and weight.shape[0] % tp == 0 for weight in mine):
+        found.append(WayOut("experts apart", tp, size // tp))
+    smaller = max((legal for legal in solution.legal_tp if legal < tp), default=1)
+    found.append(WayOut("smaller tp", smaller, size // smaller))
+    uneven = [fact.reason for fact in facts if isinstance(fact.reason, InsideQuantisedBlock) and fact.reason.uneven]
+    if uneven:
+        found.append(WayOut("uneven", tp, size * uneven[0].uneven // uneven[0].size))
+    return (*found, WayOut("whole", tp, size))
+
+
+def refuse_parted_blocks(name: str, solution: Solution, packed: tuple[PackedWeight, ...]) -> None:
+    """Raise where a size would part a block of a quantised weight, with the ways out."""
+    parted = list(_parted(solution))
+    for _, why in parted[:1]:
+        alike = [one for one, other in parted if other.weight == why.weight]
+        legal = ", ".join(map(str, solution.legal_tp))
+        ways = "; ".join(map(str, ways_out(alike, solution, packed)))
+        raise IndivisibleError(f"{name}: {why}", hint=f"sizes that part no block: {legal}. Ways out, in order: {ways}")
+
+
+def _packed_findings(
+    plan: Plan, solution: Solution, packed: tuple[PackedWeight, ...], names: Names
+) -> Iterator[Finding]:
+    yield Finding(_PACKED_CHECK, "note", "", _said(packed))
+    alike: dict[InsideQuantisedBlock, list[ClassFact]] = {}
+    for fact, why in _parted(solution):
+        alike.setdefault(why, []).append(fact)
+    for why, facts in alike.items():
+        held = (name for fact in facts for name, _ in fact.parameters if starred(name) == why.weight)
+        weights = [name for one in held for name in names.expand(one)]
+        found = ways_out(facts, solution, packed)
+        whole = _bytes_whole(facts, solution, packed)
+        text = f"{why}; " + ("it stays whole with what shares its cut" if whole else "products are cut and gathered")
+        ways = "; ".join(str(way) for way in found if way.kind != "whole")
+        for pattern in fold_names(weights, names.parameters):
+            yield Finding(_PACKED_CHECK, "warn", pattern, text, f"ways out, in order: {ways}", whole)
+
+
+def _bytes_whole(facts: Sequence[ClassFact], solution: Solution, packed: tuple[PackedWeight, ...]) -> int:
+    """Of the weights in question, what every rank holds in the end."""
+    names = Names(solution.trace)
+    cut = {name for fact in solution.parameters if fact.dim is not None for name in fact.names}
+    own = {name for fact in facts for name, _ in fact.parameters if name not in cut}
+    held = {name for one in own for name in names.expand(one)}
+    return sum(weight.bytes for weight in packed if weight.name in held)
+
+
+def _said(packed: tuple[PackedWeight, ...]) -> str:
+    """How many weights are stored how."""
+    schemes: dict[str, int] = {}
+    for weight in packed:
+        schemes[weight.scheme.title] = schemes.get(weight.scheme.title, 0) + 1
+    return "stored quantised: " + "; ".join(f"{count} weights as {title}" for title, count in schemes.items())
+
+
+def _parted(solution: Solution) -> Iterator[tuple[ClassFact, InsideQuantisedBlock]]:
+    for fact in solution.parted:
+        if isinstance(fact.reason, InsideQuantisedBlock):
+            yield fact, fact.reason
+
+
+# A written plan put to the test: solved under its choices, checked line by line, written down like any other plan.
 
 
 def solve_chosen(
@@ -48,7 +265,14 @@ def solve_chosen(
         blocks = stay_whole(trace, remade, MadeAnewInTraining()).and_also(blocks)
     if choices is None:
         return solve_experts(trace, tp, demands=tried.and_also(blocks), **how)
-    _refuse_tried(choices, tried)
+    # Raise where somebody's own line cuts what gave other numbers on ranks: leaving it whole is theirs to decide
+    for name in () if choices.tolerant else dict.fromkeys(name for name, _ in tried.whole):
+        choice = choices.of(name)
+        if choice is not None and choice.cut not in ("whole", "nothing"):
+            raise WrittenPlanError(
+                f"{choices.name}: {choice} cuts {name}, and so the tiny clone did not give the same on simulated ranks",
+                hint=f"write {choice.pattern!r}: 'replicate'; prove='none' plans it untried",
+            )
     names = Names(trace)
     notes = choices.notes + choices.check_keys(names.modules, names.parameters)
     solution = solve_experts(trace, tp, demands=demands_of(choices, trace).and_also(tried).and_also(blocks), **how)
@@ -70,17 +294,6 @@ def fitting(
     return solved(choices=asked), asked, (Finding("written plan", "warn", "", text),)
 
 
-def _refuse_tried(choices: ChosenCuts, tried: Demands) -> None:
-    """Raise where somebody's own line cuts what gave other numbers on ranks: leaving it whole is theirs to decide."""
-    for name in () if choices.tolerant else dict.fromkeys(name for name, _ in tried.whole):
-        choice = choices.of(name)
-        if choice is not None and choice.cut not in ("whole", "nothing"):
-            raise WrittenPlanError(
-                f"{choices.name}: {choice} cuts {name}, and so the tiny clone did not give the same on simulated ranks",
-                hint=f"write {choice.pattern!r}: 'replicate'; prove='none' plans it untried",
-            )
-
-
 def plan_chosen(
     solution: Solution,
     choices: ChosenCuts | None,
@@ -93,11 +306,7 @@ def plan_chosen(
     if choices is None:
         return make_plan(solution, model=model, layers=layers, sequence_parallel=sequence_parallel)
     made = make_plan(
-        solution,
-        model=model,
-        layers=layers,
-        sequence_parallel=sequence_parallel,
-        source_of=choices.source_of,
+        solution, model=model, layers=layers, sequence_parallel=sequence_parallel, source_of=choices.source_of
     )
     found = tuple(Finding("written plan", "note", "", note) for note in (f"chosen by {choices.name}", *solution.notes))
     return replace(made, source=_origin(choices), findings=made.findings + found)
@@ -111,13 +320,49 @@ def _origin(choices: ChosenCuts) -> str:
 
 
 def choices_of_plan(plan: Plan, name: str = "") -> ChosenCuts | None:
-    """A plan's own decisions as choices, to plan another size of the same model alike; None if nobody chose anything.
-
-    With a `name` (of the file it came from) they are a user's choices, whoever made them.
-    """
+    """A plan's own decisions as choices, to plan another size of the same model alike; None if nothing was chosen.
+    With a `name` (of the file it came from) they are a user's choices, whoever made them."""
     sources = {entry.source for entry in plan.entries} - {"inferred"}
     if not sources and not name:
         return None
     source = "user" if name or "user" in sources else "handwritten" if "handwritten" in sources else "hf"
     lines = [ChosenCut(e.pattern, e.style if e.style in CUTS else "local", "the plan") for e in plan.entries]
     return ChosenCuts(name or f"the plan of {plan.model}", source, tuple(lines), tolerant=True)  # type: ignore[arg-type]
+
+
+# Expert parallelism as an option of a plan: which sizes make sense, and what is said where it does not reach.
+
+_CHECK = "experts"
+_HINT = "ep_size must divide the number of experts, and no written plan may cut them otherwise"
+
+
+def experts_of(tp_size: int, ep_size: int, capabilities: Capabilities) -> Experts:
+    """What the solver is to do with experts."""
+    if ep_size == 1 or not capabilities.experts:
+        return "inside"
+    return "apart" if tp_size > 1 else "alone"
+
+
+def expert_findings(plan: Plan, solution: Solution) -> tuple[Finding, ...]:
+    """Where experts are not placed on different ranks although that was asked for, and why."""
+    return tuple(_findings(plan, solution))
+
+
+def _findings(plan: Plan, solution: Solution) -> Iterator[Finding]:
+    names = Names(solution.trace)
+    reasons: dict[Reason, list[str]] = {}
+    for module, why in solution.experts_inside:
+        reasons.setdefault(why.with_paths(starred), []).append(module)
+    for reason, modules in reasons.items():
+        for pattern in names.fold(modules):
+            yield Finding(_CHECK, "warn", pattern, f"not placed on different ranks: {reason}", _HINT)
+    told = [module for module, _ in solution.experts_inside]
+    for entry in plan.entries:
+        owner = entry.pattern if entry.pattern in names.modules else entry.pattern.rpartition(".")[0]
+        inside = (rule := rule_named(entry.rule)) is not None and rule.holds_experts
+        if inside and not any(matches(owner, module) for module in told):
+            text = "these experts are no stack of weights that is told by number who goes where: each is cut inside"
+            yield Finding(_CHECK, "warn", entry.pattern, text)
+    if not plan.runtime.of(LocalExperts) and not told:
+        text = "expert parallelism was asked for and is not applied: no module holds its experts in a stack of weights"
+        yield Finding(_CHECK, "warn", "", text)

@@ -1,8 +1,4 @@
-"""One line for many blocks: what was decided for a representative is said for every block it stands for.
-
-A trace may hold a few blocks of an 80-layer stack (`Trace.folds` says which block stands for which). Names are first
-expanded to all blocks, then written as few patterns that match those and no other name of the model.
-"""
+"""Fold the names of repeated blocks into patterns, and keep whole blocks apart."""
 
 from __future__ import annotations
 
@@ -11,10 +7,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from autoplan.common.patterns import Universe, fold_counted
-from autoplan.values import Boundary, CallRewrite, Fold, IntegerEdit, ParallelBlock, ParameterFact, Runtime, Trace
+from autoplan.common.patterns import Universe, fold_counted, is_under, matches
+from autoplan.values import (
+    Boundary,
+    CallRewrite,
+    Finding,
+    Fold,
+    IntegerEdit,
+    ParallelBlock,
+    ParameterFact,
+    Plan,
+    Runtime,
+    Trace,
+)
 
-__all__ = ["Names", "fold_runtime", "same_in_like_blocks", "starred"]
+# One line for many blocks: what was decided for a representative is said for every block it stands for.
+#
+# A trace may hold a few blocks of an 80-layer stack (`Trace.folds` says which block stands for which). Names are first
+# expanded to all blocks, then written as few patterns that match those and no other name of the model.
 
 Item = TypeVar("Item")
 
@@ -129,3 +139,28 @@ def _fold_items(items: tuple[Any, ...], names: Names, *, parameters: bool = Fals
         for plain, patterns in groups.values()
         for pattern in names.fold(patterns, parameters=parameters)
     )
+
+
+# A size at which no block splits: the plan is legal, and every rank holds and computes nearly the whole model.
+
+BLOCKS = "blocks"  # what findings call it
+
+
+def whole_blocks(plan: Plan) -> tuple[Finding, ...]:
+    """A warning if something is split, and nothing of it lies in a repeated block."""
+    blocks = [block for stack in plan.layers for block in stack.fqns]
+    if plan.ranks == 1 or not blocks or not plan.entries:
+        return ()
+    if any(_inside(entry.pattern, block) for entry in plan.entries for block in blocks):
+        return ()
+    split = ", ".join(entry.pattern for entry in plan.entries[:3])
+    legal = ", ".join(map(str, plan.legal_tp))
+    hint = f"sizes that divide every axis: {legal}" if plan.legal_tp else "choose another size"
+    text = f"no block is split at tp={plan.ranks}, only {split}: every rank computes all {len(blocks)} blocks"
+    return (Finding(BLOCKS, "warn", "", text, hint),)
+
+
+def _inside(pattern: str, block: str) -> bool:
+    """Does a pattern of a module mean one in this block, or the block itself?"""
+    depth = block.count(".") + 1
+    return is_under(block, pattern) or matches(".".join(pattern.split(".")[:depth]), block)

@@ -14,15 +14,10 @@ from autoplan.analyse.picture.flow import Flow
 from autoplan.analyse.picture.obstacles import obstacles
 from autoplan.analyse.solve import Solution
 from autoplan.common.patterns import matches
-from autoplan.decide.matching.facts import gathered_parameters, with_facts
-from autoplan.decide.matching.match import Matching, match_rules
-from autoplan.decide.matching.naming import Naming, name_parameters, readings
-from autoplan.decide.plan.communication import communication
-from autoplan.decide.plan.costs import Costs
-from autoplan.decide.plan.flow import flow_of
+from autoplan.decide.match import Matching, match_rules
+from autoplan.decide.naming import Naming, gathered_parameters, name_parameters, readings, with_facts
+from autoplan.decide.plan.entries import Costs, communication, flow_of, reason_text, style_of, units_text, whole_text
 from autoplan.decide.plan.folding import Names, fold_runtime, starred
-from autoplan.decide.plan.reasons import reason_text, units_text, whole_text
-from autoplan.decide.plan.styles import style_of
 from autoplan.decide.rulebook.read import GENERIC, Rule, load_rules
 from autoplan.values import (
     Cost,
@@ -37,8 +32,6 @@ from autoplan.values import (
     Stack,
 )
 from autoplan.values.reasons import CutOfRecurrent, GradientSummed, NothingToSplit, Reason
-
-__all__ = ["make_plan"]
 
 Source = Literal["user", "handwritten", "inferred", "hf"]
 _RECURRENT = "recurrent weights"  # of those that no box of the picture stands for
@@ -55,10 +48,8 @@ def make_plan(
     rules: Sequence[Rule] | None = None,
     source_of: Callable[[str], str | None] = lambda parameter: None,
 ) -> Plan:
-    """Write the plan of a solution. `rules` are the shipped ones unless given.
-
-    `source_of` tells for a parameter whose choice its cut is, where it is not that of `source`.
-    """
+    """Write the plan of a solution. `rules` are the shipped ones unless given. `source_of` tells for a parameter whose
+    choice its cut is, where it is not that of `source`."""
     picture = with_facts(dataflow(solution.trace), solution)
     matching = match_rules(picture, load_rules() if rules is None else rules, refused=False)
     desk = _Desk(solution, picture, matching, sequence_parallel)
@@ -155,12 +146,7 @@ class _Desk:
         )
 
     def _draft(
-        self,
-        module: str,
-        pattern: str,
-        facts: list[tuple[str, ParameterFact]],
-        style: str,
-        source: Source,
+        self, module: str, pattern: str, facts: list[tuple[str, ParameterFact]], style: str, source: Source
     ) -> _Draft:
         leading = max(facts, key=lambda item: (self._is_decided(item[1]), item[1].dim is not None, item[1].bytes))
         naming = self.named.get(leading[0])
@@ -175,7 +161,7 @@ class _Desk:
             source=source,
             reason=reason_text(leading[1], naming, self.tp),
             units=units,
-            segments=tuple(_segment(fact) for _, fact in facts),
+            segments=tuple(f"{fact.dim}:{fact.layout}" if fact.dim is not None else "whole" for _, fact in facts),
             reduces=self.costs.of(module, facts, own, ends_here=pattern == module or not style.endswith("colwise")),
             bytes=sum(fact.bytes for _, fact in facts),
             axes=tuple(sorted({axis for _, fact in facts for axis in fact.axes})),
@@ -194,15 +180,9 @@ def _owner(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def _segment(fact: ParameterFact) -> str:
-    return f"{fact.dim}:{fact.layout}" if fact.dim is not None else "whole"
-
-
 def _fold_entries(drafts: list[_Draft], names: Names) -> Iterator[Entry]:
-    """Entries that say the same of several modules become one; in the order in which the model holds them.
-
-    Who shares a sum may differ between blocks of one kind (a layer with a compressor, one without): that is said once.
-    """
+    """Entries that say the same of several modules become one; in the order in which the model holds them. Who shares a
+    sum may differ between blocks of one kind (a layer with a compressor, one without): that is said once."""
     groups: dict[Entry, list[str]] = {}
     costs: dict[Entry, dict[Cost, None]] = {}
     axes: dict[Entry, set[int]] = {}
@@ -224,18 +204,16 @@ def _obstacles(solution: Solution, drafts: list[_Draft], names: Names) -> tuple[
     modules = [module for module in solution.trace.module_classes if starred(module) in split]
     edited = {(edit.pattern, edit.name) for edit in solution.runtime.of(IntegerEdit)}
     groups: dict[Obstacle, list[str]] = {}
-    for found in obstacles(solution.trace, modules):
-        if (found.pattern, found.attribute) not in edited:
-            same = replace(found, pattern=starred(found.pattern), by=starred(found.by))
-            groups.setdefault(same, []).append(found.pattern)
+    for obstacle in obstacles(solution.trace, modules):
+        if (obstacle.pattern, obstacle.attribute) not in edited:
+            same = replace(obstacle, pattern=starred(obstacle.pattern), by=starred(obstacle.by))
+            groups.setdefault(same, []).append(obstacle.pattern)
     return tuple(replace(same, pattern=pattern) for same, modules in groups.items() for pattern in names.fold(modules))
 
 
 def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> Iterator[Replicated]:
-    """Every parameter that stays whole, by pattern, with the bytes of all blocks and the reason.
-
-    What differs between blocks only in its reason is one line that gives each reason once.
-    """
+    """Every parameter that stays whole, by pattern, with the bytes of all blocks and the reason. What differs between
+    blocks only in its reason is one line that gives each reason once."""
     groups: dict[tuple[str, int], dict[str, _Whole]] = {}
     for fact in solution.parameters:
         if fact.dim is None and not fact.buffer:
@@ -249,7 +227,7 @@ def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> I
             if len(said) > 1:
                 said = [(role, _said_once(why)) for role, why in said]
             roles = tuple(dict.fromkeys(role for role, _ in said if role))
-            why = tuple(dict.fromkeys(one for _, whys in said for one in whys))
+            why = tuple(dict.fromkeys(why for _, whys in said for why in whys))
             yield Replicated(pattern, size * len(said), whole_text(said), roles, why)
 
 

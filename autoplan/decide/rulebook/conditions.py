@@ -24,8 +24,6 @@ from autoplan.analyse.picture.flow import Dim, Node
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
 
-__all__ = ["Condition", "parse_condition"]
-
 _CALL = re.compile(r"(\w+)\(([^)]*)\)")
 _COMPARISON = re.compile(r"(.+?)\s*(==|!=|<|>)\s*(.+)")
 _TERM = re.compile(r"(?:(\d+)\s*\*\s*)?(\w+)\.(\w+)|(\d+)")

@@ -23,8 +23,6 @@ from autoplan.analyse.picture.flow import Dim, Flow, Node
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
 
-__all__ = ["FIELDS", "Arrow", "Pattern", "draw", "layout_classes", "parse_pattern"]
-
 # The dims that a kind's weight has, in the order in which examples give them.
 FIELDS: dict[str, tuple[str, ...]] = {
     "linear": ("in", "out"),

@@ -22,9 +22,6 @@ from autoplan.common.rules_folder import rules_folders
 from autoplan.decide.rulebook.conditions import Condition, parse_condition
 from autoplan.decide.rulebook.pattern import Pattern, parse_pattern
 
-__all__ = ["EXPORTS", "GENERIC", "STYLES", "Example", "Match", "Rule", "RuleError", "exported_as", "load_rules"]
-__all__ += ["parse_rule", "rule_named"]
-
 GENERIC = "generic"
 
 # What can be said of a module, and what it means: how its weight lies on ranks, what comes in, what goes out.

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from autoplan.analyse.picture import flow
-from autoplan.decide.matching import match
+from autoplan.decide import match
 from autoplan.decide.rulebook import conditions, pattern
 from autoplan.decide.rulebook.read import EXPORTS, STYLES, Rule, load_rules
 from autoplan.decide.written_plans.handwritten import load_plans
-
-__all__ = ["rules_readme"]
 
 _INTRODUCTION = """# Rules
 

@@ -11,12 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from autoplan.common.errors import AutoplanError
-from autoplan.decide.matching.match import match_rules
+from autoplan.decide.match import match_rules
 from autoplan.decide.rulebook.conditions import parse_condition
 from autoplan.decide.rulebook.pattern import draw, parse_pattern
 from autoplan.decide.rulebook.read import Example, Match, Rule, load_rules
-
-__all__ = ["RuleResult", "test_rules"]
 
 
 @dataclass(frozen=True)

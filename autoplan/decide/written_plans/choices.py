@@ -14,8 +14,6 @@ from typing import Literal
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import fold_names, matches, nearest
 
-__all__ = ["CUTS", "ChosenCut", "WrittenPlanError", "ChosenCuts", "Cut", "check_key", "check_style"]
-
 Cut = Literal["out", "in", "rows", "width", "experts", "any", "whole", "nothing"]
 
 # Which side of its weight a style cuts. "experts": the first dim of a stack, so that each rank has whole ones. "whole":
@@ -53,11 +51,8 @@ class WrittenPlanError(AutoplanError):
 
 @dataclass(frozen=True)
 class ChosenCut:
-    """One line of a written plan. `written` is the style as it stood there, `origin` where that was.
-
-    `by_position`: in stacked (3-D) weights "out" means the last dim but one, as transformers counts, whatever the
-    forward contracts.
-    """
+    """One line of a written plan. `written` is the style as it stood there, `origin` where that was. `by_position`: in
+    stacked (3-D) weights "out" means the last dim but one, as transformers counts, whatever the forward contracts."""
 
     pattern: str
     style: str
@@ -84,8 +79,8 @@ class ChosenCuts:
 
     `source` is what entries will say. `tolerant`: keys that match nothing and cuts that a model does not allow are
     noted rather than refused (a plan for a whole family of models); `trial`: so is every other contradiction (the plan
-    was accepted for the model and is tried on a small clone of it). `optional`: nobody asked for this plan, so where it
-    does not fit analysis stands in for it. `under` is asked for what this plan does not name.
+    was accepted for the model and is tried on a small clone of it). `optional`: this plan was not requested, so where
+    it does not fit, analysis stands in for it. `under` is asked for what this plan does not name.
     """
 
     name: str

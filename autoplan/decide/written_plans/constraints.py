@@ -13,15 +13,13 @@ from collections.abc import Iterator
 from autoplan.analyse.picture.dataflow import dataflow
 from autoplan.analyse.picture.flow import Flow, node_of
 from autoplan.analyse.solve import Solution, solve
-from autoplan.analyse.splits.requests import Demands
+from autoplan.analyse.splits.packed import Demands
 from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
 from autoplan.decide.plan.folding import Names
 from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError
 from autoplan.values import ParameterFact, TensorInfo, Trace
 from autoplan.values.reasons import CutElsewhere, DoesNotDivide, KeptWhole, NotNamed, Reason, sentence
-
-__all__ = ["check_choices", "demands_of", "is_packed", "same_in_folded_blocks", "weight_fields"]
 
 Fields = dict[str, dict[str, int]]  # parameter -> {"out": 0, "in": 1}
 
@@ -50,7 +48,8 @@ def demands_of(choices: ChosenCuts, trace: Trace) -> Demands:
 def _choice(choices: ChosenCuts, info: TensorInfo | ParameterFact) -> ChosenCut | None:
     """What is said of a parameter under any of its names: a tied one may be named by either, or by both alike."""
     said = {choice.cut: choice for name in info.names if (choice := choices.of(name)) is not None}
-    cuts = {_as_rows(cut) for cut in said}
+    # A tied table's rows are its head's columns
+    cuts = {{"rows": "out", "width": "in"}.get(cut, cut) for cut in said}
     if len(cuts) > 1:
         one, other = list(said.values())[:2]
         raise WrittenPlanError(
@@ -58,11 +57,6 @@ def _choice(choices: ChosenCuts, info: TensorInfo | ParameterFact) -> ChosenCut 
             hint="give both the same cut: embedding_rowwise for the table is colwise for the head",
         )
     return next(iter(said.values()), None)
-
-
-def _as_rows(cut: str) -> str:
-    """A tied table's rows are its head's columns."""
-    return {"rows": "out", "width": "in"}.get(cut, cut)
 
 
 def _kept_dims(choice: ChosenCut | None, choices: ChosenCuts, info: TensorInfo, fields: Fields) -> dict[int, Reason]:
@@ -96,12 +90,12 @@ def _wanted_dim(choice: ChosenCut, info: TensorInfo | ParameterFact, fields: Fie
 
 def weight_fields(flow: Flow) -> Fields:
     """Which dim of a weight is its output, its input, its rows, its width: as the forward uses it."""
-    found: Fields = {}
+    fields: Fields = {}
     for box in flow:
         for field, dim in node_of(flow, box).dims:
             if dim.parameter and dim.dim is not None:
-                found.setdefault(dim.parameter, {}).setdefault(field, dim.dim)
-    return found
+                fields.setdefault(dim.parameter, {}).setdefault(field, dim.dim)
+    return fields
 
 
 def same_in_folded_blocks(choices: ChosenCuts, trace: Trace) -> bool:
@@ -134,7 +128,22 @@ def check_choices(choices: ChosenCuts, solution: Solution) -> tuple[str, ...]:
         if fact.dim != wanted:
             notes.append(_missed(choices, choice, fact, wanted, solution))
         elif fact.layout is not None and not choices.trial:
-            _check_packing(choices, choice, fact, solution.tp_size)
+            # A packed weight cut as if it were plain is scrambled silently; the other way round too
+            assert fact.layout is not None
+            says_packed = choice.style.startswith("packed_")
+            # Heads over groups of ranks: no written plan says this; analysis does it where tp exceeds the heads
+            if (
+                is_packed(fact.layout, solution.tp_size) != says_packed
+                and choice.style in _SAY_PACKING
+                and "@" not in fact.layout
+            ):
+                right = choice.style.removeprefix("packed_") if says_packed else f"packed_{choice.style}"
+                what = "one run of units" if says_packed else "several segments, each cut by itself"
+                raise WrittenPlanError(
+                    f"{choices.name}: {choice} cuts {fact.names[0]} as {'packed' if says_packed else 'plain'}, but dim "
+                    f"{fact.dim} holds {what}: {fact.layout}",
+                    hint=f"write {choice.pattern!r}: '{right}'",
+                )
     return tuple(dict.fromkeys(notes))
 
 
@@ -146,7 +155,7 @@ def _missed(choices: ChosenCuts, choice: ChosenCut, fact: ParameterFact, wanted:
     reason = sentence(reasons) or otherwise
     if choices.trial or (choices.tolerant and fact.dim is None):
         return f"{choices.name}: {choice} does not cut {name}: {reason}"
-    if any(isinstance(one, DoesNotDivide) for one in reasons):
+    if any(isinstance(reason, DoesNotDivide) for reason in reasons):
         legal = ", ".join(map(str, solution.legal_tp))
         problem = f"{choices.name}: {choice} cannot cut dim {wanted} of {name}: {reason}"
         raise IndivisibleError(problem, hint=f"sizes that divide every axis: {legal}")
@@ -192,25 +201,6 @@ def _plain(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _check_packing(choices: ChosenCuts, choice: ChosenCut, fact: ParameterFact, tp: int) -> None:
-    """A packed weight cut as if it were plain is scrambled silently; the other way round too."""
-    assert fact.layout is not None
-    says_packed = choice.style.startswith("packed_")
-    if is_packed(fact.layout, tp) != says_packed and choice.style in _SAY_PACKING and not _grouped(fact.layout):
-        right = choice.style.removeprefix("packed_") if says_packed else f"packed_{choice.style}"
-        what = "one run of units" if says_packed else "several segments, each cut by itself"
-        raise WrittenPlanError(
-            f"{choices.name}: {choice} cuts {fact.names[0]} as {'packed' if says_packed else 'plain'}, but dim "
-            f"{fact.dim} holds {what}: {fact.layout}",
-            hint=f"write {choice.pattern!r}: '{right}'",
-        )
-
-
 def is_packed(layout: str, tp: int) -> bool:
     """Is this dim cut segment by segment, so that a rank's rows are not one run?"""
     return not Layout.parse(layout).one_run(tp)
-
-
-def _grouped(layout: str) -> bool:
-    """Heads sharded over groups of ranks: no plan says this, and analysis does it where heads are fewer than ranks."""
-    return "@" in layout

@@ -25,8 +25,6 @@ from autoplan.common.options import check_argument
 from autoplan.common.rules_folder import rules_folders
 from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError, check_style
 
-__all__ = ["HandwrittenPlan", "find_plan", "load_plans", "plan_by_id", "read_plan", "register_plan"]
-
 _KEYS = {"id", "qualname", "aliases", "why", "gains", "entries", "sequence_parallel"}
 _ENTRIES = {"*": str}
 _SHAPE = {
@@ -39,9 +37,7 @@ _REMOTE = "transformers_modules."
 @dataclass(frozen=True)
 class HandwrittenPlan:
     """One file of rules/plans. `sequence_parallel`: entries that differ under it, or the reason why there are none.
-
-    `where`: what it is called in messages, where it is no file of ours.
-    """
+    `where`: what it is called in messages, where it is no file of ours."""
 
     id: str
     qualnames: tuple[str, ...]

@@ -44,16 +44,6 @@ from autoplan.ops import call_record
 from autoplan.values import UNKNOWN, Plan, replace
 from autoplan.values.plain import plain
 
-__all__ = [
-    "FORMAT_VERSION",
-    "check_suffix",
-    "load_plan",
-    "names_plan_file",
-    "plan_from_dict",
-    "plan_to_dict",
-    "save_plan",
-]
-
 FORMAT_VERSION = 2
 _REFUSAL = NotPlain("plan file", PlanFileError, "edit the place named above, or make the plan again")
 _KEYS = (
@@ -118,7 +108,13 @@ def _with_facts_of_calls(runtime: Any) -> Any:
     instructions = runtime.get("instructions") if isinstance(runtime, dict) else None
     if not isinstance(instructions, list):
         return runtime
-    return {**runtime, "instructions": [_known_of(one) | one if isinstance(one, dict) else one for one in instructions]}
+    return {
+        **runtime,
+        "instructions": [
+            _known_of(instruction) | instruction if isinstance(instruction, dict) else instruction
+            for instruction in instructions
+        ],
+    }
 
 
 def _known_of(instruction: dict[str, Any]) -> dict[str, Any]:
@@ -205,11 +201,7 @@ def _write_json(data: dict[str, Any]) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
-_WRITERS = {
-    ".yaml": _write_yaml,
-    ".yml": _write_yaml,
-    ".json": _write_json,
-}
+_WRITERS = {".yaml": _write_yaml, ".yml": _write_yaml, ".json": _write_json}
 
 
 def _writer_for(path: Path) -> Callable[[dict[str, Any]], str]:

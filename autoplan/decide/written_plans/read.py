@@ -18,17 +18,19 @@ from autoplan.common.files.plain import NotPlain, is_file, read_plain
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.chosen import choices_of_plan
 from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError, check_key
-from autoplan.decide.written_plans.deepspeed import is_deepspeed, read_deepspeed
-from autoplan.decide.written_plans.dotted import looks_dotted, plan_at
+from autoplan.decide.written_plans.dialects import (
+    hf_plan,
+    looks_dotted,
+    plan_at,
+    read_strings,
+    read_styles,
+    with_prefix,
+)
+from autoplan.decide.written_plans.foreign import ancestors_of, is_deepspeed, read_deepspeed, unwrapped
 from autoplan.decide.written_plans.handwritten import find_plan, load_plans, plan_by_id
 from autoplan.decide.written_plans.plan_file import load_plan
-from autoplan.decide.written_plans.torch_styles import read_styles
-from autoplan.decide.written_plans.transformers_plans import hf_plan, read_strings, with_prefix
-from autoplan.decide.written_plans.wrappers import ancestors_of, unwrapped
 from autoplan.values import Plan
 from autoplan.values.module_tree import NamedModules
-
-__all__ = ["SOURCES", "PlanSource", "read_source"]
 
 PlanSource = str | Path | Mapping[str, Any] | Plan
 SOURCES = ("auto", "inferred", "handwritten", "hf")
@@ -113,14 +115,14 @@ class _Reader:
                 if not self.lenient:
                     raise
                 unread.append(error.message)
-        found = ChosenCuts(name, "user", tuple(lines), notes=tuple(unread))
+        cuts = ChosenCuts(name, "user", tuple(lines), notes=tuple(unread))
         apart = next((line for line in lines if line.cut == "experts"), None)
         if apart is not None and self.ep_size == 1:
             raise WrittenPlanError(
                 f"{name}: {apart} places whole experts on different ranks, and ep_size is 1",
                 hint="pass ep_size=, the number of ranks that experts go to: that of tp, or any with tp_size=1",
             )
-        return self._as_asked(with_prefix(found, *_paths(self.model)))
+        return self._as_asked(with_prefix(cuts, *_paths(self.model)))
 
     def _as_asked(self, choices: ChosenCuts) -> ChosenCuts:
         return replace(choices, tolerant=True, _cache={}) if self.lenient else choices

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 from autoplan.decide.plan.folding import starred
-from autoplan.decide.written_plans.deepspeed import COUNTS
+from autoplan.decide.written_plans.foreign import COUNTS
 from autoplan.emit.exports.expressible import (
     ExportError,
     Part,
@@ -24,8 +24,6 @@ from autoplan.emit.exports.expressible import (
 )
 from autoplan.emit.exports.hf import OLD_NAMES, hf_entries
 from autoplan.values import Entry, Plan
-
-__all__ = ["packed_shape", "to_accelerate", "to_deepspeed", "to_megatron_fsdp", "to_vllm"]
 
 _WITHOUT_VIEWS = ("read", "shape")  # DeepSpeed and vLLM replace modules: what leaves may be changed in place
 _GATHERED = {"packed_colwise": "colwise_rep", "colwise": "colwise_rep", "rowwise": "rowwise_rep"}

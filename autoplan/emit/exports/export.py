@@ -1,31 +1,131 @@
-"""`autoplan export MODEL --to …`: a plan in the words of another system, as text for a file."""
+"""Export a plan: the targets, and how much of it each target can carry out."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import yaml
 
+from autoplan.common.patterns import fold_names, matches
+from autoplan.decide.plan.folding import starred
 from autoplan.emit.exports.configs import to_accelerate, to_deepspeed, to_megatron_fsdp, to_vllm
 from autoplan.emit.exports.expressible import ExportError
 from autoplan.emit.exports.hf import to_hf
-from autoplan.emit.exports.reach import (
-    Exported,
-    Finds,
-    by_entries,
-    by_key,
-    by_specs,
-    exported,
-    vllm_besides,
-    vllm_finds,
-)
 from autoplan.emit.exports.torch_code import automodel_module, torch_module
 from autoplan.values import Plan
 
-__all__ = ["TARGETS", "Surroundings", "export"]
+# What of an export its host will find, by the host's own matching rule.
+#
+# The problem: hosts look a module up in a plan by rules of their own (a regular expression from the start of a name,
+# the name with its numbers replaced, each segment by itself), on the model as they build it. A plan whose keys fit
+# none of that is accepted in silence, and nothing is split. So every export says how many of the model's linear
+# layers its host will cut, and one that would find nothing, or something else than it means, is refused here.
+
+Finds = Callable[[str], bool]  # does the host cut the linear layer of this name?
+_WHOLE = ("replicate", "replicated_with_grad_allreduce")
+
+
+class Exported(str):
+    """The text of an export, which also knows how many of the model's `linears` its host cuts (`reached`).
+
+    `whole`: patterns of the others. `besides`: what else must be done for that. Without a model, or for a host that
+    cuts no layers, both counts are None.
+    """
+
+    linears: int | None = None
+    reached: int | None = None
+    whole: tuple[str, ...] = ()
+    besides: str = ""
+
+    @property
+    def note(self) -> str:
+        """In a line, for people."""
+        if self.linears is None:
+            return ""
+        rest = f"; whole: {', '.join(self.whole)}" if self.whole else ""
+        besides = f"; {self.besides}" if self.besides else ""
+        return f"cuts {self.reached} of {self.linears} linear layers{rest}{besides}"
+
+
+def exported(text: str, linears: Iterable[str], finds: Finds | None, besides: str = "") -> Exported:
+    """The text with what its host will find among the linear layers of the model."""
+    made, known = Exported(text), list(linears)
+    made.besides = besides
+    if finds is not None and known:
+        whole = [name for name in known if not finds(name)]
+        made.linears, made.reached, made.whole = len(known), len(known) - len(whole), fold_names(whole, known)
+    return made
+
+
+def by_entries(plan: Plan) -> Finds:
+    """torch and Automodel: each segment of a path by itself, as our patterns are meant."""
+    patterns = [e.pattern for e in plan.entries if e.style not in _WHOLE]
+    return lambda name: any(matches(pattern, name) for pattern in patterns)
+
+
+def by_key(written: Mapping[str, str]) -> Finds:
+    """transformers: the name with its numbers replaced by `*`, as a key."""
+    return lambda name: written.get(starred(name), "replicate") not in _WHOLE
+
+
+def by_specs(config: Mapping[str, Any]) -> Finds:
+    """DeepSpeed: the first spec with an expression that matches the parameter's name from its start."""
+    specs = config["tensor_parallel"]["partition_config"]["layer_specs"]
+
+    def finds(name: str) -> bool:
+        kinds = (s["partition_type"] for s in specs if any(re.match(e, f"{name}.weight") for e in s["patterns"]))
+        return next(kinds, "skip") != "skip"
+
+    return finds
+
+
+def vllm_style(written: Mapping[str, str], name: str) -> str:
+    """vLLM: the first key that, after `model.`, matches as a regular expression from the start of a base model's name.
+    Its transformers backend builds the base model (`AutoModel`) and calls it `model`."""
+    key = next((key for key in written if re.match(f"model.{key}", f"model.{name}")), None)
+    return "replicate" if key is None else written[key]
+
+
+def vllm_finds(written: Mapping[str, str], linears: Iterable[str], base: str) -> Finds:
+    """What vLLM cuts, once it is certain that it reads each key as it is meant."""
+    inside = f"{base}." if base else ""
+    names = [name.removeprefix(inside) for name in linears if name.startswith(inside)]
+    for name in names:
+        meant, found = written.get(starred(name), "replicate"), vllm_style(written, name)
+        if meant != found:
+            raise ExportError(
+                f"vLLM takes keys for regular expressions, and would read {found} for {name}, not {meant}",
+                hint="say which of the keys may go with overrides={key: 'replicate'}",
+            )
+    cut = any(style not in _WHOLE for style in written.values())
+    if names and cut and all(vllm_style(written, name) in _WHOLE for name in names):
+        raise ExportError(
+            f"vLLM would find none of the {len(names)} linear layers of the base model by the keys of this plan",
+            hint=f"keys begin inside the base model, {base!r}",
+        )
+    return lambda name: name.startswith(inside) and vllm_style(written, name.removeprefix(inside)) not in _WHOLE
+
+
+def vllm_besides(written: Mapping[str, str], linears: Iterable[str], base: str, inner: Mapping[str, str]) -> str:
+    """What an inner model ships wins in vLLM over what its outer config says: those plans must go where they differ.
+
+    vLLM takes the plan that transformers puts together for the base model: the config's, then, over it, those of the
+    models inside, which are `inner`.
+    """
+    inside = f"{base}." if base else ""
+    names = [name.removeprefix(inside) for name in linears if name.startswith(inside)]
+    both = {**written, **inner}
+    differ = {name.partition(".")[0] for name in names if vllm_style(both, name) != vllm_style(written, name)}
+    if not differ:
+        return ""
+    return f"empty the plans in the configs of {', '.join(sorted(differ))} too: they would win over these keys"
+
+
+# `autoplan export MODEL --to …`: a plan in the words of another system, as text for a file.
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,4 @@
-"""What of a plan another system can say, block part by block part.
-
-Other systems split one linear layer at a time: a column layer sums its input's gradient, a row layer its output. Our
-plans may also edit integers, cut packed weights segment by segment, sum elsewhere. So the parts of a block (its
-attention, its MLP) are looked at one by one:
-
-    plain     column and row layers, as everybody writes them
-    gathered  every layer computes its shard and gathers at once: exact too, and costs more; used where a plain cut
-              would need what the other system cannot do
-    refused   neither: the part stays whole there, and its bytes are named
-
-A part is written whole or not at all, so half a column/row pair never leaves this house.
-"""
+"""Say what of a plan a target can express, and how its weights are stored."""
 
 from __future__ import annotations
 
@@ -22,11 +10,72 @@ from autoplan.common.layout import Layout
 from autoplan.common.patterns import is_under, matches
 from autoplan.decide.plan.folding import starred
 from autoplan.decide.rulebook.read import exported_as
-from autoplan.emit.exports.stored import in_plain_weights
 from autoplan.values import Entry, Plan
+from autoplan.values.quantised import PackedWeight
 
-__all__ = ["HEADS", "OBSTACLES", "ExportError", "Need", "Part", "Refused", "check_nothing_lost", "is_end", "layout_of"]
-__all__ += ["parts_of", "size_text"]
+# Plans of quantised models for other systems: each entry by the plain weight that its stored tensors stand for.
+#
+# Other systems are told how a module is cut, and cut what they hold in its place themselves. Whether that ends at whole
+# blocks our plan has settled. One system cuts every stored tensor along the dim of the plain weight: what is stored
+# along other dims it is unknown.
+
+
+def in_plain_weights(plan: Plan) -> Plan:
+    """The same plan with the names and cuts of plain weights in its entries."""
+    return replace(plan, entries=tuple(_plain(entry, plan) for entry in plan.entries)) if plan.packed else plan
+
+
+def cut_otherwise(plan: Plan, entry: Entry) -> str:
+    """Why tensor by tensor along the weight's dim is not how an entry's weight is cut; "" if it is."""
+    for weight in _stored(plan, entry):
+        dim = _cut(plan, weight)[0]
+        first = weight.tensors[0]
+        other = next((t for t in weight.tensors if t.dims and t.dim != dim), None)
+        if dim is not None and (first.name != weight.parameter or other is not None):
+            wrong = first if first.name != weight.parameter or other is None else other
+            return f"it is stored as {weight.scheme.title}: {wrong.name} is not cut along the dim of the weight"
+    return ""
+
+
+def _plain(entry: Entry, plan: Plan) -> Entry:
+    parameters = dict(zip(entry.parameters, entry.segments, strict=True))
+    for weight in _stored(plan, entry):
+        dim, layout = _cut(plan, weight)
+        named = next((n for n in parameters if n.rpartition(".")[2] == weight.tensors[0].name), None)
+        if named is None:
+            continue
+        before = named.removesuffix(weight.tensors[0].name)
+        gone = {f"{before}{tensor.name}" for tensor in weight.tensors}
+        others = {name: segment for name, segment in parameters.items() if name not in gone}
+        parameters = {f"{before}{weight.parameter}": "whole" if dim is None else f"{dim}:{layout}"} | others
+    return replace(entry, parameters=tuple(parameters), segments=tuple(parameters.values()))
+
+
+def _stored(plan: Plan, entry: Entry) -> list[PackedWeight]:
+    """The first of like weights, for each parameter."""
+    mine = [w for w in plan.packed if matches(entry.pattern, w.owner) or matches(entry.pattern, w.name)]
+    return list({weight.parameter: weight for weight in reversed(mine)}.values())
+
+
+def _cut(plan: Plan, weight: PackedWeight) -> tuple[int | None, str | None]:
+    rules = plan.runtime.parameters
+    found = next((rule for rule in rules if matches(rule.pattern, weight.name) or rule.pattern == weight.name), None)
+    return (None, None) if found is None else (found.dim, found.layout)
+
+
+# What of a plan another system can say, block part by block part.
+#
+# Other systems split one linear layer at a time: a column layer sums its input's gradient, a row layer its output. Our
+# plans may also edit integers, cut packed weights segment by segment, sum elsewhere. So the parts of a block (its
+# attention, its MLP) are looked at one by one:
+#
+#     plain     column and row layers, as everybody writes them
+#     gathered  every layer computes its shard and gathers at once: exact too, and costs more; used where a plain cut
+#               would need what the other system cannot do
+#     refused   neither: the part stays whole there, and its bytes are named
+#
+# A part is written whole or not at all, so half a column/row pair is never written.
+
 
 # Words of EXPORTS.
 HEADS = frozenset(("head", "tied_head"))
@@ -96,17 +145,15 @@ class Part:
 
 
 def parts_of(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[Part, ...]:
-    """The planned modules by the container they stand in. Blocks that are planned alike are one part.
-
-    `obstacles` are the kinds that hinder the other system.
-    """
+    """The planned modules by the container they stand in. Blocks that are planned alike are one part. `obstacles` are
+    the kinds that hinder the other system."""
     plan = in_plain_weights(plan)
     parents = {entry.pattern.rpartition(".")[0] for entry in plan.entries}
     groups: dict[str, list[Entry]] = {}
     for entry in plan.entries:
         own = is_end(entry) or entry.pattern in parents  # a container's own parameters belong to it
         groups.setdefault(entry.pattern if own else entry.pattern.rpartition(".")[0], []).append(entry)
-    hindered = {starred(found.pattern): found.why for found in plan.obstacles if found.kind in obstacles}
+    hindered = {starred(obstacle.pattern): obstacle.why for obstacle in plan.obstacles if obstacle.kind in obstacles}
     parts = [_part(plan, container, tuple(entries), groups, hindered) for container, entries in groups.items()]
     while (linked := [_with_neighbours(part, parts) for part in parts]) != parts:
         parts = linked
@@ -163,9 +210,9 @@ def _needs(
 ) -> Iterator[Need]:
     """What a plain cut of the part would need besides column and row layers."""
     containers = list(containers)
-    for one in plan.runtime.instructions:
-        if not one.in_styles and _home(one.pattern, containers) == container:
-            yield Need(one.beyond_styles())
+    for instruction in plan.runtime.instructions:
+        if not instruction.in_styles and _home(instruction.pattern, containers) == container:
+            yield Need(instruction.beyond_styles())
     for entry in entries:
         if any("@" in segment for segment in entry.segments):
             yield Need(f"{entry.pattern} is sharded over groups of ranks")

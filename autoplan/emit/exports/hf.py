@@ -1,7 +1,7 @@
 """A plan as transformers writes it: {pattern: style name}, for `DistributedConfig(tp_plan=...)` or a config.
 
 transformers lays a given plan over the one it ships: a shipped key that is not named stays in force. So every shipped
-key that we do not use is written as `replicate`, or a rule nobody checked would survive in the middle of ours.
+key that we do not use is written as `replicate`, or an unchecked rule would survive among ours.
 
 Keys mean every layer: transformers replaces numbers in names by `*` before it looks them up.
 """
@@ -20,14 +20,12 @@ from autoplan.emit.exports.expressible import (
     Part,
     Refused,
     check_nothing_lost,
+    cut_otherwise,
     layout_of,
     parts_of,
 )
-from autoplan.emit.exports.stored import cut_otherwise
 from autoplan.values import AllReduceGradient, Entry, Plan
 from autoplan.values.reasons import OfDim
-
-__all__ = ["OLD_NAMES", "hf_entries", "to_hf"]
 
 OLD_NAMES = {
     "colwise_gather_output": "colwise_rep",
@@ -46,10 +44,8 @@ _NOT_IN_OLD = (
 
 
 def to_hf(plan: Plan, *, shipped: Iterable[str] = (), old: bool = False, drop: bool = False) -> dict[str, str]:
-    """The dict. `shipped` are the keys of transformers' own plan of the model; `old` is the spelling before 5.1.
-
-    Raises ExportError on what transformers cannot say; with `drop` that stays whole.
-    """
+    """The dict. `shipped` are the keys of transformers' own plan of the model; `old` is the spelling before 5.1. Raises
+    ExportError on what transformers cannot say; with `drop` that stays whole."""
     found, refused = _as_stored(plan, *hf_entries(plan))
     if old:
         found, more = _in_old_spelling(found, plan)
@@ -115,10 +111,10 @@ def _merged(parts: Iterable[Part], kept_whole: Container[str]) -> Iterator[Part]
         for entry in entries:
             styles.setdefault(starred(entry.pattern), set()).add(entry.style)
         kind = kinds.pop() if len(kinds) == 1 else "other"
-        if any(len(found) > 1 for found in styles.values()):
+        if any(len(style) > 1 for style in styles.values()):
             kind, needs = "mixed", (Need("layers are planned differently, and a key means every layer"),)
         elif any(entry.pattern.rpartition(".")[2] in ("*", *_DIGITS) for entry in entries):
-            kind, needs = "mixed", (Need("modules that have only numbers for names cannot be told apart by a key"),)
+            kind, needs = "mixed", (Need("modules that have only numbers for names cannot be distinguished by a key"),)
         elif any(starred(entry.pattern) in kept_whole for entry in entries):
             needs = (*needs, Need("a key means every layer, and in some of them the plan keeps the weight whole"))
         yield Part(container, entries, kind, needs, hindered)

@@ -15,8 +15,6 @@ from autoplan.decide.rulebook.read import exported_as
 from autoplan.emit.exports.expressible import HEADS, parts_of
 from autoplan.values import Entry, Plan
 
-__all__ = ["automodel_module", "needs_autoplan", "torch_module"]
-
 _STOCK = {
     "colwise": "ColwiseParallel()",
     "rowwise": "RowwiseParallel()",

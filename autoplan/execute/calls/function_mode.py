@@ -22,8 +22,6 @@ from autoplan.execute.executors import At, execute, other_branch
 from autoplan.execute.guard.marks import as_given, looking_on
 from autoplan.values import CallRewrite, CallSite, Cut
 
-__all__ = ["ModuleMode", "PlannedCalls"]
-
 Path = tuple[Any, ...]
 
 
@@ -33,7 +31,9 @@ class _PlannedCall:
     def __init__(self, planned: CallRewrite, at: At) -> None:
         rank, size = at.group.rank, at.group.size
         self.planned, self.site, self.at = planned, planned.site, at
-        self.literals = [(one.path, one.passed[rank], one.wanted[rank]) for one in planned.arguments]
+        self.literals = [
+            (argument.path, argument.passed[rank], argument.wanted[rank]) for argument in planned.arguments
+        ]
         self.cuts = [(cut, Layout.parse(cut.layout).rows(rank, size), Layout.parse(cut.layout).size)
                      for cut in planned.cuts]  # fmt: skip
         self.run: Callable[[Any, Any, Any], Any] = execute(planned, at)

@@ -24,8 +24,6 @@ from autoplan.execute.parameters.held import record_of
 from autoplan.patches.kernels import KERNEL_GUARDS, OptionalKernel, optional_kernels
 from autoplan.patches.patched import Alone, Hold, Place, hold
 
-__all__ = ["guard_kernels"]
-
 _alone = Alone()  # simulated ranks are threads
 
 
@@ -57,8 +55,8 @@ class _Guard:
                 "whose sums over ranks it would leave out",
                 hint=f"make the model run without {self.kernel.package}",
             )
-        known = inspect.signature(self.kernel.reference).parameters
-        return self.kernel.reference(*args, **{name: value for name, value in kwargs.items() if name in known})
+        parameters = inspect.signature(self.kernel.reference).parameters
+        return self.kernel.reference(*args, **{name: value for name, value in kwargs.items() if name in parameters})
 
     def _taken(self, values: Iterable[Any]) -> nn.Module | None:
         """The planned layer whose parameter is handed over, or a view of it: it lies in the same memory."""

@@ -1,29 +1,33 @@
-"""Calls that put together what ranks hold parts of, and those that only go their own way on a rank."""
+"""Calls that reduce over a sharded dim: softmax and its like, norms, variances, vector norms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
 
 from autoplan.common.layout import Layout, chunk
-from autoplan.execute.collectives import gather_over_ranks, sum_over_ranks
+from autoplan.execute.collectives import RankGroup, copy_to_ranks, gather_over_ranks, sum_over_ranks
 from autoplan.execute.executors import At, executes, other_branch
-from autoplan.execute.randomness.streams import kept_state
+from autoplan.execute.random_streams import kept_state
 from autoplan.ops import call_record
 from autoplan.values import (
     DrawOnShards,
     EmbeddingCall,
     EqualPieces,
     GatherCall,
+    LengthCall,
     MeanCall,
+    NormCall,
     RewriteCall,
     RowCall,
     SumCall,
+    VarianceCall,
 )
 
-__all__: list[str] = []
+# Calls that put together what ranks hold parts of, and those that only go their own way on a rank.
 
 Run = Callable[[Any, Any, Any], Any]  # of the torch function, its args, its kwargs
 
@@ -140,3 +144,96 @@ def _drawn(planned: DrawOnShards, at: At) -> Run:
         return draw(func, args, kwargs)
 
     return draw_by_size if whole_sizes else draw
+
+
+# layer_norm and rms_norm whose statistic spans all ranks: sums are reduced forward and backward.
+
+
+@executes(NormCall)
+def _norm(planned: NormCall, at: At) -> Callable[[Any, Any, Any], torch.Tensor]:
+    group, count, layer = at.group, planned.count, planned.statistics == 2
+    dims = tuple(range(-planned.dims, 0))
+
+    def run(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        def given(position: int, key: str) -> Any:
+            return args[position] if len(args) > position else kwargs.get(key)
+
+        x = args[0]
+        weight, bias = given(2, "weight"), given(3, "bias") if layer else None
+        eps = given(4 if layer else 3, "eps")
+        if eps is None:
+            eps = 1e-5 if layer else torch.finfo(x.dtype).eps
+        if layer:
+            x = x - _statistic(x, dims, group) / count
+        x = x * torch.rsqrt(_statistic(x.pow(2), dims, group) / count + eps)
+        if weight is not None:
+            x = x * weight
+        return x if bias is None else x + bias
+
+    return run
+
+
+def _statistic(x: torch.Tensor, dims: tuple[int, ...], group: RankGroup) -> torch.Tensor:
+    return copy_to_ranks(sum_over_ranks(x.sum(dims, keepdim=True), group), group)
+
+
+# A variance over an axis of which every rank holds a part.
+#
+# The mean and the spread of each rank's part say all that the whole needs: the variance is the average spread plus that
+# of the means. Ranks gather those two numbers and put them together, each for itself. So one small all-gather serves
+# forward, and backward needs nothing: every rank has the whole gradient and keeps what belongs to its own two numbers.
+# Summing x and x² instead would be as cheap, and lose digits.
+
+
+@executes(VarianceCall)
+def _variance(planned: VarianceCall, at: At) -> Callable[[Any, Any, Any], torch.Tensor]:
+    group = at.group
+    return lambda func, args, kwargs: _over_ranks(planned, args[0] if args else kwargs["input"], group)
+
+
+def _over_ranks(planned: VarianceCall, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """`var` or `std` of the whole of which x is this rank's part."""
+    dims, held = planned.dims, planned.held
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    spread, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+    own = torch.stack((mean, spread)).unsqueeze(0)
+    ranks = tuple((rank,) for rank in range(group.size))
+    means, spreads = gather_over_ranks(own, group, 0, ranks).unbind(1)
+    parts = wide.new_tensor(held).div(sum(held)).view(-1, *[1] * x.dim())
+    whole = (parts * means).sum(0)
+    count = prod(x.size(dim) for dim in dims) * sum(held) / held[group.rank]
+    variance = (parts * (spreads + (means - whole).square())).sum(0) * count / max(count - planned.correction, 0)
+    result = variance.sqrt() if planned.site.function == "std" else variance
+    return (result if planned.keepdim else result.squeeze(dims)).to(x.dtype)
+
+
+# Lengths of vectors of which every rank holds a part: the squares are summed over ranks, then the root is taken.
+#
+# A call may return the lengths themselves (`norm`), or what it divides by them (`normalize`, `_weight_norm`): there
+# each rank knows only its part of a length's gradient, so those parts are summed in backward.
+
+
+@executes(LengthCall)
+def _lengths_of(planned: LengthCall, at: At) -> Callable[[Any, Any, Any], Any]:
+    group = at.group
+    return lambda func, args, kwargs: _scaled(planned, args, kwargs, group)
+
+
+def _scaled(planned: LengthCall, args: tuple[Any, ...], kwargs: dict[str, Any], group: RankGroup) -> Any:
+    """What `planned`, a call that takes lengths over an axis of which x is this rank's part, returns on this rank."""
+    name = planned.site.function
+    given = dict(zip(_SIGNATURES.get(name, ("x",)), args, strict=False)) | kwargs
+    x = next(iter(given.values()))
+    x = x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
+    # Over `dims`, which stay as dims of 1. Where everything is zero the gradient is zero, as torch has it.
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    squares = sum_over_ranks(wide.square().sum(planned.dims, keepdim=True), group)
+    lengths = torch.where(squares > 0, squares, 1.0).sqrt().mul(squares > 0).to(x.dtype)
+    if name == "normalize":
+        return x / copy_to_ranks(lengths, group).clamp_min(given.get("eps", 1e-12))
+    if name == "_weight_norm":
+        return x * (given["g"] / copy_to_ranks(lengths, group))
+    return lengths if planned.keepdim else lengths.squeeze(planned.dims)
+
+
+_SIGNATURES = {"normalize": ("input", "p", "dim", "eps"), "_weight_norm": ("v", "g", "dim")}

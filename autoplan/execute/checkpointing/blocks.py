@@ -29,12 +29,15 @@ from torch.utils.checkpoint import checkpoint
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
-from autoplan.execute.checkpointing.cache_copies import CacheCopies, is_cache
-from autoplan.execute.checkpointing.policies import all_but_drawn, intact_contexts, selective_contexts
+from autoplan.execute.checkpointing.policies import (
+    CacheCopies,
+    all_but_drawn,
+    intact_contexts,
+    is_cache,
+    selective_contexts,
+)
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.parameters.held import record_of
-
-__all__ = ["Checkpoints", "Runs", "install_checkpoints", "is_checkpointed", "runs_of"]
 
 _STATE = "_autoplan_checkpoint"
 _HOOKS = (
@@ -227,9 +230,7 @@ def _inside_the_model(module: nn.Module, running: Running | None, random: bool) 
 @contextmanager
 def _unconverted(block: nn.Module) -> Iterator[None]:
     """Modules that convert others in their forward (`self.gate.to(self.dtype)`) leave alone what has been converted.
-
-    torch puts new tensors in place of DTensors even if nothing changes, and backward waits for the old ones.
-    """
+    torch puts new tensors in place of DTensors even if nothing changes, and backward waits for the old ones."""
     changed = []
     for module in block.modules():
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):

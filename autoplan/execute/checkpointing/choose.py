@@ -20,8 +20,6 @@ from autoplan.execute.checkpointing.blocks import install_checkpoints
 from autoplan.execute.tensor_parallel import applied, record
 from autoplan.values import Stack
 
-__all__ = ["Checkpoints", "checkpoint_blocks", "choose_checkpoints", "saved_bytes_per_token"]
-
 
 @dataclass(frozen=True)
 class Checkpoints:
@@ -131,8 +129,7 @@ def refuse_libraries_own(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, switch, False) is True:
             raise AutoplanError(
-                f"{name or 'the model'} has {switch} on already",
-                hint=f"call model.{ending}() before parallelize",
+                f"{name or 'the model'} has {switch} on already", hint=f"call model.{ending}() before parallelize"
             )
 
 

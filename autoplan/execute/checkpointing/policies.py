@@ -1,23 +1,27 @@
-"""What a checkpointed block keeps op by op, where it is not run again whole.
-
-In: ops as they are called. Out: keep the result, or compute it again.
-"""
+"""What checkpointing saves: selective policies, and copies of caches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, _VersionWrapper, create_selective_checkpoint_contexts
 
+from autoplan.common.conventions import conventions
+from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import flatten_tensors
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Drawn
 
-__all__ = ["all_but_drawn", "intact_contexts", "selective_contexts"]
+# What a checkpointed block keeps op by op, where it is not run again whole.
+#
+# In: ops as they are called. Out: keep the result, or compute it again.
 
 _GATHERED = ("all_gather", "_allgather", "allgather")
 
@@ -81,10 +85,8 @@ def _keeping_intact(first: Any) -> Iterator[None]:
 
 
 class _CopyBeforeChange(TorchDispatchMode):
-    """Before an op changes in place what torch keeps (`(x @ w).add_(bias)`), a copy of it is kept instead.
-
-    torch keeps an alias, and refuses it in backward when it was changed. The second run makes the change again.
-    """
+    """Before an op changes in place what torch keeps (`(x @ w).add_(bias)`), a copy of it is kept instead. torch keeps
+    an alias, and refuses it in backward when it was changed. The second run makes the change again."""
 
     supports_higher_order_operators = True
 
@@ -99,8 +101,8 @@ class _CopyBeforeChange(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
-            given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | (kwargs or {})
-            written = [given.get(one.name) for one in schema.arguments if one.is_write]
+            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
+            written = [given.get(argument.name) for argument in schema.arguments if argument.is_write]
             changed = {_memory(one) for _, one in flatten_tensors(written)}
             for kept in _wrapped(list(self.kept.values())):
                 if isinstance(kept.val, torch.Tensor) and _memory(kept.val) in changed:
@@ -119,3 +121,73 @@ def _wrapped(kept: Any) -> Iterator[_VersionWrapper]:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+# Caches of keys and values in calls that are run again: what a block was given is kept as it was.
+#
+# Most models leave their cache out when asked, and are asked while they train. Some make one whatever they are told,
+# and some share keys and values between blocks through it. The block's second run must find the cache as the first
+# one did, and must not fill it twice. So the second run gets a copy, made before the first. Tensors are not copied
+# where autograd watches over them: one that was changed in place since is an error, never a wrong gradient.
+
+
+def is_cache(value: Any) -> bool:
+    """Is this an object that collects keys and values, or states?"""
+    if value is None or isinstance(value, (torch.Tensor, str, int, float, Mapping, Sequence, Set, nn.Module, type)):
+        return False
+    return any(callable(getattr(value, name, None)) for name in dir(type(value)) if name.startswith("update"))
+
+
+@dataclass
+class CacheCopies:
+    """The caches among a call's arguments, as they were, by place or name."""
+
+    args: dict[int, Any]
+    kwargs: dict[str, Any]
+    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CacheCopies | None:
+        """Copies for a second run; None where no cache is passed."""
+        found = cls(
+            {place: value for place, value in enumerate(args) if is_cache(value)},
+            {name: value for name, value in kwargs.items() if is_cache(value)},
+        )
+        return found._copied(found.versions) if found.args or found.kwargs else None
+
+    def put_into(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with caches as they were; the copies stay as they are for yet another run."""
+        if any(tensor._version != version for tensor, version in self.versions):
+            raise AutoplanError(
+                "a cache was changed in place after a checkpointed block had read it: the block cannot be run again",
+                hint=f"train without a cache ({conventions().cache_switch}=False)",
+            )
+        fresh = self._copied([])
+        return tuple(fresh.args.get(place, value) for place, value in enumerate(args)), {**kwargs, **fresh.kwargs}
+
+    def _copied(self, versions: list[tuple[torch.Tensor, int]]) -> CacheCopies:
+        seen: dict[int, Any] = {}
+        args = {place: _copy(value, seen, versions) for place, value in self.args.items()}
+        kwargs = {name: _copy(value, seen, versions) for name, value in self.kwargs.items()}
+        return CacheCopies(args, kwargs, versions)
+
+
+def _copy(value: Any, seen: dict[int, Any], versions: list[tuple[torch.Tensor, int]]) -> Any:
+    """Containers and caches in depth, tensors without gradient too; anything else is the same object."""
+    if id(value) in seen:
+        return seen[id(value)]
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            versions.append((value, value._version))
+        seen[id(value)] = value if value.requires_grad else value.clone()
+    elif type(value) in (list, tuple, set):
+        seen[id(value)] = type(value)(_copy(item, seen, versions) for item in value)
+    elif isinstance(value, dict):
+        made = seen[id(value)] = copy.copy(value)
+        made.update({key: _copy(item, seen, versions) for key, item in value.items()})
+    elif is_cache(value) and hasattr(value, "__dict__"):
+        made = seen[id(value)] = copy.copy(value)
+        vars(made).update({name: _copy(item, seen, versions) for name, item in vars(value).items()})
+    else:
+        return value
+    return seen[id(value)]

@@ -1,14 +1,9 @@
-"""Fully sharded data parallelism (FSDP2) over the discovered blocks, after tensor parallelism and checkpointing.
-
-Each unit (`units.py`) is gathered before its forward and freed after it. The last block of a stack is kept, because
-backward begins with it; so is whatever the model's own unit holds. Prefetching looks further ahead than FSDP2's own
-one unit when asked.
-"""
+"""FSDP2 on top of tensor parallelism, and the parameters that it must skip."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,15 +23,214 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.torch_version import TorchVersion
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.nested import change_at, flatten_tensors
 from autoplan.common.options import DataParallel
-from autoplan.execute.collectives import RankGroup, all_reduce
-from autoplan.execute.data_parallel.skipped import Places, places_of
+from autoplan.execute.collectives import RankGroup, all_reduce, mesh_device
 from autoplan.execute.data_parallel.units import Units, choose_units, cut_dim, is_stack
 from autoplan.execute.quantised.modules import compute_in, is_packed
 from autoplan.execute.tensor_parallel import applied, record
 from autoplan.values import Stack
 
-__all__ = ["default_precision", "shard_data_parallel"]
+# Ranks that skip a block gather its FSDP2 unit all the same, and add zeros to its gradients.
+#
+# The problem: FSDP2 gathers a unit where it runs. A rank whose batch has no image does not run the vision tower, so its
+# next gather meets another rank's gather of the tower, and both wait for ever. No rank knows what the others skip.
+#
+# So ranks tell each other where they are wherever they may part: at the first block of a stack, where the class of its
+# blocks changes, at every other unit, and at the end of the forward. While they are at different places, those at the
+# first of them run on, and the others walk through it: its unit is gathered and freed as if it ran, with a single
+# number for activations. What ran and what was walked through joins the value that comes next, so backward comes by the
+# same units in the same order on every rank. What all ranks skip is walked through by none.
+#
+# Ranks do this once the caller has said `model.set_reduce_scatter_unused_params(True)`, which is FSDP2's own call for
+# parameters that only some ranks use. It costs one sum of a few integers at each of these places, and at each block
+# that others walk through. Blocks of one class that all ranks enter together, all ranks must leave together.
+
+
+@dataclass(frozen=True)
+class Place:
+    """The entry of one unit. `parting`: ranks ask here where the others are; at another one only if they have parted.
+    `problem`: why it cannot be traversed."""
+
+    names: tuple[str, ...]
+    parting: bool = True
+    problem: str = ""
+    block: bool = False
+
+
+@dataclass
+class Places:
+    """All places of a model, in the order in which they are walked through, and one rank's way along them."""
+
+    model: nn.Module
+    mesh: DeviceMesh
+    places: tuple[Place, ...]
+    asked: bool = False
+    accompanied: bool = False  # do others walk through what runs on this rank?
+    joining: list[torch.Tensor] = field(default_factory=list)  # what backward must come by: it joins the next value
+
+    def watch_end(self) -> None:
+        """Before FSDP2 takes the model itself, so that its hook comes after."""
+        self.model.register_forward_hook(self._end)
+
+    def watch_rest(self) -> None:
+        """After FSDP2 has taken all units, so that its hooks come after."""
+        self.model.register_forward_pre_hook(self._begin)
+        for number, place in enumerate(self.places):
+            for name in place.names:
+                module = self.model.get_submodule(name)
+                module.register_forward_pre_hook(partial(self._arrive, number), prepend=True, with_kwargs=True)
+                if place.block:
+                    module.register_forward_hook(self._leave)
+
+    # ------------------------------------------------------------------------------------------------ hooks
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.joining.clear()
+        self.accompanied = False
+        self.asked = any(_asked(self._unit(place)) for place in self.places)
+
+    def _arrive(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.asked or _in_backward() or not (self.accompanied or self.places[number].parting):
+            return None
+        given = [(path, x) for path, x in flatten_tensors((args, kwargs)) if x.is_floating_point()]
+        given.sort(key=lambda item: not item[1].requires_grad)
+        self._meet(number, [x for _, x in given])
+        if not self.joining or not given:
+            return None
+        changed = change_at((args, kwargs), given[0][0], self._joined, type(module).__name__)
+        self.joining.clear()
+        return changed
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Others walk backward through what has run here: so must this rank, also where nothing uses its output."""
+        if self.accompanied and not _in_backward():
+            self.joining += [x for _, x in flatten_tensors(output) if x.requires_grad][:1]
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self.asked:
+            return None
+        self._meet(len(self.places), [])
+        for path, x in flatten_tensors(output) if self.joining else ():
+            output = change_at(output, path, self._joined, type(module).__name__) if x.requires_grad else output
+        self.asked = False
+        return output
+
+    # ------------------------------------------------------------------------------------------------ ranks
+
+    def _meet(self, here: int, given: Sequence[torch.Tensor]) -> None:
+        """Return when what is here may run, which was given some tensors."""
+        self.accompanied = False
+        while (found := self._where_ranks_are(here, given)).keys() != {here}:
+            first = min(found)
+            if self.places[first].problem:
+                raise AutoplanError(
+                    f"some ranks skip {self.places[first].names[0]}: {self.places[first].problem}",
+                    hint="run it on every rank, on zeros where a rank has nothing for it",
+                )
+            if first == here:
+                self.accompanied = True
+                return  # the others walk through what runs here now
+            self._walk(self._unit(self.places[first]), found[first])
+
+    def _where_ranks_are(self, here: int, given: Sequence[torch.Tensor]) -> dict[int, bool]:
+        """Every place where a rank is, and whether backward will leave what runs there as it came."""
+        recorded = bool(given) and any(x.requires_grad for x in (*given, *self.joining))
+        said = torch.zeros(len(self.places) + 1, dtype=torch.int32)
+        said[here] = 1 + recorded
+        said = said.to(mesh_device(self.mesh))
+        for dim in range(self.mesh.ndim):
+            said = all_reduce(said, RankGroup.of(self.mesh.get_group(dim)), "max")
+        return {place: value > 1 for place, value in enumerate(said.tolist()) if value}
+
+    def _walk(self, unit: FSDPModule, recorded: bool) -> None:
+        """Gather and free a unit around no computation, in backward too where a run would."""
+        assert isinstance(unit, nn.Module)
+        value = torch.zeros((), device=mesh_device(self.mesh), requires_grad=recorded and torch.is_grad_enabled())
+        if value.requires_grad and self.joining:
+            value = self._joined(value)
+            self.joining.clear()
+        state = unit._get_fsdp_state()
+        (value,), _ = state._pre_forward(unit, (value,), {})
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in unit.parameters()):
+            value = value if value.requires_grad else value.detach().requires_grad_()
+        self.joining.append(state._post_forward(unit, (value,), value * 1))
+
+    def _joined(self, x: torch.Tensor) -> torch.Tensor:
+        joined: torch.Tensor = _Joined.apply(x, *self.joining)
+        return joined
+
+    def _unit(self, place: Place) -> FSDPModule:
+        unit = self.model.get_submodule(place.names[0])
+        assert isinstance(unit, FSDPModule)
+        return unit
+
+
+def _in_backward() -> bool:
+    """There, what was checkpointed runs again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _asked(unit: FSDPModule) -> bool:
+    groups = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", ())
+    return any(getattr(group, "reduce_scatter_unused_params", False) for group in groups)
+
+
+class _Joined(torch.autograd.Function):
+    """A value as it is; in backward what joins it gets zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, *joining: torch.Tensor) -> torch.Tensor:
+        ctx.joining = [(x.shape, x.dtype, x.device) for x in joining]
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.joining)
+
+
+# ------------------------------------------------------------------------------------------------ where ranks may part
+
+
+def places_of(model: nn.Module, mesh: DeviceMesh, stacks: Sequence[Stack], units: Units) -> Places | None:
+    """The places of a model in FSDP2 units; None where all blocks are of one class in one stack."""
+    blocks = {unit.names[0] for unit in units.units if unit.block}
+    inner = {name for unit in units.units for name in unit.names if _inside(name, blocks)}
+    others = [unit for unit in units.units if not unit.block and not inner.intersection(unit.names)]
+    early = [_other(unit.names) for unit in others if len(unit.names) == 1 and not unit.last]
+    late = [_other(unit.names) for unit in others if len(unit.names) > 1 or unit.last]
+    each = [(stack.kind == "decoder", tuple(_blocks(model, stack, blocks, inner))) for stack in stacks]
+    towers = [place for is_last, places in each if not is_last for place in places]
+    trunks = [place for is_last, places in each if is_last for place in places]
+    if len(stacks) < 2 and sum(place.parting for place in (*towers, *trunks)) < 2:
+        return None
+    return Places(model, mesh, (*towers, *early, *trunks, *late))
+
+
+def _other(names: tuple[str, ...]) -> Place:
+    return Place(names, problem=f"{', '.join(names)} are one FSDP2 unit" if len(names) > 1 else "")
+
+
+def _blocks(model: nn.Module, stack: Stack, blocks: set[str], inner: set[str]) -> Iterable[Place]:
+    before = None
+    for name in stack.fqns:
+        if name in blocks:
+            held = sorted(one for one in inner if one.startswith(f"{name}."))
+            problem = f"{held[0]} in it is an FSDP2 unit of its own" if held else ""
+            kind = type(model.get_submodule(name))
+            yield Place((name,), kind is not before, problem, block=True)  # cross-attention may be skipped alone
+            before = kind
+
+
+def _inside(name: str, blocks: set[str]) -> bool:
+    return any(name.startswith(f"{block}.") for block in blocks)
+
+
+# Fully sharded data parallelism (FSDP2) over the discovered blocks, after tensor parallelism and checkpointing.
+#
+# Each unit (`units.py`) is gathered before its forward and freed after it. The last block of a stack is kept, because
+# backward begins with it; so is whatever the model's own unit holds. Prefetching looks further ahead than FSDP2's own
+# one unit when asked.
 
 
 def _precision(options: DataParallel, model: nn.Module) -> MixedPrecisionPolicy:
@@ -68,18 +262,6 @@ def _as_they_are(model: nn.Module) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
 
-def _refuse_integers(model: nn.Module) -> None:
-    """torch 2.11's FSDP2 makes every parameter of floats."""
-    whole = next(
-        (name for name, one in model.named_parameters() if not (one.is_floating_point() or one.is_complex())), ""
-    )
-    if whole and TorchVersion(torch.__version__) < (2, 12):
-        raise AutoplanError(
-            f"{whole} holds integers, and FSDP2 of torch {torch.__version__} shards parameters of floats only",
-            hint="install torch 2.12 or later, or leave data parallelism out",
-        )
-
-
 def shard_data_parallel(
     model: nn.Module, mesh: DeviceMesh, stacks: tuple[Stack, ...], options: DataParallel, *, kept: bool = False
 ) -> None:
@@ -88,7 +270,15 @@ def shard_data_parallel(
         options = replace(options, reshard_after_forward=False)
     known = applied(model)
     assert known is not None, "what was done is recorded first"
-    _refuse_integers(model)
+    # torch 2.11's FSDP2 makes every parameter of floats
+    whole = next(
+        (name for name, one in model.named_parameters() if not (one.is_floating_point() or one.is_complex())), ""
+    )
+    if whole and TorchVersion(torch.__version__) < (2, 12):
+        raise AutoplanError(
+            f"{whole} holds integers, and FSDP2 of torch {torch.__version__} shards parameters of floats only",
+            hint="install torch 2.12 or later, or leave data parallelism out",
+        )
     casts = _precision(options, model).param_dtype
     units = choose_units(model, stacks, frozen=options.frozen, casts=casts is not None)
     for module in model.modules() if casts is not None else ():
@@ -117,7 +307,7 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
         fully_shard(
             given if len(given) > 1 else given[0],
             reshard_after_forward=reshard,
-            mp_policy=_kept(inner) if unit.kept_dtype else inner,
+            mp_policy=replace(inner, param_dtype=None, cast_forward_inputs=False) if unit.kept_dtype else inner,
             **shared,
         )
     if places is not None:
@@ -144,10 +334,6 @@ def _few_matrices(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
 
 def _writes_text(module: nn.Module) -> bool:
     return callable(getattr(module, "generate", None))
-
-
-def _kept(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    return replace(policy, param_dtype=None, cast_forward_inputs=False)
 
 
 def _prefetch(blocks: list[nn.Module], depths: tuple[int, int]) -> None:

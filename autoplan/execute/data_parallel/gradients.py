@@ -21,11 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.execute.collectives import RankGroup, all_reduce, index_of, mesh_device
-from autoplan.execute.parameters.counted import answered_for, repeats
 from autoplan.execute.parameters.held import Held, held_by, held_parameters
 from autoplan.execute.parameters.local_views import reading_locally
-
-__all__ = ["clip_gradients", "global_norm", "to_local", "unshard"]
+from autoplan.execute.parameters.optimizer import answered_for, repeats
 
 
 @contextmanager
@@ -59,7 +57,9 @@ def global_norm(source: Source, norm_type: float = 2.0) -> torch.Tensor:
 
     Collective over every mesh that the parameters lie on. Without any gradient it is 0.
     """
-    _check(norm_type)
+    check_argument("norm_type", norm_type, (int, float), "give a positive number, or float('inf')")
+    if not norm_type > 0:
+        raise AutoplanError(f"norm_type={norm_type!r}", hint="give a positive number, or float('inf')")
     found = list(_parameters(_given(source)))
     meshes: dict[DeviceMesh | None, list[tuple[torch.Tensor, Held | None]]] = {}
     for parameter, held in found:
@@ -77,11 +77,7 @@ def global_norm(source: Source, norm_type: float = 2.0) -> torch.Tensor:
 
 
 def clip_gradients(
-    source: Source,
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    error_if_nonfinite: bool = False,
+    source: Source, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
     """Scale the gradients of a model, or of one or more parameters, in place, so that their norm is at most `max_norm`.
 
@@ -107,12 +103,6 @@ def clip_gradients(
 
 
 # ------------------------------------------------------------------------------------------------ what each rank counts
-
-
-def _check(norm_type: float) -> None:
-    check_argument("norm_type", norm_type, (int, float), "give a positive number, or float('inf')")
-    if not norm_type > 0:
-        raise AutoplanError(f"norm_type={norm_type!r}", hint="give a positive number, or float('inf')")
 
 
 def _given(source: Source) -> nn.Module | list[torch.Tensor]:

@@ -27,8 +27,6 @@ from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
 from autoplan.values import Plan, Stack
 
-__all__ = ["OPTIONS", "MegatronCall", "megatron_call"]
-
 # What fully_shard and fully_shard_model take besides what follows from model, mesh and plan (0.2 to 0.6).
 OPTIONS = (
     "average_in_collective",

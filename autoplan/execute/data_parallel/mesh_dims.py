@@ -1,7 +1,7 @@
 """What each dim of a device mesh is for, by its name.
 
 One mesh carries every kind of parallelism; `parallelize` must take the dims that are its own, leave those of others
-alone and say so, and refuse a name that it cannot place: ranks that nobody uses would train copies in silence.
+alone and say so, and refuse a name that it cannot place: unused ranks would silently train copies.
 
 Two dims are set up elsewhere, and still matter here. Ranks of context parallelism ("cp") hold other parts of the same
 sequences, so their gradients belong together as those of other batches do: FSDP2 shards over both dims, flattened into
@@ -19,8 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.execute.agreement import Voters
 
-__all__ = ["ALIASES", "MeshDims", "read_mesh"]
-
 ALIASES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "dp_shard": ("dp_shard", "dp", "fsdp", "dp_shard_cp"),
@@ -35,9 +33,7 @@ WITH_CONTEXT = "dp_shard_cp"  # what everybody calls the two dims, flattened
 @dataclass(frozen=True)
 class MeshDims:
     """`tp`: a 1-D mesh, None when there is nothing to split over. `data`: FSDP2's mesh, 2-D for HSDP, None without.
-
-    `ep`: ranks that hold whole experts each, apart from those of tp.
-    """
+    `ep`: ranks that hold whole experts each, apart from those of tp."""
 
     tp: DeviceMesh | None
     data: DeviceMesh | None
@@ -84,10 +80,7 @@ def read_mesh(mesh: DeviceMesh, mesh_dims: Mapping[str, str] | None = None) -> M
         raise AutoplanError(f"mesh_dims={mesh_dims!r}", hint='give {"tp": name of a mesh dim}')
     dims = mesh.mesh_dim_names
     if not dims:
-        raise AutoplanError(
-            "the device mesh has no dim names, so nothing says what its dims are for",
-            hint=_MADE_WITH,
-        )
+        raise AutoplanError("the device mesh has no dim names, so the purpose of its dims is unknown", hint=_MADE_WITH)
     names = _by_purpose(mesh, dims, dict(mesh_dims or {}))
     replicate, shard = names.get("dp_replicate"), names.get("dp_shard")
     if replicate is not None and shard is None:
@@ -147,17 +140,13 @@ def _by_purpose(mesh: DeviceMesh, dims: tuple[str, ...], wanted: dict[str, str])
         if found:
             names[purpose] = found[0]
     odd = [name for name in dims if name not in names.values() and name not in LEFT_ALONE and mesh[name].size() > 1]
-    if odd and not _flattened(mesh, names, dims):
+    # Whether a named dim was made of several others (a flattened dp_shard_cp): those are then accounted for
+    if odd and not any(name not in dims for name in names.values()):
         raise AutoplanError(
             f"the mesh dim {odd[0]!r} of {mesh[odd[0]].size()} ranks has no known purpose",
             hint=f"known names are {', '.join(n for a in ALIASES.values() for n in a)}; say what it is with mesh_dims=",
         )
     return names
-
-
-def _flattened(mesh: DeviceMesh, names: dict[str, str], dims: tuple[str, ...]) -> bool:
-    """Whether a named dim was made of several others (a flattened dp_shard_cp): those are then accounted for."""
-    return any(name not in dims for name in names.values())
 
 
 def _refuse_missing(mesh: DeviceMesh, purpose: str, name: str) -> None:

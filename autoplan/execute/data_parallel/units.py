@@ -28,8 +28,6 @@ from autoplan.common.errors import AutoplanError
 from autoplan.execute.quantised.modules import is_packed
 from autoplan.values import Stack
 
-__all__ = ["FROZEN", "Unit", "Units", "choose_units", "cut_dim", "is_stack"]
-
 FROZEN = ("units", "root", "ignore")
 
 
@@ -54,10 +52,8 @@ class Units:
 
 
 def is_stack(parameter: torch.Tensor) -> bool:
-    """Is it a stack of matrices, which FSDP2 may cut inside of each?
-
-    Not packed ones, nor those of which tp's ranks hold unlike numbers.
-    """
+    """Is it a stack of matrices, which FSDP2 may cut inside of each? Not packed ones, nor those of which tp's ranks
+    hold unlike numbers."""
     if parameter.dim() < 3 or not parameter.is_floating_point():
         return False
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -81,10 +77,8 @@ def cut_dim(shape: Sequence[int], ranks: int) -> int:
 
 
 def choose_units(model: nn.Module, stacks: tuple[Stack, ...], *, frozen: str = "units", casts: bool = False) -> Units:
-    """Decide all units of `model`. Raises, naming parameters, where a unit cannot be made of one dtype.
-
-    `casts`: parameters are computed with in another dtype than they have, all but packed ones.
-    """
+    """Decide all units of `model`. Raises, naming parameters, where a unit cannot be made of one dtype. `casts`:
+    parameters are computed with in another dtype than they have, all but packed ones."""
     if frozen not in FROZEN:
         raise AutoplanError(f"frozen={frozen!r}", hint=f"choose one of {', '.join(FROZEN)}")
     search = _Search(model)
@@ -140,7 +134,7 @@ class _Search:
     def ends(self, blocks: list[Unit]) -> list[Unit]:
         """Input table and output head as units of their own: neither is needed while the blocks run."""
         inside = {id(m) for unit in blocks for n in unit.names for m in self.modules[n].modules()}
-        found: list[Unit] = []
+        units: list[Unit] = []
         for getter, last in zip(conventions().ends, (False, True), strict=True):
             module = _called(self.model, getter)
             if not isinstance(module, (nn.Embedding, nn.Linear)) or id(module) in inside or not blocks:
@@ -148,8 +142,8 @@ class _Search:
             if id(module) not in self.first_name or self.first_name[id(module)] == "":
                 continue
             if all(self.owners[id(p)] == [module] for p in module.parameters()):
-                found.append(Unit((self.first_name[id(module)],), last=last))
-        return found
+                units.append(Unit((self.first_name[id(module)],), last=last))
+        return units
 
     # ---------------------------------------------------------------------------------------- what is held in common
 
@@ -159,7 +153,7 @@ class _Search:
         for unit in blocks:
             for below in self.modules[unit.names[0]].modules():
                 homes.setdefault(id(below), set()).add(unit.names[0])
-        several = [m for m in self._unique() if len(homes.get(id(m), ())) > 1 and _has_parameters(m)]
+        several = [m for m in self._unique() if len(homes.get(id(m), ())) > 1 and any(True for _ in m.parameters())]
         below_shared = {id(b) for m in several for b in m.modules() if b is not m}
         units = [Unit((self.first_name[id(m)],)) for m in several if id(m) not in below_shared]
         for unit in units:
@@ -193,7 +187,7 @@ class _Search:
     def by_dtype(self, unit: Unit, others: list[Unit], chosen: Units) -> list[Unit]:
         """The inner units that leave `unit` with trainable parameters of one dtype."""
         elsewhere = {id(self.modules[n]) for other in others if other != unit for n in other.names if n}
-        found: list[Unit] = []
+        units: list[Unit] = []
         own = [p for n in unit.names for m in self._own(n, elsewhere) for p in _direct(m, chosen.ignored)]
         dtypes = Counter[torch.dtype]()
         for parameter in {id(p): p for p in own}.values():
@@ -202,10 +196,10 @@ class _Search:
             return []
         main = dtypes.most_common(1)[0][0]
         for name in unit.names:
-            self._split(name, main, elsewhere, chosen.ignored, found)
-        for part in found:
+            self._split(name, main, elsewhere, chosen.ignored, units)
+        for part in units:
             chosen.notes.append(f"{part.names[0]} is kept in its own dtype: a unit of its own")
-        return found
+        return units
 
     def packed(self, unit: Unit, others: list[Unit]) -> list[Unit]:
         """The modules of a unit that hold packed tensors, whose bits a cast would spoil: one unit together."""
@@ -277,10 +271,6 @@ def _direct(module: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Parameter]
     """The trainable parameters that a module holds itself."""
     held = (p for p in module._parameters.values() if p is not None)
     return [p for p in held if p.requires_grad and p not in ignored]
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 def _called(model: nn.Module, getter: str) -> object:

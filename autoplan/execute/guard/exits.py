@@ -31,8 +31,6 @@ from autoplan.common.errors import PlanMismatchError
 from autoplan.common.nested import changed_inside, flatten_tensors
 from autoplan.execute.guard.marks import Marks
 
-__all__ = ["Kept", "Listeners", "loads_of"]
-
 _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 

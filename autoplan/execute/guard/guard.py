@@ -56,8 +56,6 @@ from autoplan.ops.questions import literals_say
 from autoplan.patches.kernels import optional_kernels
 from autoplan.values import Plan
 
-__all__ = ["PathGuard", "guard_of"]
-
 _SHOWN = 3
 _VALUES_READ = ("__bool__", "item", "tolist", "__float__", "__int__", "__index__", "equal", "allclose")
 _HINT = (

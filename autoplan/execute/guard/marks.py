@@ -19,8 +19,6 @@ from autoplan.execute.vocabulary.split_logits import SplitLogits
 from autoplan.values import Instruction
 from autoplan.values.instructions.base import Spread
 
-__all__ = ["GRADIENT", "PART", "Marks", "as_given", "looking_on"]
-
 PART, GRADIENT = "part", "gradient"
 
 

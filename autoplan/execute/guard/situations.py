@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Situations", "reads_outside"]
-
 _FIRST = 3
 _SIZES = 16  # differing sets of sizes and numbers that are looked at each
 _FARTHER = 1.25

@@ -21,22 +21,17 @@ from autoplan.common.layout import chunk
 from autoplan.common.nested import change_if_returned, change_input, change_output, flatten_tensors, signature_names
 from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.collectives import gather_pieces, mesh_device
+from autoplan.execute.dropout import may_draw
 from autoplan.execute.executors import Around, At, execute
 from autoplan.execute.guard.guard import PathGuard
 from autoplan.execute.guard.marks import as_given, looking_on
-from autoplan.execute.hooks.closures import copied_with_closure
-from autoplan.execute.hooks.running import Running
-from autoplan.execute.hooks.sequence_shards import SequenceShard, shards_in
-from autoplan.execute.hooks.traced import unwatched
-from autoplan.execute.hooks.unseen_outputs import UnseenOutputs
-from autoplan.execute.randomness.may_draw import may_draw
-from autoplan.execute.sequence.apply import gather_shard
+from autoplan.execute.hooks.running import Running, copied_with_closure, unwatched
+from autoplan.execute.hooks.sequence import SequenceShard, gather_shard, shards_in
+from autoplan.execute.hooks.unseen import UnseenOutputs
 from autoplan.execute.vocabulary.leaving import leaving
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
 from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction, Runtime
 from autoplan.values import SplitLogits as LogitsHead
-
-__all__ = ["ModuleWork", "Root", "Worker", "install", "install_root", "listen"]
 
 
 @dataclass
@@ -49,12 +44,12 @@ class ModuleWork:
     random: str = ""  # "split", "whole" or ""
 
     def of(self, kind: type[Any]) -> list[Any]:
-        return [one for one in self.instructions if isinstance(one, kind)]
+        return [instruction for instruction in self.instructions if isinstance(instruction, kind)]
 
     @property
     def communicates(self) -> bool:
         """Do other ranks need anything from it?"""
-        return any(one.communicates for one in self.instructions)
+        return any(instruction.communicates for instruction in self.instructions)
 
 
 def install(module: nn.Module, work: ModuleWork, running: Running) -> Worker:
@@ -81,8 +76,8 @@ class Worker:
         self.module, self.work, self.running = module, work, running
         at = At(module, work.name, signature_names(module), running)
         boundaries: list[Boundary] = work.of(Boundary)
-        around = [(one.turn, execute(one, at)) for one in work.of(AroundModule)]
-        steps = [(one.turn, _at_boundary(one, at)) for one in boundaries] + around
+        around = [(instruction.turn, execute(instruction, at)) for instruction in work.of(AroundModule)]
+        steps = [(boundary.turn, _at_boundary(boundary, at)) for boundary in boundaries] + around
         self.entering = [step.enter for _, step in steps if step.enter is not None]
         self.leaving = [step.leave for _, step in sorted(steps, key=_turn) if step.leave is not None]
         self.beginning = [step.begin for _, step in steps if step.begin is not None]
@@ -244,7 +239,7 @@ class Root:
         self.random, self.always = random
         self.names = signature_names(model)
         at = At(model, "", self.names, running)
-        self.outputs = [(one.path, execute(one, at)) for one in outputs]
+        self.outputs = [(output.path, execute(output, at)) for output in outputs]
         self.unseen = UnseenOutputs((), (), self.names, running.group)
         self.target_words = conventions().target_words
         self.given: tuple[str, ...] = ()  # what the plan has seen it take
@@ -286,8 +281,8 @@ class Root:
         return any(word in name for word in self.target_words)
 
     def _strangers(self, given: dict[str, Any]) -> set[str]:
-        """What nobody saw it take. What it does with that may draw random numbers, and may read its logits (targets
-        have many names), which then must know that they are a rank's columns."""
+        """Arguments that it never took while tracing. They may make it draw random numbers, and read its logits
+        (targets have many names), which then must know that they are a rank's columns."""
         new = (name for name, value in given.items() if isinstance(value, torch.Tensor) and name not in self.given)
         return set(new) if self.given else set()
 

@@ -1,21 +1,118 @@
-"""The state of one sharded model on one rank while its forward runs: what its hooks tell each other."""
+"""State of a run that hooks share: frames, parallel branches, copies of closures."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoplan.common.errors import AutoplanError
+from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.execute.collectives import RankGroup
-from autoplan.execute.hooks.parallel_branches import Branches
-from autoplan.execute.randomness.dropout import SharedRandomness
+from autoplan.execute.dropout import SharedRandomness
 
-__all__ = ["Running", "cannot_be_pickled"]
+# Hooks that a compiler traces inside a checkpointed block.
+#
+# The problem: hooks of one run tell each other things (which module is running, how long a sequence is) by lists that
+# are made when a plan is applied. Inside a checkpointed block a compiler takes any change of what lies outside for
+# one that running the block again must repeat, and breaks its graph there; the rest of the model then runs piece by
+# piece.
+#
+# What our hooks note they take back before the block ends, so there is nothing to repeat: torch is told not to watch.
+# It is told for our hooks alone: what the model itself does in a block is watched as ever.
+
+
+def unwatched(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` in code that is being compiled."""
+    from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as call  # a slow import
+
+    return call(function, *args)
+
+
+# Copy functions together with what they close over.
+#
+# The problem: `copy.deepcopy` takes a function for a constant. A hook that closes over the state of a model would go on
+# to work with that of the original after the model has been copied.
+
+
+def copied_with_closure(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of a function, or of a list or tuple of them, in which closures refer to copies too."""
+    if isinstance(value, list) and id(value) not in memo:
+        found: list[Any] = []
+        memo[id(value)] = found
+        found.extend(copied_with_closure(item, memo) for item in value)
+        return found
+    if type(value) is tuple:
+        return tuple(copied_with_closure(item, memo) for item in value)
+    if isinstance(value, partial):
+        given = {name: copied_with_closure(item, memo) for name, item in value.keywords.items()}
+        return partial(copied_with_closure(value.func, memo), *copied_with_closure(value.args, memo), **given)
+    if not isinstance(value, FunctionType) or value.__closure__ is None:
+        return copy.deepcopy(value, memo)
+    if id(value) not in memo:
+        cells = tuple(CellType() for _ in value.__closure__)
+        made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        made.__kwdefaults__ = value.__kwdefaults__
+        memo[id(value)] = made
+        for cell, before in zip(cells, value.__closure__, strict=True):
+            cell.cell_contents = copied_with_closure(before.cell_contents, memo)
+    return memo[id(value)]
+
+
+# Branches of a block that share a sum: what one withholds, the next one adds to its own.
+#
+# Which they are is found in analyse/placement/parallel_branches.py.
+#
+# A value is withheld only while its block runs. A branch that runs by itself is summed as if it had no neighbour; one
+# that activation checkpointing runs again by itself, to get back what it saved, gives a result that is never read.
+
+Action = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Branches:
+    """What is withheld in each block that is running, the innermost last."""
+
+    def __init__(self) -> None:
+        self.running: list[list[torch.Tensor]] = []
+        self.apart = False  # every branch is summed by itself
+
+    def enter(self) -> None:
+        """A block begins."""
+        self.running.append([])
+
+    def leave(self, name: str, failed: bool) -> None:
+        """A block ends, and nothing may be left over."""
+        left = self.running.pop() if self.running else []
+        if left and not failed:
+            raise PlanMismatchError(
+                f"{name}: a branch's part of a sum was withheld, and the branch that should add it did not run",
+                hint="the block ran in a way the plan's trace never saw; plan again with inputs= that show it",
+            )
+
+    def withhold(self, part: torch.Tensor, summed: Action, zeros: Action) -> torch.Tensor:
+        """Zeros, while the next branch is to come."""
+        if self.apart or not self.running:
+            return part if not self.apart and _recomputing() else summed(part)
+        self.running[-1].append(part)
+        return zeros(part)
+
+    def join(self, part: torch.Tensor) -> torch.Tensor:
+        """The part together with what was withheld."""
+        held = self.running[-1] if self.running and not self.apart else []
+        return part + held.pop() if held else part
+
+
+def _recomputing() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+# The state of one sharded model on one rank while its forward runs: what its hooks tell each other.
 
 
 def cannot_be_pickled() -> AutoplanError:
@@ -39,7 +136,7 @@ class Running:
     whole_logits: bool = False  # gathered where they leave their head
     split_loss: bool = True  # may a model's own loss work on split logits?
     loss: bool = False  # it is doing so: logits leave their head as SplitLogits
-    draws_unseen: bool = True  # may one that takes what nobody saw it take?
+    draws_unseen: bool = True  # may a model that takes arguments not seen while tracing?
     draws: bool = True  # may a forward draw random numbers? Compiled code that does not leaves the streams alone
     sequence_padding: str = "error"
     lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut

@@ -1,13 +1,4 @@
-"""Bring the unsaved buffers of a meta model back to life.
-
-The problem: rotary frequencies, slopes and masks are computed when a model is built and stand in no checkpoint; on the
-meta device there is nothing to compute from later. A model of a library that is known can be built again, so a twin of
-the same class is made, with its parameters on meta (they cost nothing) and its buffers real. Other modules have no such
-recipe and are refused by name.
-
-Adapters that were put on a meta model are on meta, too. The twin gets such adapters as their library makes them, on
-weights of which every number is NaN and which take no memory: what an adapter takes from them is NaN as well.
-"""
+"""Buffers and parameters from outside: rebuild buffers, gather full tensors."""
 
 from __future__ import annotations
 
@@ -19,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
@@ -26,10 +19,21 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.common.random_values import BUILDING
-from autoplan.execute.parameters.following import mark_parameters
-from autoplan.execute.parameters.held import plain_name, record_of
+from autoplan.execute.agreement import fail_together, meet, same_model, voters_of
+from autoplan.execute.collectives import RankGroup, all_reduce
+from autoplan.execute.parameters.held import held_parameters, plain_name, record_of
+from autoplan.execute.parameters.optimizer import mark_parameters
+from autoplan.execute.parameters.state_dict import whole_tensor
 
-__all__ = ["Rebuilt", "new_adapters", "rebuild_buffers", "rebuilt_passing_tensors"]
+# Bring the unsaved buffers of a meta model back to life.
+#
+# The problem: rotary frequencies, slopes and masks are computed when a model is built and stand in no checkpoint; on
+# the meta device there is nothing to compute from later. A model of a library that is known can be built again, so a
+# twin of the same class is made, with its parameters on meta (they cost nothing) and its buffers real. Other modules
+# have no such recipe and are refused by name.
+#
+# Adapters that were put on a meta model are on meta, too. The twin gets such adapters as their library makes them, on
+# weights of which every number is NaN and which take no memory: what an adapter takes from them is NaN as well.
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def new_adapters(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tens
     """These parameters and buffers of adapters, whole, as their library makes them. Draws from this rank's stream."""
     if not names:
         return {}
-    twins, made = _twin_modules(model, list(names)), {}
+    twins, adapters = _twin_modules(model, list(names)), {}
     for name in names:
         path, _, own = name.rpartition(".")
         value = getattr(twins.get(path), own, None)
@@ -99,14 +103,14 @@ def new_adapters(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tens
                 hint="put the adapter on a model that has its weights, or choose an adapter that begins without them "
                 "(LoRA's matrices do)",
             )
-        made[name] = value.detach()
-    return made
+        adapters[name] = value.detach()
+    return adapters
 
 
 def _rebuilt(model: nn.Module, wanted: list[tuple[str, nn.Module, str]], device: torch.device) -> list[Rebuilt]:
     if not wanted:
         return []
-    made: list[Rebuilt] = []
+    places: list[Rebuilt] = []
     names = sorted(f"{path}.{name}".lstrip(".") for path, _, name in wanted)
     twins = _twin_modules(model, names)
     for path, module, name in wanted:
@@ -119,10 +123,10 @@ def _rebuilt(model: nn.Module, wanted: list[tuple[str, nn.Module, str]], device:
             record, old = record_of(module), module._buffers[name]
             held = record.buffers.get(name) if record is not None else None
             value = held.cut(value) if held is not None else value
-            made.append(Rebuilt(module._buffers, name, value.to(old.dtype) if old is not None else value))
+            places.append(Rebuilt(module._buffers, name, value.to(old.dtype) if old is not None else value))
         else:
-            made.append(Rebuilt(module.__dict__, name, value))
-    return made
+            places.append(Rebuilt(module.__dict__, name, value))
+    return places
 
 
 def _passing_meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -162,21 +166,17 @@ def _twin_modules(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
         if not any(True for _ in _passing_meta(twin)):
             break
     if conventions().base_names(model):
-        _without_memory(twin)
+        # Parameters that are not on meta, and hold one number, which is NaN
+        made: dict[int, nn.Parameter] = {}
+        for module in twin.modules():
+            for name, old in module._parameters.items():
+                if old is not None:
+                    number = torch.nan if old.is_floating_point() else 0
+                    value = torch.full((), number, dtype=old.dtype, device="cpu").expand(old.shape)
+                    module._parameters[name] = made.setdefault(id(old), nn.Parameter(value, old.requires_grad))
         with torch.no_grad():
             twin = conventions().adapted_as(model, twin)
     return dict(twin.named_modules(remove_duplicate=False))
-
-
-def _without_memory(model: nn.Module) -> None:
-    """Parameters that are not on meta, and hold one number, which is NaN."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is not None:
-                number = torch.nan if old.is_floating_point() else 0
-                value = torch.full((), number, dtype=old.dtype, device="cpu").expand(old.shape)
-                module._parameters[name] = made.setdefault(id(old), nn.Parameter(value, old.requires_grad))
 
 
 @contextmanager
@@ -208,3 +208,53 @@ class _EmptyOnMeta(TorchFunctionMode):
         if func is torch.empty and kwargs.get("device") is None and kwargs.get("out") is None:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
+
+
+# Get whole tensors back: parameters or gradients under the checkpoint's names, in its shapes and row order.
+#
+# `DTensor.full_tensor()` of a packed weight is in rank order, so comparing it to anything outside is wrong without a
+# word. This is the way out that is right for every parameter, under FSDP2 too.
+
+
+def full_tensors(model: nn.Module, grads: bool = False) -> dict[str, torch.Tensor]:
+    """Every parameter (or its gradient, where it has one) as a plain whole tensor. Tied names share one tensor.
+
+    Collective: every rank of the mesh must call it. A gradient that only some ranks have counts as zero on the others.
+    """
+    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
+    with fail_together(voters_of(model), "full_tensors"):
+        found = list(held_parameters(model))
+        meet(same_model(model))
+        owners = {id(parameter): parameter for _, parameter, _ in found}
+        present = _present(list(owners.values())) if grads else [True] * len(owners)
+        wanted = dict(zip(owners, present, strict=True))
+        whole: dict[int, torch.Tensor] = {}
+        result: dict[str, torch.Tensor] = {}
+        for fqn, parameter, held in found:
+            if not wanted[id(parameter)]:
+                continue
+            if id(parameter) not in whole:
+                whole[id(parameter)] = whole_tensor(_gradient(parameter) if grads else parameter, held)
+            result[fqn] = whole[id(parameter)]
+        return result
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _present(parameters: list[nn.Parameter]) -> list[bool]:
+    """Which parameters have a gradient on at least one rank."""
+    flags = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    mesh = _widest_mesh(parameters)
+    if mesh is not None:
+        flags = flags.to(mesh.device_type)
+        for mesh_dim in range(mesh.ndim):
+            group = RankGroup.of(mesh.get_group(mesh_dim))
+            flags = all_reduce(flags, group, "max") if group.size > 1 else flags
+    return [bool(flag) for flag in flags.tolist()]
+
+
+def _widest_mesh(parameters: list[nn.Parameter]) -> DeviceMesh | None:
+    meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
+    return max(meshes, key=lambda mesh: mesh.ndim, default=None)

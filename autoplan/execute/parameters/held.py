@@ -23,8 +23,6 @@ from torch import nn
 from autoplan.common.layout import Layout, chunk
 from autoplan.execute.collectives import RankGroup, take_rows, whole_order
 
-__all__ = ["Held", "Mark", "ModuleRecord", "held_by", "held_parameters", "mark_of", "plain_name", "record_of"]
-
 _ATTRIBUTE = "_autoplan"
 _MARK = "_autoplan_held"
 _WRAPPERS = frozenset(("_checkpoint_wrapped_module", "_orig_mod"))  # not part of a checkpoint's names

@@ -49,12 +49,8 @@ from autoplan.execute.collectives import (
 from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
 from autoplan.execute.parameters.held import Held, record_of
 from autoplan.execute.parameters.state_dict import gathered, local_piece
-from autoplan.execute.parameters.transforms import refuse_transforms
-from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, unseen_path
+from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, refuse_transforms, unseen_path
 from autoplan.patches.classes import subclass_of
-
-__all__ = ["local_view", "reading_locally", "stored_tensor", "view_class"]
-
 
 # --------------------------------------------------------------------------------------------------------- the view
 
@@ -80,7 +76,7 @@ def _whole_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tens
     """The whole tensor, for code that computes the same with it on every rank of tp."""
     if not isinstance(parameter, DTensor) or held is None:
         return parameter
-    if parameter.device_mesh.ndim > 1:  # in an FSDP2 unit that does not run: nobody gathers it
+    if parameter.device_mesh.ndim > 1:  # in an FSDP2 unit that does not run: it is not gathered
         whole: torch.Tensor = _WholeOfUnit.apply(parameter, held)
         return whole
     local = held.held_of(_local(parameter))
@@ -248,8 +244,8 @@ def _view_class(cls: type, names: tuple[str, ...]) -> type:
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _flat_weights_property()
         namespace["_update_flat_weights"] = _keep_flat_weights
-    made: type = subclass_of(cls, namespace)
-    return made
+    subclass: type = subclass_of(cls, namespace)
+    return subclass
 
 
 def _reading_call(cls: type) -> Callable[..., Any]:

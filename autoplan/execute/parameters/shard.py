@@ -58,7 +58,8 @@ def prepare_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules, gath
     for path, module in model.named_modules():
         if not any(True for _ in module.parameters()) and not any(True for _ in module.buffers(recurse=False)):
             continue
-        _refuse_module(module, path)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AutoplanError(f"{path or 'the model'} is a TorchScript module: its code cannot be run on shards")
         record = ModuleRecord(reading, type(module))
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -142,7 +143,20 @@ class _Builder:
 
     def parameter(self, fqn: str, parameter: nn.Parameter, *, fused: bool) -> tuple[nn.Parameter, Held]:
         if id(parameter) not in self.made:
-            _refuse_parameter(fqn, parameter)
+            if isinstance(parameter, DTensor):
+                raise AutoplanError(f"{fqn} is a DTensor already", hint="shard the model once, before fully_shard")
+            if torch.nn.parameter.is_lazy(parameter):
+                raise AutoplanError(f"{fqn} has no shape yet", hint="run the lazy module once")
+            if type(parameter) is not nn.Parameter and not is_fake(parameter):
+                raise AutoplanError(
+                    f"{fqn} is a {type(parameter).__name__}: only plain parameters can be laid on ranks",
+                    hint="where it is a quantised weight: autoplan.packed_model gives a plain model on meta the packed "
+                    "tensors of its plan, and load_weights fills them from the checkpoint",
+                )
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise AutoplanError(
+                    f"{fqn} has gradient hooks, which would be lost", hint="register them after sharding"
+                )
             held = self._held(fqn, parameter)
             if held.dim is not None and fused:
                 raise AutoplanError(
@@ -169,7 +183,22 @@ class _Builder:
             raise PlanMismatchError(f"{fqn} has {len(shape)} dims; the plan cuts dim {rule.dim}")
         dim = rule.dim % len(shape)
         held = Held(shape, self.group, dim, rule.layout, rule.gradient, rule.divide)
-        _refuse_layout(fqn, held, Layout.parse(rule.layout), tp)
+        # Does the layout fit the tensor, cover it, and give each rank what an ordinary `Shard` gives it?
+        layout = Layout.parse(rule.layout)
+        assert held.dim is not None
+        where, size = f"{fqn}, dim {held.dim}", held.shape[held.dim]
+        if layout.size != size:
+            raise PlanMismatchError(f"{where} has {size} rows; its layout {layout} is about {layout.size}")
+        counts = [len(rows) for rows in held.rows]
+        missing = size - len({row for rows in held.rows for row in rows})
+        if missing:
+            raise IndivisibleError(f"{where}: layout {layout} leaves {missing} of {size} rows to no rank at tp {tp}")
+        if not layout.is_uneven and counts != [len(chunk(sum(counts), tp, rank)) for rank in range(tp)]:
+            raise IndivisibleError(
+                f"{where}: layout {layout} gives the ranks {counts} rows at tp {tp}, which is uneven"
+            )
+        if held.gradient == "sum" and tp > 1 and not held.shared.count:
+            raise PlanMismatchError(f"{where}: every row of {layout} has one holder, so no gradient can be summed")
         return held
 
     def _distribute(self, parameter: nn.Parameter, held: Held) -> nn.Parameter:
@@ -218,42 +247,6 @@ def _by_tensor(model: nn.Module, rules: Rules) -> dict[int, ParameterRule]:
 
 def _meaning(rule: ParameterRule) -> tuple[Any, ...]:
     return rule.dim, rule.layout, rule.gradient, rule.divide
-
-
-def _refuse_module(module: nn.Module, path: str) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise AutoplanError(f"{path or 'the model'} is a TorchScript module: its code cannot be run on shards")
-
-
-def _refuse_parameter(fqn: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, DTensor):
-        raise AutoplanError(f"{fqn} is a DTensor already", hint="shard the model once, before fully_shard")
-    if torch.nn.parameter.is_lazy(parameter):
-        raise AutoplanError(f"{fqn} has no shape yet", hint="run the lazy module once")
-    if type(parameter) is not nn.Parameter and not is_fake(parameter):
-        raise AutoplanError(
-            f"{fqn} is a {type(parameter).__name__}: only plain parameters can be laid on ranks",
-            hint="where it is a quantised weight: autoplan.packed_model gives a plain model on meta the packed tensors "
-            "of its plan, and load_weights fills them from the checkpoint",
-        )
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        raise AutoplanError(f"{fqn} has gradient hooks, which would be lost", hint="register them after sharding")
-
-
-def _refuse_layout(fqn: str, held: Held, layout: Layout, tp: int) -> None:
-    """Does the layout fit the tensor, cover it, and give each rank what an ordinary `Shard` gives it?"""
-    assert held.dim is not None
-    where, size = f"{fqn}, dim {held.dim}", held.shape[held.dim]
-    if layout.size != size:
-        raise PlanMismatchError(f"{where} has {size} rows; its layout {layout} is about {layout.size}")
-    counts = [len(rows) for rows in held.rows]
-    missing = size - len({row for rows in held.rows for row in rows})
-    if missing:
-        raise IndivisibleError(f"{where}: layout {layout} leaves {missing} of {size} rows to no rank at tp {tp}")
-    if not layout.is_uneven and counts != [len(chunk(sum(counts), tp, rank)) for rank in range(tp)]:
-        raise IndivisibleError(f"{where}: layout {layout} gives the ranks {counts} rows at tp {tp}, which is uneven")
-    if held.gradient == "sum" and tp > 1 and not held.shared.count:
-        raise PlanMismatchError(f"{where}: every row of {layout} has one holder, so no gradient can be summed")
 
 
 def _refuse_differing_ranks(builder: _Builder) -> None:

@@ -23,16 +23,6 @@ from autoplan.common.layout import chunk
 from autoplan.execute.collectives import RankGroup, all_gather_rows
 from autoplan.execute.parameters.held import Held, record_of
 
-__all__ = [
-    "gathered",
-    "as_held",
-    "in_checkpoint_order",
-    "local_piece",
-    "register_hooks",
-    "whole_buffer",
-    "whole_tensor",
-]
-
 
 def register_hooks(module: nn.Module) -> list[RemovableHandle]:
     """Translate this module's own entries whenever state dicts are made or loaded."""
@@ -81,23 +71,17 @@ def whole_tensor(tensor: torch.Tensor, held: Held | None) -> torch.Tensor:
 
 
 def gathered(tensor: DTensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-    """`full_tensor()`, for 8-bit floats too: not every backend sends those, but each sends bytes.
-
-    `rows`: for how many each rank of tp has room, where that is not as DTensor would have it.
-    """
-    if _is_cut_again(tensor):
+    """`full_tensor()`, for 8-bit floats too: not every backend sends those, but each sends bytes. `rows`: for how many
+    each rank of tp has room, where that is not as DTensor would have it."""
+    # Has FSDP2 cut further, along the same dim, what a rank of tp holds?
+    *before, last = tensor.placements
+    if any(hasattr(p, "split_factor") and p.dim == getattr(last, "dim", None) for p in before):
         return _put_together(tensor, rows)
     if tensor.dtype.itemsize > 1 or not tensor.is_floating_point():
         return tensor.full_tensor()
     bits = tensor.to_local().view(torch.uint8)
     how: Any = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
     return DTensor.from_local(bits, tensor.device_mesh, tensor.placements, **how).full_tensor().view(tensor.dtype)
-
-
-def _is_cut_again(tensor: DTensor) -> bool:
-    """Has FSDP2 cut further, along the same dim, what a rank of tp holds?"""
-    *before, last = tensor.placements
-    return any(hasattr(p, "split_factor") and p.dim == getattr(last, "dim", None) for p in before)
 
 
 def _put_together(tensor: DTensor, rows: Sequence[int] | None) -> torch.Tensor:
@@ -187,10 +171,8 @@ def as_held(value: torch.Tensor, parameter: DTensor, held: Held) -> DTensor:
 
 
 def local_piece(whole: torch.Tensor, held: Held, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """This rank's piece: its rows on the tp mesh, and of those its shard where FSDP2 has cut them further.
-
-    FSDP2 puts its mesh dims before tp's, and cuts what a tp rank holds into consecutive pieces.
-    """
+    """This rank's piece: its rows on the tp mesh, and of those its shard where FSDP2 has cut them further. FSDP2 puts
+    its mesh dims before tp's, and cuts what a tp rank holds into consecutive pieces."""
     local = held.roomy(held.cut(whole.detach()))
     for mesh_dim, placement in enumerate(placements[:-1]):
         dim = getattr(placement, "dim", None)

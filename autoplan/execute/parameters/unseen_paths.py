@@ -1,9 +1,4 @@
-"""A path that no plan was made for, reached while the model runs on shards, is named: the module, the call, what to do.
-
-Code may do something else at another size or with other arguments than in the calls that were recorded. What it does
-there with a rank's shards often ends in an error of shapes, raised by torch in the middle of the model. The traceback
-tells whose code made the call; nothing is noted while models run.
-"""
+"""Reads of a sharded parameter on paths that the plan has not seen."""
 
 from __future__ import annotations
 
@@ -18,12 +13,42 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.execute import collectives
 from autoplan.execute.parameters.held import record_of
 
-__all__ = ["SHAPE_ERRORS", "unseen_path"]
+# Functions of functions around a sharded model (`torch.func.grad`, `vmap`, forward derivatives, export): one error.
+#
+# They need of every step rules of their own, and a communication between ranks has none. Without this check each says
+# so in other words, from the middle of the model.
+
+
+def refuse_transforms(module: nn.Module) -> None:
+    """Raise where a module whose parameters lie on ranks runs inside of such a function."""
+    if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and not torch.compiler.is_exporting()):
+        return  # compilers use such functions for their own ends; torch 2.11's says that it exports
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        how, instead = "a transform of torch.func (grad, vjp, jvp, vmap)", "torch.autograd.grad, with create_graph"
+    elif forward_ad._current_level >= 0:
+        how, instead = "a forward derivative", "torch.autograd.grad"
+    elif torch.compiler.is_exporting():
+        how, instead = "torch.export", "torch.compile; or export the model that is not sharded"
+    else:
+        return
+    raise AutoplanError(
+        f"{type(module).__name__} lies on ranks, and is called inside of {how}, which cannot see what ranks send each "
+        "other",
+        hint=f"what works: {instead}",
+    )
+
+
+# A path that no plan was made for, reached while the model runs on shards, is named: the module, the call, what to do.
+#
+# Code may do something else at another size or with other arguments than in the calls that were recorded. What it does
+# there with a rank's shards often ends in an error of shapes, raised by torch in the middle of the model. The traceback
+# tells whose code made the call; nothing is noted while models run.
 
 Line: TypeAlias = tuple[FrameType, int]
 SHAPE_ERRORS = (RuntimeError, IndexError, ValueError, AssertionError)
@@ -83,11 +108,11 @@ def _is_of_ranks(steps: list[TracebackType]) -> bool:
 
 
 def _steps(trace: TracebackType | None) -> list[TracebackType]:
-    found = []
+    steps = []
     while trace is not None:
-        found.append(trace)
+        steps.append(trace)
         trace = trace.tb_next
-    return found
+    return steps
 
 
 def _is_of_shapes(error: BaseException, last: TracebackType) -> bool:
@@ -106,7 +131,12 @@ def _runs_on_shards(step: TracebackType) -> bool:
     if not isinstance(module, nn.Module) or frame.f_code.co_filename.startswith((_OURS, _CALLS)):
         return False
     records = (record_of(part) for part in module.modules())
-    return any(held.dim is not None for record in records if record is not None for held in record.parameters.values())
+    return any(
+        parameter.dim is not None
+        for record in records
+        if record is not None
+        for parameter in record.parameters.values()
+    )
 
 
 def _has_right_dtype(frame: FrameType) -> bool:

@@ -16,12 +16,9 @@ import torch
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import SourceError
-from autoplan.execute.quantised.formats import dequantise
-from autoplan.execute.quantised.twice import QuantisedTwice
+from autoplan.execute.quantised.formats import QuantisedTwice, dequantise
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.values.quantised import PackedTensor, PackedWeight
-
-__all__ = ["DequantisedFiles", "StoredFiles"]
 
 _AT_ONCE = 2**24  # numbers of a matrix that is stored row by row, of which columns are wanted
 _NESTED = ".nested_absmax"  # of largest numbers of blocks that are stored in blocks themselves
@@ -105,10 +102,7 @@ class DequantisedFiles(_Files):
         stored = conventions().stored_weights(self.folder, super().keys, shape, read)
         self.packed = {weight.name: weight for weight in stored}
         self._parts = {f"{w.owner}.{tensor.name}" for w in stored for tensor in w.tensors}
-        self._refuse_unscaled()
-
-    def _refuse_unscaled(self) -> None:
-        """An 8-bit float without a scale says nothing."""
+        # An 8-bit float without a scale says nothing
         plain = ((key, super(DequantisedFiles, self).dtype(key)) for key in self.keys if key not in self.packed)
         odd = next(((key, dtype) for key, dtype in plain if dtype.is_floating_point and dtype.itemsize == 1), None)
         if odd is not None:
@@ -146,12 +140,12 @@ class DequantisedFiles(_Files):
         covers = {dim: _cover(weight, dim, held) for dim, held in rows.items()}
         parts = {tensor.name: self._part(weight, tensor, covers) for tensor in weight.tensors}
         shape = tuple(len(covers[dim]) if dim in covers else size for dim, size in enumerate(weight.shape))
-        found = dequantise(weight, parts, shape)
+        blocks = dequantise(weight, parts, shape)
         for dim, held in rows.items():
             if covers[dim] != held:
                 places = {row: place for place, row in enumerate(covers[dim])}
-                found = found.index_select(dim, torch.tensor([places[row] for row in held], dtype=torch.long))
-        return found
+                blocks = blocks.index_select(dim, torch.tensor([places[row] for row in held], dtype=torch.long))
+        return blocks
 
     def _part(self, weight: PackedWeight, tensor: PackedTensor, covers: Mapping[int, tuple[int, ...]]) -> torch.Tensor:
         """A stored tensor, or what of it belongs to the blocks that hold these rows."""

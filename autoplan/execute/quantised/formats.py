@@ -1,15 +1,11 @@
-"""The numbers that packed tensors stand for, one function for each way to store them.
-
-Each takes the stored tensors by role and the shape of the plain piece, and gives that piece in float32 or in the dtype
-in which the library that writes such checkpoints computes it. Every number depends on its own block only, so what is
-made of some blocks is bit for bit what is made of all of them: that is why shards are exact.
-"""
+"""Formats of quantised weights, and the refusal to quantise twice."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -17,7 +13,70 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.files.schemes import scheme_files
 from autoplan.values.quantised import PackedWeight, Scheme
 
-__all__ = ["can_dequantise", "dequantise"]
+# bitsandbytes' double quantisation: the largest number of each block is a code, in blocks with numbers of their own.
+#
+# A packed model holds these largest numbers as float32, since a block of them (16384 weights) would hardly ever be a
+# rank's own. Codes become numbers where files are read, and the same codes where they are written. (Not in formats.py:
+# what is here is no way to store a weight, and goes both ways.)
+
+_STATE = ".quant_state."
+_ENDS = (_STATE, ".absmax")
+
+
+@dataclass(frozen=True)
+class QuantisedTwice:
+    """How the largest numbers of one weight are stored: the largest of each block of them, what codes mean, and the
+    weight's state as it is stored, of which it is told where numbers begin and how many share a block."""
+
+    largest: torch.Tensor
+    values: torch.Tensor
+    state: torch.Tensor
+    offset: float
+    block: int
+
+    def numbers(self, codes: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """What codes at these places stand for."""
+        return self.values.float()[codes.int()] * self._scales(places) + self.offset
+
+    def codes(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Of all numbers, the codes that they were made of: those nearest, or one beside where rounding went astray."""
+        places, rising = torch.arange(len(numbers)), self.values.float().argsort()
+        sought = (numbers - self.offset) / self._scales(places)
+        near = torch.searchsorted(self.values.float()[rising], sought.nan_to_num())
+        tried = torch.stack([rising[(near + step).clamp(0, len(rising) - 1)] for step in (-1, 0, 1)])
+        right = torch.stack([self.numbers(codes, places) == numbers for codes in tried])
+        if not right.any(0).all():
+            raise AutoplanError(
+                "largest numbers of blocks are not those that were loaded, and have no codes",
+                hint="save the weights plain: load the folder with dequantise=True",
+            )
+        return tried.gather(0, right.int().argmax(0, keepdim=True))[0].to(torch.uint8)
+
+    def _scales(self, places: torch.Tensor) -> torch.Tensor:
+        return self.largest.float()[places // self.block]
+
+
+def stored_twice(entries: Mapping[str, Any], known: Mapping[str, QuantisedTwice]) -> dict[str, Any]:
+    """Tensors of a checkpoint, those of weights that are quantised twice as bitsandbytes writes them."""
+    found: dict[str, Any] = {}
+    for entry, value in entries.items():
+        weight, end = next(((entry[: entry.index(end)], end) for end in _ENDS if end in entry), (entry, ""))
+        twice = known.get(weight)
+        if twice is None or not end:
+            found[entry] = value
+        elif end == _STATE:
+            found[entry] = twice.state
+        else:
+            found |= {entry: twice.codes(value), f"{weight}.nested_absmax": twice.largest}
+            found[f"{weight}.nested_quant_map"] = twice.values
+    return found
+
+
+# The numbers that packed tensors stand for, one function for each way to store them.
+#
+# Each takes the stored tensors by role and the shape of the plain piece, and gives that piece in float32 or in the
+# dtype in which the library that writes such checkpoints computes it. Every number depends on its own block only, so
+# what is made of some blocks is bit for bit what is made of all of them: that is why shards are exact.
 
 Parts = Mapping[str, torch.Tensor]
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -26,14 +85,11 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the first, second, … output of 
 
 def dequantise(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
     """The plain piece of `shape` (the first blocks along each dim are whole) that these stored tensors stand for.
-
-    `parts`: by the names that `weight` has for them.
-    """
+    `parts`: by the names that `weight` has for them."""
     decode = _decoder(weight.scheme)
     if decode is None:
         raise AutoplanError(
-            f"{weight.name}: there is no way yet to dequantise {weight.scheme.title}",
-            hint="load it as it is stored",
+            f"{weight.name}: there is no way yet to dequantise {weight.scheme.title}", hint="load it as it is stored"
         )
     own = {tensor.name: parts[tensor.name] for tensor in weight.tensors}
     if weight.rows < weight.contracted:
@@ -71,9 +127,7 @@ def _turned(weight: PackedWeight) -> PackedWeight:
 
 def _spread(scales: torch.Tensor, shape: tuple[int, ...], blocks: Mapping[int, int], parts: int = 1) -> torch.Tensor:
     """One scale for each element: repeated over its block along each dim. A dim of size 1 is left to broadcasting.
-
-    `parts`: of how many matrices, quantised each for itself, the rows of a stack are.
-    """
+    `parts`: of how many matrices, quantised each for itself, the rows of a stack are."""
     for dim, block in blocks.items():
         if scales.shape[dim] > 1 and block > 1:
             scales = scales.repeat_interleave(block, dim)

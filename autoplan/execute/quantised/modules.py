@@ -22,13 +22,10 @@ from autoplan.common.options import check_argument
 from autoplan.common.patterns import matches
 from autoplan.execute.parameters.held import plain_name, record_of
 from autoplan.execute.parameters.local_views import stored_tensor
-from autoplan.execute.quantised.formats import can_dequantise, dequantise
-from autoplan.execute.quantised.twice import QuantisedTwice
+from autoplan.execute.quantised.formats import QuantisedTwice, can_dequantise, dequantise
 from autoplan.patches.classes import give_class, subclass_of
 from autoplan.values import Plan
 from autoplan.values.quantised import PackedTensor, PackedWeight
-
-__all__ = ["compute_in", "is_packed", "keep_beside", "kept_beside", "packed_model", "stored_tensors"]
 
 _STORED = "_autoplan_stored"
 _BESIDE = "_autoplan_beside"
@@ -66,11 +63,11 @@ def is_packed(module: nn.Module) -> bool:
 
 def stored_tensors(model: nn.Module) -> dict[str, tuple[PackedWeight, PackedTensor]]:
     """The packed tensors of a model by full name, each with the weight that it is stored for."""
-    found: dict[str, tuple[PackedWeight, PackedTensor]] = {}
+    tensors: dict[str, tuple[PackedWeight, PackedTensor]] = {}
     for path, module in model.named_modules():
         for weight, _ in module.__dict__.get(_STORED, {}).values():
-            found |= {plain_name(f"{path}.{tensor.attribute}"): (weight, tensor) for tensor in weight.tensors}
-    return found
+            tensors |= {plain_name(f"{path}.{tensor.attribute}"): (weight, tensor) for tensor in weight.tensors}
+    return tensors
 
 
 def keep_beside(model: nn.Module, headers: Mapping[str, str], twice: Mapping[str, QuantisedTwice]) -> None:
@@ -106,7 +103,7 @@ def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWe
         weights = []
         for name, parameter in module._parameters.items():
             own = f"{path}.{name}" if path else name
-            weight = next((one for one in plan.packed if matches(one.name, own)), None)
+            weight = next((weight for weight in plan.packed if matches(weight.name, own)), None)
             if weight is None or parameter is None:
                 continue
             if tuple(parameter.shape) != weight.shape:

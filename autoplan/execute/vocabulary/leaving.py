@@ -1,15 +1,4 @@
-"""Split logits in a caller's hands: a DTensor beside which plain tensors may stand.
-
-The problem: who trains computes a loss of their own, by `F.cross_entropy(logits.view(-1, size), labels.view(-1))`, by
-the divergence from a teacher, by `gather(logits, -1, ids)`. DTensor refuses to compute with plain tensors, and where it
-is asked for a number it gives one rank's part of it.
-
-So the logits that leave a model are a DTensor of a class of ours, and so is what is made of them. Beside plain tensors
-they do what they do beside a model's own loss (`split_logits.py`): a cross-entropy is the vocabulary-parallel one, and
-whatever is not understood gets whole logits. What comes out of sums over the vocabulary is summed over ranks at once,
-on every rank, so that a number that only one rank asks for later waits for nobody. Among themselves they are DTensors
-as any other, also under torch's `loss_parallel`.
-"""
+"""Logits that leave the model: whole, sharded, or next to a loss."""
 
 from __future__ import annotations
 
@@ -18,16 +7,33 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.modules import module as calls
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.nested import flatten_tensors
-from autoplan.execute.collectives import RankGroup
-from autoplan.execute.vocabulary.split_logits import can_stay_split, columns_in, dressed, split_class
+from autoplan.common.layout import chunk
+from autoplan.common.nested import change_input, flatten_tensors
+from autoplan.execute.collectives import RankGroup, gather_pieces, sum_over_ranks
+from autoplan.execute.executors import Around, At, executes
+from autoplan.execute.vocabulary.split_logits import as_split_logits, can_stay_split, columns_in, moved, split_class
 from autoplan.ops.records.record import writes_in_place
+from autoplan.patches.patched import Kept
+from autoplan.patches.sharding_rules import left_untraced
+from autoplan.values import SplitLogits, VocabularyTable
 
-__all__ = ["LeavingLogits", "leaving"]
+# Split logits in a caller's hands: a DTensor beside which plain tensors may stand.
+#
+# The problem: who trains computes a loss of their own, by `F.cross_entropy(logits.view(-1, size), labels.view(-1))`,
+# by the divergence from a teacher, by `gather(logits, -1, ids)`. DTensor refuses to compute with plain tensors, and
+# where it is asked for a number it gives one rank's part of it.
+#
+# So the logits that leave a model are a DTensor of a class of ours, and so is what is made of them. Beside plain
+# tensors they do what they do beside a model's own loss (`split_logits.py`): a cross-entropy is the
+# vocabulary-parallel one, and whatever is not understood gets whole logits. What comes out of sums over the
+# vocabulary is summed over ranks at once, on every rank, so that a number that only one rank asks for later waits for
+# nobody. Among themselves they are DTensors as any other, also under torch's `loss_parallel`.
 
 _T = torch.Tensor
 
@@ -52,7 +58,14 @@ class LeavingLogits(DTensor):
         if func in _NUMBERS:
             _refuse_part(args[0], func)
         if func.__name__ in _WRITTEN_WHOLE and isinstance(args[0], LeavingLogits):
-            return _write_whole(func, args, kwargs)
+            # Change whole rows, and take back the columns of this rank
+            _warn_once(func)
+            logits, *others = args
+            whole = logits.full_tensor().clone()
+            func(whole, *_whole(others), **_whole(kwargs))
+            with torch._C.DisableTorchFunctionSubclass():
+                logits.copy_(_spread(whole, logits.device_mesh))
+            return None if func is _T.__setitem__ else logits
         if func.__name__ in _READ_WHOLE or (func is _T.__getitem__ and _has_list(args[1])):
             return _read_whole(func, args, kwargs)
         if _beside_plain(args, kwargs) and not (func is F.cross_entropy and _loss_parallel()):
@@ -126,17 +139,6 @@ def _read_whole(func: Any, args: Any, kwargs: Any) -> Any:
     return _excerpts(found) if func.__name__ in _VIEWS and not _has_list(args[-1]) else found
 
 
-def _write_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """Change whole rows, and take back the columns of this rank."""
-    _warn_once(func)
-    logits, *others = args
-    whole = logits.full_tensor().clone()
-    func(whole, *_whole(others), **_whole(kwargs))
-    with torch._C.DisableTorchFunctionSubclass():
-        logits.copy_(_spread(whole, logits.device_mesh))
-    return None if func is _T.__setitem__ else logits
-
-
 class Excerpt(torch.Tensor):
     """A part of logits that was gathered where a view was asked for: writing into it would not reach the logits."""
 
@@ -179,8 +181,8 @@ def _theirs(logits: torch.Tensor) -> DTensor:
     """The same as a plain DTensor, without a gradient."""
     made: Any = logits.detach()
     made.__class__ = DTensor
-    found: DTensor = made
-    return found
+    plain: DTensor = made
+    return plain
 
 
 def _refuse_part(logits: Any, func: Any) -> None:
@@ -193,7 +195,7 @@ def _refuse_part(logits: Any, func: Any) -> None:
 
 
 def _beside_plain(args: Any, kwargs: Any) -> bool:
-    """DTensor takes numbers that need no gradient; that of others would be a DTensor where nobody expects one."""
+    """DTensor takes numbers that need no gradient; that of others would be an unexpected DTensor."""
     return any(not isinstance(x, DTensor) and _counts(x) for _, x in flatten_tensors((args, kwargs)))
 
 
@@ -231,7 +233,7 @@ def _opened(value: Any) -> Any:
         if type(placed) is not Shard or not can_stay_split(value.shape[placed.dim], group):
             return value.full_tensor()
         kind = split_class(group, value.shape[placed.dim], placed.dim - value.dim())
-        return dressed(value.to_local(), kind)
+        return as_split_logits(value.to_local(), kind)
     if isinstance(value, dict):
         return {key: _opened(item) for key, item in value.items()}
     if type(value) in (tuple, list):
@@ -262,3 +264,55 @@ class _WholeGradient(torch.autograd.Function):
         if isinstance(gradient, DTensor) and any(placed.is_partial() for placed in gradient.placements):
             return gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
         return gradient
+
+
+# The two ends of a language model on a rank: the table that takes token ids in, the head that gives logits out.
+
+
+@executes(VocabularyTable)
+def _table(planned: VocabularyTable, at: At) -> Around:
+    """Token ids as rows of our piece; foreign ones look up row 0 and are zeroed afterwards."""
+    group, names, where = at.group, at.names, at.where
+    own = chunk(planned.rows, group.size, group.rank)
+    masks: list[torch.Tensor] = []  # runs may nest
+
+    def mask(ids: torch.Tensor) -> torch.Tensor:
+        foreign = (ids < own.start) | (ids >= own.stop)
+        masks.append(foreign)
+        return (ids - own.start).masked_fill(foreign, 0)
+
+    def leave(output: torch.Tensor) -> torch.Tensor:
+        return sum_over_ranks(output.masked_fill(masks.pop().unsqueeze(-1), 0), group)
+
+    return Around(lambda args, kwargs: change_input(args, kwargs, names, planned.path, mask, where), leave)
+
+
+@executes(SplitLogits)
+def _head(planned: SplitLogits, at: At) -> Around:
+    """Whole, or split and knowing it, or (when nothing but the model's exit will read them) plain columns.
+
+    Whole before a loss, too, if someone listens to the head's backward: torch then passes its output on by a function
+    of autograd, which takes columns for what they show.
+
+    Compiled code that is given such logits from outside, where a graph was broken between head and loss, leaves them as
+    they are. (Inside of a graph they are traced: it begins before them.)
+    """
+    running, group, module = at.running, at.group, at.module
+    columns = split_class(group, planned.columns, planned.dim)
+    kept = Kept(left_untraced((LeavingLogits, *moved(columns))))
+    stays = can_stay_split(planned.columns, group)
+
+    def leave(output: torch.Tensor) -> torch.Tensor:
+        if running.whole_logits or (running.loss and (not stays or _is_watched(module))):
+            return gather_pieces(output, group, planned.dim, planned.columns)
+        return as_split_logits(output, columns) if running.loss else output
+
+    return Around(leave=leave, kept=kept)
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Do hooks wait for its backward?"""
+    if torch.compiler.is_compiling():
+        return False
+    own = module._backward_hooks or module._backward_pre_hooks
+    return bool(own or calls._global_backward_hooks or calls._global_backward_pre_hooks)

@@ -1,15 +1,11 @@
-"""Log-probabilities of given tokens, as reinforcement learning and distillation ask for them, from split logits.
-
-Beyond a plain log-softmax they ask for four things: the distribution that a sampler really drew from (temperature,
-top-k, top-p); rows that hold several sequences one after the other; sequences of which each rank holds some positions;
-and no logits at all, only hidden states and the head, since [tokens, vocabulary] is the largest tensor of a step.
-"""
+"""Log probabilities of sharded logits, and the choice of how logits leave the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +16,57 @@ from torch.utils.checkpoint import checkpoint
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument, check_count
 from autoplan.execute.collectives import RankGroup, all_gather_rows, copy_to_ranks, gather_over_ranks
+from autoplan.execute.hooks.running import Running
 from autoplan.execute.parameters.held import record_of
 from autoplan.execute.parameters.local_views import local_view
-from autoplan.execute.vocabulary.kept import check_filters, floor_of
+from autoplan.execute.tensor_parallel import applied
+from autoplan.execute.vocabulary.sampling import check_filters, floor_of
 from autoplan.execute.vocabulary.shards import Columns, Ranks, columns_of, plain, row_sums
 
-__all__ = ["vocab_parallel_logprobs", "vocab_parallel_logprobs_from_hidden"]
+# Whole or split logits: what a sharded model returns, changed after it was sharded.
+#
+# By itself a model returns split logits where gradients are computed, for a loss takes them as they are, and whole ones
+# elsewhere: `generate()`, evaluation and search take a vocabulary for granted.
+
+
+class gather_logits:  # noqa: N801 - called as a function, as torch.no_grad is
+    """Return logits whole (True), split (False), or split where gradients are computed and whole elsewhere (None).
+
+    Holds from the call on, and only inside the block in a `with` statement. `model` may be wrapped or compiled.
+
+        with torch.no_grad(), autoplan.gather_logits(model, False):
+            logprobs = autoplan.vocab_parallel_logprobs(model(ids).logits, ids)
+    """
+
+    def __init__(self, model: nn.Module, gather: bool | None = True) -> None:
+        if gather not in (None, True, False):
+            raise AutoplanError(f"gather={gather!r}", hint="choose True, False or None")
+        check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
+        records = [known for module in model.modules() if (known := applied(module)) is not None]
+        if not records:
+            raise AutoplanError(f"{type(model).__name__} was not sharded", hint="call autoplan.parallelize first")
+        self._before: list[tuple[Running, bool | None]] = []
+        for record in records:
+            if record.running is not None:  # else nothing is split, and logits are whole
+                self._before.append((record.running, record.running.gather_logits))
+                record.running.gather_logits = gather
+
+    def __enter__(self) -> gather_logits:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for running, before in self._before:
+            running.gather_logits = before
+
+
+# Log-probabilities of given tokens, as reinforcement learning and distillation ask for them, from split logits.
+#
+# Beyond a plain log-softmax they ask for four things: the distribution that a sampler really drew from (temperature,
+# top-k, top-p); rows that hold several sequences one after the other; sequences of which each rank holds some
+# positions; and no logits at all, only hidden states and the head, since [tokens, vocabulary] is the largest tensor
+# of a step.
 
 
 def vocab_parallel_logprobs(
@@ -216,7 +257,13 @@ class _Rows:
             logprobs = logprobs.masked_fill(last[..., index], 0.0)
         if self.group is None:
             return logprobs
-        logprobs = _in_order(logprobs, index, RankGroup.of(self.group))
+        # Every rank's positions, put in order. Every rank goes on with all of them alike, so backward takes the own.
+        group = RankGroup.of(self.group)
+        count = index.numel()
+        rows = [range(rank * count, (rank + 1) * count) for rank in range(group.size)]
+        everything = gather_over_ranks(logprobs, group, logprobs.dim() - 1, rows)
+        where = all_gather_rows(index, group, 0, [count] * group.size) if group.size > 1 else index
+        logprobs = everything.index_select(-1, torch.argsort(where))
         return logprobs[..., :-1] if self.shift else logprobs
 
 
@@ -248,12 +295,3 @@ def _last_tokens(
             hint="one position for each token",
         )
     return F.pad(positions[..., 1:] <= positions[..., :-1], (0, 1), value=True)
-
-
-def _in_order(mine: torch.Tensor, positions: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Every rank's positions, put in order. Every rank goes on with all of them alike, so backward takes the own."""
-    count = positions.numel()
-    rows = [range(rank * count, (rank + 1) * count) for rank in range(group.size)]
-    everything = gather_over_ranks(mine, group, mine.dim() - 1, rows)
-    where = all_gather_rows(positions, group, 0, [count] * group.size) if group.size > 1 else positions
-    return everything.index_select(-1, torch.argsort(where))

@@ -25,11 +25,8 @@ from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
 from autoplan.common.nested import changed_inside, is_record
 from autoplan.execute.collectives import RankGroup, gather_pieces
-from autoplan.execute.vocabulary.losses import cross_entropy
-from autoplan.execute.vocabulary.shards import Columns
+from autoplan.execute.vocabulary.shards import Columns, cross_entropy
 from autoplan.ops.records.record import writes_in_place
-
-__all__ = ["SplitLogits", "can_stay_split", "columns_in", "dressed", "moved", "split_class"]
 
 
 def can_stay_split(size: int, group: RankGroup) -> bool:
@@ -53,7 +50,12 @@ class SplitLogits(torch.Tensor):
         result = NotImplemented if found is None else found(cls, func, args, kwargs)
         if result is not NotImplemented:
             return result
-        _refuse_in_place(func, args, kwargs)
+        name = func.__name__
+        if (writes_in_place(name) and isinstance(args[0], SplitLogits)) or isinstance(kwargs.get("out"), SplitLogits):
+            raise PlanMismatchError(
+                f"the model changes its logits in place ({name}) while they are split over the vocabulary",
+                hint="call it without labels and compute the loss by autoplan.vocab_parallel_cross_entropy",
+            )
         return func(*_gathered(cls, args), **_gathered(cls, kwargs))
 
 
@@ -73,12 +75,12 @@ def _are_real(args: Sequence[Any]) -> bool:
 
 @cache
 def split_class(group: RankGroup, vocabulary: int, dim_from_end: int = -1) -> type[SplitLogits]:
-    """The class of logits that are split so; `dressed` makes them."""
+    """The class of logits that are split so; `as_split_logits` makes them."""
     names = {"group": group, "vocabulary": vocabulary, "dim_from_end": dim_from_end, "__doc__": SplitLogits.__doc__}
     return type("SplitLogits", (SplitLogits,), names)
 
 
-def dressed(local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
+def as_split_logits(local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
     """Columns that behave as whole logits from here on. A fake tensor is a subclass already: it becomes both."""
     if not isinstance(local, FakeTensor):
         return local.as_subclass(kind)
@@ -133,15 +135,6 @@ def _gathered(cls: Kind, value: Any) -> Any:
     return value
 
 
-def _refuse_in_place(func: Any, args: Any, kwargs: Any) -> None:
-    name = func.__name__
-    if (writes_in_place(name) and isinstance(args[0], SplitLogits)) or isinstance(kwargs.get("out"), SplitLogits):
-        raise PlanMismatchError(
-            f"the model changes its logits in place ({name}) while they are split over the vocabulary",
-            hint="call it without labels and compute the loss by autoplan.vocab_parallel_cross_entropy",
-        )
-
-
 def _whole_shape(cls: Kind, x: SplitLogits) -> torch.Size:
     sizes = list(_raw(x).shape)
     sizes[cls.dim_from_end] = cls.vocabulary
@@ -165,7 +158,7 @@ def _numel(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _base(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    """Logits as the model sees them are nobody's view. FSDP2 asks each output of a unit, which gathered them all."""
+    """Logits as the model sees them are no views. FSDP2 asks each output of a unit, which gathered them all."""
     return None
 
 
@@ -179,7 +172,7 @@ def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     """Casts and functions of single elements."""
     x = args[0]
     result = func(*map(_raw, args), **kwargs)
-    return dressed(result, cls) if isinstance(x, SplitLogits) else result
+    return as_split_logits(result, cls) if isinstance(x, SplitLogits) else result
 
 
 def _arithmetic(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -195,7 +188,7 @@ def _arithmetic(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         alike = width == 1 and not other.requires_grad  # its gradient would be a part only
         if other.dim() > raw.dim() or not (ours or alike):
             return NotImplemented
-    return dressed(func(*map(_raw, args), **kwargs), cls)
+    return as_split_logits(func(*map(_raw, args), **kwargs), cls)
 
 
 def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -212,7 +205,7 @@ def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         shape[shape.index(-1)] = _whole_shape(cls, x).numel() // known if known else -1
     if shape[-1] != cls.vocabulary:
         return NotImplemented
-    return dressed(func(raw, *shape[:-1], raw.shape[-1]), cls)
+    return as_split_logits(func(raw, *shape[:-1], raw.shape[-1]), cls)
 
 
 def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -222,7 +215,7 @@ def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     raw = _raw(x)
     if cls.dim_from_end != -1 or last % raw.dim() == raw.dim() - 1:
         return NotImplemented
-    return dressed(raw.flatten(first, last), cls)
+    return as_split_logits(raw.flatten(first, last), cls)
 
 
 def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -237,7 +230,7 @@ def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     reaches_last = used >= _raw(x).dim() or any(item is Ellipsis for item in items)
     if reaches_last and not (isinstance(items[-1], slice) and items[-1] == slice(None)) and items[-1] is not Ellipsis:
         return NotImplemented
-    return dressed(_raw(x)[index], cls)
+    return as_split_logits(_raw(x)[index], cls)
 
 
 def _dims_of(item: Any) -> int:
@@ -254,7 +247,7 @@ def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     raw = _raw(args[0])
     one, other, split = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
     at = other if split == one else one if split == other else split
-    return dressed(raw.transpose(one, other), split_class(cls.group, cls.vocabulary, at - raw.dim()))
+    return as_split_logits(raw.transpose(one, other), split_class(cls.group, cls.vocabulary, at - raw.dim()))
 
 
 def _permute(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -263,7 +256,7 @@ def _permute(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     raw = _raw(args[0])
     at = [dim % raw.dim() for dim in dims].index(cls.dim_from_end % raw.dim())
-    return dressed(raw.permute(*dims), split_class(cls.group, cls.vocabulary, at - raw.dim()))
+    return as_split_logits(raw.permute(*dims), split_class(cls.group, cls.vocabulary, at - raw.dim()))
 
 
 # --------------------------------------------------------------------------------------------------------- the loss

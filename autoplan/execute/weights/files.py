@@ -19,8 +19,6 @@ import torch
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import SourceError
 
-__all__ = ["CheckpointFiles", "runs"]
-
 _DTYPES = {  # as safetensors calls them
     "F64": torch.float64,
     "F32": torch.float32,
@@ -53,7 +51,15 @@ class CheckpointFiles:
         self._open: dict[str, Any] = {}
         self._file_of = _find(self.folder)
         self._stored_as: dict[str, str] = {}  # what is asked for by another name than it has in its file
-        self._refuse_absent()
+        # Every file opens, and holds what it is said to hold
+        held = {file: set(_opened(self.folder / file).keys()) for file in dict.fromkeys(self._file_of.values())}
+        absent = [key for key, file in self._file_of.items() if key not in held[file]]
+        if absent:
+            raise SourceError(
+                f"the index of {self.folder} lists {absent[0]} in {self._file_of[absent[0]]}, which does not hold it"
+                + (f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""),
+                hint="the files and the index are not of one download",
+            )
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -119,17 +125,6 @@ class CheckpointFiles:
             self._open[file] = _opened(self.folder / file)
         return self._open[file]
 
-    def _refuse_absent(self) -> None:
-        """Every file opens, and holds what it is said to hold."""
-        held = {file: set(_opened(self.folder / file).keys()) for file in dict.fromkeys(self._file_of.values())}
-        absent = [key for key, file in self._file_of.items() if key not in held[file]]
-        if absent:
-            raise SourceError(
-                f"the index of {self.folder} lists {absent[0]} in {self._file_of[absent[0]]}, which does not hold it"
-                + (f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""),
-                hint="the files and the index are not of one download",
-            )
-
 
 def runs(rows: Sequence[int]) -> Iterator[range]:
     """Maximal ranges of consecutive rows.
@@ -158,7 +153,7 @@ def _read_scattered(source: Any, index: list[Any], dim: int, rows: Sequence[int]
 
 def _find(folder: Path) -> dict[str, str]:
     """Name of each tensor -> file that has it, as transformers reads a folder: model.safetensors if it is there (and no
-    index counts it among others), else what an index says, else all files. `switch.py` relies on that order."""
+    index counts it among others), else what an index says, else all files. `save.py` relies on that order."""
     if not folder.is_dir():
         raise SourceError(f"no folder {folder}", hint="give the folder that holds the .safetensors files")
     indexes, single = sorted(folder.glob("*.safetensors.index.json")), folder / "model.safetensors"

@@ -1,27 +1,171 @@
-"""Which tensor of a checkpoint becomes which tensor of a model.
-
-The problem: names differ. Tied weights are stored once; a base model's checkpoint lacks the prefix its user adds, or
-has one too many; and libraries rename, merge and split checkpoint tensors on the way in (one file entry per expert
-becomes one packed weight). The first two are settled here; the last by the library's own rules, unchanged
-(`conventions().checkpoint_names`). Whatever then has no partner is listed, never guessed.
-"""
+"""Match the keys of a checkpoint to parameters, joined ones too."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
 
-from autoplan.common.conventions import CheckpointNames, Conversion, conventions
-from autoplan.common.errors import PlanMismatchError
-from autoplan.execute.weights.joined import Joined
+from autoplan.common.conventions import CheckpointNames, Conversion, Join, conventions
+from autoplan.common.errors import AutoplanError, PlanMismatchError
+from autoplan.execute.weights.files import runs
 
-__all__ = ["Matched", "match_keys", "refuse_unmatched"]
+# Tensors of a model that a checkpoint holds in pieces: an entry for each expert, gate apart from up.
+#
+# The problem: a rank that holds an eighth of a stack of experts would read all of it, if the stack were put together
+# first. So what a library does by stacking and by setting side by side is done here by places: each entry is asked for
+# the rows that end up on this rank, and for no others. How entries lie in the whole is read off their shapes, so that
+# scales, zero points and indices of groups, each with dims of its own, are joined in the same way as their weight.
+
+Rows = Mapping[int, Sequence[int]]
+Read = Callable[..., torch.Tensor]  # (rows of an entry by dim, or nothing for all of it)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    key: str
+    read: Read
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Along which dim of a piece entries stand side by side, from where to where; `shape`: of each, put in place."""
+
+    dim: int
+    ranges: tuple[range, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class Joined:
+    """One tensor of a model out of several of a checkpoint."""
+
+    name: str
+    join: Join
+    keys: list[str] = field(default_factory=list)
+    _entries: dict[str, list[_Entry]] = field(default_factory=dict)
+
+    def add(self, key: str, pattern: str, read: Read, shape: tuple[int, ...]) -> None:
+        if self.join.turned:
+            read, shape = partial(_turned, read), shape[::-1]
+        self._entries.setdefault(pattern, []).append(_Entry(key, read, shape))
+        self.keys.append(key)
+
+    def forms(self, shape: tuple[int, ...], form: Callable[[str], torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors without numbers, one for each dtype of entries, if these make one of this shape. Raises if not."""
+        self._places(shape)
+        dtypes = dict.fromkeys(form(entry.key).dtype for entries in self._parts() for entry in entries)
+        return [torch.empty(shape, dtype=dtype, device="meta") for dtype in dtypes]
+
+    def piece(self, shape: tuple[int, ...], rows: Rows, dtype: torch.dtype) -> torch.Tensor:
+        """What a rank holds of the whole of this shape: these rows, by dim; absent dims are held whole."""
+        places, stacked = self._places(shape), int(self.join.stacked)
+        sizes = [len(rows[dim]) if dim in rows else size for dim, size in enumerate(shape)]
+        found = torch.empty(sizes if len(sizes) > stacked else [*sizes, 1], dtype=dtype)
+        numbers = rows.get(0, range(shape[0])) if stacked else (0,)
+        inner = {dim - stacked: held for dim, held in rows.items() if dim >= stacked}
+        for part, entries in enumerate(self._parts()):
+            where, wanted = _within(places, part, inner)
+            if not where:
+                continue
+            for slot, number in enumerate(numbers):
+                read = _read(entries[number], places.shapes[part], wanted)
+                # Row by row of `source` to these places; whole runs at once
+                target = found[slot] if stacked else found
+                done = 0
+                for run in runs(where):
+                    target.narrow(places.dim, run.start, len(run)).copy_(read.narrow(places.dim, done, len(run)))
+                    done += len(run)
+        return found.reshape(sizes)
+
+    def _parts(self) -> list[list[_Entry]]:
+        absent = [pattern for pattern in self.join.patterns if pattern not in self._entries]
+        if absent:
+            raise AutoplanError(
+                f"{self.name} is made of {len(self.join.patterns)} kinds of tensors, of which the checkpoint has no "
+                f"{', '.join(absent)} (it has {self.keys[0]})",
+                hint="is the checkpoint complete?",
+            )
+        return [self._entries[pattern] for pattern in self.join.patterns]
+
+    def _places(self, shape: tuple[int, ...]) -> _Places:
+        parts = self._parts()
+        wanted, rest = (shape[0], shape[1:]) if self.join.stacked else (1, shape)
+        odd = next((entries for entries in parts if len(entries) != wanted), None)
+        if odd is not None:
+            raise AutoplanError(
+                f"{self.name} is made of {wanted} tensors like {odd[0].key}, of which the checkpoint has {len(odd)}",
+                hint="is the checkpoint complete, and does its config belong to it?",
+            )
+        unlike = next((e for entries in parts for e in entries if e.shape != entries[0].shape), None)
+        places = None if unlike is not None else _places(rest or (1,), [entries[0].shape for entries in parts])
+        if places is None:
+            said = unlike or parts[0][0]
+            raise AutoplanError(
+                f"{said.key} is {list(said.shape)}: {len(self.keys)} such tensors do not make {self.name} of "
+                f"{list(shape)}",
+                hint="does the config belong to these files?",
+            )
+        return places
+
+
+def _places(rest: tuple[int, ...], shapes: list[tuple[int, ...]]) -> _Places | None:
+    """How entries of these shapes lie side by side in one piece."""
+    for dim in range(len(rest)):
+        others = [(*shape[:dim], *shape[dim + 1 :]) for shape in shapes if len(shape) == len(rest)]
+        if len(others) == len(shapes) and all(other == (*rest[:dim], *rest[dim + 1 :]) for other in others):
+            ends = (0, *accumulate(shape[dim] for shape in shapes))
+            if ends[-1] == rest[dim]:
+                return _Places(dim, tuple(range(a, b) for a, b in pairwise(ends)), tuple(shapes))
+    each = rest[1:]
+    if rest[0] == len(shapes) and all(_bare(shape) == _bare(each) for shape in shapes):  # one row for each
+        return _Places(0, tuple(range(n, n + 1) for n in range(len(shapes))), ((1, *each),) * len(shapes))
+    return None
+
+
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size > 1)
+
+
+def _within(places: _Places, part: int, rows: Rows) -> tuple[list[int], dict[int, Sequence[int]]]:
+    """Where the rows of one part go in what is held, and which of its own rows these are."""
+    mine, wanted = places.ranges[part], dict(rows)
+    if places.dim not in rows:
+        return list(mine), wanted
+    held = rows[places.dim]
+    where = [place for place, row in enumerate(held) if row in mine]
+    wanted[places.dim] = [held[place] - mine.start for place in where]
+    return where, wanted
+
+
+def _turned(read: Read, rows: Rows | None = None) -> torch.Tensor:
+    found = read({1 - dim: held for dim, held in rows.items()}) if rows else read()
+    return found.transpose(0, 1)
+
+
+def _read(entry: _Entry, shape: tuple[int, ...], rows: Rows) -> torch.Tensor:
+    rows = {dim: held for dim, held in rows.items() if len(held) != shape[dim] or list(held) != list(range(shape[dim]))}
+    if entry.shape == shape:
+        return entry.read(rows) if rows else entry.read()
+    found = entry.read().reshape(shape)  # a number, or a row
+    for dim, held in rows.items():
+        found = found.index_select(dim, torch.tensor(list(held), dtype=torch.long))
+    return found
+
+
+# Which tensor of a checkpoint becomes which tensor of a model.
+#
+# The problem: names differ. Tied weights are stored once; a base model's checkpoint lacks the prefix its user adds, or
+# has one too many; and libraries rename, merge and split checkpoint tensors on the way in (one file entry per expert
+# becomes one packed weight). The first two are settled here; the last by the library's own rules, unchanged
+# (`conventions().checkpoint_names`). Whatever then has no partner is listed, never guessed.
 
 _SHOWN = 5  # names printed per kind of mismatch
 
@@ -48,10 +192,8 @@ def match_keys(
     read: Callable[..., torch.Tensor],
     shape: Callable[[str], tuple[int, ...]],
 ) -> Matched:
-    """Find a source for each group of names (one tensor each). `passing`: names of buffers that are not saved.
-
-    A group is served by the first of its names that the checkpoint has. `read` and `shape` are asked with a key.
-    """
+    """Find a source for each group of names (one tensor each). `passing`: names of buffers that are not saved. A group
+    is served by the first of its names that the checkpoint has. `read` and `shape` are asked with a key."""
     names = {name for group in groups for name in group}
     known = conventions().checkpoint_names(model)
     prefix = known.prefix

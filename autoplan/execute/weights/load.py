@@ -30,20 +30,18 @@ from autoplan.common.conventions import BaseName, conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
+from autoplan.execute import random_streams
 from autoplan.execute.agreement import Alike, Voters, fail_together, meet, voters_of
 from autoplan.execute.collectives import mesh_device
+from autoplan.execute.dropout import state_of_the_first
 from autoplan.execute.parameters.buffers import new_adapters, rebuilt_passing_tensors
 from autoplan.execute.parameters.held import Held, plain_name, record_of
 from autoplan.execute.parameters.state_dict import local_piece
 from autoplan.execute.quantised.files import DequantisedFiles, StoredFiles
 from autoplan.execute.quantised.modules import keep_beside
-from autoplan.execute.randomness import streams as random_streams
-from autoplan.execute.randomness.dropout import state_of_the_first
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.execute.weights.key_matching import Matched, match_keys, refuse_unmatched
 from autoplan.execute.weights.moved import Make, Moved, follow
-
-__all__ = ["load_weights"]
 
 
 def load_weights(
@@ -302,7 +300,11 @@ def _conversions(
     model: nn.Module, files: CheckpointFiles, owner: dict[str, _Saved], matched: Matched
 ) -> list[_Conversion]:
     """Each tensor is made once; what is read directly is not. Raises on what does not fit."""
-    found, done, whole = [], {id(owner[name]) for name in matched.direct}, _Whole(conventions().base_of(model), owner)
+    conversions, done, whole = (
+        [],
+        {id(owner[name]) for name in matched.direct},
+        _Whole(conventions().base_of(model), owner),
+    )
     for conversion in matched.converted:
         make = partial(conversion.make, whole)
         names = []
@@ -317,12 +319,12 @@ def _conversions(
             done.add(id(owner[name]))
             names.append(name)
         moved = follow(make, {key: files.shape(key) for key in conversion.keys}) if conversion.moves else None
-        found.append(_Conversion(make, tuple(names), moved))
+        conversions.append(_Conversion(make, tuple(names), moved))
     promised = {name for conversion in matched.converted for name in conversion.targets()} & set(owner)
     forgotten = sorted(name for name in promised if id(owner[name]) not in done)
     if forgotten:
         raise AutoplanError(f"transformers' conversions did not make {', '.join(forgotten[:5])}")
-    return found
+    return conversions
 
 
 def _misfit(name: str, found: torch.Tensor, wanted: _Saved) -> str:

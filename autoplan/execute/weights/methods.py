@@ -1,30 +1,33 @@
-"""Methods of a sharded model that its library knows nothing better about, done the sharded way or refused.
-
-The problem: `save_pretrained` writes from one rank what one rank holds; `resize_token_embeddings` copies rows of a
-part; an adapter that is added later is whole beside a layer that is cut; DistributedDataParallel sends parts to ranks
-that hold other ones. They fail with an error of torch's, or go on. So a sharded model, and each model inside it, has
-these methods on itself: saving writes the whole together, and the others say what to do.
-"""
+"""Methods of a sharded model that load and save, and the state of training."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.agreement import Voters, fail_together, meet, same_model, voters_of
 from autoplan.execute.parameters.held import record_of
-from autoplan.execute.weights.save import save_weights, whole_on_writer, writes
-from autoplan.execute.weights.switch import replace_files
+from autoplan.execute.weights.save import replace_files, save_weights, whole_on_writer, writes
 
-__all__ = ["leave_methods", "take_methods"]
+# Methods of a sharded model that its library knows nothing better about, done the sharded way or refused.
+#
+# The problem: `save_pretrained` writes from one rank what one rank holds; `resize_token_embeddings` copies rows of a
+# part; an adapter that is added later is whole beside a layer that is cut; DistributedDataParallel sends parts to ranks
+# that hold other ones. They fail with an error of torch's, or go on. So a sharded model, and each model inside it, has
+# these methods on itself: saving writes the whole together, and the others say what to do.
 
 _NOTHING_TO_US = ("safe_serialization", "save_function", "save_peft_format", "token")  # how others would write
 _CHOICES = ("selected_adapters", "save_embedding_layers")  # of adapters, and of what is written beside them
@@ -47,13 +50,13 @@ def leave_methods(model: nn.Module) -> None:
 
 
 def _methods_of(module: nn.Module) -> Mapping[str, Callable[..., Any]]:
-    known = conventions()
-    if known.adapters_of(module):
-        named = {name: partial(_fill_adapter, module, name, at) for name, at in known.adding if _has(module, name)}
-        return named | {known.saving: partial(_save_adapters, module)}
-    if not known.saves(module):
+    library = conventions()
+    if library.adapters_of(module):
+        named = {name: partial(_fill_adapter, module, name, at) for name, at in library.adding if _has(module, name)}
+        return named | {library.saving: partial(_save_adapters, module)}
+    if not library.saves(module):
         return {}
-    return {known.saving: partial(_save, module), known.resizing: partial(_resize, module)}
+    return {library.saving: partial(_save, module), library.resizing: partial(_resize, module)}
 
 
 def _has(module: nn.Module, name: str) -> bool:
@@ -128,18 +131,14 @@ def _own_class(model: nn.Module) -> type:
 def _save_adapters(model: nn.Module, save_directory: str | os.PathLike[str], *_: Any, **options: Any) -> None:
     """The adapters of a wrapped model, whole, by the library's own method on the first rank."""
     with fail_together(Voters.everyone(model), conventions().saving):
-        _save_adapters_together(model, save_directory, options)
-
-
-def _save_adapters_together(model: nn.Module, save_directory: str | os.PathLike[str], options: dict[str, Any]) -> None:
-    if asked := sorted(options.keys() - {*_CHOICES, *_NOTHING_TO_US, "is_main_process", "state_dict"}):
-        raise AutoplanError(
-            f"adapters of a sharded model cannot be saved with {', '.join(asked)}",
-            hint="save them, and do that with the folder",
-        )
-    kept = {name: value for name, value in options.items() if name in _CHOICES}
-    parts = conventions().parts_to_save(model, kept)
-    _save_parts(model, save_directory, () if parts is None else parts, **kept)
+        if asked := sorted(options.keys() - {*_CHOICES, *_NOTHING_TO_US, "is_main_process", "state_dict"}):
+            raise AutoplanError(
+                f"adapters of a sharded model cannot be saved with {', '.join(asked)}",
+                hint="save them, and do that with the folder",
+            )
+        kept = {name: value for name, value in options.items() if name in _CHOICES}
+        parts = conventions().parts_to_save(model, kept)
+        _save_parts(model, save_directory, () if parts is None else parts, **kept)
 
 
 def _save_parts(model: nn.Module, folder: str | os.PathLike[str], parts: tuple[str, ...], **options: Any) -> None:
@@ -159,31 +158,66 @@ def _save_parts(model: nn.Module, folder: str | os.PathLike[str], parts: tuple[s
 def _resize(model: nn.Module, *args: Any, **options: Any) -> Any:
     """A table that keeps its size is as before; another one would be cut otherwise."""
     with fail_together(voters_of(model), conventions().resizing):
-        return _resize_to_same(model, args, options)
-
-
-def _resize_to_same(model: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    name = conventions().resizing
-    table: Any = getattr(model, conventions().ends[0])()
-    wanted = args[0] if args else options.get("new_num_tokens")
-    padded = len(args) > 1 or options.get("pad_to_multiple_of") is not None
-    if padded or wanted not in (None, len(table.weight)):
-        raise AutoplanError(
-            f"{name} of a sharded model: its table of {len(table.weight)} rows is cut over ranks",
-            hint="resize first, then autoplan.plan and autoplan.parallelize",
-        )
-    return getattr(type(model), name)(model, *args, **options)
+        name = conventions().resizing
+        table: Any = getattr(model, conventions().ends[0])()
+        wanted = args[0] if args else options.get("new_num_tokens")
+        padded = len(args) > 1 or options.get("pad_to_multiple_of") is not None
+        if padded or wanted not in (None, len(table.weight)):
+            raise AutoplanError(
+                f"{name} of a sharded model: its table of {len(table.weight)} rows is cut over ranks",
+                hint="resize first, then autoplan.plan and autoplan.parallelize",
+            )
+        return getattr(type(model), name)(model, *args, **options)
 
 
 def _fill_adapter(model: nn.Module, method: str, at: int, *args: Any, **options: Any) -> Any:
     """An adapter that was planned may be filled; another one was not cut."""
     wanted = args[at] if len(args) > at else options.get("adapter_name")
-    known = conventions().adapters_of(model)
+    adapters = conventions().adapters_of(model)
     with fail_together(voters_of(model), method):
-        if wanted not in known:
+        if wanted not in adapters:
             raise AutoplanError(
-                f"{method} of a sharded model: adapter {wanted!r} was not planned (it has {', '.join(known)})",
+                f"{method} of a sharded model: adapter {wanted!r} was not planned (it has {', '.join(adapters)})",
                 hint="add it first, then autoplan.plan and autoplan.parallelize",
             )
         meet()
         return getattr(type(model), method)(model, *args, **options)
+
+
+# The state of a sharded optimizer in a folder: what a run needs besides its weights to go on, at any number of ranks.
+#
+# Saved with torch.distributed.checkpoint, by names of parameters and in the checkpoint's order
+# (`parameters/optimizer.py`), so that each rank writes its own shards and a run may go on at another tp size.
+
+
+def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
+    """Write the optimizer's state. Every rank calls it."""
+    with fail_together(Voters.everyone(model), "save_optimizer"):
+        meet(same_model(model))
+        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        files = dcp.FileSystemWriter(folder, overwrite=True)
+        meet()
+        with _as_our_error(f"{folder} could not be written", "is the disk full, and may every rank write there?"):
+            dcp.save(state, storage_writer=files)
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
+    """Read it back into an optimizer of the same kind, fresh or not. Every rank calls it."""
+    with fail_together(Voters.everyone(model), "load_optimizer"):
+        meet(same_model(model))
+        state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        meet()
+        with _as_our_error(f"{folder} could not be read", "is it what save_optimizer wrote, and whole?"):
+            dcp.load(state, checkpoint_id=folder)
+        meet()
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+@contextmanager
+def _as_our_error(told: str, hint: str) -> Iterator[None]:
+    """torch tells all ranks what some of them had, in an unexpected error that is no Exception."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (failure, _) = min(error.failures.items())
+        raise AutoplanError(f"{told} by rank {rank}: {type(failure).__name__}: {failure}", hint=hint) from error

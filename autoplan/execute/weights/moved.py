@@ -3,7 +3,7 @@
 The problem: such a conversion takes whole tensors, and a rank that holds some rows should read these and no others.
 Where a number goes does not depend on the numbers, and along most dims none moves. So the conversion is run once on
 places, each a number that says where it comes from, with one row along every dim where nothing moves; each rank then
-reads what its rows are made of. `joined.py` knows the joins that are known without a run, and those of scales.
+reads what its rows are made of. `key_matching.py` knows the joins that are known without a run, and those of scales.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from math import prod
 import torch
 
 from autoplan.common.errors import AutoplanError
-
-__all__ = ["Make", "Moved", "follow"]
 
 Make = Callable[[Callable[[str], torch.Tensor]], dict[str, torch.Tensor]]  # of what gives a tensor by its key
 Rows = Mapping[int, Sequence[int]]
@@ -82,10 +80,8 @@ class Moved:
 
 
 def follow(make: Make, shapes: Mapping[str, Shape]) -> dict[str, Moved] | None:
-    """Each tensor that a conversion makes of tensors of these shapes; None where that cannot be told by its places.
-
-    `make` runs the conversion with tensors by their keys, and only moves numbers.
-    """
+    """Each tensor that a conversion makes of tensors of these shapes; None where the places do not determine that.
+    `make` runs the conversion with tensors by their keys, and only moves numbers."""
     ranks = {len(shape) for shape in shapes.values()}
     if len(ranks) != 1:
         return None

@@ -17,8 +17,6 @@ from autoplan.capture.draw import Draw
 from autoplan.capture.dry_run import Twin, depends_on_data
 from autoplan.hf.inputs.sounds import bands_of
 
-__all__ = ["NAMES", "first_that_runs", "usual"]
-
 NAMES = (
     "input_values",
     "decoder_input_values",

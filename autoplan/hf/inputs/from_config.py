@@ -28,8 +28,6 @@ from autoplan.hf.shrink import all_configs
 from autoplan.hf.tiny_sizes import is_token_id
 from autoplan.hf.type_rules import type_rules
 
-__all__ = ["make_feeds"]
-
 _SAMPLES, _FRAMES = 4000, 128
 _TINY = 256  # rows of a vocabulary
 _PICTURE = ("pixel_values",)

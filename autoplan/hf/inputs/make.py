@@ -24,8 +24,6 @@ from autoplan.capture.feeding.wants import SIZES
 from autoplan.common.errors import CaptureError
 from autoplan.hf.inputs.from_config import make_feeds
 
-__all__ = ["Feeds", "arguments_of", "core_of", "feeds_for", "make_inputs", "users_feeds"]
-
 
 @dataclass(frozen=True)
 class Feeds:

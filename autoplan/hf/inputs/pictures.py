@@ -10,8 +10,6 @@ from transformers import PretrainedConfig
 
 from autoplan.capture.draw import Draw
 
-__all__ = ["pictures"]
-
 _GRID = ("image_grid_thw", "image_grid_hws", "grid_thw")
 _SIDE = 2  # merged patches per side
 _TILES = ((), (1,), (3,), (2,), (5,))

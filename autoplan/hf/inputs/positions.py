@@ -8,8 +8,6 @@ from autoplan.common.errors import AutoplanError
 from autoplan.hf.inputs.make import core_of
 from autoplan.hf.shrink import all_configs
 
-__all__ = ["check_positions"]
-
 _FIELDS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
 _BEFORE_THE_FIRST = 2  # rows that some tables have for padding
 

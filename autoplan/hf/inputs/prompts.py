@@ -21,8 +21,6 @@ from autoplan.capture.dry_run import Twin, depends_on_data, tried
 from autoplan.common.errors import CaptureError
 from autoplan.hf.shrink import all_configs
 
-__all__ = ["MODALITIES", "Modality", "labels_of", "prompt_feed", "together"]
-
 _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
 _ALONG_TEXT = ("input_ids", *_TOKEN_TYPES)
 

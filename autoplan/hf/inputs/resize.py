@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["resized", "size_of"]
-
 _IDS = ("input_ids", "decoder_input_ids")
 _EMBEDDED = ("inputs_embeds", "hidden_states", "decoder_inputs_embeds")
 

@@ -9,8 +9,6 @@ import torch
 
 from autoplan.capture.draw import Draw
 
-__all__ = ["bands_of", "sounds", "spectrum"]
-
 _BANDS = ("num_mel_bins", "n_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "num_mel_filters")
 _BANDS_LATER = ("d_mel", "feature_size", "input_dim", "input_size")
 _FRAMES = (128, 64, 200)

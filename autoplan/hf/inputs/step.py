@@ -15,8 +15,6 @@ from autoplan.hf.inputs.prompts import labels_of
 from autoplan.hf.inputs.resize import resized
 from autoplan.hf.source import Source
 
-__all__ = ["step_inputs"]
-
 _DECODED = "decoder_input_ids"
 _IDS = (_DECODED, "input_ids")
 _OF_A_SEQUENCE = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")

@@ -1,9 +1,4 @@
-"""What a `quantization_config` says: which schemes there are, and which modules each of them is for.
-
-One function for each method, by the name that transformers' configs have for it. Which scheme a method and a form of it
-mean, the documents of rules/quantised say. No function needs the method's package: a config is plain data. Methods
-whose packed tensors nobody has described are refused by name, never read as unquantised.
-"""
+"""Readers of quantised checkpoints, one for each method."""
 
 from __future__ import annotations
 
@@ -12,13 +7,169 @@ from dataclasses import replace
 from typing import Any
 
 from autoplan.common.errors import SourceError
-from autoplan.hf.quantised.compressed_tensors import compressed_tensors
-from autoplan.hf.quantised.groups import Group, Method
-from autoplan.hf.quantised.schemes import scheme_of
-from autoplan.hf.quantised.torchao import torchao
+from autoplan.hf.quantised.schemes import Group, Method, scheme_of
 from autoplan.values.quantised import Scheme
 
-__all__ = ["USUAL_CONFIGS", "method_of", "quantization_config_of"]
+# What a config of compressed-tensors says: groups of modules, each with a format of its own.
+
+_PLAIN = ("naive-quantized", "int-quantized", "float-quantized")
+_KNOWN = (*_PLAIN, "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+_LINEAR = "Linear"
+
+
+def compressed_tensors(data: Mapping[str, Any]) -> Method:
+    """A checkpoint that is not compressed holds plain weights: it is no quantised one to load, and is refused."""
+    if data.get("quantization_status", "compressed") != "compressed":
+        raise SourceError(
+            f"compressed-tensors with quantization_status {data['quantization_status']!r} holds weights as they are",
+            hint="compress the checkpoint, or delete its quantization_config",
+        )
+    if (data.get("sparsity_config") or {}).get("format", "dense") not in ("dense", None):
+        raise SourceError(
+            f"compressed-tensors in the sparse format {data['sparsity_config']['format']!r} is not described",
+            hint="dense ones are",
+        )
+    groups = []
+    for said in data["config_groups"].values():
+        targets = tuple(str(target) for target in said.get("targets") or (_LINEAR,))
+        names = () if _LINEAR in targets else targets
+        groups.append(Group(_compressed_scheme(said, said.get("format") or data.get("format")), names))
+    ordered = sorted(groups, key=lambda group: not group.names)  # those with names first, they are narrower
+    return Method("compressed-tensors", tuple(ordered), tuple(map(str, data.get("ignore") or ())), default_skips=False)
+
+
+def _compressed_scheme(said: Mapping[str, Any], given: str | None) -> Scheme:
+    weights = said["weights"]
+    bits, kind = int(weights["num_bits"]), str(weights.get("type", "int"))
+    inputs = said.get("input_activations") or {}
+    static = bool(inputs) and not inputs.get("dynamic")
+    zero = not weights.get("symmetric", True)
+    strategy = str(getattr(weights.get("strategy"), "value", weights.get("strategy")))
+    format = given or ("pack-quantized" if bits == 4 and kind == "int" else "naive-quantized")
+    if format not in _KNOWN:
+        raise SourceError(
+            f"compressed-tensors in the format {format!r} is not described", hint=f"described are {', '.join(_KNOWN)}"
+        )
+    if format == "nvfp4-pack-quantized":
+        return _of(format, activations=bool(inputs))
+    if format == "mxfp4-pack-quantized":
+        return _of(format)
+    rows, columns = _blocks(strategy, weights)
+    scale = str(weights.get("scale_dtype") or "bfloat16").removeprefix("torch.")
+    if format == "pack-quantized":
+        ordered = bool(weights.get("actorder")) and str(weights.get("actorder")) != "static" and columns > 0
+        form = "groups in order of activation" if ordered else "groups in order"
+        return _of(form, bits=bits, pack=32 // bits, columns=columns, zero_points=zero, scale=scale)
+    dtype = "float8_e4m3fn" if kind == "float" else "int8"
+    values: dict[str, Any] = {
+        "dtype": dtype,
+        "scale": scale,
+        "static": static,
+        "zero_points": zero,
+        "strategy": strategy,
+    }
+    if strategy == "tensor":
+        return _of("one scale", **values)
+    return _of("scales", rows=rows, columns=columns, **values)
+
+
+def _of(form: str, **values: int | str | bool) -> Scheme:
+    return scheme_of("compressed-tensors", form, **values)
+
+
+def _blocks(strategy: str, weights: Mapping[str, Any]) -> tuple[int, int]:
+    """How many rows and columns share a scale; 0: all of them."""
+    if strategy == "block":
+        rows, columns = weights["block_structure"]
+        return int(rows), int(columns)
+    if strategy in ("group", "tensor_group"):
+        return 1, int(weights["group_size"])
+    if strategy in ("channel", "tensor"):
+        return (1, 0) if strategy == "channel" else (0, 0)
+    raise SourceError(f"compressed-tensors with the strategy {strategy!r} is not described")
+
+
+# What a config of torchao says: a configuration class by name with its fields, or one for each module.
+
+_PER_MODULE = ("ModuleFqnToConfig", "FqnToConfig")
+
+
+def torchao(data: Mapping[str, Any]) -> Method:
+    """The configuration is a dict {"_type", "_data"} under "default"."""
+    said = data["quant_type"]
+    if isinstance(said, str):
+        raise SourceError(
+            f"torchao's quantization type {said!r} is only a name, which newer versions do not read",
+            hint="save the checkpoint again with a configuration object",
+        )
+    said = said.get("default", said)
+    skipped = tuple(map(str, data.get("modules_to_not_convert") or ()))
+    groups: list[Group] = []
+    if said["_type"] in _PER_MODULE:
+        table = next(iter(said["_data"].values()))
+        for name, one in table.items():
+            if name != "_default" and one is None:
+                skipped += (name,)
+            elif one is not None:
+                groups.append(Group(_torchao_scheme(one), () if name == "_default" else (name,), experts=None))
+        groups.sort(key=lambda group: not group.names)
+    else:
+        groups.append(Group(_torchao_scheme(said), experts=None))
+    heads = not data.get("include_input_output_embeddings")
+    return Method("torchao", tuple(groups), skipped, default_skips=heads)
+
+
+def _torchao_scheme(said: Mapping[str, Any]) -> Scheme:
+    kind, fields = str(said["_type"]), said.get("_data") or {}
+    if kind == "Int4WeightOnlyConfig":
+        packing = fields.get("int4_packing_format") or "plain"
+        packing = str(packing["_data"] if isinstance(packing, Mapping) else packing).lower().rpartition(".")[2]
+        if packing != "plain":
+            raise SourceError(
+                f"torchao's int4 in the packing {packing!r} is not described",
+                hint="that of one device's kernel is cut nowhere; save the checkpoint in the plain packing",
+            )
+        return scheme_of("torchao", "int4", group=int(fields.get("group_size", 128)), scale="bfloat16")
+    if kind in ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"):
+        rows, columns = _scaled(fields.get("granularity"), int(fields.get("group_size") or 0))
+        return _integers(rows, columns, "float32")
+    if kind in ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig"):
+        packing = str(fields.get("intx_packing_format") or "unpacked_to_int8").lower()
+        if "unpacked_to_int8" not in packing:
+            raise SourceError(
+                f"torchao's {kind} in the packing {packing!r} is not described",
+                hint="that of one device's kernel is cut nowhere; save the checkpoint unpacked to int8",
+            )
+        said_of = fields.get("weight_granularity") or fields.get("granularity")
+        rows, columns = _scaled(said_of, 0 if kind == "IntxWeightOnlyConfig" else 32)
+        return _integers(rows, columns, "bfloat16")
+    if kind in ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"):
+        per_tensor = "PerTensor" in str(fields.get("granularity"))
+        rows = 0 if per_tensor and kind.startswith("Float8Dynamic") else 1
+        return scheme_of("torchao", "plain", dtype="float8_e4m3fn", scale="float32", rows=rows, columns=0)
+    raise SourceError(
+        f"torchao's {kind} is not described",
+        hint="described are Int4WeightOnlyConfig, and weights of int8, fewer bits in int8, or float8",
+    )
+
+
+def _integers(rows: int, columns: int, scale: str) -> Scheme:
+    return scheme_of("torchao", "plain", dtype="int8", scale=scale, rows=rows, columns=columns, zero_points=True)
+
+
+def _scaled(said: Any, group: int) -> tuple[int, int]:
+    """Of how many rows and columns one scale is; 0: of all. `group`: where nothing is said."""
+    kind = str(said.get("_type", "")) if isinstance(said, Mapping) else ""
+    if kind == "PerGroup":
+        group = int((said.get("_data") or {}).get("group_size") or group)
+    return (0, 0) if kind == "PerTensor" else (1, 0 if kind in ("PerRow", "PerAxis") else group)
+
+
+# What a `quantization_config` says: which schemes there are, and which modules each of them is for.
+#
+# One function for each method, by the name that transformers' configs have for it. Which scheme a method and a form
+# of it mean, the documents of rules/quantised say. No function needs the method's package: a config is plain data.
+# Methods whose packed tensors are not described are refused by name, never read as unquantised.
 
 # What a checkpoint of a method usually says. Names of methods are transformers' words, not ids of our schemes, though
 # some schemes are called alike.

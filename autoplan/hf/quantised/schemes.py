@@ -1,22 +1,83 @@
-"""How a scheme stores one weight: `rules/quantised/<scheme>.toml`, with the numbers of a config put in.
-
-rules/quantised/README.md says what a file holds. A dim like "in/{group}" becomes a `PackedDim`: its size, the dim of
-the plain weight that it stands for, and how many elements of that make one of its own.
-"""
+"""Quantisation schemes: blocks, groups and how tensors are stored."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Literal
 
 from autoplan.common.files.schemes import scheme_files
 from autoplan.values.quantised import PackedDim, PackedTensor, PackedWeight, Scheme
 
-__all__ = ["Plain", "announced", "is_for_linears", "packed_weight", "plain_shape", "scheme_of", "state_of",
-           "stored_names"]  # fmt: skip
+# Which module has which scheme: patterns of names and of classes, as configs say them.
+
+_SAME: Literal["same"] = "same"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A scheme of a method. `experts`: that of stacks of experts; None: none. `names`: patterns; none: every linear."""
+
+    scheme: Scheme | None
+    names: tuple[str, ...] = ()
+    experts: Scheme | Literal["same"] | None = _SAME
+
+    def of(self, stacked: bool) -> Scheme | None:
+        """The scheme of a matrix, or of a stack of matrices."""
+        return self.experts if stacked and self.experts != _SAME else self.scheme
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a config says. The first group whose names fit a module is its group, unless it is skipped.
+
+    `default_skips`: what the library leaves unquantised by default (the output head). `in_blocks`: only what is
+    inside repeated blocks is quantised, of those that `within` names, if it names any; `only`: only modules of these
+    names in a block. `unbiased`: only linear layers without bias, both sizes of which are multiples of this.
+    """
+
+    name: str
+    groups: tuple[Group, ...]
+    skipped: tuple[str, ...] = ()
+    default_skips: bool = True
+    in_blocks: bool = False
+    within: tuple[str, ...] = ()
+    only: tuple[str, ...] = field(default=())
+    unbiased: int = 0
+
+
+def named(pattern: str, name: str) -> bool:
+    """Does a pattern of a config mean the module of this name?
+
+    "re:…" is a regular expression from the beginning; anything else is a name, or its end, its beginning or its middle
+    from dot to dot, or an expression for its beginning.
+
+    >>> named("visual", "model.visual.blocks.0.attn"), named("re:.*mlp.gate$", "layers.0.mlp.gate_proj")
+    (True, False)
+    >>> named("model.layers.1", "model.layers.11.mlp"), named("lm_head", "lm_head")
+    (False, True)
+    """
+    if pattern.startswith("re:"):
+        return _compiled(pattern[3:]).match(name) is not None
+    if f".{pattern}." in f".{name}.":
+        return True
+    if re.escape(pattern).replace(r"\.", ".") == pattern.replace(r"\.", "."):  # nothing in it but letters and dots
+        return False
+    return _compiled(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))").match(name) is not None
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+# How a scheme stores one weight: `rules/quantised/<scheme>.toml`, with the numbers of a config put in.
+#
+# rules/quantised/README.md says what a file holds. A dim like "in/{group}" becomes a `PackedDim`: its size, the dim of
+# the plain weight that it stands for, and how many elements of that make one of its own.
 
 Values = Mapping[str, int | str | bool]
 _DIM = re.compile(r"(whole )?(out\*in|out|in)(?:/(\d+)(?:\*(\d+))?)?")
@@ -62,15 +123,15 @@ def packed_weight(plain: Plain, scheme: Scheme) -> PackedWeight:
     """What a checkpoint holds in place of one weight."""
     values = dict(scheme.values)
     tensors = []
-    for one in scheme_files()[scheme.id]["tensors"]:
-        if "when" in one and not values.get(one["when"]):
+    for tensor in scheme_files()[scheme.id]["tensors"]:
+        if "when" in tensor and not values.get(tensor["when"]):
             continue
-        said = one.get("stacked", one["dims"]) if plain.stacked else one["dims"]
+        said = tensor.get("stacked", tensor["dims"]) if plain.stacked else tensor["dims"]
         dims = tuple(_dim(text, plain, values) for text in said)
         dims = (PackedDim(plain.shape[0], (0,)), *dims) if plain.stacked else dims
-        dtype = str(one["dtype"]).format_map(values)
+        dtype = str(tensor["dtype"]).format_map(values)
         size = prod(dim.size for dim in dims) * _SIZES[dtype]
-        tensors.append(PackedTensor(_name(one["name"], plain), dtype, dims, size))
+        tensors.append(PackedTensor(_name(tensor["name"], plain), dtype, dims, size))
     return PackedWeight(plain.name, scheme, plain.shape, tuple(tensors), plain.rows, plain.contracted, plain.segments)
 
 
@@ -79,7 +140,9 @@ def announced(keys: Iterable[str], scheme: Scheme | None = None) -> Iterator[tup
     files, known = scheme_files(), dict.fromkeys(keys)
     for data in [files[scheme.id]] if scheme is not None else list(files.values()):
         first = data["tensors"][0]["name"]
-        pattern = _announcing(data)
+        names = [tensor["name"] for tensor in data["tensors"] if tensor["name"] != "{weight}" and "when" not in tensor]
+        own = re.escape(names[0]).replace(r"\{weight\}", r"(?P<weight>[A-Za-z]\w*?)")
+        pattern = re.compile(rf"(?P<owner>.+)\.{own}")
         for key in known:
             match = pattern.fullmatch(key)
             if match is None:
@@ -87,12 +150,6 @@ def announced(keys: Iterable[str], scheme: Scheme | None = None) -> Iterator[tup
             parameter = match.groupdict().get("weight") or "weight"
             if f"{match['owner']}.{first.format(weight=parameter)}" in known:
                 yield key, match["owner"], parameter
-
-
-def _announcing(data: Mapping[str, Any]) -> re.Pattern[str]:
-    names = [one["name"] for one in data["tensors"] if one["name"] != "{weight}" and "when" not in one]
-    own = re.escape(names[0]).replace(r"\{weight\}", r"(?P<weight>[A-Za-z]\w*?)")
-    return re.compile(rf"(?P<owner>.+)\.{own}")
 
 
 def is_for_linears(scheme: Scheme) -> bool:
@@ -108,7 +165,7 @@ def state_of(weight: PackedWeight) -> str | None:
 
 def stored_names() -> tuple[tuple[str, str], ...]:
     """How stored tensors are called beside a parameter "weight", and after the name of a parameter of another name."""
-    names = dict.fromkeys(one["name"] for data in scheme_files().values() for one in data["tensors"])
+    names = dict.fromkeys(tensor["name"] for data in scheme_files().values() for tensor in data["tensors"])
     kept = (name for name in names if name != "{weight}" and "." not in name)
     return tuple((_name(name, _BESIDE), _name(name, _AFTER)) for name in kept)
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Claims", "as_pipeline_stage", "checkpoint_its_blocks", "claims_of", "splits_pipelines", "unsplit_children"]
 
 # The modules that transformers hands out to pipeline stages; whatever else a model holds runs on each of them.
 _HANDED_OUT = ("embed_tokens", "layers", "norm")

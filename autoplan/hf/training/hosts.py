@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Sharded", "accelerator_class", "trainer_class"]
-
 _OPTIMIZER, _SCHEDULER, _WEIGHTS = "optimizer", "scheduler.pt", "model"
 
 

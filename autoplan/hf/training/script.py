@@ -15,8 +15,6 @@ from autoplan.common.errors import AutoplanError
 from autoplan.hf.source import Source
 from autoplan.values.estimate import Row
 
-__all__ = ["script_text"]
-
 _HEAD = '''"""{what}
 
     torchrun --nnodes {nodes} --nproc-per-node {each} FILE {usage}

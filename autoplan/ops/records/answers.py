@@ -6,21 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-__all__ = [
-    "ALWAYS",
-    "NEVER",
-    "Along",
-    "Drawn",
-    "Linear",
-    "Product",
-    "Random",
-    "Recurrent",
-    "Reduction",
-    "Shows",
-    "Supposed",
-    "by_rate",
-]
-
 
 class Reduction(StrEnum):
     """What ranks must do where an op runs over a dim of which each has a shard."""
@@ -149,9 +134,7 @@ class Supposed(StrEnum):
 @dataclass(frozen=True)
 class Along:
     """What an op does to positions along a dim: it "picks" some, "parts" them, or "scatters" them to other places.
-
-    `dim`: which argument says the dim.
-    """
+    `dim`: which argument says the dim."""
 
     what: str
     dim: int = 1

@@ -15,8 +15,6 @@ from autoplan.axes.terms import Term
 from autoplan.common.layout import Layout
 from autoplan.values import Op, Ref, Trace
 
-__all__ = ["Local", "SplitOp", "Splits", "as_written", "recorded"]
-
 
 class _Dims(Protocol):
     """What the dims of tensors are (`analyse.infer.Axes`)."""

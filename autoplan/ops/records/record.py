@@ -34,22 +34,6 @@ from autoplan.ops.records.sizes import NO_SIZES, Sizes
 from autoplan.values import Op
 from autoplan.values.reasons import NotPlaced
 
-__all__ = [
-    "CALLS",
-    "OPS",
-    "OpRecord",
-    "PythonCall",
-    "Runs",
-    "call_record",
-    "kept_whole",
-    "nothing",
-    "op",
-    "op_record",
-    "python_call",
-    "unknown",
-    "writes_in_place",
-]
-
 Dims = Callable[[Site], Answer]
 Reduces = Callable[[SplitOp], Reduction | NotPlaced | None]
 Runs = Callable[[Local], Any]
@@ -78,7 +62,7 @@ class OpRecord:
     detaches: bool = False  # no gradient comes back
     overwrites: bool = False  # its first input becomes its second, whatever it held
     tells: bool = False  # Python gets to know what values it found: another run may go another way
-    supposed: Supposed | None = None  # what it may be supposed to find where nobody knows the values
+    supposed: Supposed | None = None  # what it may be supposed to find where values are unknown
 
 
 @dataclass(frozen=True)

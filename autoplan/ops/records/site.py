@@ -17,8 +17,6 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, factors, find, is_data, leaf, product, show
 from autoplan.values import Op, Ref, TensorInfo, Trace
 
-__all__ = ["Answer", "Dims", "Inference", "Site", "told"]
-
 Dims = list[Term]
 Answer = list[Dims | None] | None  # dims per output tensor; None: this rule does not know
 
@@ -43,14 +41,14 @@ class Inference:
 
     def terms(self, tensor: int) -> Dims:
         """The dims of a tensor. One that no op made is new here: a parameter, an input or a constant."""
-        known = self.dims.get(tensor)
-        if known is None:
+        terms = self.dims.get(tensor)
+        if terms is None:
             info = self.trace.tensors[tensor]
-            known = self.dims[tensor] = [leaf(size, info.kind == "input") for size in info.shape]
+            terms = self.dims[tensor] = [leaf(size, info.kind == "input") for size in info.shape]
             if info.kind == "constant":
-                for term in known:
+                for term in terms:
                     self.algebra.mark(term, Event.CONST)
-        return known
+        return terms
 
 
 class Site:

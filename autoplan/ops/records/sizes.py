@@ -10,25 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "NO_SIZES",
-    "SHAPE",
-    "Bounds",
-    "Filled",
-    "Groups",
-    "Identity",
-    "Indexed",
-    "Lengths",
-    "MadeWhole",
-    "NoSizes",
-    "OutputShape",
-    "PieceCount",
-    "RepeatEach",
-    "Repeats",
-    "Sizes",
-    "Unflattened",
-]
-
 
 @dataclass(frozen=True)
 class NoSizes:
@@ -53,10 +34,8 @@ class Unflattened:
 
 @dataclass(frozen=True)
 class Filled:
-    """The shape of a value that is alike everywhere: a rank makes its shard of it by itself.
-
-    `defined`: its contents are known, unlike those of empty memory.
-    """
+    """The shape of a value that is alike everywhere: a rank makes its shard of it by itself. `defined`: its contents
+    are known, unlike those of empty memory."""
 
     first: int = 0
     defined: bool = True

@@ -15,17 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
 
-from autoplan.values.costs import Cost
-
-__all__ = [
-    "INSTRUCTIONS",
-    "Amount",
-    "Collective",
-    "Instruction",
-    "Move",
-    "Spread",
-    "instruction",
-]
+from autoplan.values.estimate import Cost
 
 
 class Spread(StrEnum):

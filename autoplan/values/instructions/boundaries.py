@@ -1,25 +1,14 @@
-"""What is done to one tensor where it enters or leaves a module, on every call."""
+"""Instructions at boundaries of modules, also along the sequence."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from autoplan.values.costs import Cost
+from autoplan.values.estimate import Cost
 from autoplan.values.instructions.base import Collective, Instruction, Move, Spread, instruction
 
-__all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllReduceGradient",
-    "Boundary",
-    "JoinPartial",
-    "MeanOverRanks",
-    "ScaleGradient",
-    "SequenceName",
-    "Side",
-    "WithholdPartial",
-]
+# What is done to one tensor where it enters or leaves a module, on every call.
 
 Side = Literal["input", "output"]
 
@@ -103,9 +92,7 @@ class MeanOverRanks(Boundary):
 @dataclass(frozen=True)
 class ScaleGradient(Boundary):
     """Identity forward; backward a gradient that every rank has whole is divided by tp, and so is one part of a sum.
-
-    With a `layout`, only on the segments along `dim` that every rank holds.
-    """
+    With a `layout`, only on the segments along `dim` that every rank holds."""
 
     dim: int | None = None
     layout: str | None = None
@@ -140,9 +127,7 @@ class AllGather(Boundary):
 @dataclass(frozen=True)
 class WithholdPartial(Boundary):
     """A branch's part of a sum is kept back for the next branch of the block, which adds it to its own; it gives zeros.
-
-    Under sequence parallelism these are zeros of a shard: of `sequence`, which lies along `dim`.
-    """
+    Under sequence parallelism these are zeros of a shard: of `sequence`, which lies along `dim`."""
 
     dim: int | None = None
     sequence: SequenceName | None = None
@@ -165,4 +150,84 @@ class JoinPartial(Boundary):
     says = "to {what} is added what the branch before it withheld (forward)"
     cost = None
     turn = 0
+    collectives = ()
+
+
+# What is done where a value enters or leaves the part of the model whose stream is cut along the sequence.
+
+
+@dataclass(frozen=True)
+class SequenceBoundary(Boundary):
+    """One whose value has the positions of `sequence` along `dim`."""
+
+    dim: int
+    sequence: SequenceName
+
+
+@instruction
+@dataclass(frozen=True)
+class ScatterSequence(SequenceBoundary):
+    """Forward a rank keeps its own positions of a whole value; backward the whole gradient is gathered."""
+
+    takes = Spread.REPLICATE
+    gives = Spread.SEQUENCE_SHARD
+    says = "{what} is cut along the sequence (forward), its gradient gathered (backward)"
+    cost = None
+    turn = 3
+    stream_end = "input"
+    collectives = (Move(Collective.ALL_GATHER, backward=True),)
+
+
+@instruction
+@dataclass(frozen=True)
+class AllGatherSequence(SequenceBoundary):
+    """Forward all positions are gathered, for readers that every rank runs alike; backward a rank keeps its own."""
+
+    takes = Spread.SEQUENCE_SHARD
+    gives = Spread.REPLICATE
+    says = "the whole sequence of {what} is gathered (forward), its gradient cut (backward)"
+    cost = None
+    turn = 2
+    at_exit = True
+    stream_end = "output"
+    collectives = (Move(Collective.ALL_GATHER),)
+
+
+@instruction
+@dataclass(frozen=True)
+class AllGatherSequenceSumGradient(SequenceBoundary):
+    """Forward all positions are gathered, for readers of which each rank runs a part; backward the gradients are summed
+    and each rank keeps its own positions of the sum."""
+
+    takes = Spread.SEQUENCE_SHARD
+    gives = Spread.PARTIAL_GRADIENT
+    says = "the whole sequence of {what} is gathered (forward), its gradient summed and cut (backward)"
+    cost = None  # told at each module that reads the value
+    turn = 2
+    collectives = (Move(Collective.ALL_GATHER), Move(Collective.REDUCE_SCATTER, backward=True))
+
+
+@instruction
+@dataclass(frozen=True)
+class ReduceScatterSequence(SequenceBoundary):
+    """Forward the parts that ranks hold are summed and each keeps its own positions; backward all are gathered."""
+
+    takes = Spread.PARTIAL
+    gives = Spread.SEQUENCE_SHARD
+    says = "{what} is summed over ranks and cut along the sequence (forward), its gradient gathered (backward)"
+    cost = Cost("sum", as_sequence_shard=True)
+    turn = 1
+    collectives = (Move(Collective.REDUCE_SCATTER), Move(Collective.ALL_GATHER, backward=True))
+
+
+@instruction
+@dataclass(frozen=True)
+class NoteShard(SequenceBoundary):
+    """Nothing is changed: a value is noted to be a shard of the positions, in case a caller collects it."""
+
+    takes = Spread.SEQUENCE_SHARD
+    gives = Spread.SEQUENCE_SHARD
+    says = "{what} is a shard of the sequence, gathered where the model returns it"
+    cost = None
+    turn = 6
     collectives = ()

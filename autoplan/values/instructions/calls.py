@@ -1,4 +1,4 @@
-"""What is done to one call of a module's own Python, where neither a boundary nor a stored integer can do it."""
+"""Instructions for calls of torch."""
 
 from __future__ import annotations
 
@@ -6,27 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from autoplan.values.costs import Cost
+from autoplan.values.estimate import Cost
 from autoplan.values.instructions.base import Amount, Collective, Instruction, Move, Spread, instruction
 
-__all__ = [
-    "AttentionCall",
-    "CallRewrite",
-    "CallSite",
-    "Cut",
-    "DrawOnShards",
-    "EmbeddingCall",
-    "EqualPieces",
-    "GatherCall",
-    "LengthCall",
-    "LiteralArgument",
-    "MeanCall",
-    "NormCall",
-    "RewriteCall",
-    "RowCall",
-    "SumCall",
-    "VarianceCall",
-]
+# What is done to one call of a module's own Python, where neither a boundary nor a stored integer can do it.
 
 
 @dataclass(frozen=True)
@@ -171,11 +154,8 @@ class MeanCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class NormCall(CallRewrite):
-    """layer_norm or rms_norm over the last `dims` dims, which are `count` numbers on all ranks together.
-
-    Its statistics are summed over ranks, forward and backward: the squares, and before them, where it takes two, the
-    mean.
-    """
+    """layer_norm or rms_norm over the last `dims` dims, which are `count` numbers on all ranks together. Its statistics
+    are summed over ranks, forward and backward: the squares, and before them, where it takes two, the mean."""
 
     dims: int
     count: int
@@ -195,10 +175,8 @@ class NormCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class VarianceCall(CallRewrite):
-    """`var` or `std` over `dims` (from the end), of which rank r holds `held[r]` positions.
-
-    Ranks gather each other's mean and variance and put them together. `correction` is what is taken off the count.
-    """
+    """`var` or `std` over `dims` (from the end), of which rank r holds `held[r]` positions. Ranks gather each other's
+    mean and variance and put them together. `correction` is what is taken off the count."""
 
     dims: tuple[int, ...]
     keepdim: bool
@@ -219,10 +197,8 @@ class VarianceCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class LengthCall(CallRewrite):
-    """Lengths of vectors along `dims` (from the end), of which each rank holds a part: their squares are summed.
-
-    A function that `divides` by the lengths sums their gradient, too.
-    """
+    """Lengths of vectors along `dims` (from the end), of which each rank holds a part: their squares are summed. A
+    function that `divides` by the lengths sums their gradient, too."""
 
     dims: tuple[int, ...]
     keepdim: bool
@@ -324,3 +300,71 @@ class DrawOnShards(CallRewrite):
     says = "drawn from the rank's own random numbers"
     cost = None
     collectives = ()
+
+
+# What a rank does at a call that runs a recurrent network, of whose weights it holds some rows.
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Where a weight stands in a call's arguments, and how its rows lie on ranks."""
+
+    path: tuple[Any, ...]
+    layout: str
+
+
+@instruction
+@dataclass(frozen=True)
+class RecurrentCall(CallRewrite):
+    """All steps in one call: the weights are gathered, and it runs whole. Backward a rank keeps the gradient of its
+    rows."""
+
+    weights: tuple[HeldRows, ...]
+
+    takes = Spread.REPLICATE
+    gives = Spread.REPLICATE
+    says = "weights gathered from all ranks for this call, all steps computed on each"
+    cost = Cost("gather of the weights", "call")
+    collectives = (Move(Collective.ALL_GATHER, Amount.ARGUMENT),)
+
+    @property
+    def own_moves(self) -> tuple[Move, ...]:
+        return tuple(Move(Collective.ALL_GATHER, Amount.ARGUMENT, path=weight.path) for weight in self.weights)
+
+    def layouts(self) -> Iterator[str]:
+        yield from super().layouts()
+        yield from (weight.layout for weight in self.weights)
+
+
+@instruction
+@dataclass(frozen=True)
+class CellCall(CallRewrite):
+    """One step of a cell: each rank multiplies with the rows of the weights that it holds, which lie in `layout`.
+
+    A cell has so many `gates` and `states`. Where a rank holds all gates of its hidden units ("4*48!"), the new states
+    are gathered; else the gates are, and the step goes on whole. Backward the gradients of the step's input and of the
+    states before it are summed.
+    """
+
+    layout: str
+    gates: int
+    states: int
+
+    takes = Spread.PARTIAL_GRADIENT
+    gives = Spread.REPLICATE
+    says = "computed for the rank's rows of the gates, the new state gathered"
+    cost = Cost("gather of the state", "call")
+    collectives = (Move(Collective.ALL_GATHER),)
+
+    @property
+    def by_unit(self) -> bool:
+        """Does a rank hold all gates of its hidden units?"""
+        return "*" in self.layout or self.gates == 1
+
+    @property
+    def own_moves(self) -> tuple[Move, ...]:
+        states = tuple(("args", 1, at) for at in range(self.states)) if self.states > 1 else (("args", 1),)
+        given: tuple[tuple[Any, ...], ...] = (("args", 0), *(states if self.by_unit else states[:1]))
+        gathered = self.states if self.by_unit else 2 * self.gates  # of the input and of the state
+        back = (Move(Collective.ALL_REDUCE, Amount.ARGUMENT, backward=True, path=path) for path in given)
+        return (Move(Collective.ALL_GATHER, times=gathered), *back)

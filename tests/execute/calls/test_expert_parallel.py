@@ -27,7 +27,7 @@ from autoplan.common.errors import AutoplanError, IndivisibleError, PlanFileErro
 from autoplan.common.options import Wish
 from autoplan.emit.exports.expressible import ExportError
 from autoplan.execute.collectives import RankGroup
-from autoplan.execute.hooks.experts import ExpertsOfARank
+from autoplan.execute.hooks.boundaries import ExpertsOfARank
 from autoplan.hf.source import resolve
 from autoplan.planning import draft_plan
 from autoplan.values import Capabilities, IntegerEdit, LocalExperts, Plan

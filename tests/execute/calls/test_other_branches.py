@@ -20,7 +20,7 @@ from autoplan.check.ranks.common import RankError
 from autoplan.check.ranks.run import run_ranks
 from autoplan.common.errors import PlanMismatchError
 from autoplan.execute.collectives import RankGroup
-from autoplan.execute.hooks.unrecorded import watch_unrecorded
+from autoplan.execute.hooks.unseen import watch_unrecorded
 from autoplan.values import Constant, Plan, RewriteCall, Runtime, Side
 
 X = torch.linspace(-1, 1, 2 * 6 * 16, dtype=torch.float64).view(2, 6, 16)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import autoplan
 from autoplan.check.ranks.run import run_ranks
 from autoplan.execute.data_parallel.units import cut_dim
-from autoplan.execute.parameters.gather import full_tensors
+from autoplan.execute.parameters.buffers import full_tensors
 
 CASES = {
     "FSDP2 alone": ({"dp_shard": 8}, 1, 4),

@@ -16,7 +16,7 @@ from autoplan.check.ranks.run import run_ranks
 from autoplan.check.verify.subject import Subject
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.collectives import RankGroup
-from autoplan.execute.parameters.following import mark_parameters
+from autoplan.execute.parameters.optimizer import mark_parameters
 from autoplan.execute.parameters.shard import shard_parameters
 
 NORMS = (1.0, 2.0, 3.0, float("inf"))

@@ -21,7 +21,7 @@ import autoplan
 from autoplan.check.ranks.common import RankError
 from autoplan.check.ranks.run import run_ranks
 from autoplan.common.errors import AutoplanError, UnprovenPlanWarning
-from autoplan.execute.parameters.gather import full_tensors
+from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.values import Plan
 
 # Ways that the trial runs, or calls that are refused by another name: right, or refused.

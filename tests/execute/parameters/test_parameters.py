@@ -25,7 +25,7 @@ from autoplan.execute.collectives import (
     sum_over_ranks,
     whole_order,
 )
-from autoplan.execute.parameters.gather import full_tensors
+from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.execute.parameters.local_views import reading_locally
 from autoplan.execute.parameters.shard import prepare_parameters, shard_parameters
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from autoplan.check.ranks.run import run_ranks
 from autoplan.execute.collectives import RankGroup
-from autoplan.execute.parameters.gather import full_tensors
+from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.execute.parameters.shard import shard_parameters
 
 SPLIT = [name for name, (_, rules) in TOYS.items() if rules]

@@ -16,7 +16,7 @@ from autoplan.check.ranks.run import run_ranks
 from autoplan.common.conventions import Join
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.weights.files import CheckpointFiles
-from autoplan.execute.weights.joined import Joined
+from autoplan.execute.weights.key_matching import Joined
 
 IDS = torch.arange(12).view(2, 6)
 NAMES = ["fp8 blocks", "fp8 tensor", "awq", "gptq act order", "ct fp8 tensor", "ct packed, zero points",

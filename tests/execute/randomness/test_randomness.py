@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
 from autoplan.check.ranks.run import count_collectives, run_ranks
+from autoplan.execute import random_streams as streams
 from autoplan.execute.collectives import RankGroup
-from autoplan.execute.randomness import streams
-from autoplan.execute.randomness.dropout import SharedRandomness
+from autoplan.execute.dropout import SharedRandomness
 from autoplan.hf.source import resolve
 
 WIDTH = 16

@@ -15,7 +15,7 @@ import autoplan
 from autoplan.check.ranks.run import run_processes, run_ranks
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
-from autoplan.execute.parameters.gather import full_tensors
+from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.hf.source import resolve
 
 SIZES = ((12, 2), (11, 4), (9, 4), (13, 1), (3, 4))  # (vocabulary, ranks): 9 and 3 over 4 leave ranks without columns

@@ -19,13 +19,13 @@ from autoplan.check.ranks.run import count_collectives, run_ranks
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.layout import chunk
 from autoplan.execute.collectives import RankGroup
-from autoplan.execute.parameters.gather import full_tensors
+from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.execute.vocabulary.logprobs import vocab_parallel_logprobs
-from autoplan.execute.vocabulary.losses import (
+from autoplan.execute.vocabulary.sampling import vocab_parallel_argmax, vocab_parallel_sample
+from autoplan.execute.vocabulary.shards import (
     vocab_parallel_cross_entropy,
     vocab_parallel_entropy,
 )
-from autoplan.execute.vocabulary.sampling import vocab_parallel_argmax, vocab_parallel_sample
 from autoplan.execute.vocabulary.split_logits import SplitLogits, split_class
 from autoplan.hf.source import resolve
 

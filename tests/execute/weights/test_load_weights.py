@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from autoplan.check.ranks.run import run_ranks
 from autoplan.common.errors import AutoplanError, PlanMismatchError, SourceError
 from autoplan.execute.collectives import RankGroup
-from autoplan.execute.parameters.gather import full_tensors
+from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.execute.parameters.shard import shard_parameters
 from autoplan.execute.weights.files import CheckpointFiles, runs
 from autoplan.execute.weights.load import load_weights

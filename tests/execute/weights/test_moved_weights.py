@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 import autoplan
 from autoplan.check.ranks.run import run_ranks
-from autoplan.execute.parameters.gather import full_tensors
+from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.execute.weights.load import load_weights
 from autoplan.execute.weights.moved import follow

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from autoplan.doctor.entries import PATCHES, PRIVATE
+from autoplan.doctor.examine import PATCHES, PRIVATE
 from autoplan.doctor.private import Private
 from autoplan.patches.patched import Patch
 from canaries.uses import files, private_uses

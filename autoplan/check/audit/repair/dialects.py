@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.check.audit.lines import ForeignPlan
-from autoplan.decide.written_plans.deepspeed import kind_of, spec_for
-from autoplan.decide.written_plans.transformers_plans import ALIASES
+from autoplan.decide.written_plans.dialects import ALIASES
+from autoplan.decide.written_plans.foreign import kind_of, spec_for
 from autoplan.values import Entry
 
 __all__ = ["LAYOUTS", "DeepSpeed", "Dialect", "Torch", "Transformers", "dialect_of"]

@@ -12,7 +12,7 @@ from autoplan.check.audit.repair.dialects import DeepSpeed, Dialect
 from autoplan.check.audit.subject import Audited
 from autoplan.common.patterns import fold_names
 from autoplan.decide.plan.folding import starred
-from autoplan.decide.written_plans.deepspeed import specs_of
+from autoplan.decide.written_plans.foreign import specs_of
 
 __all__ = ["Change", "PlanRow", "changed", "covered_by", "effective_key", "plain_key", "rows_of"]
 

@@ -1,0 +1,267 @@
+"""What each block moves between ranks, by the plan, compared with the least that its split needs.
+
+Bytes are those of the whole value that is summed or gathered, for each token of the block's stream; a sum to all ranks
+counts twice, since it is a reduce-scatter and an all-gather. So tensor parallelism and sequence parallelism compare.
+Gradients of parameters that every rank holds are summed once a step, however many tokens there are: they are counted
+apart.
+
+Where a block moves more than the least, `excess` says which sums do not share, and why none of them could be spared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from autoplan.analyse.lower_bound import Payment, least_payments, variance_numbers
+from autoplan.analyse.placement.call_instructions import lengths_in
+from autoplan.analyse.placement.callflow import CallFlow
+from autoplan.analyse.shards import Shards
+from autoplan.ops.records.answers import Reduction
+from autoplan.values import Amount, Boundary, CallRewrite, Collective, Instruction, ModuleVisit, Move, Runtime, Traffic
+
+_BOTH_WAYS = Collective.ALL_REDUCE  # costs twice what a gather or a reduce-scatter does
+_NEAR = 200  # values to look at in search of the one that is summed
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """One collective of one call of the model: where, what, of which value."""
+
+    calls: tuple[int, int]
+    module: str
+    backward: bool
+    kind: Collective
+    elements: int
+    tensor: int
+
+    @property
+    def weight(self) -> int:
+        return self.elements * (2 if self.kind == _BOTH_WAYS else 1)
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A block that moves more than the least in one direction, and why."""
+
+    block: str
+    reason: str
+
+
+class _Blocks:
+    """The runs of each block in the first run of the model that has any, and how many tokens go through each."""
+
+    def __init__(self, shards: Shards, names: Iterable[str]) -> None:
+        self.trace = shards.trace
+        wanted = set(names)
+        self.visits: dict[str, list[ModuleVisit]] = {}
+        for root in (visit for visit in self.trace.visits if visit.parent is None):
+            found: dict[str, list[ModuleVisit]] = {}
+            for visit in self.trace.visits:
+                inside = root.calls[0] <= visit.calls[0] < visit.calls[1] <= root.calls[1]
+                if visit.module in wanted and inside:
+                    found.setdefault(visit.module, []).append(visit)
+            self.visits = {**found, **self.visits}
+
+    def tokens(self, visit: ModuleVisit) -> int:
+        """The elements of the stream's first value but for its last dim."""
+        infos = (self.trace.tensors[t] for _, t in visit.inputs)
+        return next((prod(info.shape[:-1]) for info in infos if info.differentiable and len(info.shape) > 1), 1)
+
+
+def block_traffic(
+    shards: Shards, runtime: Runtime, reductions: dict[int, Reduction], blocks: Iterable[str]
+) -> tuple[tuple[Traffic, ...], tuple[Excess, ...]]:
+    """The traffic of each block (of those that were traced), and what exceeds the least."""
+    flow = CallFlow(shards.trace)
+    names = set(blocks)
+    moves = tuple(_moves(shards, flow, runtime, names))
+    payments = least_payments(shards, flow, reductions)
+    runs = _Blocks(shards, names)
+    traffic, excess = [], []
+    for name, visits in runs.visits.items():
+        spans = [visit.calls for visit in visits]
+        inside = [m for m in moves if _in_spans(spans, m.calls[0], m.calls[1] - 1) and _within(m.module, name)]
+        needed = [p for p in payments if _in_spans(spans, (min if p.backward else max)(p.calls))]
+        one = _traffic(name, inside, needed, runs.tokens(visits[0]), _summed_once(shards, runtime, name), shards)
+        traffic.append(one)
+        excess += [Excess(name, reason) for reason in _reasons(one, inside, needed, flow, reductions)]
+    return tuple(traffic), tuple(excess)
+
+
+def _in_spans(spans: list[tuple[int, int]], *calls: int) -> bool:
+    return any(all(first <= call < last for call in calls) for first, last in spans)
+
+
+def _within(module: str, block: str) -> bool:
+    return module == block or module.startswith(f"{block}.")
+
+
+# ------------------------------------------------------------------------------------------------ what will be moved
+
+
+def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[str]) -> Iterator[_Moved]:
+    """Every collective of the plan, but for those that begin and end a stream of shards: they are no block's."""
+    trace, reached = shards.trace, flow.with_gradients()
+    visits: dict[str, list[ModuleVisit]] = {}
+    for visit in trace.visits:
+        visits.setdefault(visit.module, []).append(visit)
+    for instruction in runtime.instructions:
+        if isinstance(instruction, CallRewrite):
+            yield from _at_call(instruction, shards, flow, reached)
+        elif not (
+            isinstance(instruction, Boundary)
+            and instruction.side == instruction.stream_end
+            and instruction.pattern in blocks
+        ):
+            for visit in visits.get(instruction.pattern, []) if instruction.moves else ():
+                tensor = dict(_crossing(visit, instruction)).get(
+                    instruction.path if isinstance(instruction, Boundary) else ()
+                )
+                if tensor is not None:
+                    elements = prod(trace.tensors[tensor].shape)
+                    yield from _each(instruction.moves, visit.calls, visit.module, elements, tensor, reached)
+
+
+def _crossing(visit: ModuleVisit, one: Instruction) -> tuple[tuple[tuple[object, ...], int], ...]:
+    """The values at the boundary of a module at which something is done; else what the module returns."""
+    return visit.inputs if isinstance(one, Boundary) and one.side == "input" else visit.outputs
+
+
+def _each(
+    moves: Iterable[Move], span: tuple[int, int], module: str, elements: int, tensor: int, reached: Collection[int]
+) -> Iterator[_Moved]:
+    """What happens backward happens only where a gradient comes back."""
+    for move in moves:
+        if not move.backward or tensor in reached:
+            yield _Moved(span, module, move.backward, move.collective, elements * move.times, tensor)
+
+
+def _at_call(planned: CallRewrite, shards: Shards, flow: CallFlow, reached: Collection[int]) -> Iterator[_Moved]:
+    trace, site = shards.trace, planned.site
+    rounds: Counter[int] = Counter()
+    for index, call in enumerate(trace.calls):
+        if (call.module, call.name, call.place) != (planned.pattern, site.function, site.place):
+            continue
+        rounds[call.visit] += 1
+        if site.time is not None and site.time != rounds[call.visit]:
+            continue
+        made, span = flow.outputs[index][0], (index, index + 1)
+        for move in planned.moves:
+            if move.of is Amount.ARGUMENT:
+                for tensor in flow.inputs[index]:
+                    if move.path in flow.path_of(index, tensor) and (made in reached or not move.backward):
+                        elements = prod(trace.tensors[tensor].shape)
+                        yield _Moved(span, call.module, move.backward, move.collective, elements, tensor)
+            else:
+                elements = _elements(move.of, index, made, shards)
+                yield from _each((move,), span, call.module, elements, made, reached)
+
+
+def _elements(of: Amount, index: int, made: int, shards: Shards) -> int:
+    """How many numbers one collective of a call moves."""
+    trace = shards.trace
+    shape = trace.tensors[made].shape
+    if of is Amount.ROWS:
+        return prod(shape) // shape[-1]
+    if of is Amount.LENGTHS:
+        return lengths_in(trace.calls[index], shards)
+    if of is Amount.MEAN_AND_VARIANCE:
+        return prod(shape) * variance_numbers(shards.tp)
+    return prod(shape)
+
+
+def _summed_once(shards: Shards, runtime: Runtime, block: str) -> int:
+    """The bytes of parameters in a block whose gradients are summed."""
+    by_name = shards.trace.by_name
+    names = {rule.pattern for rule in runtime.parameters if rule.gradient != "local" and _within(rule.pattern, block)}
+    tensors = [shards.trace.tensors[by_name[name]] for name in names if name in by_name]
+    return sum(2 * prod(info.shape) * info.item_size for info in tensors)
+
+
+# ------------------------------------------------------------------------------------------------ side by side
+
+
+def _traffic(name: str, moves: list[_Moved], needed: list[Payment], tokens: int, once: int, shards: Shards) -> Traffic:
+    size = shards.trace.tensors[0].item_size if shards.trace.tensors else 1
+    sizes = [info.item_size for info in shards.trace.tensors if info.kind == "parameter" and info.differentiable]
+    size = max(sizes, default=size)
+
+    def counted(backward: bool) -> dict[str, tuple[int, int]]:
+        kinds = dict.fromkeys(move.kind for move in moves if move.backward == backward)
+        found = {kind: [m.weight for m in moves if m.backward == backward and m.kind == kind] for kind in kinds}
+        return {str(kind): (len(weights), sum(weights) * size // tokens) for kind, weights in found.items()}
+
+    def least(backward: bool) -> tuple[int, int]:
+        """The bound; but what the plan does is possible, so it is never more than that."""
+        mine = [p for p in needed if p.backward == backward]
+        bound = len(mine), sum(p.elements * (1 if p.gathered else 2) for p in mine) * size // tokens
+        done = counted(backward).values()
+        planned = sum(number for number, _ in done), sum(weight for _, weight in done)
+        return min(bound, planned, key=lambda one: one[1])
+
+    return Traffic(name, counted(False), counted(True), least(False), least(True), once)
+
+
+def _reasons(
+    one: Traffic, moves: list[_Moved], needed: list[Payment], flow: CallFlow, reductions: Mapping[int, str]
+) -> Iterator[str]:
+    """Why a block moves more than the least, one line for each direction in which it does."""
+    for backward in (False, True):
+        have = sum(size for _, size in (one.backward if backward else one.forward).values())
+        need = (one.least_backward if backward else one.least_forward)[1]
+        if have > need:
+            mine = [move for move in moves if move.backward == backward]
+            apart = [
+                ", ".join(places)
+                for payment in needed
+                if payment.backward == backward
+                and len(places := _places(payment, mine, flow, reductions, one.block)) > 1
+            ]
+            said = f"{'backward' if backward else 'forward'}: {have} bytes a token where {need} could do"
+            yield f"{said}: {_why(backward, apart, mine, one.block)}"
+
+
+def _places(
+    payment: Payment, moves: list[_Moved], flow: CallFlow, reductions: Mapping[int, str], block: str
+) -> list[str]:
+    """Where the plan sums what one sum could serve: the values with a sum that are nearest to each of its calls."""
+    paid = {move.tensor: move.module for move in moves}
+    found: dict[str, None] = {}
+    for call in sorted(payment.calls):
+        seen: set[int] = set()
+        waiting = list(flow.inputs[call] if payment.backward else flow.outputs[call])
+        while waiting and len(seen) < _NEAR:
+            tensor = waiting.pop(0)
+            if tensor in seen:
+                continue
+            seen.add(tensor)
+            if tensor in paid:
+                found[_short(paid[tensor], block)] = None
+                break
+            if payment.backward:
+                made = flow.producer.get(tensor)
+                waiting += flow.inputs[made] if made is not None and made not in reductions else []
+            else:
+                waiting += [made for use in flow.uses[tensor] for made in flow.outputs[use]]
+    return list(found)
+
+
+def _why(backward: bool, apart: list[str], moves: list[_Moved], block: str) -> str:
+    apart = list(dict.fromkeys(apart))  # several values may be summed at the same places
+    if apart and backward:
+        text = "the gradients at {} are summed apart, since what they flow back to gets a whole gradient besides"
+        return "; ".join(map(text.format, apart))
+    if apart:
+        text = "{} are summed apart, since the block's own code does more with them than add them to each other"
+        return "; ".join(map(text.format, apart))
+    whole = dict.fromkeys(_short(move.module, block) for move in moves if move.kind != _BOTH_WAYS)
+    if whole and any(move.kind is Collective.ALL_GATHER for move in moves):
+        return f"the sequence is gathered, or sharded again, where an op needs all of it: at {', '.join(whole)}"
+    return f"sums at {', '.join(dict.fromkeys(_short(move.module, block) for move in moves))}, one for each value"
+
+
+def _short(module: str, block: str) -> str:
+    return module.removeprefix(block).removeprefix(".") or "the block itself"

@@ -1,0 +1,270 @@
+"""Delay partial sums past linear steps, and join sums that are added to each other into one all-reduce."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Literal
+
+from autoplan.analyse.placement.callflow import CallFlow, Crossing
+from autoplan.analyse.shards import Shards
+from autoplan.analyse.splits.special import thin_matrix
+from autoplan.ops import call_record
+from autoplan.ops.records.answers import Linear, Shows
+from autoplan.values import Call, Ref
+
+# Where a partial sum can wait until the ranks are asked for their parts.
+#
+# A value that is a part of a sum stays one through every step that is linear in it: a view, a product with a whole
+# value, a bias of which each rank adds its part, even in place. It may so travel to where its module returns it, or
+# to where another module reads it, and be summed there by a hook: the same hook whichever way the steps between are
+# written.
+
+# A bias stays one when its rows are selected and viewed.
+_SAME_ROWS = frozenset(Shows) - {Shows.NOTHING, Shows.REPEATED}
+_STEPS_TO_WAIT = 10
+
+
+Side = Literal["output", "input"]
+
+
+@dataclass
+class Way:
+    """A way down: the calls on it, the values it passes, the biases added on it, and the boundary where it ends."""
+
+    crossing: Crossing | None = None
+    side: Side = "output"  # of the boundary's module
+    path: list[int] = field(default_factory=list)
+    values: set[int] = field(default_factory=set)
+    biases: list[int] = field(default_factory=list)
+    added: set[int] = field(default_factory=set)  # the biases as they are when they are added
+
+
+def follow_down(
+    tensor: int,
+    made: int,
+    flow: CallFlow,
+    shards: Shards,
+    reductions: Container[int],
+    crossing_out: Callable[[int, int], Crossing | None],
+    crossing_in: Callable[[int, int], Crossing | None],
+) -> Way | None:
+    """Follow a partial value, made by a call, down to a module's output, or to the input of one that alone reads it."""
+    way = Way(values={tensor})
+    for _ in range(_STEPS_TO_WAIT):
+        uses = [use for use in flow.uses[tensor] if use > made]
+        step = min(uses, default=None)
+        added = None if step is None else step_of(step, tensor, len(uses), flow, shards, reductions)
+        if step is None or added is None:
+            return _ended(way, "input", crossing_in(tensor, made))
+        way.path.append(step)
+        way.biases += added.values()
+        way.added |= added.keys()
+        made, tensor = step, flow.outputs[step][0]
+        way.values.add(tensor)
+        crossing = crossing_out(tensor, made)
+        if crossing is not None:
+            return _ended(way, "output", crossing)
+    return None
+
+
+def _ended(way: Way, side: Side, crossing: Crossing | None) -> Way | None:
+    way.side, way.crossing = side, crossing
+    return None if crossing is None else way
+
+
+def step_of(
+    call: int, tensor: int, uses: int, flow: CallFlow, shards: Shards, reductions: Container[int]
+) -> dict[int, int] | None:
+    """May a partial value pass this call, its next reader? Then what is added to it on the way: value -> bias."""
+    if call in reductions or len(flow.outputs[call]) != 1:
+        return None
+    if uses != 1 and flow.outputs[call] != [tensor]:  # read by others too, unless they read what is written in place
+        return None
+    others = [t for t in flow.inputs[call] if t != tensor]
+    if any(shards.is_split(t) for t in others):
+        return None
+    if adds(flow.trace.calls[call]):
+        found = {t: _bias_behind(t, flow, shards) for t in others}
+        biases = {t: bias for t, bias in found.items() if bias is not None}
+        return biases if others and len(biases) == len(others) else None
+    return {} if is_linear(flow.trace.calls[call], tensor) else None
+
+
+def adds(call: Call) -> bool:
+    """Is this an addition: of a bias, which is added in parts, or of another sum?"""
+    return call_record(call.name).linear is Linear.ADDS
+
+
+def is_linear(call: Call, tensor: int) -> bool:
+    """Is the call's one result linear in the value, all else being whole?"""
+    linear = call_record(call.name).linear
+    return linear is Linear.EACH or (linear is Linear.FIRST and call.args[:1] == (Ref(tensor),))
+
+
+def _bias_behind(tensor: int, flow: CallFlow, shards: Shards) -> int | None:
+    """The parameter of which a value is a view or a selection of rows, if nothing else reads either."""
+    for _ in range(_STEPS_TO_WAIT):
+        if len(flow.uses[tensor]) != 1 or shards.is_split(tensor):
+            return None
+        if flow.trace.tensors[tensor].kind == "parameter":
+            return tensor
+        made = flow.producer.get(tensor)
+        if made is None or tensor in flow.rewritten or len(flow.outputs[made]) != 1:
+            return None
+        if call_record(flow.trace.calls[made].name).shows not in _SAME_ROWS:
+            return None
+        sources = [t for t in flow.inputs[made] if t in flow.carries]
+        if len(sources) != 1:
+            return None
+        tensor = sources[0]
+    return None
+
+
+# Sums over ranks that meet: what is only added to another sum is summed together with it.
+#
+# A block may have several partial sums on its way to one place: the routed experts' and the shared expert's, a
+# projection's and its adapter's. Summed where each of them arises they cost one reduction each. But every one of them
+# stays a partial sum through whatever is linear in it, so they can all wait until they have been added to each other,
+# and be summed by one reduction where a module returns the result.
+#
+# Each sum travels down as far as it can, past a thin matrix too (an adapter's second one) if that leads to a meeting.
+# What it is multiplied with on the way gets a partial gradient for it; where that is large, waiting gains nothing.
+
+_STEPS = 12
+_SMALL = 4  # a factor is small against what it multiplies when it has so many times fewer elements
+
+CrossingOut = Callable[[int, int], Crossing | None]
+
+
+@dataclass
+class _Traveller:
+    """Sums that go the same way: from which calls, the way, the value they have become, and the call that made it."""
+
+    sums: tuple[int, ...]
+    way: Way
+    tensor: int
+    made: int
+
+
+def shared_sums(
+    flow: CallFlow, shards: Shards, reductions: Mapping[int, str], crossing_out: CrossingOut
+) -> dict[int, Way]:
+    """For sums that meet: the way to the boundary where one reduction serves all of them."""
+    return _Meetings(flow, shards, reductions, crossing_out).find()
+
+
+class _Meetings:
+    def __init__(
+        self, flow: CallFlow, shards: Shards, reductions: Mapping[int, str], crossing_out: CrossingOut
+    ) -> None:
+        self.flow, self.shards, self.reductions, self.crossing_out = flow, shards, reductions, crossing_out
+        self.arrived: dict[int, dict[int, _Traveller]] = defaultdict(dict)  # call -> operand -> who came with it
+        self.together: dict[int, int] = {}  # how many sums are done with this one
+        self.found: dict[int, Way] = {}
+
+    def find(self) -> dict[int, Way]:
+        for index, kind in self.reductions.items():
+            if kind == "sum" and len(self.flow.outputs[index]) == 1:
+                output = self.flow.outputs[index][0]
+                self._travel(_Traveller((index,), Way(values={output}), output, index))
+        return self.found
+
+    def _travel(self, one: _Traveller) -> None:
+        """Go down; at an addition wait for the others, and whoever comes last goes on with all of them."""
+        for _ in range(_STEPS):
+            step = self._next(one)
+            if step is None:
+                return
+            if self._is_addition(step):
+                together = self._meet(step, one)
+                if together is None:
+                    return
+                one = together
+            elif not self._pass(step, one):
+                return
+            self._note(one)
+
+    def _next(self, one: _Traveller) -> int | None:
+        """The next reader, if it is the only one, or writes its result into the value."""
+        if one.tensor in self.flow.final:
+            return None
+        uses = [use for use in self.flow.uses[one.tensor] if use > one.made]
+        step = min(uses, default=None)
+        if step is None or len(self.flow.outputs[step]) != 1:
+            return None
+        return step if len(uses) == 1 or self.flow.outputs[step] == [one.tensor] else None
+
+    def _is_addition(self, step: int) -> bool:
+        """Is something added that is no bias?"""
+        if not adds(self.flow.trace.calls[step]) or len(self.flow.inputs[step]) != 2:
+            return False
+        return not any(self.flow.trace.tensors[t].kind == "parameter" for t in self.flow.inputs[step])
+
+    def _meet(self, step: int, one: _Traveller) -> _Traveller | None:
+        """All who have arrived at an addition, once every operand is there."""
+        here = self.arrived[step]
+        here[one.tensor] = one
+        if set(here) != set(self.flow.inputs[step]):
+            return None
+        output = self.flow.outputs[step][0]
+        ways = [other.way for other in here.values()]
+        way = Way(
+            path=[call for each in ways for call in each.path] + [step],
+            values=set().union(*(each.values for each in ways), {output}),
+            biases=[bias for each in ways for bias in each.biases],
+            added=set().union(*(each.added for each in ways)),
+        )
+        return _Traveller(tuple(index for other in here.values() for index in other.sums), way, output, step)
+
+    def _pass(self, step: int, one: _Traveller) -> bool:
+        """Go through a call that is linear in the sum."""
+        uses = [use for use in self.flow.uses[one.tensor] if use > one.made]
+        added = step_of(step, one.tensor, len(uses), self.flow, self.shards, self.reductions)
+        if added is None:
+            if not self._pass_thin(step, one):
+                return False
+        else:
+            if any(map(self._is_large, self._factors(step, one, added))):
+                return False
+            one.way.biases += added.values()
+            one.way.added |= added.keys()
+        one.way.path.append(step)
+        one.tensor, one.made = self.flow.outputs[step][0], step
+        one.way.values.add(one.tensor)
+        return True
+
+    def _factors(self, step: int, one: _Traveller, added: Mapping[int, int]) -> list[tuple[int, int]]:
+        """What else the call reads that carries gradient, with the value it is multiplied with."""
+        others = [t for t in self.flow.inputs[step] if t not in one.way.values and t not in added]
+        return [(t, one.tensor) for t in others if t in self.flow.carries]
+
+    def _is_large(self, pair: tuple[int, int]) -> bool:
+        factor, value = (prod(self.flow.trace.tensors[t].shape) for t in pair)
+        return factor * _SMALL > value
+
+    def _pass_thin(self, step: int, one: _Traveller) -> bool:
+        """Go through a thin matrix that every rank holds whole; a bias of its own is added in parts."""
+        if len(one.sums) > 1 or thin_matrix(step, self.flow, self.shards) is None:
+            return False
+        call = self.flow.trace.calls[step]
+        if call.args[0] != Ref(one.tensor):
+            return False
+        bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
+        if isinstance(bias, Ref):
+            if self.flow.trace.tensors[bias.id].kind != "parameter" or len(self.flow.uses[bias.id]) != 1:
+                return False
+            one.way.biases.append(bias.id)
+            one.way.added.add(bias.id)
+        return True
+
+    def _note(self, one: _Traveller) -> None:
+        """Sums that have met are done where they first leave a module together, if no others join them further down."""
+        crossing = self.crossing_out(one.tensor, one.made) if len(one.sums) > 1 else None
+        if crossing is None or len(one.sums) <= max(self.together.get(index, 1) for index in one.sums):
+            return
+        way = replace(one.way, crossing=crossing, path=list(one.way.path), values=set(one.way.values))
+        for index in one.sums:
+            self.together[index], self.found[index] = len(one.sums), way

@@ -1,0 +1,253 @@
+"""Cases of their own: recurrent networks, low-rank branches and a loss that the model computes itself."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from autoplan.analyse.infer import Axes
+from autoplan.analyse.placement.callflow import CallFlow
+from autoplan.analyse.shards import Shards
+from autoplan.analyse.splits.packed import Demands
+from autoplan.axes.terms import find, leaves
+from autoplan.common.layout import chunk
+from autoplan.ops import call_record
+from autoplan.ops.records.answers import Recurrent as Network
+from autoplan.ops.records.answers import Shows
+from autoplan.ops.records.record import REMOVED
+from autoplan.values import (
+    Call,
+    CallRewrite,
+    CallSite,
+    CellCall,
+    HeldRows,
+    RecurrentCall,
+    Ref,
+    Trace,
+    refs,
+    refs_with_paths,
+)
+from autoplan.values.reasons import CutOfRecurrent
+
+# Low-rank branches parallel to a split projection: their sums join those of the projection.
+#
+# An adapter adds B(A(x)) to a projection of x; A and B are thin matrices that every rank can hold. Left to themselves
+# they would cost sums of their own, and keep the projection's sums where they do not merge with those of its
+# neighbours. Since the branch is linear, its partial sum can pass B and meet the projection's: one sum for both, in
+# the place where they have been added (delayed_sums.py). And the partial gradient of what enters can pass A and be
+# summed with that of all other readers of x. Each time the gradient of the thin matrix is summed instead, once a step
+# and small.
+
+_THIN = 4  # times longer than wide
+
+
+def branch_weights(axes: Axes, read: Iterable[int]) -> set[int]:
+    """Of these weights (inner x outer, the way they are multiplied) the pairs parallel to one from end to end."""
+    ends: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for weight in read:
+        inner, outer = (tuple(find(leaf).id for leaf in leaves(term)) for term in axes.of(weight))
+        ends[weight] = (inner, outer)
+    into = defaultdict(list)
+    for weight, (inner, _) in ends.items():
+        into[inner].append(weight)
+    across = set(ends.values())
+    weights = set()
+    for first, (inner, middle) in ends.items():
+        for second in into[middle] if middle else ():
+            whole = (inner, ends[second][1])
+            if middle not in whole and whole in across:
+                weights |= {first, second}
+    return weights
+
+
+def thin_matrix(index: int, flow: CallFlow, shards: Shards) -> int | None:
+    """The matrix of a linear call, if it is thin and every rank holds it whole."""
+    call = flow.trace.calls[index]
+    weight = call.args[1] if call_record(call.name).is_layer and len(call.args) > 1 else None
+    if not isinstance(weight, Ref) or len(flow.outputs[index]) != 1:
+        return None
+    info = flow.trace.tensors[weight.id]
+    thin = len(info.shape) == 2 and max(info.shape) >= _THIN * min(info.shape)
+    return weight.id if info.kind == "parameter" and thin and not shards.is_split(weight.id) else None
+
+
+# A loss that the model itself makes of the logits that it returns, taken out of the trace.
+#
+# The problem: `loss = F.cross_entropy(logits.view(-1, vocabulary), targets)` reads across the vocabulary, so the head
+# could not stay split: its columns would be gathered, for a loss that ranks can compute of the columns they hold
+# (`execute/vocabulary`). What the head's columns go through on the way to such a loss knows that it holds columns only,
+# and whatever else reads them there gets whole logits. So the loss says nothing about how the weights may be cut.
+#
+# Taken out are the loss and what is made of it alone. A loss of logits that do not leave the model stays, as does one
+# that is added to something else: that sum would be lost.
+
+
+def without_own_loss(trace: Trace) -> Trace:
+    """The trace as if the model had returned its logits and computed no loss of them."""
+    taken = _losses(trace)
+    if not taken:
+        return trace
+    ops, calls = list(trace.ops), list(trace.calls)
+    for number in taken:
+        first, stop = calls[number].ops
+        for op in range(first, stop):
+            ops[op] = replace(ops[op], name=REMOVED, args=(), kwargs={}, outputs=())
+        calls[number] = replace(calls[number], name=REMOVED, args=(), kwargs={}, outputs=(), ops=(stop, stop))
+    return replace(trace, ops=tuple(ops), calls=tuple(calls))
+
+
+def _losses(trace: Trace) -> set[int]:
+    """The calls of such losses, of what only they read, and of what is made of them; none if other values join that."""
+    returned = {tensor for visit in trace.visits if visit.module == "" for _, tensor in visit.outputs}
+    made_by = {tensor: number for number, call in enumerate(trace.calls) for tensor in refs(call.outputs)}
+    losses: set[int] = set()
+    ways: set[int] = set()
+    lost: set[int] = set()
+    for number, call in enumerate(trace.calls):
+        read = set(refs((call.args, call.kwargs)))
+        way = _way_from_logits(call, returned, trace, made_by) if call_record(call.name).loss_of_columns else None
+        if way is None and not read & lost:
+            continue
+        if way is None and any(trace.tensors[other].kind != "constant" for other in read - lost):
+            return set()
+        losses.add(number)
+        ways.update(way or ())
+        lost |= set(refs(call.outputs))
+    return losses | _only_for(losses, ways, trace)
+
+
+def _way_from_logits(loss: Call, returned: set[int], trace: Trace, made_by: dict[int, int]) -> list[int] | None:
+    """The calls between scores that the model returns and the loss of them: views, casts, pieces. None if there are no
+    such scores."""
+    scores = loss.args[0] if loss.args else loss.kwargs.get("input")
+    way: list[int] = []
+    while isinstance(scores, Ref) and scores.id not in returned:
+        number = made_by.get(scores.id, -1)
+        if number < 0 or call_record(trace.calls[number].name).shows == Shows.NOTHING:
+            return None
+        way.append(number)
+        scores = trace.calls[number].args[0]
+    return way if isinstance(scores, Ref) else None
+
+
+def _only_for(losses: set[int], ways: set[int], trace: Trace) -> set[int]:
+    """Of the calls on the way to losses those that nothing else reads: the last first, the next one reads it."""
+    readers: dict[int, set[int]] = {}
+    for number, call in enumerate(trace.calls):
+        for tensor in refs((call.args, call.kwargs)):
+            readers.setdefault(tensor, set()).add(number)
+    gone = set(losses)
+    for number in sorted(ways, reverse=True):
+        if all(readers.get(tensor, set()) <= gone for tensor in refs(trace.calls[number].outputs)):
+            gone.add(number)
+    return gone
+
+
+# Recurrent networks whose weights stayed whole: their rows in shards, each gate cut by hidden unit.
+#
+# A step needs all of the state before it: the hidden units are the columns of one weight and the rows of the same, so
+# no axis can be split. But the rows alone can lie in shards, where something is gathered. One call of all steps
+# (`nn.LSTM`) gets its weights gathered and runs whole, in its own kernel: a state gathered at each step would be as
+# many waits as there are steps, and no kernel. Where the model's Python makes the steps (`nn.LSTMCell`), a rank
+# computes its hidden units, and the new state, much less than the weights, is gathered each time.
+#
+# Nothing else is touched: what goes in and comes out is whole, as analysis found it.
+
+_WORTHWHILE = 0.004  # of all matrix elements: fewer are not worth a gather
+
+
+@dataclass
+class Recurrent:
+    """The layout of the rows of each weight, and the calls that know of them."""
+
+    rows: dict[int, str] = field(default_factory=dict)
+    how: dict[int, CutOfRecurrent] = field(default_factory=dict)
+    calls: tuple[CallRewrite, ...] = ()
+
+
+def recurrent(shards: Shards, flow: CallFlow, scoped: Collection[CallRewrite], demands: Demands) -> Recurrent:
+    """What can be done at the calls of recurrent networks in which nothing is split."""
+    trace, found = shards.trace, Recurrent()
+    known = {(one.pattern, one.site.function, one.site.place) for one in scoped}
+    total = sum(prod(info.shape) for info in trace.tensors if info.kind == "parameter" and len(info.shape) >= 2)
+    for place, indices in _places(trace).items():
+        held = {index: _held(trace.calls[index], trace, shards.tp) for index in indices}
+        weights = {tensor for one in held.values() for tensor, _ in one.values()}
+        split = any(map(shards.is_split, (t for i in indices for t in (*flow.inputs[i], *flow.outputs[i]))))
+        alike = len({tuple((path, layout) for path, (_, layout) in one.items()) for one in held.values()}) == 1
+        own = all(use in indices or _asks_only(use, flow) for tensor in weights for use in flow.uses[tensor])
+        large = sum(prod(trace.tensors[tensor].shape) for tensor in weights) >= _WORTHWHILE * total
+        allowed = all(demands.may_gather(trace.tensors[tensor].names) for tensor in weights)
+        enough = all(chunk(_hidden(trace.calls[i], trace), shards.tp, shards.tp - 1) for i in indices)
+        if not weights or split or place in known or not (alike and own and large and allowed and enough):
+            continue
+        calls = tuple(_instructions(place, indices, held[indices[0]], flow))
+        found.calls += calls
+        found.rows.update(pair for one in held.values() for pair in one.values())
+        found.how.update(dict.fromkeys(weights, CutOfRecurrent(at_each_step=_network(place[1]).one_step)))
+    return found
+
+
+def _places(trace: Trace) -> dict[tuple[str, str, str], list[int]]:
+    """The calls of recurrent networks by module, function and place in the code."""
+    places: dict[tuple[str, str, str], list[int]] = {}
+    for index, call in enumerate(trace.calls):
+        network = call_record(call.name).recurrent
+        if network is not None and not (network.one_step and call.kwargs):
+            places.setdefault((call.module, call.name, call.place), []).append(index)
+    return places
+
+
+def _asks_only(call: int, flow: CallFlow) -> bool:
+    """Are the outputs of a call never read? (Recurrent layers look at `weight.data` to learn where it lies.)"""
+    made = flow.outputs[call]
+    return not any(flow.uses[tensor] for tensor in made) and flow.final.isdisjoint(made)
+
+
+def _network(function: str) -> Network:
+    network = call_record(function).recurrent
+    assert network is not None
+    return network
+
+
+def _hidden(call: Call, trace: Trace) -> int:
+    """How many hidden units it has: the widest of its weights has all gates of all of them as rows."""
+    rows = [trace.tensors[t].shape[0] for _, t in refs_with_paths(call.args) if _is_matrix(t, trace)]
+    return max(rows, default=0) // _network(call.name).gates
+
+
+def _is_matrix(tensor: int, trace: Trace) -> bool:
+    return trace.tensors[tensor].kind == "parameter" and len(trace.tensors[tensor].shape) == 2
+
+
+def _held(call: Call, trace: Trace, tp: int) -> dict[tuple[object, ...], tuple[int, str]]:
+    """By path in the arguments: the weights whose rows lie in shards (of a cell its biases too), with the layout. Where
+    the hidden units do not divide, rows are cut wherever a rank's part ends."""
+    hidden, network = _hidden(call, trace), _network(call.name)
+    gates = network.gates
+    found: dict[tuple[object, ...], tuple[int, str]] = {}
+    for path, tensor in refs_with_paths(call.args):
+        info = trace.tensors[tensor]
+        cell_bias = network.one_step and info.kind == "parameter" and len(info.shape) == 1 and path[0] in (4, 5)
+        if cell_bias or _is_matrix(tensor, trace) and (network.one_step and path[0] in (2, 3) or len(path) == 2):
+            gated = info.shape[0] == gates * hidden and gates > 1 and hidden % tp == 0
+            found["args", *path] = (tensor, f"{gates}*{hidden}!" if gated else f"{info.shape[0]}!")
+    return found
+
+
+def _instructions(
+    place: tuple[str, str, str], indices: list[int], held: dict[tuple[object, ...], tuple[int, str]], flow: CallFlow
+) -> Iterator[CallRewrite]:
+    trace, (module, function, where) = flow.trace, place
+    runs = Counter(visit.module for visit in trace.visits)[module]
+    sometimes = len({trace.calls[index].visit for index in indices}) < runs or module in flow.branching
+    site = CallSite(function, where)
+    network = _network(function)
+    if not network.one_step:
+        weights = tuple(HeldRows(path, layout) for path, (_, layout) in held.items())
+        yield RecurrentCall(module, site, weights=weights, sometimes=sometimes)
+    else:
+        layout = next(layout for _, layout in held.values())
+        yield CellCall(module, site, layout, network.gates, network.states, sometimes=sometimes)

@@ -1,0 +1,343 @@
+"""Find what rules describe in a picture of the dataflow, and settle who claims what.
+
+A match binds every box of a rule's flow to a box of the picture, no two to the same one. The boxes that the rule yields
+a style for are claimed, all or none: where a match of a rule that beats this one claims any of them, the whole match is
+dropped, and beats nothing itself. Where two rules claim one box and neither beats the other, the match that binds more
+boxes has it, then the rule with more guards, then the id that comes first in the alphabet: each box has one rule at
+most, whatever the order of files.
+
+A weight that runs very often (a recurrence, step by step) is bound in its first and last runs only: those between have
+nothing to add to its name.
+
+Interior boxes are not read from outside: for a direct arrow `a -> b` every reader of a must be in the match, when the
+flow also says where a comes from. (`a ~> b` allows other readers: keys are read by the layers that share them.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from autoplan.analyse.picture.flow import Flow, node_of
+from autoplan.decide.rulebook.conditions import Condition
+from autoplan.decide.rulebook.pattern import Arrow, Pattern
+from autoplan.decide.rulebook.read import Rule
+
+TRANSPARENT = {"scale", "shift"}
+CARRYING = {
+    *("scale", "shift", "norm", "split", "cat", "mul", "add", "mix", "write", "pick", "scatter", "sum", "softmax"),
+    *("statistic",),
+}
+ENDS = 4  # of a weight's runs, at each end: these are bound
+
+
+@dataclass(frozen=True)
+class Found:
+    """A rule found at these boxes; `claims` are those it yields a style for."""
+
+    rule: Rule
+    boxes: tuple[tuple[str, int], ...]
+
+    @property
+    def claims(self) -> tuple[tuple[str, int], ...]:
+        bound = dict(self.boxes)
+        return tuple((name, bound[name]) for name, _ in self.rule.yields)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The flow was there, a guard did not hold."""
+
+    rule: Rule
+    boxes: tuple[tuple[str, int], ...]
+    because: str
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Two rules claimed one box and neither beats the other: `winner` has it."""
+
+    winner: str
+    loser: str
+    box: int
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The outcome for one picture."""
+
+    found: tuple[Found, ...]
+    refusals: tuple[Refusal, ...]
+    contests: tuple[Contest, ...]
+
+
+def match_rules(flow: Flow, rules: Iterable[Rule], tp: int | None = None, *, refused: bool = True) -> Matching:
+    """Match every rule. `tp` is checked against sizes only in examples: analysis has settled what divides. `refused`:
+    whether refusals are wanted too. There may be very many, and without them guards are checked as early as they can.
+    """
+    reach = _Reach(flow)
+    matched: list[Found] = []
+    refusals: list[Refusal] = []
+    for rule in rules:
+        some, not_held = match_rule(reach, rule, tp) if refused else (_found(reach, rule, tp), [])
+        matched += some
+        refusals += not_held
+    agreed, contests = _settled(_without_beaten(matched))
+    return Matching(tuple(agreed), tuple(refusals), tuple(contests))
+
+
+def _settled(found: list[Found]) -> tuple[list[Found], list[Contest]]:
+    """One rule for each box, by the stated order; the matches that stay, in theirs."""
+    owner: dict[int, str] = {}
+    contests: dict[Contest, None] = {}
+    lost: set[int] = set()
+    for place, match in sorted(enumerate(found), key=lambda item: _strength(item[1])):
+        rule, boxes = match.rule.id, [box for _, box in match.claims]
+        taken = [Contest(owner[box], rule, box) for box in boxes if owner.get(box, rule) != rule]
+        if taken:
+            contests.update(dict.fromkeys(taken))
+            lost.add(place)
+        else:
+            owner.update(dict.fromkeys(boxes, rule))
+    return [match for place, match in enumerate(found) if place not in lost], list(contests)
+
+
+def _strength(match: Found) -> tuple[int, int, str]:
+    guards = 0 if match.rule.match is None else len(match.rule.match.where)
+    return -len(match.boxes), -guards, match.rule.id
+
+
+def _without_beaten(found: list[Found]) -> list[Found]:
+    """Drop matches that a surviving match of a stronger rule overlaps: the strongest rules first."""
+    beats = nx.DiGraph((match.rule.id, loser) for match in found for loser in match.rule.beats)
+    beats.add_nodes_from(match.rule.id for match in found)
+    claimed: dict[int, set[str]] = {}
+    dropped: set[int] = set()
+    for rule in nx.lexicographical_topological_sort(beats):
+        stronger = set(beats.predecessors(rule))
+        for place, match in enumerate(found):
+            if match.rule.id != rule:
+                continue
+            boxes = [box for _, box in match.claims]
+            if any(claimed.get(box, set()) & stronger for box in boxes):
+                dropped.add(place)
+                continue
+            for box in boxes:
+                claimed.setdefault(box, set()).add(rule)
+    return [match for place, match in enumerate(found) if place not in dropped]
+
+
+def match_rule(reach: _Reach, rule: Rule, tp: int | None = None) -> tuple[list[Found], list[Refusal]]:
+    """All matches of one rule, and its refusals where the flow was there."""
+    if rule.match is None:
+        return [], []
+    matched: list[Found] = []
+    refusals: list[Refusal] = []
+    seen: set[frozenset[int]] = set()
+    for bound in _bindings(reach, rule.match.pattern, _order(reach, rule.match.pattern)):
+        claimed = frozenset(bound[name] for name, _ in rule.yields)
+        boxes = tuple(bound.items())
+        nodes = {name: node_of(reach.flow, box) for name, box in boxes}
+        problems = (condition.check(nodes, tp) for condition in rule.match.conditions)
+        because = next(filter(None, problems), "")
+        if because:
+            refusals.append(Refusal(rule, boxes, because))
+        elif claimed not in seen:  # the same boxes the other way round (a product has no order) are one match
+            seen.add(claimed)
+            matched.append(Found(rule, boxes))
+    return matched, [refusal for refusal in refusals if not _granted(refusal, seen)]
+
+
+def _found(reach: _Reach, rule: Rule, tp: int | None) -> list[Found]:
+    """The matches of one rule, as `match_rule` finds them, by a search that leaves what guards rule out."""
+    if rule.match is None:
+        return []
+    pattern = rule.match.pattern
+    order = _order(reach, pattern)
+    early = _guarded_first(order, pattern, rule.match.conditions)
+    checks = [
+        [
+            condition
+            for condition in rule.match.conditions
+            if name in condition.names and condition.names <= set(early[: place + 1])
+        ]
+        for place, name in enumerate(early)
+    ]
+
+    def allowed(position: int, bound: dict[str, int]) -> bool:
+        if not checks[position]:
+            return True
+        nodes = {name: node_of(reach.flow, box) for name, box in bound.items()}
+        return not any(one.check(nodes, tp) for one in checks[position])
+
+    bindings = sorted(_bindings(reach, pattern, early, allowed), key=lambda bound: [bound[name] for name in order])
+    found: dict[frozenset[int], Found] = {}
+    for bound in bindings:
+        found.setdefault(frozenset(bound[name] for name, _ in rule.yields), Found(rule, tuple(bound.items())))
+    return list(found.values())
+
+
+def _guarded_first(order: list[str], pattern: Pattern, conditions: Sequence[Condition]) -> list[str]:
+    """The same names, those first with which most guards can be checked; each joined to one before it, as far as may
+    be."""
+    early, left = order[:1], order[1:]
+    while left:
+        near = [name for name in left if any({name} < {a.source, a.reader} <= {name, *early} for a in pattern.arrows)]
+        early.append(
+            max(near or left[:1], key=lambda name: sum(condition.names <= {name, *early} for condition in conditions))
+        )
+        left.remove(early[-1])
+    return early
+
+
+def _granted(refusal: Refusal, seen: set[frozenset[int]]) -> bool:
+    """Were the same boxes claimed after all, bound in another way?"""
+    bound = dict(refusal.boxes)
+    return frozenset(bound[name] for name, _ in refusal.rule.yields) in seen
+
+
+class _Reach:
+    """What a value reaches in one step of a pattern, remembered: (reader, port) pairs."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.between = _between(flow)
+        self.by_kind: dict[str, list[int]] = {}
+        for box in flow:
+            if box not in self.between:
+                self.by_kind.setdefault(node_of(flow, box).kind, []).append(box)
+        self._forward: dict[tuple[int, bool], dict[int, frozenset[str]]] = {}
+        self._backward: dict[tuple[int, bool], dict[int, frozenset[str]]] = {}
+
+    def readers(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
+        readers = self._forward.get((box, direct))
+        if readers is None:
+            readers = self._forward[box, direct] = self._walk(box, direct)
+        return readers
+
+    def _walk(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
+        through = TRANSPARENT if direct else CARRYING
+        reached: dict[int, frozenset[str]] = {}
+        waiting, seen = [box], {box}
+        while waiting:
+            current = waiting.pop()
+            for reader in self.flow.successors(current):
+                reached[reader] = reached.get(reader, frozenset()) | self.flow.edges[current, reader]["ports"]
+                if reader not in seen and node_of(self.flow, reader).kind in through:
+                    seen.add(reader)
+                    waiting.append(reader)
+        return reached
+
+    def sources(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
+        """The boxes from which `box` is reached, with the ports at which it reads them."""
+        sources = self._backward.get((box, direct))
+        if sources is None:
+            sources = self._backward[box, direct] = self._walk_back(box, direct)
+        return sources
+
+    def _walk_back(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
+        through = TRANSPARENT if direct else CARRYING
+        reached: dict[int, frozenset[str]] = {}
+        waiting: list[tuple[int, frozenset[str] | None]] = [(box, None)]
+        seen: set[tuple[int, frozenset[str] | None]] = set(waiting)
+        while waiting:
+            current, ports = waiting.pop()
+            for source in self.flow.predecessors(current):
+                arriving = self.flow.edges[source, current]["ports"] if ports is None else ports
+                reached[source] = reached.get(source, frozenset()) | arriving
+                if node_of(self.flow, source).kind in through and (source, arriving) not in seen:
+                    seen.add((source, arriving))
+                    waiting.append((source, arriving))
+        return reached
+
+
+def _between(flow: Flow) -> frozenset[int]:
+    """Boxes that read the same parameters as many before them and many after."""
+    runs: dict[tuple[str, ...], list[int]] = {}
+    for box in flow:
+        node = node_of(flow, box)
+        if node.parameters:
+            runs.setdefault((node.kind, node.module, *node.parameters), []).append(box)
+    return frozenset(box for several in runs.values() for box in several[ENDS:-ENDS])
+
+
+def _bindings(
+    reach: _Reach, pattern: Pattern, order: list[str], allowed: Callable[[int, dict[str, int]], bool] | None = None
+) -> Iterator[dict[str, int]]:
+    """Every way to bind the pattern's names so that all arrows hold and nothing inside is read from outside;
+    `allowed`: the place in the order that was bound last, and all that is bound."""
+
+    def extend(position: int, bound: dict[str, int]) -> Iterator[dict[str, int]]:
+        if position == len(order):
+            if _closed(reach, pattern, bound):
+                yield {name: bound[name] for name in pattern.names}
+            return
+        name = order[position]
+        taken = set(bound.values())
+        for box in _candidates(reach, pattern, name, bound):
+            more = {**bound, name: box}
+            if box not in taken and (allowed is None or allowed(position, more)):
+                yield from extend(position + 1, more)
+
+    yield from extend(0, {})
+
+
+def _order(reach: _Reach, pattern: Pattern) -> list[str]:
+    """Rarest kind first, then always a name joined by an arrow to one already placed."""
+
+    def number(name: str) -> int:
+        return sum(len(reach.by_kind.get(kind, ())) for kind in pattern.kinds_of(name)) or len(reach.flow)
+
+    left = sorted(pattern.names, key=number)
+    order = [left.pop(0)]
+    while left:
+        joined = {a.reader for a in pattern.arrows if a.source in order} | {
+            a.source for a in pattern.arrows if a.reader in order
+        }
+        following = next((name for name in left if name in joined), left[0])
+        left.remove(following)
+        order.append(following)
+    return order
+
+
+def _candidates(reach: _Reach, pattern: Pattern, name: str, bound: dict[str, int]) -> list[int]:
+    kinds = pattern.kinds_of(name)
+    options: set[int] | None = None
+    for arrow in pattern.arrows:
+        found = _along(reach, arrow, name, bound)
+        if found is not None:
+            options = found if options is None else options & found
+    if options is None:
+        held = reach.by_kind if "any" in kinds else kinds
+        return sorted(box for kind in held for box in reach.by_kind.get(kind, ()))
+    free = options - reach.between
+    return sorted(box for box in free if "any" in kinds or node_of(reach.flow, box).kind in kinds)
+
+
+def _along(reach: _Reach, arrow: Arrow, name: str, bound: dict[str, int]) -> set[int] | None:
+    """The boxes that `name` may be, by one arrow whose other end is bound; None if it says nothing yet."""
+    if arrow.reader == name and arrow.source in bound:
+        reached = reach.readers(bound[arrow.source], arrow.direct)
+    elif arrow.source == name and arrow.reader in bound:
+        reached = reach.sources(bound[arrow.reader], arrow.direct)
+    else:
+        return None
+    return {box for box, ports in reached.items() if not arrow.port or arrow.port in ports}
+
+
+def _closed(reach: _Reach, pattern: Pattern, bound: dict[str, int]) -> bool:
+    inside = set(bound.values())
+    fed = {arrow.reader for arrow in pattern.arrows}
+    interior = {arrow.source for arrow in pattern.arrows if arrow.direct and arrow.source in fed}
+    return all(_reads_inside(reach, bound[name], inside) for name in interior)
+
+
+def _reads_inside(reach: _Reach, box: int, inside: set[int]) -> bool:
+    for reader in reach.flow.successors(box):
+        if reader in inside:
+            continue
+        if node_of(reach.flow, reader).kind not in TRANSPARENT or not _reads_inside(reach, reader, inside):
+            return False
+    return True

@@ -1,0 +1,122 @@
+"""Name the blocks, roles and facts of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from autoplan.analyse.picture.flow import Dim, Flow, Node, node_of
+from autoplan.analyse.solve import Solution
+from autoplan.decide.match import Found, Matching
+from autoplan.decide.rulebook.read import Rule
+from autoplan.values import ParameterFact, refs
+
+# Which parameter has which role: the boxes that rules claimed, turned back into parameters of modules.
+#
+# A parameter may be read in several places (a tied table, a projection used twice, a parameter seen by every step of
+# a loop). It is named once per module that owns it: for a tied weight, the lookup names the embedding's name of it
+# and the product names the head's.
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What a rule calls a parameter, the styles the rule allows, and the sizes of the match."""
+
+    binding: str
+    rule: Rule
+    styles: tuple[str, ...]
+    sizes: dict[str, int] = field(default_factory=dict, hash=False, compare=False)
+
+    @property
+    def role(self) -> str:
+        return self.rule.role(self.binding)
+
+    @property
+    def unit(self) -> str:
+        return self.rule.unit(self.binding)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A box that reads a parameter, under the name by which its module owns the parameter."""
+
+    name: str
+    box: int
+    node: Node
+
+
+def readings(flow: Flow, facts: tuple[ParameterFact, ...]) -> dict[str, list[Reading]]:
+    """For every parameter (by first name) the boxes that read it."""
+    names = {name: fact.names for fact in facts for name in fact.names}
+    found: dict[str, list[Reading]] = {}
+    for box in flow:
+        node = node_of(flow, box)
+        for parameter in node.parameters:
+            aliases = names.get(parameter, (parameter,))
+            found.setdefault(aliases[0], []).append(Reading(_own_name(aliases, node.module), box, node))
+    return found
+
+
+def _own_name(aliases: tuple[str, ...], module: str) -> str:
+    """The alias that the reading module (or one nearest above it) owns; else the first."""
+    owners = {name.rpartition(".")[0]: name for name in reversed(aliases)}
+    return owners.get(module, aliases[0])
+
+
+def name_parameters(matching: Matching, read: dict[str, list[Reading]], flow: Flow) -> dict[str, Naming]:
+    """Roles by the name under which a module owns a parameter. What is claimed twice by one rule is named once."""
+    by_box: dict[int, list[str]] = {}
+    for several in read.values():
+        for reading in several:
+            by_box.setdefault(reading.box, []).append(reading.name)
+    named: dict[str, Naming] = {}
+    for found in matching.found:
+        sizes = _sizes(found, flow)
+        allowed = dict(found.rule.yields)
+        for binding, box in found.claims:
+            for name in by_box.get(box, ()):
+                named.setdefault(name, Naming(binding, found.rule, allowed[binding], sizes))
+    return named
+
+
+def _sizes(found: Found, flow: Flow) -> dict[str, int]:
+    return {
+        f"{binding}.{field_name}": dim.size
+        for binding, box in found.boxes
+        for field_name, dim in node_of(flow, box).dims
+    }
+
+
+# The picture with facts: layouts and axis classes written on the dims of boxes, and which outputs are gathered.
+
+
+def with_facts(flow: Flow, solution: Solution) -> Flow:
+    """A copy of the picture in which every dim knows how it lies on ranks and which axes it has."""
+    layouts = {
+        (name, fact.dim): fact.layout for fact in solution.parameters if fact.dim is not None for name in fact.names
+    }
+    classes: dict[tuple[str, int], set[str]] = {}
+    for fact in solution.classes:
+        for name, dim in fact.parameters:
+            classes.setdefault((name, dim), set()).add(str(fact.id))
+    gathered = gathered_parameters(solution)
+
+    def know(dim: Dim) -> Dim:
+        place = (dim.parameter, dim.dim if dim.dim is not None else -1)
+        return replace(dim, layout=layouts.get(place), classes=frozenset(classes.get(place, ())))
+
+    def informed(node: Node) -> Node:
+        dims = tuple((field, know(dim)) for field, dim in node.dims)
+        return replace(node, dims=dims, gathered=not gathered.isdisjoint(node.parameters))
+
+    facts = flow.copy()
+    for box in facts:
+        facts.nodes[box]["node"] = informed(node_of(flow, box))
+    return facts
+
+
+def gathered_parameters(solution: Solution) -> frozenset[str]:
+    """Weights whose product is gathered from all ranks."""
+    axes, tensors = solution.axes, solution.trace.tensors
+    calls = [call for call in solution.trace.calls if not axes.gathered.isdisjoint(range(*call.ops))]
+    read = {axes.sources[t] for call in calls for t in refs((call.args, call.kwargs)) if t in axes.sources}
+    return frozenset(name for weight in read if len(axes.of(weight)) > 1 for name in tensors[weight].names)

@@ -1,0 +1,380 @@
+"""What an entry of a plan says: style, costs, communication, dataflow and reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import prod
+
+from autoplan.analyse.moved import block_traffic
+from autoplan.analyse.picture.flow import Flow, Node, node_of
+from autoplan.analyse.solve import Solution
+from autoplan.common.layout import Layout
+from autoplan.common.patterns import fold_names, is_under
+from autoplan.decide.match import TRANSPARENT
+from autoplan.decide.naming import Naming, Reading
+from autoplan.decide.plan.folding import Names, starred
+from autoplan.values import (
+    Boundary,
+    CallRewrite,
+    Cost,
+    Finding,
+    FlowPart,
+    Instruction,
+    ParameterFact,
+    Spread,
+    Stack,
+    Trace,
+    Traffic,
+    refs,
+)
+from autoplan.values.reasons import CutOfRecurrent, Reason, sentence
+
+# The style of a parameter, from what was proven: which dim is cut, how, and what reads it.
+#
+# Rules name what is split and say which styles they expect; the style itself is read off the facts, so that a rule can
+# never make a split that was not proven.
+
+_BY_FIELD = {
+    ("linear", "out"): "colwise",
+    ("linear", "in"): "rowwise",
+    ("stacked", "out"): "colwise",
+    ("stacked", "in"): "rowwise",
+    ("conv", "out"): "colwise",
+    ("conv", "in"): "rowwise",
+    ("embedding", "rows"): "embedding_rowwise",
+    ("embedding", "width"): "embedding_colwise",
+}
+
+
+def style_of(fact: ParameterFact, readers: Iterable[Node], tp: int, *, gathered: bool, reduced: bool) -> str:
+    """`readers` are the boxes that read the parameter; `gathered` and `reduced` tell what its module does besides."""
+    if fact.dim is None:
+        return "replicated_with_grad_allreduce" if fact.gradient != "local" else "replicate"
+    plain = {_style_in(node, fact) for node in readers}
+    if "norm" in plain and reduced:
+        return "distributed_norm"
+    for style in ("embedding_rowwise", "embedding_colwise", "colwise", "rowwise"):
+        if style in plain:
+            if style == "colwise" and gathered:
+                return "colwise_gather_output"
+            assert fact.layout is not None
+            return (
+                style if Layout.parse(fact.layout).one_run(tp) or style.startswith("embedding") else f"packed_{style}"
+            )
+    return "local"
+
+
+def _style_in(node: Node, fact: ParameterFact) -> str:
+    for field, dim in node.dims:
+        if dim.parameter in fact.names and dim.dim == fact.dim:
+            return "norm" if node.kind == "norm" else _BY_FIELD.get((node.kind, field), "local")
+    out = node.dim("out")
+    is_bias = any(name in fact.names for name in node.parameters[1:])
+    if is_bias and node.kind == "linear" and len(fact.shape) > 1:  # scales: they lie as their weight does
+        return next((_BY_FIELD[node.kind, field] for field, dim in node.dims if dim.dim == fact.dim), "local")
+    return "colwise" if is_bias and out is not None and out.layout is not None else "local"
+
+
+# The communication of a plan, block by block: equal blocks said once, a line for whatever exceeds the least.
+
+
+def communication(
+    solution: Solution, layers: Iterable[Stack], names: Names
+) -> tuple[tuple[Traffic, ...], tuple[Finding, ...]]:
+    """What blocks move compared with the least they need, and findings that explain each excess."""
+    if solution.shards is None or solution.tp_size == 1:
+        return (), ()
+    blocks = [fqn for stack in layers for fqn in stack.fqns]
+    found, excesses = block_traffic(solution.shards, solution.runtime, solution.reductions, blocks)
+    alike: dict[str, tuple[Traffic, list[str]]] = {}
+    for one in found:
+        same = replace(one, block="")
+        alike.setdefault(repr(same), (same, []))[1].append(one.block)
+    said: dict[str, list[str]] = {}
+    for excess in excesses:
+        said.setdefault(excess.reason, []).append(excess.block)
+    traffic = [replace(same, block=pattern) for same, members in alike.values() for pattern in names.fold(members)]
+    notes = [
+        Finding("communication", "note", pattern, reason)
+        for reason, members in said.items()
+        for pattern in names.fold(members)
+    ]
+    return tuple(traffic), tuple(notes)
+
+
+# What a module's split costs at run time: which sums and gathers happen because of it.
+#
+# A sum of input gradients often sits upstream of the module, shared by several projections that read one value (the
+# norm before q, k and v): it is told at each of them, with the others named.
+
+
+class Costs:
+    """Answers for modules, from the sites that analysis decided on."""
+
+    def __init__(self, solution: Solution, flow: Flow) -> None:
+        self.flow = flow
+        self.runtime = solution.runtime
+        self.trace = solution.trace
+        # Boxes whose value has its gradient summed, wherever that is attached
+        partial = (boundary for boundary in self.runtime.of(Boundary) if boundary.gives is Spread.PARTIAL_GRADIENT)
+        sites = {(one.pattern, one.side, one.path) for one in partial}
+        tensors: set[int] = set()
+        for visit in self.trace.visits:
+            for side, crossings in (("input", visit.inputs), ("output", visit.outputs)):
+                tensors.update(tensor for path, tensor in crossings if (visit.module, side, path) in sites)
+        boxes: dict[int, int] = self.flow.graph.get("tensors", {})
+        self.copied = {boxes[tensor] for tensor in tensors if tensor in boxes}
+        self.summing = dict.fromkeys(
+            self.trace.calls[call].module for call, kind in solution.reductions.items() if kind == "sum"
+        )
+        self.calls = {call.pattern: call for call in self.runtime.of(CallRewrite) if call.reduces}
+
+    def of(
+        self,
+        module: str,
+        facts: Iterable[tuple[str, ParameterFact]],
+        readings: list[Reading],
+        *,
+        ends_here: bool = True,
+    ) -> tuple[Cost, ...]:
+        """Every cost of one module, forward ones first. `ends_here`: the module's output is these parameters' product.
+        (Of experts' two weights only the second's is.)"""
+        here = (instruction for instruction in self.runtime.instructions if instruction.pattern == module)
+        found = [one.cost for one in here if one.cost is not None and self._is_of_product(one, ends_here)]
+        found += self._sum_further_out(module) if ends_here else []
+        found += self._input_gradient(module, readings)
+        for name, fact in facts:
+            if fact.gradient != "local":
+                own, shared = name.rpartition(".")[2], fact.gradient == "shared"
+                found.append(Cost("sum", "parameter-gradient", parameter=own, shared_rows=shared))
+        return tuple(dict.fromkeys(found))
+
+    def _is_of_product(self, one: Instruction, ends_here: bool) -> bool:
+        """Does an instruction at a module belong to the product of the parameters that are asked about?"""
+        if isinstance(one, CallRewrite):
+            return one is self.calls.get(one.pattern)
+        return not isinstance(one, Boundary) or (ends_here and one.side == "output")
+
+    def _sum_further_out(self, module: str) -> list[Cost]:
+        """A partial sum that travels to a module around this one, where others join it."""
+        if module not in self.summing or module in self.calls:
+            return []
+        sites = {b.pattern for b in self.runtime.of(Boundary) if b.side == "output" and b.settles_partial}
+        around = [name for name in sites if module == name or is_under(name, module)]
+        place = max(around, key=len, default=module)
+        if place == module:
+            return []
+        others = [name for name in self.summing if name != module and is_under(place, name) and name not in sites]
+        shared = tuple(_seen_from(module, other) for other in others)
+        return [Cost("sum", at=place.rpartition(".")[2], shared_with=shared)]
+
+    def _input_gradient(self, module: str, readings: list[Reading]) -> list[Cost]:
+        sources = {source for reading in readings for source in self.flow.predecessors(reading.box)} & self.copied
+        if not sources:
+            return []
+        others = dict.fromkeys(
+            _seen_from(module, node.module)
+            for source in sorted(sources)
+            for node in self._readers(source)
+            if node.parameters and node.module != module
+        )
+        return [Cost("sum", "input-gradient", shared_with=tuple(others))]
+
+    def _readers(self, box: int) -> list[Node]:
+        readers: list[Node] = []
+        for reader in self.flow.successors(box):
+            node = node_of(self.flow, reader)
+            readers += self._readers(reader) if node.kind in TRANSPARENT else [node]
+        return readers
+
+
+def _seen_from(module: str, other: str) -> str:
+    """The other module's name without what both have in common: "k_proj", "k_proj.base"."""
+    own, parts = module.split("."), other.split(".")
+    common = next((i for i, (a, b) in enumerate(zip(own, parts, strict=False)) if a != b), min(len(own), len(parts)))
+    return ".".join(parts[min(common, len(parts) - 1) :])
+
+
+# The order in which a model runs its modules, one block of each kind: what a page draws from top to bottom.
+#
+# A trace says which weight was read when. Blocks that run the same modules in the same order are one kind; a block that
+# was not traced is of the kind of the one that stands for it.
+
+_FEW = 4  # so many alike are written one by one: the parts of a block that its author numbered
+Part = tuple[str, list[str]]  # a block ("" for none), and the modules that ran in it
+
+
+def flow_of(trace: Trace, layers: Sequence[Stack], names: Names) -> tuple[FlowPart, ...]:
+    """Parts in the order of their first module."""
+    blocks = {block: stack.name for stack in layers for block in stack.fqns}
+    kinds: dict[tuple[str, tuple[str, ...]], FlowPart] = {}
+    for place, (block, modules) in enumerate(_parts(_with_parameters(trace), blocks)):
+        steps = _folded([module.removeprefix(f"{block}.") if block else module for module in modules])
+        if not block:
+            kinds[f"\0{place}", steps] = FlowPart("", 1, steps)
+            continue
+        many = sum(name in blocks for name in names.expand(block))
+        known = kinds.get((blocks[block], steps), FlowPart(block, 0, steps))
+        kinds[blocks[block], steps] = FlowPart(known.block, known.blocks + many, steps)
+    return tuple(kinds.values())
+
+
+def _with_parameters(trace: Trace) -> Iterable[str]:
+    """The modules that own parameters, each once, in the order in which those are first read.
+
+    A module need not run for that: the code of another may read its weight. A tied weight is that of the module which
+    runs, if it is one of its owners.
+    """
+    owners = {
+        number: [name.rpartition(".")[0] for name in tensor.names]
+        for number, tensor in enumerate(trace.tensors)
+        if tensor.kind == "parameter" and tensor.names
+    }
+    read = ((op.module, owners[ref]) for op in trace.ops for ref in refs((op.args, op.kwargs)) if ref in owners)
+    return dict.fromkeys(module if module in own else own[0] for module, own in read)
+
+
+def _parts(modules: Iterable[str], blocks: dict[str, str]) -> Iterable[Part]:
+    """Runs of modules in one block, or in none."""
+    found: dict[str, list[str]] = {}
+    outside = 0
+    last = None
+    for module in modules:
+        block = _block_of(module, blocks)
+        outside += block == "" and last != ""
+        found.setdefault(block or f"\0{outside}", []).append(module)
+        last = block
+    return [("" if block.startswith("\0") else block, members) for block, members in found.items()]
+
+
+def _block_of(module: str, blocks: dict[str, str]) -> str:
+    """The innermost block that holds the module, or is it."""
+    while module and module not in blocks:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def _folded(steps: list[str]) -> tuple[str, ...]:
+    """Many alike (experts) as one, where the first of them runs."""
+    groups: dict[str, list[str]] = {}
+    for step in steps:
+        groups.setdefault(starred(step), []).append(step)
+    many = {step: members for members in groups.values() if len(members) > _FEW for step in members}
+    found = (fold_names(many[step], steps) if step in many else (step,) for step in steps)
+    return tuple(dict.fromkeys(pattern for patterns in found for pattern in patterns))
+
+
+# Numbers in sentences: how many units a parameter is sharded in, what a rank gets, and why; or why it is whole.
+
+_OF_HEADS = "feature of each head"
+_PLURALS = {_OF_HEADS: "features of each head"}
+
+
+def units_text(fact: ParameterFact, naming: Naming | None) -> tuple[str, str]:
+    """What is sharded: "14336 features"; where a unit holds several rows with these, "8 groups × 16", and without."""
+    if fact.layout is None:
+        return "", ""
+    layout = Layout.parse(fact.layout)
+    units = _first_sharded(layout).size
+    rows = layout.size // units if layout.size % units == 0 and layout.kind == "product" else 1
+    unit = "group" if naming is not None and naming.unit == "head" and _heads(naming, units) > units else None
+    unit = _unit_of_gates(layout) if isinstance(fact.how, CutOfRecurrent) else unit
+    counted = _count(units, unit or _unit(naming, layout))
+    return (f"{counted} × {rows}", counted) if rows > 1 else (counted, "")
+
+
+def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
+    """One sentence: the units, what each rank gets, and for attention the heads that read them."""
+    if fact.dim is None:
+        return "every rank holds it whole and sees a part of its gradient: the parts are summed"
+    assert fact.layout is not None
+    layout = Layout.parse(fact.layout)
+    unit = _unit_of_gates(layout) if isinstance(fact.how, CutOfRecurrent) else _unit(naming, layout)
+    parts = [_heads_text(layout, naming, tp) or _shards_text(layout, unit, tp)]
+    held = _held_by_all(layout)
+    if held:
+        parts.append(f"{held} of its {layout.size} rows are held by every rank, their gradients summed")
+    if layout.kind == "concatenation":
+        parts.append(f"each of its {len(layout.parts)} segments is cut by itself")
+    if fact.how is not None:
+        return "; ".join([*parts, str(fact.how)])
+    text = "; ".join(parts)
+    return text if naming is not None else f"a proven split that no rule names: {text}"
+
+
+def whole_text(said: Iterable[tuple[str, tuple[Reason, ...]]]) -> str:
+    """Why parameters of like blocks are whole, each with its role: once, where blocks agree."""
+    return " / ".join(dict.fromkeys((f"{role}: " if role else "") + sentence(why) for role, why in said))
+
+
+def _shards_text(layout: Layout, unit: str, tp: int) -> str:
+    first = _first_sharded(layout)
+    counts = [Layout.parse(str(first)).held(rank, tp) for rank in range(tp)]
+    if first.split != (0, 1):
+        pieces = first.split[0] if first.split else 1
+        return f"{_count(first.size, unit)} in {pieces} pieces over {tp} ranks; a rank holds {counts[0]}"
+    if len(set(counts)) == 1:
+        return f"{_count(first.size, unit)}; {'ep' if unit == 'expert' else 'tp'}={tp} gives each rank {counts[0]}"
+    return f"{_count(first.size, unit)}; tp={tp} gives the first rank {counts[0]} and the last {counts[-1]}"
+
+
+def _heads_text(layout: Layout, naming: Naming | None, tp: int) -> str:
+    """Where several query heads read one key/value head, say both."""
+    groups = _first_sharded(layout)
+    if naming is None or naming.unit != "head" or groups.split != (0, 1) or groups.size % tp:
+        return ""
+    heads = _heads(naming, groups.size)
+    if heads <= groups.size or heads % groups.size:
+        return ""
+    held = groups.size // tp
+    return (
+        f"{_count(heads, 'query head')} in {_count(groups.size, 'group')}; tp={tp} gives each rank "
+        f"{_count(heads // groups.size * held, 'query head')} and {_count(held, 'key/value head')}"
+    )
+
+
+def _unit(naming: Naming | None, layout: Layout) -> str:
+    """What is sharded. Where it is the last factor of several, it is features of every head, not heads."""
+    if naming is None:
+        return "unit"
+    return _OF_HEADS if naming.unit == "head" and _is_minor(layout) else naming.unit
+
+
+def _unit_of_gates(layout: Layout) -> str:
+    """Of recurrent weights: a rank has all gates of its hidden units, or some rows."""
+    return "hidden unit" if layout.kind == "product" else "row"
+
+
+def _is_minor(layout: Layout) -> bool:
+    """Is the factor that is sharded the last of a product whose earlier factors are not, in all segments?"""
+    if layout.kind == "concatenation":
+        return all(_is_minor(part) for part in layout.parts if part.is_split)
+    last = layout.parts[-1] if layout.kind == "product" else layout
+    return last is not layout and last.is_split and not any(part.is_split for part in layout.parts[:-1])
+
+
+def _held_by_all(layout: Layout) -> int:
+    """Rows that every rank holds."""
+    if not layout.parts:
+        return 0 if layout.is_split else layout.size
+    held = [_held_by_all(part) for part in layout.parts]
+    return prod(held) if layout.kind == "product" else sum(held)
+
+
+def _heads(naming: Naming, groups: int) -> int:
+    """Query heads, from what the output contracts and how wide a value head is."""
+    contracted, value = naming.sizes.get("output.in", 0), naming.sizes.get("value.out", 0)
+    return contracted * groups // value if value and (contracted * groups) % value == 0 else 0
+
+
+def _first_sharded(layout: Layout) -> Layout:
+    if not layout.parts:
+        return layout
+    return next((_first_sharded(part) for part in layout.parts if part.is_split), layout)
+
+
+def _count(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {_PLURALS.get(noun, f'{noun}s')}"

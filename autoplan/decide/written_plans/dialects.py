@@ -1,0 +1,237 @@
+"""Plans as torch and transformers write them, and the dotted patterns that both use."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from autoplan.common.conventions import conventions
+from autoplan.common.importing import importable_here
+from autoplan.common.patterns import matches
+from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError, check_key, check_style
+from autoplan.values import Plan
+
+# Dotted paths: `pkg.module.NAME`, `pkg.module.Class.attribute`, `pkg.module:function`.
+#
+# The value is a plan, or a function that returns one and takes nothing, the model, or the model and whether sequence
+# parallelism is wanted. An import that fails says which part failed; a value that is no plan says what it is. Importing
+# and calling run a stranger's code, which may raise anything: what it raises is the message.
+
+
+def looks_dotted(text: str) -> bool:
+    """Could this be a dotted path? (Whether it leads anywhere is another question.)"""
+    parts = text.replace(":", ".").split(".")
+    return len(parts) > 1 and all(part.isidentifier() for part in parts)
+
+
+def plan_at(path: str, model: Any, sequence_parallel: bool = False) -> Mapping[str, Any] | Plan:
+    """The dict or Plan that a dotted path leads to."""
+    with importable_here():
+        value = _value_at(path)
+    called = ""
+    if callable(value) and not isinstance(value, Mapping):
+        try:
+            value, called = _called(value, path, model, sequence_parallel), "() returned"
+        except WrittenPlanError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise WrittenPlanError(f"{path} raises when it is called: {_said(error)}", hint="fix it first") from error
+    if isinstance(value, (Mapping, Plan)):
+        return value
+    raise WrittenPlanError(
+        f"{path}{called or ' is'} {_described(value)}, which is no plan",
+        hint="it must be a dict of pattern: style, an autoplan Plan, or a function that returns one",
+    )
+
+
+def _value_at(path: str) -> Any:
+    parts = path.replace(":", ".").split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:length])
+        if not _exists(name):
+            continue
+        try:
+            value = import_module(name)
+        except ImportError as error:
+            raise WrittenPlanError(f"{path}: importing {name} failed: {error}", hint="install what it needs") from error
+        except (Exception, SystemExit) as error:
+            raise WrittenPlanError(f"{path} raises on import: {_said(error)}", hint=f"fix {name} first") from error
+        return _attribute(value, name, parts[length:], path)
+    raise WrittenPlanError(
+        f"{path}: there is no module {parts[0]!r}", hint="check the spelling, and that its folder is on PYTHONPATH"
+    )
+
+
+def _exists(module: str) -> bool:
+    if module in sys.modules:  # `__main__` is, and has no spec
+        return True
+    try:
+        return find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):  # a parent that is missing, or is no package
+        return False
+
+
+def _attribute(value: Any, name: str, rest: list[str], path: str) -> Any:
+    for part in rest:
+        if not hasattr(value, part):
+            public = [known for known in dir(value) if not known.startswith("_")]
+            raise WrittenPlanError(f"{path}: {name} has no {part!r}", hint=f"it has {', '.join(public[:12])}")
+        value, name = getattr(value, part), f"{name}.{part}"
+    return value
+
+
+def _called(function: Callable[..., Any], path: str, model: Any, sequence_parallel: bool) -> Any:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise WrittenPlanError(f"{path} cannot be called: {error}", hint="give a plain function") from error
+    offered = {"model": model, "sequence_parallel": sequence_parallel}
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if any(p.name in offered for p in places):
+        arguments = {p.name: offered[p.name] for p in places if p.name in offered}
+        asked = [p for p in places if p.name not in offered and p.default is p.empty]
+        if not asked:
+            return function(**arguments)
+    required = [p for p in places if p.default is p.empty]
+    if len(required) > 2:
+        names = ", ".join(p.name for p in required)
+        raise WrittenPlanError(f"{path} wants ({names})", hint="it may take (), (model) or (model, sequence_parallel)")
+    return function(*list(offered.values())[: len(required)])
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _described(value: Any) -> str:
+    kind = type(value)
+    return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
+
+
+# Dicts of `ParallelStyle` objects, as torch's `parallelize_module` and the frameworks on top of it take them.
+#
+# A style object says two things at once: which side of the weight is cut, and which layouts go in and out. Only the
+# first is a choice here; layouts follow from it. Frameworks subclass torch's styles (LoRA variants, vocabulary
+# embeddings), so a class is recognised by its ancestors; a class with none that is known is refused with its path.
+
+_LAYOUT_ONLY = ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
+
+
+def read_styles(plan: Mapping[str, Any], name: str) -> tuple[ChosenCut, ...]:
+    """ChosenCuts of the style objects in a dict. Strings are another dialect's and are not looked at."""
+    return tuple(
+        ChosenCut(planned, chosen, name, _written(style))
+        for pattern, style in plan.items()
+        if not isinstance(style, str) and type(style).__name__ != "PlannedModel"
+        for planned, chosen in _choices_of(style, pattern, name)
+    )
+
+
+def _choices_of(style: Any, pattern: str, name: str) -> tuple[tuple[str, str], ...]:
+    """What a style object chooses, and for which pattern: ours may speak for several parameters of its module."""
+    if "PlannedModule" in [cls.__name__ for cls in type(style).__mro__]:
+        return tuple(style.choices)
+    return ((pattern, _style_of(style, pattern, name)),)
+
+
+def _style_of(style: Any, pattern: str, name: str) -> str:
+    ancestors = [cls.__name__ for cls in type(style).__mro__]
+    if "ColwiseParallel" in ancestors:
+        return "colwise_gather_output" if _is_whole(getattr(style, "output_layouts", None)) else "colwise"
+    if "RowwiseParallel" in ancestors:
+        return "rowwise_split_input" if _is_whole(getattr(style, "input_layouts", None)) else "rowwise"
+    if "SequenceParallel" in ancestors:
+        return "sequence_parallel"
+    if any(layout in ancestors for layout in _LAYOUT_ONLY):
+        return "local_params"
+    cls = type(style)
+    raise WrittenPlanError(
+        f"{name}: {pattern!r} has a {cls.__module__}.{cls.__qualname__}, which is no style that autoplan knows",
+        hint="use ColwiseParallel, RowwiseParallel or SequenceParallel, a subclass of them, or a style's name "
+        "such as 'packed_colwise'",
+    )
+
+
+def _is_whole(layouts: Any) -> bool:
+    """Is the (first) layout Replicate()?"""
+    first = layouts[0] if isinstance(layouts, (list, tuple)) and layouts else layouts
+    return type(first).__name__ == "Replicate"
+
+
+def _written(style: Any) -> str:
+    layouts = [
+        f"{side}={layout[0] if isinstance(layout, tuple) and layout else layout}"
+        for side in ("input_layouts", "output_layouts")
+        if (layout := getattr(style, side, None)) is not None
+    ]
+    return f"{type(style).__name__}({', '.join(layouts)})"
+
+
+# transformers' plans: strings by module or parameter, old and new spelling, spread over classes and configs.
+#
+# A model's plan is put together from parts (hf/own_sharding.py), each with keys relative to a module. Where a key was
+# written decides what it means, so each choice keeps that. Prefixes come from the module tree, not from a table.
+
+# Names that transformers used before, or uses besides; ours are its newest.
+ALIASES = {
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
+    "local_colwise": "colwise",
+    "local_rowwise": "rowwise",
+    "local_packed_colwise": "packed_colwise",
+    "local_packed_rowwise": "packed_rowwise",
+    "local": "local_params",
+    "gather": "all_reduce",
+    "replicated": "replicate",
+    "ep_router": "replicate",
+}
+
+
+def read_strings(plan: Mapping[str, Any], name: str, *, by_position: bool) -> tuple[ChosenCut, ...]:
+    """ChosenCuts of the style names in a dict. Style objects are another dialect's and are not looked at."""
+    return tuple(
+        ChosenCut(pattern, check_style(style, pattern, name, ALIASES), name, style, by_position)
+        for pattern, style in plan.items()
+        if isinstance(style, str)
+    )
+
+
+def hf_plan(model: object, name: str) -> ChosenCuts:
+    """The plan that transformers itself would apply to a model, every key with its origin."""
+    parts, parts_notes = conventions().shipped_parts(model)
+    found: dict[str, tuple[str, str]] = {}
+    for part in parts:
+        for key, style in part.styles.items():
+            check_key(key, part.origin)
+            found[f"{part.prefix}.{key}" if part.prefix else key] = (style, part.origin)
+    if not found:
+        raise WrittenPlanError(
+            f"{name} has no transformers plan: {conventions().no_plan_because()}",
+            hint="use source='inferred' (analysis), source='auto', or write one: source={pattern: style}",
+        )
+    choices = tuple(
+        ChosenCut(key, check_style(style, key, origin, ALIASES), origin, style, by_position=True)
+        for key, (style, origin) in found.items()
+    )
+    notes = tuple(f"{c.pattern}: {c.written} comes from {c.origin}" for c in choices)
+    return ChosenCuts(f"transformers' plan of {name}", "hf", choices, notes=(*notes, *parts_notes))
+
+
+def with_prefix(choices: ChosenCuts, modules: Iterable[str], parameters: Iterable[str]) -> ChosenCuts:
+    """Keys relative to an inner model (as configs write them), made absolute where one prefix fits all dead keys."""
+    modules = list(modules)
+    known = [*modules, *parameters]
+    dead = [c for c in choices.choices if not any(matches(c.pattern, name) for name in known)]
+    if not dead:
+        return choices
+    for prefix in sorted((m for m in modules if m), key=lambda name: (name.count("."), name)):
+        if all(any(matches(f"{prefix}.{c.pattern}", name) for name in known) for c in dead):
+            moved = tuple(replace(c, pattern=f"{prefix}.{c.pattern}") if c in dead else c for c in choices.choices)
+            note = f"{len(dead)} keys are relative to {prefix!r}"
+            return replace(choices, choices=moved, notes=(*choices.notes, note), _cache={})
+    return choices

@@ -1,0 +1,164 @@
+"""DeepSpeed's plans, and the wrappers that other libraries put around a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+from autoplan.common.files.shapes import misshapen
+from autoplan.common.patterns import fold_names
+from autoplan.decide.written_plans.choices import ChosenCut, WrittenPlanError
+from autoplan.values.module_tree import NamedModules
+
+# DeepSpeed's `tensor_parallel.partition_config`: regular expressions on parameter names, and how to cut what matches.
+#
+#     {"layer_specs": [{"patterns": [".*\.qkv_proj\.weight$"], "partition_type": "column", "shape": [3, -1]}]}
+#
+# A `shape` says that the cut dim is packed. An expression must match from the start of the name (`re.match`), and the
+# first spec that matches counts. Expressions are resolved on the model's own names, so one that matches nothing is
+# found.
+
+# Attributes that AutoTP divides, by name, on every module above a layer that it cuts (release 0.19).
+COUNTS = (
+    *("n_heads", "inner_dim", "num_heads", "num_kv", "num_attention_heads", "num_attn_heads", "all_head_size"),
+    *("embed_dim", "hidden_size", "num_key_value_heads", "num_kv_heads", "kv_n_heads", "d_model"),
+    *("num_attention_heads_per_partition", "num_multi_query_groups_per_partition", "hidden_size_per_partition"),
+)
+_CONFIG = {"lm_head_patterns": [str], "layer_specs": [{"patterns": [str], "partition_type": str}]}
+_SHAPE = {**_CONFIG, "partition_config": _CONFIG, "tensor_parallel": {**_CONFIG, "partition_config": _CONFIG}}
+_STYLES = {"column": "colwise", "row": "rowwise", "skip": "replicate"}
+_MORE = {
+    ("column", "gather_output"): "colwise_gather_output",
+    ("skip", "grad_allreduce"): "replicated_with_grad_allreduce",
+}
+
+
+def is_deepspeed(data: Any) -> bool:
+    """Is this a DeepSpeed config, or the part of one that is about tensor parallelism?"""
+    return specs_of(data) is not None
+
+
+def specs_of(data: Any) -> list[Any] | None:
+    """The specs of a config; None where it is none."""
+    for key in ("tensor_parallel", "partition_config"):
+        if isinstance(data, Mapping) and key in data:
+            data = data[key]
+    found = data.get("layer_specs") if isinstance(data, Mapping) else None
+    return found if isinstance(found, list) else None
+
+
+def spec_for(data: Any, parameter: str) -> Mapping[str, Any] | None:
+    """The spec that decides about a parameter."""
+    matching = (
+        s for s in specs_of(data) or [] if any(_matches(e, parameter, "a pattern") for e in s.get("patterns", ()))
+    )
+    return next(matching, None)
+
+
+def heads_of(data: Any) -> tuple[str, ...]:
+    """What DeepSpeed takes for a vocabulary head: the last part of a module's name, unless the config says others."""
+    for key in ("tensor_parallel", "partition_config"):
+        data = data[key] if isinstance(data, Mapping) and key in data else data
+    return tuple(data.get("lm_head_patterns", ("lm_head", "embed_out")))
+
+
+def kind_of(spec: Mapping[str, Any]) -> str:
+    """column | row | skip; a spec that does not say is a column."""
+    return str(spec.get("partition_type", "column")).lower()
+
+
+def read_deepspeed(data: Any, name: str, parameters: Iterable[str], tolerant: bool = False) -> tuple[ChosenCut, ...]:
+    """The choices of a partition config, on the parameters of one model. The first spec that matches counts.
+    `tolerant`: a spec that matches nothing is a choice for its first expression."""
+    if problem := misshapen(data, _SHAPE):
+        raise WrittenPlanError(f"{name}: {problem}", hint="see DeepSpeed's partition_config")
+    known = list(parameters)
+    taken: set[str] = set()
+    choices = []
+    for index, spec in enumerate(specs_of(data) or []):
+        where = f"{name}: layer_specs[{index}]"
+        style = _style_of(spec, where)
+        matched = [p for p in known if p not in taken and any(_matches(e, p, where) for e in spec.get("patterns", ()))]
+        if not matched and tolerant and spec.get("patterns"):
+            choices.append(ChosenCut(str(spec["patterns"][0]), style, where, kind_of(spec)))
+        elif not matched:
+            raise WrittenPlanError(
+                f"{where}: {spec.get('patterns')} match no parameter of the model that is still free",
+                hint="DeepSpeed matches from the start of a name (begin with '.*'); parameters look like "
+                f"{', '.join(fold_names(known)[:3])}",
+            )
+        taken.update(matched)
+        choices += [ChosenCut(pattern, style, where, kind_of(spec)) for pattern in fold_names(matched, known)]
+    return tuple(choices)
+
+
+def _style_of(spec: Any, where: str) -> str:
+    kind = kind_of(spec) if isinstance(spec, Mapping) else None
+    if kind not in _STYLES:
+        raise WrittenPlanError(f"{where}: partition_type is {kind!r}", hint=f"DeepSpeed knows {', '.join(_STYLES)}")
+    more = next((style for (of, option), style in _MORE.items() if of == kind and spec.get(option)), None)
+    style = more or _STYLES[kind]
+    return f"packed_{style}" if spec.get("shape") and more is None and kind != "skip" else style
+
+
+# A repeat inside a repeat, or many repeats in a row, can take longer than anyone waits.
+_REPEAT = r"(?:[*+]|\{\d*,\d*\})"
+_NESTED = re.compile(rf"\([^()]*{_REPEAT}[^()]*\)+{_REPEAT}")
+_MOST_REPEATS = 6
+
+
+@cache
+def _refuse_slow(expression: Any, where: str) -> None:
+    """Raise on an expression that could take for ever on a name."""
+    if not isinstance(expression, str):
+        raise WrittenPlanError(f"{where}: {expression!r} is no regular expression", hint="write the pattern as text")
+    bare = re.sub(r"\\.|\[(?:\\.|[^\]])*\]", "x", expression)
+    if len(expression) > 500 or _NESTED.search(bare) or len(re.findall(_REPEAT, bare)) > _MOST_REPEATS:
+        raise WrittenPlanError(
+            f"{where}: {expression[:80]!r} may take for ever: it is long, or repeats within or after repeats",
+            hint=f"use at most {_MOST_REPEATS} repeats, none inside another",
+        )
+
+
+def _matches(expression: str, parameter: str, where: str) -> bool:
+    _refuse_slow(expression, where)
+    try:
+        return re.match(expression, parameter) is not None
+    except re.error as error:
+        problem = f"{where}: {expression!r} is no regular expression: {error}"
+        raise WrittenPlanError(problem, hint="fix the pattern") from error
+
+
+# Whose plan is it? Wrappers (PEFT, `torch.compile`, FSDP, checkpointing) are looked through to the model inside.
+#
+# A wrapper changes the paths of parameters: a plan written for the inner class then has keys relative to it. What a
+# wrapper is, is read off the tree: it holds the model as the one child that has (nearly) all parameters, under one of
+# the names that wrapping libraries use.
+
+_INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_model", "module", "model")
+_LIBRARIES = ("peft.", "torch.", "accelerate.", "deepspeed.")
+
+
+def unwrapped(model: NamedModules) -> tuple[str, NamedModules]:
+    """The innermost model and its path inside the wrappers ("" when there are none)."""
+    path: list[str] = []
+    while True:
+        inner = _inner(model)
+        if inner is None:
+            return ".".join(path), model
+        path.append(inner)
+        model = dict(model.named_children())[inner]
+
+
+def _inner(model: NamedModules) -> str | None:
+    if not type(model).__module__.startswith(_LIBRARIES):
+        return None
+    held = dict(model.named_children())
+    return next((name for name in _INNER if name in held), None)
+
+
+def ancestors_of(cls: type) -> tuple[tuple[str, str], ...]:
+    """(module, qualname) of a class and of what it descends from, nearest first."""
+    return tuple((base.__module__, base.__qualname__) for base in cls.__mro__ if base.__module__ != "builtins")

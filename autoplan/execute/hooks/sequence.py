@@ -1,0 +1,250 @@
+"""Carry out moves along the sequence: shards, their collectives, and the executors of the instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from autoplan.common.errors import IndivisibleError
+from autoplan.common.nested import flatten_tensors
+from autoplan.execute.collectives import RankGroup, Recorded, sent
+from autoplan.execute.executors import At, executes
+from autoplan.execute.hooks.running import Running
+from autoplan.values import (
+    AllGatherSequence,
+    AllGatherSequenceSumGradient,
+    NoteShard,
+    ReduceScatterSequence,
+    ScatterSequence,
+    SequenceBoundary,
+    SequenceName,
+    WithholdPartial,
+)
+
+# Values that are a rank's shard of the positions, known wherever they turn up again.
+#
+# Under sequence parallelism what blocks take in and return are shards. transformers collects just these tensors for a
+# caller that asks for hidden states, the first one behind our hook, and the plan may never have seen it. So the hooks
+# mark the tensors that they cut, and whatever marked leaves the model is gathered there.
+
+_MARK = "_autoplan_shard"
+
+
+class SequenceShard(NamedTuple):
+    """Along which dim a value is cut, and which sequence that is."""
+
+    dim: int
+    sequence: SequenceName
+
+
+def mark_shard(tensor: torch.Tensor, shard: SequenceShard) -> torch.Tensor:
+    """The tensor itself, which now says that it is a shard."""
+    setattr(tensor, _MARK, shard)
+    return tensor
+
+
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Does the tensor say that it is a shard?"""
+    return hasattr(tensor, _MARK)
+
+
+def shards_in(output: Any) -> list[tuple[tuple[Any, ...], SequenceShard]]:
+    """The paths of all marked tensors in what a model returns."""
+    found = ((path, getattr(tensor, _MARK, None)) for path, tensor in flatten_tensors(output))
+    return [(path, shard) for path, shard in found if shard is not None]
+
+
+# The four moves of sequence parallelism, differentiable, for any length.
+#
+#     scatter          whole value → own positions            backward: the whole gradient from everyone's positions
+#     gather_whole     own positions → whole, for readers     backward: own positions of a gradient that every rank has
+#                      that every rank runs alike
+#     gather_sum       own positions → whole, for readers     backward: own positions of the sum of partial gradients
+#                      that each rank runs in part
+#     reduce_scatter   partial sums → own positions           backward: the whole gradient from everyone's positions
+#
+# Positions are sharded in equal pieces; a length that does not divide is padded inside these moves only: the pieces of
+# the last ranks end with rows that are never read, and what is gathered has its true length again.
+
+_NAMED = torch.ops._c10d_functional
+
+
+def _piece(length: int, group: RankGroup) -> int:
+    return -(-length // group.size)
+
+
+def _pad(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """Rows (dim 0) filled up with zeros to `length`."""
+    missing = length - rows.size(0)
+    return rows if missing == 0 else F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
+
+
+class _Scatter(Recorded):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
+        ctx.dim, ctx.length, ctx.group = dim, x.size(dim), group
+        rows = x.movedim(dim, 0)
+        piece = _piece(rows.size(0), group)
+        own = _pad(rows, piece * group.size).narrow(0, group.rank * piece, piece)
+        return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gather_whole(gradient, ctx.dim, ctx.length, ctx.group), None, None
+
+
+class _GatherWhole(Recorded):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        rows = x.movedim(dim, 0).contiguous()
+        whole = sent(_NAMED.all_gather_into_tensor, rows, group.size, group.name)
+        return whole.narrow(0, 0, length).movedim(0, dim).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return scatter(gradient, ctx.dim, ctx.group), None, None, None
+
+
+class _GatherSum(_GatherWhole):
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return reduce_scatter(gradient, ctx.dim, ctx.group), None, None, None
+
+
+class _ReduceScatter(Recorded):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
+        ctx.dim, ctx.length, ctx.group = dim, x.size(dim), group
+        rows = x.movedim(dim, 0)
+        padded = _pad(rows, _piece(rows.size(0), group) * group.size).contiguous()
+        own = sent(_NAMED.reduce_scatter_tensor, padded, "sum", group.size, group.name)
+        return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gather_sum(gradient, ctx.dim, ctx.length, ctx.group), None, None
+
+
+def scatter(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
+    """This rank's positions of a whole value."""
+    return _Scatter.apply(x, dim, group)
+
+
+def gather_whole(x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
+    """All positions, for readers that every rank runs alike."""
+    return _GatherWhole.apply(x, dim, length, group)
+
+
+def gather_sum(x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
+    """All positions, for readers of which each rank runs a part."""
+    return _GatherSum.apply(x, dim, length, group)
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
+    """This rank's positions of a sum over ranks."""
+    return _ReduceScatter.apply(x, dim, group)
+
+
+def deals_out(node: Any) -> bool:
+    """Is this node of the autograd graph that of a `scatter`?"""
+    return isinstance(node, _Scatter._backward_cls)
+
+
+# What is done along the sequence: one of the moves, under the true length of the sequence that it is about.
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+Move = Callable[[torch.Tensor, int, int], torch.Tensor]  # of a tensor, its dim, and the whole length
+
+
+@executes(ScatterSequence)
+def _scatter(planned: ScatterSequence, at: At) -> Change:
+    """The only one that learns the true length of a sequence, and notes it for the others."""
+    running, group, dim, sequence = at.running, at.group, planned.dim, planned.sequence
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        length = x.size(dim)
+        if length % group.size and running.sequence_padding == "error" and torch.is_grad_enabled():
+            raise IndivisibleError(
+                f"a sequence of {length} is not divisible by {group.size} ranks",
+                hint=f"pad it to {-(-length // group.size) * group.size}, or pass sequence_padding='pad'",
+            )
+        running.lengths[sequence.name] = length
+        return scatter(x, dim, group)
+
+    flat = _flattened(lambda x, dim, length: scatter(x, dim, group), planned, running, of_shards=False)
+    run = flat if sequence.flattened else cut
+    shard = SequenceShard(dim, sequence)
+    return lambda x: mark_shard(run(x), shard)
+
+
+@executes(AllGatherSequence)
+def _gather(planned: AllGatherSequence, at: At) -> Change:
+    group = at.group
+    return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, at.running, of_shards=True)
+
+
+@executes(AllGatherSequenceSumGradient)
+def _gather_sum(planned: AllGatherSequenceSumGradient, at: At) -> Change:
+    group = at.group
+    return _move(lambda x, dim, length: gather_sum(x, dim, length, group), planned, at.running, of_shards=True)
+
+
+@executes(ReduceScatterSequence)
+def _reduce_scatter(planned: ReduceScatterSequence, at: At) -> Change:
+    group, dim = at.group, planned.dim
+    if not planned.sequence.flattened:
+        return lambda x: reduce_scatter(x, dim, group)
+    return _flattened(lambda x, dim, length: reduce_scatter(x, dim, group), planned, at.running, of_shards=False)
+
+
+@executes(NoteShard)
+def _note(planned: NoteShard, at: At) -> Change:
+    shard = SequenceShard(planned.dim, planned.sequence)
+    return lambda x: mark_shard(x, shard)
+
+
+def gather_shard(x: torch.Tensor, shard: SequenceShard, running: Running) -> torch.Tensor:
+    """The whole sequence of a value that says that it is a shard."""
+    planned = AllGatherSequence("", "output", (), shard.dim, shard.sequence)
+    group = running.group
+    return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, running, of_shards=True)(x)
+
+
+def _move(move: Move, planned: SequenceBoundary, running: Running, *, of_shards: bool) -> Change:
+    if planned.sequence.flattened:
+        return _flattened(move, planned, running, of_shards=of_shards)
+    dim, name = planned.dim, planned.sequence.name
+    return lambda x: move(x, dim, running.lengths[name])
+
+
+def _flattened(move: Move, planned: SequenceBoundary, running: Running, *, of_shards: bool) -> Change:
+    """Batch times sequence in one dim: the sequence is its minor part. `of_shards`: what comes in is a shard."""
+    dim, name, size = planned.dim, planned.sequence.name, running.group.size
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        length = running.lengths[name]
+        held = -(-length // size) if of_shards else length
+        at = dim % x.dim()
+        apart = x.unflatten(at, (-1, held)).movedim(at + 1, -1)
+        return move(apart, -1, length).movedim(-1, at + 1).flatten(at, at + 1)
+
+    return run
+
+
+def zeros_of_a_shard(planned: WithholdPartial, running: Running) -> Change:
+    """Zeros of the size that a whole value has once it is cut; of the value's own size where nothing is cut."""
+    dim, sequence = planned.dim, planned.sequence
+    if dim is None or sequence is None:
+        return torch.zeros_like
+    return lambda x: _zeros(x, dim, sequence, running)
+
+
+def _zeros(x: torch.Tensor, dim: int, sequence: SequenceName, running: Running) -> torch.Tensor:
+    length = running.lengths[sequence.name]
+    shape = list(x.shape)
+    shape[dim] = shape[dim] // length * -(-length // running.group.size)
+    return x.new_zeros(shape)

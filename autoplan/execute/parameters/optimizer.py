@@ -1,0 +1,358 @@
+"""Optimizers of a sharded model: states, steps and norms in which shared rows count once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from types import MethodType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Muon, Optimizer
+
+from autoplan.common.errors import AutoplanError
+from autoplan.common.layout import chunk
+from autoplan.execute.collectives import index_of
+from autoplan.execute.parameters.held import Held, Mark, held_by, held_parameters, mark_of
+from autoplan.execute.parameters.state_dict import as_held, in_checkpoint_order
+from autoplan.patches.sharding_rules import asked_of_all, heard_by_classes
+from autoplan.patches.tensors import data_assigned, left_whole, norm_of, told_of_new_optimizers, told_of_stored
+
+# Rows of a gradient that several ranks hold, each counted once: by us, and by torch's own norms.
+#
+# The problem: where K/V heads are fewer than ranks, a DTensor is cut into more rows than the checkpoint has, and a
+# norm of it counts some of them twice. Of our own parameters we know which; torch's `clip_grad_norm_` has gradients
+# alone. So those who own parameters with such rows are noted here, and before torch takes a norm, zeros stand where
+# another rank answers.
+
+_Owner: TypeAlias = nn.Module | Optimizer  # no parameters themselves: torch swaps none to which a weak reference leads
+_owners: weakref.WeakSet[_Owner] = weakref.WeakSet()
+
+
+def note_repeating(owner: _Owner) -> None:
+    """Have `count_once` know the gradients of those parameters of a model, or in an optimizer, whose rows repeat."""
+    if isinstance(owner, Optimizer):
+        if any(True for _ in _repeating(owner)):
+            _owners.add(owner)
+        return
+    for module in owner.modules():
+        if any(True for _ in _repeating(module)):
+            _owners.add(module)
+
+
+def _repeating(owner: _Owner) -> Iterator[tuple[torch.Tensor, Held]]:
+    if isinstance(owner, Optimizer):
+        given: Iterable[Any] = chain.from_iterable(group["params"] for group in owner.param_groups)
+    else:
+        given = owner._parameters.values()
+    for parameter in given:
+        held = held_by(parameter) if parameter is not None else None
+        if held is not None and repeats(held):
+            yield parameter, held
+
+
+def count_once(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same gradients with zeros in rows of which another rank answers for the value."""
+    known = {id(parameter.grad): held for owner in list(_owners) for parameter, held in _repeating(owner)}
+    return [_own_rows(gradient, known[id(gradient)]) if id(gradient) in known else gradient for gradient in gradients]
+
+
+def _own_rows(gradient: torch.Tensor, held: Held) -> torch.Tensor:
+    assert isinstance(gradient, DTensor) and held.dim is not None
+    local = gradient.to_local()
+    rows = index_of(answered_for(held, gradient), local.device)
+    own = torch.zeros_like(local).index_copy(held.dim, rows, local.index_select(held.dim, rows))
+    return DTensor.from_local(
+        own, gradient.device_mesh, gradient.placements, run_check=False, shape=gradient.shape, stride=gradient.stride()
+    )
+
+
+def repeats(held: Held) -> bool:
+    """Does any row have several holders?"""
+    return held.dim is not None and sum(map(len, held.rows)) > held.shape[held.dim]
+
+
+def answered_for(held: Held, gradient: DTensor) -> list[int]:
+    """Which of its local rows this rank holds first among the tp ranks, within its FSDP2 shard."""
+    before = {row for rows in held.rows[: held.group.rank] for row in rows}
+    mine = [row not in before for row in held.rows[held.group.rank]]
+    mesh = gradient.device_mesh
+    for mesh_dim, placement in enumerate(gradient.placements[:-1]):
+        if getattr(placement, "dim", None) == held.dim:
+            shard = chunk(len(mine), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+            mine = mine[shard.start : shard.stop]
+    return [place for place, wanted in enumerate(mine) if wanted]
+
+
+# `parameter.data = x` of a parameter on ranks: the rank's piece of x is what is computed with from then on.
+#
+# x may be a DTensor that lies as the parameter does (`parameter.data * 0.9`), or a whole plain tensor in the
+# checkpoint's order. Anything else is refused: it would never be computed with. So is an assignment to what FSDP2
+# has cut further, for it gathers from memory of its own.
+
+
+def assign_data(parameter: DTensor, value: Any, held: Held) -> None:
+    """What `parameter.data = value` does to one that lies on ranks."""
+    if parameter.device_mesh.ndim > 1:
+        _refuse(parameter, value, held, "which FSDP2 gathers from memory of its own")
+    if not isinstance(value, torch.Tensor):
+        _refuse(parameter, value, held, "which takes tensors")
+    if isinstance(value, DTensor):
+        if (value.device_mesh, value.placements, value.shape) != _how(parameter):
+            _refuse(parameter, value, held, "which lies otherwise")
+    elif tuple(value.shape) != held.shape:
+        _refuse(parameter, value, held, "which has another shape")
+    else:
+        value = as_held(value, parameter, held)
+    torch.Tensor.data.__set__(parameter, value.detach())
+    parameter._local_tensor, parameter._spec = value._local_tensor.detach(), value._spec
+
+
+def _how(parameter: DTensor) -> Any:
+    return parameter.device_mesh, parameter.placements, parameter.shape
+
+
+def _refuse(parameter: DTensor, value: Any, held: Held, why: str) -> None:
+    what = f"a {type(value).__name__}"
+    if isinstance(value, torch.Tensor):
+        placed = f", {value.placements}" if isinstance(value, DTensor) else ""
+        what += f" of shape {list(value.shape)}{placed}"
+    raise AutoplanError(
+        f"parameter.data = {what} for a parameter of {list(held.shape)}, {parameter.placements}, {why}",
+        hint="write into it: with torch.no_grad(): parameter.copy_(x), x a DTensor that lies as the parameter does; "
+        "or load it: model.load_state_dict({name: x}, strict=False)",
+    )
+
+
+# Steps of optimizers that compute with more than each element of a parameter by itself.
+#
+# The problem: most optimizers go element by element, and need not know that a parameter lies on ranks. Others take
+# means of rows, dot products of all gradients, or orthogonal matrices. Some of that DTensor cannot do, and says so in
+# the middle of a step, in words about its own operators. And where a parameter has more rows than the checkpoint
+# (some lie on several ranks), they would count twice, without a word.
+
+_OF_WHOLE_PARAMETERS = (LBFGS, Muon)
+
+
+def watch_steps(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse what would count rows twice, and have what fails in a step say why."""
+    for parameter in parameters if isinstance(optimizer, _OF_WHOLE_PARAMETERS) else ():
+        held = held_by(parameter)
+        if held is not None and tuple(parameter.shape) != held.shape:
+            raise AutoplanError(
+                f"{type(optimizer).__name__} on a parameter of {list(held.shape)}, of which some rows lie on several "
+                f"ranks ({list(parameter.shape)} in all): it would count them more than once",
+                hint="an optimizer that goes element by element, such as AdamW; or keep the parameter whole: "
+                "overrides={name: 'replicate'}",
+            )
+    plain = optimizer.step
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        closure = _Closure(self, args[0] if args else kwargs.get("closure"))
+        if args:
+            args = (closure.given and closure, *args[1:])
+        elif "closure" in kwargs:
+            kwargs["closure"] = closure.given and closure
+        try:
+            return plain(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if isinstance(error, (AutoplanError, torch.OutOfMemoryError)) or error is closure.error:
+                raise
+            raise AutoplanError(
+                f"{type(self).__name__} cannot make a step on parameters that lie on ranks: {error}",
+                hint="an optimizer that goes element by element, such as AdamW or SGD, works",
+            ) from error
+        finally:
+            closure.forget()
+
+    optimizer.step = MethodType(step, optimizer)
+
+
+class _Closure:
+    """The closure of a step; its errors are its own. LBFGS puts a plain zero where a parameter got no gradient, beside
+    which DTensors cannot stand: there it is one of theirs, for as long as the step takes."""
+
+    def __init__(self, optimizer: Optimizer, given: Callable[[], Any] | None) -> None:
+        self.optimizer, self.given = optimizer, given
+        self.error: BaseException | None = None
+        self.filled: list[torch.Tensor] = []
+
+    def __call__(self) -> Any:
+        assert self.given is not None
+        self.forget()
+        try:
+            loss = self.given()
+        except BaseException as error:
+            self.error = error
+            raise
+        if isinstance(self.optimizer, LBFGS):
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is None and isinstance(parameter, DTensor):
+                        parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                        self.filled.append(parameter)
+        return loss
+
+    def forget(self) -> None:
+        """No gradient again where there was none."""
+        for parameter in self.filled:
+            parameter.grad = None
+        self.filled.clear()
+
+
+# Optimizer states of sharded parameters in the checkpoint's shapes and row order.
+#
+# The problem: a packed weight lies in rank order, so do its momenta, and a run that is resumed at another tp size
+# would read them shuffled, without an error. Model hooks do not see optimizer states. So every optimizer that is
+# given parameters of a parallelized model translates its own state dict: into checkpoint order when one is made, back
+# when one is loaded (from DTensors of any mesh, or from whole tensors, such as a run on one device saves).
+#
+# torch has hooks for an optimizer's state dict but none for its creation, so `Optimizer.__init__` tells us of new ones
+# (`follow`), for as long as there are parameters of a parallelized model. Optimizers of other parameters are not
+# touched.
+
+_FOLLOWED = "_autoplan_followed"
+
+
+def follow(optimizer: Optimizer) -> None:
+    """Translate the state dicts of this optimizer, if it has marked parameters."""
+    if getattr(optimizer, _FOLLOWED, False) or not any(held_by(p) is not None for p in _parameters(optimizer)):
+        return
+    setattr(optimizer, _FOLLOWED, True)
+    note_repeating(optimizer)
+    watch_steps(optimizer, _parameters(optimizer))
+    optimizer.register_state_dict_post_hook(_to_checkpoint)
+    optimizer.register_load_state_dict_pre_hook(_from_checkpoint)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def _to_checkpoint(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return _translated(optimizer, state_dict, _saved)
+
+
+def _from_checkpoint(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return _translated(optimizer, state_dict, _loaded)
+
+
+def _translated(optimizer: Optimizer, state_dict: dict[str, Any], translate: Any) -> dict[str, Any]:
+    """The same state dict with each tensor of each marked parameter translated. Its keys may be numbers or names."""
+    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    by_key = dict(zip(keys, _parameters(optimizer), strict=False))
+    states: dict[Any, Any] = {}
+    for key, state in state_dict["state"].items():
+        parameter = by_key.get(key)
+        held = held_by(parameter) if parameter is not None else None
+        if held is None or not isinstance(parameter, DTensor) or not isinstance(state, Mapping):
+            states[key] = state
+        else:
+            states[key] = {name: _one(name, value, parameter, held, translate) for name, value in state.items()}
+    return {**state_dict, "state": states}
+
+
+def _one(name: str, value: Any, parameter: DTensor, held: Held, translate: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value  # step counts and the like
+    return translate(name, value, parameter, held)
+
+
+def _saved(name: str, value: torch.Tensor, parameter: DTensor, held: Held) -> torch.Tensor:
+    if not held.in_rank_order:
+        return value
+    if not isinstance(value, DTensor) or value.shape != parameter.shape:
+        raise AutoplanError(
+            f"the optimizer keeps {name!r} of shape {list(value.shape)} for a packed parameter of {list(held.shape)}",
+            hint="only states of the parameter's own shape can be put in checkpoint order; keep that parameter whole",
+        )
+    return in_checkpoint_order(value, held)
+
+
+def _loaded(name: str, value: torch.Tensor, parameter: DTensor, held: Held) -> torch.Tensor:
+    if tuple(value.shape) != held.shape:
+        if held.in_rank_order:
+            raise AutoplanError(
+                f"the saved {name!r} has shape {list(value.shape)}, its parameter {list(held.shape)}",
+                hint="the optimizer state belongs to another model",
+            )
+        return value
+    own = value.clone() if held.dim is None and not isinstance(value, DTensor) else value  # never the caller's tensor
+    return as_held(own, parameter, held)
+
+
+# What other packages do with parameters that lie on ranks, for as long as there are any.
+#
+# The problem: optimizers, norms, savers and loaders are given parameters and no model, and torch has hooks for few of
+# them. So each parameter says itself how it lies, and while one lives that does, those who would go wrong with it are
+# followed: new optimizers (`load_states`), norms of gradients (`counted`), assignments of data
+# (`assigned`), whole state dicts that torch cuts, safetensors, which would look for memory, and the compiler where
+# it calls losses. And DTensor is told of the ops by which torch asks something of them.
+
+
+class _Following:
+    """As long as this lives, others are followed. Every marked parameter has it, and so have its copies."""
+
+    def __init__(self) -> None:
+        self.holds = (
+            told_of_new_optimizers(follow),
+            norm_of(count_once),
+            data_assigned(_assigned),
+            left_whole(_lies_otherwise),
+            told_of_stored(_refuse_stored),
+            heard_by_classes(),
+            asked_of_all(),
+        )
+        for hold in self.holds:
+            hold.until_gone(self)
+
+    def release(self) -> None:
+        for hold in self.holds:
+            hold.release()
+
+    def __reduce__(self) -> Any:
+        return _Following, ()
+
+
+def mark_parameters(model: nn.Module) -> None:
+    """Let parameters on ranks say how they lie, to those who get parameters and no model: optimizers, norms."""
+    following: _Following | None = None
+    for _, parameter, held in held_parameters(model):
+        if held is not None:
+            following = following or _Following()
+            Mark(held, following).put(parameter)
+    if following is None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        asked_of_all().until_gone(model)  # FSDP2 alone has cut it
+    note_repeating(model)
+
+
+def stop_following(model: nn.Module) -> None:
+    """Leave optimizers made from now on alone: the plan of this model is undone."""
+    for parameter in model.parameters():
+        mark = mark_of(parameter)
+        if mark is not None:
+            mark.kept.release()
+
+
+def _assigned(parameter: DTensor, value: Any) -> bool:
+    held = held_by(parameter)
+    if held is None:
+        return False
+    assign_data(parameter, value, held)
+    return True
+
+
+def _lies_otherwise(parameter: torch.Tensor, whole: torch.Tensor) -> bool:
+    held = held_by(parameter)
+    return held is not None and tuple(whole.shape) == held.shape != tuple(parameter.shape)
+
+
+def _refuse_stored(tensor: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        raise AutoplanError(
+            f"safetensors writes plain tensors, and one of shape {list(tensor.shape)} lies on ranks",
+            hint="autoplan.save_weights(model, folder), called on every rank, writes the checkpoint",
+        )

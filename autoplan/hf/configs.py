@@ -1,0 +1,242 @@
+"""Read configs: attention, dtypes, limits of size."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from autoplan.common.errors import AutoplanError, SourceError
+from autoplan.common.files.shapes import misshapen
+from autoplan.hf.quantised.methods import USUAL_CONFIGS, quantization_config_of
+from autoplan.hf.shrink import all_configs
+from autoplan.hf.tiny_sizes import field_rule, is_layer_count, is_token_id
+
+# A config before anything is built from it: are its values of the right kinds, and its sizes not absurd?
+#
+# A config is somebody's file. Classes of configs and models trust it: a `model_type` that is a list, a negative width
+# or a billion layers end in an error from deep inside, or do not end at all. What can be told from the values is told
+# first; what can only be told by building is counted while it is built.
+
+_OPEN = type(None)
+_SHAPE = {
+    **{"model_type": (str, _OPEN), "architectures": ([str], _OPEN)},
+    "auto_map": ({"*": (str, [(str, _OPEN)], _OPEN)}, str, _OPEN),
+}
+MOST_LAYERS = 1024
+MOST_PARALLEL = 1 << 14  # heads, experts
+MOST_SIZE = 1 << 26
+MOST_REGISTERED = 1_000_000  # modules and parameters of one model
+
+
+def check_config(data: Any, where: str) -> None:
+    """Raise SourceError on the first value that no model can be built from."""
+    if not isinstance(data, Mapping):
+        raise SourceError(f"{where} holds a {type(data).__name__}, not a config", hint="fetch the file again")
+    for path, one in _configs(data):
+        prefix = f"{where}: {path}" if path else f"{where}: "
+        problem = misshapen(one, _SHAPE) or _sub_config(one) or next(filter(None, map(_absurd, one.items())), "")
+        problem = problem or _too_many(one)
+        if problem:
+            raise SourceError(f"{prefix}{problem}", hint="fix the config, or fetch the file again")
+
+
+def _configs(data: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A config and those inside it, each with the path to it."""
+    yield path, data
+    for name, value in data.items():
+        if isinstance(value, Mapping) and str(name).endswith("config") and depth < 8:
+            yield from _configs(value, f"{path}{name}.", depth + 1)
+
+
+def _sub_config(data: Mapping[str, Any]) -> str:
+    names = (name for name in data if isinstance(name, str) and name.endswith("_config"))
+    return next((problem for name in names if (problem := _wrong_kind(name, data[name]))), "")
+
+
+def _wrong_kind(name: str, value: Any) -> str:
+    """A config inside another is a mapping; some types have lists of them."""
+    return "" if isinstance(value, list) else misshapen(value, ({}, _OPEN), name)
+
+
+def _absurd(field: tuple[str, Any]) -> str:
+    name, value = field
+    if not isinstance(name, str) or is_token_id(name):
+        return ""
+    for one in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(one, bool) or not isinstance(one, int):
+            continue
+        limit = _limit(name)
+        if one > limit:
+            return f"{name} is {one:,}; at most {limit:,} are built"
+        if one < 0 and not isinstance(value, (list, tuple)) and _counts(name):
+            return f"{name} is {one}; a size is not negative"
+    return ""
+
+
+def _limit(name: str) -> int:
+    if is_layer_count(name):
+        return MOST_LAYERS
+    size = field_rule(name)[0]
+    return MOST_PARALLEL if size == "experts" or size.endswith("heads") else MOST_SIZE if size else 1 << 53
+
+
+def _counts(name: str) -> bool:
+    size = field_rule(name)[0]
+    return is_layer_count(name) == "depth" or (bool(size) and size != "chunk")  # -1: no chunks
+
+
+def _too_many(data: Mapping[str, Any]) -> str:
+    """Layers and experts that are few each may be too many together."""
+    whole = {name: value for name, value in data.items() if isinstance(value, int) and not isinstance(value, bool)}
+    layers = max((value for name, value in whole.items() if is_layer_count(name) == "depth"), default=1)
+    experts = max((value for name, value in whole.items() if field_rule(name)[0] == "experts"), default=1)
+    if layers * experts > MOST_REGISTERED:
+        return f"{layers:,} layers of {experts:,} experts are {layers * experts:,} modules, which are not built"
+    return ""
+
+
+@contextmanager
+def limited_modules(name: str) -> Iterator[None]:
+    """Raise where a model is built of more modules and parameters than any honest one has."""
+    here, found = threading.get_ident(), 0
+
+    def count(*_: Any) -> None:
+        nonlocal found
+        if threading.get_ident() == here:
+            found += 1
+            if found > MOST_REGISTERED:
+                raise SourceError(
+                    f"{name} would be built of more than {MOST_REGISTERED:,} modules and parameters",
+                    hint="look for an absurd count in its config",
+                )
+
+    handles = [
+        torch_modules.register_module_module_registration_hook(count),
+        torch_modules.register_module_parameter_registration_hook(count),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# Attention as a GPU runs it in models that have no path through scaled_dot_product_attention (gpt-oss: learned sinks).
+#
+# transformers builds these with eager attention, which keeps all scores; on a GPU they are run with the flash kernel
+# that their class says it supports. For a step without storage torch's own flash op stands for that kernel: the same
+# shapes are kept, and what a bias of a head adds is not seen in them.
+
+_NAME = "autoplan_flash"
+_WIDEST = 256  # of a head, in the flash kernel
+
+
+def take_flash_attention(model: nn.Module) -> bool:
+    """Let a copy without storage take the flash kernel, where its class supports that and not SDPA; did any? Who sets
+    eager attention for a class that has SDPA wants it, and keeps it."""
+    changed = False
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel) or part._supports_sdpa or not part._supports_flash_attn:
+            continue
+        if part.config._attn_implementation == "eager":
+            AttentionInterface.register(_NAME, _flash)
+            part.config._attn_implementation = _NAME
+        changed = changed or part.config._attn_implementation == _NAME
+    return changed
+
+
+def _flash(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    scaling: float | None = None, dropout: float = 0.0, **_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    if query.shape[-1] == value.shape[-1] <= _WIDEST:
+        mixed = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, True, scale=scaling)[0]
+    else:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        mixed = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, query.requires_grad, dropout, True, scale=scaling
+        )[0]
+    return mixed.transpose(1, 2), None
+
+
+# Which dtype weights have: what the config says, else the checkpoint beside it, else the library's default.
+#
+# A config without a dtype is built in float32, which no released model is stored in: a figure must say where its dtype
+# is from. `stored_as` answers for a config how it would be stored otherwise.
+
+DTYPES = ("float32", "bfloat16", "float16")
+_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
+
+
+def settled_dtype(config: PretrainedConfig, where: str) -> tuple[PretrainedConfig, str]:
+    """The config with a dtype, if anything says one, and who said it. `where`: the folder of the checkpoint, if any.
+    Quantised checkpoints without one compute in bfloat16: no kernel for them takes float32."""
+    parts = tuple(all_configs(config))
+    dtype = next((part.dtype for part in parts if getattr(part, "dtype", None) is not None), None)
+    origin = "from the config"
+    if dtype is None:
+        dtype = _of_checkpoint(Path(where)) if where else None
+        origin = "from the checkpoint"
+    if dtype is None and quantization_config_of(parts) is not None:
+        dtype, origin = torch.bfloat16, "assumed: a quantised checkpoint whose config says no dtype"
+    if dtype is None:
+        return config, "the library's default: the config says no dtype"
+    if getattr(config, "dtype", None) == dtype:
+        return config, origin
+    settled = copy.deepcopy(config)
+    settled.dtype = dtype
+    return settled, origin
+
+
+def stored_as(config: PretrainedConfig | None, weights: str) -> PretrainedConfig:
+    """A copy of `config` for a checkpoint whose weights are stored as `weights`: a dtype, or a quantised format."""
+    known = (*DTYPES, *USUAL_CONFIGS)
+    if weights not in known:
+        raise AutoplanError(f"weights={weights!r}", hint=f"choose one of {', '.join(known)}")
+    if config is None:
+        raise AutoplanError(
+            f"weights={weights!r} is asked of a model that no config describes",
+            hint="give the config or the folder of the model, or the module in the dtype that is meant",
+        )
+    asked = copy.deepcopy(config)
+    for part in all_configs(asked):
+        if getattr(part, "quantization_config", None) is not None:
+            part.quantization_config = None
+    if weights in DTYPES:
+        asked.dtype = getattr(torch, weights)
+    else:
+        said: dict[str, Any] = copy.deepcopy(USUAL_CONFIGS[weights])
+        asked.quantization_config = said
+    return asked
+
+
+def _of_checkpoint(folder: Path) -> torch.dtype | None:
+    """The floating dtype that takes the most bytes of the first file of weights; None where there is no file."""
+    file = min(folder.glob("*.safetensors"), default=None) if folder.is_dir() else None
+    if file is None:
+        return None
+    sizes: dict[torch.dtype, int] = {}
+    try:
+        with safe_open(str(file), framework="pt", device="cpu") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - not a mapping
+                entry = tensors.get_slice(key)
+                dtype = _FLOATS.get(entry.get_dtype())
+                if dtype is not None:
+                    sizes[dtype] = sizes.get(dtype, 0) + torch.Size(entry.get_shape()).numel() * dtype.itemsize
+    except (SafetensorError, OSError) as error:
+        raise SourceError(
+            f"{file} cannot be read, and {folder}/config.json says no dtype: {error}",
+            hint="complete the download, or write the dtype into config.json",
+        ) from error
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)

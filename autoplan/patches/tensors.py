@@ -1,0 +1,268 @@
+"""Patches of torch for tensors of a sharded model: state dicts, optimizers, norms, storage."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed._state_dict_utils as utils
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from autoplan.patches.patched import Hold, Patch, Place, hold
+
+# Whole tensors that torch cuts for a sharded model: `set_model_state_dict(..., full_state_dict=True)`.
+#
+# torch cuts each of them evenly, in the checkpoint's shape, and copies the piece into the parameter's own. A
+# parameter that has more rows than the checkpoint (some lie on several ranks) has room for another number: an error
+# about sizes on one rank, while the others wait. Such a tensor is left whole: loading it cuts it as it lies.
+
+
+def left_whole(wanted: Callable[[Any, torch.Tensor], bool], patch: Patch | None = None) -> Hold:
+    """Until the hold is released, torch leaves a tensor whole where `wanted` says so of a parameter and its tensor."""
+
+    def leaving(plain: Any) -> Any:
+        def _distribute_tensors(local_state_dict: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
+            for key in keys:
+                found = local_state_dict.get(key)
+                if isinstance(found, tuple) and wanted(*found):
+                    local_state_dict[key] = found[1]
+            plain(local_state_dict, keys, *args, **kwargs)
+
+        return _distribute_tensors
+
+    return hold(patch or FULL_STATE_DICTS, [Place(utils, "_distribute_tensors", leaving)])
+
+
+def _full_state_dicts_canary() -> bool:
+    """Does torch hand over a parameter and its whole tensor, and take a tensor for something that is done?"""
+    apart = replace(FULL_STATE_DICTS, name="canary of full state dicts")  # sharded models may hold the patch itself
+    parameter, whole = torch.zeros(2), torch.ones(3)
+    state: dict[str, Any] = {"weight": (parameter, whole)}
+    held = left_whole(lambda one, other: one is parameter and other is whole, apart)
+    try:
+        vars(utils)["_distribute_tensors"](state, ["weight"], torch.device("cpu"), "no group")
+    finally:
+        held.release()
+    user = vars(utils)["_broadcast_tensors"].__code__.co_names
+    return state == {"weight": whole} and "_distribute_tensors" in user
+
+
+FULL_STATE_DICTS = Patch(
+    name="full state dicts",
+    replaces="torch.distributed._state_dict_utils._distribute_tensors",
+    why="a parameter with rows that several ranks hold is no even piece of the checkpoint's tensor",
+    scope="while a model that `parallelize` has split lives, or one of its parameters",
+    undone="torch's own comes back when the last such model is collected or undone",
+    where="autoplan/execute/parameters/optimizer.py",
+    canary=_full_state_dicts_canary,
+)
+
+
+# Hear of every optimizer that is made while a sharded model lives.
+#
+# torch has hooks for an optimizer's state dict, its steps and its loads, but none for its creation. A hook on the first
+# step comes too late: a run that goes on loads its states before that, and they would lie whole on every device until
+# then. So `Optimizer.__init__` tells us, for as long as there are parameters whose states need an order, and no longer.
+
+
+def told_of_new_optimizers(tell: Callable[[Optimizer], None], patch: Patch | None = None) -> Hold:
+    """Call `tell` with every new optimizer, from now on until the hold is released."""
+
+    def telling(plain_init: Any) -> Any:
+        @functools.wraps(plain_init)
+        def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            plain_init(self, *args, **kwargs)
+            tell(self)
+
+        return __init__
+
+    return hold(patch or OPTIMIZERS, [Place(Optimizer, "__init__", telling)])
+
+
+def _optimizers_canary() -> bool:
+    """Does every optimizer go through `Optimizer.__init__`, and have its groups and hooks when that has ended?"""
+    seen: list[tuple[type, int]] = []
+    apart = replace(OPTIMIZERS, name="canary of optimizers")  # sharded models may hold the patch itself
+    told = told_of_new_optimizers(lambda made: seen.append((type(made), len(made.param_groups[0]["params"]))), apart)
+    kinds = (torch.optim.SGD, torch.optim.AdamW)
+    try:
+        made = [kind([torch.nn.Parameter(torch.ones(2))], lr=0.1) for kind in kinds]
+    finally:
+        told.release()
+    hooks = (Optimizer.register_state_dict_post_hook, Optimizer.register_load_state_dict_pre_hook)
+    taken = all(list(inspect.signature(hook).parameters)[:2] == ["self", "hook"] for hook in hooks)
+    return taken and [(kind, 1) for kind in kinds] == [one for one in seen if one[0] in map(type, made)]
+
+
+OPTIMIZERS = Patch(
+    name="creation of optimizers",
+    replaces="torch.optim.Optimizer.__init__",
+    why="optimizer states of packed weights lie in rank order; their state dicts must be in the checkpoint's",
+    scope="while a model that `parallelize` has split lives, or one of its parameters",
+    undone="torch's own comes back when the last such model is collected or undone",
+    where="autoplan/execute/parameters/optimizer.py",
+    canary=_optimizers_canary,
+)
+
+
+# `parameter.data = x` of parameters that lie on ranks.
+#
+# torch changes what its C++ side says of a DTensor's shape and type, and leaves the local tensor, with which
+# everything computes, as it was: the assignment does nothing, without a word. Averages of weights, quantisers and
+# adapters that are merged are written with it.
+
+_PLAIN: Any = torch.Tensor.data
+
+
+def data_assigned(assign: Callable[[DTensor, Any], bool], patch: Patch | None = None) -> Hold:
+    """Until the hold is released, `assign` carries out `x.data = y` of DTensors; where it says False, torch does."""
+
+    def write(self: DTensor, value: Any) -> None:
+        if not assign(self, value):
+            _PLAIN.__set__(self, value)
+
+    made = property(_PLAIN.__get__, write)
+    return hold(patch or PARAMETER_DATA, [Place(DTensor, "data", lambda _: made, inherited=True)])
+
+
+def _parameter_data_canary() -> bool:
+    """Does a DTensor inherit `data`, from what can be assigned to?"""
+    apart = replace(PARAMETER_DATA, name="canary of data of parameters")  # sharded models may hold the patch itself
+    before = vars(DTensor).get("data")
+    seen: list[Any] = []
+
+    def assign(x: DTensor, value: Any) -> bool:
+        seen.append(value)
+        return True
+
+    held = data_assigned(assign, apart)
+    try:
+        DTensor.data.__set__(torch.ones(2), 3)
+    finally:
+        held.release()
+    plain = torch.ones(2)
+    _PLAIN.__set__(plain, torch.zeros(2))
+    return seen == [3] and vars(DTensor).get("data") is before and not plain.any() and not _PLAIN.__get__(plain).any()
+
+
+PARAMETER_DATA = Patch(
+    name="data of parameters",
+    replaces="torch.distributed.tensor.DTensor.data",
+    why="an assignment to it changes nothing that is computed with",
+    scope="while a model that `parallelize` has split lives, or one of its parameters",
+    undone="taken away when the last such model is collected or undone",
+    where="autoplan/execute/parameters/optimizer.py",
+    canary=_parameter_data_canary,
+)
+
+
+# torch's norm of all gradients, where some rows lie on several ranks.
+#
+# `torch.nn.utils.clip_grad_norm_` and `get_total_norm` are given gradients, and a DTensor says nothing of rows that two
+# ranks hold: they would count twice. Callers import both by name before any model is sharded, so what is replaced is
+# what both keep in a closure: the function under their `torch.no_grad`.
+
+
+def norm_of(counted: Callable[[list[torch.Tensor]], list[torch.Tensor]], patch: Patch | None = None) -> Hold:
+    """Until the hold is released, torch takes the norm of what `counted` makes of gradients."""
+
+    def counting(plain: Any) -> Any:
+        @functools.wraps(plain)
+        def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            return plain(counted(given), *args, **kwargs)
+
+        return total_norm
+
+    (cell,) = get_total_norm.__closure__
+    return hold(patch or TOTAL_NORM, [Place(cell, "cell_contents", counting)])
+
+
+def _total_norm_canary() -> bool:
+    """Do both take the norm of what we make of the gradients?"""
+    apart = replace(TOTAL_NORM, name="canary of the norm of gradients")  # sharded models may hold the patch itself
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    held = norm_of(lambda gradients: [4 * gradient for gradient in gradients], apart)
+    try:
+        norms = (clip_grad_norm_(iter([weight]), 100.0), get_total_norm(iter([weight.grad])))
+    finally:
+        held.release()
+    return all(abs(float(norm) - 32**0.5) < 1e-5 for norm in norms) and float(weight.grad[0]) == 1
+
+
+TOTAL_NORM = Patch(
+    name="norm of gradients",
+    replaces="the function in the closure of torch.nn.utils.get_total_norm",
+    why="rows that several ranks hold count once in the norm by which torch clips",
+    scope="while a model with such rows lives, or one of its parameters",
+    undone="torch's own comes back when the last such model is collected or undone",
+    where="autoplan/execute/parameters/optimizer.py",
+    canary=_total_norm_canary,
+)
+
+
+# `safetensors.torch.save_model` and `save_file` of tensors that lie on ranks: one clear error.
+#
+# They look at the memory of each tensor, and a DTensor has none of its own: torch's error is about a storage that
+# Python cannot use. Both are imported by name before any model is sharded; the function by which they ask for memory
+# is not.
+
+
+def told_of_stored(tell: Callable[[torch.Tensor], None], patch: Patch | None = None) -> Hold:
+    """Until the hold is released, call `tell` with each tensor that safetensors is about to write; it may raise."""
+    if find_spec("safetensors") is None:
+        return Hold()
+
+    def telling(plain: Any) -> Any:
+        def storage_ptr(tensor: torch.Tensor) -> int:
+            tell(tensor)
+            pointer: int = plain(tensor)
+            return pointer
+
+        return storage_ptr
+
+    return hold(patch or SAFETENSORS_STORAGE, [Place(import_module("safetensors.torch"), "storage_ptr", telling)])
+
+
+def _safetensors_storage_canary() -> bool:
+    """Do both ways to write tensors ask for their memory before anything else?"""
+    if find_spec("safetensors") is None:
+        return True
+    theirs, seen = import_module("safetensors.torch"), []
+    apart = replace(SAFETENSORS_STORAGE, name="canary of safetensors")  # sharded models may hold the patch itself
+
+    def tell(tensor: torch.Tensor) -> None:
+        seen.append(tensor.shape)
+        raise ValueError("told")
+
+    held = told_of_stored(tell, apart)
+    try:
+        for save, given in ((theirs.save_model, torch.nn.Linear(2, 2)), (theirs.save_file, {"one": torch.ones(2)})):
+            try:
+                save(given, "nowhere/at/all")
+            except ValueError as error:
+                seen.append(str(error))
+    finally:
+        held.release()
+    return seen == [torch.Size([2, 2]), "told", torch.Size([2]), "told"]
+
+
+SAFETENSORS_STORAGE = Patch(
+    name="memory that safetensors writes",
+    replaces="safetensors.torch.storage_ptr",
+    why="a tensor that lies on ranks has no memory of its own; whoever saves it is told how to save a sharded model",
+    scope="while a model that `parallelize` has split lives, or one of its parameters",
+    undone="safetensors' own comes back when the last such model is collected or undone",
+    where="autoplan/execute/parameters/optimizer.py",
+    canary=_safetensors_storage_canary,
+    without="safetensors refuses a sharded model in its own words",
+)
