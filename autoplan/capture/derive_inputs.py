@@ -8,16 +8,18 @@ failures tell; its trail is kept.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from autoplan.capture.feeding.arguments import Arguments
-from autoplan.capture.feeding.search import MOST_TRIES, Search, Step
 from autoplan.capture.feeding.wants import SIZES, State
 from autoplan.common.dtypes import working_dtype
 from autoplan.common.errors import CaptureError
 from autoplan.values import Fed
+
+if TYPE_CHECKING:  # most models are fed as their config says: what searches is imported when it is needed
+    from autoplan.capture.feeding.arguments import Arguments
+    from autoplan.capture.feeding.search import Search, Step
 
 __all__ = ["Recipe", "derive", "recipe_for"]
 
@@ -75,20 +77,23 @@ def recipe_for(model: nn.Module) -> Recipe:
 def derive(model: nn.Module, batch: int, length: int, seed: int, *, first: bool = False) -> dict[str, Any]:
     """Keyword arguments for one forward. `first`: of a part, whose first argument is given even if it may be left out;
     there are many parts, and what is derived for one is worth fewer tries."""
-    most = _OF_A_PART if first else MOST_TRIES
+    most = _OF_A_PART if first else None
     _, found = _searched(model, seed, first=first, sizes={"batch": batch, "length": length}, most=most)
     return found.draw(seed, working_dtype(model))
 
 
 def _searched(
-    model: nn.Module, seed: int, *, first: bool, sizes: dict[str, int], most: int = MOST_TRIES
+    model: nn.Module, seed: int, *, first: bool, sizes: dict[str, int], most: int | None = None
 ) -> tuple[Search, State]:
+    from autoplan.capture.feeding.arguments import Arguments
+    from autoplan.capture.feeding.search import MOST_TRIES, Search
+
     arguments = Arguments.of(model, first=first)
     start = arguments.start(model)
     for name, size in sizes.items():
         if size != SIZES[name]:
             start = start.with_size(name, size)
-    search = Search(model, arguments, seed, most)
+    search = Search(model, arguments, seed, MOST_TRIES if most is None else most)
     found = search.run(start) if start.wants or arguments.open else start
     if found is None:
         raise _not_found(arguments, search)

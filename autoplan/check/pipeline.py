@@ -57,7 +57,7 @@ def _steps(source: Source, wish: Wish, choices: ChosenCuts | None, module: nn.Mo
     made = with_paths(made, seen_code(added(ways_of(made.paths), settled.ways)))
 
     stage("proving the plan on the graph of a tiny clone")
-    proof = prove_graph(source, made, draft.trace, draft.choices, settled.trial)
+    proof = prove_graph(source, made, draft.trace, draft.choices, settled.trial, settled.clone)
     made = replace(made, proof=proof.proof, findings=made.findings + proof.findings, entries=proof.stamp(made.entries))
 
-    return prove_ranks(source, made) if wish.prove == "ranks" else made
+    return prove_ranks(source, made, settled.clone) if wish.prove == "ranks" else made

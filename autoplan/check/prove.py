@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from autoplan.capture.capture import Captured, capture_real
 from autoplan.capture.copies import copied
 from autoplan.capture.feeding.other_paths import with_other_paths
 from autoplan.check.ranks.common import Budget
+from autoplan.check.verify.clone import Clone, is_small_and_real
 from autoplan.check.verify.subject import SAME
 from autoplan.common.code.ways import Ways
 from autoplan.common.dtypes import inputs_in, tried_dtypes, working_dtype
@@ -51,6 +53,7 @@ class Settled:
     trial: Trial = Trial()
     findings: tuple[Finding, ...] = ()
     ways: Ways = field(default_factory=dict)  # through the model's code, that were tried and not recorded
+    clone: Clone | None = None  # that was tried
 
 
 @dataclass(frozen=True)
@@ -78,17 +81,19 @@ def prove_graph(
     trace: Trace,
     choices: ChosenCuts | None = None,
     trial: Trial = Trial(),  # noqa: B008 - frozen
+    tried: Clone | None = None,
 ) -> GraphProof:
     """Permutation law and replay on a tiny clone, at a size of its own, under the same choices.
 
-    `trace` is what the model itself does: a clone that does less proves less, and a finding says so. `trial` is how
-    the plan did on simulated ranks: without it nothing is proven, since the graph holds none of the model's Python.
+    `tried`: the clone of the trial, which is recorded if it can be. `trace` is what the model itself does: a clone
+    that does less proves less, and a finding says so. `trial` is how the plan did on simulated ranks: without it
+    nothing is proven, since the graph holds none of the model's Python.
     """
     from autoplan.check.replay.permute import check_permutations
     from autoplan.check.replay.replay import replay
 
     try:
-        clone, feeds, captured, precision = _recorded_clone(source)
+        clone, feeds, captured, precision = _recorded_clone(source, tried)
     except AutoplanError as error:
         text = f"no tiny clone to prove the plan on: {error.message}"
         proof = Proof("none", 1, False, (), text, trial, _found_wrong(trial))
@@ -153,18 +158,16 @@ def _unseen_classes(missing: tuple[str, ...]) -> Iterator[Finding]:
 Precision = Callable[[], AbstractContextManager[Any]]
 
 
-def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured, Precision]:
+def _recorded_clone(source: Source, tried: Clone | None) -> tuple[nn.Module, dict[str, Any], Captured, Precision]:
     """A tiny clone that runs, its calls, what it does in them, and the precision in which it did.
 
     Shrunk less where the smallest cannot run; in single precision, or the model's own, where it does not run in double.
     """
     refusal: AutoplanError | None = None
-    for one, dtype in _attempts(source):
+    for make in _attempts(source, tried):
         try:
-            clone = one.tiny(dtype=dtype, experts="batched_mm")
-            made = make_inputs(clone, model_type=one.model_type, inputs=one.inputs, recipe=one.recipe)
-            feeds = inputs_in(working_dtype(clone), with_other_paths(clone, made.feeds, made.others).feeds)
-            for precision in (Lifted, nullcontext) if dtype == torch.float64 else (nullcontext,):
+            clone, feeds = make()
+            for precision in (Lifted, nullcontext) if working_dtype(clone) == torch.float64 else (nullcontext,):
                 try:
                     with precision():
                         return clone, feeds, capture_real(copied(clone), feeds, keep_values=True), precision
@@ -176,8 +179,19 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
     raise refusal
 
 
-def _attempts(source: Source) -> Iterator[tuple[Source, torch.dtype]]:
-    return ((one, dtype) for one in source.ever_larger() for dtype in tried_dtypes(source.module))
+def _attempts(source: Source, tried: Clone | None) -> Iterator[Callable[[], tuple[nn.Module, dict[str, Any]]]]:
+    # a small real model is tried itself, and recorded as its config says it: at sizes that two ranks share
+    if tried is not None and (source.own_clone or not (source.given is not None and is_small_and_real(source.given))):
+        yield lambda: (tried.model, dict(tried.planned))
+    for one in source.ever_larger():
+        for dtype in tried_dtypes(source.module):
+            yield partial(_fed_clone, one, dtype)
+
+
+def _fed_clone(source: Source, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
+    clone = source.tiny(dtype=dtype, experts="batched_mm")
+    made = make_inputs(clone, model_type=source.model_type, inputs=source.inputs, recipe=source.recipe)
+    return clone, inputs_in(working_dtype(clone), with_other_paths(clone, made.feeds, made.others).feeds)
 
 
 def _where(solution: Solution, axis: object) -> str:
@@ -205,7 +219,7 @@ def settle_capabilities(
 
     how: Any = {"sequence_parallel": wanted.sequence, "checks": _TRIED_BY, "choices": choices, "budget": budget}
     try:
-        report, tried = verify_tried(tried_sizes(source, Sizes(tp_size, ep_size)), None, **how)
+        report, tried, clone = verify_tried(tried_sizes(source, Sizes(tp_size, ep_size)), None, traffic=False, **how)
     except AutoplanError as error:
         trial = Trial("skipped", error.message, error.hint or _TO_PASS)
         text = f"not verified on simulated ranks: {trial.why}"
@@ -216,7 +230,7 @@ def settle_capabilities(
         text = f"on simulated ranks the sharded tiny clone differs: {first.where} {first.message}"
         hint = "keep the modules named here whole"
         trial = Trial("wrong", text, hint, tried.ranks)
-        return Settled(capabilities, trial, (Finding(TRIED, "error", first.where, text, hint),))
+        return Settled(capabilities, trial, (Finding(TRIED, "error", first.where, text, hint),), clone=clone)
     left_out = [
         Finding("proof", "note", "", f"not tried on simulated ranks, {_NOT_TRIED[check]}: {why}")
         for check, why in report.details["not_checked"].items()
@@ -237,7 +251,7 @@ def settle_capabilities(
         left_out.append(_left_out("experts", "expert parallelism was asked for and is not applied"))
     if wanted.scoped and not capabilities.scoped:
         left_out.append(_left_out("scoped", "calls in the middle of a module's Python are not rewritten"))
-    return Settled(capabilities, Trial("passed", ranks=tried.ranks), tuple(left_out), report.details["ways"])
+    return Settled(capabilities, Trial("passed", ranks=tried.ranks), tuple(left_out), report.details["ways"], clone)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
@@ -249,15 +263,16 @@ def _left_out(check: str, what: str) -> Finding:
     return Finding(check, level, "", f"{what}: with it the tiny clone did not give the same on simulated ranks")
 
 
-def prove_ranks(source: Source, plan: Plan) -> Plan:
-    """Run the sharded tiny clone on simulated ranks and write the outcome into the plan."""
+def prove_ranks(source: Source, plan: Plan, clone: Clone | None = None) -> Plan:
+    """Run the sharded tiny clone (the given one, if it is that of the trial) on simulated ranks and write the outcome
+    into the plan."""
     from autoplan.check.verify.sizes import Sizes, tried_sizes
     from autoplan.check.verify.verify import verify_tried
 
     written = plan if choices_of_plan(plan) is not None else None
-    how: Any = {"sequence_parallel": plan.sequence_parallel}
+    how: Any = {"sequence_parallel": plan.sequence_parallel, "traffic": False, "clone": clone}
     try:
-        report, tried = verify_tried(tried_sizes(source, Sizes(plan.tp_size, plan.ep_size)), written, **how)
+        report, tried, _ = verify_tried(tried_sizes(source, Sizes(plan.tp_size, plan.ep_size)), written, **how)
     except AutoplanError as error:  # no clone runs: the trial has said so already, and the plan is not proven
         text = f"verify could not run: {error.message}"
         proof = replace(plan.proof, ok=False, text=text)

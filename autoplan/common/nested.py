@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,23 +30,34 @@ __all__ = [
 ]
 
 EACH = "*"  # in a path: every item of a sequence, which has one for each block
+_LEAVES = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 Path = tuple[Any, ...]
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def flatten_tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     """Every tensor in nested containers, with its path."""
+    found: list[tuple[Path, torch.Tensor]] = []
+    _collect(value, path, found)
+    return iter(found)
+
+
+def _collect(value: Any, path: Path, found: list[tuple[Path, torch.Tensor]]) -> None:
+    """No generator inside a generator: this is asked for each torch call."""
     if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from flatten_tensors(item, (*path, key))
+        found.append((path, value))
+        return
+    if isinstance(value, dict):
+        items: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from flatten_tensors(item, (*path, index))
-    elif is_record(value):
-        for name, item in fields_of(value).items():
-            yield from flatten_tensors(item, (*path, name))
+        items = enumerate(value)
+    elif type(value) not in _LEAVES and is_record(value):
+        items = fields_of(value).items()
+    else:
+        return
+    for key, item in items:
+        if type(item) not in _LEAVES:
+            _collect(item, (*path, key), found)
 
 
 def is_record(value: Any) -> bool:

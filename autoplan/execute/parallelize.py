@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.options import Options
 from autoplan.execute.agreement import fail_together, refuse_differing_plans
-from autoplan.execute.checkpointing.choose import checkpoint_blocks
-from autoplan.execute.data_parallel.fsdp import shard_data_parallel
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.parameters.optimizer import mark_parameters
 from autoplan.execute.tensor_parallel import apply_plan, record, tp_mesh_of
@@ -39,8 +37,12 @@ def shard_model(
             apply_plan(model, tp_mesh, plan, **vars(options.tensor))
         record(model, plan, notes=dims.notes, voters=dims.voters)
         if options.checkpointing.blocks:
+            from autoplan.execute.checkpointing.choose import checkpoint_blocks
+
             checkpoint_blocks(model, plan.layers, options.checkpointing.blocks, options.checkpointing.scope)
         if dims.data is not None:
+            from autoplan.execute.data_parallel.fsdp import shard_data_parallel
+
             shard_data_parallel(model, dims.data, plan.layers, options.data, kept=dims.stages > 1)
         mark_parameters(model)
         take_methods(model)

@@ -22,19 +22,16 @@ class Ref:
 def refs(value: Any) -> Iterator[int]:
     """Tensor ids mentioned in recorded arguments or outputs, in order."""
     found: list[int] = []
-    _collect(value, found)
+    _collect((value,), found)
     return iter(found)
 
 
 def _collect(value: Any, found: list[int]) -> None:
-    """No generator inside a generator: this is asked hundreds of thousands of times."""
-    if isinstance(value, Ref):
-        found.append(value.id)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
+    """No generator inside a generator, and no call for a number: this is asked hundreds of thousands of times."""
+    for item in value.values() if isinstance(value, dict) else value:
+        if type(item) is Ref:
+            found.append(item.id)
+        elif isinstance(item, (tuple, list, dict)):
             _collect(item, found)
 
 

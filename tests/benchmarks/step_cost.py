@@ -5,6 +5,9 @@
 The process group is torch's fake one: collectives return at once and move nothing. Widths are so small that computing
 takes no time, so what is measured is what each way adds to a forward and a backward on the host, in processor time.
 Each way runs in turn, several times; the least of all rounds is taken, so that a busy machine does not count.
+
+"own code" is the same llama whose MLPs are of a class that is not trusted: there the path guard follows the first
+calls. Both are measured with the guard and without, after it has seen enough calls.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +28,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import autoplan
 
 STEPS = 5  # in a round
+FOLLOWED = 4  # calls of one kind that the guard has seen before the clock starts
 
 
 def build(layers: int) -> Any:
@@ -39,8 +45,23 @@ def build(layers: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def ours(model: Any, mesh: DeviceMesh) -> Any:
-    return autoplan.parallelize(model, mesh, autoplan.plan(model, 2, prove="none"), check=False)
+class OwnMLP(LlamaMLP):
+    """A part whose code is the user's: the guard follows it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def own_code(layers: int) -> Any:
+    model = build(layers)
+    for layer in model.model.layers:
+        layer.mlp.__class__ = OwnMLP
+    return model
+
+
+def ours(model: Any, mesh: DeviceMesh, path_guard: Any = "refuse") -> Any:
+    plan = autoplan.plan(model, 2, prove="none")
+    return autoplan.parallelize(model, mesh, plan, check=False, path_guard=path_guard)
 
 
 def torchs(model: Any, mesh: DeviceMesh) -> Any:
@@ -58,11 +79,15 @@ def transformers_own(model: Any, mesh: DeviceMesh) -> Any:
     return apply_tensor_parallelism(model, mesh, plan)
 
 
-WAYS: dict[str, Callable[[Any, DeviceMesh], Any]] = {
-    "plain": lambda model, mesh: model,
-    "autoplan.parallelize": ours,
-    "transformers' own": transformers_own,
-    "torch's parallelize_module": torchs,
+unguarded = partial(ours, path_guard="off")
+WAYS: dict[str, tuple[Callable[[int], Any], Callable[[Any, DeviceMesh], Any]]] = {
+    "plain": (build, lambda model, mesh: model),
+    "autoplan.parallelize": (build, ours),
+    '  with path_guard="off"': (build, unguarded),
+    "own code": (own_code, ours),
+    '  own code, path_guard="off"': (own_code, unguarded),
+    "transformers' own": (build, transformers_own),
+    "torch's parallelize_module": (build, torchs),
 }
 
 
@@ -77,10 +102,11 @@ def measured(layers: int, repeats: int) -> dict[str, float]:
     """Milliseconds of a step, by way."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     ids = torch.randint(0, 64, (1, 8))
-    models = {name: way(build(layers), mesh) for name, way in WAYS.items()}
+    models = {name: way(made(layers), mesh) for name, (made, way) in WAYS.items()}
     found = dict.fromkeys(models, float("inf"))
     for model in models.values():
-        step(model, ids)
+        for _ in range(FOLLOWED):
+            step(model, ids)
     for _ in range(repeats):
         for name, model in models.items():
             begin = time.process_time()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed import multi_threaded_pg
 
+from autoplan.check.ranks import threads
 from autoplan.check.ranks.run import RankError, RankTimeout, count_collectives, run_processes, run_ranks
 from autoplan.common.errors import AutoplanError
 from autoplan.execute import random_streams
@@ -107,6 +111,26 @@ def test_ranks_that_never_meet_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(RankTimeout, match=r"others never enter: rank 1 at .*test_ranks\.py"):
         run_ranks(body, 2, timeout=60)
     assert run_ranks(lambda rank: rank, 2) == [0, 1]
+
+
+def test_ranks_that_wait_for_the_processor_are_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two looks at them more time goes by than ranks may wait, as where the process gets no processor."""
+    clock = (2 * threads.STUCK_AFTER * look for look in itertools.count())
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    add_up = multi_threaded_pg.AllReduce.work
+
+    def slowly(self: multi_threaded_pg.AllReduce, data: list[list[list[torch.Tensor]]]) -> None:
+        time.sleep(0.4)
+        add_up(self, data)
+
+    monkeypatch.setattr(multi_threaded_pg.AllReduce, "work", slowly)
+
+    def body(rank: int) -> float:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+    assert run_ranks(body, 2, timeout=1e6) == [2.0, 2.0]
 
 
 def test_rank_that_loops_is_given_up_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

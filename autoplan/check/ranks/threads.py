@@ -44,6 +44,7 @@ __all__ = ["counted", "is_simulated", "listening", "run_threads"]
 
 Result = TypeVar("Result")
 
+_LOOK_EVERY = 0.05  # seconds
 STUCK_AFTER = 5.0  # seconds in which every rank stays in the collective it waits in
 GRACE = 2.0  # seconds a woken rank has to leave
 
@@ -159,16 +160,16 @@ class _Body:
 
 def _wait(ranks: list[_Rank], timeout: float) -> str:
     """Wait until every rank has ended; returns why some did not, or ""."""
-    start = since = time.monotonic()
+    start, still = time.monotonic(), 0
     seen: dict[int, object] = {}
     while alive := {number: rank for number, rank in enumerate(ranks) if rank.thread.is_alive()}:
-        next(iter(alive.values())).thread.join(0.05)
-        now = time.monotonic()
+        next(iter(alive.values())).thread.join(_LOOK_EVERY)
         places = {number: rank.waits for number, rank in alive.items()}
-        if places != seen or None in places.values():
-            seen, since = places, now
-        stuck = now - since > STUCK_AFTER
-        if stuck or now - start > timeout:
+        # counted in looks, not by the clock: where the machine is busy, this thread is as slow as the ranks are
+        still = still + 1 if places == seen and None not in places.values() else 0
+        seen = places
+        stuck = still * _LOOK_EVERY > STUCK_AFTER
+        if stuck or time.monotonic() - start > timeout:
             why = "wait in collectives that the others never enter" if stuck else f"did not end in {timeout:g} s"
             text = f"simulated ranks {why}: {_whereabouts(alive)}"
             _stop(ranks)

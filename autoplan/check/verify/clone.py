@@ -36,6 +36,7 @@ class Clone:
     note: str
     planned: Mapping[str, Any]
     outside: tuple[str, ...] = ()
+    ranks: tuple[int, int] | None = None  # those that its sizes were fitted to (`Source.ranks`)
     recorded: dict[str, Any] = field(default_factory=dict, compare=False)  # its run, once for every plan that is tried
 
 
@@ -74,7 +75,7 @@ def _clone_at_size(source: Any) -> Clone:
             note += f"; in {str(dtype).removeprefix('torch.')}, because in others it does not run ({refusal})"
         unfamiliar = others if source.recipe is not None else {}
         planned = with_other_paths(model, feeds, unfamiliar).feeds
-        return Clone(model, feeds, others, note, planned, outside.changed)
+        return Clone(model, feeds, others, note, planned, outside.changed, source.ranks)
     raise AutoplanError(
         f"the tiny clone of {source.name} cannot run unsharded: {refusal}",
         hint="pass inputs= that the model accepts, and let its code take dtypes from its inputs or weights: clones "

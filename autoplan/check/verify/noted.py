@@ -15,7 +15,6 @@ import torch
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
 from autoplan.common.patterns import best_match
-from autoplan.execute.checkpointing.blocks import runs_of
 from autoplan.values import Plan, Stack
 
 __all__ = ["recomputed", "unread_parts"]
@@ -27,6 +26,8 @@ def recomputed(model: Any, stacks: tuple[Stack, ...]) -> tuple[int, int]:
     All blocks of `stacks` that are trained must hold one. Fewer may run again: nobody waits for the gradient of a block
     whose output is not used.
     """
+    from autoplan.execute.checkpointing.blocks import runs_of
+
     modules = dict(model.named_modules(remove_duplicate=False))
     runs = {id(modules[name]): (name, run) for name, run in runs_of(model).items()}
     listed = {id(modules[name]): name for stack in stacks for name in stack.fqns}

@@ -82,7 +82,7 @@ def _check(
     from autoplan.check.verify.compare import tolerance_for
     from autoplan.check.verify.sensitivity import tolerance_of
 
-    subject = _prepared(model, feeds, others)
+    subject = _prepared(model, feeds, others, labelled="loss" in wanted)
     stage("running the tiny clone unsharded")
     subject, reference, absent = _observed_unsharded(subject, wanted)
     job = Job(subject, sharding, tp_size, tuple(reference), tuple((dims or {"tp": tp_size}).items()))
@@ -136,14 +136,14 @@ def _chosen(checks: Iterable[str] | None) -> tuple[str, ...]:
     return wanted
 
 
-def _prepared(model: Any, feeds: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
-    """The unsharded subject, in eval mode, with labels for the feeds that take them."""
+def _prepared(model: Any, feeds: Mapping[str, Any], others: Mapping[str, Any], labelled: bool) -> Any:
+    """The unsharded subject, in eval mode; `labelled`: with labels for the feeds that take them."""
     from autoplan.check.verify.checks import labels_for, takes_labels
     from autoplan.check.verify.subject import Subject
 
     subject = Subject(copied(model).eval(), feeds, others)
     subject = replace(subject, lifted=can_be_lifted(subject))
-    if not takes_labels(subject):
+    if not (labelled and takes_labels(subject)):
         return subject
     return replace(subject, labels=labels_for(copy_of(subject)))  # a run may leave hooks behind
 

@@ -20,12 +20,12 @@ def mesh_of(plan: Plan) -> dict[str, int]:
     return {"ep" if plan.tp_size < plan.ep_size else "tp": plan.ranks}
 
 
-def sharding_of(plan: Plan, *, gather_logits: bool = False, checkpointing: str = "") -> Sharding:
-    """The way a plan shards, for `check_sharding`."""
+def sharding_of(plan: Plan, *, gather_logits: bool = False, checkpointing: str = "", traffic: bool = True) -> Sharding:
+    """The way a plan shards, for `check_sharding`. `traffic`: what each block moves is measured."""
     shard = partial(_apply, plan=plan, gather_logits=gather_logits, checkpointing=checkpointing)
     if checkpointing:
         return Sharding(shard, full_tensors, noted=partial(recomputed, stacks=plan.layers))
-    shown = {fqn: None for stack in plan.layers for fqn in stack.fqns} if plan.communication else {}
+    shown = {fqn: None for stack in plan.layers for fqn in stack.fqns} if traffic and plan.communication else {}
     return Sharding(shard, full_tensors, tuple(shown), unread=partial(unread_parts, plan=plan))
 
 

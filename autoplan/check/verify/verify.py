@@ -89,7 +89,7 @@ def verify(
             report = verify_source(source, plan, 2 if tp_size is None else tp_size, ep_size=ep_size, **how)
             return _without_ways(report)
         sizes = Sizes(plan.tp_size, ep_size if plan.tp_size == 1 and ep_size else plan.ep_size)
-        report, tried = verify_tried(tried_sizes(source, sizes, own=True), plan, **how)
+        report, tried, _ = verify_tried(tried_sizes(source, sizes, own=True), plan, **how)
     report = _without_ways(report)
     if tried == sizes:
         return report
@@ -142,8 +142,12 @@ def verify_source(
     rounding: bool = False,
     choices: ChosenCuts | None = None,
     budget: Budget | None = None,
+    clone: Clone | None = None,
+    traffic: bool = True,
 ) -> Report:
     """`verify` for a source that is already resolved; without a plan, under the choices of a written one.
+
+    `clone`: one of the source that is known already. `traffic`: measure what each block moves.
 
     Raises BudgetSpent where the time runs out before anything is known; what was found wrong by then stays so.
     """
@@ -153,7 +157,8 @@ def verify_source(
         return _verify_mesh(source, plan, parse_mesh(mesh), engine, checks, sequence_parallel, ep_size)
     sizes = Sizes.of(tp_size, ep_size, plan) if mesh is None else Sizes.of_mesh(mesh, ep_size, plan)
     budget = Budget() if budget is None else budget
-    clone = clone_of(source)
+    clone = clone_of(source) if clone is None else clone
+    how: Any = {"mesh": mesh, "budget": budget, "traffic": traffic}
     if clone.outside and mesh is None and engine == "threads":
         engine = _engine_for(clone)
     report: Report | None = None
@@ -166,13 +171,13 @@ def verify_source(
                 raise
             continue  # less is allowed, and nothing is left to split: what was seen before holds
         capabilities, applied, findings = wanted, drawn, said
-        report = verify_clone(clone, applied, mesh=mesh, engine=engine, checks=checks, budget=budget)
+        report = verify_clone(clone, applied, engine=engine, checks=checks, **how)
         if not _decisively_wrong(report) or budget.spent:
             break
     assert report is not None
     if plan is None and _decisively_wrong(report) and not budget.spent:
         capabilities, report, applied = _narrowed(
-            clone, source, applied, capabilities, report, mesh, engine, checks, choices, budget
+            clone, source, applied, capabilities, report, engine, checks, choices, how
         )
     details = {
         **report.details,
@@ -185,20 +190,31 @@ def verify_source(
     if rounding:
         from autoplan.check.verify.rounding import measure_rounding
 
-        how: Any = {"exact": report.ok, "engine": engine, "mesh": mesh}
-        details["rounding"] = measure_rounding(clone.model, clone.feeds, applied, **how)
+        details["rounding"] = measure_rounding(
+            clone.model, clone.feeds, applied, exact=report.ok, engine=engine, mesh=mesh
+        )
     findings = [*report.findings, *findings, *whole_blocks(plan or applied)]
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
 
 
-def verify_tried(attempts: Iterable[tuple[Any, Sizes]], plan: Plan | None, **how: Any) -> tuple[Report, Sizes]:
-    """`verify_source` for the first of these clones that can be tried, and at which sizes it was."""
+@untouched_randomness()
+def verify_tried(
+    attempts: Iterable[tuple[Any, Sizes]], plan: Plan | None, *, clone: Clone | None = None, **how: Any
+) -> tuple[Report, Sizes, Clone]:
+    """`verify_source` for the first of these clones that can be tried, at which sizes it was, and the clone.
+
+    `clone`: one that is known already, for the attempt that it was made for.
+    """
+
+    def verified(source: Any, sizes: Sizes) -> tuple[Report, Sizes, Clone]:
+        made = clone if clone is not None and clone.ranks == source.ranks else clone_of(source)
+        return verify_source(source, plan, sizes.tp, ep_size=sizes.ep, clone=made, **how), sizes, made
+
     *before, last = attempts
-    for source, sizes in before:
+    for attempt in before:
         with suppress(AutoplanError):
-            return verify_source(source, plan, sizes.tp, ep_size=sizes.ep, **how), sizes
-    source, sizes = last
-    return verify_source(source, plan, sizes.tp, ep_size=sizes.ep, **how), sizes
+            return verified(*attempt)
+    return verified(*last)
 
 
 def _verify_mesh(
@@ -244,6 +260,7 @@ def verify_clone(
     checks: Iterable[str] | None = None,
     checkpointing: str = "",
     budget: Budget | None = None,
+    traffic: bool = True,
 ) -> Report:
     """Compare a clone sharded by its own plan with itself unsharded; the sharded one checkpoints in the mode given."""
     from autoplan.check.verify.traffic import against_the_least
@@ -254,7 +271,7 @@ def verify_clone(
     if mesh is not None:  # real ranks
         meet(same_model(clone.model), same_plan(plan))
     how: Any = {"others": clone.others, "engine": engine, "mesh": mesh, "dims": mesh_of(plan), "budget": budget}
-    sharding = sharding_of(plan, checkpointing=checkpointing)
+    sharding = sharding_of(plan, checkpointing=checkpointing, traffic=traffic)
     report = check_sharding(clone.model, clone.feeds, sharding, plan.ranks, checks=wanted, **how)
     findings = list(report.findings)
     if report.ok and "loss" in wanted and plan.runtime.of(SplitLogits):
@@ -293,11 +310,10 @@ def _narrowed(
     applied: Plan,
     capabilities: Capabilities,
     report: Report,
-    mesh: Any,
     engine: Engine,
     checks: Iterable[str] | None,
     choices: ChosenCuts | None,
-    budget: Budget,
+    how: Mapping[str, Any],
 ) -> tuple[Capabilities, Report, Plan]:
     """Keep what is cut wrongly whole (and with it all that shares its cut), so that the rest is right."""
     sizes = Sizes(applied.tp_size, applied.ep_size)
@@ -312,14 +328,14 @@ def _narrowed(
             return None
 
     def run(plan: Plan, which: Iterable[str] | None) -> Report:
-        return verify_clone(clone, plan, mesh=mesh, engine=engine, checks=which, budget=budget)
+        return verify_clone(clone, plan, engine=engine, checks=which, **how)
 
     def still_cut(whole: str) -> set[str]:
         plan = planned((whole,))
         return set() if plan is None else {entry.pattern for entry in plan.entries}
 
     def is_wrong(cut: tuple[str, ...]) -> bool:
-        budget.check("while what is wrong was looked for")
+        how["budget"].check("while what is wrong was looked for")
         plan = planned(tuple(name for name in modules if name not in cut))
         return plan is not None and _decisively_wrong(run(plan, narrowing))
 
