@@ -10,7 +10,11 @@ TORCH  ?= $(shell grep '^torch==' $(LOCK))
 
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --constraint $(VENV)/constraints.txt
+# Of what pip says, what it fetches (with sizes) and installs; pip's exit code counts.
+SHELL  := bash
+.SHELLFLAGS := -o pipefail -c
+SHOWN  := | awk '/^ *(Downloading|Building)/ { print; fflush() } /^Installing/ { print "installing packages:", NF - 3; fflush() }'
 SHAPES := examples/shapes
 DEMO   ?= $(SHAPES)/llama-3.1-8b
 
@@ -41,21 +45,21 @@ $(VENV)/base: pyproject.toml $(LOCK)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@{ grep -v '^torch==' $(LOCK); echo "$(TORCH)"; } > $(VENV)/constraints.txt
 	@echo "installing $(TORCH)"
-	@$(PIP) "$(TORCH)"
-	@echo "installing autoplan"
-	@$(PIP) hatchling && $(PIP) --no-build-isolation --editable .
+	@$(PIP) "$(TORCH)" $(SHOWN)
+	@echo "installing autoplan, with versions out of the $$(grep -c == $(LOCK)) of $(LOCK)"
+	@$(PIP) hatchling $(SHOWN) && $(PIP) --no-build-isolation --editable . $(SHOWN)
 	@touch $@
 
 $(VENV)/dev: $(VENV)/base
 	@echo "installing the test tools"
-	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@$(PIP) --no-build-isolation --editable '.[dev]' $(SHOWN)
 	@touch $@
 
 $(VENV)/hosts: $(VENV)/dev
 	@echo "installing peft, accelerate and $(HOSTS)"
-	@$(PIP) --no-build-isolation --editable '.[peft]' accelerate || echo "NOT TRIED: peft and accelerate could not be installed, their tests are skipped"
-	@$(PIP) --no-deps $(HOSTS) || echo "NOT TRIED: $(HOSTS) could not be installed, their tests are skipped"
-	@$(PIP) $(DEEPSPEED_NEEDS) && DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation deepspeed || \
+	@$(PIP) --no-build-isolation --editable '.[peft]' accelerate $(SHOWN) || echo "NOT TRIED: peft and accelerate could not be installed, their tests are skipped"
+	@$(PIP) --no-deps $(HOSTS) $(SHOWN) || echo "NOT TRIED: $(HOSTS) could not be installed, their tests are skipped"
+	@$(PIP) $(DEEPSPEED_NEEDS) $(SHOWN) && DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation deepspeed $(SHOWN) || \
 		echo "NOT TRIED: deepspeed could not be installed, its test is skipped"
 	@touch $@
 
@@ -103,7 +107,7 @@ test-oldest: $(VENV)/dev  ## run tests at the lower bounds of pyproject.toml: BU
 	.venv-oldest/bin/python $(WATCH) oldest --locked $(BIN)/python --budget $(BUDGET)
 
 test-wild: $(VENV)/dev  ## plan and verify models of other code bases, without inputs; build/wild.jsonl keeps the lines
-	@for one in $(WILD); do $(PIP) --no-deps $$one || echo "NOT INSTALLED: $$one; its models are listed so"; done
+	@for one in $(WILD); do $(PIP) --no-deps $$one $(SHOWN) || echo "NOT INSTALLED: $$one; its models are listed so"; done
 	$(BIN)/python tests/outside/wild/sweep.py
 
 test-redteam: $(VENV)/dev  ## hostile small models on real ranks, a table by class: CASES='flags/* norms/*@tp2+sp'

@@ -24,7 +24,8 @@ def report(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page, such as plan.html.")],
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="Ranks to split over; a plan file has its own.")] = None,
     mesh: Annotated[
-        str | None, typer.Option("--mesh", help="Such as dp_shard=8,tp=8: estimates a step, for the memory of a rank.")
+        str | None,
+        typer.Option("--mesh", help="Such as dp_shard=8,tp=8, for the memory of a rank; by default tp alone."),
     ] = None,
     ep: EpSize = 1,
     batch: Batch = 1,
@@ -48,11 +49,10 @@ def report(
     made = _made(model, tp or sizes.get("tp"), ep if ep > 1 else sizes.get("ep", 1), how)
     if sizes.get("tp", made.tp_size) != made.tp_size:
         raise AutoplanError(f"--mesh {mesh} has tp {sizes['tp']}, the plan tp {made.tp_size}", hint="give one of them")
-    found, memory = None, None
-    if mesh is not None:
-        how |= {"batch": batch, "sequence": sequence, "train": train.value}
-        how |= {"activation_checkpointing": checkpointing_of(checkpointing)}
-        found, memory = _estimated(model, mesh, gpu, how)
+    how |= {"batch": batch, "sequence": sequence, "train": train.value}
+    how |= {"activation_checkpointing": checkpointing_of(checkpointing)}
+    found, memory = _estimated(model, mesh, made, gpu, how)
+    sizes = sizes or ({"tp": made.tp_size} if found is not None else {})
     others = _others(model, made, sizes, gpu, how) if what_if else {}
     made.report(output, estimate=found, memory=memory, what_if=others)
     note(f"written to {output}")
@@ -90,12 +90,25 @@ def _others(model: str, made: Plan, sizes: dict[str, int], gpu: str, how: dict[s
         return other_sizes(model, made, load_device(gpu), sizes, **how)
 
 
-def _estimated(model: str, mesh: str, gpu: str, how: dict[str, Any]) -> tuple[Estimate, int]:
+def _estimated(
+    model: str, mesh: str | None, made: Plan, gpu: str, how: dict[str, Any]
+) -> tuple[Estimate | None, int | None]:
+    """Without a mesh, on the ranks of tp alone: where that cannot be, the page has no memory."""
     import autoplan
     from autoplan.decide.written_plans.plan_file import names_plan_file
     from autoplan.forecast.devices import load_device
 
     if names_plan_file(model):
+        if mesh is None:
+            return None, None
         raise AutoplanError("--mesh needs the model, not a plan file", hint="leave --mesh out, or give the model")
-    with progress(f"estimating {model} on {mesh}"):
-        return autoplan.estimate(model, mesh=mesh, device=gpu, **how), load_device(gpu).memory
+    on = mesh or (f"ep={made.ep_size}" if made.tp_size == 1 < made.ep_size else f"tp={made.tp_size}")
+    placed = {"ep_size": made.ep_size} if 1 < made.ep_size == made.tp_size else {}
+    try:
+        with progress(f"estimating {model} on {on}"):
+            return autoplan.estimate(model, mesh=on, device=gpu, **placed, **how), load_device(gpu).memory
+    except AutoplanError as error:
+        if mesh is not None:
+            raise
+        note(f"no memory on the page: {error.message.splitlines()[0]}")
+        return None, None

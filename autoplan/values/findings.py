@@ -18,12 +18,15 @@ class FlowPart:
     """Modules with parameters, in the order in which their weights are first read.
 
     `block`: the first block of a kind, and `blocks` how many run like it; "" for what stands in no block. `steps` are
-    names under it (whole names where there is no block), with `*` for many alike, such as experts.
+    names under it (whole names where there is no block), with `*` for many alike, such as experts. `reads`: for each
+    step the numbers of those that feed it without another between, -1 for all that is not in this part; () where that
+    is not known.
     """
 
     block: str
     blocks: int
     steps: tuple[str, ...]
+    reads: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,27 @@ def test_edges_say_what_lies_where() -> None:
     assert not levels(audit_source(resolve(decoder()), gathered, 2, run=False), "edges"), "layouts agree without a run"
 
 
+def test_every_layer_is_named_and_what_was_not_tried_is_marked() -> None:
+    """A trace holds few layers, and the trial is of a tiny clone at tp 2: findings are about the whole model at 8."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 256}
+    config = LlamaConfig(**sizes, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8)
+    layer = "model.layers.*"
+    plan = {f"{layer}.self_attn.{name}_proj": "colwise" for name in "qkvo"} | {
+        f"{layer}.mlp.{name}_proj": "colwise" for name in ("gate", "up", "down")} | {
+        f"{layer}.mlp.nothing": "colwise"}  # fmt: skip
+    report = audited(plan, config, 8)
+    edges = [finding for finding in report.findings if finding.check == "edges"]
+    assert edges and all("*" in place for finding in edges for place in finding.about)
+    assert "2 for tp 8" in report.details["ran"] and report.tp_size == 8
+    assert {report.details["verdicts"][f"{layer}.{name}"] for name in ("self_attn.o_proj", "mlp.down_proj")} == {
+        "wrong"
+    }
+    (dead,) = [finding for finding in report.findings if finding.check == "dead-keys"]
+    assert "audited" in dead.hint and not any("audited" in cause.hint for cause in report.findings[:2])
+
+
 def test_frozen_parameters_stay_frozen() -> None:
     """A style of one's own makes new parameters and forgets what was frozen; torch's own remembers."""
     from torch import nn

@@ -18,7 +18,8 @@ def test_like_blocks_are_one_part_and_modules_stand_in_the_order_of_the_run() ->
     assert flow[1].steps == (
         "first", "attention.q", "attention.k", "attention.v", "attention.o", "second", "mlp.gate", "mlp.up", "mlp.down",
     )  # fmt: skip
-    assert flow[2].steps == ("last", "head")
+    assert flow[2].steps == ("last", "head") and flow[2].reads == ((-1,), (0,))
+    assert flow[1].reads == ((-1,), (0,), (0,), (0,), (1, 2, 3), (4,), (5,), (5,), (6, 7))
 
 
 class ReadByAnother(nn.Module):
@@ -34,4 +35,4 @@ class ReadByAnother(nn.Module):
 
 def test_a_weight_that_another_module_reads_has_its_place() -> None:
     flow = autoplan.plan(ReadByAnother(), tp_size=2, inputs={"x": torch.randn(2, 8)}, prove="none").flow
-    assert [part.steps for part in flow] == [("up", "down")]
+    assert [(part.steps, part.reads) for part in flow] == [(("up", "down"), ((), (0,)))]

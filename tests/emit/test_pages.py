@@ -18,6 +18,7 @@ import pytest
 import autoplan
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
+from autoplan.emit.pages.cases import WhatIf
 from autoplan.emit.pages.geometry import Drawing, Words, cells, draw_block, wrapped
 from autoplan.emit.pages.memory import NO_ESTIMATE
 from autoplan.emit.pages.others import choice_page, report_page
@@ -160,6 +161,27 @@ def test_queries_keys_and_values_stand_side_by_side_and_the_sum_is_marked_with_i
     assert [mark.text for mark in row.marks] == ["sum of parts: all-reduce · 32.0 KiB a token"]  # 4096 × 4 bytes, twice
 
 
+@pytest.mark.parametrize("name", KINDS, ids=KINDS.get)
+def test_every_sum_has_its_bytes(name: str) -> None:
+    marks = [mark for block in scene_of(plan_of(name), {}).blocks for row in block.rows for mark in row.marks]
+    sums = [mark.text for mark in marks if mark.partial and not mark.backward]
+    assert sums and [text for text in sums if "B a token" not in text] == []
+
+
+def test_branches_stand_side_by_side_each_above_what_it_alone_feeds() -> None:
+    steps = ("norm", "a.q", "a.q_norm", "a.k", "a.k_norm", "a.v", "a.o")
+    reads = ((-1,), (0,), (1,), (0,), (3,), (0,), (2, 4, 5))
+    plan = replace(plan_of("llama"), entries=(), replicated=(), flow=(FlowPart("layers.0", 2, steps, reads),))
+    (block,) = scene_of(plan, {}).blocks
+    shown = [[[box.name for box in column] for column in row.columns] for row in block.rows]
+    assert shown == [[["norm"]], [["q", "q_norm"], ["k", "k_norm"], ["v"]], [["o"]]]
+    drawing = draw_block(block, 342.0)
+    assert not overlapping(drawing)
+    places = {shape.box.name: (shape.x, shape.y) for shape in drawing.shapes if shape.box}
+    assert places["q"][0] == places["q_norm"][0] < places["k"][0] == places["k_norm"][0] < places["v"][0]
+    assert places["q"][1] == places["v"][1] < places["q_norm"][1] == places["k_norm"][1] < places["o"][1]
+
+
 def test_each_kind_of_block_is_drawn_once() -> None:
     kinds = [(block.title, block.times) for block in scene_of(plan_of("jamba"), {}).blocks if block.times > 1]
     assert sum(times for _, times in kinds) == 32 and len(kinds) == 3
@@ -257,12 +279,14 @@ def estimate(where: str = "model.layers.3") -> Estimate:
     )  # fmt: skip
 
 
-def test_memory_is_a_stack_against_the_line_or_one_sentence() -> None:
+def test_memory_is_a_stack_against_the_line_or_left_out() -> None:
     plan = plan_of("llama")
     page = plan_page(plan, plan.to_dict(), estimate(), 4 * 2**30)
     assert "it needs 512.0 MiB more" in page and 'class="limit"' in page and "at model.layers.3" in page
     assert "it fits" in plan_page(plan, plan.to_dict(), estimate(), 8 * 2**30)
-    assert NO_ESTIMATE in page_of("llama") and 'class="limit"' not in page_of("llama")
+    assert 'id="memory"' not in page_of("llama") and 'class="limit"' not in page_of("llama")
+    cases = {4: WhatIf(replace(plan, tp_size=4), None)}
+    assert NO_ESTIMATE in plan_page(replace(plan, tp_size=8), plan.to_dict(), estimate(), what_if=cases)
 
 
 def audit_report() -> Report:

@@ -106,11 +106,12 @@ def test_what_cannot_be_is_refused(keywords: dict[str, Any], said: str) -> None:
 
 def test_the_command_line_takes_experts_and_ranks(tmp_path: Any) -> None:
     MixtralConfig(
-        **{**MIXTRAL.to_dict(), "num_hidden_layers": 1, "architectures": ["MixtralForCausalLM"]}
+        **{**MIXTRAL.to_dict(), "num_hidden_layers": 2, "architectures": ["MixtralForCausalLM"]}
     ).save_pretrained(tmp_path)
     options = ["--mesh", "dp_shard=2,tp=2", "--ep", "2", "--sequence", "16"]
     ran = CliRunner().invoke(app, ["dryrun", str(tmp_path), *options, "--rank", "3"])
     assert ran.exit_code == 0 and "as rank 3 of" in ran.stdout, ran.output
+    assert "model.layers.*." in ran.stdout and "model.layers.1." not in ran.stdout  # alike in all layers: one line
     ran = CliRunner().invoke(app, ["estimate", str(tmp_path), *options])
     assert ran.exit_code == 0 and "peak: " in ran.stdout, ran.output
 

@@ -125,13 +125,17 @@ def _ran(subject: Audited) -> str:
     if subject.numbers is None:
         return f"not run: {subject.unproven}"
     by = "an imitation of DeepSpeed's layers" if subject.plan.dialect == "deepspeed" else subject.plan.dialect
-    return f"{subject.outcome} on {subject.numbers.tp_size} simulated ranks, carried out by {by}"
+    ranks = subject.numbers.tp_size
+    stand_in = f" (tried at tp {ranks} for tp {subject.tp_size})" if ranks != subject.tp_size else ""
+    return f"{subject.outcome} on {ranks} simulated ranks{stand_in}, carried out by {by}"
 
 
 def _findings(subject: Audited) -> Iterable[Finding]:
+    """Of all checks. Hints about rows are marked: a repair replaces them by changes whose plan passed its audit."""
     found: list[Finding] = []
     for check in CHECKS:
-        found += check.run(subject, tuple(found))
+        told = check.run(subject, tuple(found))
+        found += [replace(one, hint=f"{one.hint} (not audited)") if check.rows and one.hint else one for one in told]
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoplan.check.audit.subject import Audited, Said
 from autoplan.common.patterns import Universe, fold_names
-from autoplan.decide.plan.entries import flow_of
+from autoplan.decide.plan.flow import flow_of
 from autoplan.decide.plan.folding import Names
 from autoplan.values import CutsOf, Drawn
 

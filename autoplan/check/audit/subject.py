@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from typing import Any, Literal
 
 from autoplan.analyse.picture.flow import Flow
@@ -122,6 +123,11 @@ class Audited:
     @cached_property
     def by_name(self) -> dict[str, Weight]:
         return {name: weight for weight in self.weights for name in weight.names}
+
+    def alike(self, one: Weight, other: Weight) -> Iterator[tuple[Weight, Weight]]:
+        """Two weights in each block that theirs stands for: a trace holds few blocks of a kind."""
+        ones, others = ([self.by_name[name] for name in self.folds.expand(weight.name)] for weight in (one, other))
+        yield from zip_longest(ones, others, fillvalue=(ones if len(ones) < len(others) else others)[-1])
 
     def of_line(self, line: Line) -> list[Weight]:
         """The parameters that a line decides about."""

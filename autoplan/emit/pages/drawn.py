@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from autoplan.common.patterns import matches
 from autoplan.emit.pages.drawing import tone_of
-from autoplan.emit.pages.picture import Block, Box, BoxRow, Scene
+from autoplan.emit.pages.picture import Block, Box, BoxRow, Scene, branches
 from autoplan.values import CutsOf, Drawn, Finding
 
 __all__ = ["scene_of_side"]
@@ -22,11 +22,14 @@ def scene_of_side(
     """`other`: the side that it is held against; `words`: verdicts by pattern, as an audit gives them."""
     blocks = []
     for part in drawn.flow:
-        rows: list[BoxRow] = []
-        for step in part.steps:
-            path = ".".join(filter(None, (part.block, step)))
-            parent, _, leaf = step.rpartition(".")
-            rows.append(BoxRow(parent, (_box(leaf or path, path, side, other, words or {}, findings),)))
+        rows = []
+        for parent, columns in branches(part):
+            boxes = []
+            for column in columns:
+                named = [(step.rpartition(".")[2], ".".join(filter(None, (part.block, step)))) for step in column]
+                told = (_box(name or path, path, side, other, words or {}, findings) for name, path in named)
+                boxes.append(tuple(told))
+            rows.append(BoxRow(parent, tuple(boxes)))
         blocks.append(Block(part.block or "outside of blocks", part.blocks, tuple(rows)))
     return Scene(tuple(blocks), ())
 

@@ -136,16 +136,26 @@ def _frame(drawing: Drawing, parent: str, rows: tuple[BoxRow, ...], y: float) ->
 def _row(drawing: Drawing, row: BoxRow, inset: float, y: float) -> float:
     y = _marks(drawing, [mark for mark in row.marks if mark.before], row, inset, y)
     room = drawing.width - 2 * inset
-    in_line = max(1, min(len(row.boxes), int((room + _GAP) / (_NARROWEST + _GAP))))
-    for start in range(0, len(row.boxes), in_line):
-        some = row.boxes[start : start + in_line]
+    in_line = max(1, min(len(row.columns), int((room + _GAP) / (_NARROWEST + _GAP))))
+    for start in range(0, len(row.columns), in_line):
+        some = row.columns[start : start + in_line]
         each = (room - _GAP * (len(some) - 1)) / len(some)
-        heights = [_box(drawing, box, inset + n * (each + _GAP), y, each) for n, box in enumerate(some)]
-        tallest = max(heights)
-        for n, box in enumerate(some):
-            drawing.shapes.append(Shape(inset + n * (each + _GAP), y, each, tallest, box))
-        y += tallest + (_GAP if start + in_line < len(row.boxes) else 0)
+        for level in range(max(map(len, some))):
+            there = [(inset + n * (each + _GAP), column) for n, column in enumerate(some) if level < len(column)]
+            if level:
+                drawing.edges += [_between(x + 10, y, column[level - 1]) for x, column in there]
+                y += _EDGE
+            tallest = max(_box(drawing, column[level], x, y, each) for x, column in there)
+            drawing.shapes += [Shape(x, y, each, tallest, column[level]) for x, column in there]
+            y += tallest
+        y += _GAP if start + in_line < len(row.columns) else 0
     return _marks(drawing, [mark for mark in row.marks if not mark.before], row, inset, y, leaves=True)
+
+
+def _between(x: float, y: float, above: Box) -> Edge:
+    """From a box to the one below it in its column."""
+    axis = above.axis.number if above.axis and above.gives == "cut" else -1
+    return Edge(x, y, y + _EDGE, above.gives or "value", axis)
 
 
 def _box(drawing: Drawing, box: Box, x: float, y: float, width: float) -> float:

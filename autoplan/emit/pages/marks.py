@@ -54,14 +54,17 @@ def _mark(one: Instruction, move: Move, before: bool, size: int) -> Mark:
 
 
 def output_bytes(plan: Plan, entries: tuple[Entry, ...]) -> int:
-    """Bytes that the module gives for a token, where its matrix tells: 0 where not."""
+    """Bytes for a token of the sum that a module gives, where its matrix tells: 0 where not.
+
+    A sum is as wide as the dim of the matrix that is not cut.
+    """
     for entry in entries:
         for parameter, segment in zip(entry.parameters, entry.segments, strict=False):
             dim, _, _ = segment.partition(":")
             shape = _shape(plan, entry.pattern, parameter)
-            if len(shape) == 2 and dim in ("0", "1"):
-                width = shape[1] if entry.style.startswith("embedding") else shape[0]
-                return width * _item_size(entry, plan, shape)
+            if len(shape) in (2, 3) and "rowwise" in entry.style and dim in (str(len(shape) - 2), str(len(shape) - 1)):
+                width = shape[2 * len(shape) - 3 - int(dim)]
+                return width * _item_size(entry, plan, width)
     return 0
 
 
@@ -71,15 +74,18 @@ def _shape(plan: Plan, module: str, parameter: str) -> tuple[int, ...]:
     return shapes[0][0] if len(shapes) == 1 and len(shapes[0]) == 1 else ()
 
 
-def _item_size(entry: Entry, plan: Plan, shape: tuple[int, ...]) -> int:
-    """Of a number of the weight: all bytes of the entry by how many modules there are; 0 where unclear."""
+def _item_size(entry: Entry, plan: Plan, width: int) -> int:
+    """Of a number of the weight: all bytes of the entry by how many numbers there are; 0 where unclear. A parameter
+    without a shape is whole: a bias, as wide as the output."""
+    owner, _, name = entry.pattern.rpartition(".")
+    module = owner if entry.parameters == (name,) else entry.pattern
     modules = sum(
         part.blocks
         for part in plan.flow
         for step in part.steps
-        if matches(entry.pattern, ".".join(filter(None, (part.block, step)))) and "*" not in step
+        if matches(module, ".".join(filter(None, (part.block, step)))) and "*" not in step
     )
-    if not modules or len(entry.parameters) > 1:
-        return 0
-    size, rest = divmod(entry.bytes, modules * prod(shape))
+    shapes = [_shape(plan, entry.pattern, parameter) for parameter in entry.parameters]
+    numbers = modules * sum(prod(shape) if shape else width for shape in shapes)
+    size, rest = divmod(entry.bytes, numbers or 1)
     return size if not rest and size in (1, 2, 4, 8) else 0

@@ -12,12 +12,12 @@ from autoplan.values.estimate import Estimate, MemoryParts
 
 __all__ = ["NO_ESTIMATE", "memory_section", "stack"]
 
-NO_ESTIMATE = "No estimate was made for this page: `autoplan report MODEL --mesh tp=8` makes one."
+NO_ESTIMATE = "No step was estimated at this size."
 _WIDTH, _HEIGHT = 330.0, 26.0
 
 
 def memory_section(found: Estimate | None, memory: int = 0, *, alone: bool = True) -> Safe:
-    """The stack, its parts as a table, and where the peak is; or one sentence that there is no estimate.
+    """The stack, its parts as a table, and where the peak is; a sentence where a page has other estimates.
 
     Not `alone`: without a heading.
     """

@@ -54,8 +54,10 @@ def plan_page(
     return whole_page(f"{plan.model} at tp {plan.tp_size}", *parts, held=said, sizes=sizes)
 
 
-def memory_cases(known: Mapping[int, WhatIf], memory: int, numbers: Sequence[int], own: int) -> Safe:
-    """The memory of a rank in each case."""
+def memory_cases(known: Mapping[int, WhatIf], memory: int, numbers: Sequence[int], own: int) -> Safe | None:
+    """The memory of a rank in each case; nothing where no case has an estimate."""
+    if all(one.estimate is None for one in known.values()):
+        return None
     told = {n: memory_section(one.estimate, memory, alone=False) for n, one in known.items()}
     head = el("h2", "Memory of a rank", id="memory")
     return el("section", head, cases(told, numbers, own), aria_labelledby="memory")

@@ -1,14 +1,15 @@
 """What the drawing of a model shows, before anything has a place: boxes in the order in which data flows.
 
-    Scene ── Block (one of a kind, ×N) ── BoxRow (read one value, stand side by side) ── Box (a module)
+    Scene ── Block (one of a kind, ×N) ── BoxRow (branches that read one value, side by side) ── Box (a module)
                                             └── Mark (what ranks do together before or after)
 
-A plan says in `flow` in which order modules run. Plan files of a time before that have none: there the order of
-entries stands in.
+A plan says in `flow` in which order modules run, and which feeds which. Plan files of a time before that have none:
+there the order of entries stands in, and what shares a sum of gradients reads one value.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from autoplan.emit.pages.marks import Mark, marks_at
 from autoplan.emit.words import bytes_text
 from autoplan.values import Entry, Finding, FlowPart, Plan, Replicated
 
-__all__ = ["Axis", "Block", "Box", "BoxRow", "Scene", "axes_of", "flow_parts", "scene_of"]
+__all__ = ["Axis", "Block", "Box", "BoxRow", "Scene", "axes_of", "branches", "flow_parts", "scene_of"]
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,15 @@ class Box:
 
 @dataclass(frozen=True)
 class BoxRow:
-    """Boxes side by side. `parent`: the module that holds them."""
+    """Columns side by side; in each, a box feeds the one below it. `parent`: the module that holds them."""
 
     parent: str
-    boxes: tuple[Box, ...]
+    columns: tuple[tuple[Box, ...], ...]
     marks: tuple[Mark, ...] = ()
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        return tuple(box for column in self.columns for box in column)
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,32 @@ def scene_of(plan: Plan, links: dict[str, str], findings: Sequence[Finding] = ()
     return Scene(blocks, tuple(dict.fromkeys(axes.values())))
 
 
+def branches(part: FlowPart) -> Iterator[tuple[str, list[list[str]]]]:
+    """The rows of a part: (parent, columns). What reads the same stands side by side, and under each step what alone
+    reads it; where branches meet again, a new row begins.
+
+    >>> part = FlowPart("", 1, ("a.q", "a.q_norm", "a.k", "a.v", "a.o"), ((-1,), (0,), (-1,), (-1,), (1, 2, 3)))
+    >>> list(branches(part))
+    [('a', [['a.q', 'a.q_norm'], ['a.k'], ['a.v']]), ('a', [['a.o']])]
+    """
+    reads = part.reads or tuple((number - 1,) for number in range(len(part.steps)))
+    readers = Counter(fed for feeds in reads for fed in feeds)
+    rows: list[tuple[str, list[list[int]]]] = []
+    for number, step in enumerate(part.steps):
+        parent = step.rpartition(".")[0]
+        columns = rows[-1][1] if rows and rows[-1][0] == parent else []
+        above = next((column for column in columns if reads[number] == (column[-1],)), None)
+        if above is not None and readers[above[-1]] == 1:
+            above.append(number)
+        elif columns and reads[number] == reads[columns[0][0]]:
+            columns.append([number])
+        else:
+            rows.append((parent, [[number]]))
+    for parent, columns in rows:
+        alone = [[[number]] for number in columns[0]] if len(columns) == 1 else [columns]
+        yield from ((parent, [[part.steps[n] for n in column] for column in some]) for some in alone)
+
+
 class _Boxes:
     """Boxes of one plan."""
 
@@ -121,22 +152,40 @@ class _Boxes:
         self.plan, self.axes, self.links, self.findings = plan, axes, links, findings
 
     def rows(self, part: FlowPart) -> Iterator[BoxRow]:
-        """Neighbours that read one value share a row; with what ranks do before and after."""
-        rows: list[tuple[BoxRow, set[str]]] = []
-        for step in part.steps:
-            path = ".".join(filter(None, (part.block, step)))
-            entries = self._entries(path)
-            parent, _, leaf = step.rpartition(".")
-            marks = tuple(dict.fromkeys((*marks_at(self.plan, path, entries), *self._around(part, step))))
-            row = BoxRow(parent, (self._box(leaf or path, path, entries),), marks)
-            shared = {name for entry in entries for cost in entry.reduces for name in cost.shared_with}
-            if rows and rows[-1][0].parent == parent and leaf in rows[-1][1]:
-                last = rows[-1][0]
-                marks = tuple(dict.fromkeys((*last.marks, *row.marks)))
-                rows[-1] = (replace(last, boxes=(*last.boxes, *row.boxes), marks=marks), rows[-1][1] | shared)
+        """What ranks do before and after stands around a row; in a column, between two boxes, it is a line of one."""
+        for parent, columns in branches(part if part.reads else replace(part, reads=self._guessed(part))):
+            boxes, marks = [], []
+            for column in columns:
+                boxes.append([self._placed(part, step, column, marks) for step in column])
+            yield BoxRow(parent, tuple(map(tuple, boxes)), tuple(dict.fromkeys(marks)))
+
+    def _placed(self, part: FlowPart, step: str, column: list[str], marks: list[Mark]) -> Box:
+        path = ".".join(filter(None, (part.block, step)))
+        entries = self._entries(path)
+        box = self._box(step.rpartition(".")[2] or path, path, entries)
+        for mark in dict.fromkeys((*marks_at(self.plan, path, entries), *self._around(part, step))):
+            if column[0 if mark.before else -1] == step:
+                marks.append(mark)
             else:
-                rows.append((row, shared))
-        yield from (row for row, _ in rows)
+                box = replace(box, lines=(*box.lines, mark.text))
+        return box
+
+    def _guessed(self, part: FlowPart) -> tuple[tuple[int, ...], ...]:
+        """For older plan files: a step reads those before it, but where it shares a sum with one of these."""
+        reads: list[tuple[int, ...]] = []
+        row: list[int] = []
+        shared: set[str] = set()
+        for number, step in enumerate(part.steps):
+            parent, _, leaf = step.rpartition(".")
+            if row and leaf in shared and part.steps[row[0]].rpartition(".")[0] == parent:
+                reads.append(reads[row[0]])
+            else:
+                reads.append(tuple(row) or (-1,))
+                row, shared = [], set()
+            row.append(number)
+            entries = self._entries(".".join(filter(None, (part.block, step))))
+            shared |= {name for entry in entries for cost in entry.reduces for name in cost.shared_with}
+        return tuple(reads)
 
     def _around(self, part: FlowPart, step: str) -> Iterator[Mark]:
         """What is done where a module around a step, which has no box of its own, is entered or left."""
@@ -146,7 +195,8 @@ class _Boxes:
             if around not in part.steps:
                 path = ".".join(filter(None, (part.block, around)))
                 ends = {True: inside[0], False: inside[-1]}
-                yield from (mark for mark in marks_at(self.plan, path, ()) if ends[mark.before] == step)
+                entries = self._entries(".".join(filter(None, (part.block, step))))
+                yield from (mark for mark in marks_at(self.plan, path, entries) if ends[mark.before] == step)
             if not around:
                 return
             around = around.rpartition(".")[0]

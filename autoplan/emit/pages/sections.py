@@ -60,9 +60,11 @@ def facts(plan: Plan) -> Safe:
 def drawing_section(scene: Scene, title: str = "One block of each kind", drawn: Safe | None = None) -> Safe:
     """Blocks beside each other, in the order in which the model runs them. `drawn`: pictures of several cases."""
     about = (
-        "From top to bottom as data flows. A box's colour and letter say which axis cuts it; grey is whole on every "
+        "From top to bottom as data flows, branches side by side. A box's colour and letter say which axis cuts it; "
     )
-    edges = "rank. A dashed red edge carries parts of a sum, which ranks add up where it says so."
+    edges = (
+        "grey is whole on every rank. A dashed red edge carries parts of a sum, which ranks add up where it says so."
+    )
     turned = el("label", el("input", type="checkbox", id="gradients"), " show what moves for gradients")
     search = el("label", "Search ", el("input", type="search", id="search"))
     found = el("span", search, " ", el("span", id="hits", aria_live="polite"), id="searching", hidden=True)

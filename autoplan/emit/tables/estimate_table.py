@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
@@ -10,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoplan.common.patterns import Universe, fold_counted
 from autoplan.values.estimate import TIE, Estimate, MemoryParts, Row, Sent
 
 __all__ = [
@@ -183,12 +185,15 @@ def row_to_dict(row: Row) -> dict[str, Any]:
 def dry_run_view(found: Any) -> RenderableType:
     """What came out, and each kind of message with its module, group and bytes."""
     table = Table("message", "over", "at", "bytes", "times", box=None, pad_edge=False)
-    counted: dict[tuple[str, str, str, int], int] = {}
-    for one in found.messages:
-        key = (one.kind, one.dim, one.module, max(one.sent, one.received))
-        counted[key] = counted.get(key, 0) + 1
-    for (kind, dim, module, size), times in counted.items():
-        table.add_row(kind, dim, module or "backward", f"{size:,}", str(times))
+    modules = Universe(one.module for one in found.messages)
+    alike: dict[tuple[str, str, int, int], list[str]] = {}
+    for (kind, dim, module, size), times in Counter(
+        (one.kind, one.dim, one.module, max(one.sent, one.received)) for one in found.messages
+    ).items():
+        alike.setdefault((kind, dim, size, times), []).append(module)
+    for (kind, dim, size, times), names in alike.items():
+        for pattern, many in fold_counted(names, modules):
+            table.add_row(kind, dim, pattern or "backward", f"{size:,}", str(times * many))
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in found.outputs)
     head = f"{found.model} as rank {found.rank} of {mesh_text(found.mesh)}: forward, backward and update ran"
     held = f"parameters {_gib(found.parameters)}, gradients {_gib(found.gradients)}, states {_gib(found.states)}"

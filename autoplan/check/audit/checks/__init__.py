@@ -46,15 +46,18 @@ __all__ = ["CHECKS", "AuditCheck"]
 
 @dataclass(frozen=True)
 class AuditCheck:
-    """One check: its name in findings, its documentation, and what it does."""
+    """One check: its name in findings, its documentation, and what it does. `rows`: its hints are about rows of a plan,
+    and nobody has audited a plan that follows them."""
 
     name: str
     about: str
     run: Callable[[Audited, tuple[Finding, ...]], Iterable[Finding]]
+    rows: bool = False
 
     @staticmethod
     def of(module: ModuleType) -> AuditCheck:
-        return AuditCheck(module.NAME, (module.__doc__ or "").strip(), module.run)
+        rows = module.__name__.split(".")[-2] in ("reach", "cuts")
+        return AuditCheck(module.NAME, (module.__doc__ or "").strip(), module.run, rows)
 
 
 CHECKS = tuple(

@@ -52,7 +52,7 @@ def _edges(subject: Audited) -> Iterator[tuple[Weight, Weight]]:
             if given is None or not given[1] & taken[1] or (given[0].name, taken[0].name) in seen:
                 continue
             seen.add((given[0].name, taken[0].name))
-            yield given[0], taken[0]
+            yield from subject.alike(given[0], taken[0])
 
 
 def _makers(flow: Any, box: int) -> Iterator[int]:

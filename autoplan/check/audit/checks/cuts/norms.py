@@ -31,7 +31,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         )
         hint = "sum the statistic over ranks (autoplan does), or gather the output first (colwise_gather_output)"
         names = [*cut, *(name for name in subject.parameters if name.rpartition(".")[0] in modules)]
-        yield subject.suspect(NAME, subject.patterns(modules), text, hint, names=names)
+        yield subject.suspect(NAME, subject.patterns(subject.folds.expand_all(modules)), text, hint, names=names)
 
 
 def _cut_along(subject: Audited, call: int) -> Iterator[Weight]:

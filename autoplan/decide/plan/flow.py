@@ -1,0 +1,108 @@
+"""The order in which a model runs its modules, one block of each kind: what a page draws from top to bottom.
+
+A trace says which weight was read when. Blocks that run the same modules in the same order are one kind; a block that
+was not traced is of the kind of the one that stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from autoplan.common.patterns import fold_names, matches
+from autoplan.decide.plan.folding import Names, starred
+from autoplan.values import FlowPart, Stack, Trace, refs
+
+_FEW = 4  # so many alike are written one by one: the parts of a block that its author numbered
+Part = tuple[str, list[str]]  # a block ("" for none), and the modules that ran in it
+
+
+def flow_of(trace: Trace, layers: Sequence[Stack], names: Names) -> tuple[FlowPart, ...]:
+    """Parts in the order of their first module."""
+    blocks = {block: stack.name for stack in layers for block in stack.fqns}
+    kinds: dict[tuple[str, tuple[str, ...]], FlowPart] = {}
+    feeds = _with_parameters(trace)
+    for place, (block, modules) in enumerate(_parts(feeds, blocks)):
+        steps, number = _folded([module.removeprefix(f"{block}.") if block else module for module in modules])
+        of = dict(zip(modules, number, strict=True))
+        reads = [
+            tuple(sorted({of.get(fed, -1) for module in modules if of[module] == n for fed in feeds[module]} - {n}))
+            for n in range(len(steps))
+        ]
+        part = FlowPart(block, 1, steps, tuple(reads))
+        if not block:
+            kinds[f"\0{place}", steps] = part
+            continue
+        many = sum(name in blocks for name in names.expand(block))
+        known = kinds.get((blocks[block], steps))
+        kinds[blocks[block], steps] = replace(known or part, blocks=many + (known.blocks if known else 0))
+    return tuple(kinds.values())
+
+
+def _with_parameters(trace: Trace) -> dict[str, frozenset[str]]:
+    """The modules that own parameters, in the order in which those are first read: which others feed them directly.
+
+    A module need not run for that: the code of another may read its weight. A tied weight is that of the module which
+    runs, if it is one of its owners. What is computed of weights alone feeds nobody until it meets a value.
+    """
+    owners = {
+        number: [name.rpartition(".")[0] for name in tensor.names]
+        for number, tensor in enumerate(trace.tensors)
+        if tensor.kind == "parameter" and tensor.names
+    }
+    weights: dict[int, frozenset[str]] = {}  # tensor -> whose weights it is made of, and of nothing else
+    made: dict[int, frozenset[str]] = {}  # tensor -> the last modules on its ways
+    found: dict[str, frozenset[str]] = {}
+    behind: dict[str, frozenset[str]] = {}
+    for op in trace.ops:
+        read = set(refs((op.args, op.kwargs)))
+        own = {op.module if op.module in owners[ref] else owners[ref][0] for ref in read if ref in owners}
+        found |= {module: frozenset() for module in own if module not in found}
+        own = own.union(*(weights[ref] for ref in read if ref in weights))
+        if own and all(ref in owners or ref in weights for ref in read):
+            weights |= {output.id: frozenset(own) for output in op.outputs}
+            continue
+        fed = _last(frozenset().union(*(made.get(ref, frozenset()) for ref in read)), behind)
+        for module in own - set(behind):
+            found[module] = fed
+            behind[module] = fed.union(*(behind[one] for one in fed))
+        given = _last(fed | own, behind)
+        made |= {output.id: given for output in op.outputs}
+    return found
+
+
+def _last(modules: frozenset[str], behind: dict[str, frozenset[str]]) -> frozenset[str]:
+    """Without those that feed another of them."""
+    return modules.difference(*(behind[one] for one in modules)) if len(modules) > 1 else modules
+
+
+def _parts(modules: Iterable[str], blocks: dict[str, str]) -> Iterable[Part]:
+    """Runs of modules in one block, or in none."""
+    found: dict[str, list[str]] = {}
+    outside = 0
+    last = None
+    for module in modules:
+        block = _block_of(module, blocks)
+        outside += block == "" and last != ""
+        found.setdefault(block or f"\0{outside}", []).append(module)
+        last = block
+    return [("" if block.startswith("\0") else block, members) for block, members in found.items()]
+
+
+def _block_of(module: str, blocks: dict[str, str]) -> str:
+    """The innermost block that holds the module, or is it."""
+    while module and module not in blocks:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def _folded(steps: list[str]) -> tuple[tuple[str, ...], list[int]]:
+    """Many alike (experts) as one, where the first of them runs; and for each step which of these it is."""
+    groups: dict[str, list[str]] = {}
+    for step in steps:
+        groups.setdefault(starred(step), []).append(step)
+    many = {step: members for members in groups.values() if len(members) > _FEW for step in members}
+    folded = {step: fold_names(many[step], steps) if step in many else (step,) for step in steps}
+    found = tuple(dict.fromkeys(pattern for step in steps for pattern in folded[step]))
+    of = [next(pattern for pattern in folded[step] if matches(pattern, step)) for step in steps]
+    return found, list(map(found.index, of))
