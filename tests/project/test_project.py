@@ -91,6 +91,7 @@ PUBLIC = (
     "Traffic",
     "Trial",
     "UnprovenPlanWarning",
+    "UntestedVersionWarning",
     "WhatIf",
     "Wish",
     "__version__",

@@ -145,7 +145,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
 }
 VALUES = {
     *("CaptureError", "ExportError", "IndivisibleError", "OutsideError", "PlanFileError", "PlanMismatchError"),
-    *("PlanRefusedError", "SourceError", "UnprovenPlanWarning"),
+    *("PlanRefusedError", "SourceError", "UnprovenPlanWarning", "UntestedVersionWarning"),
     *("Cost", "Exported", "Fed", "MadeFor", "Obstacle", "PackedWeight", "Replicated", "Runtime", "TopLogits"),
     *("CutsOf", "Drawn", "Estimate", "FlowPart", "MemoryParts", "Sent", "StepTime"),
     *("Traffic", "Trial", "Keywords", "Model", "PlanSource", "Ranks"),
