@@ -103,10 +103,10 @@ def _estimated(
             return None, None
         raise AutoplanError("--mesh needs the model, not a plan file", hint="leave --mesh out, or give the model")
     on = mesh or (f"ep={made.ep_size}" if made.tp_size == 1 < made.ep_size else f"tp={made.tp_size}")
-    placed = {"ep_size": made.ep_size} if 1 < made.ep_size == made.tp_size else {}
+    experts = made.ep_size if made.tp_size > 1 else 1  # else they are a dim of the mesh
     try:
         with progress(f"estimating {model} on {on}"):
-            return autoplan.estimate(model, mesh=on, device=gpu, **placed, **how), load_device(gpu).memory
+            return autoplan.estimate(model, mesh=on, device=gpu, ep_size=experts, **how), load_device(gpu).memory
     except AutoplanError as error:
         if mesh is not None:
             raise

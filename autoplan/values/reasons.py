@@ -333,7 +333,7 @@ class OfDim(Reason):
     def __str__(self) -> str:
         """
         >>> print(OfDim(0, 16, NeverContracted()), OfDim(1, 8, ResidualStream(), rows=16), sep=chr(10))
-        dim 0 (16): no weight contracts it, so cutting it saves nothing
+        dim 0 (16): no matmul reduces over this dim; sharding it saves no memory
         dim 1 (a factor 8 of 16): it is the residual stream, which every rank holds whole
         """
         size = f"a factor {self.size} of {self.rows}" if self.rows else self.size

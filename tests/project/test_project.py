@@ -366,7 +366,11 @@ def test_the_readme_shows_what_is_there() -> None:
         assert name in autoplan.__all__, name
 
 
-@pytest.mark.parametrize("module", ["common.layout", "common.patterns", "emit.words"])
-def test_docstrings_tell_the_truth(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"autoplan.{module}"))
+SHOWING = [path for path in sorted(PACKAGE.rglob("*.py")) if ">>> " in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", SHOWING, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_docstrings_tell_the_truth(path: Path) -> None:
+    name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    result = doctest.testmod(importlib.import_module(name))
     assert result.attempted and not result.failed

@@ -6,8 +6,10 @@ was not traced is of the kind of the one that stands for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 
 from autoplan.common.patterns import fold_names, matches
 from autoplan.decide.plan.folding import Names, starred
@@ -50,30 +52,42 @@ def _with_parameters(trace: Trace) -> dict[str, frozenset[str]]:
         for number, tensor in enumerate(trace.tensors)
         if tensor.kind == "parameter" and tensor.names
     }
-    weights: dict[int, frozenset[str]] = {}  # tensor -> whose weights it is made of, and of nothing else
-    made: dict[int, frozenset[str]] = {}  # tensor -> the last modules on its ways
-    found: dict[str, frozenset[str]] = {}
-    behind: dict[str, frozenset[str]] = {}
+    numbers: dict[str, int] = {}  # of modules; sets of them are the bits of an integer, since there may be thousands
+    weights: dict[int, int] = {}  # tensor -> whose weights it is made of, and of nothing else
+    made: dict[int, int] = {}  # tensor -> the last modules on its ways
+    feeds: dict[int, int] = {}
+    behind: dict[int, int] = {}
     for op in trace.ops:
         read = set(refs((op.args, op.kwargs)))
-        own = {op.module if op.module in owners[ref] else owners[ref][0] for ref in read if ref in owners}
-        found |= {module: frozenset() for module in own if module not in found}
-        own = own.union(*(weights[ref] for ref in read if ref in weights))
-        if own and all(ref in owners or ref in weights for ref in read):
-            weights |= {output.id: frozenset(own) for output in op.outputs}
+        own = 0
+        for ref in read & owners.keys():
+            module = op.module if op.module in owners[ref] else owners[ref][0]
+            own |= 1 << numbers.setdefault(module, len(numbers))
+        own = reduce(or_, (weights[ref] for ref in read & weights.keys()), own)
+        if own and read <= owners.keys() | weights.keys():
+            weights |= {output.id: own for output in op.outputs}
             continue
-        fed = _last(frozenset().union(*(made.get(ref, frozenset()) for ref in read)), behind)
-        for module in own - set(behind):
-            found[module] = fed
-            behind[module] = fed.union(*(behind[one] for one in fed))
+        fed = _last(reduce(or_, (made.get(ref, 0) for ref in read), 0), behind)
+        for number in _bits(own):
+            if number not in behind:
+                feeds[number] = fed
+                behind[number] = reduce(or_, (behind[one] for one in _bits(fed)), fed)
         given = _last(fed | own, behind)
         made |= {output.id: given for output in op.outputs}
-    return found
+    modules = list(numbers)
+    return {name: frozenset(modules[one] for one in _bits(feeds.get(n, 0))) for name, n in numbers.items()}
 
 
-def _last(modules: frozenset[str], behind: dict[str, frozenset[str]]) -> frozenset[str]:
+def _last(modules: int, behind: dict[int, int]) -> int:
     """Without those that feed another of them."""
-    return modules.difference(*(behind[one] for one in modules)) if len(modules) > 1 else modules
+    return modules & ~reduce(or_, (behind[one] for one in _bits(modules)), 0) if modules & (modules - 1) else modules
+
+
+def _bits(number: int) -> Iterator[int]:
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest
 
 
 def _parts(modules: Iterable[str], blocks: dict[str, str]) -> Iterable[Part]:

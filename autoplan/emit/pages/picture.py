@@ -154,7 +154,8 @@ class _Boxes:
     def rows(self, part: FlowPart) -> Iterator[BoxRow]:
         """What ranks do before and after stands around a row; in a column, between two boxes, it is a line of one."""
         for parent, columns in branches(part if part.reads else replace(part, reads=self._guessed(part))):
-            boxes, marks = [], []
+            boxes = []
+            marks: list[Mark] = []
             for column in columns:
                 boxes.append([self._placed(part, step, column, marks) for step in column])
             yield BoxRow(parent, tuple(map(tuple, boxes)), tuple(dict.fromkeys(marks)))

@@ -75,9 +75,13 @@ def repair(subject: Audited, source: Any) -> Repair | None:
     for trusting in (True, False):  # a part that says what analysis says is tried only where all together is wrong
         changes = [_least(part, trials, subject, dialect, trusting) for part in parts]
         groups = [_as_written(group, rows, subject, dialect) for group in changes if group]
-        groups += _renamed([change for group in groups for change in group], rows, subject, dialect)
-        if None not in changes and (corrected := _together(groups, rows, trials, subject, dialect)) is not None:
-            return corrected
+        renamed = _renamed([change for group in groups for change in group], rows, subject, dialect)
+        for more in [renamed, []] if renamed else [[]]:  # a key that matches nothing may have been meant for nothing
+            if (
+                None not in changes
+                and (corrected := _together([*groups, *more], rows, trials, subject, dialect)) is not None
+            ):
+                return corrected
     return None
 
 
