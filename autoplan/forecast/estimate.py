@@ -275,7 +275,8 @@ def _notes(
         )
     if asked.size("ep") > 1:
         found.append(_same_tokens(steps, asked, setting, flops))
-    tp, legal = asked.size("tp"), steps.plan(asked.size("tp"), asked.ep).legal_tp
+    tp = asked.size("tp")
+    legal = steps.split(tp, asked.ep, asked.sequence_parallel).legal_tp
     if tp > 1 and legal and tp not in legal:
         found.append(f"tp {tp} does not divide all that could be split; sizes that do: {', '.join(map(str, legal))}")
     return tuple(found)

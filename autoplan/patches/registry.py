@@ -11,7 +11,7 @@ from autoplan.patches.classes import CLASSES
 from autoplan.patches.compiled_loss import COMPILED_LOSS, UNTRACED_LOGITS
 from autoplan.patches.double_precision import DOUBLE_PRECISION
 from autoplan.patches.full_state_dicts import FULL_STATE_DICTS
-from autoplan.patches.kernels import KERNEL_GUARDS, KERNEL_STAND_INS, REFERENCE_PATH
+from autoplan.patches.kernels import KERNEL_GUARDS, KERNEL_STAND_INS, REFERENCE_PATH, UNPACKED
 from autoplan.patches.optimizers import OPTIMIZERS
 from autoplan.patches.parameter_data import PARAMETER_DATA
 from autoplan.patches.patched import Patch
@@ -38,6 +38,7 @@ PATCHES: tuple[Patch, ...] = (
     KERNEL_GUARDS,
     KERNEL_STAND_INS,
     REFERENCE_PATH,
+    UNPACKED,
     UNCACHED,
     UNSCRIPTED,
     DOUBLE_PRECISION,
