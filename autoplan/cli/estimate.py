@@ -135,6 +135,12 @@ def estimate(
     sequence_parallel: Cut = False,
     ep: EpSize = 1,
     cpu_offload: Annotated[bool, typer.Option("--cpu-offload", help="FSDP2 keeps what it shards in the host.")] = False,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=0, help="For inference: sequences held; 0: those of --batch.")
+    ] = 0,
+    cache_dtype: Annotated[
+        str | None, typer.Option("--cache-dtype", help="Of keys and values held: bfloat16, fp8 …")
+    ] = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     output: Output = None,
@@ -148,7 +154,8 @@ def estimate(
             model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, lora_rank=lora_rank,
             lora_targets=lora_targets, device=gpu,
             activation_checkpointing=checkpointing_of(checkpointing), sequence_parallel=sequence_parallel, ep_size=ep,
-            weights=weights, optimizer=optimizer, cpu_offload=cpu_offload, trust_remote_code=trust_remote_code,
+            weights=weights, optimizer=optimizer, cpu_offload=cpu_offload, concurrency=concurrency,
+            cache_dtype=cache_dtype, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     emit(estimate_view(found), found.to_dict(), as_json, output)
 

@@ -30,7 +30,7 @@ from autoplan.forecast.recording.world import fake_mesh
 from autoplan.forecast.sharded import as_on_a_gpu, faker
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
 from autoplan.hf.source import Model, resolve
-from autoplan.patches.kernels import on_reference_path
+from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
 from autoplan.values import Plan
 from autoplan.values.estimate import Sent
 
@@ -127,7 +127,10 @@ def _run(
         shapes.update({name: tuple(value.shape) for name, value in items if isinstance(value, torch.Tensor)})
         return loss_of(result, None)
 
-    with fake_mesh(sizes, rank) as mesh, quiet(), untouched_randomness(), on_reference_path():
+    with (
+        fake_mesh(sizes, rank) as mesh, quiet(), untouched_randomness(), on_reference_path(),
+        one_sequence_a_row(),
+    ):  # fmt: skip
         model = fold(steps.module, faker(mode, None), fold=False).module
         as_on_a_gpu(model)
         parallelize(model, mesh, plan, check=False, **options)

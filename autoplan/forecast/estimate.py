@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from autoplan.common.dtypes import working_dtype
 from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.common.options import DataParallel, Request, check_argument, check_count, check_expert_size
 from autoplan.execute.data_parallel.fsdp import default_precision
@@ -24,7 +25,7 @@ from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.optimizers import OPTIMIZERS, Optimizer
 from autoplan.forecast.sharded import UnitSize
 from autoplan.forecast.step import Loss, Recorded, Setting, Steps, size_priced
-from autoplan.forecast.steptime import HOST_LINK, HOST_MEMORY, Load, step_time
+from autoplan.forecast.steptime import HOST_LINK, HOST_MEMORY, Load, decoding_time, step_time
 from autoplan.hf.inputs.positions import check_positions
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
@@ -32,6 +33,7 @@ from autoplan.values.estimate import TRAIN, Estimate, MemoryParts
 
 __all__ = ["Asked", "estimate", "estimate_with"]
 
+_CACHE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}  # bytes of a key's or a value's number
 _BARS = (
     (
         "memory",
@@ -69,6 +71,8 @@ class Asked:
     updates: bool = True  # look at the optimizer's step as well
     loss: Loss | None = None
     cpu_offload: bool = False
+    concurrency: int = 0  # sequences whose keys and values are held; 0: those of the batch
+    cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.train not in TRAIN:
@@ -81,6 +85,16 @@ class Asked:
             raise AutoplanError(f"sequence={self.sequence}", hint="a sequence has two tokens at least")
         for name in ("sequence_parallel", "experts", "updates", "cpu_offload"):
             check_argument(name, getattr(self, name), bool, "choose True or False")
+        if self.concurrency != 0 or isinstance(self.concurrency, bool):
+            check_count("concurrency", self.concurrency)
+        if self.cache_dtype is not None and self.cache_dtype not in tuple(_CACHE_DTYPES):
+            raise AutoplanError(f"cache_dtype={self.cache_dtype!r}", hint=f"choose one of {', '.join(_CACHE_DTYPES)}")
+        if (self.concurrency or self.cache_dtype) and self.train != "inference":
+            raise AutoplanError(f"a cache with train={self.train!r}", hint='keys and values are held by "inference"')
+        if 0 < self.concurrency < self.batch:
+            raise AutoplanError(
+                f"concurrency={self.concurrency} with batch={self.batch}", hint="the batch is among the sequences held"
+            )
         if self.cpu_offload and not self.data_parallel:
             raise AutoplanError(
                 f"cpu_offload=True on {dict(self.mesh)} with train={self.train!r}",
@@ -136,6 +150,8 @@ def estimate(
     gather_logits: bool = False,
     accumulate: int = 1,
     loss: Loss | None = None,
+    concurrency: int = 0,
+    cache_dtype: str | None = None,
     device: str | Device = "h100",
     plan: Plan | None = None,
     inputs: Mapping[str, Any] | None = None,
@@ -148,7 +164,9 @@ def estimate(
     frozen; where nothing is, adapters of `lora_rank` are put beside `lora_targets`: endings of names, "all-linear", or
     as peft chooses for the type of the model), "inference" (a forward that keeps its keys and values). `weights`: as
     the checkpoint stores them, where that is not what the config says: a dtype, or "fp8", "nf4", "mxfp4", "awq" and
-    the like. `inputs`: the kinds of arguments; their sizes are `batch` and `sequence`. The other keywords are those of
+    the like. `concurrency`: for inference, the sequences whose keys and values are held, each `sequence` long, while
+    `batch` prompts are read; `cache_dtype`: "fp8" and the like, where these are held otherwise than computed.
+    `inputs`: the kinds of arguments; their sizes are `batch` and `sequence`. The other keywords are those of
     `parallelize`. `loss(outputs, labels)` is yours, where the model's own, from labels, is not what you train with:
     what it keeps is much of the peak. A step runs on a folded copy without storage: what is estimated is what is run.
 
@@ -172,7 +190,7 @@ def estimate(
     check_expert_size(tp, ep_size)
     asked = Asked(sizes, batch, sequence, activation_checkpointing, mp_policy, optimizer, train,
                   reshard_after_forward, sequence_parallel, accumulate, gather_logits, experts=ep_size == tp > 1,
-                  loss=loss, cpu_offload=cpu_offload)  # fmt: skip
+                  loss=loss, cpu_offload=cpu_offload, concurrency=concurrency, cache_dtype=cache_dtype)  # fmt: skip
     return estimate_with(steps, asked, device if isinstance(device, Device) else load_device(device))
 
 
@@ -209,8 +227,10 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     parts = MemoryParts(**{**peak.parts, "overhead": device.overhead(sum(size > 1 for _, size in asked.mesh))})
     unpacked = max((p.elements * p.size for unit in units for p in unit.parameters if p.packed), default=0)
     parts = replace(parts, temporary=parts.temporary + unpacked)
-    if not training:
-        parts = replace(parts, cache=parts.kept, kept=0)
+    if not training:  # other sequences are held at full length, those of the batch as far as they are at the peak
+        whole = walk.live["kept"] * _cache_share(asked, steps)
+        others = max(0, asked.concurrency - batch) * whole / batch
+        parts = replace(parts, cache=int(parts.kept * _cache_share(asked, steps) + others), kept=0)
     where, phase = peak.where, peak.phase
     stepping = _optimizer_step(units, data, weights, states, asked) if training else MemoryParts()
     stepping = replace(stepping, overhead=parts.overhead)
@@ -223,6 +243,10 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     host = replace(data, offload=False)
     pieces = (held_bytes(units, host), held_bytes(units, host, trained=True)) if asked.cpu_offload else (0, 0)
     load = Load(tuple(walk.flops.items()), walk.moved, once, trained, ahead, walk.messages("forward"), *pieces)
+    decoded, held = 0.0, max(batch, asked.concurrency)
+    if not training and tokens:
+        read = weights + int(whole + others)
+        decoded = held * copies / decoding_time(load, device, asked.mesh, read, held / (batch * tokens))
     return Estimate(
         model=steps.source.name, mesh=asked.mesh, batch=batch, sequence=tokens, train=asked.train,
         parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * asked.accumulate,
@@ -231,8 +255,15 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
         notes=(*_size_note(asked, batch, tokens), *_notes(steps, asked, setting, recorded, units, load.flops)),
         dtype=_dtype(steps.module), dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
-        optimizer=asked.optimizer if training else "",
+        optimizer=asked.optimizer if training else "", decoded_per_second=decoded, concurrency=0 if training else held,
     )  # fmt: skip
+
+
+def _cache_share(asked: Asked, steps: Steps) -> float:
+    """Bytes of a number in the cache, of those that it is computed in."""
+    if asked.cache_dtype is None:
+        return 1.0
+    return _CACHE_DTYPES[asked.cache_dtype] / working_dtype(steps.module).itemsize
 
 
 def _same_tokens(steps: Steps, asked: Asked, setting: Setting, flops: int) -> str:
@@ -275,7 +306,8 @@ def _notes(
         )
     if asked.size("ep") > 1:
         found.append(_same_tokens(steps, asked, setting, flops))
-    tp, legal = asked.size("tp"), steps.plan(asked.size("tp"), asked.ep).legal_tp
+    tp = asked.size("tp")
+    legal = steps.split(tp, asked.ep, asked.sequence_parallel).legal_tp
     if tp > 1 and legal and tp not in legal:
         found.append(f"tp {tp} does not divide all that could be split; sizes that do: {', '.join(map(str, legal))}")
     return tuple(found)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoplan.capture.dry_run import fake_mode
-from autoplan.capture.fold import fold
+from autoplan.capture.fold import Folded, fold
 from autoplan.common.conventions import conventions
 from autoplan.common.options import Checkpointing, Options, TensorParallel
 from autoplan.common.patterns import matches
@@ -92,12 +92,12 @@ def sharded_copy(
     checkpointing: Checkpointing = Checkpointing(),  # noqa: B008 - frozen
     tensor: TensorParallel = TensorParallel(),  # noqa: B008 - frozen
     frozen: str = "units",
-    folded: bool = True,
+    folded: Folded | None = None,
 ) -> Copy:
-    """Copy `model` without storage and shard the copy; `model` stays as it is."""
+    """Copy `model`, or its blocks that are `folded`, without storage and shard the copy; `model` stays as it is."""
     mode = fake_mode()
-    copy = fold(model, faker(mode, compute_dtype), fold=folded)
-    module = copy.module
+    module = fold(folded.module if folded else model, faker(mode, compute_dtype), fold=False).module
+    folds = folded.folds if folded else ()
     stored = {name: p.element_size() for name, p in model.named_parameters()}
     as_on_a_gpu(module)
     flash = take_flash_attention(module)
@@ -107,10 +107,8 @@ def sharded_copy(
     units = choose_units(module, fitted.layers, frozen=frozen)
     named = [*((unit.names[0], unit.names) for unit in units.units), ("", ("",))]
     recorded = list(_sizes(module, named, units, stored))
-    left_out = _left_out(model, copy.folds)
-    blocks = tuple(
-        f"{one.container}.{key}" for one in copy.folds for key in module.get_submodule(one.container)._modules
-    )
+    left_out = _left_out(model, folds)
+    blocks = tuple(f"{one.container}.{key}" for one in folds for key in module.get_submodule(one.container)._modules)
     inside = tuple(f"{name}." for name in (*blocks, *(n for stack in fitted.layers for n in stack.fqns)))
     places = tuple(name for name, part in module.named_modules() if not f"{name}.".startswith(inside)
                    and name and not any(True for _ in part.children()))  # fmt: skip

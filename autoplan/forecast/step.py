@@ -17,7 +17,7 @@ from torch import nn
 
 from autoplan.capture.capture import Captured
 from autoplan.capture.dry_run import quiet
-from autoplan.capture.fold import fold
+from autoplan.capture.fold import Folded, fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError, CaptureError
@@ -33,7 +33,7 @@ from autoplan.hf.adapters import usual_targets
 from autoplan.hf.inputs.resize import size_of
 from autoplan.hf.inputs.step import step_inputs
 from autoplan.hf.source import Source
-from autoplan.patches.kernels import on_reference_path
+from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
 from autoplan.planning import capture_source, draft_plan
 from autoplan.values import Plan
 from autoplan.values.quantised import PackedWeight
@@ -143,17 +143,20 @@ class Steps:
         if not sequence_parallel or self.given is not None:
             return self.plan(tp, ep, sequence_parallel)
         if (tp, ep) not in self.few:
-            module, captured = self.shallow
             wish = Wish(tp, ep, True, prove="none")
-            made = draft_plan(self.source, wish, module=module, captured=captured).plan
+            made = draft_plan(self.source, wish, module=self.folded.module, captured=self.shallow).plan
             self.few[tp, ep] = replace(made, layers=self.plan(1).layers)
         return self.few[tp, ep]
 
     @cached_property
-    def shallow(self) -> tuple[nn.Module, Captured]:
-        """The model with few blocks of each kind, and its recording."""
-        module = fold(self.module).module
-        return module, capture_source(self.source, module)
+    def folded(self) -> Folded:
+        """The model with few blocks of each kind: copied for each recording."""
+        return fold(self.module)
+
+    @cached_property
+    def shallow(self) -> Captured:
+        """A recording of the folded model, for plans of it."""
+        return capture_source(self.source, self.folded.module)
 
     def at(self, setting: Setting) -> Recorded:
         """The step, recorded at this very batch."""
@@ -197,10 +200,10 @@ class Steps:
         with fake_mesh({dim: max(setting.tp, setting.ep)}) as mesh, quiet():
             copy = sharded_copy(
                 self.module, plan, mesh, compute_dtype=setting.compute, checkpointing=checkpointing, tensor=tensor,
-                folded=folded,
+                folded=self.folded if folded else None,
             )  # fmt: skip
             groups = {mesh.get_group().group_name: dim}
-            with untouched_randomness(), on_reference_path():
+            with untouched_randomness(), on_reference_path(), one_sequence_a_row():
                 tape = _run(copy, setting, given, groups, how)
         kernels = (*tape.kernels, *(["flash attention"] if copy.flash else []))
         return Recorded(program_of(tape), copy.left_out, copy.units, copy.buffers, kernels)

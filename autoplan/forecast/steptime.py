@@ -8,12 +8,12 @@ beside.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.forecast.devices import Device
 from autoplan.values.estimate import Sent, StepTime
 
-__all__ = ["HOST_LINK", "HOST_MEMORY", "Load", "step_time"]
+__all__ = ["HOST_LINK", "HOST_MEMORY", "Load", "decoding_time", "step_time"]
 
 _HIDDEN = ("dp_shard", "dp", "fsdp", "dp_shard_cp", "dp_replicate")
 HOST_LINK = 25e9  # bytes a second of a rank, one way: half of PCIe 5.0 × 16, which two ranks often share
@@ -43,9 +43,7 @@ class Load:
 
 def step_time(load: Load, device: Device, mesh: tuple[tuple[str, int], ...], accumulate: int = 1) -> StepTime:
     """A step of `accumulate` micro-batches."""
-    slowest = min(device.flops.values())
-    rates = {name: device.flops.get(name, slowest) * device.efficiency for name, _ in load.flops_by_dtype}
-    compute = sum(flops / rates[name] for name, flops in load.flops_by_dtype)
+    compute = _computing(load, device)
     memory = load.moved / device.bandwidth
     seconds: dict[str, float] = {}
     for sent in load.sent:
@@ -59,6 +57,21 @@ def step_time(load: Load, device: Device, mesh: tuple[tuple[str, int], ...], acc
         exposed.append(("the host", accumulate * (2 * load.offloaded + load.offloaded_trained) / HOST_LINK))
     optimizer = _OPTIMIZER_PASSES * (load.trained / device.bandwidth + load.offloaded_trained / HOST_MEMORY)
     return StepTime(accumulate * compute, accumulate * memory, tuple(exposed), optimizer)
+
+
+def decoding_time(
+    load: Load, device: Device, mesh: tuple[tuple[str, int], ...], read: int, share: float
+) -> float:  # fmt: skip
+    """Seconds in which each sequence gets one token. `load`: of the prompts, `share`: one token's part of it; `read`:
+    bytes of weights and caches, each read once."""
+    sent = sum(_seconds(replace(one, bytes=int(one.bytes * share)), device, mesh) for one in load.sent)
+    return max(_computing(load, device) * share, read / device.bandwidth) + sent
+
+
+def _computing(load: Load, device: Device) -> float:
+    slowest = min(device.flops.values())
+    rates = {name: device.flops.get(name, slowest) * device.efficiency for name, _ in load.flops_by_dtype}
+    return sum(flops / rates[name] for name, flops in load.flops_by_dtype)
 
 
 def _not_hidden(load: Load, computing: float, device: Device, mesh: tuple[tuple[str, int], ...]) -> float:

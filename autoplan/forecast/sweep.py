@@ -3,7 +3,10 @@
     splits (tp, experts apart) ── along the sequence ── checkpointing ── micro-batch ── FSDP2 or HSDP ── resharding
 
 A recording is made once for each split and each way of checkpointing; data parallelism, micro-batches and resharding
-are arithmetic on it. What does not fit with one sequence and all blocks checkpointed is not looked at further.
+are arithmetic on it. Three bounds save recordings. What does not fit with one sequence and all blocks checkpointed is
+not looked at further. Nor is a split that is larger and slower so than the same split cut along the sequence, nor are
+those over more ranks then. Less checkpointing cannot fit where weights, states and what more checkpointing keeps do
+not.
 """
 
 from __future__ import annotations
@@ -72,6 +75,7 @@ class Sweep:
     mp_policy: Any
     dropped: list[str] = field(default_factory=list)
     asked: dict[int, Asked] = field(default_factory=dict)  # by the id of the estimate that it led to
+    cut_pays: set[bool] = field(default_factory=set)  # with experts cut inside, with experts apart: is it so?
 
     @cached_property
     def again(self) -> tuple[bool | str, ...]:
@@ -118,31 +122,42 @@ class Sweep:
             if batch % copies:
                 self.dropped.append(f"{split}: a global batch of {batch} does not divide by {copies}")
                 continue
-            for along in self._along(split):
-                found += self._of_split(copies, split, along, batch // copies)
+            found += self._of_split(copies, split, batch // copies)
         return found
 
     def _along(self, split: Split) -> tuple[bool, ...]:
-        """Not cut along the sequence and, where that can be, cut."""
+        """Where that can be, cut along the sequence; and not cut."""
         cut = split.tp > 1 and self.sequence % split.tp == 0 and self.train != "inference"
         try:
-            return (False, True) if cut and self.steps.split(split.tp, split.ep, True).sequence_parallel else (False,)
+            return (True, False) if cut and self.steps.split(split.tp, split.ep, True).sequence_parallel else (False,)
         except IndivisibleError:
             return (False,)
 
-    def _of_split(self, copies: int, split: Split, along: bool, each: int) -> list[Row]:
-        stage(f"{split}{', sequence parallel' if along else ''}")
-        try:
-            smallest = self._smallest(copies, split, along, each)
-        except IndivisibleError as error:  # of a prompt with several sequences, one may not divide
-            self.dropped.append(f"{split}, sequence parallel: {error.message}")
-            return []
-        except PlanMismatchError as error:  # decoding runs another branch than the one that was planned
-            self.dropped.append(f"{split}: {error.message}")
-            return []
-        if self.train == "inference" or (not smallest.fits and not _may_fit_at_once(smallest)):
-            return [smallest]
-        return list(self._ways(copies, split, along, each))
+    def _of_split(self, copies: int, split: Split, each: int) -> list[Row]:
+        found: list[Row] = []
+        cut: Row | None = None
+        for along in self._along(split):
+            if cut is not None and split.shared in self.cut_pays:
+                break
+            stage(f"{split}{', sequence parallel' if along else ''}")
+            try:
+                smallest = self._smallest(copies, split, along, each)
+            except IndivisibleError as error:  # of a prompt with several sequences, one may not divide
+                self.dropped.append(f"{split}, sequence parallel: {error.message}")
+                continue
+            except PlanMismatchError as error:  # decoding runs another branch than the one that was planned
+                self.dropped.append(f"{split}: {error.message}")
+                continue
+            alone = self.train == "inference" or (not smallest.fits and not _may_fit_at_once(smallest))
+            if cut is not None and _dominates(cut, smallest):
+                self.cut_pays.add(split.shared)
+                alone = True
+            if alone:
+                found.append(smallest)
+            else:
+                found += self._ways(copies, split, along, each)
+            cut = smallest if along else None
+        return found
 
     def _smallest(self, copies: int, split: Split, along: bool, each: int) -> Row:
         """One sequence at a time with all blocks checkpointed; for inference, all that are held at once."""
@@ -152,8 +167,11 @@ class Sweep:
         return self._row(self._asked(self._meshes(copies, split)[0], 1, self.again[-1], along, None, each, split))
 
     def _ways(self, copies: int, split: Split, along: bool, each: int) -> Iterator[Row]:
-        for checkpointing in self.again:
-            fitted, at_once = True, False
+        least: Row | None = None  # with one sequence and the next more of checkpointing
+        for checkpointing in reversed(self.again):
+            if least is not None and _held(least.estimate.parts) > self.memory:
+                return
+            least, fitted, at_once = None, True, False
             for micro in (n for n in range(1, each + 1) if each % n == 0):
                 if not fitted and not (at_once and micro == each):
                     continue
@@ -161,6 +179,7 @@ class Sweep:
                 for reshard in (None, False) if copies > 1 else (None,):
                     for row in self._replicated(copies, split, micro, checkpointing, along, reshard, each):
                         fitted, at_once = fitted or row.fits, at_once or _may_fit_at_once(row)
+                        least = least or row
                         yield row
 
     def _replicated(
@@ -262,6 +281,18 @@ def _first_of(numbers: list[int], fits: Callable[[int], bool]) -> int | None:
 def _may_fit_at_once(row: Row) -> bool:
     """Does a step of several micro-batches need more by no more than the gradients that wait for the others?"""
     return 0 < row.missing <= row.estimate.parts.gradients and row.accumulate > 1
+
+
+def _dominates(one: Row, other: Row) -> bool:
+    return (
+        one.estimate.peak <= other.estimate.peak
+        and one.estimate.tokens_per_second >= other.estimate.tokens_per_second
+    )  # fmt: skip
+
+
+def _held(parts: MemoryParts) -> int:
+    """What a step with less checkpointing holds at least."""
+    return parts.weights + parts.optimizer + parts.kept + parts.overhead
 
 
 def _biggest(parts: MemoryParts) -> str:

@@ -15,20 +15,24 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoplan.patches.patched import Alone, Patch, Place, patched
 
 _HOME = "transformers.integrations.hub_kernels"
 _ASKED = "is_torchdynamo_exporting"  # transformers' question before it takes a kernel
+_MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
 _KEPT = ("package", "func_name", "is_new_implementation", "torch_function")  # in the decorator's closure
 _NO_KERNELS = ("torch", "transformers", "numpy", *sys.stdlib_module_names)
 _LIBRARIES, _MODELS = ("torch.", "builtins", "transformers."), "transformers.models."
+_unpacked: ContextVar[bool] = ContextVar("autoplan_unpacked", default=False)
 _alone = Alone()  # Python 3.11 cannot make syntax trees in two threads at once
 
 
@@ -91,6 +95,46 @@ KERNEL_STAND_INS = Patch(
     where="autoplan/forecast/recording/kernels.py",
     canary=_stands_in_the_file,
 )
+
+
+def _tells_packed_rows() -> bool:
+    """Does it say None of rows of one sequence, and is it looked up with each mask?"""
+    home = importlib.import_module(_MASKS)
+    if not hasattr(home, _PACKED):  # no such question in this version: nothing is replaced
+        return True
+    one, two = torch.arange(4)[None], torch.tensor([[0, 1, 0, 1]])
+    with one_sequence_a_row():
+        inside = getattr(home, _PACKED)(two)
+    return getattr(home, _PACKED)(one) is None and inside is None and getattr(home, _PACKED)(two) is not None
+
+
+UNPACKED = Patch(
+    name="rows of one sequence",
+    replaces=f"{_MASKS}.{_PACKED}",
+    why="of positions without values it cannot be told that a row is one sequence: a mask of all pairs of tokens would "
+    "be recorded, which a GPU never makes, and attention as if it were not causal",
+    scope="while a step of a copy without storage is recorded; for other threads nothing changes",
+    undone="the function itself is put back",
+    where="autoplan/forecast/step.py",
+    canary=_tells_packed_rows,
+)
+
+
+@contextmanager
+def one_sequence_a_row() -> Iterator[None]:
+    """While this thread is in here, no row is taken to hold several sequences."""
+    home = sys.modules.get(_MASKS)
+    known = home is not None and hasattr(home, _PACKED)
+
+    def unpacked(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda positions: None if _unpacked.get() else original(positions)
+
+    token = _unpacked.set(True)
+    try:
+        with patched(UNPACKED, [Place(home, _PACKED, unpacked)] if known else []):
+            yield
+    finally:
+        _unpacked.reset(token)
 
 
 @contextmanager

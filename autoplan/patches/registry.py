@@ -8,7 +8,7 @@ that are used (autoplan/doctor/). What replaces something outside this folder fa
 from __future__ import annotations
 
 from autoplan.patches.classes import CLASSES, UNCACHED, UNSCRIPTED
-from autoplan.patches.kernels import KERNEL_GUARDS, KERNEL_STAND_INS, REFERENCE_PATH
+from autoplan.patches.kernels import KERNEL_GUARDS, KERNEL_STAND_INS, REFERENCE_PATH, UNPACKED
 from autoplan.patches.patched import Patch
 from autoplan.patches.seeding import DOUBLE_PRECISION, SEEDING
 from autoplan.patches.sharding_rules import COMPILED_LOSS, SHARDING_RULES, UNTRACED_LOGITS
@@ -28,6 +28,7 @@ PATCHES: tuple[Patch, ...] = (
     KERNEL_GUARDS,
     KERNEL_STAND_INS,
     REFERENCE_PATH,
+    UNPACKED,
     UNCACHED,
     UNSCRIPTED,
     DOUBLE_PRECISION,

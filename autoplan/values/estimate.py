@@ -138,7 +138,8 @@ class Estimate:
     `flops`: of one step of this rank. `bars`: the relative error that each figure may have, with what it was held
     against. `tokens`: of one step of all ranks. `moments`: phase, module and bytes of the highest moment in each module
     that is told apart, in order. `dtype`: that most weights have, `dtype_origin`: who says so; `stored`: how quantised
-    weights are stored.
+    weights are stored. `concurrency`: for inference, the sequences of a rank whose keys and values are held, and
+    `decoded_per_second`: the tokens that all ranks add to theirs.
     """
 
     model: str
@@ -161,6 +162,8 @@ class Estimate:
     optimizer: str = ""
     dtype_origin: str = ""
     stored: str = ""
+    concurrency: int = 0
+    decoded_per_second: float = 0.0
 
     @property
     def weights_text(self) -> str:

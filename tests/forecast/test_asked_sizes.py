@@ -75,6 +75,17 @@ def test_a_sequence_without_positions_is_one_error() -> None:
     assert autoplan.estimate(rotary, mesh="tp=1", sequence=256).peak
 
 
+@pytest.mark.parametrize("length", [65_536, 131_072])
+def test_long_sequences_can_be_asked(length: int) -> None:
+    """Of a wide model that takes an encoder's states as well, which a step does not need; nor does it a mask of all
+    pairs of tokens, where each row is one sequence."""
+    wide = GPT2Config(n_embd=4096, n_layer=2, n_head=32, vocab_size=512, n_positions=131_072, resid_pdrop=0.0,
+                      embd_pdrop=0.0, attn_pdrop=0.0, dtype=torch.bfloat16)  # fmt: skip
+    asked: dict[str, Any] = {"mesh": "dp_shard=8", "activation_checkpointing": True}
+    found, half = (autoplan.estimate(wide, sequence=n, **asked) for n in (length, length // 2))
+    assert found.sequence == length and half.peak < found.peak < 2 * half.peak
+
+
 def test_what_is_offloaded_is_not_on_the_device() -> None:
     keywords: dict[str, Any] = {"mesh": "dp_shard=4", "sequence": 64}
     plain, offloaded = (autoplan.estimate(CONFIG, **keywords, cpu_offload=one) for one in (False, True))

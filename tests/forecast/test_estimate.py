@@ -187,6 +187,26 @@ def test_inference_keeps_keys_and_values() -> None:
     assert found.parts.cache >= cache and found.where
 
 
+def test_sequences_that_are_served_hold_their_cache_and_are_decoded() -> None:
+    """A step reads the weights and all caches once: four heads of keys and values a rank, in half the bytes."""
+    keywords: dict[str, Any] = {"mesh": {"tp": 2}, "sequence": 1024, "train": "inference"}
+    alone, many, small = (
+        autoplan.estimate(llama(num_hidden_layers=2), **keywords, concurrency=held, cache_dtype=dtype)
+        for held, dtype in ((0, None), (65, None), (65, "fp8"))
+    )
+    cache = 2 * 2 * 1024 * 4 * 128 * 2
+    assert many.parts.cache - alone.parts.cache == pytest.approx(64 * cache, rel=0.01)
+    assert small.parts.cache == pytest.approx(many.parts.cache / 2, rel=0.01)
+    slowest = 3.35e12 / (alone.parts.weights + cache)
+    assert 0.5 * slowest < alone.decoded_per_second < slowest and many.concurrency == 65
+    assert alone.decoded_per_second < many.decoded_per_second < 65 * alone.decoded_per_second
+    for odd in ({"concurrency": 1, "batch": 2}, {"cache_dtype": "int3"}, {"concurrency": -1}, {"concurrency": 2.5}):
+        with pytest.raises(autoplan.AutoplanError):
+            autoplan.estimate(llama(num_hidden_layers=2), **keywords | odd)
+    with pytest.raises(autoplan.AutoplanError, match="a cache"):
+        autoplan.estimate(llama(num_hidden_layers=2), mesh="tp=2", concurrency=4)
+
+
 def test_a_trained_adapter_needs_states_for_itself_only() -> None:
     config = llama(num_hidden_layers=2)
     with torch.device("meta"):

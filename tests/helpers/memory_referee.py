@@ -19,7 +19,7 @@ from autoplan.forecast.recording.kernels import kernels_of_a_gpu
 from autoplan.forecast.recording.world import fake_mesh
 from autoplan.forecast.sharded import as_on_a_gpu, faker
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of, own
-from autoplan.patches.kernels import on_reference_path
+from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
 from autoplan.patches.simulated_ranks import asks_for_a_shape
 
 
@@ -62,7 +62,10 @@ def tracked_peak(
     for how in ("fake", "known"):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         try:
-            with fake_mesh(dims) as mesh, quiet(), untouched_randomness(), on_reference_path():
+            with (
+                fake_mesh(dims) as mesh, quiet(), untouched_randomness(), on_reference_path(),
+                one_sequence_a_row(),
+            ):  # fmt: skip
                 model = fold(steps.module, faker(mode, None), fold=False).module
                 as_on_a_gpu(model)
                 autoplan.parallelize(model, mesh, steps.plan(tp, ep, along), check=False, **options)

@@ -75,6 +75,9 @@ def estimate_view(found: Estimate) -> RenderableType:
         what = "tokens" if found.sequence else "samples"
         step = f"a step: {found.flops / 1e12:.1f} TFLOP a rank, {found.time.total:.2f} s{bar} on {found.device}"
         lines += [Text(""), Text(f"{step} ({told}): {found.tokens_per_second:,.0f} {what} a second")]
+    if found.decoded_per_second:
+        held = f"{found.concurrency} sequences a rank, {found.sequence} tokens held of each"
+        lines += [Text(f"decoding: {found.decoded_per_second:,.0f} tokens a second ({held})")]
     lines += [Text(f"note: {text}") for text in found.notes]
     return Group(*lines)
 
@@ -171,7 +174,8 @@ def estimate_to_dict(found: Estimate) -> dict[str, Any]:
             "exposed": dict(time.exposed)},
         "bars": {name: {"relative": bar, "against": against} for name, bar, against in found.bars},
         "notes": list(found.notes), "dtype": found.dtype, "dtype_origin": found.dtype_origin, "stored": found.stored,
-        "optimizer": found.optimizer,
+        "optimizer": found.optimizer, "concurrency": found.concurrency,
+        "decoded_tokens_per_second": found.decoded_per_second,
     }  # fmt: skip
 
 

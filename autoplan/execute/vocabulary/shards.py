@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
+from autoplan.common.rounds import run_rounds
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
 
 # Logits of which each rank holds some columns: whose columns, and the sums over a whole row.
@@ -153,14 +154,25 @@ def chunks(rows: torch.Tensor, step: int | None) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows.shape[0], step))
 
 
-def _in_chunks(part: Callable[[slice], torch.Tensor], rows: torch.Tensor, step: int | None) -> torch.Tensor:
-    """A gradient for `rows`, made a chunk of them at a time."""
+def _in_chunks(
+    part: Callable[[slice], torch.Tensor], rows: torch.Tensor, step: int | None, *, numbers: bool = False
+) -> torch.Tensor:
+    """A gradient for `rows`, or wide `numbers`, one for each row; made a chunk of rows at a time."""
+    shape, dtype = (rows.shape[:1], wide(rows.dtype)) if numbers else (rows.shape, rows.dtype)
     if step is None or rows.shape[0] <= step:
-        return part(slice(None)).to(rows.dtype)
-    gradient = torch.empty_like(rows)
-    for at in chunks(rows, step):
-        gradient[at] = part(at)
-    return gradient
+        return part(slice(None)).to(dtype)
+    made = rows.new_empty(shape, dtype=dtype)
+
+    def fill(at: slice) -> None:
+        made[at] = part(at)
+
+    parts = list(chunks(rows, step))
+    if torch.compiler.is_compiling():
+        for at in parts:
+            fill(at)
+    else:
+        run_rounds(fill, parts)
+    return made
 
 
 def _shaped(rows: torch.Tensor, at: slice, temperature: float = 1.0, floor: torch.Tensor | None = None) -> torch.Tensor:
@@ -175,8 +187,7 @@ def _log_sum_exp(
     rows: torch.Tensor, step: int | None, temperature: float = 1.0, floor: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Over this rank's columns; minus infinity where there are none."""
-    parts = [torch.logsumexp(_shaped(rows, at, temperature, floor), -1) for at in chunks(rows, step)]
-    return torch.cat(parts) if parts else rows.new_zeros(0, dtype=wide(rows.dtype))
+    return _in_chunks(lambda at: torch.logsumexp(_shaped(rows, at, temperature, floor), -1), rows, step, numbers=True)
 
 
 def _over_ranks(local: torch.Tensor, *sums: torch.Tensor, group: RankGroup) -> tuple[torch.Tensor, ...]:
@@ -213,8 +224,8 @@ class _RowSums(torch.autograd.Function):
             picked = _shaped(rows.gather(1, column[:, None]), slice(None), temperature, floor)[:, 0]
             chosen = torch.where(own, picked, chosen)
         weighted = torch.zeros_like(chosen)
-        if weight is not None and rows.shape[0]:
-            weighted = torch.cat([_shaped(rows, at, temperature) @ weight for at in chunks(rows, step)])
+        if weight is not None:
+            weighted = _in_chunks(lambda at: _shaped(rows, at, temperature) @ weight, rows, step, numbers=True)
         whole, chosen, weighted = _over_ranks(
             _log_sum_exp(rows, step, temperature, floor), chosen, weighted, group=group
         )
@@ -246,8 +257,7 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: RankGroup, step: int | None) -> torch.Tensor:
         (whole,) = _over_ranks(_log_sum_exp(rows, step), group=group)
-        parts = [_surprise(rows[at], whole[at]).sum(-1) for at in chunks(rows, step)]
-        entropy = torch.cat(parts) if parts else torch.zeros_like(whole)
+        entropy = _in_chunks(lambda at: _surprise(rows[at], whole[at]).sum(-1), rows, step, numbers=True)
         entropy = entropy if group.size == 1 else all_reduce(entropy, group)
         ctx.save_for_backward(rows, whole, entropy)
         ctx.step = step

@@ -8,7 +8,7 @@ holder of a storage lets go, that is written down too.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.common.nested import flatten_tensors
+from autoplan.common.rounds import Round, counted
 from autoplan.forecast.recording.flops import flops_of
 from autoplan.forecast.recording.kernels import grouped_in_bfloat16, held_meanwhile, kernels_of_a_gpu
 from autoplan.forecast.recording.tape import Block, Changed, Item, Message, Place, Storage, Tape, UnitEvent, Worked
@@ -118,6 +119,17 @@ class _Log:
             if number >= 0:
                 self.storages[number].output = True
 
+    def rounds(self, work: Round, parts: Sequence[slice]) -> None:
+        """Of a loop whose rounds do the same: what the first did is written down for all, unless something is left."""
+        first = len(self.items)
+        work(parts[0])
+        did = self.items[first:]
+        if sum(item.sign for item in did if isinstance(item, Changed)):
+            for part in parts[1:]:
+                work(part)
+        else:
+            self.items += did * (len(parts) - 1)
+
     def worked(self, flops: int, dtype: str) -> None:
         self.items.append(Worked(flops, 0, dtype, self.modules[-1]))
 
@@ -159,7 +171,7 @@ class _Watching(TorchDispatchMode):
             result = func(*args, **kwargs)
         log, space = self.log, func.namespace
         collective = space in _COLLECTIVES
-        made = [one for one in tensors_within(result) if not one.is_meta]  # meta: somebody asks about shapes
+        made = [one for one in tensors_within(result) if not _about_shapes(one)]
         if collective:
             self._message(func, args, kwargs, made)
         for tensor in made:
@@ -183,6 +195,12 @@ class _Watching(TorchDispatchMode):
         group = next((name for name in names if name in self.groups), "")
         size = (sent.numel() * sent.element_size(), out.numel() * out.element_size())
         self.log.items.append(Message(kind, self.groups.get(group, ""), *size, self.log.modules[-1]))
+
+
+def _about_shapes(tensor: torch.Tensor) -> bool:
+    """Is it on meta, where somebody asks about shapes? `is_meta` of a fake tensor would be an op of its own."""
+    device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
+    return device.type == "meta"
 
 
 def _group_name(value: Any) -> str:
@@ -315,7 +333,10 @@ def record_step(
     standing = [*map(_local, model.parameters()), *map(_local, model.buffers()), *tensors_within(inputs), *standing]
     for tensor in standing:
         log.known[tensor.untyped_storage()._cdata] = -1
-    with kernels_of_a_gpu(model, whole, log.worked) as used, _Watching(log, groups), _followed(model, marks, log):
+    with (
+        kernels_of_a_gpu(model, whole, log.worked) as used, _Watching(log, groups), _followed(model, marks, log),
+        counted(log.rounds),
+    ):  # fmt: skip
         result = model(**inputs)
         log.at(LOSS)
         log.enter(LOSS)

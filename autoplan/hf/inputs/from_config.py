@@ -188,9 +188,9 @@ class _Maker:
         return next((name for name in names if self.takes(name)), None)
 
     def encoded(self) -> torch.Tensor:
-        """What an encoder would have made of a sequence two longer than the text."""
+        """What an encoder would have made of a sequence two longer than the text, or of a short one beside a long."""
         width = _int(self.config.get_text_config(), "hidden_size") or 16
-        return self.draw.normal((self.batch, self.length + 2, width))
+        return self.draw.normal((self.batch, min(self.length, _FRAMES) + 2, width))
 
     def prompts(self, main: Mapping[str, Any]) -> Iterator[tuple[str, Modality]]:
         """What can be put into a prompt: as the type's rule file says, and whatever else the forward takes."""

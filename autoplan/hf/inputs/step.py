@@ -15,7 +15,7 @@ from autoplan.hf.inputs.prompts import labels_of
 from autoplan.hf.inputs.resize import resized
 from autoplan.hf.source import Source
 
-_DECODED = "decoder_input_ids"
+_DECODED, _MASK = "decoder_input_ids", "attention_mask"
 _IDS = (_DECODED, "input_ids")
 _OF_A_SEQUENCE = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 _FIRST = ("image", "audio", "video")  # a prompt with a picture runs the text model as well
@@ -32,6 +32,8 @@ def step_inputs(
     found = dict(made.feeds[next((name for name in _FIRST if name in names), names[0])])
     if users is not None:
         found = resized(found, batch, length)
+        if _masks_nothing(found.get(_MASK)):
+            del found[_MASK]  # transformers reads its values, and then makes no mask
     decoded = found.get(_DECODED)
     if users is None and isinstance(decoded, torch.Tensor) and 1 < decoded.shape[-1] == length - 1:
         found[_DECODED] = torch.cat([decoded, decoded[:, -1:]], dim=1)  # planning tells two sequences apart; a step has
@@ -46,6 +48,10 @@ def step_inputs(
                 labels_of(ids, source.config) if _tells_each_token(module) else ids.new_zeros(ids.shape[:1])
             )
     return found
+
+
+def _masks_nothing(mask: Any) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_meta and bool((mask != 0).all())
 
 
 def _tells_each_token(module: nn.Module) -> bool:
