@@ -23,6 +23,7 @@ import copy
 import random
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable
 from functools import partial
 from types import FrameType
@@ -127,6 +128,7 @@ class PathGuard:
         self.changed: tuple[Any, ...] = ()
         self.kept, self.listeners = Kept(), Listeners(model)
         self.hooked: set[Any] = set()  # hooks and kinds of calls that were followed together
+        self.planned: weakref.WeakSet[nn.Module] = weakref.WeakSet(model.modules())
         self.by_itself = False  # is it another call than the model's that is followed?
         self.together = False  # do all ranks follow it?
         self._note_counts()
@@ -173,12 +175,16 @@ class PathGuard:
         """A call begins: it is followed if it is new, or has hooks that are. (One rank may have hooks of its own.)"""
         hooks = self.listeners.look()
         self._check_counts()
-        if self.running is not None or not (hooks or self.compares or by_itself):  # a method may call the model
+        put_in = self._has_others()
+        if self.running is not None or not (hooks or self.compares or by_itself or put_in):  # methods call models
             return
+        if not self.planned:
+            self.planned.update(self.model.modules())
         kind, numbers = self.asked = self.situations.of(model, given)
         self.together = (self.compares or by_itself) and self.situations.is_new(kind, numbers)
         self.changed = self.situations.changed() if self.compares else ()
         alone = (hooks and (hooks, kind) not in self.hooked) or self.situations.is_changed(kind, self.changed)
+        alone = alone or put_in
         if not (self.together or alone) or _has_no_values(given):
             return
         if _runs_compiled(self.model):
@@ -195,6 +201,14 @@ class PathGuard:
         this.marks = self.running.marks
         set_running(self.running)
         follow(self.running.enter)
+
+    def _has_others(self) -> bool:
+        """Is there a module in a model of torch's own that was not there before? It has no code that could say so."""
+        if not type(self.model).__module__.startswith("torch."):
+            return False
+        if not self.planned:
+            self.planned.update(self.model.modules())
+        return any(module not in self.planned for module in self.model.modules())
 
     def _note_counts(self) -> None:
         for name, attribute in self.edited if self.compares else ():
@@ -255,7 +269,7 @@ class PathGuard:
 
     def _refuse(self, watch: _Watch) -> None:
         if watch.exits:
-            self._say("; ".join(watch.exits), _HOOKS)
+            self._say("; ".join(watch.exits), next(iter(watch.exits.values())))
             return
         strays = watch.strays
         shown = "; ".join(list(strays)[:_SHOWN]) or "another rank"
@@ -273,7 +287,7 @@ class PathGuard:
         made.__dict__.update(vars(self))
         made.situations, made.counts, made.running, made.mode = Situations(), [], None, None
         made.model = memo.get(id(self.model), self.model)
-        made.hooked = set()
+        made.hooked, made.planned = set(), weakref.WeakSet()
         made.kept, made.listeners = copy.deepcopy(self.kept, memo), copy.deepcopy(self.listeners, memo)
         return made
 
@@ -310,7 +324,7 @@ class _Watch(Tracer):
         for name, attribute in guard.edited:
             self.counts.setdefault(id(guard.model.get_submodule(name)), set()).add(attribute)
         self.strays: dict[str, None] = {}
-        self.exits: dict[str, None] = {}  # sentences
+        self.exits: dict[str, str] = {}  # sentences, with hints
         self.escaping: dict[int, tuple[torch.Tensor, str]] = {}  # whole values that a hook was given, and its words
         self.reads_values = False
         self.before = _host_state()
@@ -361,7 +375,7 @@ class _Watch(Tracer):
             given = frame.f_locals.get(argument)
             kind = self.marks.kind_in(given)
             if kind == PART:
-                self.exits[f"{words} {_ONE_PART}"] = None
+                self.exits[f"{words} {_ONE_PART}"] = _HOOKS
             elif kind == GRADIENT:
                 text = f"{words} {_PARTS_OF_GRADIENT}"
                 self.escaping.update(
@@ -373,7 +387,7 @@ class _Watch(Tracer):
             if sum(loads_of(frame.f_code).values()) == 1:  # it may return what it was given
                 for _, tensor in flatten_tensors(value):
                     self.escaping.pop(id(tensor), None)
-            self.exits.update((text, None) for _, text in self.escaping.values())
+            self.exits.update((text, _HOOKS) for _, text in self.escaping.values())
             self.escaping.clear()
         if follower.strays and self.marks.any_in(value):
             self._touch(follower)
@@ -382,6 +396,11 @@ class _Watch(Tracer):
         given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
         if self.marks.any_in(given):
             self._touch_above(frame.f_back)
+            module = frame.f_locals.get("self")
+            if module not in self.guard.planned and self.marks.kind_in(given) == PART:
+                name = f"{self.guard._name_of(module) or 'a module'} ({type(module).__name__})"
+                text = f"{name} was put in after the model was sharded, and is given {_ONE_PART}"
+                self.exits[text] = "put it in before, and plan again"
         if not self.guard.compares or id(frame.f_locals.get("self")) not in self.guard.listeners.backward:
             return None
         frame.f_trace_lines = frame.f_trace_opcodes = False
@@ -394,7 +413,7 @@ class _Watch(Tracer):
             given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
             if any(one.requires_grad and one.data_ptr() in places for _, one in flatten_tensors((given, value))):
                 name = self.guard._name_of(module) or "the model"
-                self.exits[f"a backward hook on {name} is given gradients of which each rank makes a part"] = None
+                self.exits[f"a backward hook on {name} is given gradients of which each rank makes a part"] = _HOOKS
         return partial(self._backward_hook, module)
 
     def _stray(self, follower: Follower, offset: int | None) -> None:

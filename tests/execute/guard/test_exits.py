@@ -292,3 +292,28 @@ def test_modules_of_trusted_code_called_by_themselves() -> None:
     whole: Any = model
     for got in run_ranks(run, 2):
         torch.testing.assert_close(got, (whole.model(ids).last_hidden_state, whole.get_input_embeddings()(ids)))
+
+
+@pytest.mark.parametrize("own_code", [False, True])
+def test_a_module_that_is_put_in_later_is_refused_where_it_is_given_a_part(own_code: bool) -> None:
+    class Chain(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self:
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    model = (Chain if own_code else nn.Sequential)(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).double().eval()
+    plan = autoplan.plan(model, 2, inputs={("x" if own_code else "input"): X})
+    whole = copy.deepcopy(model).append(nn.Softmax(-1))(X)
+
+    def sharded(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        made: Any = autoplan.parallelize(copy.deepcopy(model), mesh, plan)
+        made(X)
+        torch.testing.assert_close(made.append(nn.Softmax(-1))(X), whole)
+        made[1] = nn.Softmax(-1)
+        return made(X)
+
+    with pytest.raises(RankError, match=r"1 \(Softmax\) was put in after|took a way that this plan never saw"):
+        run_ranks(sharded, 2)
