@@ -77,6 +77,10 @@ def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
         )
     if not steps or not _is_of_shapes(error, steps[-1]):
         return None
+    running = [one for step in steps if isinstance(one := step.tb_frame.f_locals.get("self"), nn.Module)]
+    if running and running[-1]._parameters and record_of(running[-1]) is None:
+        said = f"{type(running[-1]).__name__} was not there when the model was sharded: {str(error).strip()}"
+        return PlanMismatchError(said, hint="put it in before autoplan.parallelize, and plan again")
     own = [at for at, step in enumerate(steps) if _runs_on_shards(step)]
     if not own or any(step.tb_frame.f_code.co_filename.startswith(_DISTRIBUTED) for step in steps[own[-1] :]):
         return None
