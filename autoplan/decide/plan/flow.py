@@ -65,7 +65,7 @@ def _with_parameters(trace: Trace) -> dict[str, frozenset[str]]:
             own |= 1 << numbers.setdefault(module, len(numbers))
         own = reduce(or_, (weights[ref] for ref in read & weights.keys()), own)
         if own and read <= owners.keys() | weights.keys():
-            weights |= {output.id: own for output in op.outputs}
+            weights |= dict.fromkeys(refs(op.outputs), own)
             continue
         fed = _last(reduce(or_, (made.get(ref, 0) for ref in read), 0), behind)
         for number in _bits(own):
@@ -73,7 +73,7 @@ def _with_parameters(trace: Trace) -> dict[str, frozenset[str]]:
                 feeds[number] = fed
                 behind[number] = reduce(or_, (behind[one] for one in _bits(fed)), fed)
         given = _last(fed | own, behind)
-        made |= {output.id: given for output in op.outputs}
+        made |= dict.fromkeys(refs(op.outputs), given)
     modules = list(numbers)
     return {name: frozenset(modules[one] for one in _bits(feeds.get(n, 0))) for name, n in numbers.items()}
 
