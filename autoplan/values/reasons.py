@@ -14,6 +14,43 @@ from typing import ClassVar
 
 from autoplan.values.not_placed import SENTENCES, Unplaceable
 
+__all__ = [
+    "REASONS",
+    "AlreadySplit",
+    "AxisWhole",
+    "CutElsewhere",
+    "CutOfRecurrent",
+    "DifferedOnRanks",
+    "DoesNotDivide",
+    "ExpertsDoNotDivide",
+    "ExpertsWhole",
+    "GradientSummed",
+    "InsideQuantisedBlock",
+    "InsideScaledBlock",
+    "KeptWhole",
+    "Narrow",
+    "NeedsRewriting",
+    "NeedsSums",
+    "NeverContracted",
+    "NotNamed",
+    "NotPlaced",
+    "NothingToSplit",
+    "OfDim",
+    "OnBothDims",
+    "MadeAnewInTraining",
+    "OnlyExperts",
+    "ReadAcross",
+    "Reason",
+    "ResidualStream",
+    "SingleNumber",
+    "SingleWeight",
+    "SizeOfInput",
+    "TableByColumns",
+    "TooFewRows",
+    "Unused",
+    "sentence",
+]
+
 
 @dataclass(frozen=True)
 class Reason:

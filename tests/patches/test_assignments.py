@@ -40,7 +40,10 @@ INSTANCES = {
     ("autoplan/hf/configs.py", "AttentionInterface.register"): "an entry of ours beside transformers' own",
     ("autoplan/forecast/adapters.py", "part"): "a copy without storage, for an estimate",
     ("autoplan/execute/hooks/running.py", "made"): "an object of ours",
-    ("autoplan/execute/hooks/replaced.py", "super(subclass, self).__setattr__(name, value)"): "a module sets its own child",
+    (
+        "autoplan/execute/hooks/replaced.py",
+        "super(subclass, self).__setattr__(name, value)",
+    ): "a module sets its own child",
     ("autoplan/forecast/sharded.py", "value"): "settings of a copy without storage",
     ("autoplan/hf/shrink.py", "section"): "a copy of a config, for the tiny clone",
     ("autoplan/execute/hooks/sequence.py", "tensor"): "a mark on one tensor",
