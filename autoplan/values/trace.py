@@ -107,7 +107,7 @@ class Call:
     """One outermost torch-function call made by a module's own Python code.
 
     `module`, `visit` and `position` name it: the position-th call in the visit-th run of that module. `place` says
-    where in the code it stands (common/code_place.py). `ops` is the half-open range of `Trace.ops` it caused.
+    where in the code it stands (common/code/code_place.py). `ops` is the half-open range of `Trace.ops` it caused.
     Integers in args are plain or `Symbolic`.
     """
 

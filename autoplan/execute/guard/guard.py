@@ -3,7 +3,7 @@
 The problem: a plan is proven for what ran while it was made. Another flag, length, dtype, mode or state may send a call
 through code that needs a sum over ranks which nobody planned, and the answer is wrong without a word.
 
-So the first calls of each kind (situations.py) are followed through the model's own code (common/ways.py), and held
+So the first calls of each kind (situations.py) are followed through the model's own code (common/code/ways.py), and held
 against the ways that the plan knows (`Plan.paths`). Most of a model's code computes with values that are whole on every
 rank: whichever way it goes, ranks go it together and get what the unsharded model would. A way never seen matters where
 the function has to do, from there on, with a value that is not whole, or whose gradient ranks hold in parts: it hands
@@ -20,45 +20,37 @@ all ranks hear whether one of them strayed, and all of them refuse.
 from __future__ import annotations
 
 import copy
-import random
 import sys
 import warnings
 import weakref
 from collections.abc import Iterable
-from functools import partial
 from types import FrameType
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
-from autoplan.common.code.forms import Forms, form_of, forms_in
+from autoplan.common.code.forms import Forms, forms_in
 from autoplan.common.code.ways import (
     PYTHON,
-    Follower,
     Paused,
-    Tracer,
     follow,
     has_own_code,
-    is_module_call,
     set_running,
-    source_line,
     ways_of,
 )
 from autoplan.common.errors import PlanMismatchError, UnprovenPlanWarning
 from autoplan.common.nested import flatten_tensors
 from autoplan.execute.collectives import RankGroup, all_reduce
-from autoplan.execute.guard.exits import Kept, Listeners, loads_of
-from autoplan.execute.guard.marks import GRADIENT, PART, Marks, this
-from autoplan.execute.guard.situations import Situations, reads_outside
+from autoplan.execute.guard.exits import Kept, Listeners
+from autoplan.execute.guard.marks import PART, this
+from autoplan.execute.guard.situations import Situations
+from autoplan.execute.guard.watch import ONE_PART, PARTS_OF_GRADIENT, Watch
 from autoplan.execute.parameters.held import record_of
-from autoplan.ops.questions import literals_say
 from autoplan.patches.kernels import optional_kernels
 from autoplan.values import Plan
 
 _SHOWN = 3
-_VALUES_READ = ("__bool__", "item", "tolist", "__float__", "__int__", "__index__", "equal", "allclose")
 _HINT = (
     "plan with inputs= that reach it (several calls: inputs={'usual': {…}, 'other': {…}}), or, if you know that it "
     'computes the same on a part of the values, path_guard="warn" or "off"'
@@ -68,11 +60,6 @@ _BY_ITSELF = (
     "call the model itself, or the nearest module around it that returns whole values; or keep it whole: "
     "overrides={name: 'replicate'}"
 )
-_HOOKS = (
-    "hook a module that returns whole values, detach what the hook is given, or keep the module whole: "
-    "overrides={name: 'replicate'}"
-)
-_ONE_PART, _PARTS_OF_GRADIENT = "one rank's part of a value", "a value of whose gradient each rank makes a part"
 
 
 def guard_of(model: nn.Module, plan: Plan, action: str, group: RankGroup, edits: Iterable[Any]) -> PathGuard | None:
@@ -86,16 +73,6 @@ def guard_of(model: nn.Module, plan: Plan, action: str, group: RankGroup, edits:
     if record is not None:
         record.reading.guard = guard
     return guard
-
-
-class _Every(set[str]):
-    """All ways."""
-
-    def __contains__(self, way: object) -> bool:
-        return True
-
-
-_EVERY = _Every()
 
 
 class PathGuard:
@@ -121,7 +98,7 @@ class PathGuard:
         self.situations = Situations()
         self.edited_names = {"padding_idx", *(attribute.rpartition(".")[2] for _, attribute in edited)}
         self.counts: list[tuple[dict[str, Any], str, Any, str]] = []  # as the plan set them: where, name, value, words
-        self.running: _Watch | None = None
+        self.running: Watch | None = None
         self.mode: Paused | None = None
         self.told_unguarded = False
         self.asked: tuple[Any, Any] = ((), ())
@@ -151,7 +128,7 @@ class PathGuard:
             with torch._C.DisableTorchFunction():
                 kind = watch.marks.kind_in(output)
             if kind:
-                what = _ONE_PART if kind == PART else _PARTS_OF_GRADIENT
+                what = ONE_PART if kind == PART else PARTS_OF_GRADIENT
                 called = ".".join(filter(None, (self._name_of(module), method))) or "the model"
                 self._say(f"{called} ({type(module).__name__}) was called by itself and returns {what}", _BY_ITSELF)
             elif watch.strays or watch.exits:
@@ -195,7 +172,7 @@ class PathGuard:
                 text = "a trace function is set (a debugger, coverage): calls of the sharded model are not guarded"
                 warnings.warn(text, UnprovenPlanWarning, stacklevel=2)
             return
-        self.running = _Watch(self)
+        self.running = Watch(self)
         self.mode = Paused(self.running)
         self.mode.__enter__()
         this.marks = self.running.marks
@@ -229,7 +206,7 @@ class PathGuard:
                     hint="set it before the model is sharded, and plan again",
                 )
 
-    def stop(self) -> _Watch | None:
+    def stop(self) -> Watch | None:
         """It is followed no longer: at its end, or on the way out of an error."""
         watch, self.running = self.running, None
         if watch is not None and self.mode is not None:
@@ -256,7 +233,7 @@ class PathGuard:
             self._refuse(watch)
         self._add(watch)
 
-    def _add(self, watch: _Watch) -> None:
+    def _add(self, watch: Watch) -> None:
         self.hooked.add((self.listeners.key, self.asked[0]))
         self.situations.add_changed(self.asked[0], self.changed)
         if self.together:
@@ -267,7 +244,7 @@ class PathGuard:
             self.kept.places.clear()
             self._say(f"what modules keep is of one rank: {', '.join(found)}", "")
 
-    def _refuse(self, watch: _Watch) -> None:
+    def _refuse(self, watch: Watch) -> None:
         if watch.exits:
             self._say("; ".join(watch.exits), next(iter(watch.exits.values())))
             return
@@ -307,165 +284,3 @@ def _runs_compiled(model: nn.Module) -> bool:
     while frame is not None and frame.f_code.co_filename != dynamo:
         frame = frame.f_back
     return frame is not None
-
-
-def _host_state() -> tuple[Any, bytes]:
-    numbers: Any = numpy.random.get_state()
-    return random.getstate(), numbers[1].tobytes()
-
-
-class _Watch(Tracer):
-    """One call that is followed."""
-
-    def __init__(self, guard: PathGuard) -> None:
-        super().__init__()
-        self.guard, self.marks = guard, Marks()
-        self.counts: dict[int, set[str]] = {}
-        for name, attribute in guard.edited:
-            self.counts.setdefault(id(guard.model.get_submodule(name)), set()).add(attribute)
-        self.strays: dict[str, None] = {}
-        self.exits: dict[str, str] = {}  # sentences, with hints
-        self.escaping: dict[int, tuple[torch.Tensor, str]] = {}  # whole values that a hook was given, and its words
-        self.reads_values = False
-        self.before = _host_state()
-
-    def host_draws(self) -> bool:
-        """Were numbers drawn that Python code may branch on?"""
-        return self.before != _host_state()
-
-    # ------------------------------------------------------------------ frames
-
-    def on_enter(self, follower: Follower, frame: FrameType) -> None:
-        facts, names = follower.facts, frame.f_code.co_varnames
-        owner = frame.f_locals.get(names[0]) if frame.f_code.co_argcount else None
-        situations = self.guard.situations
-        situations.note_code(owner, facts.code, facts.stores, frame.f_globals)
-        self.guard.kept.note_code(frame)
-        self.reads_values |= reads_outside(frame)
-        if isinstance(owner, nn.Module):
-            follower.touched = not self.counts.get(id(owner), set()).isdisjoint(frame.f_code.co_names)
-        known = self.guard.ways.get((facts.place, facts.hash))
-        if known is None and facts.code in self.guard.listeners.codes:
-            follower.known = _EVERY
-            self._hook(frame)
-        elif not self.guard.compares or not self.guard.kernels.isdisjoint(
-            (*frame.f_code.co_names, frame.f_code.co_name)
-        ):
-            follower.known = _EVERY
-        elif known is None:
-            follower.known = set()
-            self._stray(follower, None)
-        else:
-            follower.known = known
-            situations.open_ways |= not known.issuperset(f"{at}{side}" for at in facts.asking for side in "+-")
-
-    def on_way(self, follower: Follower, way: str) -> None:
-        if ">" in way:
-            self._stray(follower, None)
-        else:
-            self._stray(follower, int(way.rstrip("+-")))
-
-    def _hook(self, frame: FrameType) -> None:
-        """A hook of others begins."""
-        code, loads = frame.f_code, loads_of(frame.f_code)
-        module = frame.f_back.f_locals.get("self") if frame.f_back is not None else None
-        name = self.guard._name_of(module) if isinstance(module, nn.Module) else ""
-        words = f"a hook on {name or 'the model'} ({source_line(code, None)}) is given"
-        for argument in loads:
-            given = frame.f_locals.get(argument)
-            kind = self.marks.kind_in(given)
-            if kind == PART:
-                self.exits[f"{words} {_ONE_PART}"] = _HOOKS
-            elif kind == GRADIENT:
-                text = f"{words} {_PARTS_OF_GRADIENT}"
-                self.escaping.update(
-                    (id(tensor), (tensor, text)) for _, tensor in flatten_tensors(given) if self.marks.any_in(tensor)
-                )
-
-    def on_return(self, follower: Follower, frame: FrameType, value: Any) -> None:
-        if self.escaping and follower.facts.code in self.guard.listeners.codes:
-            if sum(loads_of(frame.f_code).values()) == 1:  # it may return what it was given
-                for _, tensor in flatten_tensors(value):
-                    self.escaping.pop(id(tensor), None)
-            self.exits.update((text, _HOOKS) for _, text in self.escaping.values())
-            self.escaping.clear()
-        if follower.strays and self.marks.any_in(value):
-            self._touch(follower)
-
-    def on_module_call(self, frame: FrameType) -> Any:
-        given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
-        if self.marks.any_in(given):
-            self._touch_above(frame.f_back)
-            module = frame.f_locals.get("self")
-            if module not in self.guard.planned and self.marks.kind_in(given) == PART:
-                name = f"{self.guard._name_of(module) or 'a module'} ({type(module).__name__})"
-                text = f"{name} was put in after the model was sharded, and is given {_ONE_PART}"
-                self.exits[text] = "put it in before, and plan again"
-        if not self.guard.compares or id(frame.f_locals.get("self")) not in self.guard.listeners.backward:
-            return None
-        frame.f_trace_lines = frame.f_trace_opcodes = False
-        return partial(self._backward_hook, frame.f_locals["self"])
-
-    def _backward_hook(self, module: nn.Module, frame: FrameType, event: str, value: Any) -> Any:
-        """A module whose backward others listen to returns: torch's wrapper has taken the marks off."""
-        if event == "return":
-            places = {tensor.data_ptr() for tensor in list(self.marks.tensors)}
-            given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
-            if any(one.requires_grad and one.data_ptr() in places for _, one in flatten_tensors((given, value))):
-                name = self.guard._name_of(module) or "the model"
-                self.exits[f"a backward hook on {name} is given gradients of which each rank makes a part"] = _HOOKS
-        return partial(self._backward_hook, module)
-
-    def _stray(self, follower: Follower, offset: int | None) -> None:
-        text = source_line(follower.facts.code, offset)
-        if text not in follower.strays:
-            follower.strays.append(text)
-        if follower.touched:  # it reads a count that is a rank's own
-            self._touch(follower)
-
-    def _touch(self, follower: Follower) -> None:
-        """What it strayed into so far has to do with such a value."""
-        self.strays.update(dict.fromkeys(follower.strays))
-
-    def _touch_above(self, frame: FrameType | None) -> None:
-        """All functions that run in the module whose code this is."""
-        while frame is not None and not is_module_call(frame.f_code):
-            follower = self.frames.get(id(frame))
-            if follower is not None:
-                self._touch(follower)
-            frame = frame.f_back
-
-    # ------------------------------------------------------------------ torch functions
-
-    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        name = getattr(function, "__name__", "")
-        self.reads_values |= name in _VALUES_READ
-        with torch._C.DisableTorchFunction():
-            kind = self.marks.kind_in((args, kwargs))
-            if not kind:
-                return
-            self.marks.add(result, kind)
-            asks = kind == PART or any(tensor.requires_grad for _, tensor in flatten_tensors(result))
-            if self.escaping and not asks:  # what a hook computes of a whole value is whole
-                for _, tensor in flatten_tensors((args, kwargs)):
-                    self.escaping.pop(id(tensor), None)
-        if kind == PART and (result is None or next(flatten_tensors(result), None) is not None):
-            self._compare(function, args, kwargs, sys._getframe(2))
-        if asks:
-            self._touch_above(sys._getframe(2))
-
-    def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:
-        if self.marks.kind_in((args, kwargs)) == PART:
-            self._compare(function, args, kwargs, sys._getframe(2))
-
-    def _compare(self, function: Any, args: Any, kwargs: Any, frame: FrameType) -> None:
-        """Is it a call that the plan knows at its place, of this function with these literals? What is computed of a
-        whole value is right whatever it is, and so is the gradient: ranks add up their parts of it."""
-        caller = self.caller(frame) if self.guard.has_forms and self.guard.compares else None
-        if caller is None or caller.known is _EVERY:
-            return
-        form, place = form_of(literals_say, function, args, kwargs), caller.frame.f_lasti
-        forms = self.guard.forms.get((caller.facts.place, caller.facts.hash), {}).get(place)
-        if form and (forms is None or not forms.has(form, self.guard.edited_names)):
-            text = f"{source_line(caller.facts.code, place)} [{form}]"
-            self.strays[text] = None

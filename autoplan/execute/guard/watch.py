@@ -1,0 +1,203 @@
+"""One call that the path guard follows (guard.py): where it strays from what the plan knows, and what leaves it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from torch import nn
+
+from autoplan.common.code.forms import form_of
+from autoplan.common.code.ways import Follower, Tracer, is_module_call, source_line
+from autoplan.common.nested import flatten_tensors
+from autoplan.execute.guard.exits import loads_of
+from autoplan.execute.guard.marks import GRADIENT, PART, Marks
+from autoplan.execute.guard.situations import reads_outside
+from autoplan.ops.questions import literals_say
+
+if TYPE_CHECKING:
+    from autoplan.execute.guard.guard import PathGuard
+
+_VALUES_READ = ("__bool__", "item", "tolist", "__float__", "__int__", "__index__", "equal", "allclose")
+HOOKS = (
+    "hook a module that returns whole values, detach what the hook is given, or keep the module whole: "
+    "overrides={name: 'replicate'}"
+)
+ONE_PART, PARTS_OF_GRADIENT = "one rank's part of a value", "a value of whose gradient each rank makes a part"
+
+
+class _Every(set[str]):
+    """All ways."""
+
+    def __contains__(self, way: object) -> bool:
+        return True
+
+
+_EVERY = _Every()
+
+
+def _host_state() -> tuple[Any, bytes]:
+    numbers: Any = numpy.random.get_state()
+    return random.getstate(), numbers[1].tobytes()
+
+
+class Watch(Tracer):
+    """One call that is followed."""
+
+    def __init__(self, guard: PathGuard) -> None:
+        super().__init__()
+        self.guard, self.marks = guard, Marks()
+        self.counts: dict[int, set[str]] = {}
+        for name, attribute in guard.edited:
+            self.counts.setdefault(id(guard.model.get_submodule(name)), set()).add(attribute)
+        self.strays: dict[str, None] = {}
+        self.exits: dict[str, str] = {}  # sentences, with hints
+        self.escaping: dict[int, tuple[torch.Tensor, str]] = {}  # whole values that a hook was given, and its words
+        self.reads_values = False
+        self.before = _host_state()
+
+    def host_draws(self) -> bool:
+        """Were numbers drawn that Python code may branch on?"""
+        return self.before != _host_state()
+
+    # ------------------------------------------------------------------ frames
+
+    def on_enter(self, follower: Follower, frame: FrameType) -> None:
+        facts, names = follower.facts, frame.f_code.co_varnames
+        owner = frame.f_locals.get(names[0]) if frame.f_code.co_argcount else None
+        situations = self.guard.situations
+        situations.note_code(owner, facts.code, facts.stores, frame.f_globals)
+        self.guard.kept.note_code(frame)
+        self.reads_values |= reads_outside(frame)
+        if isinstance(owner, nn.Module):
+            follower.touched = not self.counts.get(id(owner), set()).isdisjoint(frame.f_code.co_names)
+        known = self.guard.ways.get((facts.place, facts.hash))
+        if known is None and facts.code in self.guard.listeners.codes:
+            follower.known = _EVERY
+            self._hook(frame)
+        elif not self.guard.compares or not self.guard.kernels.isdisjoint(
+            (*frame.f_code.co_names, frame.f_code.co_name)
+        ):
+            follower.known = _EVERY
+        elif known is None:
+            follower.known = set()
+            self._stray(follower, None)
+        else:
+            follower.known = known
+            situations.open_ways |= not known.issuperset(f"{at}{side}" for at in facts.asking for side in "+-")
+
+    def on_way(self, follower: Follower, way: str) -> None:
+        if ">" in way:
+            self._stray(follower, None)
+        else:
+            self._stray(follower, int(way.rstrip("+-")))
+
+    def _hook(self, frame: FrameType) -> None:
+        """A hook of others begins."""
+        code, loads = frame.f_code, loads_of(frame.f_code)
+        module = frame.f_back.f_locals.get("self") if frame.f_back is not None else None
+        name = self.guard._name_of(module) if isinstance(module, nn.Module) else ""
+        words = f"a hook on {name or 'the model'} ({source_line(code, None)}) is given"
+        for argument in loads:
+            given = frame.f_locals.get(argument)
+            kind = self.marks.kind_in(given)
+            if kind == PART:
+                self.exits[f"{words} {ONE_PART}"] = HOOKS
+            elif kind == GRADIENT:
+                text = f"{words} {PARTS_OF_GRADIENT}"
+                self.escaping.update(
+                    (id(tensor), (tensor, text)) for _, tensor in flatten_tensors(given) if self.marks.any_in(tensor)
+                )
+
+    def on_return(self, follower: Follower, frame: FrameType, value: Any) -> None:
+        if self.escaping and follower.facts.code in self.guard.listeners.codes:
+            if sum(loads_of(frame.f_code).values()) == 1:  # it may return what it was given
+                for _, tensor in flatten_tensors(value):
+                    self.escaping.pop(id(tensor), None)
+            self.exits.update((text, HOOKS) for _, text in self.escaping.values())
+            self.escaping.clear()
+        if follower.strays and self.marks.any_in(value):
+            self._touch(follower)
+
+    def on_module_call(self, frame: FrameType) -> Any:
+        given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
+        if self.marks.any_in(given):
+            self._touch_above(frame.f_back)
+            module = frame.f_locals.get("self")
+            if module not in self.guard.planned and self.marks.kind_in(given) == PART:
+                name = f"{self.guard._name_of(module) or 'a module'} ({type(module).__name__})"
+                text = f"{name} was put in after the model was sharded, and is given {ONE_PART}"
+                self.exits[text] = "put it in before, and plan again"
+        if not self.guard.compares or id(frame.f_locals.get("self")) not in self.guard.listeners.backward:
+            return None
+        frame.f_trace_lines = frame.f_trace_opcodes = False
+        return partial(self._backward_hook, frame.f_locals["self"])
+
+    def _backward_hook(self, module: nn.Module, frame: FrameType, event: str, value: Any) -> Any:
+        """A module whose backward others listen to returns: torch's wrapper has taken the marks off."""
+        if event == "return":
+            places = {tensor.data_ptr() for tensor in list(self.marks.tensors)}
+            given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
+            if any(one.requires_grad and one.data_ptr() in places for _, one in flatten_tensors((given, value))):
+                name = self.guard._name_of(module) or "the model"
+                self.exits[f"a backward hook on {name} is given gradients of which each rank makes a part"] = HOOKS
+        return partial(self._backward_hook, module)
+
+    def _stray(self, follower: Follower, offset: int | None) -> None:
+        text = source_line(follower.facts.code, offset)
+        if text not in follower.strays:
+            follower.strays.append(text)
+        if follower.touched:  # it reads a count that is a rank's own
+            self._touch(follower)
+
+    def _touch(self, follower: Follower) -> None:
+        """What it strayed into so far has to do with such a value."""
+        self.strays.update(dict.fromkeys(follower.strays))
+
+    def _touch_above(self, frame: FrameType | None) -> None:
+        """All functions that run in the module whose code this is."""
+        while frame is not None and not is_module_call(frame.f_code):
+            follower = self.frames.get(id(frame))
+            if follower is not None:
+                self._touch(follower)
+            frame = frame.f_back
+
+    # ------------------------------------------------------------------ torch functions
+
+    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name = getattr(function, "__name__", "")
+        self.reads_values |= name in _VALUES_READ
+        with torch._C.DisableTorchFunction():
+            kind = self.marks.kind_in((args, kwargs))
+            if not kind:
+                return
+            self.marks.add(result, kind)
+            asks = kind == PART or any(tensor.requires_grad for _, tensor in flatten_tensors(result))
+            if self.escaping and not asks:  # what a hook computes of a whole value is whole
+                for _, tensor in flatten_tensors((args, kwargs)):
+                    self.escaping.pop(id(tensor), None)
+        if kind == PART and (result is None or next(flatten_tensors(result), None) is not None):
+            self._compare(function, args, kwargs, sys._getframe(2))
+        if asks:
+            self._touch_above(sys._getframe(2))
+
+    def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:
+        if self.marks.kind_in((args, kwargs)) == PART:
+            self._compare(function, args, kwargs, sys._getframe(2))
+
+    def _compare(self, function: Any, args: Any, kwargs: Any, frame: FrameType) -> None:
+        """Is it a call that the plan knows at its place, of this function with these literals? What is computed of a
+        whole value is right whatever it is, and so is the gradient: ranks add up their parts of it."""
+        caller = self.caller(frame) if self.guard.has_forms and self.guard.compares else None
+        if caller is None or caller.known is _EVERY:
+            return
+        form, place = form_of(literals_say, function, args, kwargs), caller.frame.f_lasti
+        forms = self.guard.forms.get((caller.facts.place, caller.facts.hash), {}).get(place)
+        if form and (forms is None or not forms.has(form, self.guard.edited_names)):
+            text = f"{source_line(caller.facts.code, place)} [{form}]"
+            self.strays[text] = None
