@@ -279,6 +279,6 @@ def test_no_pattern_speaks_of_names() -> None:
 def test_deciding_needs_no_torch() -> None:
     files = [path for path in Path("autoplan/decide").rglob("*.py") if path.stem != "__init__"]
     modules = [".".join(path.with_suffix("").parts) for path in files]
-    assert len(modules) > 20
+    assert len(modules) > 10
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

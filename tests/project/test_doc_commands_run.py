@@ -82,7 +82,8 @@ def _each(words: str) -> Iterator[str]:
 
 def words_of(form: str) -> list[str]:
     """The arguments of a command line, with a reader's own things in place of the names that stand for them."""
-    known = {"MODEL": "experts" if "--ep" in form else "model", **STAND_INS}
+    known = {**STAND_INS, "MODEL": "experts" if "--ep" in form else "model"}
+    known["FILE"] = "at_8.yaml" if "--tp 8" in form else known["FILE"]
     line = form.replace("-o FILE", f"-o {WRITTEN}")
     return [known.get(word, word) for word in shlex.split(line)[1:]]
 
@@ -96,6 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scales = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     LlamaConfig(**SIZES, **HEADS, quantization_config=scales).save_pretrained(made / "quantised")
     autoplan.plan(LlamaConfig(**SIZES, **HEADS), tp_size=2, prove="none").save(made / "of_model.yaml")
+    autoplan.plan(LlamaConfig(**SIZES, **HEADS), tp_size=8, prove="none").save(made / "at_8.yaml")
     autoplan.plan("llama", tp_size=2, prove="none").save(made / "of_llama.yaml")
     (made / "of_a_reader.py").write_text(READER)
     (made / "examples").symlink_to(ROOT / "examples")

@@ -1,4 +1,22 @@
-"""Data types of the picture (boxes and dims in a networkx graph), the canvas, and weights seen through views."""
+"""What a picture of the dataflow is made of: boxes (`Node`) with dimensions (`Dim`), in a networkx graph (`Flow`).
+
+Boxes carry their `Node` under "node", arrows the reader's "ports" at which the value arrives. Kinds of boxes, and the
+dims they have:
+
+    input, output          what enters and leaves the model
+    linear                 contraction with a weight: in, out
+    stacked                the same with a stack of weights (experts, one matrix per head): in, out, stack
+    embedding              lookup in a table: rows, width
+    conv, depthwise        convolution: in, out (depthwise: out)
+    norm                   over
+    scale, shift           a value times, or plus, a parameter: over
+    parameter              a parameter used as data: over
+    attend                 softmax attention; ports q, k, v, bias
+    scan                   state-space or linear attention
+    mul, add, cat, split, mix, sum, softmax, topk, pick, scatter, write, matmul, cumsum   what they say
+
+An arrow's port "activated" says that the value went through a nonlinear function on the way.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +34,6 @@ from autoplan.values import Op, Trace
 if TYPE_CHECKING:
     import networkx as nx
 
-
-# What a picture of the dataflow is made of: boxes (`Node`) with dimensions (`Dim`), in a networkx graph (`Flow`).
-#
-# Boxes carry their `Node` under "node", arrows the reader's "ports" at which the value arrives. Kinds of boxes, and the
-# dims they have:
-#
-#     input, output          what enters and leaves the model
-#     linear                 contraction with a weight: in, out
-#     stacked                the same with a stack of weights (experts, one matrix per head): in, out, stack
-#     embedding              lookup in a table: rows, width
-#     conv, depthwise        convolution: in, out (depthwise: out)
-#     norm                   over
-#     scale, shift           a value times, or plus, a parameter: over
-#     parameter              a parameter used as data: over
-#     attend                 softmax attention; ports q, k, v, bias
-#     scan                   state-space or linear attention
-#     mul, add, cat, split, mix, sum, softmax, topk, pick, scatter, write, matmul, cumsum   what they say
-#
-# An arrow's port "activated" says that the value went through a nonlinear function on the way.
 
 Flow: TypeAlias = "nx.DiGraph[int]"
 

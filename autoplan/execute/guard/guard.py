@@ -3,12 +3,13 @@
 The problem: a plan is proven for what ran while it was made. Another flag, length, dtype, mode or state may send a call
 through code that needs a sum over ranks which nobody planned, and the answer is wrong without a word.
 
-So the first calls of each kind (situations.py) are followed through the model's own code (common/code/ways.py), and held
-against the ways that the plan knows (`Plan.paths`). Most of a model's code computes with values that are whole on every
-rank: whichever way it goes, ranks go it together and get what the unsharded model would. A way never seen matters where
-the function has to do, from there on, with a value that is not whole, or whose gradient ranks hold in parts: it hands
-one to a torch function or a module, or returns one (marks.py); or where it reads a count that is a rank's own.
-Optional kernels have a guard of their own (execute/calls/kernel_guard.py): ways to them are left to it.
+So the first calls of each kind (situations.py) are followed (watch.py) through the model's own code
+(common/code/ways.py), and held against the ways that the plan knows (`Plan.paths`). Most of a model's code computes
+with values that are whole on every rank: whichever way it goes, ranks go it together and get what the unsharded model
+would. A way never seen matters where the function has to do, from there on, with a value that is not whole, or whose
+gradient ranks hold in parts: it hands one to a torch function or a module, or returns one (marks.py); or where it reads
+a count that is a rank's own. Optional kernels have a guard of their own (execute/calls/kernel_guard.py): ways to them
+are left to it.
 
 What leaves the model by another way than its output is refused too, by name (exits.py), and so is a module that is
 called by itself and returns what a rank has of a value.
