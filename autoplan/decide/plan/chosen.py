@@ -308,7 +308,10 @@ def plan_chosen(
     made = make_plan(
         solution, model=model, layers=layers, sequence_parallel=sequence_parallel, source_of=choices.source_of
     )
-    found = tuple(Finding("written plan", "note", "", note) for note in (f"chosen by {choices.name}", *solution.notes))
+    first, others = f"chosen by {choices.name}", solution.notes
+    if choices.source == "handwritten" and others and others[:1] == choices.notes[:1]:
+        first, others = f"{first}: {others[0]}", others[1:]
+    found = tuple(Finding("written plan", "note", "", note) for note in (first, *others))
     return replace(made, source=_origin(choices), findings=made.findings + found)
 
 
