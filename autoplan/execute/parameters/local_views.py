@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoplan.common.code.ways import is_settled
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.collectives import (
     RankGroup,
@@ -296,13 +297,18 @@ def _keeping_attributes(cls: type) -> Callable[..., Any]:
 
 
 def _reading_parameters(cls: type) -> Callable[..., Any]:
-    """A forward that goes over `self.parameters()` (a penalty on all weights) reads what it would read by name."""
+    """A forward that goes over `self.parameters()` (a penalty on all weights) reads what it would read by name. Hooks
+    of torch and of packages that are trusted find what is stored."""
     base: Any = cls.named_parameters  # type: ignore[attr-defined]
 
     def named_parameters(self: nn.Module, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         record = record_of(self)
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename == _CALLED.co_filename:  # torch's own `parameters`
+            frame = frame.f_back
+        local = record is not None and frame is not None and not is_settled(str(frame.f_globals.get("__name__")))
         for name, parameter in base(self, prefix, *args, **kwargs):
-            if record is None or not record.reading.inside:
+            if record is None or not local or not record.reading.inside:
                 yield name, parameter
                 continue
             owner, _, attribute = name.removeprefix(f"{prefix}.").rpartition(".")
