@@ -128,10 +128,12 @@ class Watch(Tracer):
         given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
         if self.marks.any_in(given):
             self._touch_above(frame.f_back)
-            module = frame.f_locals.get("self")
-            if module not in self.guard.planned and self.marks.kind_in(given) == PART:
-                name = f"{self.guard._name_of(module) or 'a module'} ({type(module).__name__})"
-                text = f"{name} was put in after the model was sharded, and is given {ONE_PART}"
+            module, planned = frame.f_locals["self"], self.guard.planned
+            name = self.guard._name_of(module) if module not in planned else ""  # none of those made on the way
+            if name and planned.isdisjoint(module.modules()) and self.marks.kind_in(given) == PART:  # no wrapper
+                text = (
+                    f"{name} ({type(module).__name__}) was put in after the model was sharded, and is given {ONE_PART}"
+                )
                 self.exits[text] = "put it in before, and plan again"
         if not self.guard.compares or id(frame.f_locals.get("self")) not in self.guard.listeners.backward:
             return None
