@@ -56,9 +56,7 @@ def test_every_name_that_conventions_hold_is_in_the_table() -> None:
              "decoder_", "peft", "transformers", "save_embedding_layers", "selected_adapters", "batched_mm",
              "grouped_mm", "accelerate", "auto_map", "output_", "return_dict", "tp_", "transformers_version",
              "warnings_issued"}  # fmt: skip
-    assert texts - known - words == {"peft_config", "get_base_model"}, (
-        "peft's own; enter others in hf/names.py"
-    )
+    assert texts - known - words == {"peft_config", "get_base_model"}, "peft's own; enter others in hf/names.py"
 
 
 NEWER = ("transformers 9.9.0 is newer than 5.24",)

@@ -35,7 +35,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoplan.common.code.ways import is_settled
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.collectives import (
     RankGroup,
@@ -237,7 +236,6 @@ def _view_class(cls: type, names: tuple[str, ...]) -> type:
     namespace: dict[str, Any] = {
         "_call_impl": _reading_call(cls),
         "_apply": _keeping_attributes(cls),
-        "named_parameters": _reading_parameters(cls),
         "__reduce_ex__": _reduce_to(cls, names),
     }
     namespace.update(_methods_that_read(cls, names))
@@ -294,27 +292,6 @@ def _keeping_attributes(cls: type) -> Callable[..., Any]:
         return made
 
     return _apply
-
-
-def _reading_parameters(cls: type) -> Callable[..., Any]:
-    """A forward that goes over `self.parameters()` (a penalty on all weights) reads what it would read by name. Hooks
-    of torch and of packages that are trusted find what is stored."""
-    base: Any = cls.named_parameters  # type: ignore[attr-defined]
-
-    def named_parameters(self: nn.Module, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        record = record_of(self)
-        frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename == _CALLED.co_filename:  # torch's own `parameters`
-            frame = frame.f_back
-        local = record is not None and frame is not None and not is_settled(str(frame.f_globals.get("__name__")))
-        for name, parameter in base(self, prefix, *args, **kwargs):
-            if record is None or not local or not record.reading.inside:
-                yield name, parameter
-                continue
-            owner, _, attribute = name.removeprefix(f"{prefix}.").rpartition(".")
-            yield name, getattr(self.get_submodule(owner), attribute)
-
-    return named_parameters
 
 
 def _methods_that_read(cls: type, names: tuple[str, ...]) -> dict[str, Any]:
