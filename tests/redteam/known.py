@@ -3,7 +3,7 @@
 KNOWN: dict[str, str] = {
     "doors/HookOnBlock@tp2": "a sound hook is refused: ranks sum the gradient of a block's output behind the hook",
     "doors/WeightUsedOutside@tp2": "raw: outside of the model a weight is a DTensor, and torch mixes none with tensors",
-    "odd/PenaltyByName@tp2": "a sound model is refused: of parameters() it gets DTensors, which mix with no plain tensor",
+    "odd/PenaltyByName@tp2": "a sound model is refused: parameters() gives it DTensors, not parts",
     "odd/PenaltyOverParameters@tp2": "a sound model is refused: of parameters() it gets DTensors",
     "odd/LoraMerging@tp2": "a sound model is refused: eval mode merges a whole matrix into a split weight",
     "sizes/BatchEqualsHidden@tp2": "a size of a part is compared with another size, and both outcomes are known",
