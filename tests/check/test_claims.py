@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ def test_a_pipeline_that_computes_something_else() -> None:
     report = tried.audit_claims(resolve("gpt_neox"))
     (finding,) = [finding for finding in report.findings if finding.check == "pp-plan"]
     assert not report.ok and report.details["claims"]["pp-plan"] == "wrong"
-    assert "gpt_neox.final_layer_norm" in finding.where and "off by 0.3" in finding.proof
+    off = re.search(r"off by (\d+\.\d+)", finding.proof)
+    assert "gpt_neox.final_layer_norm" in finding.where and off is not None and float(off[1]) > 0.1
 
 
 def test_a_model_without_layers_cannot_be_split() -> None:
