@@ -56,7 +56,7 @@ class AuditCheck:
 
     @staticmethod
     def of(module: ModuleType) -> AuditCheck:
-        rows = module.__name__.split(".")[-2] in ("reach", "cuts")
+        rows = module.__name__.rpartition(".")[0].rpartition(".")[2] in ("reach", "cuts")
         return AuditCheck(module.NAME, (module.__doc__ or "").strip(), module.run, rows)
 
 
