@@ -130,7 +130,7 @@ class PathGuard:
                 kind = watch.marks.kind_in(output)
             if kind:
                 what = ONE_PART if kind == PART else PARTS_OF_GRADIENT
-                called = ".".join(filter(None, (self._name_of(module), method))) or "the model"
+                called = ".".join(filter(None, (self.name_of(module), method))) or "the model"
                 self._say(f"{called} ({type(module).__name__}) was called by itself and returns {what}", _BY_ITSELF)
             elif watch.strays or watch.exits:
                 self._refuse(watch)
@@ -144,7 +144,7 @@ class PathGuard:
             self.stop()
         self.kept.hold(self.model)
 
-    def _name_of(self, module: nn.Module) -> str:
+    def name_of(self, module: nn.Module) -> str:
         return next((name for name, one in self.model.named_modules() if one is module), "")
 
     # ------------------------------------------------------------------ the model's own forward

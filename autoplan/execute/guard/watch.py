@@ -6,7 +6,7 @@ import random
 import sys
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -19,9 +19,6 @@ from autoplan.execute.guard.exits import loads_of
 from autoplan.execute.guard.marks import GRADIENT, PART, Marks
 from autoplan.execute.guard.situations import reads_outside
 from autoplan.ops.questions import literals_say
-
-if TYPE_CHECKING:
-    from autoplan.execute.guard.guard import PathGuard
 
 _VALUES_READ = ("__bool__", "item", "tolist", "__float__", "__int__", "__index__", "equal", "allclose")
 HOOKS = (
@@ -49,7 +46,7 @@ def _host_state() -> tuple[Any, bytes]:
 class Watch(Tracer):
     """One call that is followed."""
 
-    def __init__(self, guard: PathGuard) -> None:
+    def __init__(self, guard: Any) -> None:  # a PathGuard, whose file imports this one
         super().__init__()
         self.guard, self.marks = guard, Marks()
         self.counts: dict[int, set[str]] = {}
@@ -101,7 +98,7 @@ class Watch(Tracer):
         """A hook of others begins."""
         code, loads = frame.f_code, loads_of(frame.f_code)
         module = frame.f_back.f_locals.get("self") if frame.f_back is not None else None
-        name = self.guard._name_of(module) if isinstance(module, nn.Module) else ""
+        name = self.guard.name_of(module) if isinstance(module, nn.Module) else ""
         words = f"a hook on {name or 'the model'} ({source_line(code, None)}) is given"
         for argument in loads:
             given = frame.f_locals.get(argument)
@@ -129,7 +126,7 @@ class Watch(Tracer):
         if self.marks.any_in(given):
             self._touch_above(frame.f_back)
             module, planned = frame.f_locals["self"], self.guard.planned
-            name = self.guard._name_of(module) if module not in planned else ""  # none of those made on the way
+            name = self.guard.name_of(module) if module not in planned else ""  # none of those made on the way
             if name and planned.isdisjoint(module.modules()) and self.marks.kind_in(given) == PART:  # no wrapper
                 text = (
                     f"{name} ({type(module).__name__}) was put in after the model was sharded, and is given {ONE_PART}"
@@ -146,7 +143,7 @@ class Watch(Tracer):
             places = {tensor.data_ptr() for tensor in list(self.marks.tensors)}
             given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
             if any(one.requires_grad and one.data_ptr() in places for _, one in flatten_tensors((given, value))):
-                name = self.guard._name_of(module) or "the model"
+                name = self.guard.name_of(module) or "the model"
                 self.exits[f"a backward hook on {name} is given gradients of which each rank makes a part"] = HOOKS
         return partial(self._backward_hook, module)
 
