@@ -70,7 +70,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     "doctor/private_torch.py": ({"add"}, "an op of which a canary asks the name"),
     "execute/calls/fused.py": ({"gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"}, _EXECUTOR),
     "execute/calls/reductions.py": ({"_weight_norm", "normalize", "std"}, _EXECUTOR),
-    "execute/guard/guard.py": ({"allclose", "equal", "item"}, "questions that Python asks of the numbers of a tensor"),
+    "execute/guard/watch.py": ({"allclose", "equal", "item"}, "questions that Python asks of the numbers of a tensor"),
     "hf/training/claims.py": ({"norm"}, "a module that transformers' pipelines know by its name"),
     "execute/vocabulary/leaving.py": (
         {
