@@ -69,8 +69,9 @@ def _plans() -> bool:
 def _claims() -> bool:
     from transformers import LlamaForCausalLM
 
-    named = LlamaForCausalLM._no_split_modules, LlamaForCausalLM._pp_plan, LlamaForCausalLM._ep_plan
-    return bool(named[0] and named[1]) and (named[2] is None or isinstance(named[2], dict))
+    named = LlamaForCausalLM._no_split_modules, LlamaForCausalLM._pp_plan
+    experts = getattr(LlamaForCausalLM, "_ep_plan", None)  # older ones give it to instances only
+    return all(named) and (experts is None or isinstance(experts, dict))
 
 
 def _pipeline_stage() -> bool:

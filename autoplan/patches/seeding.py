@@ -31,7 +31,14 @@ class _Seedings:
         self.now = self.made = 0
 
 
-_of_generator: weakref.WeakKeyDictionary[torch.Generator, _Seedings] = weakref.WeakKeyDictionary()
+class RankGenerator(torch.Generator):
+    """That of one simulated rank."""
+
+    def __init__(self) -> None:
+        self.seedings = _Seedings()
+
+
+_of_process = _Seedings()
 _of_state: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # by the id of a state that somebody keeps
 
 
@@ -56,7 +63,7 @@ def note_seed() -> None:
 def _mine() -> _Seedings:
     """A simulated rank has a generator of its own, which stands where torch's functions find it."""
     generator = torch.random.default_generator.get_state.__self__
-    return _of_generator.setdefault(generator, _Seedings())
+    return generator.seedings if isinstance(generator, RankGenerator) else _of_process
 
 
 def _noting(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,6 +38,7 @@ from autoplan.capture.dry_run import enter_first_in_a_lasting_thread
 from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread
 from autoplan.common.errors import AutoplanError
 from autoplan.patches import simulated_ranks
+from autoplan.patches.seeding import RankGenerator
 from autoplan.patches.simulated_ranks import generator_per_thread, host_generators, world_per_thread
 
 __all__ = ["counted", "is_simulated", "listening", "run_threads"]
@@ -129,7 +130,7 @@ class _Body:
 
     def __call__(self) -> None:
         rank = self.ranks[self.number]
-        _this.generator, _this.counters, _this.listeners, _this.rank = torch.Generator(), [], [], rank
+        _this.generator, _this.counters, _this.listeners, _this.rank = RankGenerator(), [], [], rank
         _this.host = random.Random(), numpy.random.RandomState()
         own, (first, second, third) = _this.host, self.state
         _this.generator.set_state(first)
