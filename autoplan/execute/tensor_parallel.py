@@ -144,9 +144,8 @@ def apply_plan(
             undo.append(handle.remove)
         split = (name.rpartition(".")[0] for name, rule in rules.items() if rule is not None and rule.dim is not None)
         undo.append(partial(watch_no_longer, watch_children(modules, dict.fromkeys((*works, *split)))))
-        if any(
-            ">" in rewrite.site.place for work in works.values() for rewrite in work.of(CallRewrite)
-        ):  # in helper functions
+        in_helpers = any(">" in call.site.place for work in works.values() for call in work.of(CallRewrite))
+        if in_helpers or (guard is not None and guard.compares):
             undo.append(open_scripts(model))
         guard_kernels(model, (modules[name] for name, work in works.items() if work.communicates), undo)
         if reproducible_forward:  # after the hooks, which find their inputs by the signature of the forward

@@ -23,13 +23,16 @@ op("_local_scalar_dense",
    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, tells=True)(unknown)  # fmt: skip
 
 
-def literals_say(name: str) -> Literal["nothing", "function", "numbers", "all"]:
+def literals_say(name: str) -> Literal["nothing", "elementwise", "function", "numbers", "all"]:
     """What decides about the result of a call of this name on a rank's part of a value, beside the value.
 
-    What an op does to each element it does with any number; that one which scales or adds is called at all says nothing
-    either. A layer that draws at a rate is told whether it trains, and is tried in both modes.
+    What an op does to each element it does with any number, and where one such op is right, so is another (unless it
+    draws); that one which scales or adds is called at all says nothing either. A layer that draws at a rate is told
+    whether it trains, and is tried in both modes.
     """
     record = call_record(name)
     if op_record(record.becomes or name).dims is elementwise:
-        return "nothing" if record.linear is not Linear.NO else "function"
+        if record.linear is not Linear.NO:
+            return "nothing"
+        return "elementwise" if record.random.when == "never" else "function"
     return "numbers" if record.random.when == "rate" else "all"

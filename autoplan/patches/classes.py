@@ -138,8 +138,8 @@ UNSCRIPTED = Patch(
     name="TorchScript functions",
     replaces="torch.jit.ScriptFunction.__call__",
     why="what a function does that torch.jit has compiled is not seen whole",
-    scope="while a model is recorded, or one lives whose plan rewrites calls in helper functions; where a torch "
-    "function mode looks on",
+    scope="while a model is recorded, or one lives whose plan rewrites calls in helper functions or whose calls the "
+    "path guard follows; where a torch function mode looks on",
     undone="the method is put back",
     where="autoplan/patches/classes.py",
     canary=_canary_of_scripts,

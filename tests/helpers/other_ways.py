@@ -53,7 +53,12 @@ class Rounds(Mlp):
         return x
 
 
-ACTIVATIONS = {"tanh": torch.tanh, "softmax": partial(torch.softmax, dim=-1)}
+ACTIVATIONS = {
+    "tanh": torch.tanh,
+    "gelu": nn.functional.gelu,
+    "silu": nn.functional.silu,
+    "softmax": partial(torch.softmax, dim=-1),
+}
 
 
 class Dim(Mlp):
@@ -96,6 +101,37 @@ class HeldDim(Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = nn.functional.normalize(self.act(self.up(x)), dim=self.dim)
         return x + self.down(scaled(h) if self.setting.norm else h)
+
+
+@torch.jit.script
+def scripted(h: torch.Tensor, norm: bool) -> torch.Tensor:
+    if norm:
+        h = h / (0.1 + h.pow(2).mean(-1, keepdim=True))
+    return h
+
+
+class Scripted(Mlp):
+    def inner(self, h: torch.Tensor, norm: bool = False) -> torch.Tensor:
+        return scripted(h, norm)
+
+
+class Clipped(torch.autograd.Function):
+    """Only its backward asks for the flag."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, clip: bool) -> torch.Tensor:
+        ctx.clip = clip
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return scaled(gradients[0]) if ctx.clip else gradients[0], None
+
+
+class InBackward(Mlp):
+    def inner(self, h: torch.Tensor, clip: bool = False) -> torch.Tensor:
+        clipped: torch.Tensor = Clipped.apply(h, clip)  # type: ignore[no-untyped-call]
+        return clipped
 
 
 class Large(Mlp):
@@ -376,6 +412,8 @@ CASES: dict[str, Case] = {
     "an early return": Case(EarlyReturn, {"early": True}),
     "a loop": Case(Loop, {"rounds": 1}),
     "a second round": Case(Rounds, {"rounds": 2}),
+    "TorchScript": Case(Scripted, {"norm": True}),
+    "a flag of a backward": Case(InBackward, {"clip": True}),
     "a dim": Case(Dim, {"dim": -1}),
     "a dim that is looked up": Case(IndexedDim, {"reverse": True}),
     "a function that is looked up": Case(Function, {"act": "softmax"}),

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from autoplan.common.code.code_place import call_name
+from autoplan.common.nested import flatten_tensors
 
-__all__ = ["Forms", "form_of", "forms_in", "unlike", "without_repeats"]
+__all__ = ["Forms", "form_of", "form_of_given", "forms_in", "unlike", "without_repeats"]
 
 _ANY, _FACTOR = "*", "~"
 _MOST_VALUES = 3  # as many different numbers at one place are any number: the number of a round
@@ -29,12 +30,23 @@ def form_of(literals_say: Callable[[str], str], function: Any, args: Any, kwargs
     told = literals_say(name)
     if name.startswith(("attr:", "_set_")) or told == "nothing":
         return ""
+    if told == "elementwise":
+        return f"{told}({','.join('T' for _ in flatten_tensors((args, kwargs)))})"
     if told == "function":
         return f"{_plain(name)}()"
     words = [word for value in args for word in _words(value)]
     words += [f"{key}:{word}" for key in sorted(kwargs) for word in _words(kwargs[key])]
     if told == "numbers":
         words = [re.sub(r"(^|:)(True|False|f-?\d+|~)$", rf"\1{_ANY}", word) for word in words]
+    return _written(name, words)
+
+
+def form_of_given(given: Iterable[Any]) -> str:
+    """The same of what a function is given whose backward may ask for any of it."""
+    return _written("given", [word for value in given for word in _words(value)])
+
+
+def _written(name: str, words: list[str]) -> str:
     if not any(word.rpartition(":")[2].isdigit() for word in words):  # no dim is counted from the front
         words = [re.sub(r"(^|:)T\d+$", r"\1T", word) for word in words]
     return f"{_plain(name)}({','.join(words)})"

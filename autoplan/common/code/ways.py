@@ -21,10 +21,12 @@ import os
 import sys
 import sysconfig
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import CO_VARARGS
 from itertools import takewhile
 from pathlib import Path
 from types import CodeType, FrameType
@@ -34,14 +36,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autoplan.common.code.forms import form_of, unlike, without_repeats
+from autoplan.common.code.forms import form_of, form_of_given, unlike, without_repeats
 from autoplan.common.code.forward_code import code_hash
 from autoplan.common.conventions import conventions
 from autoplan.values.plan import SeenCode
 
-__all__ = ["PYTHON", "CodeFacts", "Follower", "Paused", "Recorder", "Tracer", "Ways", "added", "facts_of", "follow",
-           "has_own_code", "is_module_call", "is_settled", "listener", "others_of", "recording", "seen_code",
-           "running", "set_running", "source_line", "tracing", "uncompared", "ways_of"]  # fmt: skip
+__all__ = ["ENTRY", "PYTHON", "CodeFacts", "Follower", "Paused", "Recorder", "Tracer", "Ways", "added", "facts_of",
+           "follow", "has_own_code", "is_module_call", "is_settled", "listener", "others_of", "recording", "running",
+           "seen_code", "set_running", "source_line", "tracing", "uncompared", "ways_of"]  # fmt: skip
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 _SETTLED = frozenset({"torch", "numpy", "autoplan"})
@@ -50,6 +52,8 @@ _PASSING = ("__torch_function__", "_call_impl")  # of ours, they hand a torch ca
 _UNCONDITIONAL = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP", "JUMP_NO_INTERRUPT")
 _FIRST_OF_HANDLER = "PUSH_EXC_INFO"
 _MODULE_CALL = nn.Module._call_impl.__code__.co_filename
+ENTRY = 0  # where no call stands: what a function is given is written down there
+_APPLY = torch.autograd.Function.apply.__func__.__code__
 
 LiteralsSay = Callable[[str], str]
 Ways = dict[tuple[str, str], set[str]]  # by place and hash of the code
@@ -59,19 +63,24 @@ Ways = dict[tuple[str, str], set[str]]  # by place and hash of the code
 class CodeFacts:
     """What of a code object must be known while it runs.
 
-    `going_on`: for each branch the offsets at which code goes on that does not jump. `asking`: the branches that may
-    depend on a number or on what a tensor holds. `loops`: the heads of its `for` loops. `stores`: attributes that it
-    sets.
+    `starts`: where its instructions begin. `going_on`: for each branch the offsets at which code goes on that does not
+    jump. `asking`: the branches that may depend on a number or on what a tensor holds. `loops`: the heads of its `for`
+    loops. `stores`: attributes that it sets.
     """
 
     code: CodeType
     place: str
     hash: str
+    starts: tuple[int, ...]
     going_on: dict[int, tuple[int, ...]]
     asking: tuple[int, ...]
     loops: frozenset[int]
     handlers: frozenset[int]
     stores: tuple[str, ...]
+
+    def call_at(self, offset: int) -> int:
+        """Where the call begins that is being made: while a Python function runs, the offset stands behind it."""
+        return self.starts[bisect_right(self.starts, offset) - 1]
 
 
 _facts: dict[int, tuple[CodeType, CodeFacts | None]] = {}  # the code is kept, or its id would be another's
@@ -137,6 +146,7 @@ def _read(code: CodeType, module: str) -> CodeFacts:
         code,
         f"{module}:{code.co_qualname}:{code.co_firstlineno}",
         f"{PYTHON}:{code_hash(code)}",
+        tuple(one.offset for one in instructions),
         going_on,
         tuple(asking),
         frozenset(one.offset for one in instructions if one.opname == "FOR_ITER"),
@@ -178,10 +188,16 @@ class Tracer:
         above = frame.f_back
         caller = self.frames.get(id(above)) if above is not None else None
         if caller is not None and above is not None:  # called directly: the place of the call chose the function
-            way = f"{above.f_lasti}>{facts.hash.rpartition(':')[2][:6]}"
+            way = f"{caller.facts.call_at(above.f_lasti)}>{facts.hash.rpartition(':')[2][:6]}"
             if way not in caller.known:
                 self.on_way(follower, way)
+        if above is not None and above.f_code is _APPLY:
+            names = frame.f_code.co_varnames[: frame.f_code.co_argcount + bool(frame.f_code.co_flags & CO_VARARGS)]
+            self.on_function(follower, tuple(frame.f_locals[name] for name in names))
         return follower.step
+
+    def on_function(self, follower: Follower, given: tuple[Any, ...]) -> None:
+        """A `torch.autograd.Function` begins: its backward may ask for any of its arguments."""
 
     def on_enter(self, follower: Follower, frame: FrameType) -> None:
         """A frame of the model's code begins."""
@@ -217,7 +233,7 @@ class Follower:
     """One running frame. `known`: the ways of its code of which nothing more need be said.
 
     Ways are "12+" and "12-" (a branch goes on, or jumps), "12++" (a loop begins a second round: what its body is given
-    was computed by the round before), "12" (an error is handled), "12>c0ffee" (a function is called) and
+    was computed by the round before), "12" (an error is handled), "12>c0ffee" (a function is called),
     "12=softmax(T3,-1)" (a torch function is).
     """
 
@@ -337,10 +353,13 @@ class Recorder(Tracer):
     def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:
         self._note(function, args, kwargs)
 
+    def on_function(self, follower: Follower, given: tuple[Any, ...]) -> None:
+        follower.known.add(f"{ENTRY}={form_of_given(given)}")
+
     def _note(self, function: Any, args: Any, kwargs: Any) -> None:
         caller = self.caller(sys._getframe(3))
         if caller is not None and (form := form_of(self.literals_say, function, args, kwargs)):
-            caller.known.add(f"{caller.frame.f_lasti}={form}")
+            caller.known.add(f"{caller.facts.call_at(caller.frame.f_lasti)}={form}")
 
     def forget(self) -> None:
         """Begin anew."""

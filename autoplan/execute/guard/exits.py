@@ -83,9 +83,16 @@ class Kept:
         code, outer = frame.f_code, frame.f_globals
         self.around.setdefault(id(outer), (outer, set()))[1].update(code.co_names)
         for name in code.co_freevars:
-            value = frame.f_locals.get(name)
-            if isinstance(value, list | dict | deque):
-                self.around.setdefault(id(value), ({name: value}, {name}))
+            self._note_container(name, frame.f_locals.get(name))
+
+    def note_given(self, given: dict[str, Any]) -> None:
+        """A call begins: an argument may be a method of a container of its caller's (`found.append`)."""
+        for name, value in given.items():
+            self._note_container(name, getattr(value, "__self__", None))
+
+    def _note_container(self, name: str, value: Any) -> None:
+        if isinstance(value, list | dict | deque):
+            self.around.setdefault(id(value), ({name: value}, {name}))
 
     def note(self, model: nn.Module, marks: Marks) -> list[str]:
         """After a call that was followed: those that are new."""
@@ -217,6 +224,15 @@ def _code_of(hook: Callable[..., Any]) -> CodeType | None:
     if is_settled(str(getattr(function, "__module__", None) or "builtins")):
         return None
     return getattr(function, "__code__", None)
+
+
+@lru_cache(maxsize=4096)
+def outer_stores(code: CodeType) -> tuple[str, ...]:
+    """The variables of outer functions that a function binds anew."""
+    if not code.co_freevars:
+        return ()
+    bound = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"}
+    return tuple(name for name in code.co_freevars if name in bound)
 
 
 @lru_cache(maxsize=256)

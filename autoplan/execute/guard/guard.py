@@ -119,6 +119,7 @@ class PathGuard:
         self.kept.give_back()
         if (module is self.model and not method) or torch._C._current_graph_task_id() != -1:
             return
+        self.kept.note_given({f"argument {number}": value for number, value in enumerate(args)} | kwargs)
         self.begin(module, {f"{id(module)}.{method}": (args, kwargs)}, by_itself=True)
         self.by_itself = self.running is not None
 
@@ -173,6 +174,7 @@ class PathGuard:
                 text = "a trace function is set (a debugger, coverage): calls of the sharded model are not guarded"
                 warnings.warn(text, UnprovenPlanWarning, stacklevel=2)
             return
+        self.kept.note_given(given)
         self.running = Watch(self)
         self.mode = Paused(self.running)
         self.mode.__enter__()

@@ -12,10 +12,10 @@ import numpy
 import torch
 from torch import nn
 
-from autoplan.common.code.forms import form_of
-from autoplan.common.code.ways import Follower, Tracer, is_module_call, source_line
+from autoplan.common.code.forms import form_of, form_of_given
+from autoplan.common.code.ways import ENTRY, Follower, Tracer, is_module_call, source_line
 from autoplan.common.nested import flatten_tensors
-from autoplan.execute.guard.exits import loads_of
+from autoplan.execute.guard.exits import loads_of, outer_stores
 from autoplan.execute.guard.marks import GRADIENT, PART, Marks
 from autoplan.execute.guard.situations import reads_outside
 from autoplan.ops.questions import literals_say
@@ -84,9 +84,18 @@ class Watch(Tracer):
         elif known is None:
             follower.known = set()
             self._stray(follower, None)
+            count = frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
+            if self.marks.kind_in([frame.f_locals.get(name) for name in names[:count]]) == PART:  # it may keep it
+                self._touch(follower)
         else:
             follower.known = known
             situations.open_ways |= not known.issuperset(f"{at}{side}" for at in facts.asking for side in "+-")
+
+    def on_function(self, follower: Follower, given: tuple[Any, ...]) -> None:
+        forms = self.guard.forms.get((follower.facts.place, follower.facts.hash), {}).get(ENTRY)
+        form = form_of_given(given)
+        if forms is not None and not forms.has(form, self.guard.edited_names) and self.marks.any_in(given):
+            self.strays[f"{source_line(follower.facts.code, None)} [{form}]"] = None
 
     def on_way(self, follower: Follower, way: str) -> None:
         if ">" in way:
@@ -120,6 +129,12 @@ class Watch(Tracer):
             self.escaping.clear()
         if follower.strays and self.marks.any_in(value):
             self._touch(follower)
+        for name in outer_stores(frame.f_code):
+            made_here = any(name in one.frame.f_code.co_cellvars for one in self.frames.values())
+            if not made_here and self.marks.any_in(frame.f_locals.get(name)):
+                self.exits[f"{source_line(frame.f_code, None)}: keeps {ONE_PART} in {name!r}, a variable outside"] = (
+                    "return it from forward: what the model returns is whole on every rank"
+                )
 
     def on_module_call(self, frame: FrameType) -> Any:
         given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
@@ -195,7 +210,7 @@ class Watch(Tracer):
         caller = self.caller(frame) if self.guard.has_forms and self.guard.compares else None
         if caller is None or caller.known is _EVERY:
             return
-        form, place = form_of(literals_say, function, args, kwargs), caller.frame.f_lasti
+        form, place = form_of(literals_say, function, args, kwargs), caller.facts.call_at(caller.frame.f_lasti)
         forms = self.guard.forms.get((caller.facts.place, caller.facts.hash), {}).get(place)
         if form and (forms is None or not forms.has(form, self.guard.edited_names)):
             text = f"{source_line(caller.facts.code, place)} [{form}]"

@@ -133,6 +133,63 @@ def test_a_part_that_is_kept_around_the_code_is_refused(read: str, words: str) -
     refused(KeepingAround, run, rf"{words} is of one rank")
 
 
+class Telling(Mlp):
+    def forward(self, x: torch.Tensor, tell: Callable[[torch.Tensor], Any] = lambda h: None) -> Any:
+        h = self.up(x).relu()
+        tell(h)
+        return self.down(h)
+
+
+def test_a_part_that_a_callback_keeps_is_refused() -> None:
+    def run(model: nn.Module) -> Any:
+        found: list[torch.Tensor] = []
+        model.block(X, found.append)
+        return found[0].sum()
+
+    refused(Telling, run, "argument 1 is of one rank")
+
+
+def replacing(model: nn.Module) -> Any:
+    found: set[torch.Tensor] = set()
+    model.block.tell = lambda h: found.add(h)  # type: ignore[union-attr]
+    model(X)
+    return found.pop().sum()
+
+
+class TellingByAttribute(Telling):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tell: Any = lambda h: None
+
+    def forward(self, x: torch.Tensor, tell: Any = None) -> Any:
+        return super().forward(x, self.tell)
+
+
+def test_a_part_that_a_new_function_is_given_is_refused() -> None:
+    refused(TellingByAttribute, replacing, "took a way that this plan never saw")
+
+
+class Rebinding(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        latest = None
+
+        def put(h: torch.Tensor) -> None:
+            nonlocal latest
+            latest = h
+
+        self.put, self.get = put, lambda: latest
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.up(x).relu()
+        self.put(h)
+        return self.down(h)
+
+
+def test_a_part_that_is_bound_to_an_outer_variable_is_refused() -> None:
+    refused(Rebinding, lambda model: model(X), "keeps one rank's part of a value in 'latest'")
+
+
 def test_kept_whole_values_and_names_of_parts_can_be_read() -> None:
     def run(model: nn.Module) -> Any:
         model(X)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,15 @@ def test_a_way_never_seen_is_refused_and_wrong_without_the_guard(name: str) -> N
     assert worst > 1e-4, "it is right anyway"
     with pytest.raises(RankError, match=r"other_ways\.py:\d+: .* took a way that this plan never saw|was put in after"):
         on_ranks(case, model, plan, "refuse")
+
+
+@pytest.mark.parametrize("act", ["gelu", "silu"])  # in C and in Python
+def test_another_elementwise_function_is_as_right(act: str) -> None:
+    case = replace(CASES["a function that is looked up"], other={"act": act})
+    model, plan = planned(case)
+    want, got = called(case, copy.deepcopy(model)), on_ranks(case, model, plan, "refuse")
+    for key in want:
+        torch.testing.assert_close(got[key], want[key])
 
 
 def test_it_warns_where_that_is_asked_for() -> None:
