@@ -58,22 +58,19 @@ class LeavingLogits(DTensor):
         if func in _NUMBERS:
             _refuse_part(args[0], func)
         if func.__name__ in _WRITTEN_WHOLE and isinstance(args[0], LeavingLogits):
-            # Change whole rows, and take back the columns of this rank
-            _warn_once(func)
-            logits, *others = args
-            whole = logits.full_tensor().clone()
-            func(whole, *_whole(others), **_whole(kwargs))
-            with torch._C.DisableTorchFunctionSubclass():
-                logits.copy_(_spread(whole, logits.device_mesh))
-            return None if func is _T.__setitem__ else logits
+            return _write_whole(func, args, kwargs)
         if func.__name__ in _READ_WHOLE or (func is _T.__getitem__ and _has_list(args[1])):
             return _read_whole(func, args, kwargs)
         if _beside_plain(args, kwargs) and not (func is F.cross_entropy and _loss_parallel()):
             return _with_plain(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is _T.__deepcopy__:
-                return _ours(_T.__deepcopy__(_theirs(args[0]), *args[1:]))
-            found = _kept(func(*args, **kwargs), args)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                if func is _T.__deepcopy__:
+                    return _ours(_T.__deepcopy__(_theirs(args[0]), *args[1:]))
+                found = _kept(func(*args, **kwargs), args)
+        except NotImplementedError:  # this version of DTensor does not know the op
+            writes = writes_in_place(func.__name__) and isinstance(args[0], LeavingLogits)
+            return _write_whole(func, args, kwargs) if writes else _read_whole(func, args, kwargs)
         return _excerpts(found.full_tensor()) if func is _T.__getitem__ and _is_copy(found, args) else found
 
 
@@ -131,6 +128,17 @@ def _whole(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _whole(item) for key, item in value.items()}
     return type(value)([_whole(item) for item in value]) if type(value) in (tuple, list) else value
+
+
+def _write_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Change whole rows, and take back the columns of this rank."""
+    _warn_once(func)
+    logits, *others = args
+    whole = logits.full_tensor().clone()
+    func(whole, *_whole(others), **_whole(kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        logits.copy_(_spread(whole, logits.device_mesh))
+    return None if func is _T.__setitem__ else logits
 
 
 def _read_whole(func: Any, args: Any, kwargs: Any) -> Any:

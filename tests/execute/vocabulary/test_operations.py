@@ -112,6 +112,7 @@ OPERATIONS: dict[str, Operation] = {
     "topk": lambda z: z.topk(3, -1).values.pow(2).sum(),
     "sort": lambda z: (z.sort(-1).values * T).sum(),
     "argsort": lambda z: (z.argsort(-1) * T).sum(),
+    "distances": lambda z: torch.cdist(z[0], z[0] + 1).sum(),  # DTensor knows none
     "cumsum": lambda z: (z.cumsum(-1) * T).sum(),
     "top_p": top_p,
     "kthvalue": lambda z: z.kthvalue(3, -1).values.sum(),
