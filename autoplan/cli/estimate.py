@@ -63,6 +63,15 @@ WeightsStored = Annotated[
 ]
 
 
+Precision = Annotated[
+    str | None,
+    typer.Option("--mixed-precision", help="bf16: float32 weights are gathered and computed with in bfloat16."),
+]
+Matmuls = Annotated[
+    str | None, typer.Option("--matmuls", help="fp8: products of layers at the device's rate of float8.")
+]
+
+
 def choose(
     model: Model,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="How many GPUs there are.")],
@@ -135,6 +144,18 @@ def estimate(
     sequence_parallel: Cut = False,
     ep: EpSize = 1,
     cpu_offload: Annotated[bool, typer.Option("--cpu-offload", help="FSDP2 keeps what it shards in the host.")] = False,
+    mixed_precision: Precision = None,
+    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Micro-batches of a step.")] = 1,
+    reshard: Annotated[
+        bool | None, typer.Option("--reshard/--no-reshard", help="Free gathered weights after forward, or keep them.")
+    ] = None,
+    matmuls: Matmuls = None,
+    exchange_experts: Annotated[
+        int, typer.Option("--exchange-experts", min=1, help="Whole experts on so many ranks of dp_shard.")
+    ] = 1,
+    shard_optimizer: Annotated[
+        bool, typer.Option("--shard-optimizer", help="Its states are sharded over dp_replicate (ZeRO-1).")
+    ] = False,
     concurrency: Annotated[
         int, typer.Option("--concurrency", min=0, help="For inference: sequences held; 0: those of --batch.")
     ] = 0,
@@ -155,6 +176,8 @@ def estimate(
             lora_targets=lora_targets, device=gpu,
             activation_checkpointing=checkpointing_of(checkpointing), sequence_parallel=sequence_parallel, ep_size=ep,
             weights=weights, optimizer=optimizer, cpu_offload=cpu_offload, concurrency=concurrency,
+            mp_policy=mixed_precision, accumulate=accumulate, reshard_after_forward=reshard, matmuls=matmuls,
+            exchange_experts=exchange_experts, shard_optimizer=shard_optimizer,
             cache_dtype=cache_dtype, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     emit(estimate_view(found), found.to_dict(), as_json, output)

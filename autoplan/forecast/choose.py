@@ -19,8 +19,8 @@ from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import Wish, check_argument, check_count, check_ranks
 from autoplan.emit.pages.cases import WhatIf
 from autoplan.forecast.adapters import LORA_RANK, targets_of
+from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import Device, load_device
-from autoplan.forecast.estimate import Asked
 from autoplan.forecast.step import Setting, Steps, inputs_of
 from autoplan.forecast.sweep import Sweep
 from autoplan.hf.source import Model, Source, resolve

@@ -7,7 +7,7 @@ flat buffer that lives until the next one's. (torch/distributed/fsdp/_fully_shar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.forecast.recording.depth import expanded
 from autoplan.forecast.recording.program import Program, Stretch
@@ -25,7 +25,8 @@ class DataRanks:
     """How parameters are sharded over data-parallel ranks. `compute`, `reduce`: bytes of an element when gathered and
     when gradients are summed; None: as stored. `reshard`: None frees all units but the last of each stack. `casts`: of
     what the model returns; the last gather's buffer is held until then. `offload`: pieces of parameters, gradients and
-    states lie in the host's memory."""
+    states lie in the host's memory. `exchange`: so many of the ranks hold whole experts, and exchange tokens for them;
+    only those that hold the same ones gather them."""
 
     shard: int = 1
     replicate: int = 1
@@ -35,24 +36,33 @@ class DataRanks:
     reshard: bool | None = None
     casts: bool = False
     offload: bool = False
+    exchange: int = 1
 
     def padded(self, held: Held) -> int:
         """Elements of a parameter when every rank holds as many as the first."""
         return held.padded(self.shard)
 
     def gathered(self, unit: UnitSize) -> int:
-        return sum(int(self.padded(p) * (p.packed or self.compute or p.size)) for p in unit.parameters)
+        return sum(int(self.padded(p) * (p.packed or self.compute or p.size) * self.part(p)) for p in unit.parameters)
 
     def turned(self, unit: UnitSize) -> int:
         """Of what is gathered, what FSDP2 copies once more, as it cuts it along another dim than the first."""
         inside = (p for p in unit.parameters if p.cut_inside(self.shard))
-        return sum(int(p.elements * (p.packed or self.compute or p.size)) for p in inside)
+        return sum(int(p.elements * (p.packed or self.compute or p.size) * self.part(p)) for p in inside)
 
     def reduced(self, unit: UnitSize) -> int:
-        return sum(self.padded(p) * (self.reduce or self.compute or p.size) for p in unit.parameters if p.trained)
+        sizes = ((p, self.reduce or self.compute or p.size) for p in unit.parameters if p.trained)
+        return sum(int(self.padded(p) * size * self.part(p)) for p, size in sizes)
 
     def gradients(self, unit: UnitSize) -> int:
-        return sum(p.elements * (self.compute or p.size) for p in unit.parameters if p.trained)
+        return sum(self.gradient(p) for p in unit.parameters if p.trained)
+
+    def gradient(self, held: Held) -> int:
+        return int(held.elements * (self.compute or held.size) * self.part(held))
+
+    def part(self, held: Held) -> float:
+        """Of a parameter, what a rank has when it is gathered."""
+        return 1 / self.exchange if held.stack else 1.0
 
     def stored(self, held: Held) -> int:
         """Bytes of this rank's piece on the device."""
@@ -106,6 +116,10 @@ class Walk:
         self.flops: dict[str, int] = {}
         self.ahead = 0  # the forward's operations
         self.moved = 0
+        self.layers: dict[str, int] = {}  # operations of products in blocks
+        self.expert_flops = 0  # of the forward
+        self.waiting = 0  # what blocks keep for backward
+        self.ours = {unit.name: _ours(unit, data) for unit in units} if data.exchange > 1 else {}
         self.moments: dict[tuple[str, str], int] = {}  # the highest moment in each module
 
     def run(self) -> Peak:
@@ -122,19 +136,27 @@ class Walk:
         return self.peak
 
     def _stretch(self, step: Stretch, block: str, phase: str) -> None:
-        total = sum(self.live.values()) + sum(step.at.values())
+        ours = self.ours.get(block, 1.0)
+        at = {kind: size * (ours if kind == "gradient" else 1) for kind, size in step.at.items()}
+        total = sum(self.live.values()) + sum(at.values())
         if step.at:
             moment = phase, _place(block, step.module)
             self.moments[moment] = max(int(total), self.moments.get(moment, 0))
         if total > self.peak.total and step.at:
             parts = dict(self.live)
-            for kind, size in step.at.items():
+            for kind, size in at.items():
                 parts[_KINDS_OF_PART[kind]] += int(size)
             self.peak = Peak(int(total), parts, _place(block, step.module), phase)
         for kind, size in step.net.items():
             if kind == "gradient" and self.adding and not self.data.on:
                 continue  # added to what is there
-            self.live[_KINDS_OF_PART[kind]] += int(size)
+            self.live[_KINDS_OF_PART[kind]] += int(size * (ours if kind == "gradient" else 1))
+        if block and phase == "forward":
+            self.waiting = max(self.waiting, self.live["kept"])
+            self.expert_flops += int(step.layers.get("experts", 0))
+        if block:
+            for layer, flops in step.layers.items():
+                self.layers[layer] = self.layers.get(layer, 0) + int(flops)
         for (dim, kind), (number, size) in step.sent.items():
             self._add(dim, kind, number, int(size))
         for dtype, flops in step.flops.items():
@@ -223,7 +245,7 @@ class Walk:
         whole, size = self.data.gradients(unit), self.data.reduced(unit)
         if not size:
             return
-        sizes = {p: p.elements * (self.data.compute or p.size) for p in unit.parameters if p.trained}
+        sizes = {p: self.data.gradient(p) for p in unit.parameters if p.trained}
         last = list(sizes)[-1]  # the loop that copies gradients in still holds the last one
         inside = [p for p in sizes if p.cut_inside(self.data.shard)]
         turned_last = sizes[inside[-1]] if inside else 0  # ... and the one that turns them its own
@@ -272,6 +294,12 @@ class Walk:
                 one = found.setdefault((dim, kind), [0, 0])
                 one[0], one[1] = one[0] + number, one[1] + size
         return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in found.items())
+
+
+def _ours(unit: UnitSize, data: DataRanks) -> float:
+    """Of the gradients that a recording without exchanges makes, those of experts that a rank holds, and all others."""
+    alone = replace(data, exchange=1).gradients(unit)
+    return data.gradients(unit) / alone if alone else 1.0
 
 
 def _renamed(name: str, block: str) -> str:

@@ -21,8 +21,9 @@ from typing import Any
 from autoplan.common.errors import IndivisibleError, PlanMismatchError
 from autoplan.common.stages import stage
 from autoplan.decide.rulebook.read import rule_named
+from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import Device
-from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.step import Steps
 from autoplan.values import LocalExperts
 from autoplan.values.estimate import Estimate, MemoryParts, Row

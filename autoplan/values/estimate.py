@@ -109,12 +109,14 @@ class MemoryParts:
 @dataclass(frozen=True)
 class Sent:
     """Collectives of one kind over one dim of the mesh in one step of a rank: how many, and the bytes of their whole
-    values (what comes out of a gather, what goes into a reduction)."""
+    values (what comes out of a gather, what goes into a reduction). `among`: of so many neighbours of the dim
+    (0: of all)."""
 
     dim: str
     kind: str
     number: int
     bytes: int
+    among: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,8 @@ class Estimate:
     against. `tokens`: of one step of all ranks. `moments`: phase, module and bytes of the highest moment in each module
     that is told apart, in order. `dtype`: that most weights have, `dtype_origin`: who says so; `stored`: how quantised
     weights are stored. `concurrency`: for inference, the sequences of a rank whose keys and values are held, and
-    `decoded_per_second`: the tokens that all ranks add to theirs.
+    `decoded_per_second`: the tokens that all ranks add to theirs. `matmuls`: the dtype that products of
+    layers are computed in, where that is not the weights'; `run_by`: whose engine runs what autoplan does not.
     """
 
     model: str
@@ -164,6 +167,8 @@ class Estimate:
     stored: str = ""
     concurrency: int = 0
     decoded_per_second: float = 0.0
+    matmuls: str = ""
+    run_by: str = ""
 
     @property
     def weights_text(self) -> str:

@@ -65,6 +65,7 @@ def estimate_view(found: Estimate) -> RenderableType:
     head = f"{found.model} on {mesh_text(found.mesh)}: micro-batch {found.batch}"
     head += (f" × {found.sequence} tokens" if found.sequence else " samples") + f", {found.train}"
     head += (f", {found.weights_text}" if found.dtype else "") + (f", {found.optimizer}" if found.optimizer else "")
+    head += f", products in {found.matmuls}" if found.matmuls else ""
     lines: list[RenderableType] = [Text(head), Text(""), table]
     lines.append(Text(f"peak: {found.phase}, at {found.where}"))
     lines += [Text(""), sent_table(found.messages)]
@@ -78,6 +79,8 @@ def estimate_view(found: Estimate) -> RenderableType:
     if found.decoded_per_second:
         held = f"{found.concurrency} sequences a rank, {found.sequence} tokens held of each"
         lines += [Text(f"decoding: {found.decoded_per_second:,.0f} tokens a second ({held})")]
+    if found.run_by:
+        lines += [Text(f"run by others: {found.run_by}; autoplan plans the tp and data-parallel part")]
     lines += [Text(f"note: {text}") for text in found.notes]
     return Group(*lines)
 
@@ -175,7 +178,7 @@ def estimate_to_dict(found: Estimate) -> dict[str, Any]:
         "bars": {name: {"relative": bar, "against": against} for name, bar, against in found.bars},
         "notes": list(found.notes), "dtype": found.dtype, "dtype_origin": found.dtype_origin, "stored": found.stored,
         "optimizer": found.optimizer, "concurrency": found.concurrency,
-        "decoded_tokens_per_second": found.decoded_per_second,
+        "decoded_tokens_per_second": found.decoded_per_second, "matmuls": found.matmuls, "run_by": found.run_by,
     }  # fmt: skip
 
 
