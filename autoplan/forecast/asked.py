@@ -38,6 +38,7 @@ class Asked:
     cpu_offload: bool = False
     concurrency: int = 0  # sequences whose keys and values are held; 0: those of the batch
     cache_dtype: str | None = None
+    chunked_loss: bool = False  # logits are there for a chunk of tokens at a time
     matmuls: str | None = None  # of layers in blocks: "fp8"; None: in the dtype of the step
     exchange_experts: int = 1  # data-parallel ranks that hold whole experts and exchange tokens
     shard_optimizer: bool = False  # over the ranks of dp_replicate
@@ -51,7 +52,7 @@ class Asked:
             check_count(name, getattr(self, name))
         if self.sequence < 2:
             raise AutoplanError(f"sequence={self.sequence}", hint="a sequence has two tokens at least")
-        for name in ("sequence_parallel", "experts", "updates", "cpu_offload", "shard_optimizer"):
+        for name in ("sequence_parallel", "experts", "updates", "cpu_offload", "shard_optimizer", "chunked_loss"):
             check_argument(name, getattr(self, name), bool, "choose True or False")
         if self.concurrency != 0 or isinstance(self.concurrency, bool):
             check_count("concurrency", self.concurrency)
@@ -91,6 +92,10 @@ class Asked:
                 f"shard_optimizer=True on {dict(self.mesh)} with train={self.train!r}",
                 hint="it is sharded over the ranks of dp_replicate, in training, with dp_shard=1",
             )
+        if self.chunked_loss and (self.loss is not None or self.train == "inference"):
+            raise AutoplanError(
+                "chunked_loss=True with a loss of your own, or none", hint="it prices the loss that the model computes"
+            )
         if self.shard_optimizer and self.mp_policy:
             raise AutoplanError(
                 f"mp_policy={self.mp_policy!r} with shard_optimizer=True",
@@ -109,6 +114,8 @@ class Asked:
             engines.append("states sharded over dp_replicate: torch's ZeroRedundancyOptimizer, Megatron-LM")
         if self.matmuls:
             engines.append("products in float8: torchao or Transformer Engine")
+        if self.chunked_loss:
+            engines.append("a loss in chunks: torchtune, Liger, or a loop with vocab_parallel_logprobs_from_hidden")
         return "; ".join(engines)
 
     @property

@@ -5,6 +5,7 @@ estimate ── Steps.at (a recording) ── Walk (memory, messages of data par
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,8 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from autoplan.common.conventions import conventions
 from autoplan.common.dtypes import working_dtype
-from autoplan.common.errors import SourceError
+from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.common.options import Request, check_count, check_expert_size
 from autoplan.execute.data_parallel.fsdp import default_precision
 from autoplan.forecast.adapters import LORA_RANK, targets_of
@@ -35,6 +37,7 @@ from autoplan.values.estimate import Estimate, MemoryParts
 
 __all__ = ["estimate", "estimate_with"]
 
+_CHUNKS = 8  # of a sequence: torchtune's default
 _BARS = (
     (
         "memory",
@@ -73,6 +76,7 @@ def estimate(
     loss: Loss | None = None,
     concurrency: int = 0,
     cache_dtype: str | None = None,
+    chunked_loss: bool = False,
     matmuls: str | None = None,
     exchange_experts: int = 1,
     shard_optimizer: bool = False,
@@ -93,6 +97,8 @@ def estimate(
     `matmuls`: "fp8" prices the products of layers in blocks at the device's rate of float8. `exchange_experts`: whole
     experts lie on so many of the ranks of dp_shard, which exchange tokens. `shard_optimizer`: its states are sharded
     over dp_replicate. These and a dim `pp` are run by others; the estimate says by whom (`run_by`).
+    `chunked_loss`: the head and the model's loss run over an eighth of the tokens at a time, so that logits are never
+    whole.
     `inputs`: the kinds of arguments; their sizes are `batch` and `sequence`. The other keywords are those of
     `parallelize`. `loss(outputs, labels)` is yours, where the model's own, from labels, is not what you train with:
     what it keeps is much of the peak. A step runs on a folded copy without storage: what is estimated is what is run.
@@ -118,6 +124,7 @@ def estimate(
     asked = Asked(sizes, batch, sequence, activation_checkpointing, mp_policy, optimizer, train,
                   reshard_after_forward, sequence_parallel, accumulate, gather_logits, experts=ep_size == tp > 1,
                   loss=loss, cpu_offload=cpu_offload, concurrency=concurrency, cache_dtype=cache_dtype,
+                  chunked_loss=chunked_loss,
                   matmuls=matmuls, exchange_experts=exchange_experts, shard_optimizer=shard_optimizer)  # fmt: skip
     return estimate_with(steps, asked, device if isinstance(device, Device) else load_device(device))
 
@@ -154,6 +161,10 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     standing = MemoryParts(weights=weights, optimizer=states, gradients=waits if asked.accumulate > 1 else 0)
     walk = Walk(recorded.program, recorded.left_out, units, data, standing)
     peak = walk.run()
+    if asked.chunked_loss:  # memory is that of one chunk; operations and messages are those of all
+        part = one_stage(steps.scaled(replace(setting, chunk=_chunk(steps, asked))), asked.stages)
+        small = Walk(part.program, part.left_out, units, data, standing)
+        peak, walk.moments, walk.waiting = small.run(), small.moments, small.waiting
     parts = MemoryParts(**{**peak.parts, "overhead": device.overhead(sum(size > 1 for _, size in asked.mesh))})
     unpacked = max((p.elements * p.size for unit in units for p in unit.parameters if p.packed), default=0)
     waiting = min(asked.stages, asked.accumulate) - 1 if training else 0  # micro-batches in flight
@@ -194,6 +205,18 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
         optimizer=asked.optimizer if training else "", decoded_per_second=decoded, concurrency=0 if training else held,
         matmuls=asked.matmuls or "", run_by=asked.run_by,
     )  # fmt: skip
+
+
+def _chunk(steps: Steps, asked: Asked) -> int:
+    """Tokens of each sequence in a chunk."""
+    known = conventions()
+    taken = inspect.signature(steps.module.forward).parameters
+    if known.last_logits not in taken or known.targets not in taken:
+        raise AutoplanError(
+            f"chunked_loss=True: {steps.source.name} cannot be asked for the logits of few tokens",
+            hint="give loss=, a function of outputs and labels",
+        )
+    return max(1, asked.sequence // _CHUNKS)
 
 
 def _cache_share(asked: Asked, steps: Steps) -> float:

@@ -61,6 +61,7 @@ class Setting:
     training: bool = True
     compute: torch.dtype | None = None
     loss: Loss | None = None  # of outputs and labels, instead of the model's own
+    chunk: int = 0  # of tokens whose logits are there at once; 0: all
     output: torch.dtype | None = None  # what a mixed-precision policy casts outputs to
 
 
@@ -231,10 +232,17 @@ def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping
     mode: Any = copy.mode if how == "fake" else KnownValues(copy.mode, supposing=how == "supposed")
     with mode:
         inputs = {name: own(value, mode, setting.compute) for name, value in given.items()}
+        inputs |= _last(inputs, setting.chunk) if setting.chunk else {}
         loss = _loss(setting, inputs) if setting.training else None
         with torch.set_grad_enabled(setting.training):
             whole = max(setting.tp, setting.ep) == 1
             return record_step(copy.module, inputs, copy.marks, groups, loss_of=loss, whole=whole)
+
+
+def _last(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """What has a step work out the logits and the loss of so many tokens alone."""
+    known = conventions()
+    return {known.last_logits: count, known.targets: inputs[known.targets][:, -count:]}
 
 
 def _loss(setting: Setting, inputs: dict[str, Any]) -> Callable[[Any], torch.Tensor | None]:

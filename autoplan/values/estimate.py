@@ -129,6 +129,16 @@ class StepTime:
     optimizer: float = 0.0
 
     @property
+    def parts(self) -> dict[str, float]:
+        messages = {f"messages over {dim}": seconds for dim, seconds in self.exposed}
+        return {
+            "operations": self.compute,
+            "bandwidth of memory": self.memory,
+            **messages,
+            "the update": self.optimizer,
+        }
+
+    @property
     def total(self) -> float:
         return self.compute + self.memory + self.optimizer + sum(seconds for _, seconds in self.exposed)
 
@@ -246,4 +256,5 @@ class Row:
         told += [f"checkpointing {'blocks' if self.checkpointing is True else self.checkpointing}"] if (
             self.checkpointing) else []  # fmt: skip
         told += ["no reshard after forward"] if self.reshard is False else []
+        told += ["experts on ranks that exchange tokens"] if "exchange" in self.estimate.run_by else []
         return ", ".join([*told, f"micro-batch {self.estimate.batch}"])
