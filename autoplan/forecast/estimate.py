@@ -24,7 +24,7 @@ from autoplan.forecast.adapters import LORA_RANK, targets_of
 from autoplan.forecast.asked import CACHE_DTYPES, Asked
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.elsewhere import exchanged, in_float8, one_stage, zero_1
-from autoplan.forecast.memory import DataRanks, Walk, held_bytes
+from autoplan.forecast.memory import DataRanks, Walk, alike, held_bytes
 from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.optimizers import OPTIMIZERS, Optimizer
 from autoplan.forecast.sharded import UnitSize
@@ -353,8 +353,8 @@ def _states(units: tuple[UnitSize, ...], data: DataRanks, optimizer: Optimizer) 
     if optimizer.paged:
         return 0
     return sum(
-        int(data.stored(p) / p.size * optimizer.bytes_of(p, unit.block))
-        for unit in units for p in unit.parameters if p.trained
+        number * int(data.stored(p) / p.size * optimizer.bytes_of(p, unit.block))
+        for unit, number in alike(units) for p in unit.parameters if p.trained
     )  # fmt: skip
 
 

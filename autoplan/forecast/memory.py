@@ -7,6 +7,8 @@ flat buffer that lives until the next one's. (torch/distributed/fsdp/_fully_shar
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from autoplan.forecast.recording.depth import expanded
@@ -15,7 +17,7 @@ from autoplan.forecast.recording.tape import LeftOut, UnitEvent
 from autoplan.forecast.sharded import Held, UnitSize
 from autoplan.values.estimate import MemoryParts, Sent
 
-__all__ = ["DataRanks", "Peak", "Walk", "held_bytes"]
+__all__ = ["DataRanks", "Peak", "Walk", "alike", "held_bytes"]
 
 _KINDS_OF_PART = {"kept": "kept", "temporary": "temporary", "gradient": "gradients", "communication": "communication"}
 
@@ -76,8 +78,40 @@ class DataRanks:
         return not unit.last if self.reshard is None else self.reshard
 
 
+def alike(units: tuple[UnitSize, ...]) -> Iterator[tuple[UnitSize, int]]:
+    """One unit of each kind, and how many there are: blocks that were left out share the parameters of another."""
+    numbers = Counter(id(unit.parameters) for unit in units)
+    kinds = {id(unit.parameters): unit for unit in units}
+    return ((kinds[key], number) for key, number in numbers.items())
+
+
 def held_bytes(units: tuple[UnitSize, ...], data: DataRanks, *, trained: bool = False) -> int:
-    return sum(data.stored(p) for unit in units for p in unit.parameters if p.trained or not trained)
+    return sum(n * sum(data.stored(p) for p in u.parameters if p.trained or not trained) for u, n in alike(units))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of a unit, in bytes: see `DataRanks`. `last`: of the last trained parameter; `inside`: of the last one that is
+    cut inside, which may be the `same`; `piece`: of its trained parameters on a rank."""
+
+    gathered: int
+    turned: int
+    reduced: int
+    gradients: int
+    piece: int
+    last: int
+    inside: int
+    same: bool
+
+    @classmethod
+    def of(cls, unit: UnitSize, data: DataRanks) -> _Sizes:
+        trained = [p for p in unit.parameters if p.trained]
+        inside = [p for p in trained if p.cut_inside(data.shard)]
+        return cls(
+            data.gathered(unit), data.turned(unit), data.reduced(unit), data.gradients(unit),
+            sum(map(data.stored, trained)), data.gradient(trained[-1]) if trained else 0,
+            data.gradient(inside[-1]) if inside else 0, bool(inside) and inside[-1] is trained[-1],
+        )  # fmt: skip
 
 
 @dataclass
@@ -104,6 +138,7 @@ class Walk:
                      "temporary": 0, "communication": 0, "unsharded": 0}  # fmt: skip
         self.adding = standing.gradients > 0
         self.peak = Peak()
+        self.sizes: dict[int, _Sizes] = {}  # by the parameters
         self.gathered: set[str] = set()
         self.prefetched: set[str] = set()
         self.pending = 0  # the last forward gather's buffer
@@ -192,10 +227,10 @@ class Walk:
     def _before_forward(self, unit: UnitSize) -> None:
         if unit.name in self.gathered:
             return
-        size = self.data.gathered(unit)
+        size = self._sizes(unit).gathered
         self._give("unsharded", size)
         self._check(f"{unit.name or 'the model'} is gathered", "forward")
-        turned = self.data.turned(unit)
+        turned = self._sizes(unit).turned
         self._give("unsharded", size + turned)  # copied out while the last gather's buffer is held: they overlap
         self._check(f"{unit.name or 'the model'} is gathered", "forward")
         self._give("unsharded", -self.pending - turned)
@@ -218,8 +253,8 @@ class Walk:
     def _before_backward(self, unit: UnitSize) -> None:
         if unit.name not in self.gathered:
             self._prefetch(unit)
-            size = self.data.gathered(unit)
-            turned = self.data.turned(unit)
+            size = self._sizes(unit).gathered
+            turned = self._sizes(unit).turned
             self._give("unsharded", size + turned)
             self._check(f"{unit.name} is gathered", "backward")
             self._give("unsharded", -size - turned)
@@ -232,9 +267,9 @@ class Walk:
 
     def _prefetch(self, unit: UnitSize) -> None:
         if unit.name not in self.gathered and unit.name not in self.prefetched:
-            self._give("unsharded", self.data.gathered(unit))
+            self._give("unsharded", self._sizes(unit).gathered)
             self.prefetched.add(unit.name)
-            self._count("all-gather", self.data.gathered(unit))
+            self._count("all-gather", self._sizes(unit).gathered)
 
     def _after_backward(self, unit: UnitSize) -> None:
         if unit.name in self.done:
@@ -242,35 +277,39 @@ class Walk:
         self.done.add(unit.name)
         if unit.name in self.gathered:
             self._free(unit)
-        whole, size = self.data.gradients(unit), self.data.reduced(unit)
+        sizes = self._sizes(unit)
+        whole, size = sizes.gradients, sizes.reduced
         if not size:
             return
-        sizes = {p: self.data.gradient(p) for p in unit.parameters if p.trained}
-        last = list(sizes)[-1]  # the loop that copies gradients in still holds the last one
-        inside = [p for p in sizes if p.cut_inside(self.data.shard)]
-        turned_last = sizes[inside[-1]] if inside else 0  # ... and the one that turns them its own
+        turned_last = sizes.inside  # held by the loop that turns gradients; the one that copies them in holds the last
         self._give("unsharded", size - self.held + turned_last)
         self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
         self.held = size
-        turned = turned_last if inside and inside[-1] is not last else 0
+        turned = 0 if sizes.same else turned_last
         output = size // self.data.shard
-        self._give("gradients", sizes[last] - whole)
+        self._give("gradients", sizes.last - whole)
         self._give("unsharded", turned - turned_last)
-        piece = sum(self.data.stored(p) for p in unit.parameters if p.trained)
+        piece = sizes.piece
         cast = piece if piece != output else 0  # the sum and, in the dtype of the parameters, its copy
         self._give("unsharded", output + cast)
         self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
         keeps = output if cast and self.data.replicate > 1 else 0  # of each sum over replicas, until backward ends
         self._give("unsharded", keeps - output - cast - turned)
         self.summed += keeps
-        self._give("gradients", whole - sizes[last])
+        self._give("gradients", whole - sizes.last)
         self._give("gradients", (0 if self.adding else piece) - whole)
         self._count("reduce-scatter", size)
         if self.data.replicate > 1:
             self._count("all-reduce", size // self.data.shard, "dp_replicate")
 
+    def _sizes(self, unit: UnitSize) -> _Sizes:
+        key = id(unit.parameters)
+        if key not in self.sizes:
+            self.sizes[key] = _Sizes.of(unit, self.data)
+        return self.sizes[key]
+
     def _free(self, unit: UnitSize) -> None:
-        self._give("unsharded", -self.data.gathered(unit))
+        self._give("unsharded", -self._sizes(unit).gathered)
         self.gathered.discard(unit.name)
 
     def _give(self, part: str, size: int) -> None:

@@ -3,10 +3,10 @@
     splits (tp, experts apart) ── along the sequence ── checkpointing ── micro-batch ── FSDP2 or HSDP ── resharding
 
 A recording is made once for each split and each way of checkpointing; data parallelism, micro-batches and resharding
-are arithmetic on it. Three bounds save recordings. What does not fit with one sequence and all blocks checkpointed is
-not looked at further. Nor is a split that is larger and slower so than the same split cut along the sequence, nor are
-those over more ranks then. Less checkpointing cannot fit where weights, states and what more checkpointing keeps do
-not.
+are arithmetic on it, and so is tp where recordings over fewer ranks tell it (step.py). Three bounds save recordings.
+What does not fit with one sequence and all blocks checkpointed is not looked at further. Nor is a split that is larger
+and slower so than the same split cut along the sequence, nor are those over more ranks then. Less checkpointing cannot
+fit where weights, states and what more checkpointing keeps do not.
 """
 
 from __future__ import annotations
@@ -235,14 +235,18 @@ class Sweep:
         Prices come from recordings that are there, so they cost little.
         """
         found: list[Row] = []
-        ways = {(s.tp, s.sequence_parallel, s.checkpointing) for s in self.steps.known if s.ep == 1 and s.training}
-        for (tp, along, checkpointing), stages, ranks in product(sorted(ways, key=str), _DOUBLED, _DOUBLED):
+        known = [s for s in self.steps.known if s.ep == 1 and s.training]
+        ways: dict[tuple[int, bool, Any], set[int]] = {}
+        for s in known:
+            ways.setdefault((s.tp, s.sequence_parallel, s.checkpointing), set()).add(s.batch)
+        for (tp, along, checkpointing), stages, ranks in product(ways, _DOUBLED, _DOUBLED):
             copies = gpus // (tp * stages)
             if stages * ranks == 1 or gpus % (tp * stages) or batch % copies or copies % ranks:
                 continue
             mesh = (("pp", stages), ("dp_shard", copies), ("tp", tp))
             each = batch // copies
-            for micro in (n for n in (1, 2, 4) if each % n == 0 and each // n >= stages):
+            sizes = (1, 2, 4) if ways[tp, along, checkpointing] >= {1, 2} else (1,)
+            for micro in (n for n in sizes if each % n == 0 and each // n >= stages):
                 asked = self._asked(mesh, micro, checkpointing, along, None, each, Split(tp, 1))
                 try:
                     found.append(self._row(replace(asked, exchange_experts=ranks)))
@@ -251,11 +255,11 @@ class Sweep:
         return sorted((row for row in found if row.fits), key=lambda row: -row.estimate.tokens_per_second)[:most]
 
     def settled(self, rows: list[Row]) -> list[Row]:
-        """In order. The batch of the first row is recorded itself, until one that was stays first."""
+        """In order. The first row is recorded itself, until one that was stays first."""
         exact: set[int] = set()
         while True:
             rows = sorted(rows, key=lambda row: (not row.fits, row.missing, -row.estimate.tokens_per_second))
-            if not rows or not rows[0].fits or id(rows[0]) in exact or rows[0].estimate.batch <= 2:
+            if not rows or not rows[0].fits or id(rows[0]) in exact:
                 return rows
             asked = self.asked[id(rows[0].estimate)]
             rows[0] = self._row(replace(asked, exact=True))

@@ -85,7 +85,8 @@ class Run:
             accumulate=int(self.times), activation_checkpointing=again, sequence_parallel=along, train=self.train,
             weights=self.weights, mp_policy="bf16" if self.weights == "float32" else None, device=load_device(self.gpu),
             matmuls="fp8" if "fp8" in says else None, exchange_experts=int(says.get("exchange", 1)),
-            shard_optimizer="zero1" in says, optimizer="adamw_master" if "zero1" in says else "adamw",
+            chunked_loss="chunked" in says, shard_optimizer="zero1" in says,
+            optimizer="adamw_master" if "zero1" in says else "adamw",
         )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def _memory(changes: list[Changed], sizes: np.ndarray, kinds: np.ndarray) -> tup
     return net, at, changes[top].module
 
 
-def blended(one: Program, two: Program, batch: int) -> Program | None:
+def blended(one: Program, two: Program, batch: float) -> Program | None:
     """The step at `batch`, from those at one and at two sequences; None where these did not do the same."""
     if len(one.steps) != len(two.steps) or one.end_of_forward != two.end_of_forward:
         return None
@@ -112,16 +112,16 @@ def blended(one: Program, two: Program, batch: int) -> Program | None:
     return Program(tuple(steps), one.end_of_forward)
 
 
-def _between(one: Stretch, two: Stretch, more: int) -> Stretch:
+def _between(one: Stretch, two: Stretch, more: float) -> Stretch:
     sent = {}
     for key in two.sent:
         (number, size), (count, whole) = one.sent.get(key, (0, 0.0)), two.sent[key]
-        sent[key] = number + more * (count - number), size + more * (whole - size)
+        sent[key] = round(number + more * (count - number)), size + more * (whole - size)
     moved = one.moved + more * (two.moved - one.moved)
     numbers = (_line(getattr(one, name), getattr(two, name), more) for name in ("net", "at", "flops", "layers"))
     net, at, flops, layers = numbers
     return Stretch(net, at, two.module, flops, moved, sent, layers)
 
 
-def _line(one: Numbers, two: Numbers, more: int) -> Numbers:
+def _line(one: Numbers, two: Numbers, more: float) -> Numbers:
     return {key: one.get(key, 0.0) + more * (two.get(key, 0.0) - one.get(key, 0.0)) for key in {*one, *two}}
