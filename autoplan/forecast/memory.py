@@ -7,9 +7,12 @@ flat buffer that lives until the next one's. (torch/distributed/fsdp/_fully_shar
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 
 from autoplan.forecast.recording.depth import expanded
 from autoplan.forecast.recording.program import Program, Stretch
@@ -20,6 +23,8 @@ from autoplan.values.estimate import MemoryParts, Sent
 __all__ = ["DataRanks", "Peak", "Walk", "alike", "held_bytes"]
 
 _KINDS_OF_PART = {"kept": "kept", "temporary": "temporary", "gradient": "gradients", "communication": "communication"}
+# Its loops over gradients were moved into a function of their own, which lets go of the last ones when it returns.
+_LOOPS_HOLD_GRADIENTS = "prepare_reduce_scatter_inputs" not in inspect.signature(foreach_reduce).parameters
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ def held_bytes(units: tuple[UnitSize, ...], data: DataRanks, *, trained: bool = 
 @dataclass(frozen=True)
 class _Sizes:
     """Of a unit, in bytes: see `DataRanks`. `last`: of the last trained parameter; `inside`: of the last one that is
-    cut inside, which may be the `same`; `piece`: of its trained parameters on a rank."""
+    cut inside, which may be the `same`; both are held by loops of FSDP2 before torch 2.15, and 0 since. `piece`: of its
+    trained parameters on a rank."""
 
     gathered: int
     turned: int
@@ -106,11 +112,12 @@ class _Sizes:
     @classmethod
     def of(cls, unit: UnitSize, data: DataRanks) -> _Sizes:
         trained = [p for p in unit.parameters if p.trained]
-        inside = [p for p in trained if p.cut_inside(data.shard)]
+        held = trained if _LOOPS_HOLD_GRADIENTS else []
+        inside = [p for p in held if p.cut_inside(data.shard)]
         return cls(
             data.gathered(unit), data.turned(unit), data.reduced(unit), data.gradients(unit),
-            sum(map(data.stored, trained)), data.gradient(trained[-1]) if trained else 0,
-            data.gradient(inside[-1]) if inside else 0, bool(inside) and inside[-1] is trained[-1],
+            sum(map(data.stored, trained)), data.gradient(held[-1]) if held else 0,
+            data.gradient(inside[-1]) if inside else 0, bool(inside) and inside[-1] is held[-1],
         )  # fmt: skip
 
 
