@@ -41,7 +41,7 @@ def _zeros_for_unused() -> bool:
 def _tells_who_holds_gradients() -> bool:
     """Either its own loop goes over gradients, and holds the last of them, or it is handed what does."""
     function = _fsdp_collectives.foreach_reduce
-    loops = "for i, (fsdp_param, unsharded_grad) in enumerate(" in inspect.getsource(function)
+    loops = "torch.chunk(unsharded_grad," in inspect.getsource(function)
     return loops != ("prepare_reduce_scatter_inputs" in inspect.signature(function).parameters)
 
 
