@@ -186,9 +186,9 @@ class Steps:
         units = [_cut_again(one, two) for one, two in zip(quarter.units, half.units, strict=True)]
         buffers = half.buffers + (half.buffers - quarter.buffers) // 2
         whole = tuple(unit for unit in units if unit is not None)
-        return (
-            None if program is None or None in units else replace(half, program=program, units=whole, buffers=buffers)
-        )
+        if program is None or len(whole) < len(units):
+            return None
+        return replace(half, program=program, units=whole, buffers=buffers)
 
     def _record(self, setting: Setting) -> Recorded:
         size = (setting.tp, setting.ep, setting.sequence_parallel)

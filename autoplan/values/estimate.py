@@ -256,5 +256,5 @@ class Row:
         told += [f"checkpointing {'blocks' if self.checkpointing is True else self.checkpointing}"] if (
             self.checkpointing) else []  # fmt: skip
         told += ["no reshard after forward"] if self.reshard is False else []
-        told += ["experts on ranks that exchange tokens"] if "exchange" in self.estimate.run_by else []
+        told += ["experts on ranks that exchange tokens"] if any(sent.among for sent in self.estimate.messages) else []
         return ", ".join([*told, f"micro-batch {self.estimate.batch}"])
