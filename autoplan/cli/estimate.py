@@ -63,6 +63,19 @@ WeightsStored = Annotated[
 ]
 
 
+Precision = Annotated[
+    str | None,
+    typer.Option("--mixed-precision", help="bf16: float32 weights are gathered and computed with in bfloat16."),
+]
+Matmuls = Annotated[
+    str | None, typer.Option("--matmuls", help="fp8: products of layers at the device's rate of float8.")
+]
+
+Chunked = Annotated[
+    bool, typer.Option("--chunked-loss", help="Logits are there for an eighth of the tokens at a time.")
+]
+
+
 def choose(
     model: Model,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="How many GPUs there are.")],
@@ -76,6 +89,13 @@ def choose(
     lora_targets: LoraTargets = None,
     weights: WeightsStored = None,
     optimizer: Updates = "adamw",
+    mixed_precision: Precision = None,
+    matmuls: Matmuls = None,
+    chunked_loss: Chunked = False,
+    margin: Annotated[float, typer.Option("--margin", min=0.0, max=0.99, help="Share of the memory left free.")] = 0.0,
+    like: Annotated[
+        str | None, typer.Option("--like", help="Say which row this mesh has, and what it costs more than the first.")
+    ] = None,
     row: Annotated[int | None, typer.Option("--explain", min=1, metavar="ROW", help="All about one row.")] = None,
     script: Annotated[bool, typer.Option("--script", help="Print a program for torchrun instead.")] = False,
     trust_remote_code: Trust = False,
@@ -86,7 +106,7 @@ def choose(
     """Say which mesh to take for so many GPUs: every legal one, ranked. Exit code 1 where none fits."""
     import autoplan
     from autoplan.emit.pages.write import check_page
-    from autoplan.emit.tables.estimate_table import choice_view, row_to_dict, row_view
+    from autoplan.emit.tables.estimate_table import against_view, choice_view, row_to_dict, row_view
 
     if page is not None:
         check_page(page)
@@ -94,10 +114,12 @@ def choose(
         found = autoplan.choose(
             model, gpus=gpus, memory=memory, gpu=gpu, per_node=per_node, sequence=sequence, global_batch=global_batch,
             train=train.value, lora_rank=lora_rank, lora_targets=lora_targets, weights=weights, optimizer=optimizer,
+            mp_policy=mixed_precision, matmuls=matmuls, chunked_loss=chunked_loss, margin=margin,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
     if row is not None and row > len(found.rows):
         raise AutoplanError(f"there is no row {row}", hint=f"choose 1 to {len(found.rows)}")
+    against = None if like is None else against_view(*found.against_first(like))
     if page is not None:
         found.report(page)
         note(f"written to {page}")
@@ -110,6 +132,7 @@ def choose(
         data: dict[str, Any] = {
             "model": found.source.name, "gpus": gpus, "memory_bytes": found.memory, "fits": found.fits,
             "enough": found.enough, "nearest": near, "dropped": list(found.dropped), "notes": list(found.notes),
+            "elsewhere": [row_to_dict(one) for one in found.elsewhere], "like": against, "margin": found.margin,
         }  # fmt: skip
         emit(
             choice_view(found),
@@ -117,6 +140,8 @@ def choose(
             as_json,
             output,
         )
+        if against is not None and not as_json:
+            note(against)
     raise typer.Exit(OK if found.fits else FINDINGS)
 
 
@@ -135,6 +160,19 @@ def estimate(
     sequence_parallel: Cut = False,
     ep: EpSize = 1,
     cpu_offload: Annotated[bool, typer.Option("--cpu-offload", help="FSDP2 keeps what it shards in the host.")] = False,
+    mixed_precision: Precision = None,
+    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Micro-batches of a step.")] = 1,
+    reshard: Annotated[
+        bool | None, typer.Option("--reshard/--no-reshard", help="Free gathered weights after forward, or keep them.")
+    ] = None,
+    matmuls: Matmuls = None,
+    chunked_loss: Chunked = False,
+    exchange_experts: Annotated[
+        int, typer.Option("--exchange-experts", min=1, help="Whole experts on so many ranks of dp_shard.")
+    ] = 1,
+    shard_optimizer: Annotated[
+        bool, typer.Option("--shard-optimizer", help="Its states are sharded over dp_replicate (ZeRO-1).")
+    ] = False,
     concurrency: Annotated[
         int, typer.Option("--concurrency", min=0, help="For inference: sequences held; 0: those of --batch.")
     ] = 0,
@@ -155,6 +193,8 @@ def estimate(
             lora_targets=lora_targets, device=gpu,
             activation_checkpointing=checkpointing_of(checkpointing), sequence_parallel=sequence_parallel, ep_size=ep,
             weights=weights, optimizer=optimizer, cpu_offload=cpu_offload, concurrency=concurrency,
+            mp_policy=mixed_precision, accumulate=accumulate, reshard_after_forward=reshard, matmuls=matmuls,
+            chunked_loss=chunked_loss, exchange_experts=exchange_experts, shard_optimizer=shard_optimizer,
             cache_dtype=cache_dtype, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     emit(estimate_view(found), found.to_dict(), as_json, output)

@@ -116,7 +116,8 @@ class Conventions:
     """The words and the ways of one library.
 
     Words. `targets` is the argument that makes a forward compute a loss; `target_words` are in the names of all such
-    arguments. `loss`, `logits` and `hidden`: what outputs are called. `cache_switch` asks a forward for a cache.
+    arguments. `loss`, `logits` and `hidden`: what outputs are called. `cache_switch` asks a forward for a cache,
+    `last_logits` for those of the last tokens alone.
     `rate_words` are in the names of numbers that turn random draws on, `rate_suffix` ends those of dropouts.
     `idle_words` are in the names of settings that say nothing of how a forward computes.
     `saving` is the method that writes a checkpoint, `resizing` the one that changes the number of tokens; `adding`: the
@@ -152,6 +153,7 @@ class Conventions:
     logits: str
     hidden: str
     cache_switch: str
+    last_logits: str
     rate_words: tuple[str, ...]
     rate_suffix: str
     idle_words: tuple[str, ...]

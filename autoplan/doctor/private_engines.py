@@ -14,7 +14,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses import fake_tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group, _fsdp_state
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _python_dispatch as dispatch
@@ -38,6 +38,13 @@ def _zeros_for_unused() -> bool:
     return getattr(_fsdp_state.FSDPState(), "_fsdp_param_groups", None) == [] if kept else torch.__version__ < "2.12"
 
 
+def _tells_who_holds_gradients() -> bool:
+    """Either its own loop goes over gradients, and holds the last of them, or it is handed what does."""
+    function = _fsdp_collectives.foreach_reduce
+    loops = "torch.chunk(unsharded_grad," in inspect.getsource(function)
+    return loops != ("prepare_reduce_scatter_inputs" in inspect.signature(function).parameters)
+
+
 FSDP = (
     Private(
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
@@ -53,6 +60,11 @@ FSDP = (
         f"{_STATE}._post_forward",
         _WALKED,
         lambda: _fsdp_takes(_fsdp_state.FSDPState._post_forward, "self", "module", "input", "output"),
+    ),
+    Private(
+        "torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
+        "an estimate counts the last gradient until it is reduced, in versions whose loop holds it",
+        _tells_who_holds_gradients,
     ),
     Private(f"{_STATE}._fsdp_param_groups", "has the caller asked for zeros of unused parameters?", _zeros_for_unused),
 )

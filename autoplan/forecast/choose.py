@@ -19,8 +19,9 @@ from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import Wish, check_argument, check_count, check_ranks
 from autoplan.emit.pages.cases import WhatIf
 from autoplan.forecast.adapters import LORA_RANK, targets_of
+from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import Device, load_device
-from autoplan.forecast.estimate import Asked
+from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.step import Setting, Steps, inputs_of
 from autoplan.forecast.sweep import Sweep
 from autoplan.hf.source import Model, Source, resolve
@@ -37,7 +38,8 @@ _UNITS = {"gib": 2**30, "mib": 2**20, "tib": 2**40, "gb": 10**9, "mb": 10**6, "t
 @dataclass(frozen=True)
 class Choice:
     """The rows in order, those that fit first and the fastest before others. `enough`: the smallest number of GPUs
-    that would do, where none fits."""
+    that would do, where none fits. `elsewhere`: the fastest that fit, of those that other engines would run. `margin`:
+    the share of a device's memory that is left free; `memory` is without it."""
 
     source: Source = field(repr=False)
     rows: tuple[Row, ...]
@@ -47,6 +49,8 @@ class Choice:
     dropped: tuple[str, ...] = ()
     enough: int | None = None
     steps: Steps | None = field(default=None, repr=False, compare=False)
+    elsewhere: tuple[Row, ...] = ()
+    margin: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -67,6 +71,18 @@ class Choice:
     def nearest(self) -> Row | None:
         """The row that misses the least, of those that do not fit."""
         return next((row for row in self.rows if not row.fits), None)
+
+    def against_first(self, mesh: str | Mapping[str, int]) -> tuple[int, Row, dict[str, float]]:
+        """The place of a mesh's best row, the row, and what its step takes more, in shares of the first row's."""
+        sizes = {name: size for name, size in mesh_sizes(mesh) if size > 1} or {"dp_shard": 1}
+        place = next((n for n, row in enumerate(self.rows, 1) if row.mesh == sizes), 0)
+        if not place:
+            known = "; ".join(sorted({",".join(f"{k}={v}" for k, v in row.mesh.items()) for row in self.rows}))
+            raise AutoplanError(f"no row has the mesh {sizes}", hint=f"meshes with rows: {known}")
+        first, row = self.rows[0].estimate.time, self.rows[place - 1].estimate.time
+        assert first is not None and row is not None, "a choice estimates seconds"
+        more = {name: row.parts.get(name, 0.0) - first.parts.get(name, 0.0) for name in {**first.parts, **row.parts}}
+        return place, self.rows[place - 1], {name: seconds / first.total for name, seconds in more.items()}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -113,6 +129,9 @@ class Choice:
         self._refuse_supposed_adapters()
         assert self.steps is not None, "a choice that was just made has its recordings"
         best = self.best.estimate
+        if best.run_by:
+            raise AutoplanError(f"a script runs what autoplan runs, and not {best.run_by}",
+                                hint="choose without matmuls= and chunked_loss= for a script")  # fmt: skip
         inputs = inputs_of(self.steps, Setting(sequence=best.sequence, training=best.train != "inference"))
         return script_text(
             self.source, self.best, self.options(), self.device.per_node, inputs, bool(self.steps.packed)
@@ -170,6 +189,9 @@ def choose(
     lora_targets: str | Sequence[str] | None = None,
     optimizer: str = "adamw",
     mp_policy: Any = None,
+    matmuls: str | None = None,
+    chunked_loss: bool = False,
+    margin: float = 0.0,
     inputs: Mapping[str, Any] | None = None,
     weights: str | None = None,
     trust_remote_code: bool = False,
@@ -177,7 +199,8 @@ def choose(
     """How to run `model` on `gpus` devices of `memory` each: every legal mesh and way, estimated and ranked.
 
     `global_batch`: sequences a step of all ranks (by default one for each GPU); for "inference", those held at once.
-    `train`, `lora_rank`, `lora_targets`, `weights`: see `estimate`.
+    `train`, `lora_rank`, `lora_targets`, `weights`, `matmuls`, `chunked_loss`: see `estimate`.
+    `margin`: the share of the memory that is left free, for what an allocator reserves and does not use.
     The device is one of rules/devices, or a file of one's own.
     """
     check_ranks("gpus", gpus)
@@ -188,18 +211,23 @@ def choose(
         check_count("global_batch", global_batch)
     device = gpu if isinstance(gpu, Device) else load_device(gpu)
     device = device if per_node is None else replace(device, per_node=per_node)
-    Asked((("dp_shard", gpus),), 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train)  # all are checked
+    Asked((("dp_shard", gpus),), 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train, matmuls=matmuls,
+          chunked_loss=chunked_loss)  # fmt: skip
+    if not isinstance(margin, int | float) or isinstance(margin, bool) or not 0 <= margin < 1:
+        raise AutoplanError(f"margin={margin!r}", hint="give a share of the memory, such as 0.1")
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
     source = source if weights is None else source.stored_as(weights)
     steps = Steps(source, None, inputs, lora_rank if train == "lora" else 0, targets_of(lora_targets))
     size = parse_memory(memory) if memory is not None else device.memory
-    sweep = Sweep(steps, device, size, device.per_node, sequence, train, optimizer, mp_policy)
+    size = int(size * (1 - margin))
+    sweep = Sweep(steps, device, size, device.per_node, sequence, train, optimizer, mp_policy, matmuls, chunked_loss)
     rows = sweep.rows(gpus, global_batch or gpus)
     if not rows and global_batch:
         raise _no_batch(sweep, gpus, global_batch)
     rows = sweep.settled(rows)
     enough = None if rows and rows[0].fits else sweep.enough(gpus, global_batch)
-    return Choice(source, tuple(rows), gpus, size, device, tuple(sweep.dropped), enough, steps)
+    return Choice(source, tuple(rows), gpus, size, device, tuple(sweep.dropped), enough, steps,
+                  tuple(sweep.elsewhere(gpus, global_batch or gpus)), margin)  # fmt: skip
 
 
 def _no_batch(sweep: Sweep, gpus: int, batch: int) -> AutoplanError:

@@ -21,8 +21,9 @@ from autoplan.capture.known_values import KnownValues
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.options import check_argument, check_expert_size
 from autoplan.common.random_values import untouched_randomness
+from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import load_device
-from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.recording.record import Marks, record_step
 from autoplan.forecast.recording.tape import Message

@@ -5,8 +5,9 @@ estimate ── Steps.at (a recording) ── Walk (memory, messages of data par
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,26 +15,29 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from autoplan.common.conventions import conventions
 from autoplan.common.dtypes import working_dtype
 from autoplan.common.errors import AutoplanError, SourceError
-from autoplan.common.options import DataParallel, Request, check_argument, check_count, check_expert_size
+from autoplan.common.options import Request, check_count, check_expert_size
 from autoplan.execute.data_parallel.fsdp import default_precision
 from autoplan.forecast.adapters import LORA_RANK, targets_of
+from autoplan.forecast.asked import CACHE_DTYPES, Asked
 from autoplan.forecast.devices import Device, load_device
-from autoplan.forecast.memory import DataRanks, Walk, held_bytes
+from autoplan.forecast.elsewhere import exchanged, in_float8, one_stage, zero_1
+from autoplan.forecast.memory import DataRanks, Walk, alike, held_bytes
 from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.optimizers import OPTIMIZERS, Optimizer
 from autoplan.forecast.sharded import UnitSize
 from autoplan.forecast.step import Loss, Recorded, Setting, Steps, size_priced
-from autoplan.forecast.steptime import HOST_LINK, HOST_MEMORY, Load, decoding_time, step_time
+from autoplan.forecast.steptime import HIDDEN, HOST_LINK, HOST_MEMORY, Load, decoding_time, step_time
 from autoplan.hf.inputs.positions import check_positions
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
-from autoplan.values.estimate import TRAIN, Estimate, MemoryParts
+from autoplan.values.estimate import Estimate, MemoryParts
 
-__all__ = ["Asked", "estimate", "estimate_with"]
+__all__ = ["estimate", "estimate_with"]
 
-_CACHE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}  # bytes of a key's or a value's number
+_CHUNKS = 8  # of a sequence: torchtune's default
 _BARS = (
     (
         "memory",
@@ -49,86 +53,6 @@ _BARS = (
         "a roofline from data sheets, which counts no launches; held against published layouts (docs/estimate.md)",
     ),
 )
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One question: the mesh, and how the step is run on it. See `estimate`."""
-
-    mesh: tuple[tuple[str, int], ...]
-    batch: int = 1
-    sequence: int = 2048
-    activation_checkpointing: Request = False
-    mp_policy: Any = None
-    optimizer: str = "adamw"
-    train: str = "full"
-    reshard_after_forward: bool | None = None
-    sequence_parallel: bool = False
-    accumulate: int = 1
-    gather_logits: bool = False
-    exact: bool = True  # record at this very batch, rather than read it off two smaller ones
-    experts: bool = False  # whole ones on the ranks of tp
-    updates: bool = True  # look at the optimizer's step as well
-    loss: Loss | None = None
-    cpu_offload: bool = False
-    concurrency: int = 0  # sequences whose keys and values are held; 0: those of the batch
-    cache_dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.train not in TRAIN:
-            raise AutoplanError(f"train={self.train!r}", hint=f"choose one of {', '.join(TRAIN)}")
-        if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZERS:
-            raise AutoplanError(f"optimizer={self.optimizer!r}", hint=f"choose one of {', '.join(OPTIMIZERS)}")
-        for name in ("batch", "sequence", "accumulate"):
-            check_count(name, getattr(self, name))
-        if self.sequence < 2:
-            raise AutoplanError(f"sequence={self.sequence}", hint="a sequence has two tokens at least")
-        for name in ("sequence_parallel", "experts", "updates", "cpu_offload"):
-            check_argument(name, getattr(self, name), bool, "choose True or False")
-        if self.concurrency != 0 or isinstance(self.concurrency, bool):
-            check_count("concurrency", self.concurrency)
-        if self.cache_dtype is not None and self.cache_dtype not in tuple(_CACHE_DTYPES):
-            raise AutoplanError(f"cache_dtype={self.cache_dtype!r}", hint=f"choose one of {', '.join(_CACHE_DTYPES)}")
-        if (self.concurrency or self.cache_dtype) and self.train != "inference":
-            raise AutoplanError(f"a cache with train={self.train!r}", hint='keys and values are held by "inference"')
-        if 0 < self.concurrency < self.batch:
-            raise AutoplanError(
-                f"concurrency={self.concurrency} with batch={self.batch}", hint="the batch is among the sequences held"
-            )
-        if self.cpu_offload and not self.data_parallel:
-            raise AutoplanError(
-                f"cpu_offload=True on {dict(self.mesh)} with train={self.train!r}",
-                hint="FSDP2 offloads what it shards in training: give a mesh with dp_shard",
-            )
-        DataParallel(mp_policy=self.mp_policy, reshard_after_forward=self.reshard_after_forward)
-        if self.reshard_after_forward is not None:
-            check_argument("reshard_after_forward", self.reshard_after_forward, bool,
-                           "estimates know of None, True and False")  # fmt: skip
-        if self.loss is not None and not callable(self.loss):
-            raise AutoplanError(f"loss={self.loss!r}", hint="give a function of outputs and labels")
-
-    def size(self, *names: str) -> int:
-        return next((size for name, size in self.mesh if name in names), 1)
-
-    @property
-    def ep(self) -> int:
-        return self.size("tp") if self.experts else self.size("ep")
-
-    @property
-    def ranks(self) -> int:
-        total = 1
-        for _, size in self.mesh:
-            total *= size
-        return total
-
-    @property
-    def shards(self) -> int:
-        return self.size("dp_shard", "dp", "fsdp", "dp_shard_cp")
-
-    @property
-    def data_parallel(self) -> bool:
-        known = ("dp_shard", "dp", "fsdp", "dp_shard_cp")
-        return self.train != "inference" and any(name in known for name, _ in self.mesh)
 
 
 def estimate(
@@ -152,6 +76,10 @@ def estimate(
     loss: Loss | None = None,
     concurrency: int = 0,
     cache_dtype: str | None = None,
+    chunked_loss: bool = False,
+    matmuls: str | None = None,
+    exchange_experts: int = 1,
+    shard_optimizer: bool = False,
     device: str | Device = "h100",
     plan: Plan | None = None,
     inputs: Mapping[str, Any] | None = None,
@@ -166,6 +94,11 @@ def estimate(
     the checkpoint stores them, where that is not what the config says: a dtype, or "fp8", "nf4", "mxfp4", "awq" and
     the like. `concurrency`: for inference, the sequences whose keys and values are held, each `sequence` long, while
     `batch` prompts are read; `cache_dtype`: "fp8" and the like, where these are held otherwise than computed.
+    `matmuls`: "fp8" prices the products of layers in blocks at the device's rate of float8. `exchange_experts`: whole
+    experts lie on so many of the ranks of dp_shard, which exchange tokens. `shard_optimizer`: its states are sharded
+    over dp_replicate. These and a dim `pp` are run by others; the estimate says by whom (`run_by`).
+    `chunked_loss`: the head and the model's loss run over an eighth of the tokens at a time, so that logits are never
+    whole.
     `inputs`: the kinds of arguments; their sizes are `batch` and `sequence`. The other keywords are those of
     `parallelize`. `loss(outputs, labels)` is yours, where the model's own, from labels, is not what you train with:
     what it keeps is much of the peak. A step runs on a folded copy without storage: what is estimated is what is run.
@@ -185,12 +118,14 @@ def estimate(
     source = resolve(found, trust_remote_code=trust_remote_code, inputs=inputs)
     source = source if weights is None else source.stored_as(weights)
     steps = Steps(source, given, inputs, rank, targets_of(lora_targets))
-    sizes = mesh_sizes(mesh)
+    sizes = mesh_sizes(mesh, priced=("pp",))
     tp = dict(sizes).get("tp", 1)
     check_expert_size(tp, ep_size)
     asked = Asked(sizes, batch, sequence, activation_checkpointing, mp_policy, optimizer, train,
                   reshard_after_forward, sequence_parallel, accumulate, gather_logits, experts=ep_size == tp > 1,
-                  loss=loss, cpu_offload=cpu_offload, concurrency=concurrency, cache_dtype=cache_dtype)  # fmt: skip
+                  loss=loss, cpu_offload=cpu_offload, concurrency=concurrency, cache_dtype=cache_dtype,
+                  chunked_loss=chunked_loss,
+                  matmuls=matmuls, exchange_experts=exchange_experts, shard_optimizer=shard_optimizer)  # fmt: skip
     return estimate_with(steps, asked, device if isinstance(device, Device) else load_device(device))
 
 
@@ -213,7 +148,7 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     policy = _policy(asked, steps)
     setting = _setting(asked, policy)
     check_positions(steps.source.name, steps.module, asked.sequence)
-    recorded = steps.at(setting) if asked.exact else steps.scaled(setting)
+    recorded = one_stage(steps.at(setting) if asked.exact else steps.scaled(setting), asked.stages)
     batch, tokens = size_priced(steps, setting)
     data = _data(asked, policy)
     training = asked.train != "inference"
@@ -221,12 +156,19 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     weights = held_bytes(units, data) + recorded.buffers
     trained = held_bytes(units, data, trained=True) if training else 0
     states = _states(units, data, OPTIMIZERS[asked.optimizer]) if training else 0
-    standing = MemoryParts(weights=weights, optimizer=states, gradients=trained if asked.accumulate > 1 else 0)
+    states = -(-states // asked.size("dp_replicate")) if asked.shard_optimizer else states
+    waits = sum(map(data.reduced, units)) if asked.stages > 1 and data.on else trained  # for the last micro-batch
+    standing = MemoryParts(weights=weights, optimizer=states, gradients=waits if asked.accumulate > 1 else 0)
     walk = Walk(recorded.program, recorded.left_out, units, data, standing)
     peak = walk.run()
+    if asked.chunked_loss:  # memory is that of one chunk; operations and messages are those of all
+        part = one_stage(steps.scaled(replace(setting, chunk=_chunk(steps, asked))), asked.stages)
+        small = Walk(part.program, part.left_out, units, data, standing)
+        peak, walk.moments, walk.waiting = small.run(), small.moments, small.waiting
     parts = MemoryParts(**{**peak.parts, "overhead": device.overhead(sum(size > 1 for _, size in asked.mesh))})
     unpacked = max((p.elements * p.size for unit in units for p in unit.parameters if p.packed), default=0)
-    parts = replace(parts, temporary=parts.temporary + unpacked)
+    waiting = min(asked.stages, asked.accumulate) - 1 if training else 0  # micro-batches in flight
+    parts = replace(parts, temporary=parts.temporary + unpacked, kept=parts.kept + waiting * walk.waiting)
     if not training:  # other sequences are held at full length, those of the batch as far as they are at the peak
         whole = walk.live["kept"] * _cache_share(asked, steps)
         others = max(0, asked.concurrency - batch) * whole / batch
@@ -236,34 +178,52 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     stepping = replace(stepping, overhead=parts.overhead)
     if asked.updates and stepping.total > parts.total:
         parts, where, phase = stepping, "the optimizer's step", "optimizer"
-    once = walk.messages()
-    sent = tuple(replace(s, number=s.number * asked.accumulate, bytes=s.bytes * asked.accumulate) for s in once)
-    copies = asked.ranks // (asked.size("tp") * asked.size("ep"))
+    once = (*walk.messages(), *exchanged(walk, units, asked.exchange_experts))
+    once = (*once, *zero_1(units, trained)) if asked.shard_optimizer else once
+    times = [1 if asked.summed_once and s.dim in HIDDEN else asked.accumulate for s in once]
+    sent = tuple(replace(s, number=s.number * n, bytes=s.bytes * n) for s, n in zip(once, times, strict=True))
+    copies = asked.copies
     ahead = walk.ahead / max(1, sum(walk.flops.values()))
     host = replace(data, offload=False)
     pieces = (held_bytes(units, host), held_bytes(units, host, trained=True)) if asked.cpu_offload else (0, 0)
-    load = Load(tuple(walk.flops.items()), walk.moved, once, trained, ahead, walk.messages("forward"), *pieces)
+    flops = in_float8(walk, device) if asked.matmuls else walk.flops
+    load = Load(tuple(flops.items()), walk.moved, once, trained, ahead, walk.messages("forward"), *pieces)
     decoded, held = 0.0, max(batch, asked.concurrency)
     if not training and tokens:
         read = weights + int(whole + others)
-        decoded = held * copies / decoding_time(load, device, asked.mesh, read, held / (batch * tokens))
+        seconds = decoding_time(load, device, asked.mesh, read, held / (batch * tokens))
+        decoded = held * copies / (asked.stages * seconds)
+    time = step_time(load, device, asked.mesh, asked.accumulate, asked.stages, summed_once=asked.summed_once)
     return Estimate(
         model=steps.source.name, mesh=asked.mesh, batch=batch, sequence=tokens, train=asked.train,
         parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * asked.accumulate,
-        time=step_time(load, device, asked.mesh, asked.accumulate), device=device.name, bars=_BARS,
+        time=time, device=device.name, bars=_BARS,
         tokens=batch * max(1, tokens) * asked.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
         notes=(*_size_note(asked, batch, tokens), *_notes(steps, asked, setting, recorded, units, load.flops)),
         dtype=_dtype(steps.module), dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
         optimizer=asked.optimizer if training else "", decoded_per_second=decoded, concurrency=0 if training else held,
+        matmuls=asked.matmuls or "", run_by=asked.run_by,
     )  # fmt: skip
+
+
+def _chunk(steps: Steps, asked: Asked) -> int:
+    """Tokens of each sequence in a chunk."""
+    known = conventions()
+    taken = inspect.signature(steps.module.forward).parameters
+    if known.last_logits not in taken or known.targets not in taken:
+        raise AutoplanError(
+            f"chunked_loss=True: {steps.source.name} cannot be asked for the logits of few tokens",
+            hint="give loss=, a function of outputs and labels",
+        )
+    return max(1, asked.sequence // _CHUNKS)
 
 
 def _cache_share(asked: Asked, steps: Steps) -> float:
     """Bytes of a number in the cache, of those that it is computed in."""
     if asked.cache_dtype is None:
         return 1.0
-    return _CACHE_DTYPES[asked.cache_dtype] / working_dtype(steps.module).itemsize
+    return CACHE_DTYPES[asked.cache_dtype] / working_dtype(steps.module).itemsize
 
 
 def _same_tokens(steps: Steps, asked: Asked, setting: Setting, flops: int) -> str:
@@ -359,7 +319,7 @@ def _size_note(asked: Asked, batch: int, tokens: int) -> Iterator[str]:
 
 def _policy(asked: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
     """FSDP2's policy as `parallelize` settles it: half-precision gradients are summed in float32."""
-    if not asked.data_parallel:
+    if not asked.data_parallel or asked.shard_optimizer:
         return None
     if isinstance(asked.mp_policy, MixedPrecisionPolicy):
         return asked.mp_policy
@@ -382,9 +342,10 @@ def _data(asked: Asked, policy: MixedPrecisionPolicy | None) -> DataRanks:
     if policy is None:
         return DataRanks()
     compute, reduce = policy.param_dtype, policy.reduce_dtype
+    reshard = False if asked.stages > 1 else asked.reshard_after_forward  # of several micro-batches, gathered once
     return DataRanks(asked.shards, asked.size("dp_replicate"), True, compute.itemsize if compute else None,
-                     reduce.itemsize if reduce else None, asked.reshard_after_forward,
-                     policy.output_dtype is not None, asked.cpu_offload)  # fmt: skip
+                     reduce.itemsize if reduce else None, reshard,
+                     policy.output_dtype is not None, asked.cpu_offload, asked.exchange_experts)  # fmt: skip
 
 
 def _states(units: tuple[UnitSize, ...], data: DataRanks, optimizer: Optimizer) -> int:
@@ -392,8 +353,8 @@ def _states(units: tuple[UnitSize, ...], data: DataRanks, optimizer: Optimizer) 
     if optimizer.paged:
         return 0
     return sum(
-        int(data.stored(p) / p.size * optimizer.bytes_of(p, unit.block))
-        for unit in units for p in unit.parameters if p.trained
+        number * int(data.stored(p) / p.size * optimizer.bytes_of(p, unit.block))
+        for unit, number in alike(units) for p in unit.parameters if p.trained
     )  # fmt: skip
 
 
@@ -403,4 +364,5 @@ def _optimizer_step(
     """While parameters are updated: torch's foreach form keeps one more number for each trained one."""
     trained = held_bytes(units, data, trained=True)
     temporary = trained if states else 0
+    temporary = temporary // asked.size("dp_replicate") if asked.shard_optimizer else temporary
     return MemoryParts(weights=weights, gradients=trained, optimizer=states, temporary=temporary)

@@ -7,7 +7,12 @@ flat buffer that lives until the next one's. (torch/distributed/fsdp/_fully_shar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 
 from autoplan.forecast.recording.depth import expanded
 from autoplan.forecast.recording.program import Program, Stretch
@@ -15,9 +20,11 @@ from autoplan.forecast.recording.tape import LeftOut, UnitEvent
 from autoplan.forecast.sharded import Held, UnitSize
 from autoplan.values.estimate import MemoryParts, Sent
 
-__all__ = ["DataRanks", "Peak", "Walk", "held_bytes"]
+__all__ = ["DataRanks", "Peak", "Walk", "alike", "held_bytes"]
 
 _KINDS_OF_PART = {"kept": "kept", "temporary": "temporary", "gradient": "gradients", "communication": "communication"}
+# Its loops over gradients were moved into a function of their own, which lets go of the last ones when it returns.
+_LOOPS_HOLD_GRADIENTS = "prepare_reduce_scatter_inputs" not in inspect.signature(foreach_reduce).parameters
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,8 @@ class DataRanks:
     """How parameters are sharded over data-parallel ranks. `compute`, `reduce`: bytes of an element when gathered and
     when gradients are summed; None: as stored. `reshard`: None frees all units but the last of each stack. `casts`: of
     what the model returns; the last gather's buffer is held until then. `offload`: pieces of parameters, gradients and
-    states lie in the host's memory."""
+    states lie in the host's memory. `exchange`: so many of the ranks hold whole experts, and exchange tokens for them;
+    only those that hold the same ones gather them."""
 
     shard: int = 1
     replicate: int = 1
@@ -35,24 +43,33 @@ class DataRanks:
     reshard: bool | None = None
     casts: bool = False
     offload: bool = False
+    exchange: int = 1
 
     def padded(self, held: Held) -> int:
         """Elements of a parameter when every rank holds as many as the first."""
         return held.padded(self.shard)
 
     def gathered(self, unit: UnitSize) -> int:
-        return sum(int(self.padded(p) * (p.packed or self.compute or p.size)) for p in unit.parameters)
+        return sum(int(self.padded(p) * (p.packed or self.compute or p.size) * self.part(p)) for p in unit.parameters)
 
     def turned(self, unit: UnitSize) -> int:
         """Of what is gathered, what FSDP2 copies once more, as it cuts it along another dim than the first."""
         inside = (p for p in unit.parameters if p.cut_inside(self.shard))
-        return sum(int(p.elements * (p.packed or self.compute or p.size)) for p in inside)
+        return sum(int(p.elements * (p.packed or self.compute or p.size) * self.part(p)) for p in inside)
 
     def reduced(self, unit: UnitSize) -> int:
-        return sum(self.padded(p) * (self.reduce or self.compute or p.size) for p in unit.parameters if p.trained)
+        sizes = ((p, self.reduce or self.compute or p.size) for p in unit.parameters if p.trained)
+        return sum(int(self.padded(p) * size * self.part(p)) for p, size in sizes)
 
     def gradients(self, unit: UnitSize) -> int:
-        return sum(p.elements * (self.compute or p.size) for p in unit.parameters if p.trained)
+        return sum(self.gradient(p) for p in unit.parameters if p.trained)
+
+    def gradient(self, held: Held) -> int:
+        return int(held.elements * (self.compute or held.size) * self.part(held))
+
+    def part(self, held: Held) -> float:
+        """Of a parameter, what a rank has when it is gathered."""
+        return 1 / self.exchange if held.stack else 1.0
 
     def stored(self, held: Held) -> int:
         """Bytes of this rank's piece on the device."""
@@ -66,8 +83,42 @@ class DataRanks:
         return not unit.last if self.reshard is None else self.reshard
 
 
+def alike(units: tuple[UnitSize, ...]) -> Iterator[tuple[UnitSize, int]]:
+    """One unit of each kind, and how many there are: blocks that were left out share the parameters of another."""
+    numbers = Counter(id(unit.parameters) for unit in units)
+    kinds = {id(unit.parameters): unit for unit in units}
+    return ((kinds[key], number) for key, number in numbers.items())
+
+
 def held_bytes(units: tuple[UnitSize, ...], data: DataRanks, *, trained: bool = False) -> int:
-    return sum(data.stored(p) for unit in units for p in unit.parameters if p.trained or not trained)
+    return sum(n * sum(data.stored(p) for p in u.parameters if p.trained or not trained) for u, n in alike(units))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of a unit, in bytes: see `DataRanks`. `last`: of the last trained parameter; `inside`: of the last one that is
+    cut inside, which may be the `same`; both are held by loops of FSDP2 before torch 2.15, and 0 since. `piece`: of its
+    trained parameters on a rank."""
+
+    gathered: int
+    turned: int
+    reduced: int
+    gradients: int
+    piece: int
+    last: int
+    inside: int
+    same: bool
+
+    @classmethod
+    def of(cls, unit: UnitSize, data: DataRanks) -> _Sizes:
+        trained = [p for p in unit.parameters if p.trained]
+        held = trained if _LOOPS_HOLD_GRADIENTS else []
+        inside = [p for p in held if p.cut_inside(data.shard)]
+        return cls(
+            data.gathered(unit), data.turned(unit), data.reduced(unit), data.gradients(unit),
+            sum(map(data.stored, trained)), data.gradient(held[-1]) if held else 0,
+            data.gradient(inside[-1]) if inside else 0, bool(inside) and inside[-1] is held[-1],
+        )  # fmt: skip
 
 
 @dataclass
@@ -94,6 +145,7 @@ class Walk:
                      "temporary": 0, "communication": 0, "unsharded": 0}  # fmt: skip
         self.adding = standing.gradients > 0
         self.peak = Peak()
+        self.sizes: dict[int, _Sizes] = {}  # by the parameters
         self.gathered: set[str] = set()
         self.prefetched: set[str] = set()
         self.pending = 0  # the last forward gather's buffer
@@ -106,6 +158,10 @@ class Walk:
         self.flops: dict[str, int] = {}
         self.ahead = 0  # the forward's operations
         self.moved = 0
+        self.layers: dict[str, int] = {}  # operations of products in blocks
+        self.expert_flops = 0  # of the forward
+        self.waiting = 0  # what blocks keep for backward
+        self.ours = {unit.name: _ours(unit, data) for unit in units} if data.exchange > 1 else {}
         self.moments: dict[tuple[str, str], int] = {}  # the highest moment in each module
 
     def run(self) -> Peak:
@@ -122,19 +178,27 @@ class Walk:
         return self.peak
 
     def _stretch(self, step: Stretch, block: str, phase: str) -> None:
-        total = sum(self.live.values()) + sum(step.at.values())
+        ours = self.ours.get(block, 1.0)
+        at = {kind: size * (ours if kind == "gradient" else 1) for kind, size in step.at.items()}
+        total = sum(self.live.values()) + sum(at.values())
         if step.at:
             moment = phase, _place(block, step.module)
             self.moments[moment] = max(int(total), self.moments.get(moment, 0))
         if total > self.peak.total and step.at:
             parts = dict(self.live)
-            for kind, size in step.at.items():
+            for kind, size in at.items():
                 parts[_KINDS_OF_PART[kind]] += int(size)
             self.peak = Peak(int(total), parts, _place(block, step.module), phase)
         for kind, size in step.net.items():
             if kind == "gradient" and self.adding and not self.data.on:
                 continue  # added to what is there
-            self.live[_KINDS_OF_PART[kind]] += int(size)
+            self.live[_KINDS_OF_PART[kind]] += int(size * (ours if kind == "gradient" else 1))
+        if block and phase == "forward":
+            self.waiting = max(self.waiting, self.live["kept"])
+            self.expert_flops += int(step.layers.get("experts", 0))
+        if block:
+            for layer, flops in step.layers.items():
+                self.layers[layer] = self.layers.get(layer, 0) + int(flops)
         for (dim, kind), (number, size) in step.sent.items():
             self._add(dim, kind, number, int(size))
         for dtype, flops in step.flops.items():
@@ -170,10 +234,10 @@ class Walk:
     def _before_forward(self, unit: UnitSize) -> None:
         if unit.name in self.gathered:
             return
-        size = self.data.gathered(unit)
+        size = self._sizes(unit).gathered
         self._give("unsharded", size)
         self._check(f"{unit.name or 'the model'} is gathered", "forward")
-        turned = self.data.turned(unit)
+        turned = self._sizes(unit).turned
         self._give("unsharded", size + turned)  # copied out while the last gather's buffer is held: they overlap
         self._check(f"{unit.name or 'the model'} is gathered", "forward")
         self._give("unsharded", -self.pending - turned)
@@ -196,8 +260,8 @@ class Walk:
     def _before_backward(self, unit: UnitSize) -> None:
         if unit.name not in self.gathered:
             self._prefetch(unit)
-            size = self.data.gathered(unit)
-            turned = self.data.turned(unit)
+            size = self._sizes(unit).gathered
+            turned = self._sizes(unit).turned
             self._give("unsharded", size + turned)
             self._check(f"{unit.name} is gathered", "backward")
             self._give("unsharded", -size - turned)
@@ -210,9 +274,9 @@ class Walk:
 
     def _prefetch(self, unit: UnitSize) -> None:
         if unit.name not in self.gathered and unit.name not in self.prefetched:
-            self._give("unsharded", self.data.gathered(unit))
+            self._give("unsharded", self._sizes(unit).gathered)
             self.prefetched.add(unit.name)
-            self._count("all-gather", self.data.gathered(unit))
+            self._count("all-gather", self._sizes(unit).gathered)
 
     def _after_backward(self, unit: UnitSize) -> None:
         if unit.name in self.done:
@@ -220,35 +284,39 @@ class Walk:
         self.done.add(unit.name)
         if unit.name in self.gathered:
             self._free(unit)
-        whole, size = self.data.gradients(unit), self.data.reduced(unit)
+        sizes = self._sizes(unit)
+        whole, size = sizes.gradients, sizes.reduced
         if not size:
             return
-        sizes = {p: p.elements * (self.data.compute or p.size) for p in unit.parameters if p.trained}
-        last = list(sizes)[-1]  # the loop that copies gradients in still holds the last one
-        inside = [p for p in sizes if p.cut_inside(self.data.shard)]
-        turned_last = sizes[inside[-1]] if inside else 0  # ... and the one that turns them its own
+        turned_last = sizes.inside  # held by the loop that turns gradients; the one that copies them in holds the last
         self._give("unsharded", size - self.held + turned_last)
         self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
         self.held = size
-        turned = turned_last if inside and inside[-1] is not last else 0
+        turned = 0 if sizes.same else turned_last
         output = size // self.data.shard
-        self._give("gradients", sizes[last] - whole)
+        self._give("gradients", sizes.last - whole)
         self._give("unsharded", turned - turned_last)
-        piece = sum(self.data.stored(p) for p in unit.parameters if p.trained)
+        piece = sizes.piece
         cast = piece if piece != output else 0  # the sum and, in the dtype of the parameters, its copy
         self._give("unsharded", output + cast)
         self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
         keeps = output if cast and self.data.replicate > 1 else 0  # of each sum over replicas, until backward ends
         self._give("unsharded", keeps - output - cast - turned)
         self.summed += keeps
-        self._give("gradients", whole - sizes[last])
+        self._give("gradients", whole - sizes.last)
         self._give("gradients", (0 if self.adding else piece) - whole)
         self._count("reduce-scatter", size)
         if self.data.replicate > 1:
             self._count("all-reduce", size // self.data.shard, "dp_replicate")
 
+    def _sizes(self, unit: UnitSize) -> _Sizes:
+        key = id(unit.parameters)
+        if key not in self.sizes:
+            self.sizes[key] = _Sizes.of(unit, self.data)
+        return self.sizes[key]
+
     def _free(self, unit: UnitSize) -> None:
-        self._give("unsharded", -self.data.gathered(unit))
+        self._give("unsharded", -self._sizes(unit).gathered)
         self.gathered.discard(unit.name)
 
     def _give(self, part: str, size: int) -> None:
@@ -272,6 +340,12 @@ class Walk:
                 one = found.setdefault((dim, kind), [0, 0])
                 one[0], one[1] = one[0] + number, one[1] + size
         return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in found.items())
+
+
+def _ours(unit: UnitSize, data: DataRanks) -> float:
+    """Of the gradients that a recording without exchanges makes, those of experts that a rank holds, and all others."""
+    alone = replace(data, exchange=1).gradients(unit)
+    return data.gradients(unit) / alone if alone else 1.0
 
 
 def _renamed(name: str, block: str) -> str:

@@ -16,8 +16,13 @@ __all__ = ["mesh_sizes"]
 _HINT = "write it like dp_shard=8,tp=8"
 
 
-def mesh_sizes(mesh: DeviceMesh | Mapping[str, int] | str) -> tuple[tuple[str, int], ...]:
-    """("dp_shard", 8), ("tp", 8) of a mesh, of {"dp_shard": 8, "tp": 8}, or of "dp_shard=8,tp=8"."""
+def mesh_sizes(
+    mesh: DeviceMesh | Mapping[str, int] | str, *, priced: tuple[str, ...] = ()
+) -> tuple[tuple[str, int], ...]:
+    """("dp_shard", 8), ("tp", 8) of a mesh, of {"dp_shard": 8, "tp": 8}, or of "dp_shard=8,tp=8".
+
+    `priced`: dims that others run, and that may be there all the same.
+    """
     if isinstance(mesh, DeviceMesh):
         sizes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     elif isinstance(mesh, Mapping):
@@ -28,7 +33,7 @@ def mesh_sizes(mesh: DeviceMesh | Mapping[str, int] | str) -> tuple[tuple[str, i
     else:
         check_argument("mesh", mesh, str, "give a DeviceMesh, a dict of sizes, or text like dp_shard=8,tp=8")
         sizes = tuple(_parsed(mesh, part) for part in mesh.split(","))
-    _check(sizes)
+    _check(sizes, priced)
     return sizes
 
 
@@ -39,7 +44,7 @@ def _parsed(mesh: str, part: str) -> tuple[str, int]:
     return name, int(size)
 
 
-def _check(sizes: tuple[tuple[str, int], ...]) -> None:
+def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
     """What `parallelize` would refuse, or what no forecast is made of."""
     names = [name for name, _ in sizes]
     if not names:
@@ -49,6 +54,8 @@ def _check(sizes: tuple[tuple[str, int], ...]) -> None:
         if len(same) > 1:
             raise AutoplanError(f"the mesh dims {', '.join(same)} could all be {purpose!r}", hint="name one of them")
     for name, size in sizes:
+        if size > 1 and name in priced:
+            continue
         if size > 1 and name in LEFT_ALONE:
             hint = "leave it out, and say what one stage or one part of a sequence has"
             raise AutoplanError(f"nothing is forecast of the mesh dim {name!r}", hint=hint)

@@ -48,9 +48,15 @@ def _muon(held: Held, inside: bool) -> float:
     return (1 if inside and len(held.shape) > 1 else 2) * held.size
 
 
+def _with_master(held: Held, inside: bool) -> float:
+    """Two numbers in float32, and the weight itself where it is narrower."""
+    return 8 + (4 if held.size < 4 else 0)
+
+
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw": Optimizer(_numbers(2), "torch.optim.AdamW"),
     "adam": Optimizer(_numbers(2), "torch.optim.Adam"),
+    "adamw_master": Optimizer(_with_master, "AdamW of Megatron-LM and DeepSpeed, with float32 weights beside"),
     "adamw8bit": Optimizer(_eight_bits(2), "bitsandbytes.optim.AdamW8bit"),
     "paged_adamw": Optimizer(_numbers(2), "bitsandbytes.optim.PagedAdamW", paged=True),
     "paged_adamw8bit": Optimizer(_eight_bits(2), "bitsandbytes.optim.PagedAdamW8bit", paged=True),

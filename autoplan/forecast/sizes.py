@@ -15,8 +15,9 @@ from typing import Any
 from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.emit.pages.cases import WhatIf
 from autoplan.emit.tables.sizes_table import shown_sizes
+from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import Device
-from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.step import Steps
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan

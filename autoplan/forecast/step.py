@@ -61,6 +61,7 @@ class Setting:
     training: bool = True
     compute: torch.dtype | None = None
     loss: Loss | None = None  # of outputs and labels, instead of the model's own
+    chunk: int = 0  # of tokens whose logits are there at once; 0: all
     output: torch.dtype | None = None  # what a mixed-precision policy casts outputs to
 
 
@@ -165,12 +166,29 @@ class Steps:
         return self.known[setting]
 
     def scaled(self, setting: Setting) -> Recorded:
-        """The step at any batch, from the recordings of one and of two sequences where these did the same."""
+        """The step at any batch, from the recordings of one and of two sequences where these did the same, and over any
+        ranks of tp, from those over half as many and a quarter."""
         if setting in self.known or setting.batch <= 2:
-            return self.at(setting)
-        one, two = self.at(replace(setting, batch=1)), self.at(replace(setting, batch=2))
+            return self._thinner(setting) or self.at(setting)
+        one, two = (self.scaled(replace(setting, batch=batch)) for batch in (1, 2))
         program = blended(one.program, two.program, setting.batch)
         return self.at(setting) if program is None else replace(two, program=program)
+
+    def _thinner(self, setting: Setting) -> Recorded | None:
+        """What is cut evenly is a constant and a part of 1 / tp; None where anything is not, or nothing is recorded."""
+        if setting in self.known or setting.tp % 4 or setting.tp < 8 or setting.ep > 1:
+            return None
+        half, quarter = (self.known.get(replace(setting, tp=setting.tp // n)) for n in (2, 4))
+        even = all(setting.tp // n in self.plan(1).legal_tp for n in (1, 2, 4))
+        if half is None or quarter is None or not even or half.left_out != quarter.left_out:
+            return None
+        program = blended(quarter.program, half.program, 2.5)  # 1/t = 1/2t + (1/2t - 1/4t) / 2, for the ranks of `half`
+        units = [_cut_again(one, two) for one, two in zip(quarter.units, half.units, strict=True)]
+        buffers = half.buffers + (half.buffers - quarter.buffers) // 2
+        whole = tuple(unit for unit in units if unit is not None)
+        if program is None or len(whole) < len(units):
+            return None
+        return replace(half, program=program, units=whole, buffers=buffers)
 
     def _record(self, setting: Setting) -> Recorded:
         size = (setting.tp, setting.ep, setting.sequence_parallel)
@@ -209,6 +227,17 @@ class Steps:
         return Recorded(program_of(tape), copy.left_out, copy.units, copy.buffers, kernels)
 
 
+def _cut_again(quarter: UnitSize, half: UnitSize) -> UnitSize | None:
+    """A unit over twice as many ranks; None where a dim that is cut cannot be halved."""
+    held = []
+    for few, more in zip(quarter.parameters, half.parameters, strict=True):
+        cut = [small != large for large, small in zip(few.shape, more.shape, strict=True)]
+        if any(c and (n % 2 or 2 * n != m) for c, n, m in zip(cut, more.shape, few.shape, strict=True)):
+            return None
+        held.append(replace(more, shape=tuple(n // 2 if c else n for c, n in zip(cut, more.shape, strict=True))))
+    return replace(half, parameters=tuple(held))
+
+
 def inputs_of(steps: Steps, setting: Setting) -> dict[str, Any]:
     """Keyword arguments of one call at this batch and length."""
     key = setting.batch, setting.sequence, setting.training
@@ -231,10 +260,17 @@ def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping
     mode: Any = copy.mode if how == "fake" else KnownValues(copy.mode, supposing=how == "supposed")
     with mode:
         inputs = {name: own(value, mode, setting.compute) for name, value in given.items()}
+        inputs |= _last(inputs, setting.chunk) if setting.chunk else {}
         loss = _loss(setting, inputs) if setting.training else None
         with torch.set_grad_enabled(setting.training):
             whole = max(setting.tp, setting.ep) == 1
             return record_step(copy.module, inputs, copy.marks, groups, loss_of=loss, whole=whole)
+
+
+def _last(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """What has a step work out the logits and the loss of so many tokens alone."""
+    known = conventions()
+    return {known.last_logits: count, known.targets: inputs[known.targets][:, -count:]}
 
 
 def _loss(setting: Setting, inputs: dict[str, Any]) -> Callable[[Any], torch.Tensor | None]:

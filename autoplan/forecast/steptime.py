@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from autoplan.forecast.devices import Device
 from autoplan.values.estimate import Sent, StepTime
 
-__all__ = ["HOST_LINK", "HOST_MEMORY", "Load", "decoding_time", "step_time"]
+__all__ = ["HIDDEN", "HOST_LINK", "HOST_MEMORY", "Load", "decoding_time", "step_time"]
 
-_HIDDEN = ("dp_shard", "dp", "fsdp", "dp_shard_cp", "dp_replicate")
+HIDDEN = ("dp_shard", "dp", "fsdp", "dp_shard_cp", "dp_replicate")
 HOST_LINK = 25e9  # bytes a second of a rank, one way: half of PCIe 5.0 × 16, which two ranks often share
 HOST_MEMORY = 40e9  # bytes a second of a rank: eight of them share about 300 GB/s of a socket's channels
 _OPTIMIZER_PASSES = 7  # read and write of weights and two states, read of gradients
@@ -41,16 +41,28 @@ class Load:
         return sum(n for _, n in self.flops_by_dtype)
 
 
-def step_time(load: Load, device: Device, mesh: tuple[tuple[str, int], ...], accumulate: int = 1) -> StepTime:
-    """A step of `accumulate` micro-batches."""
+def step_time(
+    load: Load,
+    device: Device,
+    mesh: tuple[tuple[str, int], ...],
+    accumulate: int = 1,
+    stages: int = 1,
+    *,
+    summed_once: bool = False,
+) -> StepTime:
+    """A step of `accumulate` micro-batches. Each of several `stages` waits for the others at its begin and its end.
+
+    `summed_once`: data parallelism talks once a step, not in each micro-batch."""
     compute = _computing(load, device)
     memory = load.moved / device.bandwidth
     seconds: dict[str, float] = {}
     for sent in load.sent:
-        if sent.dim not in _HIDDEN:
+        if sent.dim not in HIDDEN:
             seconds[sent.dim] = seconds.get(sent.dim, 0.0) + _seconds(sent, device, mesh)
     exposed = [(dim, accumulate * time) for dim, time in seconds.items()]
-    data = accumulate * _not_hidden(load, compute + memory, device, mesh)
+    if stages > 1:
+        exposed.append(("pp", (stages - 1) * (compute + memory + sum(seconds.values()))))
+    data = _not_hidden(load, compute + memory, device, mesh) * (1 if summed_once else accumulate)
     if data:
         exposed.append(("dp_shard", data))
     if load.offloaded:  # weights are fetched for forward and for backward, gradients are brought back
@@ -76,9 +88,9 @@ def _computing(load: Load, device: Device) -> float:
 
 def _not_hidden(load: Load, computing: float, device: Device, mesh: tuple[tuple[str, int], ...]) -> float:
     """Seconds of data parallelism's messages that one micro-batch waits for."""
-    ours = [sent for sent in load.sent if sent.dim in _HIDDEN]
+    ours = [sent for sent in load.sent if sent.dim in HIDDEN]
     whole = sum(_seconds(sent, device, mesh) for sent in ours)
-    ahead = sum(_seconds(sent, device, mesh) for sent in load.sent_forward if sent.dim in _HIDDEN)
+    ahead = sum(_seconds(sent, device, mesh) for sent in load.sent_forward if sent.dim in HIDDEN)
     waited = max(0.0, ahead - load.forward * computing) + max(0.0, whole - ahead - (1 - load.forward) * computing)
     return max(waited, _ends(ours, device, mesh))
 
@@ -95,7 +107,7 @@ def _seconds(sent: Sent, device: Device, mesh: tuple[tuple[str, int], ...]) -> f
     with few steps; a gather passes each node in turn. What all send to all passes each rank's own port.
     """
     place = _place(sent.dim, mesh)
-    ranks, stride = mesh[place][1], _stride(place, mesh)
+    ranks, stride = sent.among or mesh[place][1], _stride(place, mesh)
     if ranks == 1:
         return 0.0
     near = max(1, min(ranks, device.per_node // stride))
@@ -113,7 +125,7 @@ def _place(dim: str, mesh: tuple[tuple[str, int], ...]) -> int:
     names = [name for name, _ in mesh]
     if dim in names:
         return names.index(dim)
-    return next(place for place, name in enumerate(names) if name in _HIDDEN and name != "dp_replicate")
+    return next(place for place, name in enumerate(names) if name in HIDDEN and name != "dp_replicate")
 
 
 def _stride(place: int, mesh: tuple[tuple[str, int], ...]) -> int:

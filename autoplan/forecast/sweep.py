@@ -3,10 +3,10 @@
     splits (tp, experts apart) ── along the sequence ── checkpointing ── micro-batch ── FSDP2 or HSDP ── resharding
 
 A recording is made once for each split and each way of checkpointing; data parallelism, micro-batches and resharding
-are arithmetic on it. Three bounds save recordings. What does not fit with one sequence and all blocks checkpointed is
-not looked at further. Nor is a split that is larger and slower so than the same split cut along the sequence, nor are
-those over more ranks then. Less checkpointing cannot fit where weights, states and what more checkpointing keeps do
-not.
+are arithmetic on it, and so is tp where recordings over fewer ranks tell it (step.py). Three bounds save recordings.
+What does not fit with one sequence and all blocks checkpointed is not looked at further. Nor is a split that is larger
+and slower so than the same split cut along the sequence, nor are those over more ranks then. Less checkpointing cannot
+fit where weights, states and what more checkpointing keeps do not.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import product
 from math import lcm
 from typing import Any
 
-from autoplan.common.errors import IndivisibleError, PlanMismatchError
+from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
 from autoplan.common.stages import stage
 from autoplan.decide.rulebook.read import rule_named
+from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import Device
-from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.step import Steps
 from autoplan.values import LocalExperts
 from autoplan.values.estimate import Estimate, MemoryParts, Row
@@ -31,6 +33,7 @@ __all__ = ["Split", "Sweep"]
 
 _CHECKPOINTING: tuple[bool | str, ...] = (False, "selective", True)
 _MOST_GPUS = 1 << 16
+_DOUBLED = (1, 2, 4, 8, 16, 32, 64)  # stages of a pipeline, ranks that exchange tokens
 _MUCH_SLOWER = 0.9  # than the fastest with fewer replicas: more replicas are not looked at
 _PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states", "kept": "activations kept",
           "temporary": "temporary buffers", "unsharded": "units that are gathered", "communication": "messages",
@@ -73,6 +76,8 @@ class Sweep:
     train: str
     optimizer: str
     mp_policy: Any
+    matmuls: str | None = None
+    chunked_loss: bool = False
     dropped: list[str] = field(default_factory=list)
     asked: dict[int, Asked] = field(default_factory=dict)  # by the id of the estimate that it led to
     cut_pays: set[bool] = field(default_factory=set)  # with experts cut inside, with experts apart: is it so?
@@ -163,7 +168,8 @@ class Sweep:
         """One sequence at a time with all blocks checkpointed; for inference, all that are held at once."""
         if self.train == "inference":
             mesh = (("dp_replicate", copies), *split.dims)
-            return self._row(Asked(mesh, each, self.sequence, train=self.train, exact=False, experts=split.shared))
+            return self._row(Asked(mesh, each, self.sequence, train=self.train, exact=False, experts=split.shared,
+                                   matmuls=self.matmuls))  # fmt: skip
         return self._row(self._asked(self._meshes(copies, split)[0], 1, self.again[-1], along, None, each, split))
 
     def _ways(self, copies: int, split: Split, along: bool, each: int) -> Iterator[Row]:
@@ -210,7 +216,8 @@ class Sweep:
                reshard: bool | None, each: int, split: Split) -> Asked:  # fmt: skip
         return Asked(
             mesh, micro, self.sequence, checkpointing, self.mp_policy, self.optimizer, self.train, reshard, along,
-            max(1, each // micro), exact=False, experts=split.shared,
+            max(1, each // micro), exact=False, experts=split.shared, matmuls=self.matmuls,
+            chunked_loss=self.chunked_loss,
         )  # fmt: skip
 
     def _row(self, asked: Asked) -> Row:
@@ -222,12 +229,37 @@ class Sweep:
         return Row(found, said, asked.sequence_parallel, asked.reshard_after_forward, asked.accumulate, not missing,
                    binds, missing, asked.experts)  # fmt: skip
 
+    def elsewhere(self, gpus: int, batch: int, most: int = 3) -> list[Row]:
+        """The fastest that fit of those that others would run: stages of a pipeline, experts that exchange tokens.
+
+        Prices come from recordings that are there, so they cost little.
+        """
+        found: list[Row] = []
+        known = [s for s in self.steps.known if s.ep == 1 and s.training]
+        ways: dict[tuple[int, bool, Any], set[int]] = {}
+        for s in known:
+            ways.setdefault((s.tp, s.sequence_parallel, s.checkpointing), set()).add(s.batch)
+        for (tp, along, checkpointing), stages, ranks in product(ways, _DOUBLED, _DOUBLED):
+            copies = gpus // (tp * stages)
+            if stages * ranks == 1 or gpus % (tp * stages) or batch % copies or copies % ranks:
+                continue
+            mesh = (("pp", stages), ("dp_shard", copies), ("tp", tp))
+            each = batch // copies
+            sizes = (1, 2, 4) if ways[tp, along, checkpointing] >= {1, 2} else (1,)
+            for micro in (n for n in sizes if each % n == 0 and each // n >= stages):
+                asked = self._asked(mesh, micro, checkpointing, along, None, each, Split(tp, 1))
+                try:
+                    found.append(self._row(replace(asked, exchange_experts=ranks)))
+                except AutoplanError:  # more stages than blocks, or experts that are not divisible
+                    break
+        return sorted((row for row in found if row.fits), key=lambda row: -row.estimate.tokens_per_second)[:most]
+
     def settled(self, rows: list[Row]) -> list[Row]:
-        """In order. The batch of the first row is recorded itself, until one that was stays first."""
+        """In order. The first row is recorded itself, until one that was stays first."""
         exact: set[int] = set()
         while True:
             rows = sorted(rows, key=lambda row: (not row.fits, row.missing, -row.estimate.tokens_per_second))
-            if not rows or not rows[0].fits or id(rows[0]) in exact or rows[0].estimate.batch <= 2:
+            if not rows or not rows[0].fits or id(rows[0]) in exact:
                 return rows
             asked = self.asked[id(rows[0].estimate)]
             rows[0] = self._row(replace(asked, exact=True))

@@ -140,6 +140,7 @@ TRANSFORMERS = Conventions(
     logits="logits",
     hidden="last_hidden_state",
     cache_switch="use_cache",
+    last_logits="logits_to_keep",
     rate_words=("drop", "noise", "jitter"),
     rate_suffix="dropout",
     idle_words=("token_id", "label2id", "id2label"),

@@ -109,12 +109,14 @@ class MemoryParts:
 @dataclass(frozen=True)
 class Sent:
     """Collectives of one kind over one dim of the mesh in one step of a rank: how many, and the bytes of their whole
-    values (what comes out of a gather, what goes into a reduction)."""
+    values (what comes out of a gather, what goes into a reduction). `among`: of so many neighbours of the dim
+    (0: of all)."""
 
     dim: str
     kind: str
     number: int
     bytes: int
+    among: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,16 @@ class StepTime:
     memory: float = 0.0
     exposed: tuple[tuple[str, float], ...] = ()
     optimizer: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        messages = {f"messages over {dim}": seconds for dim, seconds in self.exposed}
+        return {
+            "operations": self.compute,
+            "bandwidth of memory": self.memory,
+            **messages,
+            "the update": self.optimizer,
+        }
 
     @property
     def total(self) -> float:
@@ -139,7 +151,8 @@ class Estimate:
     against. `tokens`: of one step of all ranks. `moments`: phase, module and bytes of the highest moment in each module
     that is told apart, in order. `dtype`: that most weights have, `dtype_origin`: who says so; `stored`: how quantised
     weights are stored. `concurrency`: for inference, the sequences of a rank whose keys and values are held, and
-    `decoded_per_second`: the tokens that all ranks add to theirs.
+    `decoded_per_second`: the tokens that all ranks add to theirs. `matmuls`: the dtype that products of
+    layers are computed in, where that is not the weights'; `run_by`: whose engine runs what autoplan does not.
     """
 
     model: str
@@ -164,6 +177,8 @@ class Estimate:
     stored: str = ""
     concurrency: int = 0
     decoded_per_second: float = 0.0
+    matmuls: str = ""
+    run_by: str = ""
 
     @property
     def weights_text(self) -> str:
@@ -241,4 +256,5 @@ class Row:
         told += [f"checkpointing {'blocks' if self.checkpointing is True else self.checkpointing}"] if (
             self.checkpointing) else []  # fmt: skip
         told += ["no reshard after forward"] if self.reshard is False else []
+        told += ["experts on ranks that exchange tokens"] if any(sent.among for sent in self.estimate.messages) else []
         return ", ".join([*told, f"micro-batch {self.estimate.batch}"])

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import load_device
-from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.step import Steps
 from autoplan.hf.source import resolve
 

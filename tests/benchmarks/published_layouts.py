@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
+from autoplan.forecast.asked import Asked
 from autoplan.forecast.choose import Choice, choose
 from autoplan.forecast.devices import load_device
-from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.step import Steps
 from autoplan.hf.source import resolve
 from autoplan.values.estimate import Row

@@ -21,9 +21,11 @@ from autoplan.forecast.devices import load_device
 TABLE = Path(__file__).with_suffix(".md")
 
 
-def llama(layers: int, hidden: int, inner: int, heads: int, keys: int = 8, vocabulary: int = 128256) -> LlamaConfig:
+def llama(layers: int, hidden: int, inner: int, heads: int, keys: int = 8, vocabulary: int = 128256,
+          tied: bool = False) -> LlamaConfig:  # fmt: skip
     return LlamaConfig(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads,
-                       num_key_value_heads=keys, vocab_size=vocabulary, max_position_embeddings=131072)  # fmt: skip
+                       num_key_value_heads=keys, vocab_size=vocabulary, max_position_embeddings=131072,
+                       tie_word_embeddings=tied)  # fmt: skip
 
 
 def mpt(layers: int, hidden: int, heads: int) -> GPT2Config:
@@ -36,6 +38,7 @@ MODELS: dict[str, Any] = {
     "llama-3.1-8b": llama(32, 4096, 14336, 32),
     "llama-3.1-70b": llama(80, 8192, 28672, 64),
     "llama-3.1-405b": llama(126, 16384, 53248, 128),
+    "llama-3.2-3b": llama(28, 3072, 8192, 24, tied=True),
     "llama-2-7b": llama(32, 4096, 11008, 32, 32, 32000),
     "llama-2-13b": llama(40, 5120, 13824, 40, 40, 32000),
     "llama-2-70b": llama(80, 8192, 28672, 64, 8, 32000),
@@ -70,15 +73,20 @@ class Run:
     weights: str
     gib: str
     speed: str
+    engine: str
     otherwise: str
 
     def estimated(self) -> autoplan.Estimate:
+        says = dict(part.partition("=")[::2] for part in self.engine.split(","))
         along = self.mesh.endswith(",sp")
         again: Any = {"none": False, "block": True}.get(self.checkpointing, self.checkpointing)
         return autoplan.estimate(
             MODELS[self.model], mesh=self.mesh.removesuffix(",sp"), batch=int(self.batch), sequence=int(self.sequence),
             accumulate=int(self.times), activation_checkpointing=again, sequence_parallel=along, train=self.train,
             weights=self.weights, mp_policy="bf16" if self.weights == "float32" else None, device=load_device(self.gpu),
+            matmuls="fp8" if "fp8" in says else None, exchange_experts=int(says.get("exchange", 1)),
+            chunked_loss="chunked" in says, shard_optimizer="zero1" in says,
+            optimizer="adamw_master" if "zero1" in says else "adamw",
         )  # fmt: skip
 
 

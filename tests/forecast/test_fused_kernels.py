@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import GPT2Config, Mamba2Config, MambaConfig, Qwen3NextConfig
 
 from autoplan.common.errors import AutoplanError
+from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import load_device
-from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.recording.fused import KernelFile, kernel_files
 from autoplan.forecast.recording.kernels import KERNELS
 from autoplan.forecast.step import Steps

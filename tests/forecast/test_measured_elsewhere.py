@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig, LlamaConfig
 
+from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import load_device
-from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.step import Steps
 from autoplan.hf.source import resolve
 from autoplan.values.estimate import Estimate

@@ -14,9 +14,10 @@ from transformers import GPT2Config, LlamaConfig, T5Config
 
 import autoplan
 from autoplan.check.ranks.run import run_processes
+from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import load_device
 from autoplan.forecast.dry_run import dry_run, group_names, summed
-from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.recording.record import Marks, record_step
 from autoplan.forecast.recording.tape import Message
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of

@@ -16,6 +16,7 @@ from autoplan.values.estimate import TIE, Estimate, MemoryParts, Row, Sent
 
 __all__ = [
     "PARTS",
+    "against_view",
     "choice_reasons",
     "choice_view",
     "dry_run_to_dict",
@@ -65,6 +66,7 @@ def estimate_view(found: Estimate) -> RenderableType:
     head = f"{found.model} on {mesh_text(found.mesh)}: micro-batch {found.batch}"
     head += (f" × {found.sequence} tokens" if found.sequence else " samples") + f", {found.train}"
     head += (f", {found.weights_text}" if found.dtype else "") + (f", {found.optimizer}" if found.optimizer else "")
+    head += f", products in {found.matmuls}" if found.matmuls else ""
     lines: list[RenderableType] = [Text(head), Text(""), table]
     lines.append(Text(f"peak: {found.phase}, at {found.where}"))
     lines += [Text(""), sent_table(found.messages)]
@@ -78,6 +80,8 @@ def estimate_view(found: Estimate) -> RenderableType:
     if found.decoded_per_second:
         held = f"{found.concurrency} sequences a rank, {found.sequence} tokens held of each"
         lines += [Text(f"decoding: {found.decoded_per_second:,.0f} tokens a second ({held})")]
+    if found.run_by:
+        lines += [Text(f"run by others: {found.run_by}; autoplan plans the tp and data-parallel part")]
     lines += [Text(f"note: {text}") for text in found.notes]
     return Group(*lines)
 
@@ -121,6 +125,7 @@ def choice_view(choice: Any) -> RenderableType:
         table.add_row(f"{place}{tie}", *cells, cut, f"{found.peak / 2**30:.1f}", speed, row.binds)
     fitting = sum(row.fits for row in choice.rows)
     head = f"{choice.source.name} on {choice.gpus} × {choice.device.name} with {_gib(choice.memory)}"
+    head += f" ({choice.margin:.0%} left free)" if choice.margin else ""
     if choice.rows:
         asked = choice.rows[0].estimate
         head += f": {asked.train}, " + (f"sequences of {asked.sequence} tokens, " if asked.sequence else "")
@@ -148,12 +153,25 @@ def choice_reasons(choice: Any) -> Iterable[str]:
         yield f"=: {ties} configurations are within {TIE:.0%} of the fastest, closer than the estimate tells apart"
     if any(row.narrow(choice.memory) for row in choice.rows):
         yield "?: it fits by less than what the estimate of its memory may be off"
+    for row in choice.elsewhere:
+        speed = f"{row.estimate.tokens_per_second:,.0f} tokens/s, {row.estimate.peak / 2**30:.1f} GiB"
+        yield f"run by others: {row}: {speed} ({row.estimate.run_by})"
     near = choice.nearest
     if near is not None:
         yield f"nearest that does not fit: {near}; it needs {_more(near.missing)} more ({near.binds})"
     yield from (f"left out: {text}" for text in choice.dropped)
     yield from (f"note: {text}" for text in choice.notes)
     yield "memory is within 5 % of what torch tracks; seconds are a roofline, for the order of rows (± 40 %)"
+
+
+def against_view(place: int, row: Row, more: dict[str, float]) -> str:
+    """Where a mesh stands, and why it is not the first."""
+    if place == 1:
+        return f"{mesh_text(row.estimate.mesh)} is the first row"
+    parts = ", ".join(f"{share:+.0%} {name}" for name, share in sorted(more.items(), key=lambda pair: -abs(pair[1]))
+                      if abs(share) >= 0.005)  # fmt: skip
+    told = f"a step takes {sum(more.values()):+.0%} ({parts})" if row.fits else f"it does not fit ({row.binds})"
+    return f"row {place} is {row}: against the first, {told}"
 
 
 def row_view(row: Row) -> RenderableType:
@@ -175,7 +193,7 @@ def estimate_to_dict(found: Estimate) -> dict[str, Any]:
         "bars": {name: {"relative": bar, "against": against} for name, bar, against in found.bars},
         "notes": list(found.notes), "dtype": found.dtype, "dtype_origin": found.dtype_origin, "stored": found.stored,
         "optimizer": found.optimizer, "concurrency": found.concurrency,
-        "decoded_tokens_per_second": found.decoded_per_second,
+        "decoded_tokens_per_second": found.decoded_per_second, "matmuls": found.matmuls, "run_by": found.run_by,
     }  # fmt: skip
 
 

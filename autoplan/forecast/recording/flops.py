@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["flops_of"]
+__all__ = ["flops_of", "layer_of"]
 
 
 def _attention(func: Any, args: Any, kwargs: Any) -> int:
@@ -32,6 +32,13 @@ def _grouped(args: Any, kwargs: Any, result: Any) -> int:
 
 _SCORES = "_scaled_dot_product_"
 _MORE = {"_grouped_mm": _grouped, "grouped_mm_fallback": _grouped}
+
+
+def layer_of(func: Any, result: Any) -> Literal["", "linear", "experts"]:
+    """Of an op that has operations: is it a product of layers? Their rows make a matrix; attention's have more dims."""
+    if func._schema.name.partition("::")[2] in _MORE:
+        return "experts"
+    return "linear" if isinstance(result, torch.Tensor) and result.dim() == 2 else ""
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:

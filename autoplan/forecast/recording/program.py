@@ -7,7 +7,7 @@ the same order, even where one of them does a thing more often (a loss that is w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,7 +22,8 @@ Numbers = Mapping[str, float]
 @dataclass(frozen=True)
 class Stretch:
     """`net`: bytes that stay or go, by kind. `at`: bytes by kind at the highest moment, in `module`. `flops` by dtype,
-    `moved`: bytes of what only moves or works element by element. `sent`: number and bytes by (dim, kind)."""
+    `layers`: those of them that products of linear layers and of experts take. `moved`: bytes of what only moves or
+    works element by element. `sent`: number and bytes by (dim, kind)."""
 
     net: Numbers
     at: Numbers
@@ -30,6 +31,7 @@ class Stretch:
     flops: Numbers
     moved: float
     sent: Mapping[tuple[str, str], tuple[int, float]]
+    layers: Numbers = field(default_factory=dict)
 
 
 Step = Stretch | UnitEvent | Block | Place
@@ -67,17 +69,20 @@ def _steps(items: Iterable[Item], sizes: np.ndarray, kinds: np.ndarray) -> Itera
 def _measured(items: list[Item], sizes: np.ndarray, kinds: np.ndarray) -> Stretch:
     net, at, module = _memory([item for item in items if isinstance(item, Changed)], sizes, kinds)
     flops: dict[str, float] = {}
+    layers: dict[str, float] = {}
     moved = 0.0
     sent: dict[tuple[str, str], tuple[int, float]] = {}
     for item in items:
         if isinstance(item, Worked) and item.flops:
             flops[item.dtype] = flops.get(item.dtype, 0) + item.flops
+            if item.layer:
+                layers[item.layer] = layers.get(item.layer, 0) + item.flops
         elif isinstance(item, Worked):
             moved += item.bytes
         elif isinstance(item, Message):
             number, size = sent.get((item.dim, item.kind), (0, 0.0))
             sent[item.dim, item.kind] = number + 1, size + max(item.sent, item.received)
-    return Stretch(net, at, module, flops, moved, sent)
+    return Stretch(net, at, module, flops, moved, sent, layers)
 
 
 def _memory(changes: list[Changed], sizes: np.ndarray, kinds: np.ndarray) -> tuple[Numbers, Numbers, str]:
@@ -92,7 +97,7 @@ def _memory(changes: list[Changed], sizes: np.ndarray, kinds: np.ndarray) -> tup
     return net, at, changes[top].module
 
 
-def blended(one: Program, two: Program, batch: int) -> Program | None:
+def blended(one: Program, two: Program, batch: float) -> Program | None:
     """The step at `batch`, from those at one and at two sequences; None where these did not do the same."""
     if len(one.steps) != len(two.steps) or one.end_of_forward != two.end_of_forward:
         return None
@@ -107,16 +112,16 @@ def blended(one: Program, two: Program, batch: int) -> Program | None:
     return Program(tuple(steps), one.end_of_forward)
 
 
-def _between(one: Stretch, two: Stretch, more: int) -> Stretch:
+def _between(one: Stretch, two: Stretch, more: float) -> Stretch:
     sent = {}
     for key in two.sent:
         (number, size), (count, whole) = one.sent.get(key, (0, 0.0)), two.sent[key]
-        sent[key] = number + more * (count - number), size + more * (whole - size)
+        sent[key] = round(number + more * (count - number)), size + more * (whole - size)
     moved = one.moved + more * (two.moved - one.moved)
-    numbers = (_line(getattr(one, name), getattr(two, name), more) for name in ("net", "at", "flops"))
-    net, at, flops = numbers
-    return Stretch(net, at, two.module, flops, moved, sent)
+    numbers = (_line(getattr(one, name), getattr(two, name), more) for name in ("net", "at", "flops", "layers"))
+    net, at, flops, layers = numbers
+    return Stretch(net, at, two.module, flops, moved, sent, layers)
 
 
-def _line(one: Numbers, two: Numbers, more: int) -> Numbers:
+def _line(one: Numbers, two: Numbers, more: float) -> Numbers:
     return {key: one.get(key, 0.0) + more * (two.get(key, 0.0) - one.get(key, 0.0)) for key in {*one, *two}}

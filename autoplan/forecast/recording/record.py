@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.rounds import Round, counted
-from autoplan.forecast.recording.flops import flops_of
+from autoplan.forecast.recording.flops import flops_of, layer_of
 from autoplan.forecast.recording.kernels import grouped_in_bfloat16, held_meanwhile, kernels_of_a_gpu
 from autoplan.forecast.recording.tape import Block, Changed, Item, Message, Place, Storage, Tape, UnitEvent, Worked
 from autoplan.patches.simulated_ranks import asks_for_a_shape
@@ -181,7 +181,8 @@ class _Watching(TorchDispatchMode):
             given = list(tensors_within((args, kwargs)))
             moved = sum(t.numel() * t.element_size() for t in (*given, *made))
             dtype = str(made[0].dtype).removeprefix("torch.")
-            log.items.append(Worked(flops_of(func, args, kwargs, result), moved, dtype, log.modules[-1]))
+            flops = flops_of(func, args, kwargs, result)
+            log.items.append(Worked(flops, moved, dtype, log.modules[-1], layer_of(func, result) if flops else ""))
         return result
 
     def _message(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:

@@ -34,12 +34,14 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """One op: floating-point operations, and bytes read and written."""
+    """One op: floating-point operations, and bytes read and written. `layer`: "linear" or "experts", of products with
+    their weights (and in backward, of those that stand for them)."""
 
     flops: int
     bytes: int
     dtype: str
     module: str
+    layer: Literal["", "linear", "experts"] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,119 @@
+"""What other engines run around autoplan's part: stages of a pipeline, experts that exchange tokens, products in
+float8, a sharded optimizer, losses in chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, MixtralConfig
+
+import autoplan
+from autoplan.common.errors import AutoplanError
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "vocab_size": 4096, "dtype": "bfloat16"
+}  # fmt: skip
+DENSE = LlamaConfig(**SIZES, num_hidden_layers=16)
+EXPERTS = MixtralConfig(**SIZES, num_hidden_layers=4, num_local_experts=8, num_experts_per_tok=2)
+
+
+def asked(config: Any = DENSE, **how: Any) -> autoplan.Estimate:
+    return autoplan.estimate(config, **({"mesh": "tp=1", "sequence": 128, "batch": 2} | how))
+
+
+def test_a_stage_has_its_share_of_blocks_and_keeps_a_micro_batch_for_each_stage_behind_it() -> None:
+    whole, stage = asked(accumulate=8), asked(mesh="pp=4,dp_shard=1", accumulate=8)
+    ends = asked(LlamaConfig(**SIZES, num_hidden_layers=4), accumulate=8)  # its 4 blocks, embedding and head
+    assert stage.parts.weights == ends.parts.weights < whole.parts.weights
+    assert stage.flops == ends.flops
+    assert stage.parts.kept > 2 * ends.parts.kept
+    assert stage.run_by and not whole.run_by
+    assert stage.time is not None
+    idle = dict(stage.time.exposed)["pp"]
+    assert idle == pytest.approx(3 / 8 * (stage.time.compute + stage.time.memory), rel=0.01)
+
+
+def test_a_pipeline_talks_once_a_step() -> None:
+    """It keeps what it gathered, and sums gradients after the last micro-batch."""
+    sent = {n: {s.kind: s.number for s in asked(mesh="pp=4,dp_shard=2", accumulate=n).messages} for n in (4, 8)}
+    assert sent[4] == sent[8]
+
+
+def test_too_many_stages_are_one_error() -> None:
+    with pytest.raises(AutoplanError, match="16 stages"):
+        asked(mesh="pp=16")
+
+
+def test_experts_that_exchange_tokens_are_gathered_by_those_that_hold_the_same() -> None:
+    alone, exchanging = (asked(EXPERTS, mesh="dp_shard=8", exchange_experts=n) for n in (1, 8))
+    assert exchanging.parts.weights == alone.parts.weights and exchanging.flops == alone.flops
+    gathered = [next(s.bytes for s in one.messages if s.kind == "all-gather") for one in (alone, exchanging)]
+    experts = 4 * 8 * 3 * 256 * 512 * 2
+    assert experts * 7 // 8 <= gathered[0] - gathered[1] <= experts * 2 * 7 // 8  # once, or for backward again
+    (sent,) = (s for s in exchanging.messages if s.kind == "all-to-all")
+    assert sent.number == 4 * 4 and sent.bytes == 4 * 4 * (2 * 128 * 2) * 256 * 2  # there, back; tokens of two experts
+    assert exchanging.run_by
+
+
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [
+        (DENSE, {"mesh": "dp_shard=8", "exchange_experts": 8}),
+        (EXPERTS, {"mesh": "dp_shard=6", "exchange_experts": 4}),
+        (EXPERTS, {"mesh": "dp_shard=3", "exchange_experts": 3}),
+        (EXPERTS, {"exchange_experts": 0}),
+        (DENSE, {"matmuls": "int3"}),
+        (DENSE, {"matmuls": "fp8", "device": "a100"}),
+        (DENSE, {"mesh": "dp_shard=8", "shard_optimizer": True}),
+        (DENSE, {"mesh": "dp_replicate=8,dp_shard=1", "shard_optimizer": True, "mp_policy": "bf16"}),
+        (DENSE, {"train": "inference", "chunked_loss": True}),
+        (DENSE, {"chunked_loss": "yes"}),
+    ],
+)
+def test_what_cannot_be_priced_is_one_error(config: Any, how: dict[str, Any]) -> None:
+    with pytest.raises(AutoplanError) as error:
+        asked(config, **how)
+    assert error.value.hint
+
+
+def test_products_of_blocks_run_in_float8_and_all_else_as_before() -> None:
+    plain, faster = asked(), asked(matmuls="fp8")
+    assert plain.time is not None and faster.time is not None
+    head = asked(LlamaConfig(**SIZES, num_hidden_layers=1))
+    assert 0.5 * plain.time.compute < faster.time.compute < plain.time.compute
+    assert head.time is not None and faster.time.compute - 0.5 * plain.time.compute < head.time.compute
+    assert faster.parts == plain.parts and faster.run_by
+
+
+def test_a_sharded_optimizer_divides_its_states_alone() -> None:
+    mesh = "dp_replicate=8,dp_shard=1"
+    every, part = asked(mesh=mesh), asked(mesh=mesh, shard_optimizer=True, optimizer="adamw_master")
+    assert part.parts.weights == every.parts.weights
+    assert part.parts.optimizer == -(-every.parts.optimizer * 3 // 8)  # twelve bytes a number, where AdamW's are four
+    assert {s.kind for s in part.messages} == {"reduce-scatter", "all-gather"}
+
+
+def test_a_loss_in_chunks_never_holds_all_logits() -> None:
+    whole, chunks = (asked(chunked_loss=chunked, sequence=1024, mesh="dp_shard=8") for chunked in (False, True))
+    logits = 2 * 1024 * 4096 * 4
+    assert whole.peak - chunks.peak > logits
+    assert (chunks.flops, chunks.messages, chunks.time) == (whole.flops, whole.messages, whole.time)
+
+
+def test_choosing_says_what_others_would_run_and_where_a_mesh_stands() -> None:
+    chosen = autoplan.choose(DENSE, gpus=2, sequence=128, global_batch=8, margin=0.5)
+    assert chosen.memory == int(chosen.device.memory * 0.5)
+    assert chosen.elsewhere and all(row.fits and row.estimate.run_by for row in chosen.elsewhere)
+    assert not any(row.estimate.run_by for row in chosen.rows)
+    place, row, more = chosen.against_first("tp=2")
+    assert chosen.rows[place - 1] is row and row.mesh == {"tp": 2}
+    first = chosen.rows[0].estimate.time
+    assert first is not None and row.estimate.time is not None
+    assert sum(more.values()) == pytest.approx(row.estimate.time.total / first.total - 1)
+    assert f"row {place} " in str(chosen) or place > 12
+    with pytest.raises(AutoplanError, match="no row"):
+        chosen.against_first("dp_shard=3")
+    with pytest.raises(AutoplanError):
+        autoplan.choose(DENSE, gpus=2, margin=1.0)
