@@ -104,8 +104,9 @@ def _training_trainer(base: Any, sharded: Sharded) -> Any:
                 self._seed_copies_alike(host.process_index, self._sharded_sizes[2])
 
         def _seed_copies_alike(self, process: int, tp: int) -> None:
-            """Trainers that draw tokens seed each process by its number: ranks of one tp group must draw the same."""
-            if torch.initial_seed() == self.args.seed + process:
+            """Trainers that draw tokens seed each process by its number: ranks of one tp group must draw the same.
+            The first of a group goes on with the stream that it has."""
+            if process % tp and torch.initial_seed() == self.args.seed + process:
                 import_module("accelerate.utils").set_seed(self.args.seed + process - process % tp)
 
         @property
