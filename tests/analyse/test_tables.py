@@ -54,6 +54,17 @@ class Shapes(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+class Odd(nn.Module):
+    """A head that the model itself reads across, with a number of columns that ranks cannot share evenly."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(300, 16), nn.LayerNorm(16), nn.Linear(16, columns)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.table(ids))).log_softmax(-1)
+
+
 SPARSE = {"user": torch.arange(4) * 200, "item": torch.arange(4) * 70, "tags": torch.arange(20).view(4, 5) * 24}
 CASES = {
     "sum": (lambda: Recommender("sum"), SPARSE, ("item", "tags")),
@@ -94,3 +105,11 @@ class Positions(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.position(torch.arange(x.shape[1]))
+
+
+@pytest.mark.parametrize(("columns", "cut"), [(301, True), (25, False)])  # 16 on each rank are worth it
+def test_a_head_is_gathered_from_uneven_parts(columns: int, cut: bool) -> None:
+    plan = autoplan.plan(Odd(columns), tp_size=2, inputs={"ids": torch.arange(14).view(2, 7) * 20})
+    assert plan.proof.ok, plan
+    styles = {entry.pattern: entry.style for entry in plan.entries}
+    assert styles.get("head") == ("colwise_gather_output" if cut else None)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus.toys import FusedAttention, decoder
-from wrong_plans import DIALECTS, MUTATIONS, SEQUENCE_MUTATIONS, Mutation, sequence_plan, wrong_plan
+from corpus.toys import GOOD, Attention, FusedAttention, decoder
+from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
+from wrong_plans import DIALECTS, MUTATIONS, SEQUENCE_MUTATIONS, Mutation, as_torch, sequence_plan, wrong_plan
 
 import autoplan
 from autoplan.cli.app import main
@@ -47,6 +49,7 @@ def test_the_cause_is_first_and_its_fix_works(dialect: str, mutation: Mutation) 
     report, model = audited(dialect, mutation)
     shown = [(f.level, f.check, f.where, f.message[:80], f.hint[:120]) for f in report.findings[:4]]
     assert any(is_about(report, 0, cause) for cause in mutation.causes), shown
+    assert "!" not in report.findings[0].message, shown  # how our plan files write a cut
     if mutation.name.startswith("two"):  # two mistakes give two findings
         assert all(is_about(report, 0, cause) or is_about(report, 1, cause) for cause in mutation.causes), shown
     assert report.fixed is not None, shown
@@ -70,6 +73,48 @@ def test_causes_under_sequence_parallelism(how: str, name: str) -> None:
     report = autoplan.audit(decoder(), spoil(sequence_plan(how)), 2)
     assert any(is_about(report, 0, cause) for cause in causes), report
     assert autoplan.audit(decoder(), report.fixed, 2).ok
+
+
+def test_a_norm_that_alone_takes_the_sequence_for_cut_is_the_cause() -> None:
+    """The plan is made one without sequence parallelism again, not one with it everywhere."""
+    right = as_torch(GOOD)
+    report = autoplan.audit(decoder(), {**right, "layers.*.post_norm": SequenceParallel()}, 2)
+    assert is_about(report, 0, "layers.*.post_norm"), report
+    assert report.fixed.keys() == right.keys()
+
+
+@pytest.mark.parametrize("how", ["automodel", "torchtitan"])
+def test_a_stream_of_dtensors_is_corrected_to_one(how: str) -> None:
+    right = sequence_plan(how)
+    for style in right.values():
+        if isinstance(style, RowwiseParallel):
+            style.use_local_output = False
+    wrong = {**right, "layers.*.mlp.w2": RowwiseParallel()}
+    report = autoplan.audit(decoder(), wrong, 2)
+    assert is_about(report, 0, "layers.*.mlp.w2"), report
+    assert not report.fixed["layers.*.mlp.w2"].use_local_output
+
+
+def test_norms_of_heads_get_a_style_of_torch_that_sums_their_gradients() -> None:
+    model = decoder(partial(Attention, norm="head"))
+    report = autoplan.audit(model, as_torch(GOOD), 2)
+    norms = {key for key, style in report.fixed.items() if isinstance(style, SequenceParallel)}
+    assert norms == {"layers.*.attn.q_norm", "layers.*.attn.k_norm"}, report
+    assert report.fixed.keys() - norms == GOOD.keys()
+
+
+def test_tied_ends_are_corrected_together() -> None:
+    model = decoder(tied=True)
+    report = autoplan.audit(model, {**GOOD, "head": "rowwise"}, 2)
+    assert is_about(report, 0, "head"), report
+    assert report.fixed == GOOD
+
+
+def test_a_dead_key_is_likened_only_to_what_has_no_row() -> None:
+    """Such keys are written for blocks of another kind: `gate` for dense layers in a model of experts."""
+    report = autoplan.audit(decoder(), {**GOOD, "layers.*.mlp.gate": "colwise"}, 2)
+    (dead,) = [finding for finding in report.findings if finding.check == "dead-keys"]
+    assert dead.where == "layers.*.mlp.gate" and "mlp.w" not in dead.hint
 
 
 def without_instruction(plan: Plan, kind: type, name: str) -> Plan:

@@ -26,6 +26,9 @@ pytestmark = [pytest.mark.hosts, pytest.mark.gloo]
         ("SFT", {"dp_shard": 2, "tp": 2}, False, False),
         ("SFT", {"tp": 2}, True, False),
         ("DPO", {"tp": 2}, False, False),
+        ("KTO", {"tp": 2}, False, False),
+        ("GRPO", {"tp": 2}, False, False),
+        ("RLOO", {"tp": 2}, False, False),
     ],
     ids=str,
 )

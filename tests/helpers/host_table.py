@@ -141,10 +141,12 @@ ROWS = (
     ),
     Row(
         "TRL",
-        "`SFTTrainer` (LoRA too), `DPOTrainer` with a `ref_model` sharded alike: a step",
+        "`SFTTrainer` (LoRA too), `DPOTrainer` and `KTOTrainer` with a `ref_model` sharded alike, "
+        "`GRPOTrainer`, `RLOOTrainer`: a step",
         "one line",
         "`autoplan.hand_over(SFTTrainer)(model, args=...)`. Their fused head reads the head's weight whole, as it does "
-        "under FSDP2: for the time of its forward and backward each rank holds all rows of that one weight",
+        "under FSDP2: for the time of its forward and backward each rank holds all rows of that one weight. Ranks of "
+        "one tp group draw the same completions",
         "test_trl.py::test_a_step_is_that_of_one_process",
     ),
     Row(

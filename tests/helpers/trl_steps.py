@@ -43,26 +43,40 @@ def trainer_of(kind: str, model: Any, reference: Any, folder: Path, replicas: in
     import trl
     from datasets import Dataset
 
+    given: dict[str, Any] = {} if reference is None else {"ref_model": reference}
     rows = [{"prompt": prompt, "completion": f" {good}"} for prompt, good, _ in TEXTS]
+    options: dict[str, Any] = {}
+    if kind == "KTO":
+        rows = [{**row, "label": number % 2 == 0} for number, row in enumerate(rows)]
+    if kind in ("GRPO", "RLOO"):
+        rows = [{"prompt": prompt} for prompt, *_ in TEXTS]
+        given |= {"reward_funcs": rewards}
+        options = {"num_generations": 2, "max_completion_length": 5, "beta": 0.0}
     if kind == "DPO":
         rows = [{"prompt": prompt, "chosen": f" {good}", "rejected": f" {bad}"} for prompt, good, bad in TEXTS]
     arguments = getattr(trl, f"{kind}Config")(
         output_dir=str(folder), per_device_train_batch_size=len(TEXTS) // replicas, max_steps=1, report_to=[],
         use_cpu=True, ddp_backend="gloo", disable_tqdm=True, lr_scheduler_type="constant", max_grad_norm=0.5,
         save_strategy="no", logging_steps=1, bf16=False, gradient_checkpointing=False,
+        **options,
     )  # fmt: skip
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
     return host(getattr(trl, f"{kind}Trainer"))(
         model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer(),
-        optimizers=(optimizer, None), **({} if reference is None else {"ref_model": reference}),
+        optimizers=(optimizer, None), **given,
     )  # fmt: skip
+
+
+def rewards(completions: list[str], **_: Any) -> list[float]:
+    """Of each completion: how many of its words have an even number."""
+    return [float(sum(word[-1] in "02468" for word in text.split())) for text in completions]
 
 
 def one_step(rank: int, kind: str, sizes: dict[str, int], adapters: bool, parallel: bool, folder: Path) -> Any:
     """The loss of a step and all weights after it."""
     announce(rank, torch.distributed.get_world_size())
     models, host, replicas = [model_of(adapters).train()], lambda cls: cls, 1
-    if kind == "DPO" and not adapters:
+    if kind in ("DPO", "KTO") and not adapters:
         models.append(model_of(adapters))  # it is held against one that does not train
     if sizes:
         plan = autoplan.plan(model_of(adapters), sizes.get("tp", 1), sequence_parallel=parallel, prove="none")

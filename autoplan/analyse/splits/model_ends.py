@@ -73,7 +73,7 @@ def looked_up_in(op: Op, axes: Axes) -> int | None:
 
 _WORTH_GATHERING = 0.004  # share of all matrix elements below which a whole weight is not worth an all-gather
 _LARGE_TABLE = 0.5  # of the largest table: smaller ones (positions, types) stay whole
-_VOCABULARY = 8192  # columns from which an uneven cut does not matter
+_UNEVEN = 16  # columns of a rank from which it does not matter that one has fewer
 _LOOKED_UP = "embed_index"
 _PRODUCT = "free_a"  # a free dim of a product: of a head whose weight is worked on first
 
@@ -152,7 +152,7 @@ def products_to_gather(
         shape, stored = trace.tensors[weight].shape, trace.tensors[axes.sources[weight]].shape
         odd = any(find(leaf) in indivisible for term in axes.of(weight) for leaf in leaves(term))
         size = min(prod(shape), prod(stored))
-        if size >= _WORTH_GATHERING * total and not odd and (shape[out] % tp == 0 or shape[out] >= _VOCABULARY):
+        if size >= _WORTH_GATHERING * total and not odd and (shape[out] % tp == 0 or shape[out] >= _UNEVEN * tp):
             wanted.add(ends[index])
     return wanted | tables_to_gather(trace, axes, shards, _given_ids(trace), demands).keys()
 

@@ -100,6 +100,14 @@ def _training_trainer(base: Any, sharded: Sharded) -> Any:
             host.gather_for_metrics = partial(_metrics_once, host, self._sharded_sizes, host.gather_for_metrics)
             whole = self.args.eval_use_gather_object
             self.gather_function = partial(host.gather_for_metrics, use_gather_object=whole)
+            if self._sharded_sizes is not None:
+                self._seed_copies_alike(host.process_index, self._sharded_sizes[2])
+
+        def _seed_copies_alike(self, process: int, tp: int) -> None:
+            """Trainers that draw tokens seed each process by its number: ranks of one tp group must draw the same.
+            The first of a group goes on with the stream that it has."""
+            if process % tp and torch.initial_seed() == self.args.seed + process:
+                import_module("accelerate.utils").set_seed(self.args.seed + process - process % tp)
 
         @property
         def _sharded_sizes(self) -> tuple[int, int, int] | None:

@@ -67,7 +67,7 @@ class Torch(Dialect):
 
     def value(self, style: str, entry: Entry | None = None) -> Any:
         from torch.distributed.tensor import Replicate
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
         made = {
             "colwise": ColwiseParallel,
@@ -75,6 +75,8 @@ class Torch(Dialect):
             "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
             "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
             "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+            # The norm of (batch, sequence, heads, head dim) on a rank's heads: its weight's gradient is summed.
+            "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
         }.get(style)
         return None if made is None else made()
 

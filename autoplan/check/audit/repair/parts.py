@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoplan.check.audit.repair.dialects import DeepSpeed, Dialect, Torch
+from autoplan.check.audit.repair.dialects import DeepSpeed, Dialect, Torch, Transformers
 from autoplan.check.audit.subject import Audited
 from autoplan.decide.plan.folding import starred
 from autoplan.emit.exports import expressible
@@ -58,10 +58,27 @@ def parts_of(subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...
         signature = tuple(sorted((name[len(place) :], repr(dialect.key_of(value))) for name, value in values.items()))
         if values or starred(place) in ways:
             groups.setdefault((starred(place), signature), []).append(place)
-    return tuple(
+    parts = [
         Part(container, tuple(places), _starred(said[places[0]]), (*ways.get(container, ()), {}))
         for (container, _), places in groups.items()
-    )
+    ]
+    return _joined(parts, subject, right, dialect)
+
+
+def _joined(parts: list[Part], subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...]:
+    """Parts that hold one tied weight are right or wrong together."""
+    tied = {name.rpartition(".")[0] for weight in subject.weights if len(weight.names) > 1 for name in weight.names}
+    together = [part for part in parts if {*part.says, *part.ways[0]} & tied and len(part.places) == 1]
+    if len(together) < 2:
+        return tuple(parts)
+    says = {name: value for part in together for name, value in part.says.items()}
+    count = max(len(part.ways) for part in together)
+    ways = [{n: v for part in together for n, v in part.ways[min(number, len(part.ways) - 1)].items()}
+            for number in range(count)]  # fmt: skip
+    if isinstance(dialect, Transformers):
+        lines = {name: dialect.value(style) for name, style in hf_entries(right)[0].items() if name in tied}
+        ways[0] = {**ways[0], **lines}
+    return (Part("", ("",), says, tuple(ways)), *(part for part in parts if part not in together))
 
 
 def _starred(values: Values) -> dict[str, Any]:
@@ -91,8 +108,11 @@ def _ways(subject: Audited, plan: Plan, part: expressible.Part, dialect: Dialect
         container = starred(part.container)
         styles = {key: style for key, style in lines.items() if _place(key, {container: None}) == container}
     yield from _said(styles, stars, dialect)
+    plain = {pattern: entry.style for pattern, entry in stars.items()}
+    if part.kind != "end" and plain != styles:
+        yield from _said(plain, stars, dialect)
     if not styles and summed:
-        styles = {pattern: entry.style for pattern, entry in stars.items()}
+        styles = plain
     if {**styles, **summed} != styles:
         yield from _said({**styles, **summed}, stars, dialect)
     gathered = {

@@ -98,9 +98,11 @@ def _inferred(subject: Audited, source: Any) -> Plan | None:
 
 
 def _whole_plan(rows: Sequence[PlanRow], subject: Audited, dialect: Dialect, right: Plan) -> Part:
-    """Under sequence parallelism the stream between parts is cut too: they are right or wrong together."""
+    """Under sequence parallelism the stream between parts is cut too: they are right or wrong together. It may also be
+    the sequence that should not have been cut."""
     says = {starred(name): row.value for row in rows for name in row.names}
-    return Part("", ("",), says, sequence_ways(subject, dialect, says, right))
+    whole = {name: value for part in parts_of(subject, right, dialect) for name, value in part.ways[0].items()}
+    return Part("", ("",), says, tuple(sequence_ways(subject, dialect, says, right, whole)))
 
 
 def _least(part: Part, trials: Trials, subject: Audited, dialect: Dialect, trusting: bool) -> tuple[Change, ...] | None:

@@ -25,8 +25,8 @@ def is_sequence_parallel(plan: ForeignPlan) -> bool:
 
 
 def _cuts_sequence(style: Any) -> bool:
-    if any(cls.__name__ == "SequenceParallel" for cls in type(style).__mro__):
-        return True
+    if _is_norm(style):
+        return bool(style.sequence_sharding[0].dim == 1)  # a norm of heads is "cut" along these
     for side in ("input_layouts", "output_layouts"):
         layouts = getattr(style, side, None)
         for layout in layouts if isinstance(layouts, tuple) else (layouts,):
@@ -36,9 +36,9 @@ def _cuts_sequence(style: Any) -> bool:
 
 
 def sequence_ways(
-    subject: Audited, dialect: Dialect, says: Mapping[str, Any], right: Plan
-) -> tuple[dict[str, Any], ...]:
-    """The ways of writing a plan with the stream cut along the sequence, the plan's own first."""
+    subject: Audited, dialect: Dialect, says: Mapping[str, Any], right: Plan, whole: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
+    """The ways of writing a plan with the stream cut along the sequence, or `whole`, the nearest to the plan first."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -54,7 +54,8 @@ def sequence_ways(
     ends = [entry for part in parts if part.kind == "end" for entry in part.entries]
     tables = [starred(e.pattern) for e in ends if e.style.startswith("embedding_rowwise")]
     heads = [starred(e.pattern) for e in ends if starred(e.pattern) not in tables]
-    marked = {name: style for name, style in says.items() if _is_norm(style)}
+    marked = {name: style for name, style in says.items() if _is_norm(style) and _cuts_sequence(style)}
+    within = {name: style for name, style in whole.items() if _is_norm(style)}  # norms of heads
     classes = {type(subject.modules[name]).__name__ for name in subject.modules if starred(name) in marked}
     norms = {
         starred(name)
@@ -69,9 +70,13 @@ def sequence_ways(
     own_output = getattr(logits[0], "output_layouts", None) if logits else None
     local = getattr(logits[0], "use_local_output", True) if logits else True
     out = own_output[0] if isinstance(own_output, tuple) and own_output else Replicate()
+    stream: dict[str, Any] = {"output_layouts": Shard(1)}
+    if any(not getattr(says.get(name), "use_local_output", True) for name in (*tables, *rows)):
+        stream["use_local_output"] = False  # a DTensor, which says how long the whole sequence is
     ends_of = {
-        **{name: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)) for name in tables},
-        **{name: RowwiseParallel(output_layouts=Shard(1)) for name in rows},
+        **{name: RowwiseParallel(input_layouts=Replicate(), **stream) for name in tables},
+        **{name: RowwiseParallel(**stream) for name in rows},
+        **within,
     }
     whole_head = {name: ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()) for name in heads}
     own_head = {
@@ -79,7 +84,7 @@ def sequence_ways(
     }
     plain = {name: SequenceParallel() for name in norms}
     bare = {name: ColwiseParallel() for name in columns}
-    ways: list[dict[str, Any]] = []
+    ways: list[Mapping[str, Any]] = [whole]
     for head in (own_head, whole_head):
         if gathering is not None:
             norms_of = {name: SequenceParallel() if name in last else gathering for name in norms}
@@ -91,7 +96,7 @@ def sequence_ways(
             ways.append({**ends_of, **plain, **dict.fromkeys(inner, before), **bare, **head})
         gathers = {name: ColwiseParallel(input_layouts=Shard(1)) for name in columns}
         ways.append({**ends_of, **plain, **gathers, **head})
-    return tuple(sorted(ways, key=lambda way: _distance(dialect, says, way)))
+    return sorted(ways, key=lambda way: _distance(dialect, says, way))
 
 
 def _is_norm(style: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autoplan.check.audit.lines import Line
 from autoplan.check.audit.subject import Audited
 from autoplan.values import Finding
 
@@ -18,10 +19,16 @@ NAME = "mixed-parameters"
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if subject.plan.dialect not in ("torch", "transformers"):
         return
-    plain = [w for w in subject.weights if w.said.dim is None and subject.parameters[w.name].requires_grad]
-    cut = [w for w in subject.weights if w.said.dim is not None]
+    # A style of torch puts every parameter of its module on the mesh, those that it does not cut as replicated.
+    styled = subject.plan.dialect == "torch"
+    cut = [w for w in subject.weights if w.said.dim is not None or (styled and _has_style(w.said.line))]
+    plain = [w for w in subject.weights if w not in cut and subject.parameters[w.name].requires_grad]
     if plain and cut:
         text = f"{len(plain)} parameters ({subject.folded(w.name for w in plain)}) stay plain tensors next to "
         text += f"{len(cut)} DTensors: clip_grad_norm_ and foreach optimizers refuse the mixture"
         hint = "distribute the rest as Replicate(), or use autoplan.parallelize and autoplan.clip_gradients"
         yield Finding(NAME, "warn", "", text, hint, sum(w.bytes for w in plain))
+
+
+def _has_style(line: Line | None) -> bool:
+    return line is not None and line.style not in ("", "local_params")

@@ -15,6 +15,10 @@ from autoplan.values import Finding
 
 NAME = "gradients"
 _PAYS = "replicated_with_grad_allreduce"
+_SUMMED = {
+    "torch": "give it SequenceParallel(sequence_dim=2, use_local_output=True)",
+    "deepspeed": "give it {'partition_type': 'skip', 'grad_allreduce': True}",
+}
 
 
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
@@ -35,10 +39,10 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             twice.setdefault(starred(weight.name), []).append(weight)
     for weights in missing.values():
         yield _finding(subject, weights, "is whole on every rank, sees only this rank's part, and nobody sums its "
-                       "gradient", f"give it the style {_PAYS!r}")  # fmt: skip
+                       "gradient", _SUMMED.get(subject.plan.dialect, f"give it the style {_PAYS!r}"))  # fmt: skip
     for weights in twice.values():
         yield _finding(subject, weights, "has its whole gradient on every rank, and the plan sums it again",
-                       "give it the style 'replicate', or leave it out")  # fmt: skip
+                       "leave its row out")  # fmt: skip
 
 
 def _finding(subject: Audited, weights: list[Weight], text: str, hint: str) -> Finding:

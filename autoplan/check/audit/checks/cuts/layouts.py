@@ -37,13 +37,14 @@ def _wrong_cut(subject: Audited, weight: Weight) -> str:
     if said.dim != fact.dim:
         held = [c for c in subject.solution.classes if (fact.names[0], said.dim) in c.parameters]
         whys = sentence(c.reason for c in held if c.reason is not None)
-        other = f"its neighbours are cut along dim {fact.dim} ({fact.layout})" if fact.dim is not None else ""
+        other = f"its neighbours are cut along dim {fact.dim}" if fact.dim is not None else ""
         return "; ".join(filter(None, [whys, other])) or "nothing shares that cut"
     if subject.wanted_rows(weight) != said.rows and Layout.parse(fact.layout or "1").contiguous(subject.tp_size):
-        return f"rank 0 holds other rows than its neighbours, which lie as {fact.layout}"
+        rows = len(subject.wanted_rows(weight)[0])
+        return f"rank 0 holds other rows than its neighbours, whose pieces are {rows} of {fact.shape[said.dim]}"
     return ""
 
 
 def _fix(weight: Weight) -> str:
     fact = weight.fact
-    return f"cut dim {fact.dim}: {fact.layout}" if fact.dim is not None else "keep it whole"
+    return f"cut dim {fact.dim}" if fact.dim is not None else "keep it whole"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Audited, Weight
+from autoplan.decide.plan.folding import starred
 from autoplan.values import Finding, refs
 
 NAME = "norms"
@@ -19,17 +20,19 @@ _MATCHED = "sum"  # partial sums of products: pairing speaks of those
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if subject.plan.plan is not None:
         return
-    groups: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}  # by weights that are cut: these, and the modules
     for call, kind in subject.solution.reductions.items():
         if kind != _MATCHED:
-            cut = tuple(weight.name for weight in _cut_along(subject, call))
-            if cut:
-                groups.setdefault(cut, []).append(subject.solution.trace.calls[call].module)
-    for cut, modules in groups.items():
+            along = [weight.name for weight in _cut_along(subject, call)]
+            if along:
+                cut_here, modules = groups.setdefault(tuple(map(starred, along)), ([], []))
+                cut_here += along
+                modules.append(subject.solution.trace.calls[call].module)
+    for cut, modules in groups.values():
         text = (
             f"{modules[0]} takes a statistic over an axis that {cut[0]} is cut along: each rank takes it of its shard"
         )
-        hint = "sum the statistic over ranks (autoplan does), or gather the output first (colwise_gather_output)"
+        hint = "sum the statistic over ranks (autoplan does), or gather the output first"
         names = [*cut, *(name for name in subject.parameters if name.rpartition(".")[0] in modules)]
         yield subject.suspect(NAME, subject.patterns(subject.folds.expand_all(modules)), text, hint, names=names)
 

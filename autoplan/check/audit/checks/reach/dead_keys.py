@@ -7,10 +7,12 @@ DeepSpeed). The hint names the nearest path that exists, and the bytes are those
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from autoplan.check.audit.lines import Line
 from autoplan.check.audit.subject import Audited
 from autoplan.common.patterns import fold_names, matches, nearest
+from autoplan.decide.written_plans.choices import CUTS
 from autoplan.values import Finding
 
 NAME = "dead-keys"
@@ -18,18 +20,25 @@ NAME = "dead-keys"
 
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     known = [*subject.modules, *subject.parameters]
-    folded = fold_names(known)
     for line in subject.plan.lines:
         if not any(subject.plan.reaches(line, name) for name in known):
-            close = nearest(line.pattern, folded)
+            close = nearest(line.pattern, fold_names(_takers(subject, line, known)))
             if subject.plan.dialect == "deepspeed":
                 shown = ", ".join(fold_names(subject.parameters)[:3])
                 hint = f"DeepSpeed matches from the start of a name (begin with '.*'); parameters look like {shown}"
                 yield Finding(NAME, "warn", line.pattern, f"{line} matches no parameter that is still free", hint)
                 continue
-            hint = f"did you mean {close[0]!r}?" if close else "remove it, or look the path up in `autoplan plan MODEL`"
+            hint = f"did you mean {close[0]!r}?" if close else "remove it: no path like it is without a row"
             size = sum(w.bytes for w in subject.weights if close and _under(close[0], w.name))
             yield Finding(NAME, "warn", line.pattern, f"{line} matches no module and no parameter", hint, size)
+
+
+def _takers(subject: Audited, line: Line, known: Iterable[str]) -> list[str]:
+    """What a key may have been meant for: names that no row reaches, and for a style that cuts, that can be cut."""
+    able = {name for weight in subject.weights if weight.fact.dim is not None for name in weight.names}
+    able |= {name.rpartition(".")[0] for name in able}
+    cuts = CUTS.get(line.style, "any") not in ("whole", "nothing")
+    return [name for name in known if subject.plan.line_for(name) is None and (name in able or not cuts)]
 
 
 def _under(pattern: str, name: str) -> bool:
