@@ -97,6 +97,9 @@ class _Problem:
         for tensor in sorted(flow.final):
             self._answer(_NO, "part", place := self._read(tensor, _OUTSIDE))
             self._answer(_YES, "whole", place)
+        for version, reads in self.read.items():
+            if reads:
+                self._add_sum(version)
 
     def cut(self, delayed: Mapping[int, bool]) -> set[object]:
         """Return all questions with the answer "yes". `delayed`: which products multiply a part, if that is known."""
@@ -142,16 +145,12 @@ class _Problem:
     # ------------------------------------------------------------------ values
 
     def _make(self, tensor: int, index: int, is_partial: bool) -> Place:
-        """Add a value as it is made, and one sum of it, or of its gradient, for all of its readers."""
         version = self.latest[tensor] = tensor, index
         self.read[version] = []
         if is_partial:
             self.partial.add(version)
         made = version, "made", index
         self._whole_gradient_of_parts(made)
-        price = 1 if tensor in self.weights else 2 * prod(self.trace.tensors[tensor].shape) * _NUMBER + 1
-        for question in ("part", "whole"):
-            self._edge(question, (version, "summed", index), made, capacity=price)
         return made
 
     def _read(self, tensor: int, index: int) -> Place:
@@ -161,10 +160,21 @@ class _Problem:
         read = version, "read", index
         self.read[version].append(read)
         self._whole_gradient_of_parts(read)
-        for question in ("part", "whole"):
-            self._edge(question, read, (version, "summed", version[1]))
         self._edge("part", (version, "made", version[1]), read)
         return read
+
+    def _add_sum(self, version: Version) -> None:
+        """One sum of a value, or of its gradient, serves all readers: it is done if any of them answers "no"."""
+        made, served, reads = (version, "made", version[1]), self._served(version), self.read[version]
+        numbers = prod(self.trace.tensors[version[0]].shape)
+        price = 1 if version[0] in self.weights else 2 * numbers * _NUMBER + 1
+        for question in ("part", "whole"):
+            self._edge(question, served, made, capacity=price)
+            for read in reads if len(reads) > 1 else ():
+                self._edge(question, read, served)
+
+    def _served(self, version: Version) -> Place:
+        return self.read[version][0] if len(self.read[version]) == 1 else (version, "summed", version[1])
 
     def _whole_gradient_of_parts(self, place: Place) -> None:
         if self._asked("part", place) and self._asked("whole", place):
@@ -236,7 +246,7 @@ class _Problem:
 
     def _enter_split(self, index: int, reads: Mapping[int, Place], makes: Mapping[int, Place]) -> None:
         """What is whole and goes into results that are split gets a part of its gradient. Rows that every rank holds,
-        in or beside split ones, have gradients of one kind."""
+        in split values or as results of their own, have gradients of one kind."""
         call, kind, shards = self.trace.calls[index], self.reductions.get(index), self.shards
         bias, entering = row_bias_of(call, kind), False
         for tensor, place in reads.items():
@@ -245,15 +255,15 @@ class _Problem:
             if kind or all(map(shards.is_split, made_of(call, tensor, shards) & self.flow.carries)):
                 self._answer(_NO, "whole", place)
                 entering = True
-        beside = [place for tensor, place in (*reads.items(), *makes.items()) if shards.is_mixed(tensor)]
+        replicated = [place for tensor, place in (*reads.items(), *makes.items()) if shards.is_mixed(tensor)]
         for place in makes.values():
             if kind:
                 self._answer(_YES, "whole", place)
-            elif place not in beside:
-                beside.append(place)
-        self._alike("whole", beside)
+            elif place not in replicated:
+                replicated.append(place)
+        self._alike("whole", replicated)
         if entering:
-            for place in beside:
+            for place in replicated:
                 self._answer(_NO, "whole", place)
 
     # ------------------------------------------------------------------ the answer
@@ -262,10 +272,10 @@ class _Problem:
         """Return what is summed: where the answer of a value as it is made differs from that of its readers."""
         for version, reads in self.read.items():
             (tensor, index), weight = version, 2 * prod(self.trace.tensors[version[0]].shape)
-            made, summed = (version, "made", index), (version, "summed", index)
-            if ("part", made) in yes and ("part", summed) not in yes:
+            made, served = (version, "made", index), self._served(version)
+            if ("part", made) in yes and reads and ("part", served) not in yes:
                 yield Payment(False, frozenset(self._parts(version, yes)), weight)
-            if ("whole", made) in yes and ("whole", summed) not in yes and tensor not in self.weights:
+            if ("whole", made) in yes and reads and ("whole", served) not in yes and tensor not in self.weights:
                 readers = frozenset(place[2] for place in reads if self._is_partial(place, yes))
                 yield Payment(True, frozenset(self._partial(version, yes)), weight, readers)
 
