@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from autoplan.analyse.lower_bound import Payment, least_payments, variance_numbers
-from autoplan.analyse.placement.call_instructions import lengths_in
+from autoplan.analyse.placement.call_instructions import call_instruction, lengths_in
 from autoplan.analyse.placement.callflow import CallFlow
+from autoplan.analyse.placement.minimum_cut import LEAVES_PARTS, Payment, least_sums
 from autoplan.analyse.shards import Shards
 from autoplan.ops.records.answers import Reduction
 from autoplan.values import Amount, Boundary, CallRewrite, Collective, Instruction, ModuleVisit, Move, Runtime, Traffic
@@ -78,13 +78,13 @@ def block_traffic(
     flow = CallFlow(shards.trace)
     names = set(blocks)
     moves = tuple(_moves(shards, flow, runtime, names))
-    payments = least_payments(shards, flow, reductions)
+    payments = (*least_sums(shards, flow, reductions), *_paid_in_calls(shards, flow, reductions))
     runs = _Blocks(shards, names)
     traffic, excess = [], []
     for name, visits in runs.visits.items():
         spans = [visit.calls for visit in visits]
         inside = [m for m in moves if _in_spans(spans, m.calls[0], m.calls[1] - 1) and _within(m.module, name)]
-        needed = [p for p in payments if _in_spans(spans, (min if p.backward else max)(p.calls))]
+        needed = [payment for payment in payments if _is_due(payment, spans)]
         one = _traffic(name, inside, needed, runs.tokens(visits[0]), _summed_once(shards, runtime, name), shards)
         traffic.append(one)
         excess += [Excess(name, reason) for reason in _reasons(one, inside, needed, flow, reductions)]
@@ -93,6 +93,14 @@ def block_traffic(
 
 def _in_spans(spans: list[tuple[int, int]], *calls: int) -> bool:
     return any(all(first <= call < last for call in calls) for first, last in spans)
+
+
+def _is_due(payment: Payment, spans: list[tuple[int, int]]) -> bool:
+    """Is it a block that needs the sum: the last to add a part, the first with a part of a gradient? The gradient of a
+    value that several blocks read (what an encoder returns) is summed once, for none of them."""
+    call = min(payment.calls) if payment.backward else max(payment.calls)
+    inside = {_in_spans(spans, reader) for reader in payment.readers}
+    return _in_spans(spans, call) and len(inside) < 2
 
 
 def _within(module: str, block: str) -> bool:
@@ -160,6 +168,20 @@ def _at_call(planned: CallRewrite, shards: Shards, flow: CallFlow, reached: Coll
                 yield from _each((move,), span, call.module, elements, made, reached)
 
 
+def _paid_in_calls(shards: Shards, flow: CallFlow, reductions: Mapping[int, Reduction]) -> Iterator[Payment]:
+    """Return what calls need besides sums that can be delayed: statistics of a norm, gathered products."""
+    reached = flow.with_gradients()
+    for index, kind in reductions.items():
+        if kind in LEAVES_PARTS:
+            continue
+        made = flow.outputs[index][0]
+        for move in call_instruction(shards.trace.calls[index], kind, None, False, shards).moves:
+            if not move.backward or made in reached:
+                weight = _elements(move.of, index, made, shards) * move.times
+                weight *= 2 if move.collective is _BOTH_WAYS else 1
+                yield Payment(move.backward, frozenset({index}), weight)
+
+
 def _elements(of: Amount, index: int, made: int, shards: Shards) -> int:
     """How many numbers one collective of a call moves."""
     trace = shards.trace
@@ -169,7 +191,7 @@ def _elements(of: Amount, index: int, made: int, shards: Shards) -> int:
     if of is Amount.LENGTHS:
         return lengths_in(trace.calls[index], shards)
     if of is Amount.MEAN_AND_VARIANCE:
-        return prod(shape) * variance_numbers(shards.tp)
+        return prod(shape) * 2 * shards.tp
     return prod(shape)
 
 
@@ -195,12 +217,8 @@ def _traffic(name: str, moves: list[_Moved], needed: list[Payment], tokens: int,
         return {str(kind): (len(weights), sum(weights) * size // tokens) for kind, weights in found.items()}
 
     def least(backward: bool) -> tuple[int, int]:
-        """The bound; but what the plan does is possible, so it is never more than that."""
-        mine = [p for p in needed if p.backward == backward]
-        bound = len(mine), sum(p.elements * (1 if p.gathered else 2) for p in mine) * size // tokens
-        done = counted(backward).values()
-        planned = sum(number for number, _ in done), sum(weight for _, weight in done)
-        return min(bound, planned, key=lambda one: one[1])
+        mine = [payment.weight for payment in needed if payment.backward == backward]
+        return len(mine), sum(mine) * size // tokens
 
     return Traffic(name, counted(False), counted(True), least(False), least(True), once)
 

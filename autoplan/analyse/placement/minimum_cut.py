@@ -1,0 +1,305 @@
+"""Find the least that ranks must sum for a given split, as minimum cuts over the calls of a trace.
+
+A value lies in one of three states, which cover its gradient too: a part of a sum with a whole gradient, whole with a
+whole gradient, whole with a part of its gradient. From where it is made to where it is read it can only step down this
+list, and each step is one sum over ranks, forward or backward; a whole gradient can be divided for nothing. Which
+states a call can run in is read off its record: its sums leave parts, what enters a split region gets a part of its
+gradient, linear calls hand parts on, and most calls hand gradients up as they come.
+
+Three states in a row are two questions at each place (is the value a part? is its gradient whole?), and all of the
+above are prices and implications between two answers. So this is a minimum cut: exact, in whole numbers, and the same
+everywhere, since of all cheapest answers those with the fewest "yes" are taken.
+
+One thing is no such implication: what multiplies a part gets a part of its gradient. A first cut leaves that out; a
+second one takes from it which products multiply parts. If it is cheaper to sum before all of them, that is the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TypeAlias
+
+import networkx as nx
+
+from autoplan.analyse.placement.call_instructions import row_bias_of
+from autoplan.analyse.placement.callflow import CallFlow
+from autoplan.analyse.placement.delayed_sums import adds, is_linear
+from autoplan.analyse.placement.inside_calls import made_of
+from autoplan.analyse.shards import Shards
+from autoplan.analyse.splits.special import thin_matrix
+from autoplan.ops.creation import fills
+from autoplan.ops.records.answers import Reduction
+from autoplan.values import Ref, refs
+
+LEAVES_PARTS = frozenset({Reduction.SUM, Reduction.MEAN, Reduction.EMBEDDING, Reduction.ROW})
+_NUMBER = 1 << 20  # the price of one number; that of a sum is 1, so of equal bytes fewer sums are taken
+_OUTSIDE = -1  # in the place of a call: callers give a value, or read it
+_NO, _YES = "no", "yes"
+
+Version: TypeAlias = tuple[int, int]  # a tensor and the call that made it, or wrote into it
+Place: TypeAlias = tuple[Version, str, int]  # of a value: "made", "summed" for its readers, or "read" by a call
+Node: TypeAlias = tuple[str, Place]  # the question: "part" or "whole"
+
+
+@dataclass(frozen=True)
+class Payment:
+    """One value that ranks must sum or gather. `calls` need it: those whose parts are summed, or those that give a part
+    of a gradient. `readers`: the calls through which these parts come to the value. `weight`: numbers that move; a sum
+    moves each of its value's twice."""
+
+    backward: bool
+    calls: frozenset[int]
+    weight: int
+    readers: frozenset[int] = frozenset()
+
+
+def least_sums(shards: Shards, flow: CallFlow, reductions: Mapping[int, Reduction]) -> tuple[Payment, ...]:
+    """Return all sums of the cheapest placement, where every call could do them."""
+    problem = _Problem(shards, flow, reductions)
+    yes = problem.cut({})
+    least = tuple(problem.payments(yes))
+    delayed = {index: ("part", part) in yes for index, (part, _) in problem.products.items()}
+    if not any(delayed.values()):
+        return least
+    later = tuple(problem.payments(problem.cut(delayed)))
+    if _weight(later) == _weight(least):
+        return later
+    return min(tuple(problem.payments(problem.cut(dict.fromkeys(delayed, False)))), later, key=_weight)
+
+
+def _weight(paid: Iterable[Payment]) -> int:
+    return sum(payment.weight for payment in paid)
+
+
+class _Problem:
+    """A graph of questions. An edge from a to b has the price of "no" to a with "yes" to b; without a capacity, both
+    together are impossible."""
+
+    def __init__(self, shards: Shards, flow: CallFlow, reductions: Mapping[int, Reduction]) -> None:
+        self.shards, self.flow, self.reductions, self.trace = shards, flow, reductions, shards.trace
+        self.reached = flow.with_gradients() & flow.carries
+        self.graph: nx.DiGraph[object] = nx.DiGraph()
+        self.graph.add_nodes_from((_NO, _YES))
+        self.partial: set[Version] = set()  # what can be a part of a sum
+        self.latest: dict[int, Version] = {}
+        self.read: dict[Version, list[Place]] = {}
+        self.calls: dict[int, tuple[list[Place], list[Place]]] = {}  # what each reads and makes
+        # Calls that can multiply a part with what gets a gradient: where the part is read, and where the factors are
+        self.products: dict[int, tuple[Place, list[Place]]] = {}
+        # Parameters and what is made of them alone: their gradients are summed once a step, for next to nothing
+        self.weights = {tensor for tensor, info in enumerate(self.trace.tensors) if info.kind == "parameter"}
+        for index in range(len(self.trace.calls)):
+            if not flow.is_identity(index):
+                self._add_call(index)
+        for tensor in sorted(flow.final):
+            self._answer(_NO, "part", place := self._read(tensor, _OUTSIDE))
+            self._answer(_YES, "whole", place)
+        for version, reads in self.read.items():
+            if reads:
+                self._add_sum(version)
+
+    def cut(self, delayed: Mapping[int, bool]) -> set[object]:
+        """Return all questions with the answer "yes". `delayed`: which products multiply a part, if that is known."""
+        free = self.graph
+        self.graph = free.copy()
+        for index, is_delayed in delayed.items():
+            part, factors = self.products[index]
+            self._answer(_YES if is_delayed else _NO, "part", part)
+            for factor in factors:
+                if is_delayed:
+                    self._answer(_NO, "whole", factor)
+                elif self._passes_gradients(index):
+                    self._edge("whole", factor, self.calls[index][1][0])
+                else:
+                    self._answer(_YES, "whole", factor)
+        _, (_, yes) = nx.minimum_cut(self.graph, _NO, _YES)
+        self.graph = free
+        return set(yes)
+
+    # ------------------------------------------------------------------ questions
+
+    def _asked(self, question: str, place: Place) -> bool:
+        """Could the value be a part; is there a gradient of a value that every rank holds?"""
+        version = place[0]
+        if question == "part":
+            return version in self.partial
+        return version[0] in self.reached and self.shards.has_whole_part(version[0])
+
+    def _edge(self, question: str, no: Place, yes: Place, **capacity: int) -> None:
+        if self._asked(question, no) and self._asked(question, yes):
+            self.graph.add_edge((question, no), (question, yes), **capacity)
+
+    def _answer(self, answer: str, question: str, place: Place) -> None:
+        if self._asked(question, place):
+            node = question, place
+            self.graph.add_edge(*((node, _YES) if answer == _YES else (_NO, node)))
+
+    def _alike(self, question: str, places: Iterable[Place]) -> None:
+        for a, b in pairwise(place for place in places if self._asked(question, place)):
+            self._edge(question, a, b)
+            self._edge(question, b, a)
+
+    # ------------------------------------------------------------------ values
+
+    def _make(self, tensor: int, index: int, is_partial: bool) -> Place:
+        version = self.latest[tensor] = tensor, index
+        self.read[version] = []
+        if is_partial:
+            self.partial.add(version)
+        made = version, "made", index
+        self._whole_gradient_of_parts(made)
+        return made
+
+    def _read(self, tensor: int, index: int) -> Place:
+        if tensor not in self.latest:
+            self._answer(_YES, "whole", self._make(tensor, _OUTSIDE, False))
+        version = self.latest[tensor]
+        read = version, "read", index
+        self.read[version].append(read)
+        self._whole_gradient_of_parts(read)
+        self._edge("part", (version, "made", version[1]), read)
+        return read
+
+    def _add_sum(self, version: Version) -> None:
+        """One sum of a value, or of its gradient, serves all readers: it is done if any of them answers "no"."""
+        made, served, reads = (version, "made", version[1]), self._served(version), self.read[version]
+        numbers = prod(self.trace.tensors[version[0]].shape)
+        price = 1 if version[0] in self.weights else 2 * numbers * _NUMBER + 1
+        for question in ("part", "whole"):
+            self._edge(question, served, made, capacity=price)
+            for read in reads if len(reads) > 1 else ():
+                self._edge(question, read, served)
+
+    def _served(self, version: Version) -> Place:
+        return self.read[version][0] if len(self.read[version]) == 1 else (version, "summed", version[1])
+
+    def _whole_gradient_of_parts(self, place: Place) -> None:
+        if self._asked("part", place) and self._asked("whole", place):
+            self.graph.add_edge(("whole", place), ("part", place))
+
+    # ------------------------------------------------------------------ calls
+
+    def _add_call(self, index: int) -> None:
+        flow, kind, call = self.flow, self.reductions.get(index), self.trace.calls[index]
+        outputs = flow.outputs[index]
+        reads = {tensor: self._read(tensor, index) for tensor in flow.inputs[index]}
+        if reads and self.weights.issuperset(reads):
+            self.weights.update(outputs)
+        passing = self._passing(index, reads)
+        makes = {tensor: self._make(tensor, index, bool(passing) or kind in LEAVES_PARTS) for tensor in outputs}
+        self.calls[index] = [*reads.values()], [*makes.values()]
+        for made in makes.values():
+            if kind in LEAVES_PARTS:
+                self._answer(_YES, "part", made)
+            for tensor in passing:  # what is added to a part can be whole: one rank adds it
+                self._edge("part", made, reads[tensor])
+                if not adds(call):
+                    self._edge("part", reads[tensor], made)
+        for tensor in reads.keys() - passing:
+            self._answer(_NO, "part", reads[tensor])
+        if not flow.passes_gradients(index) or self.reached.isdisjoint(outputs):
+            return
+        if kind or any(map(self.shards.is_split, outputs)):
+            self._enter_split(index, reads, makes)
+            return
+        factors = [] if adds(call) or not passing else [reads[t] for t in reads.keys() - passing]
+        factors = [place for place in factors if self._asked("whole", place)]
+        if factors:
+            self.products[index] = reads[passing[0]], factors
+        others = [place for place in (*reads.values(), *makes.values()) if place not in factors]
+        if self._passes_gradients(index):
+            self._alike("whole", others)
+            for made in makes.values():
+                for factor in factors:
+                    self._edge("whole", made, factor)
+        else:
+            for place in others:
+                self._answer(_YES, "whole", place)
+
+    def _passing(self, index: int, reads: Mapping[int, Place]) -> list[int]:
+        """What of a call's inputs can be a part, its one result being one then too: terms of a sum, or one factor."""
+        call, tensors = self.trace.calls[index], (*reads, *self.flow.outputs[index])
+        if index in self.reductions or len(self.flow.outputs[index]) != 1 or any(map(self.shards.is_split, tensors)):
+            return []
+        able = [tensor for tensor, place in reads.items() if place[0] in self.partial]
+        if adds(call):
+            return able
+        thin = thin_matrix(index, self.flow, self.shards) is not None
+        given = list(refs((call.args, call.kwargs)))
+        able = [t for t in able if given.count(t) == 1 and (is_linear(call, t) or (thin and call.args[0] == Ref(t)))]
+        return sorted(able, key=lambda tensor: -prod(self.trace.tensors[tensor].shape))[:1]
+
+    def _passes_gradients(self, index: int) -> bool:
+        """Can the gradients of all of a call's values be parts? Not where it multiplies with a whole matrix, whose own
+        gradient would be one, unless that is so thin that it can be summed once a step."""
+        inputs = self.flow.inputs[index]
+        if fills(self.trace.calls[index].name):
+            return False
+        if any(map(self.shards.is_mixed, (*inputs, *self.flow.outputs[index]))):
+            return True
+        shapes = [self.trace.tensors[t].shape for t in inputs if t in self.weights and not self.shards.is_split(t)]
+        matrix = any(sum(size > 1 for size in shape) > 1 for shape in shapes)
+        return not matrix or thin_matrix(index, self.flow, self.shards) is not None
+
+    def _enter_split(self, index: int, reads: Mapping[int, Place], makes: Mapping[int, Place]) -> None:
+        """What is whole and goes into results that are split gets a part of its gradient. Rows that every rank holds,
+        in split values or as results of their own, have gradients of one kind."""
+        call, kind, shards = self.trace.calls[index], self.reductions.get(index), self.shards
+        bias, entering = row_bias_of(call, kind), False
+        for tensor, place in reads.items():
+            if tensor == bias or shards.is_split(tensor) or not self._asked("whole", place):
+                continue
+            if kind or all(map(shards.is_split, made_of(call, tensor, shards) & self.flow.carries)):
+                self._answer(_NO, "whole", place)
+                entering = True
+        replicated = [place for tensor, place in (*reads.items(), *makes.items()) if shards.is_mixed(tensor)]
+        for place in makes.values():
+            if kind:
+                self._answer(_YES, "whole", place)
+            elif place not in replicated:
+                replicated.append(place)
+        self._alike("whole", replicated)
+        if entering:
+            for place in replicated:
+                self._answer(_NO, "whole", place)
+
+    # ------------------------------------------------------------------ the answer
+
+    def payments(self, yes: set[object]) -> Iterator[Payment]:
+        """Return what is summed: where the answer of a value as it is made differs from that of its readers."""
+        for version, reads in self.read.items():
+            (tensor, index), weight = version, 2 * prod(self.trace.tensors[version[0]].shape)
+            made, served = (version, "made", index), self._served(version)
+            if ("part", made) in yes and reads and ("part", served) not in yes:
+                yield Payment(False, frozenset(self._parts(version, yes)), weight)
+            if ("whole", made) in yes and reads and ("whole", served) not in yes and tensor not in self.weights:
+                readers = frozenset(place[2] for place in reads if self._is_partial(place, yes))
+                yield Payment(True, frozenset(self._partial(version, yes)), weight, readers)
+
+    def _is_partial(self, read: Place, yes: set[object]) -> bool:
+        """Does a call give a part of the gradient of what it reads?"""
+        return ("whole", read) not in yes and read[2] != _OUTSIDE and self.flow.passes_gradients(read[2])
+
+    def _parts(self, version: Version, yes: set[object]) -> set[int]:
+        """Return the calls whose sums a value is a part of."""
+        reads = self.calls[version[1]][0] if version[1] not in self.reductions else []
+        above = [self._parts(place[0], yes) for place in reads if ("part", place) in yes]
+        return set().union(*above) if above else {version[1]}
+
+    def _partial(self, version: Version, yes: set[object]) -> set[int]:
+        """Return the calls, below a value, that make its gradient partial."""
+        found, waiting, seen = set[int](), [version], {version}
+        while waiting:
+            for place in self.read[waiting.pop()]:
+                index = place[2]
+                if not self._is_partial(place, yes):
+                    continue
+                made = {one[0] for one in self.calls[index][1] if self._asked("whole", one)}
+                made = {version for version in made if ("whole", (version, "made", index)) not in yes}
+                found |= set() if made else {index}
+                waiting += made - seen
+                seen |= made
+        return found

@@ -1,0 +1,102 @@
+"""The least that a split needs: known figures, never more than a plan moves, and the same by every algorithm."""
+
+from __future__ import annotations
+
+import functools
+
+import networkx as nx
+import pytest
+import torch
+from networkx.algorithms.flow import boykov_kolmogorov, dinitz
+from slow_cases import marked
+from torch import nn
+
+import autoplan
+from autoplan.analyse.placement import minimum_cut
+from autoplan.hf.source import resolve
+
+
+def _blocks(model_type):
+    return autoplan.plan(resolve(model_type).tiny(), 2, prove="none").communication
+
+
+def _bytes(kinds):
+    return sum(size for _, size in kinds.values())
+
+
+@pytest.mark.parametrize("model_type", marked(["mixtral", "gpt_oss", "qwen2_moe"], slow=["gpt_oss"]))
+def test_a_router_costs_no_sum(model_type):
+    """The gradient of routing weights can stay a part up to where the router reads, and be summed with all others."""
+    for block in _blocks(model_type):
+        assert block.least_forward == block.least_backward and block.least_forward[0] == 2, block
+        assert _bytes(block.backward) > block.least_backward[1], "what the plan could save is told"
+
+
+@pytest.mark.parametrize(("model_type", "least"), [("gpt_neox", (1, 1)), ("falcon_h1", (2, 2)), ("rwkv", (3, 2))])
+def test_least_of_branches(model_type, least):
+    """Branches with a norm each; branches that are scaled; values that are mixed before three products read them."""
+    for block in _blocks(model_type):
+        assert (block.least_forward[0], block.least_backward[0]) == least, block
+
+
+FAMILIES = ["llama", "falcon", "olmo2", "mamba2", "jamba", "bart", "t5", "deepseek_v2", "gpt_bigcode", "cohere2_moe"]
+
+
+@pytest.mark.parametrize("model_type", marked(FAMILIES, slow=FAMILIES[6:]))
+def test_no_plan_moves_less(model_type):
+    for block in _blocks(model_type):
+        moved = _bytes(block.forward) + _bytes(block.backward)
+        assert moved >= block.least_forward[1] + block.least_backward[1] > 0, block
+
+
+@pytest.mark.parametrize("algorithm", [boykov_kolmogorov, dinitz])
+def test_every_algorithm_finds_the_same_sums(algorithm, monkeypatch):
+    """Of all cheapest answers those with the fewest "yes" are taken: there is one such set."""
+    found = []
+    least_sums = minimum_cut.least_sums
+
+    def noted(*args):
+        found.append(least_sums(*args))
+        with monkeypatch.context() as patch:
+            patch.setattr(nx, "minimum_cut", functools.partial(nx.minimum_cut, flow_func=algorithm))
+            found.append(least_sums(*args))
+        return found[0]
+
+    monkeypatch.setattr("autoplan.analyse.moved.least_sums", noted)
+    _blocks("qwen2_moe")
+    assert found[0] == found[1] and len(found[0]) > 4
+
+
+class Scaled(nn.Module):
+    """Two row-wise products, the first times a scale for each token or each number, before they are added."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.up, self.down, self.other = nn.Linear(16, 48), nn.Linear(48, 16, bias=False), nn.Linear(48, 16, bias=False)
+        self.scale = nn.Linear(16, numbers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.up(x))
+        return x + self.down(h) * torch.tanh(self.scale(x)) + self.other(h)
+
+
+class Model(nn.Module):
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(50, 16), nn.ModuleList(Scaled(numbers) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("numbers", "least"), [(1, (1, 1)), (16, (3, 1))])
+def test_what_multiplies_a_part_is_counted(numbers, least):
+    """A scale gets a part of its gradient if the sum waits for the other branch. A thin layer hands that up to what it
+    reads. Where the scale is as wide as the stream its product is gathered, which wants a whole gradient: to sum that
+    costs what the other sum would save."""
+    plan = autoplan.plan(Model(numbers), 2, inputs={"ids": torch.arange(14).view(2, 7)}, prove="none")
+    for block in plan.communication:
+        assert (block.least_forward[0], block.least_backward[0]) == least, block
