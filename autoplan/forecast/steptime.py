@@ -60,15 +60,14 @@ def step_time(
         if sent.dim not in HIDDEN:
             seconds[sent.dim] = seconds.get(sent.dim, 0.0) + _seconds(sent, device, mesh)
     exposed = [(dim, accumulate * time) for dim, time in seconds.items()]
-    if stages > 1:
-        exposed.append(("pp", (stages - 1) * (compute + memory + sum(seconds.values()))))
+    idle = (stages - 1) * (compute + memory + sum(seconds.values()))
     data = _not_hidden(load, compute + memory, device, mesh) * (1 if summed_once else accumulate)
     if data:
         exposed.append(("dp_shard", data))
     if load.offloaded:  # weights are fetched for forward and for backward, gradients are brought back
         exposed.append(("the host", accumulate * (2 * load.offloaded + load.offloaded_trained) / HOST_LINK))
     optimizer = _OPTIMIZER_PASSES * (load.trained / device.bandwidth + load.offloaded_trained / HOST_MEMORY)
-    return StepTime(accumulate * compute, accumulate * memory, tuple(exposed), optimizer)
+    return StepTime(accumulate * compute, accumulate * memory, tuple(exposed), optimizer, idle)
 
 
 def decoding_time(

@@ -334,7 +334,6 @@ def _biggest(parts: MemoryParts) -> str:
 
 def _slowest(found: Estimate) -> str:
     assert found.time is not None
-    times = {"operations": found.time.compute, "bandwidth of memory": found.time.memory}
-    times |= {f"messages over {dim}": seconds for dim, seconds in found.time.exposed}
+    times = found.time.parts
     name = max(times, key=lambda one: times[one])
     return f"{name}: {times[name] / max(found.time.total, 1e-12):.0%} of the step"

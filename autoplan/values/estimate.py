@@ -121,12 +121,14 @@ class Sent:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, all micro-batches and the optimizer. `exposed`: messages that nothing hides."""
+    """Seconds of one step, all micro-batches and the optimizer. `exposed`: messages that nothing hides. `idle`: a stage
+    of a pipeline waits for others."""
 
     compute: float = 0.0
     memory: float = 0.0
     exposed: tuple[tuple[str, float], ...] = ()
     optimizer: float = 0.0
+    idle: float = 0.0
 
     @property
     def parts(self) -> dict[str, float]:
@@ -135,12 +137,13 @@ class StepTime:
             "operations": self.compute,
             "bandwidth of memory": self.memory,
             **messages,
+            "waiting for other stages": self.idle,
             "the update": self.optimizer,
         }
 
     @property
     def total(self) -> float:
-        return self.compute + self.memory + self.optimizer + sum(seconds for _, seconds in self.exposed)
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,7 @@ def estimate_view(found: Estimate) -> RenderableType:
     lines.append(Text(f"peak: {found.phase}, at {found.where}"))
     lines += [Text(""), sent_table(found.messages)]
     if found.time is not None:
-        exposed = "".join(f", {seconds:.2f} s messages over {dim}" for dim, seconds in found.time.exposed)
-        told = f"{found.time.compute:.2f} s operations, {found.time.memory:.2f} s bandwidth of memory{exposed}"
+        told = ", ".join(f"{seconds:.2f} s {part}" for part, seconds in found.time.parts.items() if seconds)
         bar = f" ± {bars['time'][0]:.0%}" if bars else ""
         what = "tokens" if found.sequence else "samples"
         step = f"a step: {found.flops / 1e12:.1f} TFLOP a rank, {found.time.total:.2f} s{bar} on {found.device}"
