@@ -143,7 +143,7 @@ def _times(row: Row) -> dict[str, float]:
     """Seconds of a token."""
     time = row.estimate.time
     assert time is not None
-    parts = {"operations": time.compute, "memory": time.memory, "optimizer": time.optimizer, **dict(time.exposed)}
+    parts = time.parts
     return {part: seconds / row.estimate.tokens for part, seconds in parts.items()}
 
 

@@ -31,7 +31,7 @@ def test_a_stage_has_its_share_of_blocks_and_keeps_a_micro_batch_for_each_stage_
     assert stage.parts.kept > 2 * ends.parts.kept
     assert stage.run_by and not whole.run_by
     assert stage.time is not None
-    idle = dict(stage.time.exposed)["pp"]
+    idle = stage.time.idle
     assert idle == pytest.approx(3 / 8 * (stage.time.compute + stage.time.memory), rel=0.01)
 
 
