@@ -49,7 +49,7 @@ def test_what_is_no_device_file(tmp_path: Path, text: str, why: str) -> None:
 
 def test_ours_are_read() -> None:
     others = {name: load_device(name).per_node for name in device_names() if load_device(name).per_node != 8}
-    assert others == {"gb200": 72} and len(device_names()) == 15
+    assert others == {"gb200": 72} and len(device_names()) == 16
 
 
 @pytest.mark.parametrize(("ranks", "measured", "copied"), [(8, "inside", "between"), (16, "between", "inside")])
