@@ -79,7 +79,7 @@ _RENAMED = (
 
 # Names that were never called otherwise: kind, mapping, names.
 _UNCHANGED: tuple[tuple[Kind, str, str], ...] = (
-    ("argument", "causal_lm", "attention_mask input_ids inputs_embeds use_cache"),
+    ("argument", "causal_lm", "attention_mask input_ids inputs_embeds logits_to_keep use_cache"),
     ("argument", "seq2seq", "decoder_input_ids decoder_attention_mask encoder_outputs"),
     ("argument", "speech", "input_features"),
     ("argument", "image_text", "pixel_values pixel_values_videos image_grid_thw image_sizes mm_token_type_ids"),
