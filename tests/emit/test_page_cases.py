@@ -34,7 +34,7 @@ def test_a_choice_switches_between_its_rows() -> None:
             Row(estimate("there"), False, False, None, 1, True, "memory"))  # fmt: skip
     choice = SimpleNamespace(
         source=SimpleNamespace(name="M"), gpus=8, memory=4 * 2**30, device=SimpleNamespace(name="GPU"), rows=rows,
-        fits=True, nearest=None, enough=None, dropped=(), notes=(),
+        fits=True, nearest=None, elsewhere=(), enough=None, dropped=(), notes=(),
     )  # fmt: skip
     plan = plan_of("llama")
     known = {1: WhatIf(plan, rows[0].estimate), 2: WhatIf(replace(plan, flow=()), rows[1].estimate)}

@@ -331,7 +331,7 @@ def test_a_choice_shows_its_ways_to_one_scale_and_the_plan_of_the_first() -> Non
             Row(estimate(), False, False, None, 1, False, "memory", 2**30))  # fmt: skip
     choice = SimpleNamespace(
         source=SimpleNamespace(name="M"), gpus=8, memory=4 * 2**30, device=SimpleNamespace(name="GPU"), rows=rows,
-        fits=True, nearest=rows[1], elsewhere=(),  enough=None, dropped=(), notes=(),
+        fits=True, nearest=rows[1], elsewhere=(), enough=None, dropped=(), notes=(),
     )  # fmt: skip
     page = choice_page(choice, plan_of("llama"))
     read = Read(page)
