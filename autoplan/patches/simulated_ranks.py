@@ -112,6 +112,21 @@ def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
     return ask
 
 
+_making = threading.RLock()
+
+
+def _made_once(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    """torch makes the Python object of an op at its first use, and dispatch keeps a bare pointer to it. Of two that two
+    threads make, the first is replaced and freed: a segmentation fault."""
+
+    @functools.wraps(original)
+    def made(holder: Any, name: str) -> Any:
+        with _making:
+            return vars(holder)[name] if name in vars(holder) else original(holder, name)
+
+    return made
+
+
 class _WorldPerThread(ThreadLocalWorld):
     """torch's, with what torch 2.11 asks of a world and its own for threads lacks."""
 
@@ -129,6 +144,7 @@ def world_per_thread() -> Iterator[None]:
     places = [
         Place(dist.distributed_c10d, "_world", lambda _: _WorldPerThread()),
         Place(ShardingPropagator, _ASKS, _one_at_a_time),
+        *(Place(kind, "__getattr__", _made_once) for kind in (type(torch.ops.aten), type(torch.ops.aten.add))),
     ]
     with patched(WORLD, places):
         c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
@@ -198,28 +214,30 @@ def _functions_of(module: Any) -> list[str]:
 
 
 def _world_canary() -> bool:
-    """Does torch look its world up with each question, and has every thread one of its own?"""
+    """Does torch look its world up with each question, has every thread one of its own, and are ops kept?"""
     real, asks = dist.distributed_c10d._world, getattr(ShardingPropagator, _ASKS)
     with world_per_thread():
         inside = dist.distributed_c10d._world
         ours = getattr(ShardingPropagator, _ASKS)
         one_at_a_time = ours is not asks and list(inspect.signature(ours).parameters) == ["self", "op_schema"]
         alone = not dist.is_initialized() and dist.group.WORLD is None
+        once = torch.ops.aten.promote_types.default is torch.ops.aten.promote_types.default
         parts: list[object] = [inside.pg_map]
         other = threading.Thread(target=lambda: parts.append(inside.pg_map))
         other.start()
         other.join()
     back = dist.distributed_c10d._world is real and getattr(ShardingPropagator, _ASKS) is asks
-    return one_at_a_time and alone and back and parts[0] is not parts[1]
+    return one_at_a_time and alone and once and back and parts[0] is not parts[1]
 
 
 WORLD = Patch(
     name="world of simulated ranks",
     replaces="torch.distributed.distributed_c10d._world, "
-    f"torch.distributed.tensor._sharding_prop.ShardingPropagator.{_ASKS}",
-    why="ranks that are threads need a process-group world each, and DTensor asks for shapes in one thread only",
+    f"torch.distributed.tensor._sharding_prop.ShardingPropagator.{_ASKS}, __getattr__ of torch.ops.aten and of its ops",
+    why="ranks that are threads need a process-group world each, DTensor asks for shapes in one thread only, and two "
+    "threads must not make the Python object of one op",
     scope="while simulated ranks run",
-    undone="the world, with any live process group, and the method are put back",
+    undone="the world, with any live process group, and the methods are put back",
     where="autoplan/patches/simulated_ranks.py",
     canary=_world_canary,
 )
