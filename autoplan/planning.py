@@ -106,7 +106,7 @@ def with_paths(made: Plan, paths: tuple[SeenCode, ...]) -> Plan:
 
 def wanted_capabilities(wish: Wish) -> Capabilities:
     """What a wish asks for, before anything was tried."""
-    return Capabilities(True, wish.sequence_parallel and wish.tp_size > 1)
+    return Capabilities(True, wish.sequence_parallel and wish.tp_size > 1 or wish.cp_size > 1)
 
 
 def capture_source(source: Source, module: nn.Module, choices: ChosenCuts | None = None) -> Captured:
@@ -155,6 +155,7 @@ def solve_source(
         packed=packed,
         uneven=wish.uneven == "blocks",
         remade=remade,
+        context=wish.cp_size > 1,
     )
     solution = solved(captured.trace)
     if captured.unfold and not same_in_like_blocks(solution.parameters, solution.runtime, captured.trace.folds):
@@ -184,7 +185,7 @@ def write_down(
     made = plan_chosen(
         solution, choices, model=source.name, layers=stacks, sequence_parallel=solution.sequence_parallel
     )
-    made = replace(made, tp_size=wish.tp_size, ep_size=wish.ep_size)
+    made = replace(made, tp_size=wish.tp_size, ep_size=wish.ep_size, cp_size=wish.cp_size)
     made = with_packed(with_made_for(made, module), solution, packed)
     made = replace(made, fed=source.recipe.fed() if source.recipe is not None else ())
     return replace(made, made_for=replace(made.made_for, content=digest(made)))
@@ -206,7 +207,7 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tupl
         )
     if wish.strict:
         refuse_parted_blocks(source.name, solution, packed)
-    if wish.tp_size == 1 and not solution.runtime.of(LocalExperts):
+    if wish.ep_size > 1 == wish.tp_size and not solution.runtime.of(LocalExperts):
         told = "; ".join(f"{where}: {why}" for where, why in solution.experts_inside)
         raise IndivisibleError(
             f"{source.name}: no experts can be placed on {wish.ep_size} different ranks"

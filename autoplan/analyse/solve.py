@@ -7,7 +7,7 @@ promise: an entry with nothing refused is right.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -16,7 +16,7 @@ from autoplan.analyse.placement.callflow import CallFlow, Placement
 from autoplan.analyse.placement.calls import Scope, draws, scope
 from autoplan.analyse.placement.sums import place
 from autoplan.analyse.seen import given, idle, of_constants, returned, unsummed
-from autoplan.analyse.sequence.parallel import SequencePlacement, place_sequence, sequence_boundaries
+from autoplan.analyse.sequence.parallel import SequencePlacement, mixed_leaves, place_sequence, sequence_boundaries
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.choose import SplitMarks, Tried, choose, legal_sizes, occurrences
 from autoplan.analyse.splits.integer_edits import Edits, solve_edits
@@ -48,6 +48,7 @@ from autoplan.values import (
 from autoplan.values.reasons import (
     AxisWhole,
     InsideQuantisedBlock,
+    MixesNothing,
     NeedsRewriting,
     NothingToSplit,
     OfDim,
@@ -101,16 +102,20 @@ def solve(
     scoped: bool = True,
     demands: Demands = NO_DEMANDS,
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
+    context: bool = False,
 ) -> Solution:
     """Analyse a trace and decide its splits at `tp`. `scoped=False` refuses what hooks and integers cannot do.
 
     With `sequence_stacks` (the blocks of every stack) the stream between split regions is cut along the sequence.
-    `demands` are what a plan that somebody wrote leaves to decide.
+    `demands` are what a plan that somebody wrote leaves to decide. `context`: nothing is split but what calls that mix
+    positions treat apart.
     """
     trace = without_own_loss(trace)
     flow = CallFlow(trace)
     axes = infer_axes(trace)
     refusals: list[AxisWhole] = []
+    if context:
+        demands = demands.and_also(_whole_but_mixed(trace, flow, axes, tp, scoped, demands, sequence_stacks or ()))
     done = _settle(trace, flow, axes, tp, refusals, scoped, demands)
     legal = _legal_sizes(trace, flow, axes, tp, done, scoped, demands)
     parted = tuple(_parted_facts(trace, axes, done))
@@ -120,9 +125,22 @@ def solve(
         refusals.clear()
         done = _settle(trace, flow, axes, tp, refusals, scoped, demands)
     sequence = (
-        place_sequence(done.shards, flow, done.placement, sequence_stacks) if sequence_stacks is not None else None
+        place_sequence(done.shards, flow, done.placement, sequence_stacks, context)
+        if sequence_stacks is not None
+        else None
     )
     return replace(_solution(trace, flow, done, tp, refusals, sequence, legal, demands), parted=parted)
+
+
+def _whole_but_mixed(
+    trace: Trace, flow: CallFlow, axes: Axes, tp: int, scoped: bool, demands: Demands, stacks: Iterable[tuple[str, ...]]
+) -> Demands:  # fmt: skip
+    """Demands that keep every weight whole whose split no call that mixes positions would know of."""
+    shards = _settle(trace, flow, axes, tp, [], scoped, demands).shards
+    mixed, held = mixed_leaves(shards, flow, stacks), occurrences(trace, axes)
+    apart = {tensor for leaf in mixed for tensor in held.get(leaf, ())}
+    others = (t for t, info in enumerate(trace.tensors) if info.kind == "parameter" and t not in apart)
+    return NO_DEMANDS.with_whole(trace, others, MixesNothing())
 
 
 def _legal_sizes(

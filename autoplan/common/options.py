@@ -60,10 +60,12 @@ class Wish:
     prove: str = "graph"
     trial_seconds: float = TRIAL_SECONDS
     uneven: str = "never"
+    cp_size: int = 1
 
     def __post_init__(self) -> None:
         check_ranks("tp_size", self.tp_size)
         check_expert_size(self.tp_size, self.ep_size)
+        check_context_size(self.cp_size, self.tp_size, self.ep_size)
         _yes_or_no(self, "sequence_parallel", "strict")
         _choose("prove", self.prove, PROOFS)
         _choose("uneven", self.uneven, UNEVEN)
@@ -73,8 +75,8 @@ class Wish:
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks parameters are cut."""
-        return max(self.tp_size, self.ep_size)
+        """Over how many ranks parameters, or the sequence, are cut."""
+        return max(self.tp_size, self.ep_size, self.cp_size)
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,16 @@ def check_ranks(name: str, size: Any) -> None:
     """Raise unless so many ranks can be meant."""
     if not _is_count(size) or size > MOST_RANKS:
         raise AutoplanError(f"{name} is {size!r}", hint=f"give a whole number from 1 to {MOST_RANKS}")
+
+
+def check_context_size(cp_size: int, tp_size: int = 1, ep_size: int = 1) -> None:
+    """Raise for a number of ranks of context parallelism that is none, or stands beside another split."""
+    check_ranks("cp_size", cp_size)
+    if cp_size > 1 and (tp_size > 1 or ep_size > 1):
+        raise AutoplanError(
+            f"cp_size={cp_size} with tp_size={tp_size}, ep_size={ep_size}: context parallelism is planned by itself",
+            hint="leave tp_size and ep_size at 1; data-parallel ranks (FSDP2) may stand beside it",
+        )
 
 
 def check_expert_size(tp_size: int, ep_size: int) -> None:

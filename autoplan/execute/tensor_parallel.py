@@ -81,9 +81,9 @@ def applied(model: nn.Module) -> Applied | None:
 
 
 def tp_mesh_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None) -> DeviceMesh | None:
-    """The 1-D mesh over which the plan splits; None when there is nothing to split over. That is "tp", or "ep" where
-    the plan only places experts on different ranks."""
-    purpose = "ep" if plan.tp_size == 1 < plan.ep_size else "tp"
+    """The 1-D mesh over which the plan splits; None when there is nothing to split over. That is "tp", "ep" where the
+    plan only places experts on different ranks, or "cp" where it cuts the sequence."""
+    purpose = "cp" if plan.cp_size > 1 else "ep" if plan.tp_size == 1 < plan.ep_size else "tp"
     wanted = (names or {}).get(purpose, purpose)
     dims = mesh.mesh_dim_names or ()
     if wanted in dims:
@@ -134,7 +134,7 @@ def apply_plan(
         edits = _edit_integers(modules, plan, running, undo)
         _localise_padding(modules, works, group, undo)
         gathering = {name for name, work in works.items() if work.of(RecurrentCall)}
-        prepared = prepare_parameters(model, mesh, rules, gathering)
+        prepared = prepare_parameters(model, mesh, rules, gathering, whole=plan.cp_size > 1)
         undo.append(prepared.undo)
         prepared.commit()
         for name, work in works.items():

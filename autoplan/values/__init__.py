@@ -46,6 +46,7 @@ from autoplan.values.instructions import (
     Move,
     NormCall,
     NoteShard,
+    OwnPositions,
     OutputShape,
     ParallelBlock,
     ParameterRule,

@@ -216,6 +216,7 @@ class Plan:
 
     `ep_size`: over how many ranks experts are placed whole; 1: they are cut inside. It is the tp size, or with
     tp_size 1 any other. `made_for`: the code and the sizes of the model that it was made for; it is refused for others.
+    `cp_size`: over how many ranks the sequence is cut, with whole weights of which each rank reads what is its own.
     `fed`: what its forward was given, where nothing said so and it was derived.
     `packed`: how the weights of a quantised model are stored, by pattern, and how the stored tensors are cut with them.
     `flow`: in which order its modules run, for drawings; no part of what is compared.
@@ -241,11 +242,12 @@ class Plan:
     packed: tuple[PackedWeight, ...] = ()
     flow: tuple[FlowPart, ...] = field(default=(), compare=False)
     paths: tuple[SeenCode, ...] = field(default=(), compare=False)
+    cp_size: int = 1
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks parameters are cut: those of tp, or those of ep where nothing but experts is split."""
-        return max(self.tp_size, self.ep_size)
+        """Over how many ranks it is: those of tp, or those of ep where nothing but experts is split, or those of cp."""
+        return max(self.tp_size, self.ep_size, self.cp_size)
 
     @property
     def uneven(self) -> str:
@@ -327,6 +329,7 @@ def steering(plan: Plan) -> dict[str, Any]:
     return {
         "tp_size": plan.tp_size,
         "ep_size": plan.ep_size,
+        **({"cp_size": plan.cp_size} if plan.cp_size > 1 else {}),
         "sequence_parallel": plan.sequence_parallel,
         "entries": [
             {"pattern": e.pattern, "parameters": list(e.parameters), "style": e.style, "segments": list(e.segments)}

@@ -38,6 +38,7 @@ __all__ = [
     "OfDim",
     "OnBothDims",
     "MadeAnewInTraining",
+    "MixesNothing",
     "OnlyExperts",
     "ReadAcross",
     "Reason",
@@ -311,6 +312,12 @@ class MadeAnewInTraining(Reason):
 class OnlyExperts(Reason):
     def __str__(self) -> str:
         return "only experts are placed on different ranks"
+
+
+@dataclass(frozen=True)
+class MixesNothing(Reason):
+    def __str__(self) -> str:
+        return "no call that mixes positions treats its units apart: each rank runs all of it on its own positions"
 
 
 # ------------------------------------------------------------------------------------------------ of experts

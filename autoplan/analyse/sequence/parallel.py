@@ -19,8 +19,11 @@ from dataclasses import replace
 from functools import reduce
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
+from autoplan.analyse.sequence.context import leave_partial
 from autoplan.analyse.sequence.stream import SequencePlacement, Stream
+from autoplan.analyse.sequence.stream_state import Refused
 from autoplan.analyse.shards import Shards
+from autoplan.axes.terms import Term
 from autoplan.values import (
     AllGatherSequence,
     AllGatherSequenceSumGradient,
@@ -28,7 +31,9 @@ from autoplan.values import (
     AllReduceGradient,
     Boundary,
     NoteShard,
+    OwnPositions,
     ReduceScatterSequence,
+    ScaleGradient,
     ScatterSequence,
     SequenceBoundary,
     Side,
@@ -36,18 +41,21 @@ from autoplan.values import (
 )
 from autoplan.values.whole_sequence import WholeSequence
 
-__all__ = ["SequencePlacement", "place_sequence", "sequence_boundaries"]
+__all__ = ["SequencePlacement", "mixed_leaves", "place_sequence", "sequence_boundaries"]
 
 
 def place_sequence(
-    shards: Shards, flow: CallFlow, placement: Placement, stacks: Iterable[tuple[str, ...]]
+    shards: Shards, flow: CallFlow, placement: Placement, stacks: Iterable[tuple[str, ...]], context: bool = False
 ) -> SequencePlacement:
-    """Cut the residual stream of every stack of blocks along its sequence; one that cannot be stays whole."""
+    """Cut the residual stream of every stack of blocks along its sequence; one that cannot be stays whole.
+    `context`: all gradients outside of split regions are parts of a sum."""
     placements: list[SequencePlacement] = []
     refused: list[WholeSequence] = []
     without: list[WholeSequence] = []
     for number, names in enumerate(blocks for blocks in stacks if blocks):
-        stream = Stream(shards, flow, placement, names).run()
+        walk = Stream(shards, flow, placement, names)
+        walk.context = context
+        stream = walk.run()
         if stream is None:
             without.append(WholeSequence("no-positions", names[0]))
             continue
@@ -55,13 +63,25 @@ def place_sequence(
             refused += [replace(why, stack=names[0].rpartition(".")[0]) for why in stream.refused]
             continue
         stream.name_crossings(f"s{number}")
+        stream.values = walk.cut
         placements.append(stream)
     if not placements:
         reasons = [replace(why, stack=None) for why in refused] or without or [WholeSequence("no-blocks")]
         return SequencePlacement(refused=tuple(dict.fromkeys(reasons)))
     result = reduce(_merged, placements)
     result.whole += refused
+    if context:
+        try:
+            leave_partial(flow, placement, result)
+        except Refused as error:
+            return SequencePlacement(refused=(error.reason,))
     return result
+
+
+def mixed_leaves(shards: Shards, flow: CallFlow, stacks: Iterable[tuple[str, ...]]) -> set[Term]:
+    """The split leaves that calls which mix positions treat apart: heads of attention, channels of scans."""
+    streams = [Stream(shards, flow, Placement(), names) for names in stacks if names]
+    return {leaf for stream in streams if stream.begin() for leaf in stream.mixed()}
 
 
 def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:
@@ -73,6 +93,7 @@ def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:
     a.returned_shards.update(b.returned_shards)
     a.summed_parameters |= b.summed_parameters
     a.random |= b.random
+    a.values |= b.values
     a.whole += b.whole
     return a
 
@@ -84,6 +105,8 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
     def add(kind: type[SequenceBoundary] | type[WithholdPartial], crossing: Crossing, side: Side, dim: int) -> None:
         found[kind(crossing.module, side, crossing.path, dim, cut.names[crossing])] = None
 
+    done_at = {"output": placement.outputs, "input": placement.inputs}
+    dropped = {done_at[side][crossing, AllReduceGradient] for crossing, side in cut.dropped}
     for (crossing, kind), done in placement.outputs.items():
         if kind in _ON_SHARDS and crossing in cut.reduce_scatters:
             add(_ON_SHARDS[kind], crossing, "output", cut.reduce_scatters[crossing])
@@ -97,12 +120,15 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
         else:
             found[done] = None
     for (crossing, side), dim in cut.scatters.items():
-        add(ScatterSequence, crossing, "input" if side == "input" else "output", dim)
+        kind = OwnPositions if (crossing, side) in cut.own else ScatterSequence
+        add(kind, crossing, "input" if side == "input" else "output", dim)
     for (crossing, side), dim in cut.gathers.items():
-        add(AllGatherSequence, crossing, "input" if side == "input" else "output", dim)
+        kind = AllGatherSequenceSumGradient if (crossing, side) in cut.partial_gathers else AllGatherSequence
+        add(kind, crossing, "input" if side == "input" else "output", dim)
     for crossing, dim in cut.returned_shards.items():
         add(NoteShard, crossing, "output", dim)
-    return tuple(found)
+    found.update((ScaleGradient(crossing.module, "output", crossing.path), None) for crossing in cut.scaled)
+    return tuple(done for done in found if done not in dropped)
 
 
 # what a sum becomes whose value is cut along the sequence from there on

@@ -31,6 +31,10 @@ class Stream(CutStream):
 
     def run(self) -> SequencePlacement | None:
         """The placement, if any run of the model goes through the stack with a sequence."""
+        return self._settle() if self.begin() else None
+
+    def begin(self) -> bool:
+        """Find where runs of the model enter the stack with a sequence; False if none does."""
         visits = [(i, v) for i, v in enumerate(self.trace.visits) if v.module in self.names]
         sequences = []
         for root in (v for v in self.trace.visits if v.parent is None):
@@ -39,11 +43,21 @@ class Stream(CutStream):
                 self.starts[start] = tensor
                 sequences.append(axis)
         if not self.starts:
-            return None
+            return False
         self.positions = Positions(self.shards, sequences)
         self.first_call = min(start.first for start in self.starts)
         self.last_call = max(v.calls[1] for _, v in visits)
-        return self._settle()
+        return True
+
+    def mixed(self) -> set[Term]:
+        """The split leaves of values whose positions some call mixes."""
+        found: set[Term] = set()
+        for index in range(self.first_call, self.last_call):
+            values = [t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.positions.dims_of(t)]
+            given = [t for t in self.flow.inputs[index] if t in values]
+            if given and not self.flow.is_identity(index) and self._mixes(index, given) is not None:
+                found |= {leaf for tensor in values for leaf in self.shards.split_leaves(tensor)}
+        return found
 
     def _starts(self, blocks: list[tuple[int, ModuleVisit]]) -> Iterator[tuple[Crossing, int, Term]]:
         """Where the stack is entered, perhaps again and again: the boundary, the stream's value there, its sequence."""
@@ -170,6 +184,17 @@ class Stream(CutStream):
 
     def _crosses(self, index: int, cut: list[int]) -> WholeSequence | None:
         """Why a call needs the whole sequence; None if it does not."""
+        mixes = self._mixes(index, cut)
+        if mixes is not None:
+            return mixes
+        if index in self.placement.reductions or any(self.shards.is_split(t) for t in self.flow.outputs[index]):
+            return self._whole("enters-split", index)
+        if not self._sizes_follow(index):
+            return self._whole("told-length", index)
+        return None
+
+    def _mixes(self, index: int, cut: list[int]) -> WholeSequence | None:
+        """How a call treats positions other than each by itself; None if it does not."""
         call = self.trace.calls[index]
         for op in range(*call.ops):
             if self.positions.crossed_by(op):
@@ -185,10 +210,6 @@ class Stream(CutStream):
         for tensor in (*self.flow.inputs[index], *self.flow.outputs[index]):
             if len(self.positions.dims_of(tensor)) > 1:
                 return self._whole("two-positions", index)
-        if index in self.placement.reductions or any(self.shards.is_split(t) for t in self.flow.outputs[index]):
-            return self._whole("enters-split", index)
-        if not self._sizes_follow(index):
-            return self._whole("told-length", index)
         return None
 
     def _along(self, index: int, cut: list[int]) -> list[int]:

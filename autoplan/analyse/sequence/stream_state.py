@@ -96,7 +96,7 @@ class Positions:
                     break
                 continue
             if position in dims:
-                return not (isinstance(item, slice) and (item.start, item.stop, item.step) == (None, None, None))
+                return not (isinstance(item, slice) and item.start in (None, 0) and item.stop is item.step is None)
             position += 1
         return False
 
@@ -140,9 +140,14 @@ class SequencePlacement:
     gathers: dict[tuple[Crossing, str], int] = field(default_factory=dict)  # whole readers: backward takes a shard
     gather_sums: dict[tuple[Crossing, str], int] = field(default_factory=dict)  # replace an AllReduceGradient
     reduce_scatters: dict[Crossing, int] = field(default_factory=dict)  # replace an AllReduce
-    returned_shards: dict[Crossing, int] = field(
-        default_factory=dict
-    )  # blocks that return a shard, which others may collect
+    returned_shards: dict[Crossing, int] = field(default_factory=dict)  # of blocks, which others may collect
+    values: set[int] = field(default_factory=set)  # all that are cut
+    # under context parallelism (context.py): scatters and gathers whose gradient is left a part of a sum, what is
+    # returned whole, and sums of gradients that are not needed
+    own: set[tuple[Crossing, str]] = field(default_factory=set)
+    partial_gathers: set[tuple[Crossing, str]] = field(default_factory=set)
+    scaled: set[Crossing] = field(default_factory=set)
+    dropped: set[tuple[Crossing, str]] = field(default_factory=set)
     summed_parameters: set[int] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
     names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about
@@ -184,6 +189,7 @@ class CutStream:
         self.starts: dict[Crossing, int] = {}  # where each run of the model enters its first block -> the value
         self.result = SequencePlacement()
         self.closed: set[HookPoint] = set()  # where only some runs of a module would need what a hook does
+        self.context = False  # is every gradient outside of split regions a part of a sum? Then context.py looks at it
         self.copies_out = self._in_every_run("output", placement.done_to(AllReduceGradient))
         self.copies_in = self._in_every_run("input", (b for b, kind in placement.inputs if kind is AllReduceGradient))
         self.reduces = {*placement.done_to(AllReduce), *placement.done_to(WithholdPartial)}
@@ -256,7 +262,7 @@ class CutStream:
                         if dim is None:
                             raise Refused(WholeSequence("merged-returned"))
                         result.gathers[(Crossing(index, visit.module, path, *visit.calls), "output")] = dim
-        for tensor in result.summed_parameters:
+        for tensor in result.summed_parameters if not self.context else ():
             uses = self.flow.gradient_uses(tensor)
             whole = [u for u in uses if not self._reaches_shard(u)]
             if whole and tensor not in self.placement.summed_parameters:

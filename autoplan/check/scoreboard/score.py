@@ -44,6 +44,7 @@ class How:
     ep_size: int = 1
     checkpointing: str = ""
     mesh: str = ""
+    cp_size: int = 1
 
 
 def score(model_type: str, class_name: str, how: How) -> Score:
@@ -86,14 +87,15 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
     source = resolve(clone.model, inputs=clone.feeds)
     captured = capture_source(source, clone.model)
     stacks = layers(clone.model)
-    blocks = tuple(stack.fqns for stack in stacks) if how.sequence_parallel else None
+    wish = Wish(1 if how.cp_size > 1 else how.tp_size, how.ep_size, cp_size=how.cp_size)
+    blocks = tuple(stack.fqns for stack in stacks) if how.sequence_parallel or how.cp_size > 1 else None
     try:
-        solution = solve_source(source, captured, Wish(how.tp_size, how.ep_size), sequence_stacks=blocks)
+        solution = solve_source(source, captured, wish, sequence_stacks=blocks)
     except IndivisibleError as error:
         return replace(blank, verdict="refused", reason=_said(error))
     cut = solution.sequence_parallel
     made = make_plan(solution, model=source.name, layers=stacks, sequence_parallel=cut)
-    plan = replace(made, ep_size=how.ep_size)
+    plan = replace(made, tp_size=wish.tp_size, ep_size=how.ep_size, cp_size=how.cp_size)
     share = share_of(solution, plan)
     forward, backward = reductions_per_block(plan)
     found = replace(

@@ -17,7 +17,7 @@ __all__ = ["mesh_of", "sharding_of"]
 
 def mesh_of(plan: Plan) -> dict[str, int]:
     """The mesh to simulate for a plan."""
-    return {"ep" if plan.tp_size < plan.ep_size else "tp": plan.ranks}
+    return {"cp" if plan.cp_size > 1 else "ep" if plan.tp_size < plan.ep_size else "tp": plan.ranks}
 
 
 def sharding_of(plan: Plan, *, gather_logits: bool = False, checkpointing: str = "", traffic: bool = True) -> Sharding:

@@ -251,14 +251,15 @@ def solve_chosen(
     experts: Experts = "inside",
     packed: tuple[PackedWeight, ...] = (),
     uneven: bool = False,
+    context: bool = False,
 ) -> Solution:
     """The solution under a written plan, with notes on it. Raises where the plan asks for what cannot be.
 
     `packed`: the quantised weights of the model, whose blocks stay together; `uneven`: some ranks may have one more of
     them than others. `remade`: where weights lie that are made
-    otherwise in training.
+    otherwise in training. `context`: split only what calls that mix positions treat apart.
     """
-    how: dict[str, Any] = {"scoped": scoped, "sequence_stacks": sequence_stacks, "experts": experts}
+    how: dict[str, Any] = {"scoped": scoped, "sequence_stacks": sequence_stacks, "experts": experts, "context": context}
     tried = stay_whole(trace, whole, DifferedOnRanks()) if whole else NO_DEMANDS
     blocks = Demands(packed=packed_in_trace(packed, trace), uneven=uneven) if packed else NO_DEMANDS
     if remade:

@@ -17,6 +17,7 @@ from autoplan.values import (
     AllGatherSequence,
     AllGatherSequenceSumGradient,
     NoteShard,
+    OwnPositions,
     ReduceScatterSequence,
     ScatterSequence,
     SequenceBoundary,
@@ -177,6 +178,24 @@ def _scatter(planned: ScatterSequence, at: At) -> Change:
 
     flat = _flattened(lambda x, dim, length: scatter(x, dim, group), planned, running, of_shards=False)
     run = flat if sequence.flattened else cut
+    shard = SequenceShard(dim, sequence)
+    return lambda x: mark_shard(run(x), shard)
+
+
+@executes(OwnPositions)
+def _own(planned: OwnPositions, at: At) -> Change:
+    """Learns the true length of a sequence, too."""
+    running, group, dim, sequence = at.running, at.group, planned.dim, planned.sequence
+
+    def own(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        rows, piece = x.movedim(dim, 0), _piece(length, group)
+        return _pad(rows, piece * group.size).narrow(0, group.rank * piece, piece).movedim(0, dim).contiguous()
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        running.lengths[sequence.name] = x.size(dim)
+        return own(x, dim, x.size(dim))
+
+    run = _flattened(own, planned, running, of_shards=False) if sequence.flattened else cut
     shard = SequenceShard(dim, sequence)
     return lambda x: mark_shard(run(x), shard)
 

@@ -47,6 +47,7 @@ class Held:
     layout: str | None = None
     gradient: Literal["local", "sum", "shared"] = "local"
     divide: bool = False
+    read: Held | None = None  # of a tensor that lies whole on each rank, and of which code of the model reads this part
     shared: SharedRows = field(init=False, default=SharedRows())  # eager: traced code reads it
 
     def __post_init__(self) -> None:

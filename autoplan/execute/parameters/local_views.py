@@ -36,6 +36,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.layout import Layout
 from autoplan.execute.collectives import (
     RankGroup,
     Recorded,
@@ -45,6 +46,8 @@ from autoplan.execute.collectives import (
     gather_over_ranks,
     part_of_sum,
     recorded_again,
+    scale_gradient,
+    take_rows,
 )
 from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
 from autoplan.execute.parameters.held import Held, record_of
@@ -57,6 +60,8 @@ from autoplan.patches.classes import subclass_of
 
 def local_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tensor | None:
     """The plain tensor this rank computes with."""
+    if held is not None and held.read is not None:
+        return _part_of_whole(parameter, held.read)
     if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != 1:
         return parameter
     local = _local(parameter)
@@ -70,6 +75,21 @@ def local_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tenso
             shared = held.shared
             local = _SumSharedRows.apply(local, held.group, held.dim, shared.positions, shared.places, shared.count)
     return part_of_sum(local, held.group.size) if held.divide and held.group.size > 1 else local
+
+
+def _part_of_whole(parameter: torch.Tensor | None, held: Held) -> torch.Tensor | None:
+    """What a rank of context parallelism reads of a whole parameter, whose gradient is the sum over ranks."""
+    if parameter is None or isinstance(parameter, DTensor) or held.group.size == 1:
+        return parameter
+    part, size = parameter, held.group.size
+    if held.gradient != "local" or held.dim is not None:
+        part = copy_to_ranks(part, held.group)
+    if held.dim is not None and held.layout is not None:
+        part = take_rows(part, held.dim, held.rows[held.group.rank])
+        layout = Layout.parse(held.layout)
+        if held.gradient == "local" and not layout.all_carried():
+            part = scale_gradient(part, [1.0 if carried else 1.0 / size for carried in layout.carried(size)], held.dim)
+    return part_of_sum(part, size) if held.divide else part
 
 
 def _whole_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tensor | None:

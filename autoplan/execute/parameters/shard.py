@@ -46,13 +46,16 @@ def shard_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules) -> Pre
     return prepared
 
 
-def prepare_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules, gathering: Container[str] = ()) -> Prepared:
+def prepare_parameters(
+    model: nn.Module, tp_mesh: DeviceMesh, rules: Rules, gathering: Container[str] = (), *, whole: bool = False
+) -> Prepared:
     """Check `rules` (by full name of a parameter or buffer; absent or None: whole) and cut all pieces.
 
     Collective: ranks compare samples of their weights, for pieces of differently seeded models would train silently.
     `gathering`: modules that compute with more than what lies here, since their weights are gathered for a call.
+    `whole`: parameters stay what they are, and code of the model reads its rank's part of them.
     """
-    builder = _Builder(tp_mesh, RankGroup.of(tp_mesh), _by_tensor(model, rules))
+    builder = _Builder(tp_mesh, RankGroup.of(tp_mesh), _by_tensor(model, rules), whole)
     prepared = Prepared(model)
     reading = Reading()
     for path, module in model.named_modules():
@@ -135,8 +138,8 @@ def _refresh_flat_weights(module: nn.Module) -> None:
 class _Builder:
     """Makes each tensor's piece once, however many names it has."""
 
-    def __init__(self, mesh: DeviceMesh, group: RankGroup, rules: dict[int, ParameterRule]) -> None:
-        self.mesh, self.group, self.rules = mesh, group, rules
+    def __init__(self, mesh: DeviceMesh, group: RankGroup, rules: dict[int, ParameterRule], whole: bool) -> None:
+        self.mesh, self.group, self.rules, self.whole = mesh, group, rules, whole
         self.device = mesh_device(mesh)
         self.made: dict[int, tuple[nn.Parameter, Held]] = {}
         self.originals: list[tuple[str, torch.Tensor]] = []
@@ -163,7 +166,11 @@ class _Builder:
                     f"{fqn} cannot be split: a recurrent network computes all gates in one fused call",
                     hint="keep its parameters whole, or let autoplan plan it: the call then gets gathered weights",
                 )
-            self.made[id(parameter)] = (self._distribute(parameter, held), held)
+            self.made[id(parameter)] = (
+                (parameter, Held(held.shape, self.group, read=held))
+                if self.whole
+                else (self._distribute(parameter, held), held)
+            )
             self.originals.append((fqn, parameter))
         return self.made[id(parameter)]
 

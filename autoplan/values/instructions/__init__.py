@@ -17,6 +17,7 @@ from autoplan.values.instructions.boundaries import (
     JoinPartial,
     MeanOverRanks,
     NoteShard,
+    OwnPositions,
     ReduceScatterSequence,
     ScaleGradient,
     ScatterSequence,

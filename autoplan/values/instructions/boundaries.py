@@ -180,6 +180,21 @@ class ScatterSequence(SequenceBoundary):
 
 @instruction
 @dataclass(frozen=True)
+class OwnPositions(SequenceBoundary):
+    """Forward a rank keeps its own positions of a whole value; so is its gradient a part of a sum, which nothing sums
+    here: under context parallelism whatever made the value has its gradient summed once, at its parameters."""
+
+    takes = Spread.PARTIAL_GRADIENT
+    gives = Spread.SEQUENCE_SHARD
+    says = "of {what} a rank keeps its own positions (forward), its gradient is zero at the others (backward)"
+    cost = None
+    turn = 3
+    stream_end = "input"
+    collectives = ()
+
+
+@instruction
+@dataclass(frozen=True)
 class AllGatherSequence(SequenceBoundary):
     """Forward all positions are gathered, for readers that every rank runs alike; backward a rank keeps its own."""
 

@@ -1,0 +1,109 @@
+"""Context parallelism: outside of what mixes positions, every gradient is a part of a sum.
+
+The plan is that of sequence parallelism in which nothing is split but what mixing calls treat apart, so each rank runs
+all else on its own positions, with whole weights. There a rank's gradient is one part, and each parameter's is summed
+once. What still runs on whole values (what makes the stream, modules that need the whole sequence) must follow the same
+rule, or a weight that is used in both ways (a tied head) is counted wrongly: what is cut keeps its own positions and
+leaves the gradient of the others zero, what is gathered has its gradient summed, and of what the model returns whole
+each rank gives an equal part of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
+from autoplan.analyse.sequence.stream_state import Refused, SequencePlacement
+from autoplan.values import AllReduce, AllReduceGradient
+from autoplan.values.whole_sequence import WholeSequence, WholeWhy
+
+__all__ = ["leave_partial"]
+
+
+def leave_partial(flow: CallFlow, placement: Placement, cut: SequencePlacement) -> None:
+    """Note in `cut` what lies outside and what follows. Raises Refused where a value is read both inside and outside."""
+    walk = _Outside(flow, placement, cut)
+    walk.run()
+    cut.own = set(cut.scatters)
+    cut.summed_parameters |= walk.parameters
+    cut.partial_gathers = walk.gathered
+    cut.scaled = {crossing for crossing in walk.returned if walk.tensor_at(crossing, "output") in walk.seen}
+
+
+class _Outside:
+    """The whole values with a gradient from which something is cut or returned, back to what they are made of."""
+
+    def __init__(self, flow: CallFlow, placement: Placement, cut: SequencePlacement) -> None:
+        self.flow, self.trace, self.placement, self.cut = flow, flow.trace, placement, cut
+        self.seen: set[int] = set()
+        self.calls: set[int] = set()
+        self.parameters: set[int] = set()
+        self.gathered: set[tuple[Crossing, str]] = set()
+        self.returned = [
+            Crossing(number, visit.module, path, *visit.calls)
+            for number, visit in enumerate(self.trace.visits)
+            for path, tensor in (visit.outputs if visit.parent is None else ())
+            if tensor in flow.carries and tensor not in cut.values
+        ]
+        self.cut_at: dict[int, list[Crossing]] = defaultdict(list)
+        for crossing, side in cut.scatters:
+            self.cut_at[self.tensor_at(crossing, side)].append(crossing)
+        self.gathers: dict[int, list[tuple[Crossing, str]]] = defaultdict(list)
+        for crossing, side in cut.gathers:
+            self.gathers[self.tensor_at(crossing, side)].append((crossing, side))
+
+    def tensor_at(self, crossing: Crossing, side: str) -> int:
+        visit = self.trace.visits[crossing.visit]
+        return dict(visit.inputs if side == "input" else visit.outputs)[crossing.path]
+
+    def run(self) -> None:
+        waiting = [*self.cut_at, *(self.tensor_at(crossing, "output") for crossing in self.returned)]
+        while waiting:
+            tensor = waiting.pop()
+            if tensor in self.seen or tensor not in self.flow.carries:
+                continue
+            if tensor in self.cut.values and tensor not in self.cut_at:  # whole behind a gather
+                self.gathered |= {key for key in self.gathers[tensor] if key[0].module}
+                continue
+            self.seen.add(tensor)
+            if self.trace.tensors[tensor].kind == "parameter":
+                self.parameters.add(tensor)
+            elif tensor in self.flow.producer:
+                self._refuse_sums(tensor)
+                self.calls.add(self.flow.producer[tensor])
+                waiting += self.flow.inputs[self.flow.producer[tensor]]
+        for tensor in self.seen:
+            self._check_readers(tensor)
+
+    def _refuse_sums(self, tensor: int) -> None:
+        """A sum of what ranks hold wants the whole gradient back."""
+        maker = self.flow.producer[tensor]
+        summed = [c for c in self.flow.leaving.get(tensor, ()) if (c, AllReduce) in self.placement.outputs]
+        if summed or maker in self.placement.reductions:
+            raise Refused(self._reason("shared-value", maker))
+
+    def _check_readers(self, tensor: int) -> None:
+        """Do all who read it give parts of its gradient?"""
+        parameter = self.trace.tensors[tensor].kind == "parameter"
+        summed = parameter and tensor in self.placement.summed_parameters
+        for use in self.flow.gradient_uses(tensor) - self.calls if not summed else ():
+            on_shards = any(t in self.cut.values for t in (*self.flow.inputs[use], *self.flow.outputs[use]))
+            at_cut = any(crossing.first <= use < crossing.last for crossing in self.cut_at.get(tensor, ()))
+            if not (on_shards if parameter else at_cut or self._is_copied(tensor, use)):
+                name = self.trace.tensors[tensor].names[0] if parameter else ""
+                raise Refused(self._reason("shared-parameter" if parameter else "shared-value", use, name))
+
+    def _is_copied(self, tensor: int, use: int) -> bool:
+        """Does this reader give a part, and is the gradient summed on the way? It no longer is."""
+        for crossing, side in [(c, "input") for c in self.flow.entering.get(tensor, ()) if c.first <= use < c.last] + [
+            (c, "output") for c in self.flow.leaving.get(tensor, ()) if c.last <= use
+        ]:
+            place = self.placement.inputs if side == "input" else self.placement.outputs
+            if (crossing, AllReduceGradient) in place:
+                self.cut.dropped.add((crossing, side))
+                return True
+        return False
+
+    def _reason(self, why: WholeWhy, call: int, parameter: str = "") -> WholeSequence:
+        made = self.trace.calls[call]
+        return WholeSequence(why, made.module, made.name, parameter=parameter)
