@@ -44,6 +44,7 @@ def plan(
     tp_size: int = 1,
     *,
     ep_size: int = 1,
+    cp_size: int = 1,
     sequence_parallel: bool = False,
     source: PlanSource = "auto",
     inputs: Mapping[str, Any] | None = None,
@@ -71,6 +72,9 @@ def plan(
     `ep_size` places whole experts on different ranks rather than cut each inside: over those of tp (`ep_size=tp_size`),
     or with `tp_size=1` over a mesh dim "ep". Experts that are modules of their own stay as they are; a finding says so.
 
+    `cp_size` cuts the sequence over ranks, with whole weights: what mixes positions (attention, scans) runs on all of
+    them for a rank's own heads, all else on the rank's own positions. It is planned by itself, with tp_size=1.
+
     `inputs` are example arguments of the forward, where autoplan cannot make them itself. `sequence_parallel` cuts the
     stream between split regions along the sequence too; where a model does not allow it, a finding says why and the
     plan is without. `strict` raises where an axis is not divisible by `tp_size`. Where the blocks of a quantised weight
@@ -81,7 +85,13 @@ def plan(
     code, versions and wishes give the plan that was made for them before (`AUTOPLAN_CACHE` names one for all calls).
     """
     check_versions()
-    wish = Wish(tp_size, ep_size, sequence_parallel, strict, prove, trial_seconds, uneven)
+    wish = Wish(tp_size, ep_size, sequence_parallel, strict, prove, trial_seconds, uneven, cp_size)
+    if cp_size > 1 and (source not in ("auto", "inferred") or overrides is not None):
+        raise AutoplanError(
+            f"source={source!r}, overrides={overrides!r} with cp_size={cp_size}: such a plan is always inferred",
+            hint="leave source and overrides out",
+        )
+    source = "inferred" if cp_size > 1 else source
     with with_rules(rules):
         found = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
         module = found.module()

@@ -194,6 +194,14 @@ def write_down(
 def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tuple[PackedWeight, ...]) -> None:
     """Raise where nothing can be split at this size or, if the caller is strict, where something cannot."""
     legal = ", ".join(map(str, solution.legal_tp))
+    if wish.cp_size > 1:
+        if not solution.sequence_parallel:
+            why = "; ".join(map(str, solution.whole_sequence))
+            raise IndivisibleError(
+                f"{source.name}: the sequence cannot be cut over cp={wish.cp_size} ranks: {why}",
+                hint="use tp_size or data-parallel ranks in its place",
+            )
+        return
     odd = [c for c in solution.classes if not c.split and isinstance(c.reason, DoesNotDivide)]
     if wish.strict and solution.experts_inside:
         where, why = solution.experts_inside[0]

@@ -50,7 +50,7 @@ def _steps(source: Source, wish: Wish, choices: ChosenCuts | None, module: nn.Mo
 
     stage("trying a tiny clone on simulated ranks")
     wanted, budget = wanted_capabilities(wish), Budget(wish.trial_seconds)
-    settled = settle_capabilities(source, wanted, wish.tp_size, wish.ep_size, choices, budget)
+    settled = settle_capabilities(source, wanted, wish.tp_size, wish.ep_size, wish.cp_size, choices, budget)
 
     draft = draft_plan(source, wish, choices=choices, capabilities=settled.capabilities, module=module)
     made = replace(draft.plan, findings=draft.plan.findings + settled.findings)

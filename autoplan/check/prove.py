@@ -32,6 +32,7 @@ from autoplan.decide.plan.folding import BLOCKS
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
+from autoplan.hf.stacks import layers
 from autoplan.patches.seeding import Lifted
 from autoplan.values import Capabilities, Entry, Finding, LocalExperts, Plan, Proof, Trace, Trial
 
@@ -102,7 +103,9 @@ def prove_graph(
         captured.trace,
         _TINY_TP,
         choices.for_clone() if choices is not None else None,
+        tuple(stack.fqns for stack in layers(clone)) if plan.cp_size > 1 else None,
         experts=experts_of(plan.tp_size, plan.ep_size if plan.runtime.of(LocalExperts) else 1, Capabilities()),
+        context=plan.cp_size > 1,
     )
     assert solution.shards is not None
     with precision():
@@ -206,6 +209,7 @@ def settle_capabilities(
     wanted: Capabilities,
     tp_size: int = _TINY_TP,
     ep_size: int = 1,
+    cp_size: int = 1,
     choices: ChosenCuts | None = None,
     budget: Budget | None = None,
 ) -> Settled:
@@ -219,7 +223,9 @@ def settle_capabilities(
 
     how: Any = {"sequence_parallel": wanted.sequence, "checks": _TRIED_BY, "choices": choices, "budget": budget}
     try:
-        report, tried, clone = verify_tried(tried_sizes(source, Sizes(tp_size, ep_size)), None, traffic=False, **how)
+        report, tried, clone = verify_tried(
+            tried_sizes(source, Sizes(tp_size, ep_size, cp_size)), None, traffic=False, **how
+        )
     except AutoplanError as error:
         trial = Trial("skipped", error.message, error.hint or _TO_PASS)
         text = f"not verified on simulated ranks: {trial.why}"
@@ -272,7 +278,7 @@ def prove_ranks(source: Source, plan: Plan, clone: Clone | None = None) -> Plan:
     written = plan if choices_of_plan(plan) is not None else None
     how: Any = {"sequence_parallel": plan.sequence_parallel, "traffic": False, "clone": clone}
     try:
-        report, tried, _ = verify_tried(tried_sizes(source, Sizes(plan.tp_size, plan.ep_size)), written, **how)
+        report, tried, _ = verify_tried(tried_sizes(source, Sizes.of_plan(plan)), written, **how)
     except AutoplanError as error:  # no clone runs: the trial has said so already, and the plan is not proven
         text = f"verify could not run: {error.message}"
         proof = replace(plan.proof, ok=False, text=text)

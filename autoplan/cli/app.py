@@ -28,6 +28,7 @@ from autoplan.cli.shared import (
     FINDINGS,
     OK,
     AsJson,
+    CpSize,
     Cut,
     Engine,
     EpSize,
@@ -92,10 +93,11 @@ def _version(wanted: bool) -> None:
 @app.command()
 def plan(
     model: Model,
-    tp: TpSize,
+    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Ranks to split over.")] = None,
     source: Source = "auto",
     prove: Annotated[Prove, typer.Option(help="What must hold before the plan is shown.")] = Prove.graph,
     ep: EpSize = 1,
+    cp: CpSize = 1,
     sequence_parallel: Cut = False,
     uneven: Annotated[
         str, typer.Option(metavar="never|blocks", help="May ranks hold unequal numbers of a quantised weight's blocks?")
@@ -127,14 +129,16 @@ def plan(
 
     if output is not None:
         check_suffix(output)
-    how: dict[str, Any] = {"ep": ep, "sequence_parallel": sequence_parallel, "trial_seconds": trial_seconds}
+    if tp is None and cp == 1:
+        raise typer.BadParameter("give the number of ranks to split over, or --cp", param_hint="--tp")
+    how: dict[str, Any] = {"ep": ep, "cp": cp, "sequence_parallel": sequence_parallel, "trial_seconds": trial_seconds}
     how |= {"uneven": uneven, "rules": rules, "cache": cache}
     given: dict[str, Any] = {}
     if inputs is not None:
         from autoplan.hf.model_string import inputs_from_string
 
         given["inputs"] = inputs_from_string(inputs)
-    made = _make_plan(model, tp, source, prove.value, trust_remote_code, **how, **given)
+    made = _make_plan(model, tp or 1, source, prove.value, trust_remote_code, **how, **given)
     if output is None:
         emit(plan_view(made), made.to_dict(), as_json, None)
         if not as_json:  # the plan can be read while a step is estimated
@@ -191,6 +195,7 @@ def verify(
     ep: Annotated[
         int | None, typer.Option("--ep", min=1, help="As in `autoplan plan`; a plan file has its own.")
     ] = None,
+    cp: CpSize = 1,
     sequence_parallel: Cut = False,
     rounding: Annotated[
         bool, typer.Option("--rounding", help="Run in bfloat16 too: are differences there a bug, or rounding?")
@@ -215,7 +220,9 @@ def verify(
     options: dict[str, Any] = {"tp_size": tp} if mesh is None else {"mesh": mesh}
     options |= {"engine": engine.value, "trust_remote_code": trust_remote_code, "rounding": rounding}
     options |= {"sequence_parallel": sequence_parallel} | ({} if ep is None else {"ep_size": ep})
-    with progress(f"verifying {model} on {mesh or tp or (2 if loaded is None else loaded.ranks)} simulated ranks"):
+    options |= {"cp_size": cp} if cp > 1 else {}
+    ranks = mesh or tp or (cp if cp > 1 else 2 if loaded is None else loaded.ranks)
+    with progress(f"verifying {model} on {ranks} simulated ranks"):
         report = autoplan.verify(model, loaded, **options)
     emit(report_view(report, model), report.to_dict(), as_json, output)
     raise typer.Exit(_exit_code(report.findings) if report.ok else FINDINGS)
@@ -350,13 +357,14 @@ def _make_plan(
     trust_remote_code: bool,
     *,
     ep: int = 1,
+    cp: int = 1,
     **how: Any,
 ) -> Plan:
     import autoplan
 
     how |= {"source": source, "prove": prove, "trust_remote_code": trust_remote_code}
-    how |= {"ep_size": ep} if ep > 1 else {}
-    with progress(f"planning {model} for tp {tp}"):
+    how |= ({"ep_size": ep} if ep > 1 else {}) | ({"cp_size": cp} if cp > 1 else {})
+    with progress(f"planning {model} for {f'cp {cp}' if cp > 1 else f'tp {tp}'}"):
         return autoplan.plan(model, tp_size=tp, **how)
 
 

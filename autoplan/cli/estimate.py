@@ -266,6 +266,8 @@ def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) 
     """The memory of a rank, and the table over valid sizes of tp; where nobody asked, this plan's size alone."""
     from autoplan.emit.tables.sizes_table import sizes_view
 
+    if plan.cp_size > 1:  # the table is over sizes of tp
+        return None
     if not memory and gpu is None:
         return sizes_view(plan)
     from autoplan.forecast.devices import load_device

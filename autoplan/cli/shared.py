@@ -63,6 +63,9 @@ TpSize = Annotated[int, typer.Option("--tp", min=1, help="Ranks to split over.")
 EpSize = Annotated[
     int, typer.Option("--ep", min=1, help="Place whole experts on so many different ranks: --tp's, or with --tp 1 any.")
 ]
+CpSize = Annotated[
+    int, typer.Option("--cp", min=1, help="Cut the sequence over so many ranks, with whole weights; without --tp.")
+]
 Cut = Annotated[
     bool, typer.Option("--sequence-parallel", help="Cut the stream between split regions along the sequence too.")
 ]
@@ -76,7 +79,7 @@ _WORDS = re.compile(
     r"\b(?P<name>[a-z_]+)=(?P<value>\{(?:[^{}]|\{[^{}]*\})*\}|'[\w-]+'|\"[\w-]+\"|True|False|[\d.]*\d)?(?![\w=])"
     r"(?: \(--[a-z-]+\))?"
 )
-_OTHERWISE = {"tp_size": "--tp", "ep_size": "--ep"}
+_OTHERWISE = {"tp_size": "--tp", "ep_size": "--ep", "cp_size": "--cp"}
 _options: ContextVar[frozenset[str]] = ContextVar("_options", default=frozenset())
 
 

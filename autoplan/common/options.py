@@ -26,6 +26,7 @@ __all__ = [
     "TensorParallel",
     "Wish",
     "check_argument",
+    "check_context_size",
     "check_count",
     "check_expert_size",
     "check_ranks",

@@ -28,13 +28,15 @@ def shard_model(
 ) -> nn.Module:
     """Do to `model`, in place, what `plan` and `options` say. Nothing is decided here, and nothing audited."""
     dims = read_mesh(mesh) if dims is None else dims
+    dims = dims.for_context() if plan.cp_size > 1 else dims
     with whole_or_as_it_was(model), fail_together(dims.voters, "parallelize"):
         dims.check_experts(plan.tp_size, plan.ep_size)
         tp_mesh = tp_mesh_of(mesh, plan, dims.names)
         options.data.check(0 if dims.data is None else dims.data.size(-1))
         refuse_differing_plans(model, plan, options.tensor)
         if tp_mesh is not None and plan.ranks > 1:
-            apply_plan(model, tp_mesh, plan, **vars(options.tensor))
+            averaged = dims.data is not None and plan.cp_size > 1
+            apply_plan(model, tp_mesh, plan, **vars(options.tensor), averaged=averaged)
         record(model, plan, notes=dims.notes, voters=dims.voters)
         if options.checkpointing.blocks:
             from autoplan.execute.checkpointing.choose import checkpoint_blocks

@@ -113,8 +113,9 @@ def apply_plan(
     sequence_padding: str = "error",
     reproducible_forward: bool = False,
     path_guard: str = "refuse",
+    averaged: bool = False,
 ) -> nn.Module:
-    """Shard `model` in place over a 1-D tp mesh and return it."""
+    """Shard `model` in place over a 1-D mesh and return it. `averaged`: FSDP2 will average gradients over its ranks."""
     if applied(model) is not None:
         raise PlanMismatchError("the model is already parallelized", hint="build a fresh one")
     check_matches(model, plan)
@@ -126,6 +127,7 @@ def apply_plan(
     running = Running(
         mesh, group, gather_logits, SharedRandomness(group, mesh_device(mesh)), sequence_padding=sequence_padding
     )
+    running.context = plan.cp_size > 1
     running.split_loss = not reproducible_forward  # its sums are over ranks too
     running.branches.apart = reproducible_forward  # added in the order in which the model adds them
     works = _works(modules, plan)
@@ -134,7 +136,9 @@ def apply_plan(
         edits = _edit_integers(modules, plan, running, undo)
         _localise_padding(modules, works, group, undo)
         gathering = {name for name, work in works.items() if work.of(RecurrentCall)}
-        prepared = prepare_parameters(model, mesh, rules, gathering, whole=plan.cp_size > 1)
+        prepared = prepare_parameters(
+            model, mesh, rules, gathering, whole=("averaged" if averaged else "summed") if plan.cp_size > 1 else ""
+        )
         undo.append(prepared.undo)
         prepared.commit()
         for name, work in works.items():

@@ -241,6 +241,7 @@ class Scoreboard:
     ep_size: int = 1
     checkpointing: str = ""
     mesh: str = ""
+    cp_size: int = 1
 
     @property
     def ok(self) -> bool:

@@ -11,6 +11,7 @@ each rank gives an equal part of the gradient.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.stream_state import Refused, SequencePlacement
@@ -21,12 +22,13 @@ __all__ = ["leave_partial"]
 
 
 def leave_partial(flow: CallFlow, placement: Placement, cut: SequencePlacement) -> None:
-    """Note in `cut` what lies outside and what follows. Raises Refused where a value is read both inside and outside."""
+    """Note in `cut` what lies outside and what follows. Raises Refused where a value is read both ways."""
     walk = _Outside(flow, placement, cut)
     walk.run()
     cut.own = set(cut.scatters)
     cut.summed_parameters |= walk.parameters
     cut.partial_gathers = walk.gathered
+    cut.heads = dict(walk.heads())
     cut.scaled = {crossing for crossing in walk.returned if walk.tensor_at(crossing, "output") in walk.seen}
 
 
@@ -39,15 +41,20 @@ class _Outside:
         self.calls: set[int] = set()
         self.parameters: set[int] = set()
         self.gathered: set[tuple[Crossing, str]] = set()
+        self.makers: dict[int, list[int]] = defaultdict(list)  # the call that made it, and those that wrote into it
+        for index, outputs in enumerate(flow.outputs):
+            for tensor in () if flow.is_identity(index) else outputs:
+                self.makers[tensor].append(index)
         self.returned = [
             Crossing(number, visit.module, path, *visit.calls)
             for number, visit in enumerate(self.trace.visits)
             for path, tensor in (visit.outputs if visit.parent is None else ())
             if tensor in flow.carries and tensor not in cut.values
         ]
-        self.cut_at: dict[int, list[Crossing]] = defaultdict(list)
+        self.cut_at: dict[int, list[range]] = defaultdict(list)  # the calls that see it cut
         for crossing, side in cut.scatters:
-            self.cut_at[self.tensor_at(crossing, side)].append(crossing)
+            behind = (crossing.first, crossing.last) if side == "input" else (crossing.last, len(self.trace.calls))
+            self.cut_at[self.tensor_at(crossing, side)].append(range(*behind))
         self.gathers: dict[int, list[tuple[Crossing, str]]] = defaultdict(list)
         for crossing, side in cut.gathers:
             self.gathers[self.tensor_at(crossing, side)].append((crossing, side))
@@ -68,16 +75,30 @@ class _Outside:
             self.seen.add(tensor)
             if self.trace.tensors[tensor].kind == "parameter":
                 self.parameters.add(tensor)
-            elif tensor in self.flow.producer:
-                self._refuse_sums(tensor)
-                self.calls.add(self.flow.producer[tensor])
-                waiting += self.flow.inputs[self.flow.producer[tensor]]
+            for maker in self.makers.get(tensor, ()):
+                self._refuse_sums(tensor, maker)
+                self.calls.add(maker)
+                waiting += self.flow.inputs[maker]
         for tensor in self.seen:
             self._check_readers(tensor)
 
-    def _refuse_sums(self, tensor: int) -> None:
+    def heads(self) -> Iterator[tuple[Crossing, int]]:
+        """Where a module returns what the model returns cut, alone or after calls that change each number by itself."""
+        for (crossing, side), dim in self.cut.gathers.items():
+            tensor = self.tensor_at(crossing, side)
+            while crossing.module == "":
+                within = [c for c in self.flow.leaving.get(tensor, ()) if c.module]
+                if within:
+                    first = max(within, key=lambda c: c.last - c.first)
+                    yield from ((c, dim) for c in within if c.visit == first.visit)
+                    break
+                given = [t for t in self.flow.inputs[self.flow.producer.get(tensor, -1)] if t in self.cut.values]
+                if tensor not in self.flow.producer or len(given) != 1:
+                    break
+                tensor = given[0]
+
+    def _refuse_sums(self, tensor: int, maker: int) -> None:
         """A sum of what ranks hold wants the whole gradient back."""
-        maker = self.flow.producer[tensor]
         summed = [c for c in self.flow.leaving.get(tensor, ()) if (c, AllReduce) in self.placement.outputs]
         if summed or maker in self.placement.reductions:
             raise Refused(self._reason("shared-value", maker))
@@ -88,7 +109,7 @@ class _Outside:
         summed = parameter and tensor in self.placement.summed_parameters
         for use in self.flow.gradient_uses(tensor) - self.calls if not summed else ():
             on_shards = any(t in self.cut.values for t in (*self.flow.inputs[use], *self.flow.outputs[use]))
-            at_cut = any(crossing.first <= use < crossing.last for crossing in self.cut_at.get(tensor, ()))
+            at_cut = any(use in behind for behind in self.cut_at.get(tensor, ()))
             if not (on_shards if parameter else at_cut or self._is_copied(tensor, use)):
                 name = self.trace.tensors[tensor].names[0] if parameter else ""
                 raise Refused(self._reason("shared-parameter" if parameter else "shared-value", use, name))

@@ -30,6 +30,7 @@ from autoplan.values import (
     AllReduce,
     AllReduceGradient,
     Boundary,
+    LogitsOfPositions,
     NoteShard,
     OwnPositions,
     ReduceScatterSequence,
@@ -127,6 +128,9 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
         add(kind, crossing, "input" if side == "input" else "output", dim)
     for crossing, dim in cut.returned_shards.items():
         add(NoteShard, crossing, "output", dim)
+    for crossing, dim in cut.heads.items():
+        name = next(cut.names[c] for c, _ in cut.gathers if c.module == "")
+        found[LogitsOfPositions(crossing.module, "output", crossing.path, dim, name)] = None
     found.update((ScaleGradient(crossing.module, "output", crossing.path), None) for crossing in cut.scaled)
     return tuple(done for done in found if done not in dropped)
 

@@ -148,6 +148,7 @@ class SequencePlacement:
     partial_gathers: set[tuple[Crossing, str]] = field(default_factory=set)
     scaled: set[Crossing] = field(default_factory=set)
     dropped: set[tuple[Crossing, str]] = field(default_factory=set)
+    heads: dict[Crossing, int] = field(default_factory=dict)  # where modules return what the model returns cut
     summed_parameters: set[int] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
     names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about

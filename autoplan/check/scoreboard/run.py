@@ -21,7 +21,7 @@ from autoplan.check.ranks.run import Engine
 from autoplan.check.scoreboard.score import CHECK_SETS, How, score
 from autoplan.check.verify.sizes import parse_mesh
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import MODES, check_expert_size
+from autoplan.common.options import MODES, check_context_size, check_expert_size
 from autoplan.common.patterns import nearest
 from autoplan.common.requirements import installed_versions
 from autoplan.values import Score, Scoreboard
@@ -45,6 +45,7 @@ def scoreboard(
     tp_size: int = 2,
     *,
     ep_size: int = 1,
+    cp_size: int = 1,
     only: Sequence[str] = (),
     engine: Engine = "threads",
     checks: str = "fast",
@@ -61,25 +62,29 @@ def scoreboard(
     `checks` is "fast" (parameters, outputs and every gradient in eval mode) or "all". With `sequence_parallel` plans
     are made so wherever it applies. `lengths` are the sequence lengths to run, where a model's inputs leave a choice.
     `ep_size=tp_size` places whole experts on different ranks instead of cutting them inside, where a model has such.
+    `cp_size` cuts the sequence in place of weights (tp_size is 1 then).
     `checkpointing` ("block", "submodule", "selective") has every block checkpointed; on a `mesh` ("dp=2,tp=2") the
     models train, too.
     """
     start = time.perf_counter()
     if checks not in CHECK_SETS:
         raise AutoplanError(f"checks={checks!r}", hint=f"choose one of {', '.join(CHECK_SETS)}")
-    if tp_size < 2 or jobs < 1:
+    if max(tp_size, cp_size) < 2 or jobs < 1:
         raise AutoplanError(f"tp_size={tp_size}, jobs={jobs}", hint="at least 2 ranks and 1 job")
     if not 0 < timeout < float("inf"):
         raise AutoplanError(f"timeout={timeout!r}", hint="give a number of seconds above 0")
     if any(length < 2 for length in lengths):
         raise AutoplanError(f"lengths={tuple(lengths)}", hint="sequences of at least 2 positions")
     check_expert_size(tp_size, ep_size)
+    check_context_size(cp_size, tp_size, ep_size)
     if checkpointing and checkpointing not in MODES:
         raise AutoplanError(f"checkpointing={checkpointing!r}", hint=f"choose one of {', '.join(MODES)}")
     if mesh and (parse_mesh(mesh).tp_size, parse_mesh(mesh).ep_size) != (tp_size, 1):
         raise AutoplanError(f"mesh {mesh!r} does not have tp={tp_size}", hint=f"write dp=2,tp={tp_size}, or change tp")
     wanted = _chosen(mapping, only)
-    how = How(tp_size, engine, CHECK_SETS[checks], sequence_parallel, tuple(lengths), ep_size, checkpointing, mesh)
+    how = How(
+        tp_size, engine, CHECK_SETS[checks], sequence_parallel, tuple(lengths), ep_size, checkpointing, mesh, cp_size
+    )
     found: dict[int, Score] = {}
     for number, done in _scores(wanted, how, jobs, timeout, progress):
         found[number] = done
@@ -94,6 +99,7 @@ def scoreboard(
         sequence_parallel=sequence_parallel,
         lengths=tuple(lengths),
         ep_size=ep_size,
+        cp_size=cp_size,
         checkpointing=checkpointing,
         mesh=mesh,
     )

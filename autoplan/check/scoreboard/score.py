@@ -87,15 +87,16 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
     source = resolve(clone.model, inputs=clone.feeds)
     captured = capture_source(source, clone.model)
     stacks = layers(clone.model)
-    wish = Wish(1 if how.cp_size > 1 else how.tp_size, how.ep_size, cp_size=how.cp_size)
-    blocks = tuple(stack.fqns for stack in stacks) if how.sequence_parallel or how.cp_size > 1 else None
+    context = how.cp_size > 1
+    wish = Wish(how.tp_size, how.ep_size, cp_size=how.cp_size)
+    blocks = tuple(stack.fqns for stack in stacks) if how.sequence_parallel or context else None
     try:
         solution = solve_source(source, captured, wish, sequence_stacks=blocks)
     except IndivisibleError as error:
         return replace(blank, verdict="refused", reason=_said(error))
     cut = solution.sequence_parallel
     made = make_plan(solution, model=source.name, layers=stacks, sequence_parallel=cut)
-    plan = replace(made, tp_size=wish.tp_size, ep_size=how.ep_size, cp_size=how.cp_size)
+    plan = replace(made, tp_size=how.tp_size, ep_size=how.ep_size, cp_size=how.cp_size)
     share = share_of(solution, plan)
     forward, backward = reductions_per_block(plan)
     found = replace(
@@ -109,7 +110,7 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
         scoped=len(solution.runtime.of(CallRewrite)),
         notes=(*captured.trace.notes, *map(str, solution.refusals), *_on_experts(plan, solution), clone.note),
         regions=regions_per_block(plan) if cut else None,
-        uncut="; ".join(map(str, solution.whole_sequence)) if how.sequence_parallel and not cut else "",
+        uncut="; ".join(map(str, solution.whole_sequence)) if blocks is not None and (context or not cut) else "",
     )
     try:
         tested = replace(clone, feeds=runs) if runs else clone
@@ -119,7 +120,7 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
     except AutoplanError as error:  # not even the unsharded model goes through the checks
         return replace(found, reason=_said(error))
     verdict, reason = verdict_of(report)
-    if cut and verdict in ("wrong", "failed"):  # then `autoplan plan` does without, too
+    if cut and not context and verdict in ("wrong", "failed"):  # then `autoplan plan` does without, too
         uncut = f"with it the tiny clone did not give the same on simulated ranks: {reason}"
         return replace(score_clone(clone, blank, replace(how, sequence_parallel=False), runs), uncut=uncut)
     return replace(

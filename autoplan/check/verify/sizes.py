@@ -28,15 +28,24 @@ _LARGEST = 60_000_000  # numbers in the copies of all ranks, of a model that is 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Over how many ranks the clone is sharded, and what they are: those of tp, holding whole experts or not."""
+    """Over how many ranks the clone is sharded, and what they are: of tp, holding whole experts or not, or of cp."""
 
     tp: int
     ep: int = 1
+    cp: int = 1
 
     @staticmethod
-    def of(tp_size: int, ep_size: int | None, plan: Plan | None) -> Sizes:
+    def of_plan(plan: Plan, ep_size: int | None = None) -> Sizes:
+        """Those that a plan is for."""
+        return Sizes(plan.tp_size, ep_size if plan.tp_size == 1 and ep_size else plan.ep_size, plan.cp_size)
+
+    @staticmethod
+    def of(tp_size: int, ep_size: int | None, plan: Plan | None, cp_size: int = 1) -> Sizes:
         """As given; else as in a plan, at this many ranks."""
         check_count("tp_size", tp_size)
+        check_count("cp_size", cp_size)
+        if cp_size > 1 or (plan is not None and plan.cp_size > 1):
+            return Sizes(1, 1, cp_size if cp_size > 1 else max(tp_size, 2))
         if ep_size is not None:
             check_count("ep_size", ep_size)
         if plan is not None and plan.ep_size > 1:
@@ -46,21 +55,25 @@ class Sizes:
 
     @staticmethod
     def of_mesh(mesh: Any, ep_size: int | None, plan: Plan | None) -> Sizes:
-        """The sizes of real ranks: those of a dim "tp", or of a dim "ep" where nothing but experts is split."""
+        """The sizes of real ranks: of a dim "tp", of a dim "ep" where nothing but experts is split, or of "cp"."""
+        if "cp" in mesh.mesh_dim_names and "tp" not in mesh.mesh_dim_names:
+            return Sizes(1, 1, mesh["cp"].size())
         if "tp" in mesh.mesh_dim_names or "ep" not in mesh.mesh_dim_names:
             return Sizes.of(mesh["tp"].size(), ep_size, plan)
         return Sizes(1, mesh["ep"].size())
 
     @property
     def ranks(self) -> int:
-        return max(self.tp, self.ep)
+        return max(self.tp, self.ep, self.cp)
 
     def __str__(self) -> str:
+        if self.cp > 1:
+            return f"cp={self.cp}"
         return f"tp={self.tp}" + (f", ep={self.ep}" if self.ep > 1 else "")
 
     def at(self, ranks: int) -> Sizes:
         """The same kinds of ranks, and so many of them."""
-        return Sizes(self.tp if self.tp == 1 else ranks, self.ep if self.ep == 1 else ranks)
+        return Sizes(*(one if one == 1 else ranks for one in (self.tp, self.ep, self.cp)))
 
 
 def tried_sizes(source: Source, sizes: Sizes, *, own: bool = False) -> tuple[tuple[Source, Sizes], ...]:

@@ -25,6 +25,7 @@ from autoplan.common.nested import changed_inside, fields_of, is_record
 from autoplan.common.random_values import reseed_held, untouched_randomness
 from autoplan.execute import random_streams
 from autoplan.execute.parameters.state_dict import gathered
+from autoplan.execute.vocabulary.own_positions import whole_logits
 from autoplan.patches.seeding import Lifted
 
 __all__ = [
@@ -179,7 +180,7 @@ class Subject:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor: a DTensor is gathered (its gradient flows back), any other is returned."""
-    return gathered(tensor) if isinstance(tensor, DTensor) else tensor
+    return gathered(tensor) if isinstance(tensor, DTensor) else whole_logits(tensor)
 
 
 def tensors_in(value: Any, path: str = "", *, integers: bool = False) -> dict[str, torch.Tensor]:

@@ -61,6 +61,7 @@ def verify(
     inputs: Mapping[str, Any] | None = None,
     *,
     ep_size: int | None = None,
+    cp_size: int = 1,
     sequence_parallel: bool = False,
     checks: Iterable[str] | None = None,
     rounding: bool = False,
@@ -68,8 +69,8 @@ def verify(
 ) -> Report:
     """Shard a tiny clone of `model` on `tp_size` simulated ranks and compare it with itself unsharded.
 
-    `model`, `inputs` and `ep_size` are what `autoplan.plan` takes. Without a `plan` one is made; with one its own
-    `ep_size` holds, at this number of ranks: without a `tp_size` as many as the plan is for, up to 8 (at others a note
+    `model`, `inputs`, `ep_size` and `cp_size` are what `autoplan.plan` takes. Without a `plan` one is made; with one its
+    own `ep_size` holds, at this number of ranks: without a `tp_size` as many as the plan is for, up to 8 (at others a note
     says so), and 2 without a plan. With a `mesh` the ranks are the real ones: every rank of its "tp" dim must
     call this. `mesh="dp=2,tp=2"` simulates a mesh and checks training on it: another batch on each data-parallel rank,
     with and without activation checkpointing, norms, clipping, and a resumed
@@ -86,9 +87,10 @@ def verify(
         how: Any = {"mesh": mesh, "engine": engine, "checks": checks, "rounding": rounding}
         how["sequence_parallel"] = sequence_parallel
         if plan is None or tp_size is not None or mesh is not None:
-            report = verify_source(source, plan, 2 if tp_size is None else tp_size, ep_size=ep_size, **how)
+            tp_size = (1 if cp_size > 1 else 2) if tp_size is None else tp_size
+            report = verify_source(source, plan, tp_size, ep_size=ep_size, cp_size=cp_size, **how)
             return _without_ways(report)
-        sizes = Sizes(plan.tp_size, ep_size if plan.tp_size == 1 and ep_size else plan.ep_size)
+        sizes = Sizes.of_plan(plan, ep_size)
         report, tried, _ = verify_tried(tried_sizes(source, sizes, own=True), plan, **how)
     report = _without_ways(report)
     if tried == sizes:
@@ -135,6 +137,7 @@ def verify_source(
     tp_size: int = 2,
     *,
     ep_size: int | None = None,
+    cp_size: int = 1,
     sequence_parallel: bool = False,
     mesh: Any = None,
     engine: Engine = "threads",
@@ -155,7 +158,7 @@ def verify_source(
         if rounding:
             raise AutoplanError("rounding is measured on tensor-parallel ranks", hint=f"leave mesh={mesh!r} out")
         return _verify_mesh(source, plan, parse_mesh(mesh), engine, checks, sequence_parallel, ep_size)
-    sizes = Sizes.of(tp_size, ep_size, plan) if mesh is None else Sizes.of_mesh(mesh, ep_size, plan)
+    sizes = Sizes.of(tp_size, ep_size, plan, cp_size) if mesh is None else Sizes.of_mesh(mesh, ep_size, plan)
     budget = Budget() if budget is None else budget
     clone = clone_of(source) if clone is None else clone
     how: Any = {"mesh": mesh, "budget": budget, "traffic": traffic}
@@ -208,7 +211,8 @@ def verify_tried(
 
     def verified(source: Any, sizes: Sizes) -> tuple[Report, Sizes, Clone]:
         made = clone if clone is not None and clone.ranks == source.ranks else clone_of(source)
-        return verify_source(source, plan, sizes.tp, ep_size=sizes.ep, clone=made, **how), sizes, made
+        report = verify_source(source, plan, sizes.tp, ep_size=sizes.ep, cp_size=sizes.cp, clone=made, **how)
+        return report, sizes, made
 
     *before, last = attempts
     for attempt in before:
@@ -316,7 +320,7 @@ def _narrowed(
     how: Mapping[str, Any],
 ) -> tuple[Capabilities, Report, Plan]:
     """Keep what is cut wrongly whole (and with it all that shares its cut), so that the rest is right."""
-    sizes = Sizes(applied.tp_size, applied.ep_size)
+    sizes = Sizes.of_plan(applied)
     wrong = {finding.check for finding in report.findings if finding.level == "error"}
     narrowing = tuple(wrong) if wrong <= {"second_shape", "training"} else ("forward",)
     modules = tuple(dict.fromkeys(entry.pattern for entry in applied.entries))
@@ -357,6 +361,8 @@ def capabilities_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) ->
         return (
             Capabilities(bool(plan.runtime.of(CallRewrite)) or not plan.runtime.of(Boundary), plan.sequence_parallel),
         )
+    if sizes.cp > 1:
+        return Capabilities(True, True), Capabilities(False, True)
     cut = (Capabilities(True, True),) if sequence_parallel else ()
     found = (*cut, Capabilities(True, False), Capabilities(False, False))
     inside = (
@@ -394,14 +400,14 @@ def _plan_for(
                 clone.recorded["run"] = capture_source(found, clone.model)
             clone.recorded["ways"] = ways.ways
         captured = clone.recorded["run"]
-    wish = Wish(sizes.tp, sizes.ep)
+    wish = Wish(sizes.tp, sizes.ep, cp_size=sizes.cp)
     derived = draft_plan(found, wish, choices=choices, capabilities=capabilities, captured=captured).plan
     return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
 
 
 def _fits(plan: Plan, model: Any, source: Any, sizes: Sizes) -> bool:
     """Is the plan for these very sizes? Then it is applied itself."""
-    if (plan.tp_size, plan.ep_size) != (sizes.tp, sizes.ep):
+    if Sizes.of_plan(plan) != sizes:
         return False
     theirs = {name: tuple(parameter.shape) for name, parameter in source.module().named_parameters()}
     return theirs == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -16,6 +16,7 @@ where.
     made_for: {...}       # the versions, the forwards and the sizes that it was made for
     fed: [...]            # what an unfamiliar forward was given while the plan was made
     ep_size: 8            # where whole experts are placed on different ranks
+    cp_size: 8            # where the sequence is cut
     packed: [...]         # of a quantised model: the tensors that are stored in place of its weights
     flow: [...]           # the order in which modules run, for drawings
     paths: [...]          # the ways through the model's own code that were recorded and tried
@@ -39,7 +40,7 @@ from autoplan.common.errors import AutoplanError, PlanFileError
 from autoplan.common.files.decode import decode
 from autoplan.common.files.plain import NotPlain, is_folder, read_plain
 from autoplan.common.files.write import write_whole
-from autoplan.common.options import check_argument, check_expert_size, check_ranks
+from autoplan.common.options import check_argument, check_context_size, check_expert_size, check_ranks
 from autoplan.ops import call_record
 from autoplan.values import UNKNOWN, Plan, replace
 from autoplan.values.plain import plain
@@ -62,6 +63,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as plain dicts, lists, text and numbers: what files hold and `--json` prints."""
     values = {name: plain(getattr(plan, name), brief=name == "runtime") for name in _KEYS + _MORE_KEYS}
     experts = {"ep_size": plan.ep_size} if plan.ep_size > 1 else {}
+    experts |= {"cp_size": plan.cp_size} if plan.cp_size > 1 else {}
     fed = {"fed": plain(plan.fed)} if plan.fed else {}
     packed = {"packed": plain(plan.packed, brief=True)} if plan.packed else {}
     flow = {"flow": plain(plan.flow)} if plan.flow else {}
@@ -94,6 +96,7 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
     try:
         check_ranks("tp_size", plan.tp_size)
         check_expert_size(plan.tp_size, plan.ep_size)
+        check_context_size(plan.cp_size, plan.tp_size, plan.ep_size)
     except AutoplanError as error:
         raise PlanFileError(f"{where}: {error.message}", hint=error.hint) from error
     problem = next(inconsistencies(plan), None)

@@ -20,7 +20,11 @@ _NO_MORE = 1.005  # the bound leaves out a few numbers for each token
 def scoreboard_view(board: Scoreboard) -> RenderableType:
     """The whole board."""
     experts = f" · ep {board.ep_size}" if board.ep_size > 1 else ""
-    facts = [f"tp {board.tp_size}{experts}", board.engine, ", ".join(board.checks)]
+    facts = [
+        f"cp {board.cp_size}" if board.cp_size > 1 else f"tp {board.tp_size}{experts}",
+        board.engine,
+        ", ".join(board.checks),
+    ]
     facts += ["sequence parallel"] * board.sequence_parallel
     facts += [f"checkpointing ({board.checkpointing})"] * bool(board.checkpointing)
     facts += [f"training on {board.mesh}"] * bool(board.mesh)

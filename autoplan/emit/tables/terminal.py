@@ -99,6 +99,8 @@ def _in_line(value: object) -> str:
 
 def _headline(plan: Plan) -> RenderableType:
     facts = [f"tp {plan.tp_size}", plan.source]
+    if plan.cp_size > 1:
+        facts[0] = f"cp {plan.cp_size}"
     if plan.ep_size > 1:
         facts.insert(1, f"ep {plan.ep_size}")
     if plan.sequence_parallel:

@@ -11,7 +11,7 @@ one. Stages of a pipeline ("pp") run several micro-batches in a row, so what the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,6 +54,11 @@ class MeshDims:
     @property
     def ep_size(self) -> int:
         return 1 if self.ep is None else self.ep.size()
+
+    def for_context(self) -> MeshDims:
+        """With a plan that cuts the sequence: over ranks of "cp" alone there is nothing to shard, weights are whole."""
+        notes = tuple(note for note in self.notes if "'cp'" not in note)
+        return replace(self, data=self.data if "dp_shard" in self.names else None, notes=notes)
 
     def check_experts(self, tp_size: int, ep_size: int) -> None:
         """Raise where an "ep" dim would hold copies: the plan places no experts on its ranks."""

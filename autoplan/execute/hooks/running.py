@@ -142,6 +142,7 @@ class Running:
     lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut
     branches: Branches = field(default_factory=Branches)
     depth: int = 0
+    context: bool = False  # do outputs leave as each rank's own positions?
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise cannot_be_pickled()

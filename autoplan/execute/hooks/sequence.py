@@ -13,6 +13,7 @@ from autoplan.common.nested import flatten_tensors
 from autoplan.execute.collectives import RankGroup, Recorded, sent
 from autoplan.execute.executors import At, executes
 from autoplan.execute.hooks.running import Running
+from autoplan.execute.vocabulary.own_positions import leave_positions
 from autoplan.values import (
     AllGatherSequence,
     AllGatherSequenceSumGradient,
@@ -202,8 +203,10 @@ def _own(planned: OwnPositions, at: At) -> Change:
 
 @executes(AllGatherSequence)
 def _gather(planned: AllGatherSequence, at: At) -> Change:
-    group = at.group
-    return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, at.running, of_shards=True)
+    group, running = at.group, at.running
+    if running.context and planned.pattern == "":
+        return lambda x: leave_positions(x, planned.dim, running.lengths[planned.sequence.name], running)
+    return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, running, of_shards=True)
 
 
 @executes(AllGatherSequenceSumGradient)

@@ -48,6 +48,7 @@ class Held:
     gradient: Literal["local", "sum", "shared"] = "local"
     divide: bool = False
     read: Held | None = None  # of a tensor that lies whole on each rank, and of which code of the model reads this part
+    averaged: bool = False  # its gradient is averaged over the ranks elsewhere, by FSDP2
     shared: SharedRows = field(init=False, default=SharedRows())  # eager: traced code reads it
 
     def __post_init__(self) -> None:

@@ -83,7 +83,7 @@ def _part_of_whole(parameter: torch.Tensor | None, held: Held) -> torch.Tensor |
         return parameter
     part, size = parameter, held.group.size
     if held.gradient != "local" or held.dim is not None:
-        part = copy_to_ranks(part, held.group)
+        part = scale_gradient(part, float(size)) if held.averaged else copy_to_ranks(part, held.group)
     if held.dim is not None and held.layout is not None:
         part = take_rows(part, held.dim, held.rows[held.group.rank])
         layout = Layout.parse(held.layout)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,13 +47,14 @@ def shard_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules) -> Pre
 
 
 def prepare_parameters(
-    model: nn.Module, tp_mesh: DeviceMesh, rules: Rules, gathering: Container[str] = (), *, whole: bool = False
+    model: nn.Module, tp_mesh: DeviceMesh, rules: Rules, gathering: Container[str] = (), *, whole: str = ""
 ) -> Prepared:
     """Check `rules` (by full name of a parameter or buffer; absent or None: whole) and cut all pieces.
 
     Collective: ranks compare samples of their weights, for pieces of differently seeded models would train silently.
     `gathering`: modules that compute with more than what lies here, since their weights are gathered for a call.
-    `whole`: parameters stay what they are, and code of the model reads its rank's part of them.
+    `whole`: parameters stay what they are, and code of the model reads its rank's part of them; their gradients are
+    "summed" over ranks here, or "averaged" elsewhere.
     """
     builder = _Builder(tp_mesh, RankGroup.of(tp_mesh), _by_tensor(model, rules), whole)
     prepared = Prepared(model)
@@ -138,7 +139,7 @@ def _refresh_flat_weights(module: nn.Module) -> None:
 class _Builder:
     """Makes each tensor's piece once, however many names it has."""
 
-    def __init__(self, mesh: DeviceMesh, group: RankGroup, rules: dict[int, ParameterRule], whole: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, group: RankGroup, rules: dict[int, ParameterRule], whole: str) -> None:
         self.mesh, self.group, self.rules, self.whole = mesh, group, rules, whole
         self.device = mesh_device(mesh)
         self.made: dict[int, tuple[nn.Parameter, Held]] = {}
@@ -167,7 +168,7 @@ class _Builder:
                     hint="keep its parameters whole, or let autoplan plan it: the call then gets gathered weights",
                 )
             self.made[id(parameter)] = (
-                (parameter, Held(held.shape, self.group, read=held))
+                (parameter, Held(held.shape, self.group, read=replace(held, averaged=self.whole == "averaged")))
                 if self.whole
                 else (self._distribute(parameter, held), held)
             )

@@ -15,6 +15,7 @@ from autoplan.values.instructions.boundaries import (
     AllReduceGradient,
     Boundary,
     JoinPartial,
+    LogitsOfPositions,
     MeanOverRanks,
     NoteShard,
     OwnPositions,

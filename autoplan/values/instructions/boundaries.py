@@ -237,6 +237,19 @@ class ReduceScatterSequence(SequenceBoundary):
 
 @instruction
 @dataclass(frozen=True)
+class LogitsOfPositions(SequenceBoundary):
+    """Logits of a rank's own positions, where the model goes on to a loss of its own: it is made of those."""
+
+    takes = Spread.SEQUENCE_SHARD
+    gives = Spread.SEQUENCE_SHARD
+    says = "of {what} a rank has its own positions, and a loss is made of those"
+    cost = None
+    turn = 6
+    collectives = ()
+
+
+@instruction
+@dataclass(frozen=True)
 class NoteShard(SequenceBoundary):
     """Nothing is changed: a value is noted to be a shard of the positions, in case a caller collects it."""
 

@@ -1,0 +1,290 @@
+"""Logits of a rank's own positions that behave as whole logits: a loss needs no others.
+
+Under context parallelism each rank has the logits of its positions, and the whole labels. A loss, the model's own or a
+caller's, casts, shifts and flattens them and calls `cross_entropy`. That is done on a rank's rows: it takes the labels
+of its own positions, sums are over all ranks, and the count is that of all labels. Whatever else reads such logits gets
+them whole, gathered at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autoplan.common.errors import PlanMismatchError
+from autoplan.common.layout import chunk
+from autoplan.execute.collectives import RankGroup, gather_over_ranks, sum_over_ranks
+from autoplan.execute.executors import At, executes
+from autoplan.execute.hooks.running import Running
+from autoplan.ops.records.record import writes_in_place
+from autoplan.values import LogitsOfPositions
+
+
+class PositionLogits(torch.Tensor):
+    """A rank's rows (its data and its gradient are theirs) behaving as whole logits. See `_class`."""
+
+    group: RankGroup
+    bounds: tuple[tuple[int, int], ...]  # of each rank's positions
+    length: int
+    dim_from_end: int  # of the positions
+    batch: int  # how many sequences lie in that dim one after the other
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = _RULES.get(func)
+        result = NotImplemented if known is None else known(cls, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        if writes_in_place(func.__name__) and isinstance(args[0], PositionLogits):
+            raise PlanMismatchError(
+                f"{func.__name__} changes logits in place of which each rank has its own positions",
+                hint="make a new tensor of them, or ask for whole ones: autoplan.gather_logits(model, True)",
+            )
+        return func(*_whole(args), **_whole(kwargs))
+
+
+Kind = type[PositionLogits]
+
+
+@cache
+def _class(group: RankGroup, bounds: tuple[tuple[int, int], ...], length: int, dim: int, batch: int = 1) -> Kind:
+    names = {"group": group, "bounds": bounds, "length": length, "dim_from_end": dim, "batch": batch}
+    return type("PositionLogits", (PositionLogits,), names)
+
+
+def position_logits(local: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
+    """A rank's (padded) piece along `dim`, from the end, as whole logits of so many positions."""
+    pieces = (chunk(length, group.size, rank) for rank in range(group.size))
+    kind = _class(group, tuple((piece.start, piece.stop) for piece in pieces), length, dim)
+    start, stop = kind.bounds[group.rank]
+    return local.narrow(dim, 0, stop - start).as_subclass(kind)
+
+
+def whole_logits(x: torch.Tensor) -> torch.Tensor:
+    """The logits of all positions."""
+    return _whole(x) if isinstance(x, PositionLogits) else x  # type: ignore[no-any-return]
+
+
+def _raw(x: Any) -> Any:
+    if not isinstance(x, PositionLogits):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.ops.aten.alias(x)
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, PositionLogits):
+        kind = type(value)
+        rows = tuple(tuple(range(start, stop)) for start, stop in kind.bounds)
+        apart = _apart(_raw(value), kind)
+        whole = gather_over_ranks(apart, kind.group, kind.dim_from_end, rows)
+        return whole.flatten(kind.dim_from_end - 1, kind.dim_from_end) if kind.batch > 1 else whole
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_whole(item) for item in value)
+    return value
+
+
+def _apart(x: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """With the sequences of a batch in a dim of their own, before that of the positions."""
+    return x.unflatten(kind.dim_from_end, (kind.batch, -1)) if kind.batch > 1 else x
+
+
+def _own(whole: torch.Tensor, kind: Kind, dim: int) -> torch.Tensor:
+    """A rank's positions of a whole tensor."""
+    start, stop = kind.bounds[kind.group.rank]
+    if kind.batch == 1:
+        return whole.narrow(dim, start, stop - start)
+    return whole.unflatten(dim, (kind.batch, -1)).narrow(dim + (dim >= 0), start, stop - start).flatten(*_pair(dim))
+
+
+def _pair(dim: int) -> tuple[int, int]:
+    return (dim, dim + 1) if dim >= 0 else (dim - 1, dim)
+
+
+def _shape_of(cls: Kind, x: torch.Tensor) -> list[int]:
+    sizes = list(_raw(x).shape)
+    sizes[cls.dim_from_end] = cls.batch * cls.length
+    return sizes
+
+
+# ----------------------------------------------------------------------------------------- what can be done on own rows
+
+
+def _shape(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    return torch.Size(_shape_of(cls, args[0]))
+
+
+def _size(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return _shape(cls, func, args, kwargs) if dim is None else _shape_of(cls, args[0])[dim]
+
+
+def _numel(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    return prod(_shape_of(cls, args[0]))
+
+
+def _as_it_is(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    """Casts, and arithmetic with numbers and with tensors that are the same for every position."""
+    own = []
+    for one in args:
+        plain = isinstance(one, torch.Tensor) and not isinstance(one, PositionLogits)
+        if plain and one.dim() >= -cls.dim_from_end and one.shape[cls.dim_from_end] != 1:
+            return NotImplemented
+        own.append(_raw(one))
+    if kwargs.get("out") is not None or any(isinstance(one, PositionLogits) and type(one) is not cls for one in args):
+        return NotImplemented
+    return func(*own, **kwargs).as_subclass(cls)
+
+
+def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    """The same shape, or the positions merged with what stands before them."""
+    x, shape = args[0], args[1:] or (kwargs.get("shape"),)
+    shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    whole = _shape_of(cls, x)
+    if not all(isinstance(size, int) for size in shape):
+        return NotImplemented
+    sizes = [size if size != -1 else prod(whole) // max(1, -prod(shape)) for size in shape]
+    if sizes == whole:
+        return x
+    return _merged(cls, x) if sizes == _merged_sizes(cls, whole) else NotImplemented
+
+
+def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    x, rest = args[0], dict(zip(("start_dim", "end_dim"), args[1:], strict=False)) | kwargs
+    dims = _raw(x).dim()
+    asked = (rest.get("start_dim", 0) % dims, rest.get("end_dim", -1) % dims)
+    return _merged(cls, x) if asked == (0, cls.dim_from_end % dims) else NotImplemented
+
+
+def _merged_sizes(cls: Kind, whole: list[int]) -> list[int]:
+    at = cls.dim_from_end % len(whole)
+    return [prod(whole[: at + 1]), *whole[at + 1 :]]
+
+
+def _merged(cls: Kind, x: torch.Tensor) -> torch.Tensor:
+    raw = _raw(x)
+    kind = _class(
+        cls.group, cls.bounds, cls.length, cls.dim_from_end, cls.batch * prod(raw.shape[: cls.dim_from_end % raw.dim()])
+    )
+    return raw.flatten(0, cls.dim_from_end % raw.dim()).as_subclass(kind)
+
+
+def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    """Slices that take all of the other dims, and one run of positions."""
+    x, index = args
+    items = list(index) if isinstance(index, tuple) else [index]
+    dims = _raw(x).dim()
+    if any(not (isinstance(item, slice) or item is Ellipsis) for item in items) or cls.batch > 1:
+        return NotImplemented
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        items[at : at + 1] = [slice(None)] * (dims - len(items) + 1)
+    items += [slice(None)] * (dims - len(items))
+    taken = items.pop(cls.dim_from_end % dims)
+    if any(item != slice(None) for item in items) or taken.step not in (None, 1):
+        return NotImplemented
+    first, last, _ = taken.indices(cls.length)
+    bounds = tuple((min(max(a, first), last) - first, min(max(b, first), last) - first) for a, b in cls.bounds)
+    before, (start, stop) = cls.bounds[cls.group.rank], bounds[cls.group.rank]
+    kind = _class(cls.group, bounds, max(0, last - first), cls.dim_from_end)
+    return (
+        _raw(x)
+        .narrow(cls.dim_from_end, start + first - before[0] if stop > start else 0, stop - start)
+        .as_subclass(kind)
+    )
+
+
+def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    """Class scores come second in cross_entropy."""
+    if kwargs or len(args) != 3 or cls.batch > 1:
+        return NotImplemented
+    raw = _raw(args[0])
+    one, other, at = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
+    at = other if at == one else one if at == other else at
+    return raw.transpose(one, other).as_subclass(_class(cls.group, cls.bounds, cls.length, at - raw.dim()))
+
+
+def _cross_entropy(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    return _loss(cls, *args, **kwargs)
+
+
+def _loss(
+    cls: Kind, input: Any, target: torch.Tensor, weight: torch.Tensor | None = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    """Sums of own rows over all ranks; the mean is over all labels that count."""
+    raw = _raw(input)
+    shape = _shape_of(cls, input)
+    classes = 1 if raw.dim() > 1 else 0
+    at = cls.dim_from_end % raw.dim()
+    of_ids = not target.is_floating_point() and list(target.shape) == shape[:classes] + shape[classes + 1 :]
+    if isinstance(target, PositionLogits) or size_average is not None or reduce is not None or not of_ids:
+        return NotImplemented
+    if at == classes or (weight is not None and weight.requires_grad):
+        return NotImplemented
+    own = _own(target, cls, at - (at > classes))
+    how: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    if reduction == "none":
+        each = F.cross_entropy(raw, own, reduction="none", **how)
+        return _whole(
+            each.as_subclass(_class(cls.group, cls.bounds, cls.length, at - (at > classes) - each.dim(), cls.batch))
+        )
+    total = sum_over_ranks(F.cross_entropy(raw, own, reduction="sum", **how), cls.group)
+    if reduction == "sum":
+        return total
+    counted = target[target != ignore_index]
+    return total / (len(counted) if weight is None else weight[counted].sum())
+
+
+_T = torch.Tensor
+_PROPERTIES = ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "is_cuda", "is_meta")
+_RULES: dict[Any, Callable[[Kind, Any, Any, Any], Any]] = {
+    F.cross_entropy: _cross_entropy,
+    _T.shape.__get__: _shape,
+    _T.size: _size,
+    **dict.fromkeys((_T.numel, _T.nelement), _numel),
+    **{getattr(_T, name).__get__: _as_it_is for name in _PROPERTIES},
+    **dict.fromkeys((_T.dim, _T.ndimension, _T.is_floating_point, torch.is_floating_point, _T.is_complex), _as_it_is),
+    **dict.fromkeys((_T.register_hook, _T.is_contiguous, _T.get_device, _T.element_size, _T.__hash__), _as_it_is),
+    **dict.fromkeys((_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type_as, _T.contiguous), _each_element),
+    **dict.fromkeys((_T.clone, torch.clone, _T.detach, _T.cpu, _T.cuda, _T.tanh, torch.tanh, _T.neg), _each_element),
+    **dict.fromkeys((_T.mul, torch.mul, _T.__mul__, _T.__rmul__, _T.div, torch.div, _T.__truediv__), _each_element),
+    **dict.fromkeys((_T.add, torch.add, _T.__add__, _T.__radd__, _T.sub, torch.sub, _T.__sub__), _each_element),
+    **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
+    **dict.fromkeys((_T.flatten, torch.flatten), _flatten),
+    _T.__getitem__: _item,
+    **dict.fromkeys((_T.transpose, torch.transpose, _T.swapaxes, torch.swapaxes), _transpose),
+}
+
+
+# ------------------------------------------------------------------------------------------------ where they are made
+
+
+@executes(LogitsOfPositions)
+def _at_the_head(planned: LogitsOfPositions, at: At) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Where the model itself goes on to a loss."""
+    running, dim, name = at.running, planned.dim, planned.sequence.name
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return position_logits(x, dim, running.lengths[name], running.group) if running.loss else x
+
+    return own
+
+
+def leave_positions(x: torch.Tensor, dim: int, length: int, running: Running) -> torch.Tensor:
+    """What the model returns of its own positions: whole where that is asked for or no gradient is computed."""
+    logits = x if isinstance(x, PositionLogits) else position_logits(x, dim, length, running.group)
+    return whole_logits(logits) if running.returns_whole_logits or torch.compiler.is_compiling() else logits
