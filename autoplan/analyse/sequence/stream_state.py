@@ -88,7 +88,9 @@ class Positions:
         if not isinstance(call_record(call.name).sizes, Indexed):
             return True
         items = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-        dims = self.dims_of(cut[0])
+        dims = self.dims_of(call.args[0].id)
+        if not dims:  # of something else, for each position
+            return False
         position = 0
         for item in items:
             if item is None or item is Ellipsis:
