@@ -40,6 +40,7 @@ def scoreboard(
     only: Annotated[list[str] | None, typer.Option(metavar="TYPE", help="Only this model type; repeatable.")] = None,
     tp: TpSize = 2,
     ep: EpSize = 1,
+    cp: CpSize = 1,
     engine: Annotated[Engine, typer.Option(help="Ranks as threads, or as processes that talk over gloo.")] = (
         Engine.threads
     ),
@@ -66,12 +67,13 @@ def scoreboard(
     from autoplan.emit.tables.scoreboard_table import scoreboard_view
 
     asked: dict[str, Any] = {"ep_size": ep} if ep > 1 else {}
+    asked |= {"cp_size": cp} if cp > 1 else {}
     asked |= {"checkpointing": checkpointing.value} if checkpointing else {}
     asked |= {"mesh": mesh} if mesh else {}
     with _bar() as progress:
         board = run(
             mapping,
-            tp,
+            1 if cp > 1 else tp,
             only=only or (),
             engine=engine.value,
             checks=checks.value,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.check.verify.clone import is_small_and_real
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import check_count, check_expert_size
+from autoplan.common.options import check_context_size, check_count, check_expert_size
 from autoplan.values import Plan
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _own_clone(source: Source) -> int:
 # ------------------------------------------------------------------------------- a mesh to simulate, as text
 
 
-NAMES = ("dp", "dp_shard", "fsdp", "dp_shard_cp", "dp_replicate", "tp", "ep")
+NAMES = ("dp", "dp_shard", "fsdp", "dp_shard_cp", "dp_replicate", "tp", "ep", "cp")
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,13 @@ class MeshSizes:
         return dict(zip(self.names, self.sizes, strict=True)).get("ep", 1)
 
     @property
+    def cp_size(self) -> int:
+        return dict(zip(self.names, self.sizes, strict=True)).get("cp", 1)
+
+    @property
     def split_size(self) -> int:
         """Ranks that see one batch."""
-        return self.tp_size * self.ep_size
+        return self.tp_size * self.ep_size * self.cp_size
 
     @property
     def data_size(self) -> int:
@@ -138,7 +142,7 @@ class MeshSizes:
 
 
 def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
-    """`dp=2,tp=2` as names and sizes; tp (or ep) comes last.
+    """`dp=2,tp=2` as names and sizes; tp (or ep, or cp) comes last.
 
     >>> parse_mesh("tp=2,dp=4")
     MeshSizes(names=('dp', 'tp'), sizes=(4, 2))
@@ -157,7 +161,8 @@ def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
             f"mesh {text!r} has tp and ep: experts live on the ranks of tp, or on ranks of their own",
             hint="leave ep out and pass ep_size, or leave tp out",
         )
-    order = sorted(pairs, key=lambda name: (name in ("tp", "ep"), name != "dp_replicate"))
+    check_context_size(pairs.get("cp", 1), pairs.get("tp", 1), pairs.get("ep", 1))
+    order = sorted(pairs, key=lambda name: (name in ("tp", "ep", "cp"), name != "dp_replicate"))
     return MeshSizes(tuple(order), tuple(pairs[name] for name in order))
 
 

@@ -69,10 +69,10 @@ def verify(
 ) -> Report:
     """Shard a tiny clone of `model` on `tp_size` simulated ranks and compare it with itself unsharded.
 
-    `model`, `inputs`, `ep_size` and `cp_size` are what `autoplan.plan` takes. Without a `plan` one is made; with one its
-    own `ep_size` holds, at this number of ranks: without a `tp_size` as many as the plan is for, up to 8 (at others a note
-    says so), and 2 without a plan. With a `mesh` the ranks are the real ones: every rank of its "tp" dim must
-    call this. `mesh="dp=2,tp=2"` simulates a mesh and checks training on it: another batch on each data-parallel rank,
+    `model`, `inputs`, `ep_size` and `cp_size` are what `autoplan.plan` takes. Without a `plan` one is made; with one
+    its own sizes hold, at this number of ranks: without a `tp_size` as many as the plan is for, up to 8 (at others a
+    note says so), and 2 without a plan. With a `mesh` the ranks are the real ones: every rank of its "tp" dim must call
+    this. `mesh="dp=2,tp=2"` simulates a mesh and checks training on it: another batch on each data-parallel rank,
     with and without activation checkpointing, norms, clipping, and a resumed
     checkpoint. `checks` chooses among `CHECK_NAMES`. With `rounding` the clone runs in bfloat16 too, and
     `report.details["rounding"]` says whether a difference there is a bug or rounding, with the spread of each layer.
@@ -184,6 +184,7 @@ def verify_source(
         )
     details = {
         **report.details,
+        **({"cp": sizes.cp} if sizes.cp > 1 else {}),
         "model": source.name,
         "plan_tp": (plan or applied).tp_size,
         "capabilities": capabilities,
@@ -235,8 +236,8 @@ def _verify_mesh(
     from autoplan.hf.stacks import layers
 
     clone = clone_of(source)
-    sizes = Sizes.of(mesh.tp_size, mesh.ep_size if mesh.ep_size > 1 else ep_size, plan)
-    left_out = _NOT_ON_MESHES if sizes.ranks > 1 else (*_NOT_ON_MESHES, "state_dict")
+    sizes = Sizes.of(mesh.tp_size, mesh.ep_size if mesh.ep_size > 1 else ep_size, plan, mesh.cp_size)
+    left_out = _NOT_ON_MESHES if sizes.ranks > sizes.cp else (*_NOT_ON_MESHES, "state_dict")
     wanted = [name for name in (checks or CHECK_NAMES) if name not in left_out]
     dims = dict(zip(mesh.names, mesh.sizes, strict=True))
     how: Any = {"others": clone.others, "engine": engine, "dims": dims}

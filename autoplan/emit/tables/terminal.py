@@ -71,7 +71,8 @@ def report_view(report: Report, title: str = "") -> RenderableType:
     for name, value in report.details.items():
         if name != "verdict" and (value or value == 0) and (text := _detail(value)):
             facts.add_row(name.replace("_", " "), text)
-    lines: list[RenderableType] = [Text.assemble((title, "bold"), f" · tp {report.tp_size} · ", verdict)]
+    ranks = f"cp {report.details['cp']}" if "cp" in report.details else f"tp {report.tp_size}"
+    lines: list[RenderableType] = [Text.assemble((title, "bold"), f" · {ranks} · ", verdict)]
     if facts.row_count:
         lines.append(Padding(facts, (0, 0, 0, 2)))
     if report.findings:
