@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli.shared import FINDINGS, OK, AsJson, Cut, Engine, EpSize, Output, TpSize, emit, note
+from autoplan.cli.shared import FINDINGS, OK, AsJson, CpSize, Cut, Engine, EpSize, Output, TpSize, emit, note
 
 if TYPE_CHECKING:
     from autoplan.values import Score

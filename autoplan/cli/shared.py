@@ -76,7 +76,7 @@ Page = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Wri
 
 
 _WORDS = re.compile(
-    r"\b(?P<name>[a-z_]+)=(?P<value>\{(?:[^{}]|\{[^{}]*\})*\}|'[\w-]+'|\"[\w-]+\"|True|False|[\d.]*\d)?(?![\w=])"
+    r"(?<![,\w])(?P<name>[a-z_]+)=(?P<value>\{(?:[^{}]|\{[^{}]*\})*\}|'[\w-]+'|\"[\w-]+\"|True|False|[\d.]*\d)?(?![\w=]|,\w)"
     r"(?: \(--[a-z-]+\))?"
 )
 _OTHERWISE = {"tp_size": "--tp", "ep_size": "--ep", "cp_size": "--cp"}
