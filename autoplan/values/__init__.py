@@ -15,6 +15,7 @@ from autoplan.values.findings import CutsOf, Drawn, Fed, Finding, FlowPart, Repo
 from autoplan.values.instructions import (
     INSTRUCTIONS,
     AllGather,
+    AllGatherPicked,
     AllGatherSequence,
     AllGatherSequenceSumGradient,
     AllReduce,

@@ -11,7 +11,7 @@ each rank gives an equal part of the gradient.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.stream_state import Refused, SequencePlacement
@@ -29,6 +29,7 @@ def leave_partial(flow: CallFlow, placement: Placement, cut: SequencePlacement) 
     cut.summed_parameters |= walk.parameters
     cut.partial_gathers = walk.gathered
     cut.heads = dict(walk.heads())
+    cut.picked = dict(walk.picked(cut.heads))
     cut.scaled = {crossing for crossing in walk.returned if walk.tensor_at(crossing, "output") in walk.seen}
 
 
@@ -96,6 +97,19 @@ class _Outside:
                 if tensor not in self.flow.producer or len(given) != 1:
                     break
                 tensor = given[0]
+
+    def picked(self, heads: Iterable[Crossing]) -> Iterator[tuple[Crossing, int]]:
+        """Where the model's own code takes what it makes logits of from a module, before it may pick positions."""
+        for head in heads:
+            for _, tensor in self.trace.visits[head.visit].inputs:
+                maker = self.flow.producer.get(tensor, -1)
+                given = [t for t in self.flow.inputs[maker] if t in self.cut.values] if maker >= 0 else []
+                for before in given if self.trace.calls[maker].module == "" else ():
+                    made = self.flow.producer.get(before, -1)
+                    behind = [c for c in self.flow.leaving.get(before, ()) if c.module and c.first <= made < c.last]
+                    outer = max(behind, key=lambda c: c.last - c.first, default=None)
+                    dims = [d for c, d in self.cut.heads.items() if c == head]
+                    yield from ((c, dims[0]) for c in behind if outer is not None and c.visit == outer.visit)
 
     def _refuse_sums(self, tensor: int, maker: int) -> None:
         """A sum of what ranks hold wants the whole gradient back."""

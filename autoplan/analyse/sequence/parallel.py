@@ -25,6 +25,7 @@ from autoplan.analyse.sequence.stream_state import Refused
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term
 from autoplan.values import (
+    AllGatherPicked,
     AllGatherSequence,
     AllGatherSequenceSumGradient,
     AllReduce,
@@ -128,9 +129,10 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
         add(kind, crossing, "input" if side == "input" else "output", dim)
     for crossing, dim in cut.returned_shards.items():
         add(NoteShard, crossing, "output", dim)
-    for crossing, dim in cut.heads.items():
-        name = next(cut.names[c] for c, _ in cut.gathers if c.module == "")
-        found[LogitsOfPositions(crossing.module, "output", crossing.path, dim, name)] = None
+    for kind, crossings in ((LogitsOfPositions, cut.heads), (AllGatherPicked, cut.picked)):
+        for crossing, dim in crossings.items():
+            name = next(cut.names[c] for c, _ in cut.gathers if c.module == "")
+            found[kind(crossing.module, "output", crossing.path, dim, name)] = None
     found.update((ScaleGradient(crossing.module, "output", crossing.path), None) for crossing in cut.scaled)
     return tuple(done for done in found if done not in dropped)
 

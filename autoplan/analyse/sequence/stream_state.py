@@ -151,6 +151,7 @@ class SequencePlacement:
     scaled: set[Crossing] = field(default_factory=set)
     dropped: set[tuple[Crossing, str]] = field(default_factory=set)
     heads: dict[Crossing, int] = field(default_factory=dict)  # where modules return what the model returns cut
+    picked: dict[Crossing, int] = field(default_factory=dict)  # and where it comes from, before positions are picked
     summed_parameters: set[int] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
     names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about
@@ -280,7 +281,11 @@ class CutStream:
         self.result.returned_shards.clear()
         points: dict[HookPoint, dict[int, Crossing]] = {}
         for number, visit in enumerate(self.trace.visits):
-            for path, tensor in visit.outputs if visit.module in self.names else ():
+            behind = self.context and visit.parent is not None and visit.calls[0] >= self.last_call
+            collected = visit.module in self.names or behind
+            for path, tensor in visit.outputs if collected else ():
+                if behind and tensor in self.flow.final:
+                    continue
                 if self.positions.plain_dim(tensor) is not None and self.is_cut(tensor, visit.calls[1]):
                     crossing = Crossing(number, visit.module, path, *visit.calls)
                     points.setdefault((visit.module, "output", path), {})[number] = crossing

@@ -30,7 +30,7 @@ from autoplan.execute.hooks.sequence import SequenceShard, gather_shard, shards_
 from autoplan.execute.hooks.unseen import UnseenOutputs
 from autoplan.execute.vocabulary.leaving import leaving
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
-from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction, Runtime
+from autoplan.values import AllGatherPicked, AroundModule, Boundary, CallRewrite, Instruction, Runtime
 from autoplan.values import SplitLogits as LogitsHead
 
 
@@ -214,6 +214,7 @@ def install_root(
     """
     root = Root(model, heads, outputs, running, random)
     root.given, root.unsummed, root.guard = seen.given, seen.unsummed, guard
+    root.may_pick = any(isinstance(one, AllGatherPicked) for one in seen.instructions)
     running.draws = root.always or (root.random and may_draw(model))
     running.randomness.always = root.always
     root.unseen = UnseenOutputs(seen.outputs, seen.shapes, root.names, running.group)
@@ -245,6 +246,7 @@ class Root:
         self.given: tuple[str, ...] = ()  # what the plan has seen it take
         self.unsummed: tuple[str, ...] = ()  # and of what the plan sums no gradient
         self.guard: PathGuard | None = None
+        self.may_pick = False  # are positions gathered where an argument picks some?
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Root:
         made: Root = _copied(self, memo)
@@ -257,6 +259,7 @@ class Root:
         given = dict(zip(self.names, args, strict=False)) | kwargs
         if self.unsummed and torch.is_grad_enabled():
             self._refuse_gradients(given)
+        self.running.picks = self._picks(given) if self.running.context else ""
         targets = {name for name, value in given.items() if value is not None and self._is_target(name)}
         quiet = torch.compiler.is_compiling() and not self.running.draws_unseen  # a switch of streams breaks a graph
         strange = set() if quiet else self._strangers(given)
@@ -276,6 +279,19 @@ class Root:
                     f"argument {name!r} asks for a gradient, of which each rank makes a part, and the plan sums none",
                     hint=f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
                 )
+
+    def _picks(self, given: dict[str, Any]) -> str:
+        """A number that no recorded call was given: it may say which positions to go on with, which a rank would count
+        among its own."""
+        numbers = {name: value for name, value in given.items() if isinstance(value, int) and value}
+        name = next((n for n, v in numbers.items() if not isinstance(v, bool) and n not in self.given), "")
+        if name and (torch.is_grad_enabled() or not self.may_pick):
+            raise PlanMismatchError(
+                f"{name}={numbers[name]} may pick positions, of which each rank has its own, in a call "
+                + ("with gradients" if self.may_pick else "that the plan has not seen"),
+                hint=f"leave {name} out" + (", or call it under torch.no_grad()" if self.may_pick else ""),
+            )
+        return name
 
     def _is_target(self, name: str) -> bool:
         return any(word in name for word in self.target_words)

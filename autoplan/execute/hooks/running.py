@@ -143,6 +143,7 @@ class Running:
     branches: Branches = field(default_factory=Branches)
     depth: int = 0
     context: bool = False  # do outputs leave as each rank's own positions?
+    picks: str = ""  # an argument of this call that may say which positions to go on with
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise cannot_be_pickled()

@@ -15,6 +15,7 @@ from autoplan.execute.executors import At, executes
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.vocabulary.own_positions import leave_positions
 from autoplan.values import (
+    AllGatherPicked,
     AllGatherSequence,
     AllGatherSequenceSumGradient,
     NoteShard,
@@ -207,6 +208,13 @@ def _gather(planned: AllGatherSequence, at: At) -> Change:
     if running.context and planned.pattern == "":
         return lambda x: leave_positions(x, planned.dim, running.lengths[planned.sequence.name], running)
     return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, running, of_shards=True)
+
+
+@executes(AllGatherPicked)
+def _gather_picked(planned: AllGatherPicked, at: At) -> Change:
+    running = at.running
+    shard = SequenceShard(planned.dim, planned.sequence)
+    return lambda x: gather_shard(x, shard, running) if running.picks else x
 
 
 @executes(AllGatherSequenceSumGradient)

@@ -278,13 +278,17 @@ def _at_the_head(planned: LogitsOfPositions, at: At) -> Callable[[torch.Tensor],
     """Where the model itself goes on to a loss."""
     running, dim, name = at.running, planned.dim, planned.sequence.name
 
-    def own(x: torch.Tensor) -> torch.Tensor:
-        return position_logits(x, dim, running.lengths[name], running.group) if running.loss else x
+    def change(x: torch.Tensor) -> torch.Tensor:
+        own = running.loss and not running.picks
+        return position_logits(x, dim, running.lengths[name], running.group) if own else x
 
-    return own
+    return change
 
 
 def leave_positions(x: torch.Tensor, dim: int, length: int, running: Running) -> torch.Tensor:
-    """What the model returns of its own positions: whole where that is asked for or no gradient is computed."""
+    """What the model returns of its own positions: whole where that is asked for or no gradient is computed, or where
+    it was gathered before some of it was picked."""
+    if running.picks:
+        return x
     logits = x if isinstance(x, PositionLogits) else position_logits(x, dim, length, running.group)
     return whole_logits(logits) if running.returns_whole_logits or torch.compiler.is_compiling() else logits

@@ -9,6 +9,7 @@ In: plain fields. Out: frozen values that say what they take, give, cost and mov
 from autoplan.values.instructions.base import INSTRUCTIONS, Amount, Collective, Instruction, Move, Spread, instruction
 from autoplan.values.instructions.boundaries import (
     AllGather,
+    AllGatherPicked,
     AllGatherSequence,
     AllGatherSequenceSumGradient,
     AllReduce,

@@ -250,6 +250,19 @@ class LogitsOfPositions(SequenceBoundary):
 
 @instruction
 @dataclass(frozen=True)
+class AllGatherPicked(SequenceBoundary):
+    """All positions are gathered in a call that is told by a number which of them to go on with (`logits_to_keep`)."""
+
+    takes = Spread.SEQUENCE_SHARD
+    gives = Spread.SEQUENCE_SHARD
+    says = "the whole sequence of {what} is gathered in calls without gradients that ask for some positions only"
+    cost = None
+    turn = 5
+    collectives = ()  # in the calls that a plan is about there is none
+
+
+@instruction
+@dataclass(frozen=True)
 class NoteShard(SequenceBoundary):
     """Nothing is changed: a value is noted to be a shard of the positions, in case a caller collects it."""
 
