@@ -35,8 +35,6 @@ from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.plan_cache import keep_plan, kept_plan, place_of
 from autoplan.values import Plan
 
-__all__ = ["parallelize", "plan"]
-
 
 @plain_surroundings()
 def plan(

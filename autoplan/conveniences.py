@@ -22,8 +22,6 @@ from autoplan.values.estimate import Estimate, provide
 if TYPE_CHECKING:
     from autoplan.emit.exports.export import Exported, Surroundings
 
-__all__ = ["provided", "surroundings"]
-
 
 def _plan_text(plan: Plan) -> str:
     from autoplan.emit.tables.terminal import plain_text, plan_view

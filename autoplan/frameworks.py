@@ -18,8 +18,6 @@ from autoplan.execute.weights.methods import load_optimizer, save_optimizer
 from autoplan.execute.weights.save import save_weights
 from autoplan.hf.training.hosts import Sharded, accelerator_class, trainer_class
 
-__all__ = ["hand_over"]
-
 Host = TypeVar("Host", bound=type)
 
 

@@ -29,8 +29,6 @@ from autoplan.version import __version__
 
 _SENT = "the plan of another rank"
 
-__all__ = ["packed_plan", "plan_once", "unpacked_plan"]
-
 
 def plan_once(
     model: Model, tp_size: int = 1, *, group: dist.ProcessGroup | DeviceMesh | None = None, **wishes: Any

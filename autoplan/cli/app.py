@@ -49,8 +49,6 @@ from autoplan.common.errors import AutoplanError
 if TYPE_CHECKING:
     from autoplan.values import Finding, Plan
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     help="Plan the tensor parallelism of a model that nobody wrote a plan for, and prove it before paying for GPUs.",
     epilog="MODEL is a folder with a config.json, package.module:builder, a model type (llama), or a hub id.",

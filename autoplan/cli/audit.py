@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from autoplan.values import Report
 
-__all__ = ["audit", "compare"]
-
 
 class FailOn(StrEnum):
     """Which findings make the exit code 1."""

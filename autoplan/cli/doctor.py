@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from autoplan.doctor.examine import Diagnosis
 
-__all__ = ["doctor"]
-
 
 def doctor(as_json: AsJson = False, output: Output = None) -> None:
     """Look up all that autoplan rests on in the installed torch and transformers."""

@@ -16,20 +16,6 @@ if TYPE_CHECKING:
 
     from autoplan.values import Plan
 
-__all__ = [
-    "ALL",
-    "AskedGpu",
-    "Estimated",
-    "Gpu",
-    "calibrate",
-    "checkpointing_of",
-    "choose",
-    "dryrun",
-    "estimate",
-    "sizes_of",
-]
-
-
 Train = StrEnum("Train", [(way, way) for way in TRAIN])  # type: ignore[misc]  # what is done with the model
 ALL = Train("full")
 

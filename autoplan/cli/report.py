@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from autoplan.values import Plan
     from autoplan.values.estimate import Estimate
 
-__all__ = ["report"]
-
 
 def report(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As in `autoplan plan`, or a plan file.")],

@@ -9,8 +9,6 @@ import typer
 from autoplan.cli.shared import FINDINGS, OK, AsJson, Output, emit
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["rules_app"]
-
 rules_app = typer.Typer(help="Read the rules that name what is found and choose styles.", no_args_is_help=True)
 
 

@@ -15,8 +15,6 @@ from autoplan.cli.shared import FINDINGS, OK, AsJson, Cut, Engine, EpSize, Outpu
 if TYPE_CHECKING:
     from autoplan.values import Score
 
-__all__ = ["scoreboard"]
-
 
 class Checks(StrEnum):
     """How much of verify a scoreboard runs."""

@@ -25,29 +25,6 @@ from autoplan.common.stages import watched
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = [
-    "FAILED",
-    "FINDINGS",
-    "OK",
-    "AsJson",
-    "Cut",
-    "Engine",
-    "EpSize",
-    "Model",
-    "Output",
-    "Page",
-    "TpSize",
-    "Trust",
-    "as_options",
-    "emit",
-    "ended_on_request",
-    "flushed",
-    "note",
-    "progress",
-    "seldom_collected",
-    "speaking_of",
-]
-
 OK, FINDINGS, FAILED = 0, 1, 2
 
 

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from autoplan.values import Change, Entry, Instruction, Plan, Runtime
 
-__all__ = ["diff"]
-
 Item = TypeVar("Item")
 _BY_NAME = ("entries", "replicated", "layers", "findings", "runtime")
 _NOT_COMPARED = ("flow",)  # a drawing's order decides nothing

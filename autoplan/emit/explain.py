@@ -14,8 +14,6 @@ from autoplan.common.patterns import best_match, fold_names, is_under, matches, 
 from autoplan.emit.words import bytes_text, segment_text
 from autoplan.values import Entry, Plan, Replicated
 
-__all__ = ["explain", "local_name"]
-
 
 def explain(plan: Plan, path: str) -> str:
     """The answer for a module, a parameter, or a pattern of either."""

@@ -19,8 +19,6 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.hf.stacks import layers
 
-__all__ = ["ALL_LINEAR", "LORA_RANK", "Adapted", "nothing_frozen", "targets_of", "with_adapters"]
-
 LORA_RANK = 8  # of peft's LoraConfig
 ALL_LINEAR = "all-linear"
 

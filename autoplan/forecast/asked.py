@@ -11,8 +11,6 @@ from autoplan.forecast.optimizers import OPTIMIZERS
 from autoplan.forecast.step import Loss
 from autoplan.values.estimate import TRAIN
 
-__all__ = ["CACHE_DTYPES", "Asked"]
-
 CACHE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}  # bytes of a key's or a value's number
 
 

@@ -17,8 +17,6 @@ import torch.nn.functional as F
 
 from autoplan.forecast.devices import Device
 
-__all__ = ["Measured", "device_text", "measure"]
-
 _SIZE = {"cuda": 8192, "cpu": 1024}
 _ROUNDS = 10
 

@@ -29,9 +29,6 @@ from autoplan.hf.training.script import script_text
 from autoplan.values import Plan
 from autoplan.values.estimate import Row, done_above
 
-__all__ = ["Choice", "choose", "parse_memory"]
-
-
 _UNITS = {"gib": 2**30, "mib": 2**20, "tib": 2**40, "gb": 10**9, "mb": 10**6, "tb": 10**12, "g": 10**9, "": 1}
 
 

@@ -13,8 +13,6 @@ from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.options import check_argument
 from autoplan.common.rules_folder import rules_folder
 
-__all__ = ["Device", "device_names", "load_device"]
-
 _NUMBERS = ("memory", "bandwidth", "per_node", "efficiency")
 _WHOLE = ("memory", "per_node")
 _TOP = ("name", *_NUMBERS, "sources", "flops", "links", "overhead")

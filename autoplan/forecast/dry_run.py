@@ -35,8 +35,6 @@ from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
 from autoplan.values import Plan
 from autoplan.values.estimate import Sent
 
-__all__ = ["DryRun", "dry_run", "group_names", "summed"]
-
 _ESTIMATED = {"activation_checkpointing", "mp_policy", "reshard_after_forward", "gather_logits"}  # of `parallelize`
 
 

@@ -18,8 +18,6 @@ from autoplan.forecast.sharded import UnitSize
 from autoplan.forecast.step import Recorded
 from autoplan.values.estimate import Sent
 
-__all__ = ["exchanged", "in_float8", "most_stages", "one_stage", "zero_1"]
-
 _FLOAT8 = "float8"
 _WAYS = 4  # there and back, forward and backward
 

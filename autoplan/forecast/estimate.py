@@ -35,8 +35,6 @@ from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate, MemoryParts
 
-__all__ = ["estimate", "estimate_with"]
-
 _CHUNKS = 8  # of a sequence: torchtune's default
 _BARS = (
     (

@@ -20,8 +20,6 @@ from autoplan.forecast.recording.tape import LeftOut, UnitEvent
 from autoplan.forecast.sharded import Held, UnitSize
 from autoplan.values.estimate import MemoryParts, Sent
 
-__all__ = ["DataRanks", "Peak", "Walk", "alike", "held_bytes"]
-
 _KINDS_OF_PART = {"kept": "kept", "temporary": "temporary", "gradient": "gradients", "communication": "communication"}
 # Its loops over gradients were moved into a function of their own, which lets go of the last ones when it returns.
 _LOOPS_HOLD_GRADIENTS = "prepare_reduce_scatter_inputs" not in inspect.signature(foreach_reduce).parameters

@@ -11,8 +11,6 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.options import MOST_RANKS, check_argument, check_count
 from autoplan.execute.data_parallel.mesh_dims import ALIASES, LEFT_ALONE
 
-__all__ = ["mesh_sizes"]
-
 _HINT = "write it like dp_shard=8,tp=8"
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from autoplan.forecast.sharded import Held
 
-__all__ = ["OPTIMIZERS", "Optimizer"]
-
 _BLOCK = 256  # numbers that share a scale in bitsandbytes' 8-bit states (bitsandbytes/optim/optimizer.py)
 _SCALE = 4
 

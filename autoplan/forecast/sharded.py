@@ -30,8 +30,6 @@ from autoplan.forecast.recording.tape import LeftOut
 from autoplan.hf.configs import take_flash_attention
 from autoplan.values import Fold, Plan
 
-__all__ = ["Copy", "Held", "UnitSize", "as_on_a_gpu", "faker", "sharded_copy"]
-
 
 @dataclass(frozen=True)
 class Held:

@@ -23,8 +23,6 @@ from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate
 
-__all__ = ["Sizes", "estimated_sizes", "other_sizes"]
-
 _LENGTHS = (2048, 512)  # tokens of a sequence: some models know few positions
 _MOST = 6
 

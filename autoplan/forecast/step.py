@@ -38,9 +38,6 @@ from autoplan.planning import capture_source, draft_plan
 from autoplan.values import Plan
 from autoplan.values.quantised import PackedWeight
 
-__all__ = ["Loss", "Recorded", "Setting", "Steps", "inputs_of", "loss_of", "own", "size_priced"]
-
-
 Loss = Callable[[Any, Any], torch.Tensor]
 # Few blocks or all of them, and what is known of the numbers in tensors without storage: the cheapest first.
 _WAYS = tuple((folded, how) for folded in (True, False) for how in ("fake", "known", "supposed"))

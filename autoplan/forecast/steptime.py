@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from autoplan.forecast.devices import Device
 from autoplan.values.estimate import Sent, StepTime
 
-__all__ = ["HIDDEN", "HOST_LINK", "HOST_MEMORY", "Load", "decoding_time", "step_time"]
-
 HIDDEN = ("dp_shard", "dp", "fsdp", "dp_shard_cp", "dp_replicate")
 HOST_LINK = 25e9  # bytes a second of a rank, one way: half of PCIe 5.0 × 16, which two ranks often share
 HOST_MEMORY = 40e9  # bytes a second of a rank: eight of them share about 300 GB/s of a socket's channels

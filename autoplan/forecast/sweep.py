@@ -29,8 +29,6 @@ from autoplan.forecast.step import Steps
 from autoplan.values import LocalExperts
 from autoplan.values.estimate import Estimate, MemoryParts, Row
 
-__all__ = ["Split", "Sweep"]
-
 _CHECKPOINTING: tuple[bool | str, ...] = (False, "selective", True)
 _MOST_GPUS = 1 << 16
 _DOUBLED = (1, 2, 4, 8, 16, 32, 64)  # stages of a pipeline, ranks that exchange tokens

@@ -26,8 +26,6 @@ from autoplan.common.options import check_count
 from autoplan.decide.plan.chosen import experts_of
 from autoplan.values import Capabilities, Finding, Plan, Report
 
-__all__ = ["audit", "audit_source", "subject_of"]
-
 DEFAULT = Settings()
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ORDER = {"error": 0, "warn": 1, "note": 2}

@@ -27,8 +27,6 @@ from autoplan.check.verify.on_ranks import Sharding
 from autoplan.decide.written_plans.foreign import COUNTS, heads_of, kind_of, spec_for
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks, gather_over_ranks, sum_over_ranks
 
-__all__ = ["autotp_sharding", "not_imitated"]
-
 Rows = tuple[tuple[int, ...], ...]
 _HELD = "_sharded_by_autotp"
 

@@ -25,8 +25,6 @@ from autoplan.common.patterns import holders, is_under
 from autoplan.ops import call_record
 from autoplan.values import Finding, Report
 
-__all__ = ["audit_claims"]
-
 _STAGES = 2
 _ALLOWED = 1e-5
 

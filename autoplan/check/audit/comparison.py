@@ -11,8 +11,6 @@ from autoplan.check.audit.verdicts import held_bytes
 from autoplan.common.patterns import fold_names
 from autoplan.values import Finding, Report
 
-__all__ = ["compare_plans"]
-
 
 def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
     """Compare two plans (in any form that `audit` takes). The report is ok when neither is wrong.

@@ -8,8 +8,6 @@ from autoplan.decide.plan.flow import flow_of
 from autoplan.decide.plan.folding import Names
 from autoplan.values import CutsOf, Drawn
 
-__all__ = ["cut_text", "drawn_of", "gathers"]
-
 
 def drawn_of(*subjects: Audited) -> Drawn:
     """All of one model."""

@@ -25,8 +25,6 @@ from autoplan.hf.source import Source, resolve
 from autoplan.values import Plan
 from autoplan.values.plan import digest, steering
 
-__all__ = ["held_against_model"]
-
 _SHOWN = 3
 
 

@@ -16,8 +16,6 @@ from typing import Any
 from autoplan.check.verify.on_ranks import Sharding
 from autoplan.hf.own_sharding import refuse_old_sharding, shard_as_transformers, slice_of
 
-__all__ = ["torch_sharding", "transformers_sharding"]
-
 
 def transformers_sharding(plan: Mapping[str, str]) -> Sharding:
     """transformers' tensor parallelism, as `from_pretrained(distributed_config=…)` applies it."""

@@ -16,8 +16,6 @@ from autoplan.check.prove import TRIED
 from autoplan.common.errors import PlanRefusedError, UnprovenPlanWarning
 from autoplan.values import Finding, Plan
 
-__all__ = ["refuse_disproven", "refuse_unproven", "refuse_wrong", "warn_unproven"]
-
 _SHOWN = 5
 
 

@@ -23,8 +23,6 @@ from autoplan.decide.written_plans.handwritten import plan_by_id
 from autoplan.decide.written_plans.plan_file import load_plan
 from autoplan.values import Plan
 
-__all__ = ["Dialect", "ForeignPlan", "Line", "foreign_of", "plan_as_written", "read_foreign"]
-
 Dialect = Literal["transformers", "torch", "deepspeed", "autoplan"]
 RESERVED = ("auto", "inferred", "handwritten")
 

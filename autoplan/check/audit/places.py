@@ -10,8 +10,6 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.files.plain import NotPlain, is_file, read_text
 from autoplan.decide.written_plans.dialects import looks_dotted
 
-__all__ = ["lines_of", "plan_file_of"]
-
 _LARGEST = 4 << 20
 
 

@@ -19,8 +19,6 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.values.findings import Report, Shipped
 
-__all__ = ["MAPPINGS", "Wild", "audit_all", "audit_one"]
-
 MAPPINGS = ("causal_lm", "image_text", "seq2seq", "masked_lm", "speech")
 Progress = Callable[[int, int, "Wild"], None]
 

@@ -16,8 +16,6 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import fold_names
 
-__all__ = ["SIZES", "Broken", "audit_quantised"]
-
 SIZES = (2, 4, 8, 16, 32, 64)
 
 

@@ -18,8 +18,6 @@ from autoplan.common.errors import AutoplanError
 from autoplan.decide.plan.folding import starred
 from autoplan.values import Plan, Report
 
-__all__ = ["AuditRun", "run_on", "sharding_for", "try_on_ranks"]
-
 _LIBRARIES = {"torch": torch_sharding, "transformers": transformers_sharding, "deepspeed": autotp_sharding}
 _TINY_TP = 2
 _LARGEST_TP = 8

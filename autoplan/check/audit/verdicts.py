@@ -14,8 +14,6 @@ from autoplan.check.audit.subject import Audited, Weight
 from autoplan.common.patterns import is_under, matches
 from autoplan.values import AllGather, Finding
 
-__all__ = ["held_bytes", "unsplit_share", "verdicts"]
-
 
 def verdicts(subject: Audited, findings: Iterable[Finding]) -> dict[str, str]:
     """The verdict of every line, by pattern."""

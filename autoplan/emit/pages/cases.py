@@ -12,8 +12,6 @@ from autoplan.emit.pages.markup import Content, Safe, el, join, written_here
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate
 
-__all__ = ["WhatIf", "cases", "cases_style", "chooser"]
-
 
 @dataclass(frozen=True)
 class WhatIf:

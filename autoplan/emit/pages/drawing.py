@@ -5,8 +5,6 @@ from __future__ import annotations
 from autoplan.emit.pages.geometry import Drawing, Edge, Shape, Words
 from autoplan.emit.pages.markup import Safe, el
 
-__all__ = ["COLOURS", "svg_of", "tone_of"]
-
 COLOURS = 9  # after which axes are told apart by their letters alone
 
 

@@ -9,8 +9,6 @@ from autoplan.emit.pages.drawing import tone_of
 from autoplan.emit.pages.picture import Block, Box, BoxRow, Scene, branches
 from autoplan.values import CutsOf, Drawn, Finding
 
-__all__ = ["scene_of_side"]
-
 Cut = tuple[int | None, str]
 _TONES = {"wrong": "bad", "costlier": "a6", "dead": "whole"}
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from autoplan.emit.pages.marks import Mark
 from autoplan.emit.pages.picture import Block, Box, BoxRow
 
-__all__ = ["CELL", "Drawing", "Edge", "Shape", "Words", "cells", "draw_block", "wrapped"]
-
 CELL = 0.62  # of the size of a letter: its width, with some room
 _LARGE, _SMALL = 13, 11
 _LINE = 15

@@ -13,8 +13,6 @@ from autoplan.common.patterns import matches
 from autoplan.emit.words import bytes_text
 from autoplan.values import Boundary, Collective, Entry, Instruction, Move, Plan
 
-__all__ = ["Mark", "marks_at", "output_bytes"]
-
 _WORDS = {
     Collective.ALL_REDUCE: "all-reduce",
     Collective.ALL_GATHER: "all-gather",

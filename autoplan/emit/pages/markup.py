@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-__all__ = ["Safe", "data", "el", "join", "table", "written_here"]
-
 _VOID = ("meta", "input", "br", "rect", "line", "path", "circle")
 
 

@@ -10,8 +10,6 @@ from autoplan.emit.tables.estimate_table import PARTS, mesh_text
 from autoplan.emit.words import bytes_text
 from autoplan.values.estimate import Estimate, MemoryParts
 
-__all__ = ["NO_ESTIMATE", "memory_section", "stack"]
-
 NO_ESTIMATE = "No step was estimated at this size."
 _WIDTH, _HEIGHT = 330.0, 26.0
 

@@ -15,8 +15,6 @@ from autoplan.emit.pages.style import styles
 from autoplan.values import Plan, Report
 from autoplan.values.estimate import Estimate
 
-__all__ = ["choice_cell", "estimate_cell", "plan_cell", "report_cell"]
-
 _ROWS = 6  # of a choice
 _HEIGHTS = {"small": 320, "large": 560}
 

@@ -17,8 +17,6 @@ from autoplan.emit.words import bytes_text
 from autoplan.values import Plan, Report
 from autoplan.values.estimate import Row
 
-__all__ = ["audit_parts", "choice_page", "choice_parts", "report_page"]
-
 _MOST = 24  # rows of a choice that are shown
 _CASE = 1000  # numbers of rows, beside sizes of tp
 

@@ -33,8 +33,6 @@ from autoplan.values.estimate import Estimate
 from autoplan.values.plain import finite
 from autoplan.version import __version__
 
-__all__ = ["cause_first", "explanations", "links_of", "pictures", "plan_page", "plan_parts", "whole_page"]
-
 _RANKS = {"error": 0, "warn": 1, "note": 2}
 
 

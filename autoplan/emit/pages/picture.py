@@ -18,8 +18,6 @@ from autoplan.emit.pages.marks import Mark, marks_at
 from autoplan.emit.words import bytes_text
 from autoplan.values import Entry, Finding, FlowPart, Plan, Replicated
 
-__all__ = ["Axis", "Block", "Box", "BoxRow", "Scene", "axes_of", "branches", "flow_parts", "scene_of"]
-
 
 @dataclass(frozen=True)
 class Axis:

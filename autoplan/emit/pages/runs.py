@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from autoplan.common.layout import Layout
 
-__all__ = ["MOST", "divides", "runs", "segments"]
-
 Run = tuple[int, int]
 MOST = 96  # stretches; a finer pattern is drawn as its share
 

@@ -16,21 +16,6 @@ from autoplan.emit.tables.terminal import proof_text
 from autoplan.emit.words import bytes_text, count
 from autoplan.values import Finding, Plan, Proof, Traffic
 
-__all__ = [
-    "WIDTH",
-    "block_figure",
-    "drawing_section",
-    "facts",
-    "findings_section",
-    "messages_section",
-    "picture",
-    "sizes_section",
-    "switch",
-    "verdict",
-    "weights_section",
-    "whole_section",
-]
-
 WIDTH = 342.0  # of a block's drawing: a telephone's 390 less its margins; wider screens show blocks side by side
 _SHOWN = 30
 

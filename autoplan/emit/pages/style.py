@@ -8,8 +8,6 @@ from __future__ import annotations
 from autoplan.emit.pages.cases import cases_style
 from autoplan.emit.pages.markup import Safe, written_here
 
-__all__ = ["script", "styles"]
-
 _LIGHT = ("#cfe3fb", "#fbdcc4", "#d3eccb", "#ead7f5", "#fbd3df", "#cdeeee", "#f4e8b4", "#dcdcf7", "#e2e2d5")
 _DARK = ("#1d4370", "#6b3d1a", "#275a2b", "#553069", "#6d2740", "#1b5555", "#594d12", "#3b3b80", "#4a4a3d")
 

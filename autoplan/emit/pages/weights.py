@@ -20,8 +20,6 @@ from autoplan.emit.pages.runs import divides, runs, segments
 from autoplan.emit.words import bytes_text
 from autoplan.values import Entry, Plan
 
-__all__ = ["Weight", "weight_figure", "weights_of"]
-
 _SIDE = 120.0  # of the longest dim
 _LEAST = 6.0
 

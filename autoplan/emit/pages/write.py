@@ -10,8 +10,6 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.files.write import write_whole
 from autoplan.common.options import check_argument
 
-__all__ = ["check_page", "write_page"]
-
 
 def check_page(path: str | PathLike[str]) -> Path:
     """The path, if a page can have it."""

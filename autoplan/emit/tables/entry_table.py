@@ -17,8 +17,6 @@ from rich.text import Text
 
 from autoplan.values import Cost, Entry
 
-__all__ = ["EntryTable"]
-
 _GAP = 2
 _WIDE = 110
 _LONG_PATH = 28

@@ -14,22 +14,6 @@ from rich.text import Text
 from autoplan.common.patterns import Universe, fold_counted
 from autoplan.values.estimate import TIE, Estimate, MemoryParts, Row, Sent
 
-__all__ = [
-    "PARTS",
-    "against_view",
-    "choice_reasons",
-    "choice_view",
-    "dry_run_to_dict",
-    "dry_run_view",
-    "estimate_to_dict",
-    "estimate_view",
-    "memory_bar",
-    "mesh_text",
-    "row_to_dict",
-    "row_view",
-    "sent_table",
-]
-
 PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states",
           "kept": "activations kept for backward", "temporary": "temporary buffers",
           "unsharded": "units gathered, and their buffers", "communication": "messages",

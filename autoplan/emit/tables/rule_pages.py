@@ -19,8 +19,6 @@ from autoplan.decide.rulebook.rule_tests import RuleResult
 from autoplan.emit.words import count
 from autoplan.values.plain import plain
 
-__all__ = ["results_view", "rule_to_dict", "rule_view", "rules_view"]
-
 
 def rule_to_dict(rule: Rule) -> dict[str, Any]:
     """A rule as plain data, for `--json`."""

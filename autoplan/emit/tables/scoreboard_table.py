@@ -10,8 +10,6 @@ from rich.text import Text
 from autoplan.emit.tables.traffic_table import TRAFFIC_COLUMNS, traffic_row
 from autoplan.values import Score, Scoreboard
 
-__all__ = ["score_line", "scoreboard_view"]
-
 _COLOURS = {"exact": "green", "wrong": "bold red", "failed": "bold red", "refused": "yellow"}
 _GOOD_SHARE = 0.99
 _NO_MORE = 1.005  # the bound leaves out a few numbers for each token

@@ -13,8 +13,6 @@ from rich.text import Text
 
 from autoplan.values.findings import Shipped
 
-__all__ = ["wild_line", "wild_view"]
-
 _COLOURS = {Shipped.EXACT: "green", Shipped.WRONG: "bold red", Shipped.CANNOT_RUN: "red"}
 _TELLING = {"costlier": 0, "whole": 0.1, "dead": 0}  # what more than this counts: entries, share of bytes, keys
 _WIDTH = 110

@@ -12,8 +12,6 @@ from autoplan.emit.tables.estimate_table import memory_bar
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate
 
-__all__ = ["messages_of_a_block", "rank_weights", "shown_sizes", "sizes_view"]
-
 _MOST = 12  # sizes that are shown
 
 

@@ -22,8 +22,6 @@ from autoplan.emit.tables.traffic_table import TRAFFIC_COLUMNS, traffic_lines, t
 from autoplan.emit.words import bytes_text, count
 from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report, Stack, Traffic
 
-__all__ = ["layers_view", "plain_text", "plan_view", "proof_text", "report_view"]
-
 _LEVELS = {"error": "bold red", "warn": "yellow", "note": "cyan"}
 _NARROWEST = 80
 _ALIKE = 5  # findings of one check and level that are printed in full

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from autoplan.values import Traffic
 
-__all__ = ["TRAFFIC_COLUMNS", "traffic_lines", "traffic_row"]
-
 TRAFFIC_COLUMNS = ("block", "forward", "backward", "least forward", "least backward", "moved/least")
 
 

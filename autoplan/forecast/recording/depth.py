@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from autoplan.forecast.recording.program import Program, Step
 from autoplan.forecast.recording.tape import Block, LeftOut, Phase
 
-__all__ = ["expanded"]
-
 
 def expanded(program: Program, stands_for: LeftOut) -> Iterator[tuple[Phase, tuple[Step, ...], str]]:
     """The stretches of a whole step, in order: phase, steps, and which block they are said of ("" outside of blocks).

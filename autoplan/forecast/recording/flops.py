@@ -8,8 +8,6 @@ from typing import Any, Literal
 import torch
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["flops_of", "layer_of"]
-
 
 def _attention(func: Any, args: Any, kwargs: Any) -> int:
     """Two products of the forward; of backward the scores again, and two for either product. Half of each if causal."""

@@ -25,8 +25,6 @@ from autoplan.forecast.recording.fused import KernelFile, kernel_files
 from autoplan.patches.kernels import KERNEL_STAND_INS, OptionalKernel, optional_kernels
 from autoplan.patches.patched import Place, patched
 
-__all__ = ["KERNELS", "Kernel", "grouped_in_bfloat16", "held_meanwhile", "kernels_of_a_gpu"]
-
 _ATEN = torch.ops.aten
 _FLASH_WIDTH = 256  # of a head
 _ALIGNED = 8  # rows of a mask; aten/src/ATen/native/transformers/attention.cpp, preprocess_mask pads others

@@ -13,8 +13,6 @@ import numpy as np
 
 from autoplan.forecast.recording.tape import Block, Changed, Item, Message, Place, Tape, UnitEvent, Worked
 
-__all__ = ["Program", "Step", "Stretch", "blended", "program_of"]
-
 KINDS = ("kept", "temporary", "gradient", "communication")
 Numbers = Mapping[str, float]
 

@@ -27,8 +27,6 @@ from autoplan.forecast.recording.kernels import grouped_in_bfloat16, held_meanwh
 from autoplan.forecast.recording.tape import Block, Changed, Item, Message, Place, Storage, Tape, UnitEvent, Worked
 from autoplan.patches.simulated_ranks import asks_for_a_shape
 
-__all__ = ["LOSS", "Marks", "record_step"]
-
 LOSS = "the loss"  # what is computed after the model has run
 _COLLECTIVES = ("_c10d_functional", "c10d", "_dtensor", "c10d_functional")
 _SENDS = {"all_gather_into_tensor": "all-gather", "_allgather_base_": "all-gather", "allgather_": "all-gather",

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Block", "Changed", "LeftOut", "Message", "Place", "Storage", "Tape", "UnitEvent", "Worked"]
-
 Phase = Literal["forward", "backward"]
 
 

@@ -17,8 +17,6 @@ from autoplan.capture.dry_run import enter_first_in_a_lasting_thread
 from autoplan.common.errors import AutoplanError
 from autoplan.patches.simulated_ranks import world_per_thread
 
-__all__ = ["fake_mesh"]
-
 
 @contextmanager
 def fake_mesh(dims: Mapping[str, int], rank: int = 0, device_type: str = "cpu") -> Iterator[DeviceMesh]:

@@ -15,8 +15,6 @@ from autoplan.common.patterns import is_under
 from autoplan.decide.plan.folding import starred
 from autoplan.values import Finding
 
-__all__ = ["with_causes"]
-
 # Checks that say why a row is wrong, the surest first. Those that hold two rows against each other come last: either
 # may be the wrong one.
 _SURE = (

@@ -16,8 +16,6 @@ from autoplan.common.options import Wish
 from autoplan.common.patterns import best_match, matches
 from autoplan.values import Finding, Plan
 
-__all__ = ["candidates", "differences", "with_differences"]
-
 
 def candidates(subject: Audited, source: Any) -> tuple[Plan, ...]:
     """Plans that could be meant: the same choices again, and what analysis chooses."""

@@ -18,8 +18,6 @@ from autoplan.emit.exports import expressible
 from autoplan.emit.exports.hf import hf_entries
 from autoplan.values import Plan
 
-__all__ = ["Part", "parts_of"]
-
 Values = Mapping[str, Any]  # by starred name; no entry: no row
 
 

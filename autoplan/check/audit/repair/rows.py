@@ -14,8 +14,6 @@ from autoplan.common.patterns import fold_names
 from autoplan.decide.plan.folding import starred
 from autoplan.decide.written_plans.foreign import specs_of
 
-__all__ = ["Change", "PlanRow", "changed", "covered_by", "effective_key", "plain_key", "rows_of"]
-
 
 @dataclass(frozen=True)
 class PlanRow:

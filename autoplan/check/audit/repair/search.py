@@ -24,8 +24,6 @@ from autoplan.common.patterns import fold_names, nearest
 from autoplan.decide.plan.folding import starred
 from autoplan.values import Finding, Plan
 
-__all__ = ["Repair", "needs_repair", "repair"]
-
 
 @dataclass(frozen=True)
 class Repair:

@@ -16,8 +16,6 @@ from autoplan.decide.plan.folding import starred
 from autoplan.emit.exports import expressible
 from autoplan.values import Plan
 
-__all__ = ["is_sequence_parallel", "sequence_ways"]
-
 
 def is_sequence_parallel(plan: ForeignPlan) -> bool:
     """Does a plan of torch's styles cut the sequence anywhere?"""

@@ -14,8 +14,6 @@ from autoplan.check.audit.trial import run_on
 from autoplan.common.errors import AutoplanError
 from autoplan.values import Finding
 
-__all__ = ["Trials"]
-
 _MOST = 80  # audits for one repair
 
 

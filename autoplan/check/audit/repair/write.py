@@ -19,8 +19,6 @@ from autoplan.check.audit.repair.dialects import LAYOUTS, dialect_of
 from autoplan.common.errors import AutoplanError
 from autoplan.values import Plan
 
-__all__ = ["write_fixed"]
-
 
 def write_fixed(plan: Any, path: Path, title: str) -> None:
     """Write a plan (a Plan, or a dict in another dialect) to a file."""
