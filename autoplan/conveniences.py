@@ -43,7 +43,7 @@ def _explain(plan: Plan, path: str) -> str:
 
 
 def _diff(plan: Plan, other: Plan) -> tuple[Change, ...]:
-    from autoplan.emit.differences import diff
+    from autoplan.emit.explain import diff
 
     check_argument("other", other, Plan, "give another plan, such as autoplan.load_plan(path)")
     return diff(plan, other)
@@ -117,8 +117,8 @@ def _save(plan: Plan, path: str | PathLike[str]) -> None:
 def _plan_report(
     plan: Plan, path: str | PathLike[str], *, estimate: Estimate | None, memory: str | int | None, what_if: Any
 ) -> None:
+    from autoplan.emit.pages.markup import write_page
     from autoplan.emit.pages.page import plan_page
-    from autoplan.emit.pages.write import write_page
 
     check_argument("estimate", estimate, (Estimate, type(None)), "give what autoplan.estimate returns")
     check_argument("what_if", what_if, (dict, type(None)), "give {size of tp: autoplan.WhatIf}")
@@ -135,24 +135,24 @@ def _bytes(memory: str | int | None) -> int:
 
 
 def _report_page(report: Report, path: str | PathLike[str]) -> None:
+    from autoplan.emit.pages.markup import write_page
     from autoplan.emit.pages.others import report_page
-    from autoplan.emit.pages.write import write_page
 
     write_page(path, lambda: report_page(report))
 
 
 def _choice_page(found: Any, path: str | PathLike[str]) -> None:
+    from autoplan.emit.pages.markup import write_page
     from autoplan.emit.pages.others import choice_page
-    from autoplan.emit.pages.write import write_page
 
     write_page(path, lambda: choice_page(found, found.plan if found.fits else None, found.pictured()))
 
 
 def _in_notebook(of: str) -> Callable[[Any], str]:
     def shown(value: Any) -> str:
-        from autoplan.emit.pages import notebook
+        from autoplan.emit.pages import others
 
-        return str(getattr(notebook, of)(value))
+        return str(getattr(others, of)(value))
 
     return shown
 

@@ -88,7 +88,7 @@ def audit(
     from rich.console import Group
 
     from autoplan.check.audit import audit as run
-    from autoplan.emit.pages.write import check_page
+    from autoplan.emit.pages.markup import check_page
     from autoplan.emit.tables.audit_report import audit_view, markdown
 
     if page is not None:
@@ -227,7 +227,7 @@ def compare(
 ) -> None:
     """Two plans for one model, weight by weight. The exit code is 1 when they differ, or one is wrong."""
     from autoplan.check.audit.comparison import compare_plans
-    from autoplan.emit.pages.write import check_page
+    from autoplan.emit.pages.markup import check_page
     from autoplan.emit.tables.terminal import report_view
     from autoplan.hf.source import resolve
 

@@ -91,7 +91,7 @@ def choose(
 ) -> None:
     """Say which mesh to take for so many GPUs: every legal one, ranked. Exit code 1 where none fits."""
     import autoplan
-    from autoplan.emit.pages.write import check_page
+    from autoplan.emit.pages.markup import check_page
     from autoplan.emit.tables.estimate_table import against_view, choice_view, row_to_dict, row_view
 
     if page is not None:
@@ -250,7 +250,7 @@ def calibrate(
 
 def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) -> RenderableType | None:
     """The memory of a rank, and the table over valid sizes of tp; where nobody asked, this plan's size alone."""
-    from autoplan.emit.tables.sizes_table import sizes_view
+    from autoplan.emit.tables.estimate_table import sizes_view
 
     if not memory and gpu is None:
         return sizes_view(plan)

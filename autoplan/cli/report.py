@@ -12,7 +12,7 @@ from autoplan.cli.shared import FINDINGS, OK, Cut, EpSize, Trust, note, progress
 from autoplan.common.errors import AutoplanError
 
 if TYPE_CHECKING:
-    from autoplan.emit.pages.cases import WhatIf
+    from autoplan.emit.pages.markup import WhatIf
     from autoplan.values import Plan
     from autoplan.values.estimate import Estimate
 
@@ -39,7 +39,7 @@ def report(
     trust_remote_code: Trust = False,
 ) -> None:
     """Write a plan as one HTML file: what is split, what moves, what fills the memory, how sure it is."""
-    from autoplan.emit.pages.write import check_page
+    from autoplan.emit.pages.markup import check_page
 
     check_page(output)
     sizes = _sizes(mesh)

@@ -17,7 +17,7 @@ from autoplan.api import parallelize
 from autoplan.check.pipeline import proven_plan
 from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import Wish, check_argument, check_count, check_ranks
-from autoplan.emit.pages.cases import WhatIf
+from autoplan.emit.pages.markup import WhatIf
 from autoplan.forecast.adapters import LORA_RANK, targets_of
 from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import Device, load_device

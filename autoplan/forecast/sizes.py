@@ -13,8 +13,8 @@ from math import prod
 from typing import Any
 
 from autoplan.common.errors import AutoplanError, IndivisibleError
-from autoplan.emit.pages.cases import WhatIf
-from autoplan.emit.tables.sizes_table import shown_sizes
+from autoplan.emit.pages.markup import WhatIf
+from autoplan.emit.tables.estimate_table import shown_sizes
 from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import Device
 from autoplan.forecast.estimate import estimate_with

@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.emit.tables.traffic_table import TRAFFIC_COLUMNS, traffic_row
+from autoplan.emit.tables.entry_table import TRAFFIC_COLUMNS, traffic_row
 from autoplan.values import Score, Scoreboard
 
 _COLOURS = {"exact": "green", "wrong": "bold red", "failed": "bold red", "refused": "yellow"}

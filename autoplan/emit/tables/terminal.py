@@ -17,8 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoplan.common.patterns import fold_counted, fold_names
-from autoplan.emit.tables.entry_table import EntryTable
-from autoplan.emit.tables.traffic_table import TRAFFIC_COLUMNS, traffic_lines, traffic_row
+from autoplan.emit.tables.entry_table import TRAFFIC_COLUMNS, EntryTable, traffic_lines, traffic_row
 from autoplan.emit.words import bytes_text, count
 from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report, Stack, Traffic
 
