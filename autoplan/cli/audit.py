@@ -127,7 +127,7 @@ def _claims(model: str, tp: int, trust_remote_code: bool, as_json: bool, output:
 def _write_fixed(model: str, plan: str, report: Report, output: Path, trust_remote_code: bool) -> None:
     """The corrected plan, or the plan as it is where nothing is wrong; nothing where no correction passed its audit."""
     from autoplan.check.audit.lines import plan_as_written
-    from autoplan.check.audit.repair.write import write_fixed
+    from autoplan.check.audit.repair.rows import write_fixed
     from autoplan.hf.source import resolve
 
     fixed = report.fixed
@@ -179,7 +179,7 @@ def _paged(report: Report, page: Path | None) -> None:
 
 def _sarif(report: Report, plan: str) -> dict[str, Any]:
     from autoplan.check.audit.checks import CHECKS
-    from autoplan.check.audit.places import lines_of, plan_file_of
+    from autoplan.check.audit.lines import lines_of, plan_file_of
     from autoplan.emit.tables.audit_report import sarif
 
     file = plan_file_of(plan)
@@ -226,7 +226,7 @@ def compare(
     output: Output = None,
 ) -> None:
     """Two plans for one model, weight by weight. The exit code is 1 when they differ, or one is wrong."""
-    from autoplan.check.audit.comparison import compare_plans
+    from autoplan.check.audit.auditor import compare_plans
     from autoplan.emit.pages.markup import check_page
     from autoplan.emit.tables.terminal import report_view
     from autoplan.hf.source import resolve

@@ -225,8 +225,7 @@ def calibrate(
     import torch
     import torch.distributed as dist
 
-    from autoplan.forecast.calibrate import device_text, measure
-    from autoplan.forecast.devices import load_device
+    from autoplan.forecast.devices import device_text, load_device, measure
 
     known = load_device(like)
     alone = "WORLD_SIZE" not in os.environ
@@ -254,8 +253,8 @@ def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) 
 
     if not memory and gpu is None:
         return sizes_view(plan)
+    from autoplan.forecast.choose import estimated_sizes
     from autoplan.forecast.devices import load_device
-    from autoplan.forecast.sizes import estimated_sizes
 
     device = load_device(gpu or "h100")
     with progress(f"estimating a step of {model} at legal sizes of tp"):

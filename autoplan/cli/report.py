@@ -58,7 +58,7 @@ def report(
 
 
 def _sizes(mesh: str | None) -> dict[str, int]:
-    from autoplan.forecast.meshes import mesh_sizes
+    from autoplan.forecast.asked import mesh_sizes
 
     return {} if mesh is None else dict(mesh_sizes(mesh))
 
@@ -79,8 +79,8 @@ def _made(model: str, tp: int | None, ep: int, how: dict[str, Any]) -> Plan:
 def _others(model: str, made: Plan, sizes: dict[str, int], gpu: str, how: dict[str, Any]) -> dict[int, WhatIf]:
     """Plans at other sizes; with a mesh what a step costs on as many ranks, as far as these divide."""
     from autoplan.decide.written_plans.plan_file import names_plan_file
+    from autoplan.forecast.choose import other_sizes
     from autoplan.forecast.devices import load_device
-    from autoplan.forecast.sizes import other_sizes
 
     if names_plan_file(model) or made.tp_size == 1:
         return {}

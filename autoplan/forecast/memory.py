@@ -14,9 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 
-from autoplan.forecast.recording.depth import expanded
-from autoplan.forecast.recording.program import Program, Stretch
-from autoplan.forecast.recording.tape import LeftOut, UnitEvent
+from autoplan.forecast.recording.tape import LeftOut, Program, Stretch, UnitEvent, expanded
 from autoplan.forecast.sharded import Held, UnitSize
 from autoplan.values.estimate import MemoryParts, Sent
 

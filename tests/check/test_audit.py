@@ -14,10 +14,9 @@ from corpus.toys import ATTENTION, GOOD, MLP, TABLES, Attention, FusedAttention,
 from slow_cases import marked
 
 import autoplan
-from autoplan.check.audit.auditor import audit_source, subject_of
+from autoplan.check.audit.auditor import audit_source, compare_plans, subject_of
 from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.checks.around.heads_gather import gather_bytes
-from autoplan.check.audit.comparison import compare_plans
 from autoplan.check.audit.lines import numbers_starred
 from autoplan.check.audit.subject import Settings
 from autoplan.check.audit.verdicts import verdicts

@@ -1,4 +1,4 @@
-"""A foreign plan as lines: which key says what, in whose words, and which parameters it reaches in this model.
+"""A foreign plan as lines: which key says what, in whose words, where in its file, and which parameters it reaches.
 
 The same key reaches different parameters in different hands. transformers takes `*` for a block's number, and looks for
 a parameter's own key before its module's; torch matches path segment by path segment and touches modules only; our own
@@ -7,14 +7,16 @@ plans name modules and parameters alike. A line keeps its key as it was written,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 from autoplan.common.conventions import conventions
-from autoplan.common.files.plain import NotPlain, is_file, read_plain
+from autoplan.common.errors import AutoplanError
+from autoplan.common.files.plain import NotPlain, is_file, read_plain, read_text
 from autoplan.common.patterns import matches
 from autoplan.decide.written_plans.choices import WrittenPlanError, check_key
 from autoplan.decide.written_plans.dialects import looks_dotted, plan_at, read_strings, read_styles
@@ -164,3 +166,39 @@ def _line(key: str, style: Any, name: str) -> Line:
         written = style if isinstance(style, str) else f"{type(style).__module__}.{type(style).__qualname__}"
         return Line(key, "", written, error.message)
     return Line(key, choice.style, choice.written)
+
+
+_LARGEST = 4 << 20
+
+
+def plan_file_of(plan: str) -> str:
+    """The file that a plan is written in, as people named it or relative to here; "" for a plan that no file holds.
+
+    A dotted path was imported when the plan was read.
+    """
+    if is_file(plan):
+        return Path(plan).as_posix()
+    parts = plan.replace(":", ".").split(".") if looks_dotted(plan) else []
+    for length in range(len(parts) - 1, 0, -1):
+        module = sys.modules.get(".".join(parts[:length]))
+        path = Path(getattr(module, "__file__", None) or "")
+        if module is not None and path.is_file():
+            here = Path.cwd()
+            return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
+    return ""
+
+
+def lines_of(file: str, patterns: Iterable[str]) -> dict[str, int]:
+    """The first line on which each pattern stands as a word of its own."""
+    try:
+        lines = read_text(file, NotPlain(), _LARGEST).splitlines() if file else []
+    except AutoplanError:
+        return {}
+    wanted = tuple(patterns)
+    found: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        words = {word.strip("{}[](),:") for word in line.replace('"', " ").replace("'", " ").split()}
+        for pattern in wanted:
+            if pattern in words:
+                found.setdefault(pattern, number)
+    return found

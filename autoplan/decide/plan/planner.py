@@ -17,8 +17,7 @@ from autoplan.common.patterns import matches
 from autoplan.decide.match import Matching, match_rules
 from autoplan.decide.naming import Naming, gathered_parameters, name_parameters, readings, with_facts
 from autoplan.decide.plan.entries import Costs, communication, reason_text, style_of, units_text, whole_text
-from autoplan.decide.plan.flow import flow_of
-from autoplan.decide.plan.folding import Names, fold_runtime, starred
+from autoplan.decide.plan.folding import Names, flow_of, fold_runtime, starred
 from autoplan.decide.rulebook.read import GENERIC, Rule, load_rules
 from autoplan.values import (
     Cost,

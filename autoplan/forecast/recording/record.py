@@ -22,8 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.rounds import Round, counted
-from autoplan.forecast.recording.flops import flops_of, layer_of
-from autoplan.forecast.recording.kernels import grouped_in_bfloat16, held_meanwhile, kernels_of_a_gpu
+from autoplan.forecast.recording.kernels import (
+    flops_of,
+    grouped_in_bfloat16,
+    held_meanwhile,
+    kernels_of_a_gpu,
+    layer_of,
+)
 from autoplan.forecast.recording.tape import Block, Changed, Item, Message, Place, Storage, Tape, UnitEvent, Worked
 from autoplan.patches.simulated_ranks import asks_for_a_shape
 

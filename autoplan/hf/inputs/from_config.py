@@ -20,10 +20,8 @@ from autoplan.capture.dry_run import failure_of, tried
 from autoplan.capture.parts import part_feeds
 from autoplan.common.dtypes import working_dtype
 from autoplan.common.errors import CaptureError
-from autoplan.hf.inputs.by_argument import NAMES, first_that_runs
-from autoplan.hf.inputs.pictures import pictures
+from autoplan.hf.inputs.guesses import NAMES, first_that_runs, pictures, sounds, spectrum
 from autoplan.hf.inputs.prompts import MODALITIES, Modality, prompt_feed, together
-from autoplan.hf.inputs.sounds import sounds, spectrum
 from autoplan.hf.shrink import all_configs
 from autoplan.hf.tiny_sizes import is_token_id
 from autoplan.hf.type_rules import type_rules

@@ -3,7 +3,7 @@
 The prompt must hold exactly as many placeholder tokens as the tower makes features. How many that is, only the model
 knows: so its own `get_image_features` (or `get_audio_features`, …) is run on a copy, and the whole call is tried on
 that copy before it is offered as a feed. What is handed to the tower is described in `rules/inputs/<type>.toml`, or
-guessed (`pictures.py`, `sounds.py`).
+guessed (`guesses.py`).
 """
 
 from __future__ import annotations
