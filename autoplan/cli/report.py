@@ -42,7 +42,9 @@ def report(
     from autoplan.emit.pages.markup import check_page
 
     check_page(output)
-    sizes = _sizes(mesh)
+    from autoplan.forecast.asked import mesh_sizes
+
+    sizes = {} if mesh is None else dict(mesh_sizes(mesh))
     how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "trust_remote_code": trust_remote_code}
     made = _made(model, tp or sizes.get("tp"), ep if ep > 1 else sizes.get("ep", 1), how)
     if sizes.get("tp", made.tp_size) != made.tp_size:
@@ -55,12 +57,6 @@ def report(
     made.report(output, estimate=found, memory=memory, what_if=others)
     note(f"written to {output}")
     raise typer.Exit(FINDINGS if made.proof.failed else OK)
-
-
-def _sizes(mesh: str | None) -> dict[str, int]:
-    from autoplan.forecast.asked import mesh_sizes
-
-    return {} if mesh is None else dict(mesh_sizes(mesh))
 
 
 def _made(model: str, tp: int | None, ep: int, how: dict[str, Any]) -> Plan:

@@ -131,7 +131,9 @@ def _to_stdout() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _silence()
+        # What is still in stdout's buffer goes nowhere, rather than fail again when Python ends
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise AutoplanError(f"stdout cannot be written: {error.strerror}", hint="make room, or use -o") from error
 
@@ -145,12 +147,6 @@ def flushed(code: int) -> int:
         note(f"error: {error}")
         return FAILED
     return code
-
-
-def _silence() -> None:
-    """What is still in stdout's buffer goes nowhere, rather than fail again when Python ends."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

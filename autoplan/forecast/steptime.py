@@ -10,7 +10,7 @@ docs/estimate.md says by which formulas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -98,12 +98,8 @@ def _not_hidden(load: Load, computing: float, device: Device, mesh: tuple[tuple[
     whole = sum(_seconds(sent, device, mesh) for sent in ours)
     ahead = sum(_seconds(sent, device, mesh) for sent in load.sent_forward if sent.dim in HIDDEN)
     waited = max(0.0, ahead - load.forward * computing) + max(0.0, whole - ahead - (1 - load.forward) * computing)
-    return max(waited, _ends(ours, device, mesh))
-
-
-def _ends(sent: Iterable[Sent], device: Device, mesh: tuple[tuple[str, int], ...]) -> float:
-    """One gather and one sum, of the usual unit."""
-    return sum(_seconds(one, device, mesh) / one.number for one in sent if one.number)
+    # One gather and one sum, of the usual unit
+    return max(waited, sum(_seconds(one, device, mesh) / one.number for one in ours if one.number))
 
 
 def _seconds(sent: Sent, device: Device, mesh: tuple[tuple[str, int], ...]) -> float:

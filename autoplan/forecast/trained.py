@@ -34,7 +34,8 @@ class Adapted(nn.Module):
     def __init__(self, inner: nn.Module, rank: int) -> None:
         super().__init__()
         self.inner = inner
-        own = _weight(inner)
+        own = inner.get_parameter("weight")
+        assert own.dim() == 2
         wide, narrow = own.shape if conventions().is_transposed_linear(inner) else own.shape[::-1]
         self.down = nn.Linear(wide, rank, bias=False, device="meta", dtype=own.dtype)
         self.up = nn.Linear(rank, narrow, bias=False, device="meta", dtype=own.dtype)
@@ -99,12 +100,6 @@ def _is_target(name: str, targets: tuple[str, ...] | str) -> bool:
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
     return any(name == one or name.endswith(f".{one}") for one in targets)
-
-
-def _weight(module: nn.Module) -> torch.Tensor:
-    weight = module.get_parameter("weight")
-    assert weight.dim() == 2
-    return weight
 
 
 _BLOCK = 256  # numbers that share a scale in bitsandbytes' 8-bit states (bitsandbytes/optim/optimizer.py)

@@ -117,7 +117,13 @@ def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any
         apply_tensor_parallelism(model, mesh, expanded)
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements"):
-            _set_local(parameter, slice_of(parameter, whole[name]))
+            # Fill a DTensor with the slice that the library's loader would read for this rank
+            local = slice_of(parameter, whole[name])
+            import torch
+
+            with torch.no_grad():
+                held = parameter.to_local()
+                held.copy_(local)
     for name, first in ties:
         owner, _, leaf = name.rpartition(".")
         holder, _, theirs = first.rpartition(".")
@@ -137,15 +143,6 @@ def _untied(model: Any) -> Iterator[tuple[str, str]]:
             own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
             model.get_submodule(owner)._parameters[leaf] = own
             yield name, first
-
-
-def _set_local(parameter: Any, local: Any) -> None:
-    """Fill a DTensor with the slice that the library's loader would read for this rank."""
-    import torch
-
-    with torch.no_grad():
-        held = parameter.to_local()
-        held.copy_(local)
 
 
 # The modules that transformers hands out to pipeline stages; whatever else a model holds runs on each of them.

@@ -57,19 +57,15 @@ def audit(
     """
     from autoplan.hf.source import resolve
 
-    _check_arguments(tokens, gradient_norm, dtype)
-    source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
-    settings = Settings(tokens, layers, gradient_norm, dtype)
-    return audit_source(source, plan, tp_size, settings)
-
-
-def _check_arguments(tokens: Any, gradient_norm: Any, dtype: Any) -> None:
-    """Refuse what is of another kind before anything is built."""
+    # Refuse what is of another kind before anything is built
     check_count("tokens", tokens)
     if gradient_norm is not None and not callable(gradient_norm):
         raise AutoplanError(f"gradient_norm={gradient_norm!r}", hint="give a function (model, mesh) -> number")
     if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
         raise AutoplanError(f"dtype={dtype!r}", hint=f"choose one of {', '.join(DTYPES)}")
+    source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
+    settings = Settings(tokens, layers, gradient_norm, dtype)
+    return audit_source(source, plan, tp_size, settings)
 
 
 def audit_source(

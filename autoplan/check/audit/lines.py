@@ -96,9 +96,21 @@ def read_foreign(source: Any, model: Any, name: str) -> ForeignPlan | str:
     if text in RESERVED:
         return text
     if text == "hf":
-        return _of_transformers(model, name)
+        plan = conventions().shipped_plan(model)
+        if not plan:
+            raise WrittenPlanError(
+                f"{name} has no transformers plan: neither its classes nor its configs have one",
+                hint="audit plan='inferred', or write one: {pattern: style}",
+            )
+        return _of_mapping(plan, f"transformers' plan of {name}", model)
     if is_file(text):
-        return _of_file(Path(text), model)
+        path = Path(text)
+        data = read_plain(path, NotPlain("plan file", WrittenPlanError))
+        if isinstance(data, Mapping) and "autoplan" in data:
+            return foreign_of(load_plan(path), str(path))
+        if not isinstance(data, Mapping):
+            raise WrittenPlanError(f"{path} holds no plan but a {type(data).__name__}", hint="write pattern: style")
+        return _of_mapping(data, str(path), model)
     if plan_by_id(text) is not None:
         return text
     if not looks_dotted(text):
@@ -122,25 +134,6 @@ def foreign_of(plan: Plan, name: str = "") -> ForeignPlan:
     """One of our own plans."""
     lines = tuple(Line(entry.pattern, entry.style, entry.style) for entry in plan.entries)
     return ForeignPlan(name, "autoplan", lines, {entry.pattern: entry.style for entry in plan.entries}, plan)
-
-
-def _of_transformers(model: Any, name: str) -> ForeignPlan:
-    plan = conventions().shipped_plan(model)
-    if not plan:
-        raise WrittenPlanError(
-            f"{name} has no transformers plan: neither its classes nor its configs have one",
-            hint="audit plan='inferred', or write one: {pattern: style}",
-        )
-    return _of_mapping(plan, f"transformers' plan of {name}", model)
-
-
-def _of_file(path: Path, model: Any) -> ForeignPlan:
-    data = read_plain(path, NotPlain("plan file", WrittenPlanError))
-    if isinstance(data, Mapping) and "autoplan" in data:
-        return foreign_of(load_plan(path), str(path))
-    if not isinstance(data, Mapping):
-        raise WrittenPlanError(f"{path} holds no plan but a {type(data).__name__}", hint="write pattern: style")
-    return _of_mapping(data, str(path), model)
 
 
 def _of_mapping(data: Mapping[str, Any], name: str, model: Any) -> ForeignPlan:

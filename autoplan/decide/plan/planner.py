@@ -5,7 +5,7 @@ Axes prove, rules decide names. Every parameter ends in an entry, or in the list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -225,7 +225,10 @@ def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> I
         for pattern in names.fold(list(reasons), parameters=True):
             said = [reason for name, reason in everywhere.items() if matches(pattern, name)]
             if len(said) > 1:
-                said = [(role, _said_once(why)) for role, why in said]
+                # Reasons that differ only in the number of a block are one
+                said = [
+                    (role, tuple(dict.fromkeys(reason.with_paths(starred) for reason in why))) for role, why in said
+                ]
             roles = tuple(dict.fromkeys(role for role, _ in said if role))
             why = tuple(dict.fromkeys(why for _, whys in said for why in whys))
             yield Replicated(pattern, size * len(said), whole_text(said), roles, why)
@@ -234,11 +237,6 @@ def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> I
 def _why_whole(fact: ParameterFact) -> tuple[Reason, ...]:
     summed = (GradientSummed(),) if fact.gradient != "local" else ()
     return (*(fact.why or (NothingToSplit(),)), *summed)
-
-
-def _said_once(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
-    """Reasons that differ only in the number of a block are one."""
-    return tuple(dict.fromkeys(reason.with_paths(starred) for reason in reasons))
 
 
 def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Names) -> Iterator[Finding]:

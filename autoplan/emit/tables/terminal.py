@@ -208,7 +208,9 @@ def proof_text(proof: Proof) -> Text:
     if proof.trial.outcome == "wrong" and proof.method != "ranks":
         return Text.assemble(("Proof failed", "bold red"), f" on simulated ranks: {proof.trial.why}")
     if proof.trial.outcome == "skipped" and not proof.failed:
-        return _untried(proof)
+        said = Text.assemble(("Not verified on simulated ranks", "bold yellow"), f": {proof.trial.why}")
+        said.append(f"; {proof.trial.hint}" if proof.trial.hint else "")
+        return said if proof.method == "none" else said.append(f". On the graph: {proof.text}")
     if proof.method == "none":
         same = "; on simulated ranks the tiny clone gave the same" if proof.trial.outcome == "passed" else ""
         return Text(f"Not proven{same}.", "yellow")
@@ -220,12 +222,6 @@ def proof_text(proof: Proof) -> Text:
     verdict.append(f": {proof.text}" if proof.text else ".")
     tried = proof.trial.outcome == "passed" and proof.trial.ranks > 2 and proof.method != "ranks"
     return verdict.append(f"; tried on {proof.trial.ranks} simulated ranks") if tried else verdict
-
-
-def _untried(proof: Proof) -> Text:
-    said = Text.assemble(("Not verified on simulated ranks", "bold yellow"), f": {proof.trial.why}")
-    said.append(f"; {proof.trial.hint}" if proof.trial.hint else "")
-    return said if proof.method == "none" else said.append(f". On the graph: {proof.text}")
 
 
 # ------------------------------------------------------------------------------------------------ one look for all

@@ -211,16 +211,6 @@ def held_meanwhile(func: Any, args: tuple[Any, ...]) -> int:
     return int(copied + max(sorting, summing))
 
 
-def _attention(func: Any, args: Any, kwargs: Any) -> int:
-    """Two products of the forward; of backward the scores again, and two for either product. Half of each if causal."""
-    given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
-    query, key, value = given["query"], given["key"], given["value"]
-    wide, narrow = (3, 2) if func.overloadpacket.__name__.endswith("_backward") else (1, 1)
-    scores = prod(query.shape[:-1]) * key.shape[-2]
-    flops = 2 * scores * (wide * query.shape[-1] + narrow * value.shape[-1])
-    return int(flops) // (2 if given.get("is_causal") else 1)
-
-
 def _grouped(args: Any, kwargs: Any, result: Any) -> int:
     """Rows of each expert times its matrix: every row is multiplied once."""
     one, other = args[0], args[1]
@@ -245,7 +235,13 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Zero for what only moves data or works element by element."""
     name = func._schema.name.partition("::")[2]
     if name.startswith(_SCORES):  # torch's count all scores of causal ones; those of 2.11 know no fewer key heads
-        return _attention(func, args, kwargs)
+        # Two products of the forward; of backward the scores again, and two for either product
+        given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+        query, key, value = given["query"], given["key"], given["value"]
+        wide, narrow = (3, 2) if func.overloadpacket.__name__.endswith("_backward") else (1, 1)
+        scores = prod(query.shape[:-1]) * key.shape[-2]
+        flops = 2 * scores * (wide * query.shape[-1] + narrow * value.shape[-1])
+        return int(flops) // (2 if given.get("is_causal") else 1)
     known = flop_registry.get(func.overloadpacket)
     if known is not None:
         with torch.utils._python_dispatch._disable_current_modes():

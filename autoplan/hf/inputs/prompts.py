@@ -118,7 +118,11 @@ def _tried(
         if count is None and maker is not None and token is not None:
             count = _features(twin.run(maker, _known_to(maker, given)))
         if count is not None and token is not None:
-            ids = _with_placeholders(text, token, count)
+            # Some text, the placeholders, more text
+            rows = text.shape[0]
+            if count % rows:
+                raise CaptureError(f"{count} features for {rows} prompts")
+            ids = torch.cat([text[:, :2], torch.full((rows, count // rows), token), text[:, 2:]], dim=1)
         feed = {"input_ids": ids, **given, **_token_types(ids == token, takes, modality)}
         twin.run(twin.module, feed)
     except Exception as error:  # someone else's forward, tried on a guess, may raise anything
@@ -154,14 +158,6 @@ def _features(made: Any) -> int:
     if isinstance(made, list | tuple) and made:
         return sum(_features(item) for item in made if not isinstance(item, int))
     raise CaptureError(f"the features are a {type(made).__name__}")
-
-
-def _with_placeholders(words: torch.Tensor, token: int, count: int) -> torch.Tensor:
-    """Some text, the placeholders, more text."""
-    rows = words.shape[0]
-    if count % rows:
-        raise CaptureError(f"{count} features for {rows} prompts")
-    return torch.cat([words[:, :2], torch.full((rows, count // rows), token), words[:, 2:]], dim=1)
 
 
 def _token_types(places: Any, takes: Callable[[str], bool], modality: Modality) -> dict[str, torch.Tensor]:

@@ -120,7 +120,8 @@ def step_inputs(
     if users is None and isinstance(decoded, torch.Tensor) and 1 < decoded.shape[-1] == length - 1:
         found[_DECODED] = torch.cat([decoded, decoded[:, -1:]], dim=1)  # planning tells two sequences apart; a step has
     known = conventions()
-    takes = _taken(module)
+    core: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
+    takes = set(inspect.signature(core.forward).parameters)
     if known.cache_switch in takes or known.cache_switch in found:
         found[known.cache_switch] = not training
     if training and known.targets in takes and known.targets not in found:
@@ -142,8 +143,3 @@ def _tells_each_token(module: nn.Module) -> bool:
     core: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
     asked = getattr(core, "get_output_embeddings", None)
     return asked is None or asked() is not None or not type(core).__name__.endswith(_OF_A_SEQUENCE)
-
-
-def _taken(module: nn.Module) -> set[str]:
-    core: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
-    return set(inspect.signature(core.forward).parameters)

@@ -120,7 +120,9 @@ def _cause(
         places = (key, *change.patterns)
     elif not message:
         check, message = _told(repair, change)
-    proof = (reason.proof if reason is not None else "") or _proof(subject, change)
+    proof = (reason.proof if reason is not None else "") or subject.proof(
+        [*change.names, *(f"{name}.weight" for name in change.names)]
+    )
     proof = proof or next((f.proof for f in findings if f.proof), "") or repair.proof
     level: Level = "error" if subject.is_wrong or repair.proof or reason is not None else "warn"
     size = reason.bytes if reason is not None else 0
@@ -141,10 +143,6 @@ def _told(repair: Repair, change: Change) -> tuple[str, str]:
     if change.new is None:
         return "layouts", f"{names} must stay as it is on every rank, and the plan gives it {text}"
     return "edges", f"{text} is not what {names} needs: the layouts of its neighbours do not match"
-
-
-def _proof(subject: Audited, change: Change) -> str:
-    return subject.proof([*change.names, *(f"{name}.weight" for name in change.names)])
 
 
 def _fix(repair: Repair, change: Change) -> str:
@@ -202,20 +200,19 @@ def differences(subject: Audited, other: Plan) -> dict[str, str]:
             says, must = ("whole" if dim is None else f"dim {dim}: {layout}" for dim, layout in cuts)
             apart[name] = f"the plan cuts it as {says}, and {must} follows from the model"
     for name in subject.modules:
-        done, needed = (_instructions(p, name) for p in (plan, other))
+        done, needed = (
+            frozenset(
+                repr(replace(one, pattern="")).replace("pattern='', ", "")
+                for one in p.runtime.instructions
+                if matches(one.pattern, name)
+            )
+            for p in (plan, other)
+        )
         if done != needed and not any(known == name or known.rpartition(".")[0] == name for known in apart):
             extra, missing = sorted(done - needed), sorted(needed - done)
             parts = [f"it has {text}" for text in extra[:1]] + [f"it lacks {text}" for text in missing[:1]]
             apart[name] = "; ".join(parts)
     return apart
-
-
-def _instructions(plan: Plan, name: str) -> frozenset[str]:
-    return frozenset(
-        repr(replace(one, pattern="")).replace("pattern='', ", "")
-        for one in plan.runtime.instructions
-        if matches(one.pattern, name)
-    )
 
 
 def with_differences(subject: Audited, findings: Sequence[Finding], other: Plan) -> tuple[Finding, ...]:
