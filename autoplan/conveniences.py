@@ -96,16 +96,12 @@ def surroundings(plan: Plan, model: Any) -> Surroundings:
 
 
 def _part_for(plan: Plan, model: Any) -> Plan:
-    from autoplan.execute.styles import part_for
-
-    check_argument("model", model, _module_class(), "give the stage itself, an nn.Module")
-    return part_for(plan, model)
-
-
-def _module_class() -> type:
     from torch import nn
 
-    return nn.Module
+    from autoplan.execute.styles import part_for
+
+    check_argument("model", model, nn.Module, "give the stage itself, an nn.Module")
+    return part_for(plan, model)
 
 
 def _save(plan: Plan, path: str | PathLike[str]) -> None:

@@ -109,7 +109,8 @@ def _seconds(sent: Sent, device: Device, mesh: tuple[tuple[str, int], ...]) -> f
     with few steps; a gather passes each node in turn. What all send to all passes each rank's own port.
     """
     place = _place(sent.dim, mesh)
-    ranks, stride = sent.among or mesh[place][1], _stride(place, mesh)
+    # How far apart two ranks of a group are: those of the last dim are next to each other.
+    ranks, stride = sent.among or mesh[place][1], prod(size for _, size in mesh[place + 1 :])
     if ranks == 1:
         return 0.0
     near = max(1, min(ranks, device.per_node // stride))
@@ -128,14 +129,6 @@ def _place(dim: str, mesh: tuple[tuple[str, int], ...]) -> int:
     if dim in names:
         return names.index(dim)
     return next(place for place, name in enumerate(names) if name in HIDDEN and name != "dp_replicate")
-
-
-def _stride(place: int, mesh: tuple[tuple[str, int], ...]) -> int:
-    """How far apart two ranks of a group lie: those of the last dim are next to each other."""
-    apart = 1
-    for _, size in mesh[place + 1 :]:
-        apart *= size
-    return apart
 
 
 _FLOAT8 = "float8"

@@ -103,6 +103,7 @@ def refuse_old_sharding() -> None:
 
 def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any:
     """Untie, shard, slice, tie: the order in which a checkpoint is loaded."""
+    import torch
     from transformers.distributed.mixin import DistributedMixin
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -118,12 +119,8 @@ def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements"):
             # Fill a DTensor with the slice that the library's loader would read for this rank
-            local = slice_of(parameter, whole[name])
-            import torch
-
             with torch.no_grad():
-                held = parameter.to_local()
-                held.copy_(local)
+                parameter.to_local().copy_(slice_of(parameter, whole[name]))
     for name, first in ties:
         owner, _, leaf = name.rpartition(".")
         holder, _, theirs = first.rpartition(".")

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import shipped_plans
 import torch
 from corpus.case import Case
 from corpus.toys import ATTENTION, GOOD, MLP, TABLES, Attention, FusedAttention, Mlp, decoder, torch_styles
@@ -480,8 +481,8 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("compare", "corpus.toys:decoder", "--a", "inferred", "--b", "inferred") == 0
 
 
-def test_all_hf_on_one_type(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code("audit", "--all-hf", "--mapping", "causal_lm", "--only", "apertus", "--json") == 1
+def test_shipped_plans_of_one_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shipped_plans.main(["--mapping", "causal_lm", "--only", "apertus", "--json"]) == 1
     (row,) = json.loads(capsys.readouterr().out)
     assert row["verdict"] == "wrong" and "alpha" in row["proof"] and "gradients" in row["errors"]
 

@@ -219,7 +219,11 @@ def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> I
         if fact.dim is None and not fact.buffer:
             name = fact.names[0]
             role = named[name].role if name in named else ""
-            groups.setdefault((starred(name), fact.bytes), {})[name] = (role, _why_whole(fact))
+            summed = (GradientSummed(),) if fact.gradient != "local" else ()
+            groups.setdefault((starred(name), fact.bytes), {})[name] = (
+                role,
+                (*(fact.why or (NothingToSplit(),)), *summed),
+            )
     for (_, size), reasons in groups.items():
         everywhere = {name: reason for member, reason in reasons.items() for name in names.expand(member)}
         for pattern in names.fold(list(reasons), parameters=True):
@@ -232,11 +236,6 @@ def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> I
             roles = tuple(dict.fromkeys(role for role, _ in said if role))
             why = tuple(dict.fromkeys(why for _, whys in said for why in whys))
             yield Replicated(pattern, size * len(said), whole_text(said), roles, why)
-
-
-def _why_whole(fact: ParameterFact) -> tuple[Reason, ...]:
-    summed = (GradientSummed(),) if fact.gradient != "local" else ()
-    return (*(fact.why or (NothingToSplit(),)), *summed)
 
 
 def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Names) -> Iterator[Finding]:

@@ -127,12 +127,11 @@ class ChosenCuts:
             found = [c for c in self.choices if matches(c.pattern, name) and (name == parameter or c.cut != "nothing")]
             if found:
                 # Several patterns may mean one module if they say the same of it
-                plan = self.name
                 first = found[0]
                 for other in found[1:]:
                     if other.cut != first.cut:
                         raise WrittenPlanError(
-                            f"{plan}: two keys with different styles match {name!r}: {first} and {other}",
+                            f"{self.name}: two keys with different styles match {name!r}: {first} and {other}",
                             hint="keep one of them, or narrow the other's pattern",
                         )
                 return first

@@ -48,7 +48,15 @@ def plan_view(plan: Plan) -> RenderableType:
     if plan.communication:
         sections += [_heading("Communication of a block, in bytes for each token"), _communication(plan.communication)]
     if plan.fed:
-        sections += [_heading("Example inputs (inferred; override with inputs=)"), _fed(plan)]
+        # What the forward was given in two calls, and what told so
+        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column("argument", style="cyan")
+        table.add_column("given", overflow="fold")
+        table.add_column("why", overflow="fold")
+        for one in plan.fed:
+            also = f", then {one.also}" if one.also and one.also != one.given else ""
+            table.add_row(Text(one.argument), Text(f"{one.given}{also}"), Text(one.why))
+        sections += [_heading("Example inputs (inferred; override with inputs=)"), table]
     if plan.findings:
         sections += [_heading("Findings"), *findings_view(plan.findings)]
     return Group(*sections, Text(), proof_text(plan.proof))
@@ -106,18 +114,6 @@ def _headline(plan: Plan) -> RenderableType:
     elif plan.proof.trial.outcome == "skipped":
         facts.append("not verified")
     return Text.assemble((plan.model, "bold"), *(f" · {fact}" for fact in facts))
-
-
-def _fed(plan: Plan) -> RenderableType:
-    """What the forward was given in two calls, and what told so."""
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column("argument", style="cyan")
-    table.add_column("given", overflow="fold")
-    table.add_column("why", overflow="fold")
-    for one in plan.fed:
-        also = f", then {one.also}" if one.also and one.also != one.given else ""
-        table.add_row(Text(one.argument), Text(f"{one.given}{also}"), Text(one.why))
-    return table
 
 
 def _communication(traffic: tuple[Traffic, ...]) -> RenderableType:

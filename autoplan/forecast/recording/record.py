@@ -258,16 +258,12 @@ class _Follower:
                 seen.append(True)
                 self._write(self.last, "before", "backward")
 
-        for tensor in tensors_within(_plain(output)) if self.last else ():
+        for tensor in tensors_within(dict(output) if isinstance(output, Mapping) else output) if self.last else ():
             if tensor.requires_grad:
                 tensor.register_hook(reached)
 
     def _write(self, makers: list[Maker], when: str, phase: str) -> None:
         self.log.items += [made(when, phase) for made in makers]
-
-
-def _plain(output: Any) -> Any:
-    return dict(output) if isinstance(output, Mapping) else output
 
 
 def _put(value: Any, others: Mapping[int, torch.Tensor]) -> Any:

@@ -97,7 +97,13 @@ class _Maker:
     def ids(self, batch: int | None = None, length: int | None = None) -> torch.Tensor:
         """Ordinary tokens: below every vocabulary, and no special token."""
         vocab = getattr(self.config.get_text_config(), "vocab_size", None)
-        special = set(_special_ids(self.configs))
+        special: set[int] = set()
+        for config in self.configs:
+            for name, value in vars(config).items():
+                if is_token_id(name):
+                    special.update(
+                        [value] if isinstance(value, int) else (x for x in value or () if isinstance(x, int))
+                    )
         tiny = isinstance(vocab, int) and vocab <= _TINY  # of a clone: each rank's rows of the table are to be read
         top = min(vocab, vocab if tiny else 100) if isinstance(vocab, int) else 100
         allowed = [i for i in range(min(20, top // (16 if tiny else 2)), top) if i not in special] or list(range(top))
@@ -241,15 +247,6 @@ class _Maker:
         height, width = size[-2:] if isinstance(size, list | tuple) else (size, size)
         channels = _int(vision, "num_channels") or _int(vision, "in_channels") or 3
         return self.draw.normal((self.batch, channels, height, width))
-
-
-def _special_ids(configs: list[PretrainedConfig]) -> list[int]:
-    found: list[int] = []
-    for config in configs:
-        for name, value in vars(config).items():
-            if is_token_id(name):
-                found += [value] if isinstance(value, int) else [x for x in value or () if isinstance(x, int)]
-    return found
 
 
 def _int(config: Any, name: str) -> int | None:

@@ -116,7 +116,9 @@ def _tried(
     try:
         ids, maker, count = text, _maker(twin.module, modality, given), given.pop("placeholders", None)
         if count is None and maker is not None and token is not None:
-            count = _features(twin.run(maker, _known_to(maker, given)))
+            names = _named(maker)
+            arguments = {name: value for name, value in given.items() if not names or name in names}
+            count = _features(twin.run(maker, arguments))
         if count is not None and token is not None:
             # Some text, the placeholders, more text
             rows = text.shape[0]
@@ -140,11 +142,6 @@ def _maker(twin: nn.Module, modality: Modality, given: Mapping[str, Any]) -> Cal
 def _named(method: Callable[..., Any]) -> set[str]:
     parameters = inspect.signature(method).parameters.values()
     return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-
-
-def _known_to(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    names = _named(method)
-    return {name: value for name, value in given.items() if not names or name in names}
 
 
 def _features(made: Any) -> int:

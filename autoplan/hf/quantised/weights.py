@@ -64,7 +64,7 @@ def refuse_packed_by_others(model: nn.Module) -> None:
 
 def _weights(model: nn.Module, method: Method) -> Iterator[tuple[Plain, Scheme]]:
     """In the order of the model."""
-    # Is the module of these names left as it is?
+    # Modules of these names are left as they are.
     from transformers.quantizers.base import get_keys_to_not_convert
 
     patterns = [*method.skipped, *(_renamed(model, name) for name in method.skipped)]

@@ -112,7 +112,8 @@ def _for_all(repair: Repair, group: Sequence[Change], reasons: Sequence[Finding]
 def _cause(
     subject: Audited, repair: Repair, change: Change, reason: Finding | None, findings: Sequence[Finding]
 ) -> Finding:
-    places = _places(change)
+    # The row as it is written, or the modules that it should have named
+    places = (change.key,) if isinstance(change.key, str) else change.patterns
     check, message = ("pairing", "") if reason is None else (reason.check, reason.message)
     if change.renames is not None:
         check, key = "dead-keys", change.renames if isinstance(change.renames, str) else change.renames[0]
@@ -127,11 +128,6 @@ def _cause(
     level: Level = "error" if subject.is_wrong or repair.proof or reason is not None else "warn"
     size = reason.bytes if reason is not None else 0
     return Finding(check, level, few(places), message, _fix(repair, change), size, proof, places=places)
-
-
-def _places(change: Change) -> tuple[str, ...]:
-    """The row as it is written, or the modules that it should have named."""
-    return (change.key,) if isinstance(change.key, str) else change.patterns
 
 
 def _told(repair: Repair, change: Change) -> tuple[str, str]:
