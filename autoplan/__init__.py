@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from autoplan.decide.written_plans.read import PlanSource
     from autoplan.emit.exports.export import Exported
     from autoplan.emit.exports.expressible import ExportError
-    from autoplan.emit.pages.cases import WhatIf
+    from autoplan.emit.pages.markup import WhatIf
     from autoplan.execute.collectives import RankGroup
     from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
     from autoplan.execute.parameters.buffers import full_tensors, rebuild_buffers
@@ -195,7 +195,7 @@ _HOMES = {
     "DataParallel": "autoplan.common.options",
     "Options": "autoplan.common.options",
     "TensorParallel": "autoplan.common.options",
-    "WhatIf": "autoplan.emit.pages.cases",
+    "WhatIf": "autoplan.emit.pages.markup",
     "Wish": "autoplan.common.options",
     "Applied": "autoplan.execute.tensor_parallel",
     "applied": "autoplan.execute.tensor_parallel",

@@ -35,8 +35,6 @@ from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.plan_cache import keep_plan, kept_plan, place_of
 from autoplan.values import Plan
 
-__all__ = ["parallelize", "plan"]
-
 
 @plain_surroundings()
 def plan(
@@ -101,7 +99,7 @@ def plan(
             return kept
         written = _read(found, module, wish, source, overrides, unmatched)
         if isinstance(written, Plan):
-            from autoplan.check.audit.edited import held_against_model  # a plan that is made here needs no audit
+            from autoplan.check.audit.gate import held_against_model  # a plan that is made here needs no audit
 
             check_matches(module, written)
             return held_against_model(module, written, found)
@@ -144,8 +142,7 @@ def parallelize(
 
     `options` holds the same as the keywords, as one value (`autoplan.Options`).
     """
-    from autoplan.check.audit.edited import held_against_model
-    from autoplan.check.audit.gate import refuse_disproven, refuse_unproven, warn_unproven
+    from autoplan.check.audit.gate import held_against_model, refuse_disproven, refuse_unproven, warn_unproven
 
     dims = read_mesh(mesh, mesh_dims)
     with fail_together(dims.voters, "parallelize"):

@@ -22,8 +22,6 @@ from autoplan.values.estimate import Estimate, provide
 if TYPE_CHECKING:
     from autoplan.emit.exports.export import Exported, Surroundings
 
-__all__ = ["provided", "surroundings"]
-
 
 def _plan_text(plan: Plan) -> str:
     from autoplan.emit.tables.terminal import plain_text, plan_view
@@ -45,7 +43,7 @@ def _explain(plan: Plan, path: str) -> str:
 
 
 def _diff(plan: Plan, other: Plan) -> tuple[Change, ...]:
-    from autoplan.emit.differences import diff
+    from autoplan.emit.explain import diff
 
     check_argument("other", other, Plan, "give another plan, such as autoplan.load_plan(path)")
     return diff(plan, other)
@@ -98,16 +96,12 @@ def surroundings(plan: Plan, model: Any) -> Surroundings:
 
 
 def _part_for(plan: Plan, model: Any) -> Plan:
-    from autoplan.execute.styles import part_for
-
-    check_argument("model", model, _module_class(), "give the stage itself, an nn.Module")
-    return part_for(plan, model)
-
-
-def _module_class() -> type:
     from torch import nn
 
-    return nn.Module
+    from autoplan.execute.styles import part_for
+
+    check_argument("model", model, nn.Module, "give the stage itself, an nn.Module")
+    return part_for(plan, model)
 
 
 def _save(plan: Plan, path: str | PathLike[str]) -> None:
@@ -119,8 +113,8 @@ def _save(plan: Plan, path: str | PathLike[str]) -> None:
 def _plan_report(
     plan: Plan, path: str | PathLike[str], *, estimate: Estimate | None, memory: str | int | None, what_if: Any
 ) -> None:
+    from autoplan.emit.pages.markup import write_page
     from autoplan.emit.pages.page import plan_page
-    from autoplan.emit.pages.write import write_page
 
     check_argument("estimate", estimate, (Estimate, type(None)), "give what autoplan.estimate returns")
     check_argument("what_if", what_if, (dict, type(None)), "give {size of tp: autoplan.WhatIf}")
@@ -137,24 +131,24 @@ def _bytes(memory: str | int | None) -> int:
 
 
 def _report_page(report: Report, path: str | PathLike[str]) -> None:
+    from autoplan.emit.pages.markup import write_page
     from autoplan.emit.pages.others import report_page
-    from autoplan.emit.pages.write import write_page
 
     write_page(path, lambda: report_page(report))
 
 
 def _choice_page(found: Any, path: str | PathLike[str]) -> None:
+    from autoplan.emit.pages.markup import write_page
     from autoplan.emit.pages.others import choice_page
-    from autoplan.emit.pages.write import write_page
 
     write_page(path, lambda: choice_page(found, found.plan if found.fits else None, found.pictured()))
 
 
 def _in_notebook(of: str) -> Callable[[Any], str]:
     def shown(value: Any) -> str:
-        from autoplan.emit.pages import notebook
+        from autoplan.emit.pages import others
 
-        return str(getattr(notebook, of)(value))
+        return str(getattr(others, of)(value))
 
     return shown
 

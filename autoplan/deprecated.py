@@ -10,8 +10,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Renamed", "successor"]
-
 
 @dataclass(frozen=True)
 class Renamed:

@@ -16,9 +16,7 @@ from autoplan.execute.tensor_parallel import applied
 from autoplan.execute.weights.load import load_weights
 from autoplan.execute.weights.methods import load_optimizer, save_optimizer
 from autoplan.execute.weights.save import save_weights
-from autoplan.hf.training.hosts import Sharded, accelerator_class, trainer_class
-
-__all__ = ["hand_over"]
+from autoplan.hf.hosts import Sharded, accelerator_class, trainer_class
 
 Host = TypeVar("Host", bound=type)
 

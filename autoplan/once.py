@@ -29,8 +29,6 @@ from autoplan.version import __version__
 
 _SENT = "the plan of another rank"
 
-__all__ = ["packed_plan", "plan_once", "unpacked_plan"]
-
 
 def plan_once(
     model: Model, tp_size: int = 1, *, group: dist.ProcessGroup | DeviceMesh | None = None, **wishes: Any
@@ -46,7 +44,24 @@ def plan_once(
     ranks = group.get_group() if isinstance(group, DeviceMesh) else group
     sent: list[Any] = [None]
     with fail_together(_voters(ranks), "plan_once"):
-        _refuse_differing(_fingerprint(model, tp_size, wishes))
+        # A few digits of the model, the wishes and the versions
+        if isinstance(model, nn.Module):
+            tensors = [(name, list(tensor.shape)) for name, tensor in model.named_parameters()]
+            said = f"{type(model).__qualname__} {model_hash(model)} {tensors}"
+        else:
+            said = str(model.to_dict() if hasattr(model, "to_dict") else model)
+        plain = {name: value for name, value in wishes.items() if name not in ("inputs", "cache", "rules")}
+        asked = sorted((name, str(value)) for name, value in plain.items())
+        text = f"{__version__} {installed_versions()} {said} {tp_size} {asked}"
+        mine = hashlib.sha256(text.encode()).hexdigest()[:16]
+        meet(
+            Alike(
+                mine,
+                "some ranks hold another model, another version or other wishes than the rest, among them rank "
+                f"{dist.get_rank()}",
+                "build the same model from the same config on every rank, and pass the same arguments to plan_once",
+            )
+        )
         if dist.get_rank(ranks) == 0:
             sent = [packed_plan(plan(model, tp_size, **wishes))]
         meet()  # the others wait here: whatever goes wrong, they are told
@@ -67,27 +82,3 @@ def packed_plan(made: Plan) -> bytes:
 def unpacked_plan(data: bytes) -> Plan:
     """The inverse of `packed_plan`."""
     return plan_from_dict(parse_plain(zlib.decompress(data).decode(), "json", _SENT, NotPlain()), _SENT)
-
-
-def _fingerprint(model: Model, tp_size: int, wishes: dict[str, Any]) -> str:
-    """A few digits of the model, the wishes and the versions."""
-    if isinstance(model, nn.Module):
-        tensors = [(name, list(tensor.shape)) for name, tensor in model.named_parameters()]
-        said = f"{type(model).__qualname__} {model_hash(model)} {tensors}"
-    else:
-        said = str(model.to_dict() if hasattr(model, "to_dict") else model)
-    plain = {name: value for name, value in wishes.items() if name not in ("inputs", "cache", "rules")}
-    asked = sorted((name, str(value)) for name, value in plain.items())
-    text = f"{__version__} {installed_versions()} {said} {tp_size} {asked}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _refuse_differing(mine: str) -> None:
-    meet(
-        Alike(
-            mine,
-            "some ranks hold another model, another version or other wishes than the rest, among them rank "
-            f"{dist.get_rank()}",
-            "build the same model from the same config on every rank, and pass the same arguments to plan_once",
-        )
-    )

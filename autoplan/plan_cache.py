@@ -36,8 +36,6 @@ from autoplan.values import Plan
 from autoplan.values.plan import digest
 from autoplan.version import __version__
 
-__all__ = ["VARIABLE", "keep_plan", "kept_plan", "place_of"]
-
 VARIABLE = "AUTOPLAN_CACHE"
 _WORDS = ("auto", "inferred", "handwritten", "hf")  # sources that say all by themselves
 

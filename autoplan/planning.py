@@ -46,8 +46,6 @@ from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import DoesNotDivide
 from autoplan.values.whole_sequence import WholeSequence
 
-__all__ = ["Draft", "capture_source", "draft_plan", "solve_source", "wanted_capabilities", "with_paths", "write_down"]
-
 
 @dataclass(frozen=True)
 class Draft:

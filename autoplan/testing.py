@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 from autoplan.values import Report
 
-__all__ = ["assert_plan_ok"]
-
 
 def assert_plan_ok(
     model: Any, plan: Any, tp_size: int = 2, *, fail_on: Literal["error", "warn"] = "error", **settings: Any

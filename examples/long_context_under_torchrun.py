@@ -32,7 +32,9 @@ batches = [torch.randint(3, model.config.vocab_size, (2, LENGTH)) for _ in range
 alone = train(copy.deepcopy(model), batches)
 
 plan = autoplan.plan(model, cp_size=2)
-mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))  # with ("dp_shard", "cp") FSDP2 shards the weights over both
+mesh = init_device_mesh(
+    "cpu", (2,), mesh_dim_names=("cp",)
+)  # with ("dp_shard", "cp") FSDP2 shards the weights over both
 together = train(autoplan.parallelize(model, mesh, plan), batches)
 assert torch.allclose(torch.tensor(alone), torch.tensor(together), atol=1e-5), (alone, together)
 if dist.get_rank() == 0:

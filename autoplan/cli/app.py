@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from autoplan.cli.audit import audit, compare
-from autoplan.cli.doctor import doctor
 from autoplan.cli.estimate import AskedGpu, Estimated, calibrate, choose, dryrun, estimate, sizes_of
+from autoplan.cli.library import doctor, rules_app, scoreboard
 from autoplan.cli.report import report
-from autoplan.cli.rules import rules_app
-from autoplan.cli.scoreboard import scoreboard
 from autoplan.cli.shared import (
     FAILED,
     FINDINGS,
@@ -49,8 +47,6 @@ from autoplan.common.errors import AutoplanError
 
 if TYPE_CHECKING:
     from autoplan.values import Finding, Plan
-
-__all__ = ["app", "main"]
 
 app = typer.Typer(
     help="Plan the tensor parallelism of a model that nobody wrote a plan for, and prove it before paying for GPUs.",

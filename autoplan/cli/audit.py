@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from autoplan.values import Report
 
-__all__ = ["audit", "compare"]
-
 
 class FailOn(StrEnum):
     """Which findings make the exit code 1."""
@@ -39,7 +37,7 @@ PlanOf = Annotated[
 
 
 def audit(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="As in `autoplan plan`.")] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As in `autoplan plan`.")],
     plan: PlanOf = "hf",
     tp: TpSize = 2,
     layers: Annotated[
@@ -49,17 +47,6 @@ def audit(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step on a rank, to weigh what is gathered.")] = 8192,
     dtype: Annotated[str | None, typer.Option(help="Also run in this dtype: is a difference rounding?")] = None,
     fail_on: Annotated[FailOn, typer.Option("--fail-on", help="The exit code is 1 from this level on.")] = FailOn.error,
-    all_hf: Annotated[bool, typer.Option("--all-hf", help="Audit every plan that transformers ships instead.")] = False,
-    mapping: Annotated[
-        list[str] | None, typer.Option(metavar="MAPPING", help="With --all-hf: only this mapping; repeatable.")
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(metavar="TYPE", help="With --all-hf: only this model type; repeatable.")
-    ] = None,
-    quantised: Annotated[
-        str | None,
-        typer.Option(metavar="METHOD", help="With --all-hf: at which tp do the blocks of this method part (fp8, awq)?"),
-    ] = None,
     fix: Annotated[
         bool, typer.Option("--fix", help="Write the corrected plan, in its own dialect and audited, to the file of -o.")
     ] = False,
@@ -76,13 +63,8 @@ def audit(
     output: Output = None,
 ) -> None:
     """Hold a plan against the model: what is wrong, with proof; what costs more than it needs; what is dead."""
-    _refuse_together(as_json + as_sarif + as_markdown, quantised, all_hf)
-    if quantised:
-        raise typer.Exit(_all_quantised(quantised, mapping, only, as_json, output))
-    if all_hf:
-        raise typer.Exit(_all_hf(tp, mapping, only, as_json, output))
-    if model is None:
-        raise typer.BadParameter("needed, unless --all-hf is given", param_hint="MODEL")
+    if as_json + as_sarif + as_markdown > 1:
+        raise AutoplanError("--json, --sarif and --markdown exclude each other", hint="choose one")
     levels = ("error",) if fail_on == FailOn.error else ("error", "warn")
     if claims:
         report = _claims(model, tp, trust_remote_code, as_json, output)
@@ -90,7 +72,7 @@ def audit(
     from rich.console import Group
 
     from autoplan.check.audit import audit as run
-    from autoplan.emit.pages.write import check_page
+    from autoplan.emit.pages.markup import check_page
     from autoplan.emit.tables.audit_report import audit_view, markdown
 
     if page is not None:
@@ -129,7 +111,7 @@ def _claims(model: str, tp: int, trust_remote_code: bool, as_json: bool, output:
 def _write_fixed(model: str, plan: str, report: Report, output: Path, trust_remote_code: bool) -> None:
     """The corrected plan, or the plan as it is where nothing is wrong; nothing where no correction passed its audit."""
     from autoplan.check.audit.lines import plan_as_written
-    from autoplan.check.audit.repair.write import write_fixed
+    from autoplan.check.audit.repair.rows import write_fixed
     from autoplan.hf.source import resolve
 
     fixed = report.fixed
@@ -145,13 +127,6 @@ def _write_fixed(model: str, plan: str, report: Report, output: Path, trust_remo
         if report.fixed is not None
         else f"nothing to correct: {output} is as it was"
     )
-
-
-def _refuse_together(forms: int, quantised: str | None, all_hf: bool) -> None:
-    if forms > 1:
-        raise AutoplanError("--json, --sarif and --markdown exclude each other", hint="choose one")
-    if quantised and not all_hf:
-        raise AutoplanError("--quantised goes with --all-hf", hint="a single model says in its config how it is stored")
 
 
 def _memory(model: str, report: Report, tp: int, gpu: str, trust_remote_code: bool) -> RenderableType | None:
@@ -181,40 +156,12 @@ def _paged(report: Report, page: Path | None) -> None:
 
 def _sarif(report: Report, plan: str) -> dict[str, Any]:
     from autoplan.check.audit.checks import CHECKS
-    from autoplan.check.audit.places import lines_of, plan_file_of
+    from autoplan.check.audit.lines import lines_of, plan_file_of
     from autoplan.emit.tables.audit_report import sarif
 
     file = plan_file_of(plan)
     lines = lines_of(file, report.details["verdicts"])
     return sarif(report, {check.name: check.about for check in CHECKS}, file or plan, lines)
-
-
-def _all_hf(tp: int, mapping: list[str] | None, only: list[str] | None, as_json: bool, output: Any) -> int:
-    from autoplan.check.audit.shipped_plans import MAPPINGS, audit_all
-    from autoplan.emit.tables.shipped_plans_table import wild_line, wild_view
-
-    rows = audit_all(
-        mapping or MAPPINGS,
-        tp,
-        only=only or (),
-        progress=lambda done, total, row: note(f"{done}/{total} {wild_line(row.to_dict())}"),
-    )
-    plain = [row.to_dict() for row in rows]
-    emit(wild_view(plain), plain, as_json, output)
-    return FINDINGS if any(row.verdict.is_bad for row in rows) else OK
-
-
-def _all_quantised(method: str, mapping: list[str] | None, only: list[str] | None, as_json: bool, output: Any) -> int:
-    from autoplan.check.audit.shipped_plans import MAPPINGS
-    from autoplan.check.audit.shipped_quantised import audit_quantised
-
-    rows = audit_quantised(
-        method, mapping or MAPPINGS, only=only or (), progress=lambda done, total, row: note(f"{done}/{total} {row}")
-    )
-    broken = [row for row in rows if row.sizes]
-    text = "\n".join([*map(str, rows), f"{len(broken)} of {len(rows)} shipped plans part blocks of {method}"])
-    emit(text, [row.to_dict() for row in rows], as_json, output)
-    return FINDINGS if broken else OK
 
 
 def compare(
@@ -228,8 +175,8 @@ def compare(
     output: Output = None,
 ) -> None:
     """Two plans for one model, weight by weight. The exit code is 1 when they differ, or one is wrong."""
-    from autoplan.check.audit.comparison import compare_plans
-    from autoplan.emit.pages.write import check_page
+    from autoplan.check.audit.auditor import compare_plans
+    from autoplan.emit.pages.markup import check_page
     from autoplan.emit.tables.terminal import report_view
     from autoplan.hf.source import resolve
 

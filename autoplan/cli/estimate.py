@@ -16,20 +16,6 @@ if TYPE_CHECKING:
 
     from autoplan.values import Plan
 
-__all__ = [
-    "ALL",
-    "AskedGpu",
-    "Estimated",
-    "Gpu",
-    "calibrate",
-    "checkpointing_of",
-    "choose",
-    "dryrun",
-    "estimate",
-    "sizes_of",
-]
-
-
 Train = StrEnum("Train", [(way, way) for way in TRAIN])  # type: ignore[misc]  # what is done with the model
 ALL = Train("full")
 
@@ -105,7 +91,7 @@ def choose(
 ) -> None:
     """Say which mesh to take for so many GPUs: every legal one, ranked. Exit code 1 where none fits."""
     import autoplan
-    from autoplan.emit.pages.write import check_page
+    from autoplan.emit.pages.markup import check_page
     from autoplan.emit.tables.estimate_table import against_view, choice_view, row_to_dict, row_view
 
     if page is not None:
@@ -239,8 +225,7 @@ def calibrate(
     import torch
     import torch.distributed as dist
 
-    from autoplan.forecast.calibrate import device_text, measure
-    from autoplan.forecast.devices import load_device
+    from autoplan.forecast.devices import device_text, load_device, measure
 
     known = load_device(like)
     alone = "WORLD_SIZE" not in os.environ
@@ -264,14 +249,14 @@ def calibrate(
 
 def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) -> RenderableType | None:
     """The memory of a rank, and the table over valid sizes of tp; where nobody asked, this plan's size alone."""
-    from autoplan.emit.tables.sizes_table import sizes_view
+    from autoplan.emit.tables.estimate_table import sizes_view
 
     if plan.cp_size > 1:  # the table is over sizes of tp
         return None
     if not memory and gpu is None:
         return sizes_view(plan)
+    from autoplan.forecast.choose import estimated_sizes
     from autoplan.forecast.devices import load_device
-    from autoplan.forecast.sizes import estimated_sizes
 
     device = load_device(gpu or "h100")
     with progress(f"estimating a step of {model} at legal sizes of tp"):

@@ -12,11 +12,9 @@ from autoplan.cli.shared import FINDINGS, OK, Cut, EpSize, Trust, note, progress
 from autoplan.common.errors import AutoplanError
 
 if TYPE_CHECKING:
-    from autoplan.emit.pages.cases import WhatIf
+    from autoplan.emit.pages.markup import WhatIf
     from autoplan.values import Plan
     from autoplan.values.estimate import Estimate
-
-__all__ = ["report"]
 
 
 def report(
@@ -41,10 +39,12 @@ def report(
     trust_remote_code: Trust = False,
 ) -> None:
     """Write a plan as one HTML file: what is split, what moves, what fills the memory, how sure it is."""
-    from autoplan.emit.pages.write import check_page
+    from autoplan.emit.pages.markup import check_page
 
     check_page(output)
-    sizes = _sizes(mesh)
+    from autoplan.forecast.asked import mesh_sizes
+
+    sizes = {} if mesh is None else dict(mesh_sizes(mesh))
     how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "trust_remote_code": trust_remote_code}
     made = _made(model, tp or sizes.get("tp"), ep if ep > 1 else sizes.get("ep", 1), how)
     if sizes.get("tp", made.tp_size) != made.tp_size:
@@ -57,12 +57,6 @@ def report(
     made.report(output, estimate=found, memory=memory, what_if=others)
     note(f"written to {output}")
     raise typer.Exit(FINDINGS if made.proof.failed else OK)
-
-
-def _sizes(mesh: str | None) -> dict[str, int]:
-    from autoplan.forecast.meshes import mesh_sizes
-
-    return {} if mesh is None else dict(mesh_sizes(mesh))
 
 
 def _made(model: str, tp: int | None, ep: int, how: dict[str, Any]) -> Plan:
@@ -81,8 +75,8 @@ def _made(model: str, tp: int | None, ep: int, how: dict[str, Any]) -> Plan:
 def _others(model: str, made: Plan, sizes: dict[str, int], gpu: str, how: dict[str, Any]) -> dict[int, WhatIf]:
     """Plans at other sizes; with a mesh what a step costs on as many ranks, as far as these divide."""
     from autoplan.decide.written_plans.plan_file import names_plan_file
+    from autoplan.forecast.choose import other_sizes
     from autoplan.forecast.devices import load_device
-    from autoplan.forecast.sizes import other_sizes
 
     if names_plan_file(model) or made.tp_size == 1:
         return {}

@@ -25,29 +25,6 @@ from autoplan.common.stages import watched
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = [
-    "FAILED",
-    "FINDINGS",
-    "OK",
-    "AsJson",
-    "Cut",
-    "Engine",
-    "EpSize",
-    "Model",
-    "Output",
-    "Page",
-    "TpSize",
-    "Trust",
-    "as_options",
-    "emit",
-    "ended_on_request",
-    "flushed",
-    "note",
-    "progress",
-    "seldom_collected",
-    "speaking_of",
-]
-
 OK, FINDINGS, FAILED = 0, 1, 2
 
 
@@ -157,7 +134,9 @@ def _to_stdout() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _silence()
+        # What is still in stdout's buffer goes nowhere, rather than fail again when Python ends
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise AutoplanError(f"stdout cannot be written: {error.strerror}", hint="make room, or use -o") from error
 
@@ -171,12 +150,6 @@ def flushed(code: int) -> int:
         note(f"error: {error}")
         return FAILED
     return code
-
-
-def _silence() -> None:
-    """What is still in stdout's buffer goes nowhere, rather than fail again when Python ends."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from autoplan.analyse.picture.flow import Dim, Flow, Node, node_of
 from autoplan.analyse.solve import Solution
-from autoplan.decide.match import Found, Matching
+from autoplan.decide.match import Matching
 from autoplan.decide.rulebook.read import Rule
 from autoplan.values import ParameterFact, refs
 
@@ -70,20 +70,16 @@ def name_parameters(matching: Matching, read: dict[str, list[Reading]], flow: Fl
             by_box.setdefault(reading.box, []).append(reading.name)
     named: dict[str, Naming] = {}
     for found in matching.found:
-        sizes = _sizes(found, flow)
+        sizes = {
+            f"{binding}.{field_name}": dim.size
+            for binding, box in found.boxes
+            for field_name, dim in node_of(flow, box).dims
+        }
         allowed = dict(found.rule.yields)
         for binding, box in found.claims:
             for name in by_box.get(box, ()):
                 named.setdefault(name, Naming(binding, found.rule, allowed[binding], sizes))
     return named
-
-
-def _sizes(found: Found, flow: Flow) -> dict[str, int]:
-    return {
-        f"{binding}.{field_name}": dim.size
-        for binding, box in found.boxes
-        for field_name, dim in node_of(flow, box).dims
-    }
 
 
 # The picture with facts: layouts and axis classes written on the dims of boxes, and which outputs are gathered.

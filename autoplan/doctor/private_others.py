@@ -6,7 +6,6 @@ import importlib.util
 import inspect
 import threading
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from autoplan.doctor.private import Private
@@ -256,11 +255,6 @@ OTHERS = (
         "transformers.PretrainedConfig._heterogeneity_spec",
         "layers whose sizes differ are shrunk alike",
         _single_layers,
-    ),
-    Private(
-        "concurrent.futures.ProcessPoolExecutor._processes",
-        "a process of an audit that takes too long is ended",
-        lambda: hasattr(ProcessPoolExecutor(1), "_processes"),
     ),
     Private(
         "threading.RLock._is_owned",

@@ -1,20 +1,24 @@
-"""`plan.explain(...)`: why this parameter is split, or whole, and what happens around it when the model runs.
+"""`plan.explain(...)` and `plan.diff(other)`: why a parameter is split or whole, and what changed between two plans.
 
-A plan is trusted when each of its decisions can be questioned. The answer to a path is found in this order: the entry
-that means it (or owns it, for a parameter), the entries under it; then the parameters at or under it that stay whole.
-A path that the plan does not know is an error that names the nearest known ones.
+The answer to a path is found in this order: the entry that means it (or owns it, for a parameter), the entries under
+it; then the parameters at or under it that stay whole. A path that the plan does not know is an error that names the
+nearest known ones.
+
+Two plans are compared when a model, a rule or a release changes, and the reader wants the decisions that moved, not two
+files side by side. Entries are matched by their pattern, whole parameters by their name, run-time sites by the pattern
+they stand at; every field that differs is one `Change`, so two plans without a change are equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import best_match, fold_names, is_under, matches, nearest
 from autoplan.emit.words import bytes_text, segment_text
-from autoplan.values import Entry, Plan, Replicated
-
-__all__ = ["explain", "local_name"]
+from autoplan.values import Change, Entry, Instruction, Plan, Replicated, Runtime
 
 
 def explain(plan: Plan, path: str) -> str:
@@ -119,3 +123,70 @@ def _rows(labelled: Iterable[tuple[str, list[str]]]) -> list[str]:
         for label, lines in labelled
         for position, line in enumerate(line for line in lines if line)
     ]
+
+
+Item = TypeVar("Item")
+_BY_NAME = ("entries", "replicated", "layers", "findings", "runtime")
+_NOT_COMPARED = ("flow",)  # a drawing's order decides nothing
+
+
+def diff(before: Plan, after: Plan) -> tuple[Change, ...]:
+    """Empty exactly when the plans are equal."""
+    changes = [*_fields("", before, after, skip=_BY_NAME + _NOT_COMPARED)]
+    for pattern, old, new in _pairs(before.entries, after.entries, lambda entry: entry.pattern):
+        changes += _entry_changes(pattern, old, new)
+    changes += _items("whole", before.replicated, after.replicated, lambda whole: whole.fqn)
+    changes += _items("layers", before.layers, after.layers, lambda stack: stack.name)
+    changes += _items("finding", before.findings, after.findings, lambda finding: finding.where)
+    for name in dict.fromkeys(type(one).__name__ for one in (*_done(before), *_done(after))):
+        mine, its = ([one for one in _done(plan) if type(one).__name__ == name] for plan in (before, after))
+        changes += _items(name, mine, its, lambda one: one.pattern)
+    for field in (field for field in fields(Runtime) if field.name != "instructions"):
+        old_sites, new_sites = getattr(before.runtime, field.name), getattr(after.runtime, field.name)
+        if isinstance(old_sites, tuple):
+            changes += _items(field.name, old_sites, new_sites, lambda site: getattr(site, "pattern", site))
+        elif old_sites != new_sites:
+            changes.append(Change("", field.name, old_sites, new_sites))
+    if not changes and before != after:  # the same items in another order
+        changes = [*_fields("", before, after, skip=_NOT_COMPARED)]
+    return tuple(changes)
+
+
+def _done(plan: Plan) -> tuple[Instruction, ...]:
+    return plan.runtime.instructions
+
+
+def _entry_changes(pattern: str, old: tuple[Entry, ...], new: tuple[Entry, ...]) -> Iterator[Change]:
+    if len(old) == len(new) == 1:
+        yield from _fields(pattern, old[0], new[0])
+    elif old != new:
+        yield Change(pattern, "entry", _one(old), _one(new))
+
+
+def _items(what: str, before: Iterable[Item], after: Iterable[Item], key: Callable[[Item], str]) -> Iterator[Change]:
+    for name, old, new in _pairs(before, after, key):
+        if old != new:
+            yield Change(name, what, _one(old), _one(new))
+
+
+def _fields(pattern: str, before: Any, after: Any, skip: tuple[str, ...] = ()) -> Iterator[Change]:
+    for field in fields(before):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if field.name not in skip and old != new:
+            yield Change(pattern, field.name, old, new)
+
+
+def _one(values: tuple[Any, ...]) -> Any:
+    return values if len(values) > 1 else values[0] if values else None
+
+
+def _pairs(
+    before: Iterable[Item], after: Iterable[Item], key: Callable[[Item], str]
+) -> Iterator[tuple[str, tuple[Item, ...], tuple[Item, ...]]]:
+    """Items of both sides by key, in order of first appearance."""
+    sides: dict[str, tuple[list[Item], list[Item]]] = {}
+    for side, items in enumerate((before, after)):
+        for item in items:
+            sides.setdefault(key(item), ([], []))[side].append(item)
+    for name, (old, new) in sides.items():
+        yield name, tuple(old), tuple(new)

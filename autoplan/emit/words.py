@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
 
-__all__ = ["bytes_text", "count", "layout_text", "ranges_text", "segment_text"]
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -21,21 +21,17 @@ from autoplan.capture.known_values import KnownValues
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.options import check_argument, check_expert_size
 from autoplan.common.random_values import untouched_randomness
-from autoplan.forecast.asked import Asked
+from autoplan.forecast.asked import Asked, mesh_sizes
 from autoplan.forecast.devices import load_device
 from autoplan.forecast.estimate import estimate_with
-from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.recording.record import Marks, record_step
 from autoplan.forecast.recording.tape import Message
-from autoplan.forecast.recording.world import fake_mesh
-from autoplan.forecast.sharded import as_on_a_gpu, faker
+from autoplan.forecast.sharded import as_on_a_gpu, fake_mesh, faker
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
 from autoplan.hf.source import Model, resolve
 from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
 from autoplan.values import Plan
 from autoplan.values.estimate import Sent
-
-__all__ = ["DryRun", "dry_run", "group_names", "summed"]
 
 _ESTIMATED = {"activation_checkpointing", "mp_policy", "reshard_after_forward", "gather_logits"}  # of `parallelize`
 

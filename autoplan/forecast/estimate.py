@@ -20,22 +20,28 @@ from autoplan.common.dtypes import working_dtype
 from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.common.options import Request, check_count, check_expert_size
 from autoplan.execute.data_parallel.fsdp import default_precision
-from autoplan.forecast.adapters import LORA_RANK, targets_of
-from autoplan.forecast.asked import CACHE_DTYPES, Asked
+from autoplan.forecast.asked import CACHE_DTYPES, Asked, mesh_sizes
 from autoplan.forecast.devices import Device, load_device
-from autoplan.forecast.elsewhere import exchanged, in_float8, one_stage, zero_1
 from autoplan.forecast.memory import DataRanks, Walk, alike, held_bytes
-from autoplan.forecast.meshes import mesh_sizes
-from autoplan.forecast.optimizers import OPTIMIZERS, Optimizer
 from autoplan.forecast.sharded import UnitSize
 from autoplan.forecast.step import Loss, Recorded, Setting, Steps, size_priced
-from autoplan.forecast.steptime import HIDDEN, HOST_LINK, HOST_MEMORY, Load, decoding_time, step_time
-from autoplan.hf.inputs.positions import check_positions
+from autoplan.forecast.steptime import (
+    HIDDEN,
+    HOST_LINK,
+    HOST_MEMORY,
+    Load,
+    decoding_time,
+    exchanged,
+    in_float8,
+    one_stage,
+    step_time,
+    zero_1,
+)
+from autoplan.forecast.trained import LORA_RANK, OPTIMIZERS, Optimizer, targets_of
+from autoplan.hf.inputs.step import check_positions
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate, MemoryParts
-
-__all__ = ["estimate", "estimate_with"]
 
 _CHUNKS = 8  # of a sequence: torchtune's default
 _BARS = (

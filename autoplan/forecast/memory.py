@@ -14,13 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 
-from autoplan.forecast.recording.depth import expanded
-from autoplan.forecast.recording.program import Program, Stretch
-from autoplan.forecast.recording.tape import LeftOut, UnitEvent
+from autoplan.forecast.recording.tape import LeftOut, Program, Stretch, UnitEvent, expanded
 from autoplan.forecast.sharded import Held, UnitSize
 from autoplan.values.estimate import MemoryParts, Sent
-
-__all__ = ["DataRanks", "Peak", "Walk", "alike", "held_bytes"]
 
 _KINDS_OF_PART = {"kept": "kept", "temporary": "temporary", "gradient": "gradients", "communication": "communication"}
 # Its loops over gradients were moved into a function of their own, which lets go of the last ones when it returns.

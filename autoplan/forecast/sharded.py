@@ -3,24 +3,32 @@
 Few blocks of each kind are kept, under their own names, so the plan's patterns fit; what the plan says of blocks that
 were left out is said of those that stand for them too. Data parallelism is not applied: it is laid over the recording
 (memory.py), for any number of ranks.
+
+The world around it has as many ranks as wanted, in one process, and sends nothing: shapes, messages and memory of one
+rank need the mesh, not the other ranks. torch's fake process group answers every collective at once; whatever process
+group is alive meanwhile is set aside, and put back.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autoplan.capture.dry_run import fake_mode
+from autoplan.capture.dry_run import enter_first_in_a_lasting_thread, fake_mode
 from autoplan.capture.fold import Folded, fold
 from autoplan.common.conventions import conventions
+from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Checkpointing, Options, TensorParallel
 from autoplan.common.patterns import matches
 from autoplan.execute.data_parallel.units import choose_units, cut_dim, is_stack
@@ -28,9 +36,25 @@ from autoplan.execute.parallelize import shard_model
 from autoplan.forecast.recording.record import Marks
 from autoplan.forecast.recording.tape import LeftOut
 from autoplan.hf.configs import take_flash_attention
+from autoplan.patches.simulated_ranks import world_per_thread
 from autoplan.values import Fold, Plan
 
-__all__ = ["Copy", "Held", "UnitSize", "as_on_a_gpu", "faker", "sharded_copy"]
+
+@contextmanager
+def fake_mesh(dims: Mapping[str, int], rank: int = 0, device_type: str = "cpu") -> Iterator[DeviceMesh]:
+    """A mesh of these dims ({"dp_shard": 8, "tp": 8}) as rank `rank` sees it."""
+    ranks = 1
+    for size in dims.values():
+        ranks *= size
+    if not 0 <= rank < ranks:
+        raise AutoplanError(f"there is no rank {rank}: the mesh has {ranks}", hint=f"choose 0 to {ranks - 1}")
+    enter_first_in_a_lasting_thread()
+    with world_per_thread():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        try:
+            yield init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        finally:
+            dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

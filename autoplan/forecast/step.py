@@ -23,23 +23,17 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.options import Checkpointing, Request, TensorParallel, Wish, check_argument
 from autoplan.common.random_values import untouched_randomness
-from autoplan.forecast.adapters import Adapted, nothing_frozen, with_adapters
-from autoplan.forecast.recording.program import Program, blended, program_of
 from autoplan.forecast.recording.record import record_step
-from autoplan.forecast.recording.tape import LeftOut, Tape
-from autoplan.forecast.recording.world import fake_mesh
-from autoplan.forecast.sharded import Copy, UnitSize, sharded_copy
+from autoplan.forecast.recording.tape import LeftOut, Program, Tape, blended, program_of
+from autoplan.forecast.sharded import Copy, UnitSize, fake_mesh, sharded_copy
+from autoplan.forecast.trained import Adapted, nothing_frozen, with_adapters
 from autoplan.hf.adapters import usual_targets
-from autoplan.hf.inputs.resize import size_of
-from autoplan.hf.inputs.step import step_inputs
+from autoplan.hf.inputs.step import size_of, step_inputs
 from autoplan.hf.source import Source
 from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
 from autoplan.planning import capture_source, draft_plan
 from autoplan.values import Plan
 from autoplan.values.quantised import PackedWeight
-
-__all__ = ["Loss", "Recorded", "Setting", "Steps", "inputs_of", "loss_of", "own", "size_priced"]
-
 
 Loss = Callable[[Any, Any], torch.Tensor]
 # Few blocks or all of them, and what is known of the numbers in tensors without storage: the cheapest first.

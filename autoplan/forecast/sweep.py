@@ -29,8 +29,6 @@ from autoplan.forecast.step import Steps
 from autoplan.values import LocalExperts
 from autoplan.values.estimate import Estimate, MemoryParts, Row
 
-__all__ = ["Split", "Sweep"]
-
 _CHECKPOINTING: tuple[bool | str, ...] = (False, "selective", True)
 _MOST_GPUS = 1 << 16
 _DOUBLED = (1, 2, 4, 8, 16, 32, 64)  # stages of a pipeline, ranks that exchange tokens
@@ -154,7 +152,10 @@ class Sweep:
                 self.dropped.append(f"{split}: {error.message}")
                 continue
             alone = self.train == "inference" or (not smallest.fits and not _may_fit_at_once(smallest))
-            if cut is not None and _dominates(cut, smallest):
+            if cut is not None and (
+                cut.estimate.peak <= smallest.estimate.peak
+                and cut.estimate.tokens_per_second >= smallest.estimate.tokens_per_second
+            ):
                 self.cut_pays.add(split.shared)
                 alone = True
             if alone:
@@ -313,13 +314,6 @@ def _first_of(numbers: list[int], fits: Callable[[int], bool]) -> int | None:
 def _may_fit_at_once(row: Row) -> bool:
     """Does a step of several micro-batches need more by no more than the gradients that wait for the others?"""
     return 0 < row.missing <= row.estimate.parts.gradients and row.accumulate > 1
-
-
-def _dominates(one: Row, other: Row) -> bool:
-    return (
-        one.estimate.peak <= other.estimate.peak
-        and one.estimate.tokens_per_second >= other.estimate.tokens_per_second
-    )  # fmt: skip
 
 
 def _held(parts: MemoryParts) -> int:

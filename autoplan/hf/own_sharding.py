@@ -1,14 +1,16 @@
-"""How transformers itself shards a model: the plan that it ships, and its own code that applies one.
+"""How transformers itself shards a model: plans and claims that its classes ship, and its own code that applies them.
 
 The plan is told part by part: where a key was written (a class, a config, an instance) decides what it means. What the
-styles mean to us is read elsewhere (decide/written_plans/dialects.py), as for plans of any other origin.
-Plans are judged by what its code really does.
+styles mean to us is read elsewhere (decide/written_plans/dialects.py), as for plans of any other origin. Plans are
+judged by what its code really does. Claims besides the tensor-parallel plan are read as they stand; whether they hold
+is tried elsewhere (check/audit/claims.py).
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,6 @@ from autoplan.hf.names import SHIPPED_PLAN, not_known
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
-
 
 _OTHER_MESHES = ("_ep_plan", "_fsdp_plan")
 
@@ -102,6 +103,7 @@ def refuse_old_sharding() -> None:
 
 def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any:
     """Untie, shard, slice, tie: the order in which a checkpoint is loaded."""
+    import torch
     from transformers.distributed.mixin import DistributedMixin
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -116,7 +118,9 @@ def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any
         apply_tensor_parallelism(model, mesh, expanded)
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements"):
-            _set_local(parameter, slice_of(parameter, whole[name]))
+            # Fill a DTensor with the slice that the library's loader would read for this rank
+            with torch.no_grad():
+                parameter.to_local().copy_(slice_of(parameter, whole[name]))
     for name, first in ties:
         owner, _, leaf = name.rpartition(".")
         holder, _, theirs = first.rpartition(".")
@@ -138,10 +142,61 @@ def _untied(model: Any) -> Iterator[tuple[str, str]]:
             yield name, first
 
 
-def _set_local(parameter: Any, local: Any) -> None:
-    """Fill a DTensor with the slice that the library's loader would read for this rank."""
-    import torch
+# The modules that transformers hands out to pipeline stages; whatever else a model holds runs on each of them.
+_HANDED_OUT = ("embed_tokens", "layers", "norm")
 
-    with torch.no_grad():
-        held = parameter.to_local()
-        held.copy_(local)
+
+@dataclass(frozen=True)
+class Claims:
+    """Empty or None: the class says nothing of it."""
+
+    expert_plan: Mapping[str, str] = field(default_factory=dict)
+    pipeline_plan: Mapping[str, Any] = field(default_factory=dict)
+    context_parallel: bool | None = None
+    no_split: tuple[str, ...] = ()
+    checkpointing: bool | None = None
+
+
+def claims_of(model: nn.Module) -> Claims:
+    """All claims of a model; keys are paths from the model."""
+    return Claims(
+        expert_plan=dict(getattr(model, "_ep_plan", None) or {}),
+        pipeline_plan=dict(getattr(model, "_pp_plan", None) or {}),
+        context_parallel=getattr(model, "supports_context_parallel", None),
+        no_split=tuple(sorted(getattr(model, "_no_split_modules", None) or ())),
+        checkpointing=getattr(model, "supports_gradient_checkpointing", None),
+    )
+
+
+def splits_pipelines() -> bool:
+    """Does the installed transformers split models over pipeline stages?"""
+    return find_spec("transformers.distributed.pipeline_parallel") is not None
+
+
+def as_pipeline_stage(model: Any, mesh: Any, pass_on: Callable[..., Any]) -> Any:
+    """This rank's stage, made by transformers. `pass_on` stands for its messages: (send?, rank, tensor) -> tensor."""
+    from transformers.distributed.pipeline_parallel import apply_pipeline_parallelism
+
+    model = apply_pipeline_parallelism(model, mesh)
+    stage = model._pp_stage
+
+    def communicate(operation: str, *, tensor: Any = None, **_: Any) -> Any:
+        return pass_on(operation.startswith("send"), stage.pp_rank, tensor)
+
+    stage.communicate = communicate
+    return model
+
+
+def unsplit_children(model: Any) -> tuple[str, ...]:
+    """Modules with weights beside those that transformers hands out to stages: each stage runs them again."""
+    base = getattr(model, model.base_model_prefix, model)
+    return tuple(
+        f"{model.base_model_prefix}.{name}"
+        for name, child in base.named_children()
+        if name not in _HANDED_OUT and any(True for _ in child.parameters())
+    )
+
+
+def checkpoint_its_blocks(model: Any) -> None:
+    """Switch transformers' own activation checkpointing on, under its name in this version."""
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()

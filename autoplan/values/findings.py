@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from os import PathLike
 from typing import Any, Literal, get_args
 
@@ -208,21 +207,6 @@ class Score:
     @property
     def share(self) -> float | None:
         return self.split / self.counted if self.counted else None
-
-
-class Shipped(StrEnum):
-    """What became of a plan that transformers ships (check/audit/shipped_plans.py), as tables and --json say it."""
-
-    EXACT = "exact"
-    WRONG = "wrong"  # it runs, and numbers differ
-    CANNOT_RUN = "cannot run"  # the sharded model raises
-    NOT_COMPARABLE = "not comparable"
-    NO_PLAN = "no plan"
-    NOT_BUILT = "not built"  # the model itself does not run here
-
-    @property
-    def is_bad(self) -> bool:
-        return self in (Shipped.WRONG, Shipped.CANNOT_RUN)
 
 
 @dataclass(frozen=True)

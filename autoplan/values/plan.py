@@ -318,7 +318,7 @@ class Plan:
 # What of a plan steers how a model runs, as one digest: two plans of one digest do the same to a model.
 #
 # Texts for people (reasons, findings, costs) are not in it. Ranks compare digests, and a plan file holds the digest of
-# the plan as it was made: after an edit it is another one (check/audit/edited.py).
+# the plan as it was made: after an edit it is another one (check/audit/gate.py).
 
 _LENGTH = 16  # hexadecimal digits
 

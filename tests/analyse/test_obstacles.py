@@ -8,10 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoplan
-from autoplan.emit.exports.configs import to_deepspeed, to_vllm
+from autoplan.emit.exports.configs import needs_autoplan, to_deepspeed, to_vllm
 from autoplan.emit.exports.expressible import ExportError, parts_of
 from autoplan.emit.exports.hf import to_hf
-from autoplan.emit.exports.torch_code import needs_autoplan
 from autoplan.values import IntegerEdit
 
 

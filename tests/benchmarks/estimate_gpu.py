@@ -33,7 +33,7 @@ import autoplan
 from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.estimate import estimate_with
-from autoplan.forecast.recording.world import fake_mesh
+from autoplan.forecast.sharded import fake_mesh
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
 from autoplan.hf.source import resolve
 from autoplan.values.estimate import Estimate

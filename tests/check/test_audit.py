@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import shipped_plans
 import torch
 from corpus.case import Case
 from corpus.toys import ATTENTION, GOOD, MLP, TABLES, Attention, FusedAttention, Mlp, decoder, torch_styles
 from slow_cases import marked
 
 import autoplan
-from autoplan.check.audit.auditor import audit_source, subject_of
+from autoplan.check.audit.auditor import audit_source, compare_plans, subject_of
 from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.checks.around.heads_gather import gather_bytes
-from autoplan.check.audit.comparison import compare_plans
 from autoplan.check.audit.lines import numbers_starred
 from autoplan.check.audit.subject import Settings
 from autoplan.check.audit.verdicts import verdicts
@@ -481,8 +481,8 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("compare", "corpus.toys:decoder", "--a", "inferred", "--b", "inferred") == 0
 
 
-def test_all_hf_on_one_type(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code("audit", "--all-hf", "--mapping", "causal_lm", "--only", "apertus", "--json") == 1
+def test_shipped_plans_of_one_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shipped_plans.main(["--mapping", "causal_lm", "--only", "apertus", "--json"]) == 1
     (row,) = json.loads(capsys.readouterr().out)
     assert row["verdict"] == "wrong" and "alpha" in row["proof"] and "gradients" in row["errors"]
 

@@ -9,8 +9,8 @@ import pytest
 from corpus.toys import ATTENTION, GOOD, MLP, TABLES, FusedAttention, decoder
 
 import autoplan
-from autoplan.check.audit.comparison import compare_plans
-from autoplan.check.audit.places import lines_of, plan_file_of
+from autoplan.check.audit.auditor import compare_plans
+from autoplan.check.audit.lines import lines_of, plan_file_of
 from autoplan.cli.app import main
 from autoplan.emit.tables.audit_report import audit_view, sarif
 from autoplan.emit.tables.terminal import plain_text, report_view

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import autoplan
-from autoplan.check.audit import edited
+from autoplan.check.audit import gate
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict
 from autoplan.execute.fits import model_hash
@@ -116,7 +116,7 @@ def test_an_edited_plan_is_refused(name: str) -> None:
 
 
 def test_without_the_second_derivation_an_edit_is_silently_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edited, "held_against_model", lambda model, plan: plan)
+    monkeypatch.setattr(gate, "held_against_model", lambda model, plan: plan)
     made = subject("llama")
     data = copy.deepcopy(made.data)
     EDITS["no gradient sum"](data)
@@ -129,7 +129,7 @@ def test_texts_may_be_edited() -> None:
     data["entries"][0]["reason"] = "because I say so"
     data["model"] = "our llama"
     plan = plan_from_dict(data)
-    assert edited.held_against_model(made.model, plan) is plan
+    assert gate.held_against_model(made.model, plan) is plan
 
 
 def test_a_file_that_does_not_say_what_it_was_is_derived_once_more() -> None:
@@ -138,14 +138,14 @@ def test_a_file_that_does_not_say_what_it_was_is_derived_once_more() -> None:
     del data["made_for"]
     plan = plan_from_dict(data)
     assert plan.made_for.content == UNKNOWN
-    found = edited.held_against_model(made.model, plan)
+    found = gate.held_against_model(made.model, plan)
     assert found is not plan and found.runtime == made.plan.runtime and found.proof.ok
 
 
 def test_a_plan_put_together_in_python_passes() -> None:
     made = subject("llama")
     plan = Plan("mine", 2, runtime=made.plan.runtime)
-    assert edited.held_against_model(made.model, plan) is plan
+    assert gate.held_against_model(made.model, plan) is plan
 
 
 def test_a_plan_survives_its_file() -> None:
@@ -297,4 +297,4 @@ def test_a_plan_from_python_that_was_changed_there_is_held_against_the_model_too
     made = subject("llama")
     runtime = replace(made.plan.runtime, instructions=made.plan.runtime.instructions[1:])
     with pytest.raises(PlanMismatchError, match="was edited"):
-        edited.held_against_model(made.model, replace(made.plan, runtime=runtime))
+        gate.held_against_model(made.model, replace(made.plan, runtime=runtime))

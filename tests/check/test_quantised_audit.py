@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shipped_plans import audit_quantised
 from slow_cases import marked
 from transformers import AutoConfig
 
 import autoplan
 from autoplan.check.audit.auditor import audit_source
-from autoplan.check.audit.shipped_quantised import audit_quantised
 from autoplan.common.errors import AutoplanError
 from autoplan.hf.source import resolve
 

@@ -24,7 +24,7 @@ from autoplan.decide.rulebook import rule_tests
 from autoplan.decide.rulebook.read import load_rules
 from autoplan.decide.rulebook.rule_tests import RuleResult
 from autoplan.decide.written_plans.plan_file import load_plan
-from autoplan.forecast import sizes
+from autoplan.forecast import choose
 from autoplan.values import Finding, Proof, Report, replace
 from autoplan.values.estimate import Estimate, MemoryParts, Sent
 
@@ -34,7 +34,7 @@ class Asked:
 
     plan = llama_plan()
     report = Report(ok=True, tp_size=2, gradients={"w": 1e-15}, details={"checked": ("forward",)})
-    sizes = sizes.Sizes(why="nobody estimates here")
+    sizes = choose.Sizes(why="nobody estimates here")
     error: BaseException | None = None
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
@@ -50,7 +50,7 @@ class Asked:
     def make(self, *args: Any, **kwargs: Any) -> Any:
         return self._answer("plan", self.plan, args, kwargs)
 
-    def estimate(self, *_: Any, **__: Any) -> sizes.Sizes:
+    def estimate(self, *_: Any, **__: Any) -> choose.Sizes:
         return self.sizes
 
     def check(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Asked]:
     stand_in = Asked()
     monkeypatch.setattr(autoplan, "plan", stand_in.make, raising=False)
     monkeypatch.setattr(autoplan, "verify", stand_in.check, raising=False)
-    monkeypatch.setattr(sizes, "estimated_sizes", stand_in.estimate)
+    monkeypatch.setattr(choose, "estimated_sizes", stand_in.estimate)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.chdir(tmp_path)
     yield stand_in
@@ -92,7 +92,7 @@ def test_plan_says_what_a_step_takes(asked: Asked, capsys: pytest.CaptureFixture
     sent = (Sent("tp", "all-reduce", 65, 2**31),)
     one = Estimate("m", (("tp", 8),), 1, 2048, "full", parts, "the head", "forward", sent, 0)
     four = replace(llama_plan(), tp_size=4)
-    asked.sizes = sizes.Sizes(
+    asked.sizes = choose.Sizes(
         {4: four, 8: llama_plan()}, {8: one, 4: replace(one, parts=MemoryParts(weights=80 * 2**30))}
     )
     assert run("plan", "llama", "--tp", "8", "--gpu", "h100") == 0

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rules_readme import rules_readme
 
 from autoplan.analyse.picture.flow import node_of
 from autoplan.common.errors import AutoplanError
@@ -16,7 +17,6 @@ from autoplan.decide.match import ENDS, match_rules
 from autoplan.decide.rulebook.conditions import Condition
 from autoplan.decide.rulebook.pattern import draw, parse_pattern
 from autoplan.decide.rulebook.read import GENERIC, STYLES, Rule, RuleError, load_rules, parse_rule
-from autoplan.decide.rulebook.readme import rules_readme
 from autoplan.decide.rulebook.rule_tests import test_rules as run_rule_tests
 
 RULES = {rule.id: rule for rule in load_rules()}
@@ -265,7 +265,7 @@ def test_every_style_is_explained_and_every_rule_is_a_document() -> None:
 
 def test_readme_is_up_to_date() -> None:
     written = (rules_folder() / "README.md").read_text("utf-8")
-    assert written == rules_readme(), "run: python -m autoplan.decide.rulebook.readme > rules/README.md"
+    assert written == rules_readme(), "run: python tests/helpers/rules_readme.py > rules/README.md"
 
 
 def test_no_pattern_speaks_of_names() -> None:

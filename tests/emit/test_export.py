@@ -21,10 +21,10 @@ import autoplan
 from autoplan.common.patterns import matches
 from autoplan.conveniences import surroundings
 from autoplan.decide.plan.folding import starred
+from autoplan.emit.exports.configs import needs_autoplan
 from autoplan.emit.exports.export import TARGETS, export, vllm_finds
 from autoplan.emit.exports.expressible import ExportError, parts_of
 from autoplan.emit.exports.hf import to_hf
-from autoplan.emit.exports.torch_code import needs_autoplan
 from autoplan.hf.source import resolve
 
 torch.set_num_threads(1)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from test_pages import Read, estimate, page_of, plan_of
 
-from autoplan.emit.pages.cases import WhatIf
+from autoplan.emit.pages.markup import WhatIf
 from autoplan.emit.pages.others import choice_page
 from autoplan.emit.pages.page import plan_page
 from autoplan.values import replace

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_pages import KINDS, estimate, hostile_plan, page_of, plan_of
 
-from autoplan.emit.pages.cases import WhatIf
+from autoplan.emit.pages.markup import WhatIf
 from autoplan.emit.pages.page import plan_page
 from autoplan.values import replace
 

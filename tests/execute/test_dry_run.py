@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import autoplan
 from autoplan.capture.fold import fold
-from autoplan.forecast.recording.world import fake_mesh
+from autoplan.forecast.sharded import fake_mesh
 
 
 def _llama(**sizes: Any) -> LlamaConfig:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GptOssConfig, LlamaConfig, MixtralConfig
 
 import autoplan
-from autoplan.hf.inputs.resize import resized, size_of
+from autoplan.hf.inputs.step import resized, size_of
 
 CONFIG = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
                      num_key_value_heads=4, vocab_size=1024, dtype=torch.bfloat16)  # fmt: skip

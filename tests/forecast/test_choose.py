@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import autoplan
 from autoplan.cli.app import app
 from autoplan.forecast.choose import Choice, choose, parse_memory
-from autoplan.forecast.recording.world import fake_mesh
+from autoplan.forecast.sharded import fake_mesh
 from autoplan.forecast.sweep import Sweep
 
 
@@ -172,10 +172,10 @@ def test_the_script_runs(tmp_path: Path, train: str, said: str) -> None:
 
 
 def test_a_measured_machine_is_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autoplan.forecast import calibrate
+    from autoplan.forecast import devices
     from autoplan.forecast.devices import load_device
 
-    monkeypatch.setitem(calibrate._SIZE, "cpu", 128)
+    monkeypatch.setitem(devices._SIZE, "cpu", 128)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     path = tmp_path / "mine.toml"
     ran = CliRunner().invoke(app, ["calibrate", "--like", "a100", "-o", str(path)])

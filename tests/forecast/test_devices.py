@@ -8,8 +8,7 @@ import pytest
 
 import autoplan
 from autoplan.common.rules_folder import rules_folder
-from autoplan.forecast.calibrate import Measured, device_text
-from autoplan.forecast.devices import device_names, load_device
+from autoplan.forecast.devices import Measured, device_names, device_text, load_device
 
 H100 = (rules_folder() / "devices" / "h100.toml").read_text(encoding="utf-8")
 

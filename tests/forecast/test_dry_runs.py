@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 
 import autoplan
 from autoplan.cli.app import app
-from autoplan.forecast.asked import Asked
+from autoplan.forecast.asked import Asked, mesh_sizes
 from autoplan.forecast.devices import load_device
 from autoplan.forecast.dry_run import DryRun, dry_run
 from autoplan.forecast.estimate import estimate_with
-from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.step import Steps
 from autoplan.hf.source import resolve
 

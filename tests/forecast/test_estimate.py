@@ -24,10 +24,9 @@ from transformers import (
 )
 
 import autoplan
-from autoplan.forecast.asked import Asked
+from autoplan.forecast.asked import Asked, mesh_sizes
 from autoplan.forecast.devices import device_names, load_device
 from autoplan.forecast.estimate import estimate_with
-from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.step import Setting, Steps, inputs_of
 from autoplan.hf.inputs.prompts import labels_of
 from autoplan.hf.source import resolve

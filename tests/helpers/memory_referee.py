@@ -16,8 +16,7 @@ from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.common.random_values import untouched_randomness
 from autoplan.forecast.recording.kernels import kernels_of_a_gpu
-from autoplan.forecast.recording.world import fake_mesh
-from autoplan.forecast.sharded import as_on_a_gpu, faker
+from autoplan.forecast.sharded import as_on_a_gpu, fake_mesh, faker
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of, own
 from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
 from autoplan.patches.simulated_ranks import asks_for_a_shape

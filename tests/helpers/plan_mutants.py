@@ -17,7 +17,7 @@ from typing import Any
 from mesh_toys import clone, model_of
 from torch import nn
 
-from autoplan.check.audit import edited
+from autoplan.check.audit import gate
 from autoplan.check.audit.gate import refuse_disproven
 from autoplan.check.pipeline import proven_plan
 from autoplan.check.verify.sharded import check_sharding
@@ -242,7 +242,7 @@ _EDITS += (_reorder, _swap, _swap, _move, _move, _size, _other_type, _unproven)
 def try_mutants(subject: Subject, count: int, seed: int) -> Outcome:
     """Load and apply so many mutants, each refused with a clear error, or exact."""
     chance, outcome = random.Random(f"{subject.name} {seed}"), Outcome()
-    derive, edited.proven_plan = edited.proven_plan, _remembered(proven_plan)
+    derive, gate.proven_plan = gate.proven_plan, _remembered(proven_plan)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -253,7 +253,7 @@ def try_mutants(subject: Subject, count: int, seed: int) -> Outcome:
                 if kind in ("raw", "wrong", "unclear"):
                     outcome.problems.append(f"{subject.name} #{number} is {kind}: {why}")
     finally:
-        edited.proven_plan = derive
+        gate.proven_plan = derive
     return outcome
 
 
@@ -287,7 +287,7 @@ def outcome_of(subject: Subject, data: dict[str, Any]) -> tuple[str, str]:
     try:
         if plan.ranks != subject.plan.ranks:  # `parallelize` compares them with the mesh first
             return "refused on apply", ""
-        plan = edited.held_against_model(subject.model, plan)
+        plan = gate.held_against_model(subject.model, plan)
         refuse_disproven(plan)
         check_matches(subject.model, plan)
     except AutoplanError as error:

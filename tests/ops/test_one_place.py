@@ -71,7 +71,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     "execute/calls/fused.py": ({"gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"}, _EXECUTOR),
     "execute/calls/reductions.py": ({"_weight_norm", "normalize", "std"}, _EXECUTOR),
     "execute/guard/watch.py": ({"allclose", "equal", "item"}, "questions that Python asks of the numbers of a tensor"),
-    "hf/training/claims.py": ({"norm"}, "a module that transformers' pipelines know by its name"),
+    "hf/own_sharding.py": ({"norm"}, "a module that transformers' pipelines know by its name"),
     "execute/vocabulary/leaving.py": (
         {
             "__getitem__",

@@ -14,7 +14,7 @@ PATCHES = "autoplan/patches/"
 INSTANCES = {
     ("autoplan/capture/capture.py", "value"): "settings of a throw-away copy",
     ("autoplan/capture/traced_ints.py", "TracedInt"): "a class of ours",
-    ("autoplan/check/audit/autotp.py", "module"): "head counts of a module that is sharded",
+    ("autoplan/check/audit/executors.py", "module"): "head counts of a module that is sharded",
     ("autoplan/check/ranks/threads.py", "_CountingGroup"): "a class of ours",
     ("autoplan/check/verify/traffic.py", "self"): "an object of ours",
     ("autoplan/execute/vocabulary/split_logits.py", "columns.__class__"): "a tensor that was made here",
@@ -38,7 +38,7 @@ INSTANCES = {
         "register_module_forward_hook",
     ): "torch's hook, removed at the end of its block",
     ("autoplan/hf/configs.py", "AttentionInterface.register"): "an entry of ours beside transformers' own",
-    ("autoplan/forecast/adapters.py", "part"): "a copy without storage, for an estimate",
+    ("autoplan/forecast/trained.py", "part"): "a copy without storage, for an estimate",
     ("autoplan/execute/hooks/running.py", "made"): "an object of ours",
     (
         "autoplan/execute/hooks/replaced.py",

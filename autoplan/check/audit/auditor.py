@@ -1,4 +1,4 @@
-"""Hold a plan that somebody wrote against the model: what is wrong, with proof; what is too costly; what is dead.
+"""Hold a plan that somebody wrote against the model, or two of them against each other.
 
     read the plan → analyse the model → run the plan on simulated ranks → the checks → a verdict for each entry
 
@@ -15,18 +15,16 @@ from dataclasses import replace
 from typing import Any
 
 from autoplan.check.audit.checks import CHECKS
-from autoplan.check.audit.drawn import drawn_of
 from autoplan.check.audit.lines import ForeignPlan, foreign_of, read_foreign
-from autoplan.check.audit.repair import needs_repair, ours, repair, with_causes
-from autoplan.check.audit.subject import Audited, Settings
+from autoplan.check.audit.repair import causes, needs_repair, repair, with_causes
+from autoplan.check.audit.subject import Audited, Said, Settings, Weight
 from autoplan.check.audit.trial import AuditRun, try_on_ranks
-from autoplan.check.audit.verdicts import held_bytes, unsplit_share, verdicts
+from autoplan.check.audit.verdicts import cut_text, drawn_of, gathers, held_bytes, unsplit_share, verdicts
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.options import check_count
+from autoplan.common.patterns import fold_names
 from autoplan.decide.plan.chosen import experts_of
 from autoplan.values import Capabilities, Finding, Plan, Report
-
-__all__ = ["audit", "audit_source", "subject_of"]
 
 DEFAULT = Settings()
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -59,19 +57,15 @@ def audit(
     """
     from autoplan.hf.source import resolve
 
-    _check_arguments(tokens, gradient_norm, dtype)
-    source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
-    settings = Settings(tokens, layers, gradient_norm, dtype)
-    return audit_source(source, plan, tp_size, settings)
-
-
-def _check_arguments(tokens: Any, gradient_norm: Any, dtype: Any) -> None:
-    """Refuse what is of another kind before anything is built."""
+    # Refuse what is of another kind before anything is built
     check_count("tokens", tokens)
     if gradient_norm is not None and not callable(gradient_norm):
         raise AutoplanError(f"gradient_norm={gradient_norm!r}", hint="give a function (model, mesh) -> number")
     if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
         raise AutoplanError(f"dtype={dtype!r}", hint=f"choose one of {', '.join(DTYPES)}")
+    source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
+    settings = Settings(tokens, layers, gradient_norm, dtype)
+    return audit_source(source, plan, tp_size, settings)
 
 
 def audit_source(
@@ -115,9 +109,9 @@ def _corrected(subject: Audited, source: Any, findings: tuple[Finding, ...]) -> 
         repaired = repair(subject, source) if needs_repair(subject, findings) else None
         return (findings, None) if repaired is None else (with_causes(subject, findings, repaired), repaired.raw)
     if subject.is_wrong:
-        for other in ours.candidates(subject, source):
+        for other in causes.candidates(subject, source):
             if audit_source(source, other, subject.plan.plan.tp_size, correct=False).ok:
-                return ours.with_differences(subject, findings, other), other
+                return causes.with_differences(subject, findings, other), other
     return findings, None
 
 
@@ -202,3 +196,54 @@ def _right(source: Any, plan: Plan, module: Any) -> Plan | None:
         return draft_plan(source, wish, choices=choices_of_plan(plan), module=module).plan
     except AutoplanError:
         return None
+
+
+def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
+    """Compare two plans (in any form that `audit` takes). The report is ok when neither is wrong.
+
+    `details["differ"]` counts the weights that they cut otherwise, and `details["verdict"]` says it in a word.
+    """
+    one, other = (subject_of(source, plan, tp_size) for plan in (a, b))
+    groups: dict[tuple[str, str], list[Weight]] = {}
+    alike = 0
+    for left, right in zip(one.weights, other.weights, strict=True):
+        if _facts(left.said) == _facts(right.said):
+            alike += 1
+        else:
+            groups.setdefault((cut_text(left.said), cut_text(right.said)), []).append(left)
+    wrong = [_wrong(subject) for subject in (one, other) if subject.is_wrong]
+    findings = wrong + [_difference(cuts, weights, one) for cuts, weights in groups.items()]
+    verdict = "wrong" if wrong else "they differ" if groups else "alike"
+    return Report(
+        ok=not wrong,
+        findings=tuple(findings),
+        tp_size=tp_size,
+        details={
+            "model": one.name,
+            "verdict": verdict,
+            "a": _side(one),
+            "b": _side(other),
+            "alike": alike,
+            "differ": len(one.weights) - alike,
+        },
+        drawn=drawn_of(one, other),
+    )
+
+
+def _side(subject: Audited) -> dict[str, Any]:
+    exact = "not run" if subject.numbers is None else "exact" if subject.numbers.ok else "wrong"
+    return {"plan": subject.plan.name, "ran": exact, "bytes_per_rank": held_bytes(subject)[0]}
+
+
+def _wrong(subject: Audited) -> Finding:
+    return Finding("numbers", "error", "", f"{subject.plan.name} is wrong", proof=subject.proof())
+
+
+def _difference(cuts: tuple[str, str], weights: list[Weight], subject: Audited) -> Finding:
+    where = ", ".join(fold_names([weight.name for weight in weights], subject.parameters)[:4])
+    size = sum(weight.bytes for weight in weights)
+    return Finding("difference", "note", where, f"a: {cuts[0]}; b: {cuts[1]}", bytes=size)
+
+
+def _facts(said: Said) -> tuple[object, ...]:
+    return said.dim, said.rows, gathers(said)

@@ -25,8 +25,6 @@ from autoplan.common.patterns import holders, is_under
 from autoplan.ops import call_record
 from autoplan.values import Finding, Report
 
-__all__ = ["audit_claims"]
-
 _STAGES = 2
 _ALLOWED = 1e-5
 
@@ -43,7 +41,7 @@ class Verdict(StrEnum):
 def audit_claims(source: Any, tp_size: int = 2) -> Report:
     """Try every claim of a model's class. `details["claims"]` says of each: holds, wrong, doubtful, or not claimed."""
     from autoplan.check.verify.clone import clone_of
-    from autoplan.hf.training.claims import claims_of
+    from autoplan.hf.own_sharding import claims_of
 
     module = source.module()
     claims = claims_of(module)
@@ -103,7 +101,7 @@ def _plan(source: Any, plan: Any, tp_size: int) -> Iterator[Finding]:
 
 def _pipeline(clone: Any, plan: Any, module: Any) -> Iterator[Finding]:
     """The model on two stages, split by transformers, against the whole model: outputs alone, for it trains none."""
-    from autoplan.hf.training.claims import splits_pipelines, unsplit_children
+    from autoplan.hf.own_sharding import splits_pipelines, unsplit_children
 
     known = {name for name, _ in module.named_modules()}
     for key in plan:
@@ -149,7 +147,7 @@ def _on_stages(model: Any, feed: Any, want: Any) -> float:
 
     from autoplan.check.ranks.run import run_ranks
     from autoplan.check.verify.compare import error_of, largest_of
-    from autoplan.hf.training.claims import as_pipeline_stage
+    from autoplan.hf.own_sharding import as_pipeline_stage
 
     models = [copied(model).eval() for _ in range(_STAGES)]
     between: list[queue.Queue[Any]] = [queue.Queue() for _ in range(_STAGES)]
@@ -246,7 +244,7 @@ def _step(model: Any, feed: Any, is_checkpointed: bool) -> tuple[dict[str, Any],
     import torch
 
     from autoplan.check.verify.subject import tensors_in, weighted_sum
-    from autoplan.hf.training.claims import checkpoint_its_blocks
+    from autoplan.hf.own_sharding import checkpoint_its_blocks
 
     model = copied(model).train()
     if is_checkpointed:

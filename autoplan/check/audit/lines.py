@@ -1,4 +1,4 @@
-"""A foreign plan as lines: which key says what, in whose words, and which parameters it reaches in this model.
+"""A foreign plan as lines: which key says what, in whose words, where in its file, and which parameters it reaches.
 
 The same key reaches different parameters in different hands. transformers takes `*` for a block's number, and looks for
 a parameter's own key before its module's; torch matches path segment by path segment and touches modules only; our own
@@ -7,14 +7,16 @@ plans name modules and parameters alike. A line keeps its key as it was written,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 from autoplan.common.conventions import conventions
-from autoplan.common.files.plain import NotPlain, is_file, read_plain
+from autoplan.common.errors import AutoplanError
+from autoplan.common.files.plain import NotPlain, is_file, read_plain, read_text
 from autoplan.common.patterns import matches
 from autoplan.decide.written_plans.choices import WrittenPlanError, check_key
 from autoplan.decide.written_plans.dialects import looks_dotted, plan_at, read_strings, read_styles
@@ -22,8 +24,6 @@ from autoplan.decide.written_plans.foreign import is_deepspeed, read_deepspeed
 from autoplan.decide.written_plans.handwritten import plan_by_id
 from autoplan.decide.written_plans.plan_file import load_plan
 from autoplan.values import Plan
-
-__all__ = ["Dialect", "ForeignPlan", "Line", "foreign_of", "plan_as_written", "read_foreign"]
 
 Dialect = Literal["transformers", "torch", "deepspeed", "autoplan"]
 RESERVED = ("auto", "inferred", "handwritten")
@@ -96,9 +96,21 @@ def read_foreign(source: Any, model: Any, name: str) -> ForeignPlan | str:
     if text in RESERVED:
         return text
     if text == "hf":
-        return _of_transformers(model, name)
+        plan = conventions().shipped_plan(model)
+        if not plan:
+            raise WrittenPlanError(
+                f"{name} has no transformers plan: neither its classes nor its configs have one",
+                hint="audit plan='inferred', or write one: {pattern: style}",
+            )
+        return _of_mapping(plan, f"transformers' plan of {name}", model)
     if is_file(text):
-        return _of_file(Path(text), model)
+        path = Path(text)
+        data = read_plain(path, NotPlain("plan file", WrittenPlanError))
+        if isinstance(data, Mapping) and "autoplan" in data:
+            return foreign_of(load_plan(path), str(path))
+        if not isinstance(data, Mapping):
+            raise WrittenPlanError(f"{path} holds no plan but a {type(data).__name__}", hint="write pattern: style")
+        return _of_mapping(data, str(path), model)
     if plan_by_id(text) is not None:
         return text
     if not looks_dotted(text):
@@ -124,25 +136,6 @@ def foreign_of(plan: Plan, name: str = "") -> ForeignPlan:
     return ForeignPlan(name, "autoplan", lines, {entry.pattern: entry.style for entry in plan.entries}, plan)
 
 
-def _of_transformers(model: Any, name: str) -> ForeignPlan:
-    plan = conventions().shipped_plan(model)
-    if not plan:
-        raise WrittenPlanError(
-            f"{name} has no transformers plan: neither its classes nor its configs have one",
-            hint="audit plan='inferred', or write one: {pattern: style}",
-        )
-    return _of_mapping(plan, f"transformers' plan of {name}", model)
-
-
-def _of_file(path: Path, model: Any) -> ForeignPlan:
-    data = read_plain(path, NotPlain("plan file", WrittenPlanError))
-    if isinstance(data, Mapping) and "autoplan" in data:
-        return foreign_of(load_plan(path), str(path))
-    if not isinstance(data, Mapping):
-        raise WrittenPlanError(f"{path} holds no plan but a {type(data).__name__}", hint="write pattern: style")
-    return _of_mapping(data, str(path), model)
-
-
 def _of_mapping(data: Mapping[str, Any], name: str, model: Any) -> ForeignPlan:
     if is_deepspeed(data):
         names = [parameter for parameter, _ in model.named_parameters(remove_duplicate=False)]
@@ -166,3 +159,39 @@ def _line(key: str, style: Any, name: str) -> Line:
         written = style if isinstance(style, str) else f"{type(style).__module__}.{type(style).__qualname__}"
         return Line(key, "", written, error.message)
     return Line(key, choice.style, choice.written)
+
+
+_LARGEST = 4 << 20
+
+
+def plan_file_of(plan: str) -> str:
+    """The file that a plan is written in, as people named it or relative to here; "" for a plan that no file holds.
+
+    A dotted path was imported when the plan was read.
+    """
+    if is_file(plan):
+        return Path(plan).as_posix()
+    parts = plan.replace(":", ".").split(".") if looks_dotted(plan) else []
+    for length in range(len(parts) - 1, 0, -1):
+        module = sys.modules.get(".".join(parts[:length]))
+        path = Path(getattr(module, "__file__", None) or "")
+        if module is not None and path.is_file():
+            here = Path.cwd()
+            return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
+    return ""
+
+
+def lines_of(file: str, patterns: Iterable[str]) -> dict[str, int]:
+    """The first line on which each pattern stands as a word of its own."""
+    try:
+        lines = read_text(file, NotPlain(), _LARGEST).splitlines() if file else []
+    except AutoplanError:
+        return {}
+    wanted = tuple(patterns)
+    found: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        words = {word.strip("{}[](),:") for word in line.replace('"', " ").replace("'", " ").split()}
+        for pattern in wanted:
+            if pattern in words:
+                found.setdefault(pattern, number)
+    return found

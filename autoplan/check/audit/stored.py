@@ -14,8 +14,6 @@ from autoplan.check.audit.lines import ForeignPlan, Line
 from autoplan.check.audit.subject import Said, plain_rows, said_by
 from autoplan.values.quantised import PackedDim, PackedTensor, PackedWeight
 
-__all__ = ["Parting", "parting", "partings"]
-
 
 @dataclass(frozen=True)
 class Parting:

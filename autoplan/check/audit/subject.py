@@ -26,8 +26,6 @@ from autoplan.decide.written_plans.choices import CUTS
 from autoplan.values import Finding, ParameterFact, Plan, Report, Stack
 from autoplan.values.quantised import PackedWeight
 
-__all__ = ["Level", "Said", "Settings", "Audited", "Weight", "plain_rows", "said_by"]
-
 Level = Literal["error", "warn", "note"]
 
 

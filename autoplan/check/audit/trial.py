@@ -10,15 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.capture.dry_run import quiet
-from autoplan.check.audit.autotp import autotp_sharding, not_imitated
-from autoplan.check.audit.executors import torch_sharding, transformers_sharding
+from autoplan.check.audit.executors import autotp_sharding, not_imitated, torch_sharding, transformers_sharding
 from autoplan.check.audit.lines import ForeignPlan
 from autoplan.check.verify.on_ranks import Sharding
 from autoplan.common.errors import AutoplanError
 from autoplan.decide.plan.folding import starred
 from autoplan.values import Plan, Report
-
-__all__ = ["AuditRun", "run_on", "sharding_for", "try_on_ranks"]
 
 _LIBRARIES = {"torch": torch_sharding, "transformers": transformers_sharding, "deepspeed": autotp_sharding}
 _TINY_TP = 2

@@ -1,4 +1,4 @@
-"""One word for each entry of a plan: same, costlier, different, wrong, or dead.
+"""One word for each entry of a plan (same, costlier, different, wrong, or dead), and what a page draws of it.
 
 *same*: it cuts what analysis would cut, in the same rows. *costlier*: it is right, and holds or moves more (a weight
 left whole, an output gathered). *different*: right, and cut in another way. *wrong*: a finding at error level is about
@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autoplan.check.audit.lines import Line
-from autoplan.check.audit.subject import Audited, Weight
-from autoplan.common.patterns import is_under, matches
-from autoplan.values import AllGather, Finding
-
-__all__ = ["held_bytes", "unsplit_share", "verdicts"]
+from autoplan.check.audit.subject import Audited, Said, Weight
+from autoplan.common.patterns import Universe, fold_names, is_under, matches
+from autoplan.decide.plan.folding import Names, flow_of
+from autoplan.values import AllGather, CutsOf, Drawn, Finding
 
 
 def verdicts(subject: Audited, findings: Iterable[Finding]) -> dict[str, str]:
@@ -73,3 +72,31 @@ def unsplit_share(subject: Audited) -> float:
     able = [weight for weight in subject.weights if weight.is_matrix and weight.fact.dim is not None]
     total = sum(weight.bytes for weight in able)
     return round(sum(weight.bytes for weight in able if weight.said.dim is None) / total, 4) if total else 0.0
+
+
+def drawn_of(*subjects: Audited) -> Drawn:
+    """All of one model."""
+    trace = subjects[0].solution.trace
+    flow = flow_of(trace, subjects[0].stacks, Names(trace))
+    return Drawn(flow, tuple(_side(subject) for subject in subjects))
+
+
+def _side(subject: Audited) -> CutsOf:
+    groups: dict[tuple[int | None, str], list[str]] = {}
+    for weight in subject.weights:
+        groups.setdefault((weight.said.dim, cut_text(weight.said)), []).append(weight.name)
+    known = Universe(name for names in groups.values() for name in names)
+    cuts = ((pattern, dim, text) for (dim, text), names in groups.items() for pattern in fold_names(names, known))
+    return CutsOf(subject.plan.name, tuple(cuts))
+
+
+def gathers(said: Said) -> bool:
+    return said.dim is not None and said.line is not None and said.line.style == "colwise_gather_output"
+
+
+def cut_text(said: Said) -> str:
+    """What is done to a weight, for people."""
+    if said.dim is None:
+        return "whole"
+    gathered = ", output gathered" if gathers(said) else ""
+    return f"cut along dim {said.dim}, {len(said.rows[0])} rows on rank 0, from {said.rows[0][0]}{gathered}"

@@ -33,8 +33,6 @@ from autoplan.common.dtypes import working_dtype
 from autoplan.common.random_values import untouched_randomness
 from autoplan.values import Trace, refs
 
-__all__ = ["Permuted", "check_permutations", "permuted_indices"]
-
 _POSITIONS_MATTER = {
     Event.EMBED_INDEX: "its rows are looked up by number",
     Event.INDEX_W: "its rows are looked up by number",

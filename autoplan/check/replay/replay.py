@@ -30,8 +30,6 @@ from autoplan.ops.records.on_shards import recorded as take_recorded
 from autoplan.ops.records.record import REMOVED, Runs
 from autoplan.values import Finding, Op, Ref, Symbolic, Trace, refs
 
-__all__ = ["Replayed", "replay"]
-
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOOSE = 2e-2  # half precision
 

@@ -5,7 +5,7 @@ Axes prove, rules decide names. Every parameter ends in an entry, or in the list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,8 +17,7 @@ from autoplan.common.patterns import matches
 from autoplan.decide.match import Matching, match_rules
 from autoplan.decide.naming import Naming, gathered_parameters, name_parameters, readings, with_facts
 from autoplan.decide.plan.entries import Costs, communication, reason_text, style_of, units_text, whole_text
-from autoplan.decide.plan.flow import flow_of
-from autoplan.decide.plan.folding import Names, fold_runtime, starred
+from autoplan.decide.plan.folding import Names, flow_of, fold_runtime, starred
 from autoplan.decide.rulebook.read import GENERIC, Rule, load_rules
 from autoplan.values import (
     Cost,
@@ -220,26 +219,23 @@ def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> I
         if fact.dim is None and not fact.buffer:
             name = fact.names[0]
             role = named[name].role if name in named else ""
-            groups.setdefault((starred(name), fact.bytes), {})[name] = (role, _why_whole(fact))
+            summed = (GradientSummed(),) if fact.gradient != "local" else ()
+            groups.setdefault((starred(name), fact.bytes), {})[name] = (
+                role,
+                (*(fact.why or (NothingToSplit(),)), *summed),
+            )
     for (_, size), reasons in groups.items():
         everywhere = {name: reason for member, reason in reasons.items() for name in names.expand(member)}
         for pattern in names.fold(list(reasons), parameters=True):
             said = [reason for name, reason in everywhere.items() if matches(pattern, name)]
             if len(said) > 1:
-                said = [(role, _said_once(why)) for role, why in said]
+                # Reasons that differ only in the number of a block are one
+                said = [
+                    (role, tuple(dict.fromkeys(reason.with_paths(starred) for reason in why))) for role, why in said
+                ]
             roles = tuple(dict.fromkeys(role for role, _ in said if role))
             why = tuple(dict.fromkeys(why for _, whys in said for why in whys))
             yield Replicated(pattern, size * len(said), whole_text(said), roles, why)
-
-
-def _why_whole(fact: ParameterFact) -> tuple[Reason, ...]:
-    summed = (GradientSummed(),) if fact.gradient != "local" else ()
-    return (*(fact.why or (NothingToSplit(),)), *summed)
-
-
-def _said_once(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
-    """Reasons that differ only in the number of a block are one."""
-    return tuple(dict.fromkeys(reason.with_paths(starred) for reason in reasons))
 
 
 def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Names) -> Iterator[Finding]:

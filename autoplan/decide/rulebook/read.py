@@ -192,6 +192,11 @@ def _parse(data: Mapping[str, Any], text: str, stem: str) -> Rule:
     for name in (*plain, *sequence_parallel, *data.get("roles", {}), *data.get("units", {})):
         if name not in names:
             raise RuleError(f"{name!r} is not a box of the flow ({', '.join(names) or 'none'})")
+    if "unseen" in data and data.get("seen_in"):
+        raise RuleError("it has `seen_in` and `unseen`", hint="keep `seen_in`: an architecture shows the rule")
+    value = data.get("exported_as", "")
+    if value and value not in EXPORTS:
+        raise RuleError(f"{value!r} is nothing that exports know", hint=f"exported_as is one of {', '.join(EXPORTS)}")
     return Rule(
         id=stem,
         summary=_text(data, "summary"),
@@ -206,8 +211,8 @@ def _parse(data: Mapping[str, Any], text: str, stem: str) -> Rule:
         roles=tuple(data.get("roles", {}).items()),
         beats=tuple(data.get("beats", ())),
         examples=tuple(_example(item) for item in data.get("example", ())),
-        unseen=_unseen(data),
-        exported_as=_exported_as(data),
+        unseen=_text(data, "unseen") if "unseen" in data else "",
+        exported_as=str(value),
         holds_experts=data.get("holds_experts", False) is True,
     )
 
@@ -217,19 +222,6 @@ def _text(data: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise RuleError(f"{key!r} is missing: a rule is a document")
     return " ".join(value.split())
-
-
-def _unseen(data: Mapping[str, Any]) -> str:
-    if "unseen" in data and data.get("seen_in"):
-        raise RuleError("it has `seen_in` and `unseen`", hint="keep `seen_in`: an architecture shows the rule")
-    return _text(data, "unseen") if "unseen" in data else ""
-
-
-def _exported_as(data: Mapping[str, Any]) -> str:
-    value = data.get("exported_as", "")
-    if value and value not in EXPORTS:
-        raise RuleError(f"{value!r} is nothing that exports know", hint=f"exported_as is one of {', '.join(EXPORTS)}")
-    return str(value)
 
 
 def _styles(value: Any) -> tuple[str, ...]:

@@ -126,7 +126,15 @@ class ChosenCuts:
         for name in (parameter, module):
             found = [c for c in self.choices if matches(c.pattern, name) and (name == parameter or c.cut != "nothing")]
             if found:
-                return _agreed(found, name, self.name)
+                # Several patterns may mean one module if they say the same of it
+                first = found[0]
+                for other in found[1:]:
+                    if other.cut != first.cut:
+                        raise WrittenPlanError(
+                            f"{self.name}: two keys with different styles match {name!r}: {first} and {other}",
+                            hint="keep one of them, or narrow the other's pattern",
+                        )
+                return first
         return None
 
     def check_keys(self, modules: Iterable[str], parameters: Iterable[str]) -> tuple[str, ...]:
@@ -143,18 +151,6 @@ class ChosenCuts:
             )
         below = self.under.check_keys(modules, parameters) if self.under else ()
         return tuple(f"{self.name}: {c.pattern!r} matches nothing and was left out" for c in dead) + below
-
-
-def _agreed(found: list[ChosenCut], name: str, plan: str) -> ChosenCut:
-    """Several patterns may mean one module if they say the same of it."""
-    first = found[0]
-    for other in found[1:]:
-        if other.cut != first.cut:
-            raise WrittenPlanError(
-                f"{plan}: two keys with different styles match {name!r}: {first} and {other}",
-                hint="keep one of them, or narrow the other's pattern",
-            )
-    return first
 
 
 _LONGEST_KEY = 500

@@ -12,10 +12,16 @@ import yaml
 
 from autoplan.common.patterns import fold_names, matches
 from autoplan.decide.plan.folding import starred
-from autoplan.emit.exports.configs import to_accelerate, to_deepspeed, to_megatron_fsdp, to_vllm
+from autoplan.emit.exports.configs import (
+    automodel_module,
+    to_accelerate,
+    to_deepspeed,
+    to_megatron_fsdp,
+    to_vllm,
+    torch_module,
+)
 from autoplan.emit.exports.expressible import ExportError
 from autoplan.emit.exports.hf import to_hf
-from autoplan.emit.exports.torch_code import automodel_module, torch_module
 from autoplan.values import Plan
 
 # What of an export its host will find, by the host's own matching rule.

@@ -1,11 +1,201 @@
-"""A drawing as SVG: boxes that link to their explanation, in colours that style.py gives for light and for dark."""
+"""Where each box, edge and text of a drawing stands, for a given width, and the drawing as SVG.
+
+A test can so assert that nothing overlaps. Texts are set in a monospaced typeface: their extent is known without a
+browser. Boxes link to their explanation; colours are in markup.py, for light and for dark.
+"""
 
 from __future__ import annotations
 
-from autoplan.emit.pages.geometry import Drawing, Edge, Shape, Words
-from autoplan.emit.pages.markup import Safe, el
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-__all__ = ["COLOURS", "svg_of", "tone_of"]
+from autoplan.emit.pages.markup import Safe, el
+from autoplan.emit.pages.picture import Block, Box, BoxRow, Mark
+
+CELL = 0.62  # of the size of a letter: its width, with some room
+_LARGE, _SMALL = 13, 11
+_LINE = 15
+_PAD, _GAP, _MARGIN = 8, 10, 12
+_NARROWEST = 90
+_EDGE = 12
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A box of the drawing, or the frame around some (`frame`)."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    box: Box | None = None
+
+    @property
+    def frame(self) -> bool:
+        return self.box is None
+
+
+@dataclass(frozen=True)
+class Words:
+    """A line of text. `y` is its baseline."""
+
+    x: float
+    y: float
+    text: str
+    size: int
+    kind: str
+    box: Box | None = None
+
+    @property
+    def width(self) -> float:
+        return cells(self.text) * self.size * CELL
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A line from top to bottom; `kind`: "value", "cut", "partial" or "gradient"."""
+
+    x: float
+    top: float
+    bottom: float
+    kind: str
+    axis: int = -1
+
+
+@dataclass
+class Drawing:
+    width: float
+    height: float = 0.0
+    shapes: list[Shape] = field(default_factory=list)
+    words: list[Words] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+
+
+def cells(text: str) -> int:
+    """How many letters wide: those of some scripts take two."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def wrapped(text: str, width: float, size: int) -> list[str]:
+    """Lines no wider than `width`, broken after a blank, a dot or an underscore where one is near, else anywhere."""
+    most = max(1, int(width / (size * CELL)))
+    lines = [""]
+    for piece in _pieces(text):
+        if cells(lines[-1]) + cells(piece.rstrip()) > most and lines[-1]:
+            lines.append("")
+        for letter in piece:
+            if cells(lines[-1]) + cells(letter) > most:
+                lines.append("")
+            lines[-1] += letter
+    return [line.strip() for line in lines if line.strip()] or [""]
+
+
+def _pieces(text: str) -> Iterable[str]:
+    start = 0
+    for place, letter in enumerate(text):
+        if letter in " ._":
+            yield text[start : place + 1]
+            start = place + 1
+    yield text[start:]
+
+
+def draw_block(block: Block, width: float) -> Drawing:
+    """Rows from top to bottom; neighbours of one parent in a frame that says its name."""
+    drawing = Drawing(width)
+    y = _MARGIN / 2
+    place = 0
+    while place < len(block.rows):
+        parent = block.rows[place].parent
+        end = place
+        while end < len(block.rows) and block.rows[end].parent == parent:
+            end += 1
+        y = _frame(drawing, parent, block.rows[place:end], y)
+        place = end
+    drawing.height = y + _MARGIN / 2
+    return drawing
+
+
+def _frame(drawing: Drawing, parent: str, rows: tuple[BoxRow, ...], y: float) -> float:
+    inset = _MARGIN * 2 if parent else _MARGIN
+    top = y
+    if parent:
+        for line in wrapped(parent, drawing.width - 2 * inset, _SMALL):
+            drawing.words.append(Words(inset, y + _LINE, line, _SMALL, "parent"))
+            y += _LINE
+        y += 6
+    for row in rows:
+        y = _row(drawing, row, inset, y)
+    if parent:
+        drawing.shapes.append(Shape(_MARGIN, top, drawing.width - 2 * _MARGIN, y - top))
+        y += _EDGE
+    return y
+
+
+def _row(drawing: Drawing, row: BoxRow, inset: float, y: float) -> float:
+    y = _marks(drawing, [mark for mark in row.marks if mark.before], row, inset, y)
+    room = drawing.width - 2 * inset
+    in_line = max(1, min(len(row.columns), int((room + _GAP) / (_NARROWEST + _GAP))))
+    for start in range(0, len(row.columns), in_line):
+        some = row.columns[start : start + in_line]
+        each = (room - _GAP * (len(some) - 1)) / len(some)
+        for level in range(max(map(len, some))):
+            there = [(inset + n * (each + _GAP), column) for n, column in enumerate(some) if level < len(column)]
+            if level:
+                drawing.edges += [_between(x + 10, y, column[level - 1]) for x, column in there]
+                y += _EDGE
+            tallest = max(_box(drawing, column[level], x, y, each) for x, column in there)
+            drawing.shapes += [Shape(x, y, each, tallest, column[level]) for x, column in there]
+            y += tallest
+        y += _GAP if start + in_line < len(row.columns) else 0
+    return _marks(drawing, [mark for mark in row.marks if not mark.before], row, inset, y, leaves=True)
+
+
+def _between(x: float, y: float, above: Box) -> Edge:
+    """From a box to the one below it in its column."""
+    axis = above.axis.number if above.axis and above.gives == "cut" else -1
+    return Edge(x, y, y + _EDGE, above.gives or "value", axis)
+
+
+def _box(drawing: Drawing, box: Box, x: float, y: float, width: float) -> float:
+    """The texts of a box; how high it must be."""
+    room = width - 2 * _PAD
+    below = y + _PAD / 2
+    letter = f"{box.axis.letter} " if box.axis else ""
+    for line in wrapped(letter + box.name, room, _LARGE):
+        below += _LINE
+        drawing.words.append(Words(x + _PAD, below, line, _LARGE, "name", box))
+    said = [*box.lines, *([f"finding {', '.join(map(str, box.findings))}"] if box.findings else [])]
+    for place, text in enumerate(said):
+        kind = "pin" if box.findings and place == len(said) - 1 else "line"
+        for line in wrapped(text, room, _SMALL):
+            below += _LINE
+            drawing.words.append(Words(x + _PAD, below, line, _SMALL, kind, box))
+    return below + _PAD - y
+
+
+def _marks(drawing: Drawing, marks: list[Mark], row: BoxRow, inset: float, y: float, leaves: bool = False) -> float:
+    """The edge above or below a row, with what ranks do on it written beside."""
+    if not marks and not leaves:
+        return y
+    top, x = y, inset + 10
+    y += _EDGE / 2
+    for mark in marks:
+        kind = "gradient" if mark.backward else "sum" if mark.partial else "move"
+        for line in wrapped(mark.text, drawing.width - 2 * inset - 24, _SMALL):
+            drawing.words.append(Words(x + 14, y + _LINE - 4, line, _SMALL, kind))
+            y += _LINE
+    y += _EDGE / 2
+    axis = next((box.axis.number for box in row.boxes if box.axis), -1)
+    partial = any(mark.partial and not mark.backward for mark in marks)
+    gives = {box.gives for box in row.boxes} if leaves else set()
+    cut = axis >= 0 and "cut" in gives and not partial
+    kind = "partial" if partial or "partial" in gives else "cut" if cut else "value"
+    drawing.edges.append(Edge(x, top, y, kind, axis if cut else -1))
+    if any(mark.backward for mark in marks):
+        drawing.edges.append(Edge(x + 6, top, y, "gradient"))
+    return y
+
 
 COLOURS = 9  # after which axes are told apart by their letters alone
 
@@ -15,39 +205,39 @@ def tone_of(axis: int) -> str:
 
 
 def svg_of(drawing: Drawing, label: str, class_: str) -> Safe:
-    frames = [_frame(shape) for shape in drawing.shapes if shape.frame]
-    loose = [_words(words) for words in drawing.words if words.box is None]
-    boxes = [_box(shape, drawing) for shape in drawing.shapes if not shape.frame]
+    frames = [_frame_svg(shape) for shape in drawing.shapes if shape.frame]
+    loose = [_words_svg(words) for words in drawing.words if words.box is None]
+    boxes = [_box_svg(shape, drawing) for shape in drawing.shapes if not shape.frame]
     size = {"width": _number(drawing.width), "height": _number(drawing.height)}
     view = f"0 0 {size['width']} {size['height']}"
-    edges = [_edge(edge) for edge in drawing.edges]
+    edges = [_edge_svg(edge) for edge in drawing.edges]
     return el(
         "svg", *frames, *edges, *loose, *boxes, viewBox=view, **size, class_=class_, role="group", aria_label=label
     )
 
 
-def _frame(shape: Shape) -> Safe:
+def _frame_svg(shape: Shape) -> Safe:
     return el("rect", x=_number(shape.x), y=_number(shape.y), width=_number(shape.width),
               height=_number(shape.height), rx=6, class_="frame")  # fmt: skip
 
 
-def _edge(edge: Edge) -> Safe:
+def _edge_svg(edge: Edge) -> Safe:
     tone = f" {tone_of(edge.axis)}" if edge.axis >= 0 else ""
     return el("line", x1=_number(edge.x), x2=_number(edge.x), y1=_number(edge.top), y2=_number(edge.bottom),
               class_=f"edge {edge.kind}{tone}")  # fmt: skip
 
 
-def _words(words: Words) -> Safe:
+def _words_svg(words: Words) -> Safe:
     return el("text", words.text, x=_number(words.x), y=_number(words.y), class_=f"t{words.size} {words.kind}")
 
 
-def _box(shape: Shape, drawing: Drawing) -> Safe:
+def _box_svg(shape: Shape, drawing: Drawing) -> Safe:
     box = shape.box
     assert box is not None
     tone = box.tone or (tone_of(box.axis.number) if box.axis else "whole")
     rect = el("rect", x=_number(shape.x), y=_number(shape.y), width=_number(shape.width),
               height=_number(shape.height), rx=4)  # fmt: skip
-    texts = [_words(w) for w in drawing.words if w.box is box and _within(w, shape)]
+    texts = [_words_svg(w) for w in drawing.words if w.box is box and _within(w, shape)]
     said = f"{box.path}: {', '.join(box.lines)}"
     inside = (el("title", said), rect, *texts)
     pinned = " pinned" if box.findings else ""

@@ -1,23 +1,91 @@
-"""Pages of an audit, of two plans side by side, and of a choice among meshes."""
+"""Pages of an audit, of two plans side by side and of a choice among meshes, and the cells of a notebook.
+
+A cell of a notebook shows the same parts, small, in a frame of its own, where its styles touch nothing else and no
+script runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from autoplan.emit.pages.cases import WhatIf, cases, chooser
-from autoplan.emit.pages.drawn import scene_of_side
-from autoplan.emit.pages.markup import Content, Safe, el, table
-from autoplan.emit.pages.memory import memory_section, stack
-from autoplan.emit.pages.page import cause_first, pictures, plan_parts, whole_page
-from autoplan.emit.pages.sections import block_figure, findings_section
+from autoplan.common.patterns import matches
+from autoplan.emit.pages.drawing import tone_of
+from autoplan.emit.pages.markup import Content, Safe, WhatIf, cases, chooser, el, styles, table, written_here
+from autoplan.emit.pages.page import cause_first, links_of, pictures, plan_parts, whole_page
+from autoplan.emit.pages.picture import Block, Box, BoxRow, Scene, branches, scene_of
+from autoplan.emit.pages.sections import (
+    block_figure,
+    drawing_section,
+    facts,
+    findings_section,
+    memory_section,
+    stack,
+    verdict,
+)
 from autoplan.emit.tables.estimate_table import choice_reasons, row_to_dict
 from autoplan.emit.words import bytes_text
-from autoplan.values import Plan, Report
-from autoplan.values.estimate import Row
+from autoplan.values import CutsOf, Drawn, Finding, Plan, Report
+from autoplan.values.estimate import Estimate, Row
 
-__all__ = ["audit_parts", "choice_page", "choice_parts", "report_page"]
+Cut = tuple[int | None, str]
+_TONES = {"wrong": "bad", "costlier": "a6", "dead": "whole"}
+
+
+def scene_of_side(
+    drawn: Drawn, side: CutsOf, other: CutsOf | None = None, words: Mapping[str, str] | None = None,
+    findings: Sequence[Finding] = (),
+) -> Scene:  # fmt: skip
+    """`other`: the side that it is held against; `words`: verdicts by pattern, as an audit gives them."""
+    blocks = []
+    for part in drawn.flow:
+        rows = []
+        for parent, columns in branches(part):
+            boxes = []
+            for column in columns:
+                named = [(step.rpartition(".")[2], ".".join(filter(None, (part.block, step)))) for step in column]
+                told = (_box(name or path, path, side, other, words or {}, findings) for name, path in named)
+                boxes.append(tuple(told))
+            rows.append(BoxRow(parent, tuple(boxes)))
+        blocks.append(Block(part.block or "outside of blocks", part.blocks, tuple(rows)))
+    return Scene(tuple(blocks), ())
+
+
+def _box(
+    name: str, path: str, side: CutsOf, other: CutsOf | None, words: Mapping[str, str], findings: Sequence[Finding]
+) -> Box:
+    cuts, others = _cuts(side, path), _cuts(other, path) if other is not None else None
+    said = list(dict.fromkeys(word for pattern, word in words.items() if _about(pattern, path)))
+    lit = others is not None and cuts != others
+    tone = next((_TONES[word] for word in said if word in _TONES), _tone(cuts)) + " lit" * lit
+    found = tuple(n for n, one in enumerate(findings, 1) if any(_about(about, path) for about in one.about))
+    lines = (
+        *dict.fromkeys(text for _, text in cuts.values()),
+        *(f"plan: {word}" for word in said),
+        *(("differs",) if lit else ()),
+    )
+    return Box(name, path, lines, findings=found, tone=tone)
+
+
+def _cuts(side: CutsOf, path: str) -> dict[str, Cut]:
+    """What is done to each parameter of a module."""
+    found = {}
+    for pattern, dim, text in side.cuts:
+        module, _, name = pattern.rpartition(".")
+        if matches(module, path):
+            found[name] = (dim, text)
+    return found
+
+
+def _about(pattern: str, path: str) -> bool:
+    return bool(pattern) and (matches(pattern, path) or matches(pattern.rpartition(".")[0], path))
+
+
+def _tone(cuts: Mapping[str, Cut]) -> str:
+    dims = [dim for dim, _ in cuts.values() if dim is not None]
+    return tone_of(max(dims, default=-1))
+
 
 _MOST = 24  # rows of a choice that are shown
 _CASE = 1000  # numbers of rows, beside sizes of tp
@@ -141,3 +209,36 @@ def _row(choice: Any, row: Row, scale: int) -> Safe:
     head = el("summary", el("b", f"{choice.rows.index(row) + 1}. {row}"), f": {speed}; {row.binds}", el("br"),
               stack(row.estimate, choice.memory, scale))  # fmt: skip
     return el("details", head, memory_section(row.estimate, choice.memory, alone=False))
+
+
+_ROWS = 6  # of a choice
+_HEIGHTS = {"small": 320, "large": 560}
+
+
+def plan_cell(plan: Plan) -> Safe:
+    """Verdict, drawing, findings; what a box links to is on the page that `plan.report(path)` writes."""
+    findings = cause_first(plan.findings)
+    scene = scene_of(plan, dict.fromkeys(links_of(plan), ""), findings)
+    parts = (verdict(plan.proof), facts(plan), drawing_section(scene), findings_section(findings))
+    return _cell(f"{plan.model} at tp {plan.tp_size}", "large", *parts)
+
+
+def report_cell(report: Report) -> Safe:
+    return _cell(f"{report.details.get('model', 'report')} at tp {report.tp_size}", "large", *audit_parts(report))
+
+
+def estimate_cell(found: Estimate) -> Safe:
+    return _cell(found.model, "small", memory_section(found))
+
+
+def choice_cell(choice: Any) -> Safe:
+    return _cell(f"{choice.source.name} on {choice.gpus} × {choice.device.name}", "large", *choice_parts(choice, _ROWS))
+
+
+def _cell(title: str, size: str, *parts: Content) -> Safe:
+    head = el("head", el("meta", charset="utf-8"), el("title", title), styles())
+    page = written_here("<!DOCTYPE html>") + el(
+        "html", head, el("body", el("header", el("h1", title)), el("main", *parts)), lang="en"
+    )
+    look = f"width:100%;height:{_HEIGHTS[size]}px;border:1px solid #8888"
+    return el("iframe", srcdoc=page, sandbox="", title=title, style=look)

@@ -11,14 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 from autoplan.emit.explain import explain
-from autoplan.emit.pages.cases import WhatIf, cases
-from autoplan.emit.pages.markup import Content, Safe, data, el, written_here
-from autoplan.emit.pages.memory import memory_section
+from autoplan.emit.pages.markup import Content, Safe, WhatIf, cases, data, el, script, styles, written_here
 from autoplan.emit.pages.picture import scene_of
 from autoplan.emit.pages.sections import (
     drawing_section,
     facts,
     findings_section,
+    memory_section,
     messages_section,
     picture,
     sizes_section,
@@ -27,13 +26,10 @@ from autoplan.emit.pages.sections import (
     weights_section,
     whole_section,
 )
-from autoplan.emit.pages.style import script, styles
 from autoplan.values import Finding, Plan
 from autoplan.values.estimate import Estimate
 from autoplan.values.plain import finite
 from autoplan.version import __version__
-
-__all__ = ["cause_first", "explanations", "links_of", "pictures", "plan_page", "plan_parts", "whole_page"]
 
 _RANKS = {"error": 0, "warn": 1, "note": 2}
 

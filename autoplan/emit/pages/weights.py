@@ -1,7 +1,13 @@
 """Weights drawn to scale, with what rank 0 holds shaded and packed pieces parted by lines, at each size of tp.
 
 Each weight is a rectangle of its two longest dims, all of a page to one scale (a root of it, or tables would hide all
-else). All sizes are in the page; the one that is chosen shows, by a style and without script.
+else). All sizes are in the page; the one that is chosen shows, by a style and without script. Which stretches of a dim
+a rank holds is computed without listing every row.
+
+>>> runs(Layout.parse("32!*128|8!*128"), rank=0, ranks=4)
+((0, 1024), (4096, 4352))
+>>> segments(Layout.parse("32!*128|8!*128"))
+((0, 4096), (4096, 5120))
 """
 
 from __future__ import annotations
@@ -16,11 +22,82 @@ from autoplan.common.patterns import matches
 from autoplan.emit.pages.drawing import tone_of
 from autoplan.emit.pages.markup import Safe, el
 from autoplan.emit.pages.picture import Axis
-from autoplan.emit.pages.runs import divides, runs, segments
 from autoplan.emit.words import bytes_text
 from autoplan.values import Entry, Plan
 
-__all__ = ["Weight", "weight_figure", "weights_of"]
+Run = tuple[int, int]
+MOST = 96  # stretches; a finer pattern is drawn as its share
+
+
+def runs(layout: Layout, rank: int, ranks: int) -> tuple[Run, ...] | None:
+    """From and up to which row; None where there are more than `MOST`."""
+    found = _runs(layout, rank, ranks)
+    return None if found is None else tuple(found)
+
+
+def segments(layout: Layout) -> tuple[Run, ...]:
+    """Where each packed piece begins and ends; one where nothing is packed."""
+    if layout.kind != "concatenation":
+        return ((0, layout.size),)
+    ends = [0]
+    for part in layout.parts:
+        ends.append(ends[-1] + part.size)
+    return tuple(zip(ends, ends[1:], strict=False))
+
+
+def divides(layout: Layout, ranks: int) -> bool:
+    """Does each factor that is cut over all ranks give them equal parts?"""
+    if layout.split is not None:
+        return layout.size % (layout.split[0] or ranks) == 0
+    return all(divides(part, ranks) for part in layout.parts)
+
+
+def _runs(layout: Layout, rank: int, ranks: int) -> list[Run] | None:
+    if not layout.parts:
+        if layout.split is None:
+            return [(0, layout.size)]
+        held = layout.piece(rank, ranks)
+        return [(held.start, held.stop)] if held else []
+    parts = [_runs(part, rank, ranks) for part in layout.parts]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return _product(layout, known) if layout.kind == "product" else _concatenation(layout, known)
+
+
+def _concatenation(layout: Layout, parts: list[list[Run]]) -> list[Run] | None:
+    found: list[Run] = []
+    offset = 0
+    for part, held in zip(layout.parts, parts, strict=True):
+        found += [(offset + start, offset + stop) for start, stop in held]
+        offset += part.size
+    return _merged(found)
+
+
+def _product(layout: Layout, parts: list[list[Run]]) -> list[Run] | None:
+    found: list[Run] | None = [(0, 1)]
+    for part, held in zip(layout.parts, parts, strict=True):
+        if found is None:
+            return None
+        if held == [(0, part.size)]:
+            found = [(start * part.size, stop * part.size) for start, stop in found]
+            continue
+        if sum(stop - start for start, stop in found) * len(held) > MOST:
+            return None
+        rows = [row for start, stop in found for row in range(start, stop)]
+        found = _merged([(row * part.size + start, row * part.size + stop) for row in rows for start, stop in held])
+    return found
+
+
+def _merged(found: list[Run]) -> list[Run] | None:
+    merged: list[Run] = []
+    for start, stop in found:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return merged if len(merged) <= MOST else None
+
 
 _SIDE = 120.0  # of the longest dim
 _LEAST = 6.0

@@ -21,8 +21,6 @@ from autoplan.emit.words import bytes_text
 from autoplan.values import Finding, Report
 from autoplan.version import __version__
 
-__all__ = ["audit_view", "claims_view", "markdown", "sarif"]
-
 _COLOURS = {"same": "green", "costlier": "yellow", "different": "cyan", "wrong": "bold red", "dead": "dim"}
 _SARIF_LEVELS = {"error": "error", "warn": "warning", "note": "note"}
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"

@@ -2,12 +2,13 @@
 
 Module paths are long and mostly alike. Neighbours with one parent stand indented under it, as in a file tree, so that
 the columns that differ stay in sight. On a narrow terminal the exact cut and the role step aside (`explain` and
-`--json` have them), and what is left wraps between words.
+`--json` have them), and what is left wraps between words. Below it: what blocks move between ranks, compared with the
+least they need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from rich.cells import cell_len
@@ -15,9 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.values import Cost, Entry
-
-__all__ = ["EntryTable"]
+from autoplan.values import Cost, Entry, Traffic
 
 _GAP = 2
 _WIDE = 110
@@ -130,3 +129,32 @@ def _grid(columns: list[str], widths: dict[str, int], rows: list[Cells], header:
     for row in rows:
         table.add_row(*(Text(row[column]) for column in columns))
     return table
+
+
+TRAFFIC_COLUMNS = ("block", "forward", "backward", "least forward", "least backward", "moved/least")
+
+
+def traffic_row(one: Traffic) -> tuple[str, ...]:
+    """A block: how many collectives of which kind, and their bytes for each token."""
+    ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
+    least = [
+        f"{size} B in {number}" if number else "nothing" for number, size in (one.least_forward, one.least_backward)
+    ]
+    return one.block, _moved(one.forward), _moved(one.backward), *least, ratio
+
+
+def traffic_lines(traffic: Iterable[Traffic]) -> list[str]:
+    """The same as text, a line for each block."""
+    found = []
+    for one in traffic:
+        block, forward, backward, least_forward, least_backward, ratio = traffic_row(one)
+        once = f"; {one.once} B of whole parameters' gradients once a step" if one.once else ""
+        found.append(
+            f"{block}: forward {forward} (least {least_forward}), backward {backward} (least {least_backward})"
+            f"{f', {ratio} of the least' if ratio else ''}{once}"
+        )
+    return found
+
+
+def _moved(kinds: Mapping[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{number} {kind} {size} B" for kind, (number, size) in kinds.items()) or "nothing"

@@ -19,8 +19,6 @@ from autoplan.decide.rulebook.rule_tests import RuleResult
 from autoplan.emit.words import count
 from autoplan.values.plain import plain
 
-__all__ = ["results_view", "rule_to_dict", "rule_view", "rules_view"]
-
 
 def rule_to_dict(rule: Rule) -> dict[str, Any]:
     """A rule as plain data, for `--json`."""
@@ -55,7 +53,14 @@ def rule_view(rule: Rule) -> RenderableType:
         if rule.match.where:
             parts += _section("Where", Text("\n".join(rule.match.where)))
     if rule.yields:
-        parts += _section("Chooses", _styles(rule))
+        table = _columns()
+        under_sequence_parallel = dict(rule.sequence_parallel)
+        for name, styles in rule.yields:
+            text = " or ".join(styles)
+            if name in under_sequence_parallel:
+                text += f" ({under_sequence_parallel[name]} under sequence parallel)"
+            table.add_row(Text(name), Text(rule.role(name)), Text(text))
+        parts += _section("Chooses", table)
     if rule.beats:
         parts += _section("Beats", Text(", ".join(rule.beats)))
     if rule.seen_in:
@@ -84,17 +89,6 @@ def _columns() -> Table:
 
 def _section(heading: str, body: RenderableType) -> tuple[RenderableType, RenderableType]:
     return Padding(Text(heading, "bold"), (1, 0, 0, 0)), Padding(body, (0, 0, 0, 2))
-
-
-def _styles(rule: Rule) -> RenderableType:
-    table = _columns()
-    under_sequence_parallel = dict(rule.sequence_parallel)
-    for name, styles in rule.yields:
-        text = " or ".join(styles)
-        if name in under_sequence_parallel:
-            text += f" ({under_sequence_parallel[name]} under sequence parallel)"
-        table.add_row(Text(name), Text(rule.role(name)), Text(text))
-    return table
 
 
 def _example(example: Example) -> RenderableType:

@@ -7,10 +7,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.emit.tables.traffic_table import TRAFFIC_COLUMNS, traffic_row
+from autoplan.emit.tables.entry_table import TRAFFIC_COLUMNS, traffic_row
 from autoplan.values import Score, Scoreboard
-
-__all__ = ["score_line", "scoreboard_view"]
 
 _COLOURS = {"exact": "green", "wrong": "bold red", "failed": "bold red", "refused": "yellow"}
 _GOOD_SHARE = 0.99

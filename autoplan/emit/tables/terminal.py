@@ -17,12 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autoplan.common.patterns import fold_counted, fold_names
-from autoplan.emit.tables.entry_table import EntryTable
-from autoplan.emit.tables.traffic_table import TRAFFIC_COLUMNS, traffic_lines, traffic_row
+from autoplan.emit.tables.entry_table import TRAFFIC_COLUMNS, EntryTable, traffic_lines, traffic_row
 from autoplan.emit.words import bytes_text, count
 from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report, Stack, Traffic
-
-__all__ = ["layers_view", "plain_text", "plan_view", "proof_text", "report_view"]
 
 _LEVELS = {"error": "bold red", "warn": "yellow", "note": "cyan"}
 _NARROWEST = 80
@@ -51,7 +48,15 @@ def plan_view(plan: Plan) -> RenderableType:
     if plan.communication:
         sections += [_heading("Communication of a block, in bytes for each token"), _communication(plan.communication)]
     if plan.fed:
-        sections += [_heading("Example inputs (inferred; override with inputs=)"), _fed(plan)]
+        # What the forward was given in two calls, and what told so
+        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column("argument", style="cyan")
+        table.add_column("given", overflow="fold")
+        table.add_column("why", overflow="fold")
+        for one in plan.fed:
+            also = f", then {one.also}" if one.also and one.also != one.given else ""
+            table.add_row(Text(one.argument), Text(f"{one.given}{also}"), Text(one.why))
+        sections += [_heading("Example inputs (inferred; override with inputs=)"), table]
     if plan.findings:
         sections += [_heading("Findings"), *findings_view(plan.findings)]
     return Group(*sections, Text(), proof_text(plan.proof))
@@ -112,18 +117,6 @@ def _headline(plan: Plan) -> RenderableType:
     elif plan.proof.trial.outcome == "skipped":
         facts.append("not verified")
     return Text.assemble((plan.model, "bold"), *(f" · {fact}" for fact in facts))
-
-
-def _fed(plan: Plan) -> RenderableType:
-    """What the forward was given in two calls, and what told so."""
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column("argument", style="cyan")
-    table.add_column("given", overflow="fold")
-    table.add_column("why", overflow="fold")
-    for one in plan.fed:
-        also = f", then {one.also}" if one.also and one.also != one.given else ""
-        table.add_row(Text(one.argument), Text(f"{one.given}{also}"), Text(one.why))
-    return table
 
 
 def _communication(traffic: tuple[Traffic, ...]) -> RenderableType:
@@ -214,7 +207,9 @@ def proof_text(proof: Proof) -> Text:
     if proof.trial.outcome == "wrong" and proof.method != "ranks":
         return Text.assemble(("Proof failed", "bold red"), f" on simulated ranks: {proof.trial.why}")
     if proof.trial.outcome == "skipped" and not proof.failed:
-        return _untried(proof)
+        said = Text.assemble(("Not verified on simulated ranks", "bold yellow"), f": {proof.trial.why}")
+        said.append(f"; {proof.trial.hint}" if proof.trial.hint else "")
+        return said if proof.method == "none" else said.append(f". On the graph: {proof.text}")
     if proof.method == "none":
         same = "; on simulated ranks the tiny clone gave the same" if proof.trial.outcome == "passed" else ""
         return Text(f"Not proven{same}.", "yellow")
@@ -226,12 +221,6 @@ def proof_text(proof: Proof) -> Text:
     verdict.append(f": {proof.text}" if proof.text else ".")
     tried = proof.trial.outcome == "passed" and proof.trial.ranks > 2 and proof.method != "ranks"
     return verdict.append(f"; tried on {proof.trial.ranks} simulated ranks") if tried else verdict
-
-
-def _untried(proof: Proof) -> Text:
-    said = Text.assemble(("Not verified on simulated ranks", "bold yellow"), f": {proof.trial.why}")
-    said.append(f"; {proof.trial.hint}" if proof.trial.hint else "")
-    return said if proof.method == "none" else said.append(f". On the graph: {proof.text}")
 
 
 # ------------------------------------------------------------------------------------------------ one look for all

@@ -21,8 +21,6 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.rules_folder import rules_folders
 
-__all__ = ["KernelFile", "kernel_files"]
-
 Dims = Mapping[str, int]
 Work = Callable[[int, str], None]
 _NUMBERS: dict[type, Callable[[int, int], int]] = {

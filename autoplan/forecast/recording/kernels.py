@@ -1,9 +1,10 @@
-"""Kernels that a GPU has and CPU tensors do not: what is recorded is what runs there, and what it holds meanwhile.
+"""Kernels that a GPU has and CPU tensors do not, and the floating-point operations of an op.
 
 A recording runs on tensors of the CPU without storage. Where torch would take a reference there that keeps far more
 (all scores of attention), the op that a GPU takes is put in its place; its shapes are known without a GPU. `KERNELS` is
 the table of those that torch has: what is called, what is recorded for it, and where that is written. Those of other
-libraries (scans, delta rules, convolutions) are files in rules/kernels.
+libraries (scans, delta rules, convolutions) are files in rules/kernels. Operations are counted on one rank, by the
+formulas of torch's flop counter and a few more.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +22,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
 
 from autoplan.forecast.recording.fused import KernelFile, kernel_files
 from autoplan.patches.kernels import KERNEL_STAND_INS, OptionalKernel, optional_kernels
 from autoplan.patches.patched import Place, patched
-
-__all__ = ["KERNELS", "Kernel", "grouped_in_bfloat16", "held_meanwhile", "kernels_of_a_gpu"]
 
 _ATEN = torch.ops.aten
 _FLASH_WIDTH = 256  # of a head
@@ -208,3 +209,42 @@ def held_meanwhile(func: Any, args: tuple[Any, ...]) -> int:
     sorting = 5 * order  # the indices in order and where they were, before and after; and their places
     summing = 3 * order + (2 * segments + parts) * indices.element_size() + parts * sums
     return int(copied + max(sorting, summing))
+
+
+def _grouped(args: Any, kwargs: Any, result: Any) -> int:
+    """Rows of each expert times its matrix: every row is multiplied once."""
+    one, other = args[0], args[1]
+    if one.dim() == other.dim() == 2:  # the gradient of the matrices
+        return 2 * prod(one.shape) * int(other.shape[-1])
+    rows, matrix = (one, other) if one.dim() == 2 else (other, one)
+    return 2 * prod(rows.shape) * int(matrix.shape[-1])
+
+
+_SCORES = "_scaled_dot_product_"
+_MORE = {"_grouped_mm": _grouped, "grouped_mm_fallback": _grouped}
+
+
+def layer_of(func: Any, result: Any) -> Literal["", "linear", "experts"]:
+    """Of an op that has operations: is it a product of layers? Their rows make a matrix; attention's have more dims."""
+    if func._schema.name.partition("::")[2] in _MORE:
+        return "experts"
+    return "linear" if isinstance(result, torch.Tensor) and result.dim() == 2 else ""
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Zero for what only moves data or works element by element."""
+    name = func._schema.name.partition("::")[2]
+    if name.startswith(_SCORES):  # torch's count all scores of causal ones; those of 2.11 know no fewer key heads
+        # Two products of the forward; of backward the scores again, and two for either product
+        given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+        query, key, value = given["query"], given["key"], given["value"]
+        wide, narrow = (3, 2) if func.overloadpacket.__name__.endswith("_backward") else (1, 1)
+        scores = prod(query.shape[:-1]) * key.shape[-2]
+        flops = 2 * scores * (wide * query.shape[-1] + narrow * value.shape[-1])
+        return int(flops) // (2 if given.get("is_causal") else 1)
+    known = flop_registry.get(func.overloadpacket)
+    if known is not None:
+        with torch.utils._python_dispatch._disable_current_modes():
+            return int(known(*args, **kwargs, out_val=result))
+    more = _MORE.get(name)
+    return 0 if more is None else more(args, kwargs, result)

@@ -22,12 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.rounds import Round, counted
-from autoplan.forecast.recording.flops import flops_of, layer_of
-from autoplan.forecast.recording.kernels import grouped_in_bfloat16, held_meanwhile, kernels_of_a_gpu
+from autoplan.forecast.recording.kernels import (
+    flops_of,
+    grouped_in_bfloat16,
+    held_meanwhile,
+    kernels_of_a_gpu,
+    layer_of,
+)
 from autoplan.forecast.recording.tape import Block, Changed, Item, Message, Place, Storage, Tape, UnitEvent, Worked
 from autoplan.patches.simulated_ranks import asks_for_a_shape
-
-__all__ = ["LOSS", "Marks", "record_step"]
 
 LOSS = "the loss"  # what is computed after the model has run
 _COLLECTIVES = ("_c10d_functional", "c10d", "_dtensor", "c10d_functional")
@@ -255,16 +258,12 @@ class _Follower:
                 seen.append(True)
                 self._write(self.last, "before", "backward")
 
-        for tensor in tensors_within(_plain(output)) if self.last else ():
+        for tensor in tensors_within(dict(output) if isinstance(output, Mapping) else output) if self.last else ():
             if tensor.requires_grad:
                 tensor.register_hook(reached)
 
     def _write(self, makers: list[Maker], when: str, phase: str) -> None:
         self.log.items += [made(when, phase) for made in makers]
-
-
-def _plain(output: Any) -> Any:
-    return dict(output) if isinstance(output, Mapping) else output
 
 
 def _put(value: Any, others: Mapping[int, torch.Tensor]) -> Any:

@@ -5,24 +5,262 @@ models with several towers get one feed more per tower, because a text pass neve
 real CPU tensors also for models on meta, ids are below the vocabulary and are no special tokens, no size is 1, and
 the same arguments give the same numbers without touching any global random state.
 
-Where the inputs come from, first that applies: the user's; a transformers config (`from_config.py`); the
-forward's own signature and code (`capture/derive_inputs.py`).
+Where the inputs come from, first that applies: the user's; a transformers config and the forward's signature; the
+forward's own signature and code (`capture/derive_inputs.py`). The config says what ids there are and which of them mean
+something else; `main_input_name` and the signature say what the forward takes. What neither says is in
+`rules/inputs/<type>.toml`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from autoplan.capture.derive_inputs import Recipe, derive
+from autoplan.capture.draw import Draw
+from autoplan.capture.dry_run import failure_of, tried
 from autoplan.capture.feeding.wants import SIZES
+from autoplan.capture.parts import part_feeds
+from autoplan.common.dtypes import working_dtype
 from autoplan.common.errors import CaptureError
-from autoplan.hf.inputs.from_config import make_feeds
+from autoplan.hf.inputs.guesses import NAMES, first_that_runs, pictures, sounds, spectrum
+from autoplan.hf.inputs.prompts import MODALITIES, Modality, prompt_feed, together
+from autoplan.hf.shrink import all_configs
+from autoplan.hf.tiny_sizes import is_token_id
+from autoplan.hf.type_rules import type_rules
+
+_SAMPLES, _FRAMES = 4000, 128
+_TINY = 256  # rows of a vocabulary
+_PICTURE = ("pixel_values",)
+_AUDIO = ("input_features", "input_values", "audio_values")
+
+
+def make_feeds(
+    model: nn.Module, config: PretrainedConfig, model_type: str, batch: int, length: int, seed: int
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """All feeds of a transformers model, and a note for each that is missing."""
+    maker = _Maker(model, config, model_type, batch, length, seed)
+    main = maker.main_feed()
+    if any(maker.requires(name) and name not in main for name in maker.parameters):
+        made = (
+            maker.tower_alone() or maker.another_way(main) or derive(model, batch, length, seed)
+        )  # it names what fails
+        return {"forward": {**made, **maker.without_cache()}}, []
+    if not main:
+        raise CaptureError(
+            f"no inputs known for {type(model).__name__}: its main input is {maker.main!r}",
+            hint="pass inputs={argument: tensor} for its forward",
+        )
+    main = maker.with_what_text_needs(main) if "input_ids" in main else maker.as_it_runs(main)
+    name = "text" if "input_ids" in main or "decoder_input_ids" in main else "forward"
+    feeds, notes = {name: main}, []
+    for feed, modality in maker.prompts(main) if name == "text" else ():
+        try:
+            feeds[feed] = maker.prompt_feed(feed, modality, main)
+        except CaptureError as error:
+            notes.append(f"no feed with {modality.argument}: {error.message}; pass one in inputs= to plan more")
+    if {"image", "audio"} <= feeds.keys():
+        feeds |= together(model, {kind: feeds[kind] for kind in ("image", "audio")})
+    argument = maker.states_argument() if name == "text" else None
+    if argument is not None:
+        crossed = {**main, argument: maker.encoded()}
+        with_states = tried(model, crossed, main)
+        if with_states.failure is not None and getattr(config, "is_decoder", True):
+            notes.append(f"no feed with an encoder's states: {' '.join(str(with_states.failure).split())[:200]}")
+        elif with_states.failure is None and with_states.used:
+            feeds["cross"] = crossed
+    if len(maker.configs) > 1 or config.is_encoder_decoder:  # else there is nothing but a text model to run
+        parts, missing = part_feeds(model, feeds, maker.part, (batch, length, seed))
+        return {**feeds, **parts}, [*notes, *missing]
+    return feeds, notes
+
+
+class _Maker:
+    """What is known about one model while its inputs are made."""
+
+    def __init__(self, model: nn.Module, config: PretrainedConfig, model_type: str, batch: int, length: int, seed: int):
+        self.model, self.config, self.model_type = model, config, model_type
+        self.batch, self.length, self.seed = batch, length, seed
+        self.parameters = inspect.signature(model.forward).parameters
+        self.main = getattr(model, "main_input_name", "input_ids")
+        self.configs = all_configs(config)
+        self.draw = Draw(seed, working_dtype(model))
+
+    def takes(self, name: str) -> bool:
+        return name in self.parameters
+
+    def requires(self, name: str) -> bool:
+        if not self.takes(name) or self.parameters[name].kind in (
+            inspect.Parameter.VAR_KEYWORD,
+            inspect.Parameter.VAR_POSITIONAL,
+        ):
+            return False
+        return self.parameters[name].default is inspect.Parameter.empty
+
+    def ids(self, batch: int | None = None, length: int | None = None) -> torch.Tensor:
+        """Ordinary tokens: below every vocabulary, and no special token."""
+        vocab = getattr(self.config.get_text_config(), "vocab_size", None)
+        special: set[int] = set()
+        for config in self.configs:
+            for name, value in vars(config).items():
+                if is_token_id(name):
+                    special.update(
+                        [value] if isinstance(value, int) else (x for x in value or () if isinstance(x, int))
+                    )
+        tiny = isinstance(vocab, int) and vocab <= _TINY  # of a clone: each rank's rows of the table are to be read
+        top = min(vocab, vocab if tiny else 100) if isinstance(vocab, int) else 100
+        allowed = [i for i in range(min(20, top // (16 if tiny else 2)), top) if i not in special] or list(range(top))
+        return self.draw.spread(allowed, (batch or self.batch, length or self.length))
+
+    def main_feed(self) -> dict[str, Any]:
+        """The text pass where there is one, else whatever the model mainly takes."""
+        made: dict[str, Any] = {}
+        speech_only = self.main in _AUDIO and (self.config.is_encoder_decoder or not self.takes("input_ids"))
+        if self.takes("input_ids") and not speech_only:
+            made["input_ids"] = self.ids()
+        if speech_only and self.takes(self.main):
+            made[self.main] = self.sound()
+        if self.takes("pixel_values") and ("input_ids" not in made or self.requires("pixel_values")):
+            made["pixel_values"] = self.picture()
+        if self.takes("decoder_input_ids"):
+            made["decoder_input_ids"] = self.ids(length=self.length - 1 if self.length > 4 else self.length)
+        made.update(self.from_rules())
+        made.update(self.without_cache())
+        dropped = [n for n, rule in type_rules(self.model_type).inputs.items() if rule.get("drop")]
+        return {name: value for name, value in made.items() if name not in dropped}
+
+    def tower_alone(self) -> dict[str, Any] | None:
+        """A vision tower on its own: patches, under whatever name comes first, with their grid."""
+        first = next(iter(self.parameters))
+        for given in pictures(self.config, self.config, self.takes, self.draw, self.batch):
+            feed = {first if name == "pixel_values" else name: value for name, value in given.items()}
+            if len(feed) > 1 and failure_of(self.model, feed) is None:
+                return feed
+        return None
+
+    def with_what_text_needs(self, main: dict[str, Any]) -> dict[str, Any]:
+        """Models that compare texts with pictures or sounds take both at once, and say so in no signature."""
+        others = [name for name in (*_PICTURE, *_AUDIO, "bbox") if self.takes(name) and name not in main]
+        alone = any(isinstance(getattr(self.config, token, None), int) for m in MODALITIES for token in m.tokens)
+        if not others or alone or failure_of(self.model, main) is None:
+            return main
+        for name in others:
+            given = self.picture() if name in _PICTURE else self.sound(name)
+            if failure_of(self.model, {**main, name: given}) is None:
+                return {**main, name: given}
+        return self.another_way(main) or main
+
+    def as_it_runs(self, main: dict[str, Any]) -> dict[str, Any]:
+        """Pictures and sounds of the usual kinds, until the model runs."""
+        if not any(name in main for name in NAMES) or failure_of(self.model, main) is None:
+            return main
+        return self.another_way(main) or main
+
+    def another_way(self, main: dict[str, Any]) -> dict[str, Any] | None:
+        """The same with arguments of other shapes, or with more of them, where a call with them runs."""
+        if any(self.requires(name) and name not in main and name not in NAMES for name in self.parameters):
+            return None
+        picture, sizes = self.picture().shape[1:], (self.batch, self.length)
+        return first_that_runs(self.model, main, self.configs, picture, sizes, self.takes, self.requires, self.draw)
+
+    def _passes_on(self, name: str) -> bool:
+        """A forward with **kwargs hands them to inner models; those that cache know the word."""
+        variable = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+        return variable and "input_ids" in self.parameters and hasattr(self.config.get_text_config(), name)
+
+    def from_rules(self) -> dict[str, Any]:
+        """Arguments that the type's rule file describes."""
+        variable = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+        result = {}
+        for name, rule in type_rules(self.model_type).inputs.items():
+            if rule.get("drop") or not (self.takes(name) or variable):
+                continue
+            result[name] = self.draw.described(rule, self.known())
+        return result
+
+    def known(self) -> dict[str, Any]:
+        return {"batch": self.batch, "length": self.length, "config": self.config, "model": self.model}
+
+    def sound(self, name: str = "") -> torch.Tensor:
+        """A spectrogram or a waveform."""
+        if (name or self.main) != "input_features":
+            return self.draw.normal((self.batch, _SAMPLES))
+        return self.draw.normal((self.batch, _FRAMES, spectrum(self.configs)))
+
+    def states_argument(self) -> str | None:
+        """Where a decoder that stands alone takes an encoder's states; whether it reads them shows when it is run."""
+        if self.takes("decoder_input_ids"):
+            return None
+        names = ("encoder_outputs", "encoder_hidden_states", "cross_attention_states")
+        return next((name for name in names if self.takes(name)), None)
+
+    def encoded(self) -> torch.Tensor:
+        """What an encoder would have made of a sequence two longer than the text, or of a short one beside a long."""
+        width = _int(self.config.get_text_config(), "hidden_size") or 16
+        return self.draw.normal((self.batch, min(self.length, _FRAMES) + 2, width))
+
+    def prompts(self, main: Mapping[str, Any]) -> Iterator[tuple[str, Modality]]:
+        """What can be put into a prompt: as the type's rule file says, and whatever else the forward takes."""
+        described = type_rules(self.model_type).prompts
+        known = {modality.name: modality for modality in MODALITIES}
+        for feed in described:
+            kind = feed.split("_")[0]  # "image_wide" is another way to hand over an image
+            yield feed, next((m for m in MODALITIES if m.name == kind), Modality(kind, kind))
+            known.pop(kind, None)
+        for modality in known.values():
+            if self.takes(modality.argument) and modality.argument not in main:
+                yield modality.name, modality
+
+    def prompt_feed(self, feed: str, modality: Modality, main: Mapping[str, Any]) -> dict[str, Any]:
+        """The text pass with a picture, a sound or a film in its prompts."""
+        others = {name: value for name, value in main.items() if name not in ("input_ids", "use_cache")}
+        guesses = ({**others, **given} for given in self._given(feed, modality))
+        made = prompt_feed(modality, self.model, self.config, self.ids(), guesses, self.takes)
+        return {**made, **self.without_cache()}
+
+    def _given(self, feed: str, modality: Modality) -> Iterator[dict[str, Any]]:
+        """What can be handed to the tower: as the type's rule file says, else guesses."""
+        described = type_rules(self.model_type).prompts.get(feed)
+        if described is not None:
+            yield {name: self.draw.described(rule, self.known()) for name, rule in described.items()}
+        elif modality.name == "image":
+            vision = next((c for c in self.configs if hasattr(c, "patch_size")), self.config)
+            yield from pictures(self.config, vision, self.takes, self.draw, self.batch)
+        elif modality.name == "audio":
+            yield from sounds(self.configs, self.takes, self.draw, self.batch)
+
+    def part(self, name: str, part: nn.Module) -> dict[str, Any] | None:
+        """What a part takes that is called alone: what the type's rule file says; pictures, for a vision tower."""
+        for path, described in type_rules(self.model_type).parts.items():
+            if f".{name}".endswith(f".{path}"):
+                return {argument: self.draw.described(rule, self.known()) for argument, rule in described.items()}
+        config = getattr(part, "config", None)
+        if not isinstance(config, PretrainedConfig) or config is self.config:
+            return None
+        return _Maker(part, config, config.model_type, self.batch, self.length, self.seed).tower_alone()
+
+    def without_cache(self) -> dict[str, Any]:
+        """A cache would be returned; asking for none beats writing to the config."""
+        return {"use_cache": False} if self.takes("use_cache") or self._passes_on("use_cache") else {}
+
+    def picture(self) -> torch.Tensor:
+        """Pixels in the size that the vision config names."""
+        vision = next((c for c in self.configs if getattr(c, "image_size", None)), None)
+        size = getattr(vision, "image_size", 64)
+        height, width = size[-2:] if isinstance(size, list | tuple) else (size, size)
+        channels = _int(vision, "num_channels") or _int(vision, "in_channels") or 3
+        return self.draw.normal((self.batch, channels, height, width))
+
+
+def _int(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 The prompt must hold exactly as many placeholder tokens as the tower makes features. How many that is, only the model
 knows: so its own `get_image_features` (or `get_audio_features`, …) is run on a copy, and the whole call is tried on
 that copy before it is offered as a feed. What is handed to the tower is described in `rules/inputs/<type>.toml`, or
-guessed (`pictures.py`, `sounds.py`).
+guessed (`guesses.py`).
 """
 
 from __future__ import annotations
@@ -116,9 +116,15 @@ def _tried(
     try:
         ids, maker, count = text, _maker(twin.module, modality, given), given.pop("placeholders", None)
         if count is None and maker is not None and token is not None:
-            count = _features(twin.run(maker, _known_to(maker, given)))
+            names = _named(maker)
+            arguments = {name: value for name, value in given.items() if not names or name in names}
+            count = _features(twin.run(maker, arguments))
         if count is not None and token is not None:
-            ids = _with_placeholders(text, token, count)
+            # Some text, the placeholders, more text
+            rows = text.shape[0]
+            if count % rows:
+                raise CaptureError(f"{count} features for {rows} prompts")
+            ids = torch.cat([text[:, :2], torch.full((rows, count // rows), token), text[:, 2:]], dim=1)
         feed = {"input_ids": ids, **given, **_token_types(ids == token, takes, modality)}
         twin.run(twin.module, feed)
     except Exception as error:  # someone else's forward, tried on a guess, may raise anything
@@ -138,11 +144,6 @@ def _named(method: Callable[..., Any]) -> set[str]:
     return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
-def _known_to(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    names = _named(method)
-    return {name: value for name, value in given.items() if not names or name in names}
-
-
 def _features(made: Any) -> int:
     """How many feature vectors: models return them plain, in lists of lists, or as an output's pooled part."""
     for part in ("pooler_output", "deepstack_features", "last_hidden_state"):
@@ -154,14 +155,6 @@ def _features(made: Any) -> int:
     if isinstance(made, list | tuple) and made:
         return sum(_features(item) for item in made if not isinstance(item, int))
     raise CaptureError(f"the features are a {type(made).__name__}")
-
-
-def _with_placeholders(words: torch.Tensor, token: int, count: int) -> torch.Tensor:
-    """Some text, the placeholders, more text."""
-    rows = words.shape[0]
-    if count % rows:
-        raise CaptureError(f"{count} features for {rows} prompts")
-    return torch.cat([words[:, :2], torch.full((rows, count // rows), token), words[:, 2:]], dim=1)
 
 
 def _token_types(places: Any, takes: Callable[[str], bool], modality: Modality) -> dict[str, torch.Tensor]:

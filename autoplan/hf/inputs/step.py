@@ -1,4 +1,11 @@
-"""What one step is called with, at a batch and length that are asked for: training with labels, or filling a cache."""
+"""What one step is called with, at a batch and length that are asked for: training with labels, or filling a cache.
+
+A user's example inputs say the kinds of arguments, the question says the sizes. Rows are the first dim of tensors that
+have as many of them as the ids; tokens are the dims of ids, masks, positions and embeddings that are as long. All rows
+become the first one, longer sequences repeat the last token: a step without storage looks at shapes. What has no such
+dim stays as it is, and `size_of` tells which size was taken. A sequence that a model has no positions for is refused: a
+learned table would be read past its end, which shapes alone do not show.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +17,85 @@ import torch
 from torch import nn
 
 from autoplan.common.conventions import conventions
-from autoplan.hf.inputs.make import make_inputs
+from autoplan.common.errors import AutoplanError
+from autoplan.hf.inputs.make import core_of, make_inputs
 from autoplan.hf.inputs.prompts import labels_of
-from autoplan.hf.inputs.resize import resized
+from autoplan.hf.shrink import all_configs
 from autoplan.hf.source import Source
+
+_TOKEN_IDS = ("input_ids", "decoder_input_ids")
+_EMBEDDED = ("inputs_embeds", "hidden_states", "decoder_inputs_embeds")
+
+
+def size_of(inputs: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and tokens of one call; 0 tokens where no argument is a sequence of them."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim()}
+    named = [tensors[name] for name in (*_TOKEN_IDS, *_EMBEDDED) if name in tensors and tensors[name].dim() > 1]
+    ids = [value for value in tensors.values() if value.dim() == 2 and value.dtype in (torch.int64, torch.int32)]
+    first = next(iter((*named, *ids)), None)
+    if first is not None:
+        return int(first.shape[0]), int(first.shape[1])
+    return next((int(value.shape[0]) for value in tensors.values()), 1), 0
+
+
+def resized(inputs: Mapping[str, Any], batch: int, length: int) -> dict[str, Any]:
+    """The same arguments for `batch` rows of `length` tokens, as far as they have such dims."""
+    rows, tokens = size_of(inputs)
+    if (rows, tokens) in ((batch, length), (batch, 0)):
+        return dict(inputs)
+    return {
+        name: _resized(value, (rows, tokens), (batch, length), embedded=name in _EMBEDDED)
+        if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }  # fmt: skip
+
+
+def _resized(value: torch.Tensor, own: tuple[int, int], wanted: tuple[int, int], *, embedded: bool) -> torch.Tensor:
+    (rows, tokens), (batch, length) = own, wanted
+    whole = not value.is_floating_point() or (value.dim() == 4 and tuple(value.shape[-2:]) == own[1:] * 2)
+    has_rows = value.dim() > 0 and value.shape[0] == rows
+    if has_rows:
+        value = value[:1]
+    if tokens:
+        first = 1 if has_rows or value.dim() > 1 else 0
+        dims = range(first, value.dim()) if whole else (1,) if embedded else ()
+        for dim in (dim for dim in dims if value.shape[dim] == tokens):
+            value = _longer(value, dim, length)
+    return value.expand(batch, *value.shape[1:]) if has_rows else value
+
+
+def _longer(value: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Cut, or with its last place repeated."""
+    more = length - value.shape[dim]
+    if more <= 0:
+        return value.narrow(dim, 0, length)
+    sizes = [more if place == dim else -1 for place in range(value.dim())]
+    return torch.cat([value, value.narrow(dim, value.shape[dim] - 1, 1).expand(sizes)], dim=dim)
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+_BEFORE_THE_FIRST = 2  # rows that some tables have for padding
+
+
+def check_positions(name: str, module: nn.Module, length: int) -> None:
+    """Raise where `length` tokens are more than the rows of a learned table of positions."""
+    core = core_of(module)
+    if core is None:
+        return
+    tables = {part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)}
+    for config in all_configs(core.config):
+        for field in _POSITIONS:
+            rows = getattr(config, field, None)
+            if not isinstance(rows, int) or isinstance(rows, bool) or rows >= length:
+                continue
+            if rows != getattr(config, "vocab_size", None) and not tables.isdisjoint(
+                range(rows, rows + _BEFORE_THE_FIRST + 1)
+            ):
+                raise AutoplanError(
+                    f"{name} has a table of {rows:,} positions ({field}), and {length:,} tokens were asked for",
+                    hint=f"ask for at most {rows:,} tokens (--sequence), or give a config with more positions",
+                )
+
 
 _DECODED, _MASK = "decoder_input_ids", "attention_mask"
 _IDS = (_DECODED, "input_ids")
@@ -38,7 +120,8 @@ def step_inputs(
     if users is None and isinstance(decoded, torch.Tensor) and 1 < decoded.shape[-1] == length - 1:
         found[_DECODED] = torch.cat([decoded, decoded[:, -1:]], dim=1)  # planning tells two sequences apart; a step has
     known = conventions()
-    takes = _taken(module)
+    core: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
+    takes = set(inspect.signature(core.forward).parameters)
     if known.cache_switch in takes or known.cache_switch in found:
         found[known.cache_switch] = not training
     if training and known.targets in takes and known.targets not in found:
@@ -60,8 +143,3 @@ def _tells_each_token(module: nn.Module) -> bool:
     core: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
     asked = getattr(core, "get_output_embeddings", None)
     return asked is None or asked() is not None or not type(core).__name__.endswith(_OF_A_SEQUENCE)
-
-
-def _taken(module: nn.Module) -> set[str]:
-    core: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
-    return set(inspect.signature(core.forward).parameters)

@@ -199,7 +199,11 @@ def quantization_config_of(configs: tuple[Any, ...]) -> dict[str, Any] | None:
 
 def method_of(data: Mapping[str, Any]) -> Method:
     """The method of a `quantization_config`. Raises SourceError, by name, for one that is not described."""
-    name = str(getattr(data.get("quant_method"), "value", data.get("quant_method")) or _unnamed(data))
+    # Older bitsandbytes configs do not say their method
+    name = str(
+        getattr(data.get("quant_method"), "value", data.get("quant_method"))
+        or ("bitsandbytes" if data.get("load_in_4bit") or data.get("load_in_8bit") else "")
+    )
     if name not in _METHODS:
         raise SourceError(
             f"quantization method {name!r} is not one whose packed tensors are described",
@@ -214,11 +218,6 @@ def method_of(data: Mapping[str, Any]) -> Method:
             f"the quantization_config of method {name!r} cannot be read: {type(error).__name__}: {error}",
             hint="compare it with that of a checkpoint of the same method",
         ) from error
-
-
-def _unnamed(data: Mapping[str, Any]) -> str:
-    """Older bitsandbytes configs do not say their method."""
-    return "bitsandbytes" if data.get("load_in_4bit") or data.get("load_in_8bit") else ""
 
 
 # ----------------------------------------------------------------------------------------------------------- float8

@@ -64,7 +64,15 @@ def refuse_packed_by_others(model: nn.Module) -> None:
 
 def _weights(model: nn.Module, method: Method) -> Iterator[tuple[Plain, Scheme]]:
     """In the order of the model."""
-    skips = _skips(model, method)
+    # Modules of these names are left as they are.
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    patterns = [*method.skipped, *(_renamed(model, name) for name in method.skipped)]
+    if method.default_skips:
+        patterns += get_keys_to_not_convert(model)
+    patterns += getattr(model, "_keep_in_fp32_modules", None) or []
+    known = tuple(dict.fromkeys(pattern.removesuffix(".weight") for pattern in patterns if pattern))
+    skips = partial(_any_named, known)
     blocks = _blocks(model, method) if method.in_blocks else ()
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -78,16 +86,14 @@ def _weights(model: nn.Module, method: Method) -> Iterator[tuple[Plain, Scheme]]
                 continue
             if method.only and not any(path.endswith(f".{one}") for one in method.only):
                 continue
-            if method.unbiased and not _is_unbiased(module, plain, method.unbiased):
+            if method.unbiased and not (
+                module._parameters.get("bias") is None and all(size % method.unbiased == 0 for size in plain.shape)
+            ):
                 continue
             scheme = _scheme(method, names, plain.stacked)
             if scheme is not None:
                 seen.add(id(parameter))
                 yield plain, scheme
-
-
-def _is_unbiased(module: nn.Module, plain: Plain, multiple: int) -> bool:
-    return module._parameters.get("bias") is None and all(size % multiple == 0 for size in plain.shape)
 
 
 def _scheme(method: Method, names: tuple[str, ...], stacked: bool) -> Scheme | None:
@@ -129,18 +135,6 @@ def is_transposed(module: nn.Module) -> bool:
     if both is not None and down is not None and both.dim() == down.dim() == 3:
         return both.shape[1] == down.shape[2]
     return bool(getattr(module, "is_transposed", False))
-
-
-def _skips(model: nn.Module, method: Method) -> Callable[[tuple[str, ...]], bool]:
-    """Is the module of these names left as it is?"""
-    from transformers.quantizers.base import get_keys_to_not_convert
-
-    patterns = [*method.skipped, *(_renamed(model, name) for name in method.skipped)]
-    if method.default_skips:
-        patterns += get_keys_to_not_convert(model)
-    patterns += getattr(model, "_keep_in_fp32_modules", None) or []
-    known = tuple(dict.fromkeys(pattern.removesuffix(".weight") for pattern in patterns if pattern))
-    return partial(_any_named, known)
 
 
 def _any_named(patterns: tuple[str, ...], names: tuple[str, ...]) -> bool:

@@ -41,8 +41,6 @@ from autoplan.check.audit.checks.reach import coverage, dead_keys, dialects, ove
 from autoplan.check.audit.subject import Audited
 from autoplan.values import Finding
 
-__all__ = ["CHECKS", "AuditCheck"]
-
 
 @dataclass(frozen=True)
 class AuditCheck:

@@ -1,21 +1,25 @@
 """Say what is wrong by what repairs it: a finding for each row to change, first; what follows from it beneath.
 
 A check that named the row has said why; where none did, the change itself says it.
+
+Everything in such a plan follows from its choices, so it is made again under them; where they cannot be kept, under
+those of analysis. Of the plans that pass, the one that differs in the fewest places is the correction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from autoplan.check.audit.repair.rows import Change
 from autoplan.check.audit.repair.search import Repair
 from autoplan.check.audit.subject import Audited, Level, few
-from autoplan.common.patterns import is_under
+from autoplan.common.errors import AutoplanError
+from autoplan.common.options import Wish
+from autoplan.common.patterns import best_match, is_under, matches
 from autoplan.decide.plan.folding import starred
-from autoplan.values import Finding
-
-__all__ = ["with_causes"]
+from autoplan.values import Finding, Plan
 
 # Checks that say why a row is wrong, the surest first. Those that hold two rows against each other come last: either
 # may be the wrong one.
@@ -108,7 +112,8 @@ def _for_all(repair: Repair, group: Sequence[Change], reasons: Sequence[Finding]
 def _cause(
     subject: Audited, repair: Repair, change: Change, reason: Finding | None, findings: Sequence[Finding]
 ) -> Finding:
-    places = _places(change)
+    # The row as it is written, or the modules that it should have named
+    places = (change.key,) if isinstance(change.key, str) else change.patterns
     check, message = ("pairing", "") if reason is None else (reason.check, reason.message)
     if change.renames is not None:
         check, key = "dead-keys", change.renames if isinstance(change.renames, str) else change.renames[0]
@@ -116,16 +121,13 @@ def _cause(
         places = (key, *change.patterns)
     elif not message:
         check, message = _told(repair, change)
-    proof = (reason.proof if reason is not None else "") or _proof(subject, change)
+    proof = (reason.proof if reason is not None else "") or subject.proof(
+        [*change.names, *(f"{name}.weight" for name in change.names)]
+    )
     proof = proof or next((f.proof for f in findings if f.proof), "") or repair.proof
     level: Level = "error" if subject.is_wrong or repair.proof or reason is not None else "warn"
     size = reason.bytes if reason is not None else 0
     return Finding(check, level, few(places), message, _fix(repair, change), size, proof, places=places)
-
-
-def _places(change: Change) -> tuple[str, ...]:
-    """The row as it is written, or the modules that it should have named."""
-    return (change.key,) if isinstance(change.key, str) else change.patterns
 
 
 def _told(repair: Repair, change: Change) -> tuple[str, str]:
@@ -137,10 +139,6 @@ def _told(repair: Repair, change: Change) -> tuple[str, str]:
     if change.new is None:
         return "layouts", f"{names} must stay as it is on every rank, and the plan gives it {text}"
     return "edges", f"{text} is not what {names} needs: the layouts of its neighbours do not match"
-
-
-def _proof(subject: Audited, change: Change) -> str:
-    return subject.proof([*change.names, *(f"{name}.weight" for name in change.names)])
 
 
 def _fix(repair: Repair, change: Change) -> str:
@@ -159,3 +157,69 @@ def _fix(repair: Repair, change: Change) -> str:
         return f"add {rows}"
     rest = set(repair.names_of(change.key)) - set(change.names)
     return f"write {rows}" + (f", and name the others of {change.key!r} by themselves" if rest else "")
+
+
+def candidates(subject: Audited, source: Any) -> tuple[Plan, ...]:
+    """Plans that could be meant: the same choices again, and what analysis chooses."""
+    from autoplan.planning import draft_plan
+
+    plan = subject.plan.plan
+    assert plan is not None
+    try:
+        wish = Wish(plan.tp_size, plan.ep_size, plan.sequence_parallel, uneven=plan.uneven)
+        inferred = draft_plan(source, wish, module=subject.model, captured=subject.extra.get("captured")).plan
+    except AutoplanError:
+        inferred = None
+    return tuple(
+        sorted(
+            (other for other in (subject.right, inferred) if other is not None and differences(subject, other)),
+            key=lambda other: len(differences(subject, other)),
+        )
+    )
+
+
+def differences(subject: Audited, other: Plan) -> dict[str, str]:
+    """Each module or parameter that the two plans treat otherwise, and how."""
+    plan = subject.plan.plan
+    assert plan is not None
+    apart: dict[str, str] = {}
+    for name in subject.modules:
+        mine, its = (best_match(p.entries, name) for p in (plan, other))
+        if (mine and mine.style) != (its and its.style):
+            says, must = mine.style if mine else "whole", its.style if its else "whole"
+            apart[name] = f"the plan says {says}, and {must} follows from the model"
+    for name in subject.parameters:
+        mine_rule, its_rule = (best_match(p.runtime.parameters, name) for p in (plan, other))
+        cuts = [(rule.dim, rule.layout) if rule is not None else (None, None) for rule in (mine_rule, its_rule)]
+        module = name.rpartition(".")[0]
+        if cuts[0] != cuts[1] and module not in apart:
+            says, must = ("whole" if dim is None else f"dim {dim}: {layout}" for dim, layout in cuts)
+            apart[name] = f"the plan cuts it as {says}, and {must} follows from the model"
+    for name in subject.modules:
+        done, needed = (
+            frozenset(
+                repr(replace(one, pattern="")).replace("pattern='', ", "")
+                for one in p.runtime.instructions
+                if matches(one.pattern, name)
+            )
+            for p in (plan, other)
+        )
+        if done != needed and not any(known == name or known.rpartition(".")[0] == name for known in apart):
+            extra, missing = sorted(done - needed), sorted(needed - done)
+            parts = [f"it has {text}" for text in extra[:1]] + [f"it lacks {text}" for text in missing[:1]]
+            apart[name] = "; ".join(parts)
+    return apart
+
+
+def with_differences(subject: Audited, findings: Sequence[Finding], other: Plan) -> tuple[Finding, ...]:
+    """The places in which the plan is wrong, then all else, which follows from them."""
+    groups: dict[str, list[str]] = {}
+    for name, text in differences(subject, other).items():
+        groups.setdefault(text, []).append(name)
+    hint = "plan again, or let `autoplan audit --fix -o FILE` write it"
+    causes = []
+    for text, names in groups.items():
+        places = subject.patterns(names)
+        causes.append(Finding("runtime", "error", few(places), text, hint, 0, subject.proof(names), places=places))
+    rest = [replace(f, kind="follows", hint="") if f.level == "error" and not f.is_consequence else f for f in findings]
+    return (*causes, *rest)

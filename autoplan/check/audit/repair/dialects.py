@@ -16,8 +16,6 @@ from autoplan.decide.written_plans.dialects import ALIASES
 from autoplan.decide.written_plans.foreign import kind_of, spec_for
 from autoplan.values import Entry
 
-__all__ = ["LAYOUTS", "DeepSpeed", "Dialect", "Torch", "Transformers", "dialect_of"]
-
 
 @dataclass(frozen=True)
 class Dialect:

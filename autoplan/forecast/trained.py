@@ -1,15 +1,19 @@
-"""Low-rank adapters for a model that has none: what fine-tuning with them costs can be asked before they are put in.
+"""What a step trains: low-rank adapters for a model that has none, and the bytes that optimizers keep.
 
-Beside each target stand two thin linear layers, A and B, that alone are trained; all else is frozen. Modules of plain
-torch stand for those of any library: what a step keeps, sends and updates is the same. Targets are named as peft names
-them: endings of module names, a pattern for whole names, or "all-linear" (of the blocks). Experts that lie in one
-tensor and routers that are no linear layers get none.
+What fine-tuning with adapters costs can be asked before they are put in. Beside each target are two thin linear layers,
+A and B, that alone are trained; all else is frozen. Modules of plain torch replace those of any library: what a step
+keeps, sends and updates is the same. Targets are named as peft names them: endings of module names, a pattern for whole
+names, or "all-linear" (of the blocks). Experts that lie in one tensor and routers that are no linear layers get none.
+
+The table of optimizers is what `optimizer=` and `--optimizer` choose from: bytes of state for each number of a trained
+parameter as it lies on a rank, inside a block or outside.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,9 +21,8 @@ from torch import nn
 from autoplan.capture.fold import fold
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
+from autoplan.forecast.sharded import Held
 from autoplan.hf.stacks import layers
-
-__all__ = ["ALL_LINEAR", "LORA_RANK", "Adapted", "nothing_frozen", "targets_of", "with_adapters"]
 
 LORA_RANK = 8  # of peft's LoraConfig
 ALL_LINEAR = "all-linear"
@@ -31,7 +34,8 @@ class Adapted(nn.Module):
     def __init__(self, inner: nn.Module, rank: int) -> None:
         super().__init__()
         self.inner = inner
-        own = _weight(inner)
+        own = inner.get_parameter("weight")
+        assert own.dim() == 2
         wide, narrow = own.shape if conventions().is_transposed_linear(inner) else own.shape[::-1]
         self.down = nn.Linear(wide, rank, bias=False, device="meta", dtype=own.dtype)
         self.up = nn.Linear(rank, narrow, bias=False, device="meta", dtype=own.dtype)
@@ -98,7 +102,61 @@ def _is_target(name: str, targets: tuple[str, ...] | str) -> bool:
     return any(name == one or name.endswith(f".{one}") for one in targets)
 
 
-def _weight(module: nn.Module) -> torch.Tensor:
-    weight = module.get_parameter("weight")
-    assert weight.dim() == 2
-    return weight
+_BLOCK = 256  # numbers that share a scale in bitsandbytes' 8-bit states (bitsandbytes/optim/optimizer.py)
+_SCALE = 4
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """`bytes_of(parameter, inside a block)`: for each element; `source`: whose code it is; `paged`: states are moved to
+    the host when the device is short."""
+
+    bytes_of: Callable[[Held, bool], float]
+    source: str
+    paged: bool = False
+
+
+def _numbers(count: int) -> Callable[[Held, bool], float]:
+    """As many numbers in the dtype of the parameter."""
+    return lambda held, inside: count * held.size
+
+
+def _eight_bits(count: int) -> Callable[[Held, bool], float]:
+    return lambda held, inside: count * (1 + _SCALE / _BLOCK)
+
+
+def _factored(held: Held, inside: bool) -> float:
+    """A row and a column of second moments for each matrix, all of them for vectors."""
+    if len(held.shape) < 2:
+        return float(held.size)
+    rows, columns = held.shape[-2:]
+    return held.size * (rows + columns) / max(1, rows * columns)
+
+
+def _muon(held: Held, inside: bool) -> float:
+    """One momentum for matrices inside of blocks; embeddings, the head and vectors are AdamW's."""
+    return (1 if inside and len(held.shape) > 1 else 2) * held.size
+
+
+def _with_master(held: Held, inside: bool) -> float:
+    """Two numbers in float32, and the weight itself where it is narrower."""
+    return 8 + (4 if held.size < 4 else 0)
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "adamw": Optimizer(_numbers(2), "torch.optim.AdamW"),
+    "adam": Optimizer(_numbers(2), "torch.optim.Adam"),
+    "adamw_master": Optimizer(_with_master, "AdamW of Megatron-LM and DeepSpeed, with float32 weights beside"),
+    "adamw8bit": Optimizer(_eight_bits(2), "bitsandbytes.optim.AdamW8bit"),
+    "paged_adamw": Optimizer(_numbers(2), "bitsandbytes.optim.PagedAdamW", paged=True),
+    "paged_adamw8bit": Optimizer(_eight_bits(2), "bitsandbytes.optim.PagedAdamW8bit", paged=True),
+    "adafactor": Optimizer(_factored, "torch.optim.Adafactor"),
+    "muon": Optimizer(_muon, "torch.optim.Muon, with AdamW outside of blocks"),
+    "lion": Optimizer(_numbers(1), "lion-pytorch"),
+    "lion8bit": Optimizer(_eight_bits(1), "bitsandbytes.optim.Lion8bit"),
+    "adagrad": Optimizer(_numbers(1), "torch.optim.Adagrad"),
+    "rmsprop": Optimizer(_numbers(1), "torch.optim.RMSprop"),
+    "momentum": Optimizer(_numbers(1), "torch.optim.SGD with momentum"),
+    "sgd": Optimizer(_numbers(0), "torch.optim.SGD"),
+    "none": Optimizer(_numbers(0), "no update"),
+}

@@ -1,13 +1,13 @@
 """rules/README.md, written from the rules and from the docstrings of the code that reads them.
 
-    python -m autoplan.decide.rulebook.readme > rules/README.md
+    python tests/helpers/rules_readme.py > rules/README.md
 
 One source: whoever changes a rule, a style or a guard changes the page, and a test compares it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from autoplan.analyse.picture import flow
 from autoplan.decide import match
@@ -17,7 +17,7 @@ from autoplan.decide.written_plans.handwritten import load_plans
 
 _INTRODUCTION = """# Rules
 
-<!-- Written by `python -m autoplan.decide.rulebook.readme > rules/README.md`. Do not edit by hand. -->
+<!-- Written by `python tests/helpers/rules_readme.py > rules/README.md`. Do not edit by hand. -->
 
 Axes prove, rules decide. Whether an axis of a model can be split is proven by analysis, and nothing in this folder can
 make a split that was not. Rules say what was found: they name it, say why its style is right and where that stops, and
@@ -88,9 +88,13 @@ to what its file says: the same cuts as inference, or the difference. A new one 
 def rules_readme(rules: Sequence[Rule] | None = None) -> str:
     """The whole page."""
     known = load_rules() if rules is None else rules
+    rows = [
+        f"| [`{rule.id}`](roles/{rule.id}.toml) | {rule.summary} | {', '.join(rule.seen_in) or rule.unseen} |"
+        for rule in known
+    ]
     parts = [
         _INTRODUCTION,
-        _table_of(known),
+        "\n".join(["## Roles", "", "| rule | what it recognises | seen in |", "|---|---|---|", *rows, ""]),
         _ROLE_FILES,
         _section("Boxes", flow.__doc__),
         _section("Arrows", pattern.__doc__),
@@ -102,14 +106,6 @@ def rules_readme(rules: Sequence[Rule] | None = None) -> str:
         _table_of_plans(),
     ]
     return "\n".join(parts)
-
-
-def _table_of(rules: Iterable[Rule]) -> str:
-    rows = [
-        f"| [`{rule.id}`](roles/{rule.id}.toml) | {rule.summary} | {', '.join(rule.seen_in) or rule.unseen} |"
-        for rule in rules
-    ]
-    return "\n".join(["## Roles", "", "| rule | what it recognises | seen in |", "|---|---|---|", *rows, ""])
 
 
 def _table_of_plans() -> str:

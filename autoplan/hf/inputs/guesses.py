@@ -1,7 +1,8 @@
 """What arguments usually are, by the names that transformers gives them: several ways each, the likeliest first.
 
-A waveform comes with a channel or without, a spectrogram either way round, a picture alone, in pairs or as a film; and
-which of it a model takes is said in prose. So the ways are tried, one after the other, on a copy of the model.
+A waveform comes with a channel or without, a spectrogram either way round with a mask of its frames or without, a
+picture alone, in pairs, as a film, as patches with a grid or as tiles; and which of it a model takes is said in prose.
+So the ways are tried, one after the other, on a copy of the model.
 """
 
 from __future__ import annotations
@@ -12,10 +13,90 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from autoplan.capture.draw import Draw
 from autoplan.capture.dry_run import Twin, depends_on_data
-from autoplan.hf.inputs.sounds import bands_of
+
+_BANDS = ("num_mel_bins", "n_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "num_mel_filters")
+_BANDS_LATER = ("d_mel", "feature_size", "input_dim", "input_size")
+_FRAMES = (128, 64, 200)
+_MASKS = ("input_features_mask", "feature_attention_mask", "padding_mask")
+
+
+def sounds(
+    configs: Sequence[Any], takes: Callable[[str], bool], draw: Draw, batch: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Ways to hand over one sound for each prompt, the likeliest first."""
+    bands = spectrum(configs)
+    exact = [2 * n for c in configs if (n := _int(c, "max_source_positions"))]  # two frames per position, no fewer
+    for frames in dict.fromkeys((*exact, *_FRAMES)):
+        masks = {name: torch.ones(batch, frames, dtype=torch.long) for name in _MASKS if takes(name)}
+        for shape in ((batch, bands, frames), (batch, frames, bands)):
+            features = draw.normal(shape)
+            yield {"input_features": features, **masks}
+            if masks:
+                yield {"input_features": features}
+
+
+def spectrum(configs: Sequence[Any]) -> int:
+    """How many bands a spectrogram has."""
+    return bands_of(configs)[0]
+
+
+def bands_of(configs: Sequence[Any]) -> list[int]:
+    """What the configs may mean by the number of bands, the likeliest first."""
+    found = [v for names in (_BANDS, _BANDS_LATER) for c in configs for n in names if (v := _int(c, n))]
+    return list(dict.fromkeys(found)) or [80]
+
+
+def _int(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+_GRID = ("image_grid_thw", "image_grid_hws", "grid_thw")
+_SIDE = 2  # merged patches per side
+_TILES = ((), (1,), (3,), (2,), (5,))
+
+
+def pictures(
+    config: PretrainedConfig, vision: Any, takes: Callable[[str], bool], draw: Draw, batch: int
+) -> Iterator[dict[str, Any]]:
+    """Ways to hand over one picture for each prompt, the likeliest first."""
+    patch = _number(vision, "patch_size", 14)
+    channels = _number(vision, "num_channels", 0) or _number(vision, "in_channels", 3)
+    grid = next((name for name in _GRID if takes(name)), None)
+    if grid is not None:
+        yield from _patches(grid, vision, patch, channels, draw, batch)
+        return
+    size = getattr(vision, "image_size", None) or 4 * patch
+    height, width = size[-2:] if isinstance(size, list | tuple) else (size, size)
+    sizes = {"image_sizes": torch.tensor([height, width]).repeat(batch, 1)} if takes("image_sizes") else {}
+    for tiles in _TILES:
+        pixels = draw.normal((batch, *tiles, channels, height, width))
+        yield {"pixel_values": pixels, **sizes}
+        if sizes and not tiles:
+            yield {"pixel_values": pixels}
+
+
+def _patches(
+    grid: str, vision: Any, patch: int, channels: int, draw: Draw, batch: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """All patches in one row, and how many of them each picture has in time, height and width."""
+    side = _SIDE * _number(vision, "spatial_merge_size", 2)
+    width = channels * _number(vision, "temporal_patch_size", 1) * patch * patch
+    rows = torch.tensor([1, side, side]).repeat(batch, 1)
+    for frames in (1, 2):  # a picture may be handed over as two equal frames
+        yield {"pixel_values": draw.normal((batch * side * side, frames * width)), grid: rows}
+    yield {"pixel_values": draw.normal((batch * side * side, channels, patch, patch)), grid: rows}
+
+
+def _number(config: Any, name: str, otherwise: int) -> int:
+    value = getattr(config, name, None)
+    value = value[0] if isinstance(value, list | tuple) and value else value
+    return value if isinstance(value, int) else otherwise
+
 
 NAMES = (
     "input_values",
@@ -32,7 +113,6 @@ NAMES = (
 _ONLY_IF_REQUIRED = ("inputs", "inputs_embeds")
 _MOST_RUNS = 48
 _SAMPLES = (4000, 3840, 32000)  # the second is a multiple of many hops
-_FRAMES = (128, 64, 200)
 _FILM = ("num_frames", "frames_per_clip", "tubelet_size")
 _ABSENT = object()
 
@@ -126,8 +206,3 @@ def _widths(configs: Sequence[Any]) -> list[int]:
         if (n := _int(c, field))
     ]
     return list(dict.fromkeys(found))
-
-
-def _int(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
