@@ -156,7 +156,7 @@ def _read(code: CodeType, module: str) -> CodeFacts:
     )
 
 
-def _subclasses(kind: type) -> Iterator[Any]:
+def _subclasses(kind: Any) -> Iterator[Any]:
     for below in kind.__subclasses__():
         yield below
         yield from _subclasses(below)
