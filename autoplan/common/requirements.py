@@ -5,13 +5,25 @@ from __future__ import annotations
 import re
 import warnings
 from functools import cache
+from importlib import import_module
 
 from autoplan.common.errors import AutoplanError, UntestedVersionWarning
 
-__all__ = ["TESTED", "check_versions", "installed_versions", "untested"]
+__all__ = ["OWN_SHARDING", "TESTED", "VersionError", "check_versions", "installed_versions", "older_than", "untested"]
 
 # Oldest and newest release that the tests ran with. pyproject.toml states the oldest too, README both; tests compare.
 TESTED = {"torch": ((2, 11), (2, 15)), "transformers": ((5, 10), (5, 24))}
+# The release since which transformers shards models by code that an audit can run. Older ones do all else.
+OWN_SHARDING = (5, 23)
+
+
+class VersionError(AutoplanError):
+    """The installed version of a library is supported, and lacks what this one feature needs."""
+
+    def __init__(self, library: str, what: str, needed: tuple[int, int]) -> None:
+        super().__init__(
+            f"{library} {installed_versions()[library]} {what}", hint=f"pip install '{library}>={_dotted(needed)}'"
+        )
 
 
 def installed_versions() -> dict[str, str]:
@@ -20,6 +32,11 @@ def installed_versions() -> dict[str, str]:
     import transformers
 
     return {"torch": str(torch.__version__), "transformers": str(transformers.__version__)}
+
+
+def older_than(library: str, release: tuple[int, int]) -> bool:
+    """Is the installed version of a library older than a release?"""
+    return _release(str(import_module(library).__version__)) < release
 
 
 def check_versions(installed: dict[str, str] | None = None) -> None:

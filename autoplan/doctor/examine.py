@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
+from pkgutil import walk_packages
 from typing import Any
 
 from autoplan.common.errors import AutoplanError
@@ -72,11 +74,26 @@ def examine() -> Diagnosis:
             continue
         entries += len(held)
         moved += _failing(held)
+    moved += _not_importable()
     for name in vanished():
         where = f"no class of {name.mapping} has it" if name.mapping else "the installed transformers lacks it"
         moved.append(Moved(str(name), where, "what reads it takes it for absent; verify says `not known`"))
     tested = {library: "{}.{} to {}.{}".format(*oldest, *newest) for library, (oldest, newest) in TESTED.items()}
     return Diagnosis(installed_versions(), tested, untested(), entries + len(NAMES), tuple(moved))
+
+
+def _not_importable() -> Iterator[Moved]:
+    """Import all of autoplan: a name that is read while a module is imported takes with it what imports that module."""
+    causes = set[str]()
+    for module in walk_packages([str(Path(__file__).parents[1])], "autoplan.", onerror=lambda name: None):
+        try:
+            if not module.name.endswith("__main__"):
+                import_module(module.name)
+        except (ImportError, AttributeError) as error:
+            cause = f"{type(error).__name__}: {error}"
+            if cause not in causes:
+                causes.add(cause)
+                yield Moved(module.name, cause, "cannot be imported, nor can what rests on it")
 
 
 def _failing(entries: tuple[Patch | Private, ...]) -> Iterator[Moved]:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from autoplan.common.requirements import OWN_SHARDING, older_than
 from autoplan.doctor.private import Private
 
 
@@ -101,9 +102,9 @@ def _operation() -> bool:
     return _has("transformers.distributed.sharding_utils.DtensorShardOperation.shard_tensor", "self")()
 
 
-def _since_5_16(holds: Callable[[], bool]) -> Callable[[], bool]:
-    """Before it transformers shards in an older way, and audits of its own plans are refused."""
-    return holds if importlib.util.find_spec(f"{_TP}.tensor_parallel") else lambda: True
+def _of_own_sharding(holds: Callable[[], bool]) -> Callable[[], bool]:
+    """Older versions shard by other code, and audits of their own plans are refused."""
+    return (lambda: True) if older_than("transformers", OWN_SHARDING) else holds
 
 
 def _hook_flag() -> bool:
@@ -132,22 +133,22 @@ OTHERS = (
     Private(
         f"{_TP}.mixin.DistributedMixin._expand_parallel_plan",
         "a plan in transformers' words is run by transformers",
-        _since_5_16(_has(f"{_TP}.mixin.DistributedMixin._expand_parallel_plan", "plan")),
+        _of_own_sharding(_has(f"{_TP}.mixin.DistributedMixin._expand_parallel_plan", "plan")),
     ),
     Private(
         f"{_TP}.tensor_parallel.apply_tensor_parallelism",
         "a plan in transformers' words is run by transformers",
-        _since_5_16(_has(f"{_TP}.tensor_parallel.apply_tensor_parallelism")),
+        _of_own_sharding(_has(f"{_TP}.tensor_parallel.apply_tensor_parallelism")),
     ),
     Private(
         f"{_TP}.tensor_parallel.ALL_PARALLEL_STYLES",
         "which styles the installed version knows",
-        _since_5_16(_has(f"{_TP}.tensor_parallel.ALL_PARALLEL_STYLES")),
+        _of_own_sharding(_has(f"{_TP}.tensor_parallel.ALL_PARALLEL_STYLES")),
     ),
     Private(
         f"{_TP}.sharding_utils.DtensorShardOperation",
         "a rank's piece is what transformers would load",
-        _since_5_16(_operation),
+        _of_own_sharding(_operation),
     ),
     Private(
         "transformers.conversion_mapping.get_model_conversion_mapping",

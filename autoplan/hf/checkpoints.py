@@ -123,7 +123,9 @@ def _for_stored(rule: Any, names: frozenset[str]) -> Iterator[Any]:
         if stored in names:
             apart = [source.removesuffix("weight") + own for source in sources]
             target = targets[0].removesuffix(parameter) + stored
-            yield rule.copy(apart, [target], operations=list(rule.operations))
+            further_rule = type(rule)(apart, [target], operations=list(rule.operations))
+            further_rule.scope_prefix, further_rule.base_model_prefix = rule.scope_prefix, rule.base_model_prefix
+            yield further_rule
 
 
 def _for_lists(model: nn.Module, known: Sequence[Any]) -> Iterator[tuple[Any, bool]]:

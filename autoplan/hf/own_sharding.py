@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from autoplan.common.conventions import PlanPart
-from autoplan.common.errors import AutoplanError
+from autoplan.common.requirements import OWN_SHARDING, VersionError, older_than
 from autoplan.hf.names import SHIPPED_PLAN, not_known
 
 if TYPE_CHECKING:
@@ -91,14 +91,9 @@ def slice_of(tensor: Any, whole: Any) -> Any:
 
 
 def refuse_old_sharding() -> None:
-    """Before 5.16 transformers shards with hooks of its own, which nothing here reads."""
-    import transformers
-
-    if find_spec("transformers.distributed.tensor_parallel") is None:
-        raise AutoplanError(
-            f"transformers {transformers.__version__} shards models in an older way, which is not run here",
-            hint="to audit plans in transformers' words, install transformers 5.16 or later",
-        )
+    """Refuse versions that shard by other code, which nothing here reads."""
+    if older_than("transformers", OWN_SHARDING):
+        raise VersionError("transformers", "shards models in an older way, which no audit runs", OWN_SHARDING)
 
 
 def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any:

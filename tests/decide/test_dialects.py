@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from releases import since
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 import autoplan
+from autoplan.common.requirements import OWN_SHARDING
 from autoplan.decide.written_plans.choices import CUTS, check_style
 from autoplan.decide.written_plans.dialects import ALIASES
 from autoplan.hf.source import resolve
@@ -137,6 +139,7 @@ def test_style_objects() -> None:
 
 
 def test_every_transformers_style_is_known() -> None:
+    since(OWN_SHARDING, "module of expert parallelism")
     import transformers.distributed.expert_parallel
     import transformers.distributed.tensor_parallel  # noqa: F401  they register them
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
@@ -154,6 +157,7 @@ def mixtral() -> Any:
 
 def test_transformers_expert_plan_is_a_source(mixtral: Any) -> None:
     """Whole experts on different ranks, with or without tp beside them."""
+    since(OWN_SHARDING, "plan of mixtral that places whole experts")
     source = mixtral.config.base_model_ep_plan
     assert "grouped_gemm" in source.values() and "ep_dispatch_experts" in source.values()
     for sizes in ({"ep_size": 2}, {"tp_size": 2, "ep_size": 2}):
@@ -164,6 +168,7 @@ def test_transformers_expert_plan_is_a_source(mixtral: Any) -> None:
 
 
 def test_whole_experts_need_ranks_to_go_to(mixtral: Any) -> None:
+    since(OWN_SHARDING, "plan of mixtral that places whole experts")
     with pytest.raises(autoplan.AutoplanError, match="grouped_gemm places whole experts") as caught:
         autoplan.plan(mixtral, 2, source=mixtral.config.base_model_ep_plan, prove="none")
     assert "ep_size=" in str(caught.value)
@@ -178,6 +183,7 @@ def test_transformers_own_plan_says_where_each_key_was() -> None:
 
 
 def test_an_instance_beats_its_class() -> None:
+    since(OWN_SHARDING, "style replicate")
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(llama())
     model.tp_plan = {**model.tp_plan, "lm_head": "replicate"}

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from releases import since
 from torch import nn
 from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, LlamaForCausalLM, MixtralConfig, Qwen3Config
 
@@ -189,6 +190,7 @@ def test_every_type_of_layer_survives() -> None:
 
 
 def test_layers_that_only_a_list_of_types_counts_are_few() -> None:
+    since((5, 14), "layer types of other names in nemotron_h")
     kinds = ["linear_attention", "moe", "linear_attention", "moe", "linear_attention", "full_attention"] * 8
     tiny = tiny_config(CONFIG_MAPPING["nemotron_h"](layers_block_type=kinds))
     assert tiny.layers_block_type == ["linear_attention", "moe", "full_attention"]
@@ -203,6 +205,7 @@ def test_layers_that_read_others_keys_keep_layers_that_make_them() -> None:
 
 
 def test_layers_of_another_size_keep_another_size() -> None:
+    since((5, 16), "per_layer_config")
     given = CONFIG_MAPPING["gemma4_text"]()
     sizes = [{layer.head_dim for layer in config.per_layer_config} for config in (given, tiny_config(given))]
     assert len(sizes[0]) == len(sizes[1]) == 2 and max(sizes[1]) < 100
@@ -322,6 +325,7 @@ def test_catalogue() -> None:
 
 
 def test_every_rule_file_is_read_and_names_a_model_type() -> None:
+    since((5, 24), "types of 5.24")
     found = rule_files(rules_folder())
     assert len(found) > 50 and all(rules.why for rules in found.values())
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES

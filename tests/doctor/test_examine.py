@@ -44,6 +44,15 @@ def test_what_moved_is_named_with_what_follows() -> None:
     assert "autoplan.nowhere" in moved
 
 
+def test_a_module_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> object:
+        return [].gone if name.endswith(("code.ways", "planning")) else None  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(doctor, "import_module", broken)
+    named = [entry.name for entry in doctor._not_importable()]
+    assert named == ["autoplan.common.code.ways"], "one line for one cause"
+
+
 @pytest.mark.usefixtures("_toys")
 def test_the_command_exits_with_1_where_something_moved() -> None:
     done = CliRunner().invoke(app, ["doctor", "--json"])

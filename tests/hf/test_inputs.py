@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from releases import since
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
@@ -267,18 +268,19 @@ def test_a_decoder_alone_gets_an_encoders_states() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "expected", "release"),
     [
-        ("chameleon:ChameleonForConditionalGeneration", {"text", "image"}),
-        ("dots3_note:Dots3NoteForConditionalGeneration", {"text", "image", "audio"}),
-        ("inkling_mm_model:InklingForConditionalGeneration", {"text", "image", "audio"}),
-        ("luke:LukeForMaskedLM", {"text", "entities"}),
-        ("neomme:NeoMMEForMaskedLM", {"text", "image"}),
-        ("phi4_multimodal:Phi4MultimodalForCausalLM", {"text", "image", "audio", "image_audio"}),
-        ("vibevoice_asr:VibeVoiceAsrForConditionalGeneration", {"text", "audio"}),
+        ("chameleon:ChameleonForConditionalGeneration", {"text", "image"}, (5, 10)),
+        ("dots3_note:Dots3NoteForConditionalGeneration", {"text", "image", "audio"}, (5, 24)),
+        ("inkling_mm_model:InklingForConditionalGeneration", {"text", "image", "audio"}, (5, 14)),
+        ("luke:LukeForMaskedLM", {"text", "entities"}, (5, 10)),
+        ("neomme:NeoMMEForMaskedLM", {"text", "image"}, (5, 18)),
+        ("phi4_multimodal:Phi4MultimodalForCausalLM", {"text", "image", "audio", "image_audio"}, (5, 10)),
+        ("vibevoice_asr:VibeVoiceAsrForConditionalGeneration", {"text", "audio"}, (5, 10)),
     ],
 )
-def test_what_a_type_reads_beside_text(text: str, expected: set[str]) -> None:
+def test_what_a_type_reads_beside_text(text: str, expected: set[str], release: tuple[int, int]) -> None:
+    since(release, text)
     assert set(calls_the_model(feeds_for(resolve(text).tiny()))) == expected  # other feeds call parts of it
 
 

@@ -53,7 +53,9 @@ def test_pytest_is_read_as_it_prints(watch: Any, tmp_path: Path, monkeypatch: py
     (tmp_path / "tests" / "test_two.py").write_text(
         "import pytest\n@pytest.mark.parametrize('text', ['a b', 'c'])\ndef test_of(text): assert text == 'c'\n"
     )
+    (tmp_path / "tests" / "test_broken.py").write_text("import no_such_module\n")
     monkeypatch.setattr(watch, "ROOT", tmp_path)
     ended, complete = watch.run(sys.executable, ["tests"], 100.0)
     assert complete
-    assert ended == {"tests/test_two.py::test_of[a b]": "FAILED", "tests/test_two.py::test_of[c]": "PASSED"}
+    broken = {"tests/test_broken.py": "ERROR"}
+    assert ended == {"tests/test_two.py::test_of[a b]": "FAILED", "tests/test_two.py::test_of[c]": "PASSED", **broken}

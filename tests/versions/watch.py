@@ -40,7 +40,10 @@ FIRST: dict[str, list[str]] = {
     "ten architectures": ["tests/project/test_breadth.py", "-k", " or ".join(f"[{name}" for name in TEN)],
 }
 REST = "rest of the fast suite"
-_LINE = re.compile(r"^\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (tests/.*?) *$")
+_LINE = re.compile(
+    r"^\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (tests/.*?) *$"
+    r"|^(ERROR) (tests/[^: ]+)(?: - .*)?$"  # a file whose import fails has no tests
+)
 _VERSIONS = (
     "import json, importlib.metadata as m; "
     "print(json.dumps({d.metadata['Name'].lower().replace('_', '-'): d.version for d in m.distributions()}))"
@@ -62,8 +65,10 @@ def outcomes(output: str) -> dict[str, str]:
 
     >>> outcomes("[gw0] [ 50%] PASSED tests/a.py::test_b[two words]\\n[gw1] [100%] FAILED tests/a.py::test_c ")
     {'tests/a.py::test_b[two words]': 'PASSED', 'tests/a.py::test_c': 'FAILED'}
+    >>> outcomes("ERROR tests/d.py - AttributeError: no such name")
+    {'tests/d.py': 'ERROR'}
     """
-    return {match[2]: match[1] for match in map(_LINE.match, output.splitlines()) if match}
+    return {match[2] or match[4]: match[1] or match[3] for match in map(_LINE.match, output.splitlines()) if match}
 
 
 def run(python: str, arguments: Sequence[str], seconds: float) -> tuple[dict[str, str], bool]:
@@ -162,9 +167,10 @@ def _figures(ended: Mapping[str, str]) -> str:
 def _verdict(test: str, there: Mapping[str, str], again: Mapping[str, str]) -> str:
     if not there:
         return "not compared"
-    if test not in again:
+    ended = {how for other, how in again.items() if other == test or other.startswith(f"{test}::")}
+    if not ended:
         return "did not run under the lock"
-    return "fails under the lock too" if again[test] in ("FAILED", "ERROR") else "passes under the lock"
+    return "passes under the lock" if ended.isdisjoint(("FAILED", "ERROR")) else "fails under the lock too"
 
 
 def _plain(version: str) -> str:

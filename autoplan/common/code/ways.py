@@ -53,7 +53,6 @@ _UNCONDITIONAL = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT",
 _FIRST_OF_HANDLER = "PUSH_EXC_INFO"
 _MODULE_CALL = nn.Module._call_impl.__code__.co_filename
 ENTRY = 0  # where no call stands: what a function is given is written down there
-_APPLY = torch.autograd.Function.apply.__func__.__code__
 
 LiteralsSay = Callable[[str], str]
 Ways = dict[tuple[str, str], set[str]]  # by place and hash of the code
@@ -65,7 +64,7 @@ class CodeFacts:
 
     `starts`: where its instructions begin. `going_on`: for each branch the offsets at which code goes on that does not
     jump. `asking`: the branches that may depend on a number or on what a tensor holds. `loops`: the heads of its `for`
-    loops. `stores`: attributes that it sets.
+    loops. `stores`: attributes that it sets. `is_function`: it is the forward of a `torch.autograd.Function`.
     """
 
     code: CodeType
@@ -77,6 +76,7 @@ class CodeFacts:
     loops: frozenset[int]
     handlers: frozenset[int]
     stores: tuple[str, ...]
+    is_function: bool
 
     def call_at(self, offset: int) -> int:
         """Where the call begins that is being made: while a Python function runs, the offset stands behind it."""
@@ -152,7 +152,14 @@ def _read(code: CodeType, module: str) -> CodeFacts:
         frozenset(one.offset for one in instructions if one.opname == "FOR_ITER"),
         frozenset(one.offset for one in instructions if one.opname == _FIRST_OF_HANDLER),
         tuple(dict.fromkeys(one.argval for one in instructions if one.opname == "STORE_ATTR")),
+        any(getattr(kind.forward, "__code__", None) is code for kind in _subclasses(torch.autograd.Function)),
     )
+
+
+def _subclasses(kind: Any) -> Iterator[Any]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _subclasses(below)
 
 
 def is_module_call(code: CodeType) -> bool:
@@ -187,13 +194,13 @@ class Tracer:
         self.on_enter(follower, frame)
         above = frame.f_back
         caller = self.frames.get(id(above)) if above is not None else None
-        if caller is not None and above is not None:  # called directly: the place of the call chose the function
+        if facts.is_function:  # called by `apply`, of which some versions of torch show a frame
+            names = frame.f_code.co_varnames[: frame.f_code.co_argcount + bool(frame.f_code.co_flags & CO_VARARGS)]
+            self.on_function(follower, tuple(frame.f_locals[name] for name in names))
+        elif caller is not None and above is not None:  # called directly: the place of the call chose the function
             way = f"{caller.facts.call_at(above.f_lasti)}>{facts.hash.rpartition(':')[2][:6]}"
             if way not in caller.known:
                 self.on_way(follower, way)
-        if above is not None and above.f_code is _APPLY:
-            names = frame.f_code.co_varnames[: frame.f_code.co_argcount + bool(frame.f_code.co_flags & CO_VARARGS)]
-            self.on_function(follower, tuple(frame.f_locals[name] for name in names))
         return follower.step
 
     def on_function(self, follower: Follower, given: tuple[Any, ...]) -> None:
