@@ -194,9 +194,9 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tupl
     legal = ", ".join(map(str, solution.legal_tp))
     if wish.cp_size > 1:
         if not solution.sequence_parallel:
-            why = "; ".join(map(str, solution.whole_sequence))
+            told = "; ".join(map(str, solution.whole_sequence))
             raise IndivisibleError(
-                f"{source.name}: the sequence cannot be cut over cp={wish.cp_size} ranks: {why}",
+                f"{source.name}: the sequence cannot be cut over cp={wish.cp_size} ranks: {told}",
                 hint="use tp_size or data-parallel ranks in its place",
             )
         return

@@ -1,4 +1,4 @@
-"""torchrun --nproc-per-node 2 examples/long_context_under_torchrun.py: a hybrid of scans and attention, its sequence cut.
+"""torchrun --nproc-per-node 2 examples/long_context_under_torchrun.py: scans and attention, the sequence cut.
 
 Each rank has whole weights and half of the positions; attention and scans run on all positions for half of the heads.
 """
@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
 from autoplan.hf.source import resolve
-
-STEPS, LENGTH = 3, 49  # the length need not be divisible
 
 
 def train(model, batches):
@@ -28,13 +26,11 @@ def train(model, batches):
 
 torch.manual_seed(0)
 model = resolve("nemotron_h").tiny(dtype=torch.float64)  # a config, or a checkpoint of your own
-batches = [torch.randint(3, model.config.vocab_size, (2, LENGTH)) for _ in range(STEPS)]
+batches = [torch.randint(3, model.config.vocab_size, (2, 49)) for _ in range(3)]  # 49: padded inside
 alone = train(copy.deepcopy(model), batches)
 
 plan = autoplan.plan(model, cp_size=2)
-mesh = init_device_mesh(
-    "cpu", (2,), mesh_dim_names=("cp",)
-)  # with ("dp_shard", "cp") FSDP2 shards the weights over both
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))  # a dim "dp_shard" before it shards the weights
 together = train(autoplan.parallelize(model, mesh, plan), batches)
 assert torch.allclose(torch.tensor(alone), torch.tensor(together), atol=1e-5), (alone, together)
 if dist.get_rank() == 0:

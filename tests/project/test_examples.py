@@ -18,6 +18,7 @@ PROMISES = {
     "unfamiliar_checkpoint.py": "on simulated ranks: exact",
     "audit_a_plan.py": "the audit found it",
     "train_under_torchrun.py": "losses fall as in one process",
+    "long_context_under_torchrun.py": "losses as on one device",
     "plug_into_automodel.py": "by path and by class",
 }
 HOSTS = {  # under examples/frameworks: what each says when it ran, and the libraries without which it cannot

@@ -55,6 +55,12 @@ class Held:
         if self.dim is not None and self.gradient != "local":
             object.__setattr__(self, "shared", _shared(self.rows, self.group.rank))
 
+    @property
+    def is_summed(self) -> bool:
+        """Does a whole tensor, of which code reads a part, get a part of its gradient on each rank?"""
+        read = self.read
+        return read is not None and (read.gradient != "local" or read.dim is not None)
+
     @cached_property
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """For each rank, the checkpoint rows it holds along `dim`, in the order it holds them."""
@@ -135,11 +141,13 @@ def _rows(layout: str, tp: int) -> tuple[tuple[int, ...], ...]:
 class Reading:
     """One per model: is code of the model running, so that reading a parameter gives the local tensor? `guard`: what is
     told of each outermost call of one of its modules (a `PathGuard`). `new_forward`: has a library set a forward on one
-    of them?"""
+    of them? `summed`: by id, parameters of the module that runs, whose gradients are summed together at the end."""
 
     inside: bool = False
     guard: Any = None
     new_forward: bool = False
+    summing: bool = False  # are there any?
+    summed: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass

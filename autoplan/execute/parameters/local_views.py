@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
 from types import CodeType, FunctionType
@@ -36,7 +36,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.layout import Layout
 from autoplan.execute.collectives import (
     RankGroup,
     Recorded,
@@ -46,11 +45,10 @@ from autoplan.execute.collectives import (
     gather_over_ranks,
     part_of_sum,
     recorded_again,
-    scale_gradient,
-    take_rows,
 )
 from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
 from autoplan.execute.parameters.held import Held, record_of
+from autoplan.execute.parameters.parts_of_whole import NOTHING, part_of_whole, summed_together
 from autoplan.execute.parameters.state_dict import gathered, local_piece
 from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, refuse_transforms, unseen_path
 from autoplan.patches.classes import subclass_of
@@ -58,10 +56,12 @@ from autoplan.patches.classes import subclass_of
 # --------------------------------------------------------------------------------------------------------- the view
 
 
-def local_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tensor | None:
+def local_view(
+    parameter: torch.Tensor | None, held: Held | None, summed: Mapping[int, torch.Tensor] = NOTHING
+) -> torch.Tensor | None:
     """The plain tensor this rank computes with."""
     if held is not None and held.read is not None:
-        return _part_of_whole(parameter, held.read)
+        return part_of_whole(parameter, held, summed)
     if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != 1:
         return parameter
     local = _local(parameter)
@@ -75,21 +75,6 @@ def local_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tenso
             shared = held.shared
             local = _SumSharedRows.apply(local, held.group, held.dim, shared.positions, shared.places, shared.count)
     return part_of_sum(local, held.group.size) if held.divide and held.group.size > 1 else local
-
-
-def _part_of_whole(parameter: torch.Tensor | None, held: Held) -> torch.Tensor | None:
-    """What a rank of context parallelism reads of a whole parameter, whose gradient is the sum over ranks."""
-    if parameter is None or isinstance(parameter, DTensor) or held.group.size == 1:
-        return parameter
-    part, size = parameter, held.group.size
-    if held.gradient != "local" or held.dim is not None:
-        part = scale_gradient(part, float(size)) if held.averaged else copy_to_ranks(part, held.group)
-    if held.dim is not None and held.layout is not None:
-        part = take_rows(part, held.dim, held.rows[held.group.rank])
-        layout = Layout.parse(held.layout)
-        if held.gradient == "local" and not layout.all_carried():
-            part = scale_gradient(part, [1.0 if carried else 1.0 / size for carried in layout.carried(size)], held.dim)
-    return part_of_sum(part, size) if held.divide else part
 
 
 def _whole_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tensor | None:
@@ -281,6 +266,7 @@ def _reading_call(cls: type) -> Callable[..., Any]:
         guard = None if torch.compiler.is_compiling() else reading.guard
         reading.new_forward = not torch.compiler.is_compiling() and _has_new_forward(self)
         reading.inside = True
+        reading.summed = summed_together(self) if reading.summing else {}
         try:
             if guard is None:
                 return base(self, *args, **kwargs)
@@ -292,7 +278,7 @@ def _reading_call(cls: type) -> Callable[..., Any]:
                 raise
             raise named from error
         finally:
-            reading.inside = False
+            reading.inside, reading.summed = False, {}
             if guard is not None:
                 guard.close()
 
@@ -352,7 +338,7 @@ def stored_tensor(module: nn.Module, name: str) -> Any:
     parameter, record = module.__dict__["_parameters"][name], record_of(module)
     if record is None or not record.reading.inside:
         return parameter
-    return local_view(parameter, record.parameters.get(name))
+    return local_view(parameter, record.parameters.get(name), record.reading.summed)
 
 
 def _parameter_property(name: str, computed: Any = None) -> property:
@@ -375,9 +361,9 @@ def _parameter_property(name: str, computed: Any = None) -> property:
         if record.reading.new_forward and not torch.compiler.is_compiling() and _is_read_by_a_new_forward(self):
             return _whole_view(parameters[name], held)
         if not torch._C._is_torch_function_mode_enabled():
-            return local_view(parameters[name], held)
+            return local_view(parameters[name], held, record.reading.summed)
         with torch._C.DisableTorchFunction():  # a scoped function mode counts the module's calls, not ours
-            local = local_view(parameters[name], held)
+            local = local_view(parameters[name], held, record.reading.summed)
         if held is not None and local is not None and not torch.compiler.is_compiling():
             marks = looking_on()
             if marks is not None and (held.dim is not None or held.gradient != "local"):

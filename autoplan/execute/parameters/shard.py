@@ -58,7 +58,7 @@ def prepare_parameters(
     """
     builder = _Builder(tp_mesh, RankGroup.of(tp_mesh), _by_tensor(model, rules), whole)
     prepared = Prepared(model)
-    reading = Reading()
+    reading = Reading(summing=whole == "summed")
     for path, module in model.named_modules():
         if not any(True for _ in module.parameters()) and not any(True for _ in module.buffers(recurse=False)):
             continue

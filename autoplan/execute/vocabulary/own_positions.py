@@ -68,7 +68,7 @@ def position_logits(local: torch.Tensor, dim: int, length: int, group: RankGroup
 
 def whole_logits(x: torch.Tensor) -> torch.Tensor:
     """The logits of all positions."""
-    return _whole(x) if isinstance(x, PositionLogits) else x  # type: ignore[no-any-return]
+    return _whole(x) if isinstance(x, PositionLogits) else x
 
 
 def _raw(x: Any) -> Any:
