@@ -203,6 +203,7 @@ SETTINGS: dict[tuple[str, int], Callable[[], Setting]] = {
     ("README.md", 0): readme,
     ("docs/plans-elsewhere.md", 0): elsewhere,
     ("docs/howto/feed-a-model.md", 0): feed,
+    ("docs/howto/train-on-long-sequences.md", 0): lambda: Setting({"autoplan": autoplan, "model": "llama"}),
     ("docs/howto/plan-a-quantised-model.md", 0): lambda: Setting({"autoplan": autoplan}),
     ("docs/howto/plan-a-quantised-model.md", 1): lambda: packed("fp8 blocks", False),
     ("docs/howto/plan-a-quantised-model.md", 2): lambda: packed("awq", True),

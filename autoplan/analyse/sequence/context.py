@@ -42,6 +42,7 @@ class _Outside:
         self.calls: set[int] = set()
         self.parameters: set[int] = set()
         self.gathered: set[tuple[Crossing, str]] = set()
+        self.waiting: list[int] = []
         self.makers: dict[int, list[int]] = defaultdict(list)  # the call that made it, and those that wrote into it
         for index, outputs in enumerate(flow.outputs):
             for tensor in () if flow.is_identity(index) else outputs:
@@ -65,9 +66,15 @@ class _Outside:
         return dict(visit.inputs if side == "input" else visit.outputs)[crossing.path]
 
     def run(self) -> None:
-        waiting = [*self.cut_at, *(self.tensor_at(crossing, "output") for crossing in self.returned)]
-        while waiting:
-            tensor = waiting.pop()
+        self.waiting = [*self.cut_at, *(self.tensor_at(crossing, "output") for crossing in self.returned)]
+        while self.waiting:
+            self._walk()
+            for tensor in tuple(self.seen):
+                self._check_readers(tensor)
+
+    def _walk(self) -> None:
+        while self.waiting:
+            tensor = self.waiting.pop()
             if tensor in self.seen or tensor not in self.flow.carries:
                 continue
             if tensor in self.cut.values and tensor not in self.cut_at:  # whole behind a gather
@@ -77,11 +84,9 @@ class _Outside:
             if self.trace.tensors[tensor].kind == "parameter":
                 self.parameters.add(tensor)
             for maker in self.makers.get(tensor, ()):
-                self._refuse_sums(tensor, maker)
-                self.calls.add(maker)
-                waiting += self.flow.inputs[maker]
-        for tensor in self.seen:
-            self._check_readers(tensor)
+                if not self._is_sum(tensor, maker):
+                    self.calls.add(maker)
+                    self.waiting += self.flow.inputs[maker]
 
     def heads(self) -> Iterator[tuple[Crossing, int]]:
         """Where a module returns what the model returns cut, alone or after calls that change each number by itself."""
@@ -111,11 +116,13 @@ class _Outside:
                     dims = [d for c, d in self.cut.heads.items() if c == head]
                     yield from ((c, dims[0]) for c in behind if outer is not None and c.visit == outer.visit)
 
-    def _refuse_sums(self, tensor: int, maker: int) -> None:
-        """A sum of what ranks hold wants the whole gradient back."""
+    def _is_sum(self, tensor: int, maker: int) -> bool:
+        """Is it summed over ranks, which wants the whole gradient back? Then that is summed, too."""
         summed = [c for c in self.flow.leaving.get(tensor, ()) if (c, AllReduce) in self.placement.outputs]
-        if summed or maker in self.placement.reductions:
+        self.cut.summed_back |= set(summed)
+        if not summed and maker in self.placement.reductions:
             raise Refused(self._reason("shared-value", maker))
+        return bool(summed)
 
     def _check_readers(self, tensor: int) -> None:
         """Do all who read it give parts of its gradient?"""
@@ -123,10 +130,28 @@ class _Outside:
         summed = parameter and tensor in self.placement.summed_parameters
         for use in self.flow.gradient_uses(tensor) - self.calls if not summed else ():
             on_shards = any(t in self.cut.values for t in (*self.flow.inputs[use], *self.flow.outputs[use]))
-            at_cut = any(use in behind for behind in self.cut_at.get(tensor, ()))
-            if not (on_shards if parameter else at_cut or self._is_copied(tensor, use)):
+            if not (on_shards if parameter else self._gives_part(tensor, use)) and not self._joins(use, set()):
                 name = self.trace.tensors[tensor].names[0] if parameter else ""
                 raise Refused(self._reason("shared-parameter" if parameter else "shared-value", use, name))
+
+    def _gives_part(self, tensor: int, use: int) -> bool:
+        at_cut = any(use in behind for behind in self.cut_at.get(tensor, ()))
+        return use in self.calls or at_cut or self._is_copied(tensor, use)
+
+    def _joins(self, call: int, asked: set[int]) -> bool:
+        """Does all that is made of a call's outputs give parts of their gradients? Then the call lies outside, too."""
+        if call in asked:
+            return True
+        asked.add(call)
+        outputs = [t for t in self.flow.outputs[call] if t in self.flow.carries]
+        for tensor in outputs:
+            for use in self.flow.gradient_uses(tensor) - {call}:
+                if tensor in self.flow.final or not (self._gives_part(tensor, use) or self._joins(use, asked)):
+                    return False
+        self.calls.add(call)
+        self.seen.update(outputs)
+        self.waiting += self.flow.inputs[call]
+        return True
 
     def _is_copied(self, tensor: int, use: int) -> bool:
         """Does this reader give a part, and is the gradient summed on the way? It no longer is."""

@@ -133,6 +133,7 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
         for crossing, dim in crossings.items():
             name = next(cut.names[c] for c, _ in cut.gathers if c.module == "")
             found[kind(crossing.module, "output", crossing.path, dim, name)] = None
+    found.update((AllReduceGradient(crossing.module, "output", crossing.path), None) for crossing in cut.summed_back)
     found.update((ScaleGradient(crossing.module, "output", crossing.path), None) for crossing in cut.scaled)
     return tuple(done for done in found if done not in dropped)
 

@@ -150,6 +150,7 @@ class SequencePlacement:
     partial_gathers: set[tuple[Crossing, str]] = field(default_factory=set)
     scaled: set[Crossing] = field(default_factory=set)
     dropped: set[tuple[Crossing, str]] = field(default_factory=set)
+    summed_back: set[Crossing] = field(default_factory=set)  # sums whose gradient must be summed, too
     heads: dict[Crossing, int] = field(default_factory=dict)  # where modules return what the model returns cut
     picked: dict[Crossing, int] = field(default_factory=dict)  # and where it comes from, before positions are picked
     summed_parameters: set[int] = field(default_factory=set)

@@ -1,9 +1,9 @@
 """What a rank of context parallelism reads of whole weights, and the sum of their gradients.
 
 Weights are whole on each rank, and so is the gradient that an optimizer sees. A rank uses a weight on its own
-positions, or its own heads of it on all positions: either way its gradient is one part of a sum. The sum is made once, at the end
-of a backward, for all parameters of the module that was called: on their way back ranks may meet parameters in another
-order, or not at all, since experts that get no token of a rank are not read there.
+positions, or its own heads of it on all positions: either way its gradient is one part of a sum. The sum is made once,
+at the end of a backward, for all parameters of the module that was called: on their way back ranks may meet parameters
+in another order, or not at all, since experts that get no token of a rank are not read there.
 """
 
 from __future__ import annotations
