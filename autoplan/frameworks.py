@@ -58,6 +58,11 @@ def _sizes(model: nn.Module) -> tuple[int, int, int] | None:
     known = applied(getattr(model, "_orig_mod", model))
     if known is None:
         return None
+    if known.plan.cp_size > 1:
+        raise AutoplanError(
+            "a host would give other batches to the ranks that share a sequence: nothing is handed over yet",
+            hint="train in a loop of your own: each rank of cp is given the whole batch",
+        )
     return (*known.data_parallel, max(known.plan.tp_size, known.plan.ep_size))
 
 

@@ -21,6 +21,7 @@ NUMBER, LIST, THING = 5, [1], object()
 WRONG: dict[tuple[Kind, str], tuple[Any, ...]] = {
     (Wish, "tp_size"): (0, -1, True, "2", 2.0, None, LIST),
     (Wish, "ep_size"): (0, -1, True, "2", 2.0, None, LIST),
+    (Wish, "cp_size"): (0, -1, True, "2", 2.0, None, LIST),
     (Wish, "sequence_parallel"): ("yes", 1, None, LIST),
     (Wish, "strict"): ("yes", 1, None, LIST),
     (Wish, "prove"): ("x", None, True, LIST),

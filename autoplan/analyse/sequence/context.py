@@ -4,8 +4,8 @@ The plan is that of sequence parallelism in which nothing is split but what mixi
 all else on its own positions, with whole weights. There a rank's gradient is one part, and each parameter's is summed
 once. What still runs on whole values (what makes the stream, modules that need the whole sequence) must follow the same
 rule, or a weight that is used in both ways (a tied head) is counted wrongly: what is cut keeps its own positions and
-leaves the gradient of the others zero, what is gathered has its gradient summed, and of what the model returns whole
-each rank gives an equal part of the gradient.
+leaves the gradient of the others zero, what is gathered has its gradient summed, and where modules hand whole values to
+the model's own code, which returns them or makes a loss of them, each rank takes an equal part of the gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def leave_partial(flow: CallFlow, placement: Placement, cut: SequencePlacement) 
     cut.partial_gathers = walk.gathered
     cut.heads = dict(walk.heads())
     cut.picked = dict(walk.picked(cut.heads))
-    cut.scaled = {crossing for crossing in walk.returned if walk.tensor_at(crossing, "output") in walk.seen}
+    cut.scaled = set(walk.scaled)
 
 
 class _Outside:
@@ -42,17 +42,14 @@ class _Outside:
         self.calls: set[int] = set()
         self.parameters: set[int] = set()
         self.gathered: set[tuple[Crossing, str]] = set()
+        self.scaled: dict[Crossing, int] = {}
+        self.own_code: set[int] = set()  # calls of the model's own code on the way to what it returns
+        self.kept: set[int] = set()  # what is gathered for it
         self.waiting: list[int] = []
         self.makers: dict[int, list[int]] = defaultdict(list)  # the call that made it, and those that wrote into it
         for index, outputs in enumerate(flow.outputs):
             for tensor in () if flow.is_identity(index) else outputs:
                 self.makers[tensor].append(index)
-        self.returned = [
-            Crossing(number, visit.module, path, *visit.calls)
-            for number, visit in enumerate(self.trace.visits)
-            for path, tensor in (visit.outputs if visit.parent is None else ())
-            if tensor in flow.carries and tensor not in cut.values
-        ]
         self.cut_at: dict[int, list[range]] = defaultdict(list)  # the calls that see it cut
         for crossing, side in cut.scatters:
             behind = (crossing.first, crossing.last) if side == "input" else (crossing.last, len(self.trace.calls))
@@ -66,11 +63,46 @@ class _Outside:
         return dict(visit.inputs if side == "input" else visit.outputs)[crossing.path]
 
     def run(self) -> None:
-        self.waiting = [*self.cut_at, *(self.tensor_at(crossing, "output") for crossing in self.returned)]
+        self._find_own_code()
+        self.waiting = [*self.cut_at, *self.scaled.values()]
         while self.waiting:
             self._walk()
             for tensor in tuple(self.seen):
                 self._check_readers(tensor)
+
+    def _find_own_code(self) -> None:
+        """What the model's own code makes of whole values on its way to what it returns, each rank makes alike, and so
+        it does a loss: what modules give it has a whole gradient there, of which each rank takes an equal part."""
+        waiting, asked = list(self.flow.final), set[int]()
+        while waiting:
+            tensor = waiting.pop()
+            if tensor in asked or tensor not in self.flow.carries:
+                continue
+            asked.add(tensor)
+            makers = self.makers.get(tensor, [])
+            given = [
+                c for c in self.flow.leaving.get(tensor, ()) if c.module and any(c.first <= m < c.last for m in makers)
+            ]
+            if given and tensor not in self.cut.values:
+                self.scaled[max(given, key=lambda c: c.last - c.first)] = tensor
+            elif not given:
+                self.own_code.update(makers)
+                waiting += [t for maker in makers for t in self.flow.inputs[maker]]
+        for tensor in asked & self.cut.values:
+            gathers = [key for key in self.gathers.get(tensor, ()) if key[0].module]
+            for use in self.flow.gradient_uses(tensor) - self.own_code if gathers else ():
+                if any(use >= key[0].last for key in gathers):
+                    raise Refused(self._reason("shared-value", use))
+            self.kept |= {tensor} if gathers else set()
+        for crossing, tensor in tuple(self.scaled.items()):
+            behind = {use for use in self.flow.gradient_uses(tensor) if use >= crossing.last}
+            if behind <= self.own_code:
+                self.cut_at[tensor].append(range(crossing.last, len(self.trace.calls)))
+            elif behind & self.own_code:
+                raise Refused(self._reason("shared-value", min(behind - self.own_code)))
+            else:  # modules read it, and it is returned as it is
+                del self.scaled[crossing]
+                self.scaled |= {c: tensor for c in self.flow.leaving[tensor] if not c.module}
 
     def _walk(self) -> None:
         while self.waiting:
@@ -78,6 +110,8 @@ class _Outside:
             if tensor in self.seen or tensor not in self.flow.carries:
                 continue
             if tensor in self.cut.values and tensor not in self.cut_at:  # whole behind a gather
+                if tensor in self.kept:
+                    raise Refused(self._reason("shared-value", self.makers[tensor][0]))
                 self.gathered |= {key for key in self.gathers[tensor] if key[0].module}
                 continue
             self.seen.add(tensor)

@@ -55,8 +55,7 @@ def place_sequence(
     refused: list[WholeSequence] = []
     without: list[WholeSequence] = []
     for number, names in enumerate(blocks for blocks in stacks if blocks):
-        walk = Stream(shards, flow, placement, names)
-        walk.context = context
+        walk = Stream(shards, flow, placement, names, context)
         stream = walk.run()
         if stream is None:
             without.append(WholeSequence("no-positions", names[0]))
@@ -82,7 +81,7 @@ def place_sequence(
 
 def mixed_leaves(shards: Shards, flow: CallFlow, stacks: Iterable[tuple[str, ...]]) -> set[Term]:
     """The split leaves that calls which mix positions treat apart: heads of attention, channels of scans."""
-    streams = [Stream(shards, flow, Placement(), names) for names in stacks if names]
+    streams = [Stream(shards, flow, Placement(), names, context=True) for names in stacks if names]
     return {leaf for stream in streams if stream.begin() for leaf in stream.mixed()}
 
 

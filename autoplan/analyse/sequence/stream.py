@@ -44,7 +44,7 @@ class Stream(CutStream):
                 sequences.append(axis)
         if not self.starts:
             return False
-        self.positions = Positions(self.shards, sequences)
+        self.positions = Positions(self.shards, sequences, self.context)
         self.first_call = min(start.first for start in self.starts)
         self.last_call = max(v.calls[1] for _, v in visits)
         return True

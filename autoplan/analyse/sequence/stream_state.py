@@ -28,7 +28,8 @@ _LOCAL = frozenset({"free_a", "batch_a", "batch_w", "conv_group", "created", "co
 class Positions:
     """The sequence axes of one stack of blocks."""
 
-    def __init__(self, shards: Shards, sequences: Iterable[Term]) -> None:
+    def __init__(self, shards: Shards, sequences: Iterable[Term], context: bool = False) -> None:
+        self.context = context
         self.trace, self.axes = shards.trace, shards.axes
         self.wholes = {tuple(find(leaf) for leaf in leaves(axis)): find(axis).size for axis in sequences}
         self.sequences = {leaf for whole in self.wholes for leaf in whole}
@@ -98,7 +99,8 @@ class Positions:
                     break
                 continue
             if position in dims:
-                return not (isinstance(item, slice) and item.start in (None, 0) and item.stop is item.step is None)
+                first = (None, 0) if self.context else (None,)  # a first position that is told is `AllGatherPicked`'s
+                return not (isinstance(item, slice) and item.start in first and item.stop is item.step is None)
             position += 1
         return False
 
@@ -188,13 +190,17 @@ class CutStream:
 
     positions: Positions
 
-    def __init__(self, shards: Shards, flow: CallFlow, placement: Placement, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, shards: Shards, flow: CallFlow, placement: Placement, names: tuple[str, ...], context: bool = False
+    ) -> None:
         self.shards, self.flow, self.placement, self.trace = shards, flow, placement, shards.trace
         self.names = set(names)
         self.starts: dict[Crossing, int] = {}  # where each run of the model enters its first block -> the value
         self.result = SequencePlacement()
         self.closed: set[HookPoint] = set()  # where only some runs of a module would need what a hook does
-        self.context = False  # is every gradient outside of split regions a part of a sum? Then context.py looks at it
+        self.context = (
+            context  # is every gradient outside of split regions a part of a sum? Then context.py looks at it
+        )
         self.copies_out = self._in_every_run("output", placement.done_to(AllReduceGradient))
         self.copies_in = self._in_every_run("input", (b for b, kind in placement.inputs if kind is AllReduceGradient))
         self.reduces = {*placement.done_to(AllReduce), *placement.done_to(WithholdPartial)}

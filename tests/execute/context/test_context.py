@@ -236,3 +236,24 @@ def test_a_loss_of_own_positions(length: int, reduction: str, shape: str) -> Non
         each = -(-length // 3)
         wanted = F.pad(whole.grad, (0, 0, 0, 3 * each - length))[:, number * each : (number + 1) * each]  # type: ignore[arg-type]
         assert torch.allclose(gradient, wanted)
+
+
+def test_a_loss_over_all_routers_is_that_of_one_device() -> None:
+    """A mean over all tokens times another, beside the loss of own positions."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(**{**CONFIG.to_dict(), "num_local_experts": 4, "output_router_logits": True})
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config).eval()
+    ids = torch.randint(3, CONFIG.vocab_size, (2, 9))
+
+    def step(of: Any) -> tuple[float, dict[str, torch.Tensor]]:
+        loss = of(ids, labels=ids).loss
+        loss.backward()
+        return float(loss.detach()), {name: parameter.grad for name, parameter in of.named_parameters()}
+
+    loss, gradients = step(copy.deepcopy(model))
+    for other, found in on_ranks(model, autoplan.plan(model, cp_size=2), step):
+        assert other == pytest.approx(loss, rel=1e-5)
+        for name, gradient in gradients.items():
+            assert torch.allclose(found[name], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max())), name
