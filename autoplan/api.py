@@ -122,11 +122,12 @@ def parallelize(
 
     Tensor parallelism over "tp" (over "ep" with a plan that only places experts on different ranks), then activation
     checkpointing, then FSDP2 over "dp_shard" (also called dp, fsdp or dp_shard_cp; "dp_replicate" before it makes
-    HSDP). `mesh_dims={"tp": name}` names mesh dims differently; cp and pp are left alone. Without a `plan` one is made
-    for the mesh. It may be anything that `autoplan.plan` takes as a source: what comes in a foreign dialect is audited
-    first. A plan that failed verification is refused, and one that could not be proven warns, unless `check=False`;
-    `strict` refuses any that was not proven (and, where one is made here, an axis that does not divide). One that was
-    edited, or made for other code, is derived once more, and refused if it does not follow from the model.
+    HSDP). `mesh_dims={"tp": name}` names mesh dims differently; cp and pp are left alone (cp unless the plan cuts the
+    sequence: `plan(cp_size=N)`). Without a `plan` one is made for the mesh. It may be anything that `autoplan.plan`
+    takes as a source: what comes in a foreign dialect is audited first. A plan that failed verification is refused, and
+    one that could not be proven warns, unless `check=False`; `strict` refuses any that was not proven (and, where one
+    is made here, an axis that does not divide). One that was edited, or made for other code, is derived once more, and
+    refused if it does not follow from the model.
 
     Logits leave split over the vocabulary where gradients are computed and whole elsewhere, unless `gather_logits` says
     so (`autoplan.gather_logits` changes it later); every other output is whole. A loss that the model computes from

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -225,6 +226,15 @@ def install_root(
     ]
 
 
+def _counts(model: nn.Module) -> dict[str, int]:
+    """The arguments of a forward that are whole numbers by default."""
+    try:
+        taken = signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {one.name: one.default for one in taken if type(one.default) is int}
+
+
 class Root:
     """What is done where a model is entered and left; one run at a time counts, the outermost."""
 
@@ -246,6 +256,7 @@ class Root:
         self.given: tuple[str, ...] = ()  # what the plan has seen it take
         self.unsummed: tuple[str, ...] = ()  # and of what the plan sums no gradient
         self.guard: PathGuard | None = None
+        self.counts = _counts(model) if running.context else {}
         self.may_pick = False  # are positions gathered where an argument picks some?
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Root:
@@ -257,7 +268,7 @@ class Root:
         if self.running.depth > 1:
             return
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        if self.unsummed and torch.is_grad_enabled():
+        if (self.unsummed or self.running.context) and torch.is_grad_enabled():
             self._refuse_gradients(given)
         self.running.picks = self._picks(given) if self.running.context else ""
         targets = {name for name, value in given.items() if value is not None and self._is_target(name)}
@@ -273,18 +284,20 @@ class Root:
             self.guard.begin(module, given)
 
     def _refuse_gradients(self, given: dict[str, Any]) -> None:
-        for name in self.unsummed:
+        for name in given if self.running.context else self.unsummed:
             if any(tensor.requires_grad for _, tensor in flatten_tensors(given.get(name))):
                 raise PlanMismatchError(
                     f"argument {name!r} asks for a gradient, of which each rank makes a part, and the plan sums none",
-                    hint=f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
+                    hint=f"pass {name}.detach()"
+                    if self.running.context
+                    else f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
                 )
 
     def _picks(self, given: dict[str, Any]) -> str:
-        """A number that no recorded call was given: it may say which positions to go on with, which a rank would count
-        among its own."""
-        numbers = {name: value for name, value in given.items() if isinstance(value, int) and value}
-        name = next((n for n, v in numbers.items() if not isinstance(v, bool) and n not in self.given), "")
+        """A number in place of another: it may say which positions to go on with, which a rank would count among its
+        own."""
+        numbers = {name: value for name, value in given.items() if type(value) is int and name in self.counts}
+        name = next((name for name, value in numbers.items() if value != self.counts[name]), "")
         if name and (torch.is_grad_enabled() or not self.may_pick):
             raise PlanMismatchError(
                 f"{name}={numbers[name]} may pick positions, of which each rank has its own, in a call "

@@ -279,8 +279,10 @@ def _at_the_head(planned: LogitsOfPositions, at: At) -> Callable[[torch.Tensor],
     running, dim, name = at.running, planned.dim, planned.sequence.name
 
     def change(x: torch.Tensor) -> torch.Tensor:
-        own = running.loss and not running.picks
-        return position_logits(x, dim, running.lengths[name], running.group) if own else x
+        if not running.loss or running.picks:
+            return x
+        own = position_logits(x, dim, running.lengths[name], running.group)
+        return whole_logits(own) if torch.compiler.is_compiling() else own
 
     return change
 
@@ -288,7 +290,7 @@ def _at_the_head(planned: LogitsOfPositions, at: At) -> Callable[[torch.Tensor],
 def leave_positions(x: torch.Tensor, dim: int, length: int, running: Running) -> torch.Tensor:
     """What the model returns of its own positions: whole where that is asked for or no gradient is computed, or where
     it was gathered before some of it was picked."""
-    if running.picks:
+    if running.picks or (running.loss and torch.compiler.is_compiling()):
         return x
     logits = x if isinstance(x, PositionLogits) else position_logits(x, dim, length, running.group)
     return whole_logits(logits) if running.returns_whole_logits or torch.compiler.is_compiling() else logits

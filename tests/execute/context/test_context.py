@@ -41,15 +41,15 @@ def plan(model: Any) -> autoplan.Plan:
     return autoplan.plan(model, cp_size=2)
 
 
-def on_ranks(model: Any, plan: autoplan.Plan, run: Callable[[Any], Any], ranks: int = 2) -> list[Any]:
+def on_ranks(model: Any, plan: autoplan.Plan, run: Callable[[Any], Any], **how: Any) -> list[Any]:
     """What `run` gives for a copy of the model on each rank of a mesh with the one dim "cp"."""
-    copies = [copy.deepcopy(model) for _ in range(ranks)]
+    copies = [copy.deepcopy(model) for _ in range(2)]
 
     def rank(number: int) -> Any:
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-        return run(autoplan.parallelize(copies[number], mesh, plan))
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        return run(autoplan.parallelize(copies[number], mesh, plan, **how))
 
-    return run_ranks(rank, ranks)
+    return run_ranks(rank, 2)
 
 
 def loss_of(model: Any, ids: torch.Tensor, labels: torch.Tensor, way: str) -> torch.Tensor:
@@ -83,6 +83,49 @@ def test_a_step_is_that_of_one_device(model: Any, plan: autoplan.Plan, way: str,
         assert kept == shapes  # weights are whole
         for name, gradient in gradients.items():
             assert torch.allclose(found[name], gradient, rtol=1e-9, atol=1e-6 if single else 1e-12), name
+
+
+def packed(model: Any, ids: torch.Tensor) -> None:
+    positions = torch.arange(ids.shape[1])[None] % (ids.shape[1] // 2)
+    model(ids[:1], position_ids=positions, labels=ids[:1]).loss.backward()
+
+
+def padded(model: Any, ids: torch.Tensor) -> None:
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+
+
+def accumulated(model: Any, ids: torch.Tensor) -> None:
+    for batch in (ids, ids[:, :7], ids):
+        model(batch, labels=batch, num_items_in_batch=30).loss.backward()
+
+
+@pytest.mark.parametrize("checkpointing", (False, True, "selective"))
+@pytest.mark.parametrize("call", (packed, padded, accumulated))
+def test_other_calls_are_those_of_one_device(
+    model: Any, plan: autoplan.Plan, call: Callable[[Any, torch.Tensor], None], checkpointing: Any
+) -> None:
+    ids = torch.randint(3, CONFIG.vocab_size, (2, 12))
+    alone = copy.deepcopy(model)
+    call(alone, ids)
+
+    def run(of: Any) -> list[torch.Tensor]:
+        call(of, ids)
+        return [parameter.grad for parameter in of.parameters()]
+
+    for gradients in on_ranks(model, plan, run, activation_checkpointing=checkpointing):
+        for (name, parameter), found in zip(alone.named_parameters(), gradients, strict=True):
+            assert torch.allclose(found, parameter.grad, rtol=1e-4, atol=1e-6), name
+
+
+def test_a_gradient_of_an_input_is_refused(model: Any, plan: autoplan.Plan) -> None:
+    def run(of: Any) -> None:
+        embeds = torch.randn(2, 9, CONFIG.hidden_size, dtype=torch.float64, requires_grad=True)
+        with pytest.raises(PlanMismatchError, match="inputs_embeds"):
+            of(inputs_embeds=embeds)
+
+    on_ranks(model, plan, run)
 
 
 def test_outputs_leave_as_own_positions_where_a_gradient_is_computed(model: Any, plan: autoplan.Plan) -> None:
