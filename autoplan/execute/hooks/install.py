@@ -219,6 +219,7 @@ def install_root(
     running.draws = root.always or (root.random and may_draw(model))
     running.randomness.always = root.always
     root.unseen = UnseenOutputs(seen.outputs, seen.shapes, root.names, running.group)
+    root.unseen.partial = running.context
     return [
         model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True),
         model.register_forward_hook(root.after, with_kwargs=True),

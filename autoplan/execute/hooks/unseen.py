@@ -142,6 +142,7 @@ class UnseenOutputs:
         self.by_name = any(path and isinstance(path[0], str) for path in self.seen)
         self.names, self.group = frozenset((name,) for name in names), group
         self.whole: set[tuple[Any, ...]] = set()  # what was compared already
+        self.partial = False  # may a gradient be a part of a sum although nothing sums it? Then none is given
 
     def check(self, output: Any) -> Any:
         """Raise for an output of which each rank has another value. Compiled code is not interrupted for it."""
@@ -154,6 +155,13 @@ class UnseenOutputs:
             strange = self._strange(path, tensor) if alike and path in self.seen else ()
             if strange is None or isinstance(tensor, DTensor) and not strange or tensor.dim() == 0:
                 continue
+            if self.partial and tensor.requires_grad:
+                name = ".".join(map(str, path))
+                raise PlanMismatchError(
+                    f"output {name!r}, which was not returned when the plan was made, carries a gradient, of which each "
+                    "rank may make a part",
+                    hint="plan with inputs= in which the model returns it, or call it under torch.no_grad()",
+                )
             compared = (alike, path, strange)
             if compared not in self.whole:
                 if isinstance(tensor, DTensor) or not self._agrees(tensor.detach()):
