@@ -158,8 +158,8 @@ class UnseenOutputs:
             if self.partial and tensor.requires_grad:
                 name = ".".join(map(str, path))
                 raise PlanMismatchError(
-                    f"output {name!r}, which was not returned when the plan was made, carries a gradient, of which each "
-                    "rank may make a part",
+                    f"output {name!r}, which was not returned when the plan was made, carries a gradient, of which "
+                    "each rank may make a part",
                     hint="plan with inputs= in which the model returns it, or call it under torch.no_grad()",
                 )
             compared = (alike, path, strange)
