@@ -7,14 +7,15 @@ from instruction_toys import TOYS, subject, toy_for
 
 from autoplan.check.verify.faults import LEFT_OUT, UNSEEN, Fault, first, plant, without
 from autoplan.check.verify.sharded import check_sharding
-from autoplan.check.verify.sharding import sharding_of
+from autoplan.check.verify.sharding import mesh_of, sharding_of
 from autoplan.values import INSTRUCTIONS, Instruction
 
 
 @pytest.mark.parametrize("name", TOYS)
 def test_right_plans_are_clean(name: str) -> None:
     model, feeds, plan = subject(name)
-    report = check_sharding(model, feeds, sharding_of(plan), 2, checks=("parameters", "forward", "dropout"))
+    how = {"checks": ("parameters", "forward", "dropout"), "dims": mesh_of(plan)}
+    report = check_sharding(model, feeds, sharding_of(plan), 2, **how)
     assert report.ok, report.findings[:3]
 
 
@@ -24,7 +25,7 @@ def test_what_is_left_out_is_noticed(fault: Fault) -> None:
     assert found is not None, f"no toy has {fault.kind.__name__}: add one to helpers/instruction_toys.py"
     model, feeds, plan = found
     planted = plant(fault, plan, sharding_of)
-    report = check_sharding(model, feeds, planted.sharding, 2, checks=fault.checks)
+    report = check_sharding(model, feeds, planted.sharding, 2, checks=fault.checks, dims=mesh_of(plan))
     assert not report.ok, f"{fault.name} went unnoticed"
 
 
@@ -34,7 +35,7 @@ def test_what_cannot_be_noticed_is_so(kind: type[Instruction]) -> None:
     fault = Fault(f"no {kind.__name__}", "", first(kind, without), checks=("parameters", "forward", "dropout"))
     model, feeds, plan = toy_for(lambda plan: fault.spoil(plan) is not None)
     planted = plant(fault, plan, sharding_of)
-    assert check_sharding(model, feeds, planted.sharding, 2, checks=fault.checks).ok
+    assert check_sharding(model, feeds, planted.sharding, 2, checks=fault.checks, dims=mesh_of(plan)).ok
 
 
 def test_each_class_has_a_fault_or_a_reason() -> None:

@@ -179,13 +179,15 @@ def decoder(model_type: str, sizes: dict[str, Any], blocks: Iterable[str] = (), 
 
 def _planned(model: nn.Module, feeds: dict[str, Any], **how: Any) -> Plan:
     solution = solve_experts(capture_real(copy.deepcopy(model), feeds).trace, 2, **how)
-    return Plan(model="toy", tp_size=2, runtime=solution.runtime, ep_size=2 if how.get("experts") else 1)
+    sizes = {"tp_size": 1, "cp_size": 2} if how.get("context") else {"tp_size": 2}
+    return Plan(model="toy", runtime=solution.runtime, ep_size=2 if how.get("experts") else 1, **sizes)
 
 
-MIXTRAL = {
+LLAMA = {
     **VOCABULARY, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+    "num_key_value_heads": 4, "max_position_embeddings": 64,
 }  # fmt: skip
+MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 TOYS: dict[str, Callable[[], Subject]] = {
     "sum": lambda: toy(Between(lambda h: h * torch.sigmoid(h.sum(-1, keepdim=True)))),
@@ -207,6 +209,7 @@ TOYS: dict[str, Callable[[], Subject]] = {
     "recurrent cell": lambda: toy(Recurrent(nn.LSTMCell(16, 24))),
     "branches": lambda: decoder("gptj", GPTJ),
     "sequence": lambda: decoder("gptj", GPTJ, ["transformer.h.0", "transformer.h.1"]),
+    "context": lambda: decoder("llama", LLAMA, ["model.layers.0", "model.layers.1"], context=True),
     "experts": lambda: decoder("mixtral", MIXTRAL, experts="apart", build={"experts_implementation": "eager"}),
 }
 

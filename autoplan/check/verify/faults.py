@@ -18,6 +18,7 @@ from autoplan.check.verify.on_ranks import Sharding
 from autoplan.common.layout import Layout
 from autoplan.values import (
     INSTRUCTIONS,
+    AllGatherPicked,
     AllReduce,
     AllReduceGradient,
     Boundary,
@@ -25,6 +26,7 @@ from autoplan.values import (
     DrawOnShards,
     Instruction,
     IntegerEdit,
+    LogitsOfPositions,
     MeanOverRanks,
     NoteShard,
     ParallelBlock,
@@ -226,6 +228,7 @@ def _drift(model: Any) -> bool:
 
 # Classes that can be left out of a plan without making any number wrong in these runs, and why.
 UNSEEN: dict[type[Instruction], str] = {
+    AllGatherPicked: "no call of these checks is told which positions to go on with",
     DrawOnShards: "ranks then draw the same numbers for their own features: less random, and nowhere wrong",
     NoteShard: "nothing is done to the value; it tells those who collect it, and no check here collects",
     ParallelBlock: "each branch is then summed by itself, which is right and moves more",
@@ -300,7 +303,13 @@ FAULTS = (
 
 
 LEFT_OUT = tuple(
-    Fault(f"no {kind.__name__}", f"{kind.__name__} is left out", first(kind, without), kind=kind)
+    Fault(
+        f"no {kind.__name__}",
+        f"{kind.__name__} is left out",
+        first(kind, without),
+        checks=("loss",) if kind is LogitsOfPositions else ("parameters", "forward"),
+        kind=kind,
+    )
     for kind in INSTRUCTIONS.values()
     if kind not in UNSEEN
 )

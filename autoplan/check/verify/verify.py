@@ -251,6 +251,7 @@ def _verify_mesh(
     trained, done = check_training(clone.model, clone.feeds, clone.others, applied, mesh, engine=engine)
     findings = [*report.findings, *findings, *trained]
     details = {k: v for k, v in report.details.items() if k != "blocks"}
+    details |= {"cp": mesh.cp_size} if mesh.cp_size > 1 else {}
     details |= {"mesh": str(mesh), "model": source.name, "plan_tp": (plan or applied).tp_size}
     details |= {"checked": (*report.details["checked"], *done), "clone": clone.note}
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
