@@ -132,8 +132,8 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
         for crossing, dim in crossings.items():
             name = next(cut.names[c] for c, _ in cut.gathers if c.module == "")
             found[kind(crossing.module, "output", crossing.path, dim, name)] = None
-    found.update((AllReduceGradient(crossing.module, "output", crossing.path), None) for crossing in cut.summed_back)
-    found.update((ScaleGradient(crossing.module, "output", crossing.path), None) for crossing in cut.scaled)
+    for done_whole, places in ((AllReduceGradient, cut.summed_back), (ScaleGradient, cut.scaled)):
+        found.update((done_whole(c.module, "output", c.path), None) for c in sorted(places, key=str))
     return tuple(done for done in found if done not in dropped)
 
 
