@@ -192,17 +192,15 @@ def write_down(
 def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tuple[PackedWeight, ...]) -> None:
     """Raise where nothing can be split at this size or, if the caller is strict, where something cannot."""
     legal = ", ".join(map(str, solution.legal_tp))
-    odd = [c for c in solution.classes if not c.split and isinstance(c.reason, DoesNotDivide)]
     if wish.cp_size > 1:
         if not solution.sequence_parallel:
             told = "; ".join(map(str, solution.whole_sequence))
             raise IndivisibleError(
                 f"{source.name}: the sequence cannot be cut over cp={wish.cp_size} ranks: {told}",
-                hint=f"sizes that divide heads and channels: {legal}"
-                if odd
-                else "use tp_size or data-parallel ranks in its place",
+                hint="choose a size that divides its heads or channels, or data-parallel ranks in its place",
             )
         return
+    odd = [c for c in solution.classes if not c.split and isinstance(c.reason, DoesNotDivide)]
     if wish.strict and solution.experts_inside:
         where, why = solution.experts_inside[0]
         raise IndivisibleError(f"{source.name}: {where}: {why}", hint="choose an ep_size that divides them, or 1")
