@@ -254,7 +254,7 @@ def same_plan(plan: Plan, options: TensorParallel | None = None) -> Alike:
     )
     return Alike(
         f"{digest(plan)} {options}",
-        f"the ranks hold different plans or options: {_this_rank()} has a plan for {plan.model} at tp={plan.tp_size} "
+        f"the ranks hold different plans or options: {_this_rank()} has a plan for {plan.model} at {plan.over} "
         f"of the hash {digest(plan)}, made with {versions}",
         "make the plan once and load the same file on every rank: plan.save(path), autoplan.load_plan(path)",
     )

@@ -250,6 +250,11 @@ class Plan:
         return max(self.tp_size, self.ep_size, self.cp_size)
 
     @property
+    def over(self) -> str:
+        """Those ranks in words: "tp=8", "cp=2"."""
+        return f"cp={self.cp_size}" if self.cp_size > 1 else f"tp={self.tp_size}"
+
+    @property
     def uneven(self) -> str:
         """Do some ranks hold a block of a quantised weight more than others ("blocks"), or "never"?"""
         return "blocks" if any("!~" in rule.layout for rule in self.runtime.parameters if rule.layout) else "never"

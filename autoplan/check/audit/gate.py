@@ -61,7 +61,7 @@ def refuse_disproven(plan: Plan) -> None:
     if plan.proof.failed or any(f.check == TRIED for f in errors):
         errors = errors or [Finding(TRIED, "error", "", plan.proof.trial.why or plan.proof.text)]
         raise PlanRefusedError(
-            f"the plan for {plan.model} at tp={plan.tp_size} failed verification when it was made; nothing was applied:"
+            f"the plan for {plan.model} at {plan.over} failed verification when it was made; nothing was applied:"
             + "".join(f"\n    {_line(finding)}" for finding in errors[:_SHOWN]),
             hint="keep the modules named here whole (overrides={pattern: 'replicate'}), or give check=False",
         )
@@ -71,7 +71,7 @@ def refuse_unproven(plan: Plan) -> None:
     """For who wants proven plans only."""
     if plan.ranks > 1 and not plan.proof.ok:
         why, hint = _why_unproven(plan)
-        text = f"the plan for {plan.model} at tp={plan.tp_size} is not proven, and strict=True was given: {why}"
+        text = f"the plan for {plan.model} at {plan.over} is not proven, and strict=True was given: {why}"
         raise PlanRefusedError(f"{text}; nothing was applied", hint=hint)
 
 
@@ -83,7 +83,7 @@ def warn_unproven(plan: Plan) -> None:
     unasked = plan.proof.method == "none" and plan.proof.trial.outcome == "unasked"
     if plan.ranks > 1 and not (plan.proof.ok or unasked or plan.proof.failed):
         why, hint = _why_unproven(plan)
-        text = f"the plan for {plan.model} at tp={plan.tp_size} is not proven: {why}"
+        text = f"the plan for {plan.model} at {plan.over} is not proven: {why}"
         warnings.warn(
             f"{text}\n  → {hint}; check=False applies it without this warning", UnprovenPlanWarning, stacklevel=3
         )
