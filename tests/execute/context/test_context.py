@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
 from autoplan.check.ranks.run import run_ranks
+from autoplan.check.scoreboard.run import scoreboard
 from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
 from autoplan.decide.written_plans.plan_file import load_plan
 from autoplan.execute.collectives import RankGroup
@@ -191,7 +192,7 @@ KINDS = {  # what each has beside the others
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_mixers(kind: str) -> None:
-    board = autoplan.scoreboard("causal_lm", 1, cp_size=2, only=[kind], lengths=(16, 13))
+    board = scoreboard("causal_lm", 1, cp_size=2, only=[kind], lengths=(16, 13))
     assert [score.verdict for score in board.scores] == ["exact"], board.scores[0].reason
 
 
