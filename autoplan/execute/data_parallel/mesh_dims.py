@@ -41,11 +41,12 @@ class MeshDims:
     notes: tuple[str, ...] = ()
     ep: DeviceMesh | None = None
     stages: int = 1
+    context: DeviceMesh | None = None  # ranks of "cp" alone, over which nothing is sharded
 
     @property
     def voters(self) -> Voters:
         """Who must know if one rank cannot go on."""
-        return Voters.of(self.tp, self.ep, self.data)
+        return Voters.of(self.tp, self.ep, self.data, self.context)
 
     @property
     def tp_size(self) -> int:
@@ -58,7 +59,9 @@ class MeshDims:
     def for_context(self) -> MeshDims:
         """With a plan that cuts the sequence: over ranks of "cp" alone there is nothing to shard, weights are whole."""
         notes = tuple(note for note in self.notes if "'cp'" not in note)
-        return replace(self, data=self.data if "dp_shard" in self.names else None, notes=notes)
+        if "dp_shard" in self.names:
+            return replace(self, notes=notes)
+        return replace(self, data=None, context=self.data, notes=notes)
 
     def check_experts(self, tp_size: int, ep_size: int) -> None:
         """Raise where an "ep" dim would hold copies: the plan places no experts on its ranks."""
