@@ -81,6 +81,7 @@ _KERNELS = {  # and what an estimate hands to them
     "_grouped_mm": ("self", "mat2"),
     "_scaled_dot_product_flash_attention": ("query", "key", "value", "dropout_p", "is_causal"),
     "_scaled_dot_product_efficient_attention": ("query", "key", "value", "attn_bias", "compute_log_sumexp"),
+    "_scaled_dot_product_attention_math": ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
 }
 
 

@@ -219,6 +219,11 @@ MODULES = (
         _state_of_module("_load_state_dict_pre_hooks"),
     ),
     Private(
+        "torch.nn.Module._forward_pre_hooks",
+        "hooks are stored in the order in which they run, which compiled code of torch 2.11 relies on",
+        _hooks,
+    ),
+    Private(
         "torch.nn.Module._forward_hooks",
         "a checkpointed block runs its hooks again too, and so for the dictionaries next to it",
         _hooks,

@@ -32,7 +32,7 @@ def shard_model(
     with whole_or_as_it_was(model), fail_together(dims.voters, "parallelize"):
         dims.check_experts(plan.tp_size, plan.ep_size)
         tp_mesh = tp_mesh_of(mesh, plan, dims.names)
-        options.data.check(0 if dims.data is None else dims.data.size(-1))
+        options.data.check(0 if dims.data is None else dims.data.size(dims.data.ndim - 1))
         refuse_differing_plans(model, plan, options.tensor)
         if tp_mesh is not None and plan.ranks > 1:
             averaged = dims.data is not None and plan.cp_size > 1

@@ -46,10 +46,13 @@ def _on_host() -> torch.Generator:
 
 
 def _on_device() -> torch.Generator | None:
-    """The generator of the current CUDA device, if CUDA is in use."""
+    """The generator of the current CUDA device, if CUDA is in use. A simulated rank draws on its own, and the device's
+    is the caller's."""
     import torch
 
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    from autoplan.patches.seeding import is_simulated
+
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()) or is_simulated():
         return None
     found: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
     return found

@@ -26,7 +26,7 @@ from autoplan.execute.dropout import SharedRandomness, draws_in_code
 from autoplan.execute.executors import At, execute
 from autoplan.execute.fits import check_fits, is_stored_packed, stored_rules
 from autoplan.execute.guard.guard import PathGuard, guard_of
-from autoplan.execute.hooks.install import ModuleWork, install, install_root
+from autoplan.execute.hooks.install import ModuleWork, install, install_root, keep_order
 from autoplan.execute.hooks.replaced import install_inner_entries, watch_children, watch_no_longer
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.hooks.unseen import watch_unrecorded
@@ -146,6 +146,8 @@ def apply_plan(
         guard = guard_of(model, plan, path_guard, group, edits)
         for handle in (*_install_root(model, plan, running, guard), *watch_unrecorded(modules, plan.runtime, group)):
             undo.append(handle.remove)
+        for module in modules.values():
+            keep_order(module)
         split = (name.rpartition(".")[0] for name, rule in rules.items() if rule is not None and rule.dim is not None)
         undo.append(partial(watch_no_longer, watch_children(modules, dict.fromkeys((*works, *split)))))
         in_helpers = any(">" in call.site.place for work in works.values() for call in work.of(CallRewrite))

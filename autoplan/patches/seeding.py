@@ -60,8 +60,12 @@ def note_seed() -> None:
     mine.now = mine.made
 
 
+def is_simulated() -> bool:
+    """Is this thread a simulated rank, whose generator stands where torch's functions find it?"""
+    return isinstance(torch.random.default_generator.get_state.__self__, RankGenerator)
+
+
 def _mine() -> _Seedings:
-    """A simulated rank has a generator of its own, which stands where torch's functions find it."""
     generator = torch.random.default_generator.get_state.__self__
     return generator.seedings if isinstance(generator, RankGenerator) else _of_process
 

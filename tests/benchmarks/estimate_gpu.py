@@ -65,6 +65,7 @@ def measured(steps: Steps, dims: dict[str, int], options: dict[str, Any]) -> tup
         model = copy.deepcopy(steps.module)
         autoplan.parallelize(model, mesh, steps.plan(dims["tp"]), check=False, **options)
         model.to_empty(device=DEVICE)
+        model.tie_weights()  # each name has a tensor of its own now
         autoplan.rebuild_buffers(model)
         for parameter in model.parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -175,6 +175,7 @@ def test_a_measured_machine_is_a_device(tmp_path: Path, monkeypatch: pytest.Monk
     from autoplan.forecast import devices
     from autoplan.forecast.devices import load_device
 
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setitem(devices._SIZE, "cpu", 128)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     path = tmp_path / "mine.toml"

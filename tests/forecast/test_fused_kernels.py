@@ -168,3 +168,24 @@ def test_dropout_keeps_a_byte_for_each_number() -> None:
         )  # fmt: skip
         kept.append((many - few) / (1024 * 512))
     assert kept[0] - kept[1] == pytest.approx(2, abs=0.01)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_mask_that_is_not_contiguous_along_keys_is_recorded_unfused(contiguous: bool) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from autoplan.forecast.recording.kernels import _OnAGpu
+
+    called: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode():
+        q = torch.zeros(1, 4, 16, 8, dtype=torch.bfloat16)
+        bias = torch.zeros(16, 16, 4, dtype=torch.bfloat16).permute(2, 0, 1)[None]
+        with _OnAGpu(), Names():
+            torch.nn.functional.scaled_dot_product_attention(q, q, q, bias.contiguous() if contiguous else bias, 0.1)
+    assert any("softmax" in name for name in called) is not contiguous

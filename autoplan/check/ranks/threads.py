@@ -41,7 +41,7 @@ from autoplan.patches import simulated_ranks
 from autoplan.patches.seeding import RankGenerator
 from autoplan.patches.simulated_ranks import generator_per_thread, host_generators, world_per_thread
 
-__all__ = ["counted", "is_simulated", "listening", "run_threads"]
+__all__ = ["counted", "listening", "run_threads"]
 
 Result = TypeVar("Result")
 
@@ -346,8 +346,3 @@ def listening(listener: Callable[[str, int], None]) -> Iterator[None]:
         yield
     finally:
         _this.listeners.remove(listener)
-
-
-def is_simulated() -> bool:
-    """Is the current thread a simulated rank?"""
-    return _this.generator is not None

@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autoplan.capture.copies import copied
 from autoplan.check.ranks.common import Budget
 from autoplan.check.ranks.run import Engine, RankError, RankTimeout, run_processes, run_ranks
 from autoplan.common.code.ways import Recorder, has_own_code, tracing
 from autoplan.common.errors import AutoplanError, OutsideError
+from autoplan.common.nested import changed_inside
 from autoplan.common.stages import stage
 from autoplan.hf.driving import note_what_is_collected
 from autoplan.ops.questions import literals_say
@@ -125,8 +128,13 @@ def _on_live_mesh(job: Job, mesh: Any) -> list[Any]:
         seen = _observe(dist.get_rank(group), replace(job, subject=subject), mesh)
     meet()
     everyone: list[Any] = [None] * job.tp_size
-    dist.all_gather_object(everyone, seen, group=group)
+    dist.all_gather_object(everyone, _on_host(seen), group=group)
     return everyone
+
+
+def _on_host(seen: Any) -> Any:
+    """What was seen, to be compared with what the unsharded model gives there."""
+    return seen.cpu() if isinstance(seen, torch.Tensor) else changed_inside(seen, _on_host)
 
 
 def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -170,8 +178,8 @@ def _noted(job: Job, subject: Any) -> Any:
 
 def _measured(job: Job, subject: Any) -> dict[str, Any]:
     """What each block moves, where that can be seen: on threads with a tp group alone."""
-    from autoplan.check.ranks.threads import is_simulated
     from autoplan.check.verify.traffic import measured_traffic
+    from autoplan.patches.seeding import is_simulated
 
     if not job.sharding.blocks or not is_simulated() or len(job.dims) > 1:
         return {}

@@ -108,7 +108,8 @@ class Subject:
         for buffer in self.model.buffers():
             if buffer.grad_fn is not None:  # a cache that the run before wrote into: its graph is gone
                 buffer.detach_()
-        given = _copied(dict(inputs))
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        given = _copied(dict(inputs), device)
         switch = conventions().cache_switch
         if switch in self.signature and switch not in given and PART not in given:
             given[switch] = False
@@ -244,6 +245,8 @@ def _seed_host(number: int) -> None:
     numpy.random.seed(number)
 
 
-def _copied(value: Any) -> Any:
-    """Forwards change what they are given: lists and dicts too."""
-    return value.clone() if isinstance(value, torch.Tensor) else changed_inside(value, _copied)
+def _copied(value: Any, device: torch.device) -> Any:
+    """Forwards change what they are given: lists and dicts too. They run where the model is."""
+    if isinstance(value, torch.Tensor):
+        return value.clone() if value.device == device else value.to(device)
+    return changed_inside(value, lambda item: _copied(item, device))

@@ -70,6 +70,15 @@ def listen(module: nn.Module, worker: Worker) -> list[RemovableHandle]:
     return handles
 
 
+def keep_order(module: nn.Module) -> None:
+    """Store the hooks of a module in the order in which they run: `prepend` moves a key to the front of an OrderedDict,
+    and code that torch 2.11 compiles finds hooks by their places in the plain dict below it, where nothing moved."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        items = list(hooks.items())
+        hooks.clear()
+        hooks.update(items)
+
+
 class Worker:
     """What is done at one module, before it runs and after."""
 

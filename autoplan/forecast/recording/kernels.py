@@ -59,6 +59,11 @@ KERNELS = (
         "sdp_utils.cpp, can_use_mem_efficient_attention: widths may differ",
     ),
     Kernel(
+        "scaled_dot_product_attention whose mask is not contiguous along keys (a bias with heads as its last dim)",
+        "_scaled_dot_product_attention_math", "all scores and probabilities, in float32 of half precision",
+        "sdp_utils.cpp, check_last_dim_stride_equals_1_dense; attention.cpp, _scaled_dot_product_attention_math",
+    ),
+    Kernel(
         "grouped_mm in another dtype than bfloat16", "_grouped_mm", "both operands",
         "aten/src/ATen/native/cuda/GroupedBlas.cpp: other dtypes fall back to a product for each group",
     ),
@@ -97,6 +102,11 @@ def _fused(
     if any(isinstance(one, DTensor) or one.dim() != 4 for one in given) or not (query.is_meta or is_fake(query)):
         return None  # a step that runs for real
     alike, shared = query.shape[-1] == value.shape[-1], query.shape[1] != key.shape[1]
+    if attn_mask is not None and attn_mask.stride(-1) != 1 and attn_mask.shape[-1] != 1:
+        unfused: torch.Tensor = _ATEN._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+        return unfused
     if alike and not dropout_p and not shared:
         return None
     if alike and attn_mask is None and query.shape[-1] <= _FLASH_WIDTH:
@@ -127,7 +137,7 @@ def _dropped(
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)
-    if mask.stride(-1) != 1 or any(stride % _ALIGNED for stride in mask.stride()[:-1]):
+    if any(stride % _ALIGNED for stride in mask.stride()[:-1]):
         width = mask.shape[-1]
         mask = F.pad(mask, (0, _ALIGNED - width % _ALIGNED))[..., :width]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])

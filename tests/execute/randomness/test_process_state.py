@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autoplan
 from autoplan.check.ranks.run import run_processes, run_ranks
-from autoplan.check.ranks.threads import is_simulated
+from autoplan.execute import random_streams
+from autoplan.patches.seeding import is_simulated
 
 WIDTH = 16
 
@@ -119,6 +120,23 @@ def test_planning_and_proving_leave_everything() -> None:
     autoplan.audit(model, plan, inputs=INPUTS)
     print(plan, plan.explain("rise"))
     assert changes(before, process_state()) == []
+
+
+def test_simulated_ranks_leave_the_generator_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_the_gpu = torch.Generator().manual_seed(11)
+    for name, value in {"is_available": True, "is_initialized": True, "current_device": 0}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "default_generators", (of_the_gpu,))
+
+    def seeded(rank: int) -> float:
+        random_streams.manual_seed(rank)
+        return torch.rand(1).item()
+
+    drawn = run_ranks(seeded, 2)
+    assert of_the_gpu.initial_seed() == 11 and drawn[0] != drawn[1]
+    with random_streams.fork(3):
+        assert of_the_gpu.initial_seed() == 3, "outside of ranks it is seeded with the others"
+    assert of_the_gpu.initial_seed() == 11
 
 
 def test_a_check_that_state_is_left_can_fail() -> None:
