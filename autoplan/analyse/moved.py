@@ -20,7 +20,18 @@ from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.minimum_cut import LEAVES_PARTS, Payment, least_sums
 from autoplan.analyse.shards import Shards
 from autoplan.ops.records.answers import Reduction
-from autoplan.values import Amount, Boundary, CallRewrite, Collective, Instruction, ModuleVisit, Move, Runtime, Traffic
+from autoplan.values import (
+    Amount,
+    Boundary,
+    CallRewrite,
+    Collective,
+    Exchange,
+    Instruction,
+    ModuleVisit,
+    Move,
+    Runtime,
+    Traffic,
+)
 
 _BOTH_WAYS = Collective.ALL_REDUCE  # costs twice what a gather or a reduce-scatter does
 _NEAR = 200  # values to look at in search of the one that is summed
@@ -130,6 +141,7 @@ def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[
                 )
                 if tensor is not None:
                     elements = prod(trace.tensors[tensor].shape)
+                    elements //= shards.tp if isinstance(instruction, Exchange) else 1  # a rank has its own part alone
                     yield from _each(instruction.moves, visit.calls, visit.module, elements, tensor, reached)
 
 
@@ -269,6 +281,9 @@ def _places(
 
 def _why(backward: bool, apart: list[str], moves: list[_Moved], block: str) -> str:
     apart = list(dict.fromkeys(apart))  # several values may be summed at the same places
+    if any(move.kind is Collective.ALL_TO_ALL for move in moves):
+        places = dict.fromkeys(_short(move.module, block) for move in moves if move.kind is Collective.ALL_TO_ALL)
+        return f"positions are exchanged for heads at {', '.join(places)}, so that no rank holds all of the stream"
     if apart and backward:
         text = "the gradients at {} are summed apart, since what they flow back to gets a whole gradient besides"
         return "; ".join(map(text.format, apart))

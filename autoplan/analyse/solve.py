@@ -7,7 +7,7 @@ promise: an entry with nothing refused is right.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -47,6 +47,7 @@ from autoplan.values import (
 )
 from autoplan.values.reasons import (
     AxisWhole,
+    Exchanged,
     InsideQuantisedBlock,
     MixesNothing,
     NeedsRewriting,
@@ -125,7 +126,9 @@ def solve(
         refusals.clear()
         done = _settle(trace, flow, axes, tp, refusals, scoped, demands)
     sequence = (
-        place_sequence(done.shards, flow, done.placement, sequence_stacks, context)
+        place_sequence(
+            done.shards, flow, done.placement, sequence_stacks, context, {call.pattern for call in done.scope.calls}
+        )
         if sequence_stacks is not None
         else None
     )
@@ -243,7 +246,7 @@ def _solution(
     runtime = Runtime(
         parameters=tuple(_rules(facts)),
         instructions=(
-            *_with_old(done.edits, trace),
+            *_with_old(done.edits, trace, cut.whole_modules if cut else ()),
             *(_boundaries(done.placement) if cut is None else sequence_boundaries(done.placement, cut)),
             *(ParallelBlock(block) for block in sorted(done.placement.blocks)),
             *gathers,
@@ -287,8 +290,10 @@ def _rules(facts: tuple[ParameterFact, ...]) -> Iterator[ParameterRule]:
                 yield ParameterRule(name, fact.dim, fact.layout, fact.gradient, fact.divide)
 
 
-def _with_old(edits: Edits, trace: Trace) -> Iterator[IntegerEdit]:
+def _with_old(edits: Edits, trace: Trace, whole: Collection[str]) -> Iterator[IntegerEdit]:
     for edit in edits.as_edits():
+        if any(edit.pattern == name or edit.pattern.startswith(f"{name}.") for name in whole):
+            continue
         stored = trace.attributes[edit.pattern][edit.name]
         yield replace(edit, old=stored if edit.index is None else stored[edit.index])
 
@@ -334,10 +339,11 @@ def _parameter_facts(
     for tensor, info in enumerate(trace.tensors):
         if info.kind not in ("parameter", "buffer") or not info.names:
             continue
-        layouts = shards.layouts(tensor)
+        exchanged = cut is not None and tensor in cut.whole_parameters
+        layouts = shards.layouts(tensor) if not exchanged else ()
         dim = next((d for d, found in enumerate(layouts) if found is not None), None)
         gradient = (
-            "sum" if tensor in placement.summed_parameters or (cut and tensor in cut.summed_parameters)
+            "sum" if exchanged or tensor in placement.summed_parameters or (cut and tensor in cut.summed_parameters)
             else "shared" if tensor in placement.shared_parameters or _held_twice(layouts, shards.tp)
             else "local"
         )  # fmt: skip
@@ -353,10 +359,10 @@ def _parameter_facts(
             dim=dim,
             layout=layout,
             gradient=gradient,  # type: ignore[arg-type]
-            divide=tensor in placement.divided_biases,
+            divide=tensor in placement.divided_biases and not exchanged,
             axis=ids.get(split[0]) if split else None,
             axes=tuple(sorted(ids[leaf] for leaf in split if leaf in ids)),
-            why=() if dim is not None else _why_whole(tensor, done),
+            why=(Exchanged(),) if exchanged else () if dim is not None else _why_whole(tensor, done),
             how=how,
         )
 

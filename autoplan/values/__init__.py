@@ -34,6 +34,9 @@ from autoplan.values.instructions import (
     DrawOnShards,
     EmbeddingCall,
     EqualPieces,
+    Exchange,
+    ExchangeToPieces,
+    ExchangeToPositions,
     GatherCall,
     HeldRows,
     Instruction,
@@ -67,6 +70,7 @@ from autoplan.values.instructions import (
     SumCall,
     VarianceCall,
     VocabularyTable,
+    WholeLength,
     WithholdPartial,
     instruction,
 )

@@ -38,6 +38,7 @@ __all__ = [
     "OfDim",
     "OnBothDims",
     "MadeAnewInTraining",
+    "Exchanged",
     "MixesNothing",
     "OnlyExperts",
     "ReadAcross",
@@ -312,6 +313,12 @@ class MadeAnewInTraining(Reason):
 class OnlyExperts(Reason):
     def __str__(self) -> str:
         return "only experts are placed on different ranks"
+
+
+@dataclass(frozen=True)
+class Exchanged(Reason):
+    def __str__(self) -> str:
+        return "each rank applies all of it to its own positions, and ranks exchange these for heads"
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ the boundaries cannot be found the plan stays without sequence parallelism and s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import reduce
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.context import leave_partial
+from autoplan.analyse.sequence.exchange import exchange
 from autoplan.analyse.sequence.stream import SequencePlacement, Stream
 from autoplan.analyse.sequence.stream_state import Refused
 from autoplan.analyse.shards import Shards
@@ -31,6 +32,8 @@ from autoplan.values import (
     AllReduce,
     AllReduceGradient,
     Boundary,
+    ExchangeToPieces,
+    ExchangeToPositions,
     LogitsOfPositions,
     NoteShard,
     OwnPositions,
@@ -39,6 +42,7 @@ from autoplan.values import (
     ScatterSequence,
     SequenceBoundary,
     Side,
+    WholeLength,
     WithholdPartial,
 )
 from autoplan.values.whole_sequence import WholeSequence
@@ -47,10 +51,17 @@ __all__ = ["SequencePlacement", "mixed_leaves", "place_sequence", "sequence_boun
 
 
 def place_sequence(
-    shards: Shards, flow: CallFlow, placement: Placement, stacks: Iterable[tuple[str, ...]], context: bool = False
+    shards: Shards,
+    flow: CallFlow,
+    placement: Placement,
+    stacks: Iterable[tuple[str, ...]],
+    context: bool = False,
+    rewritten: Collection[str] = (),
 ) -> SequencePlacement:
     """Cut the residual stream of every stack of blocks along its sequence; one that cannot be stays whole.
-    `context`: all gradients outside of split regions are parts of a sum."""
+    `context`: all gradients outside of split regions are parts of a sum. `rewritten`: modules in whose code calls are
+    changed."""
+    walks: list[Stream] = []
     placements: list[SequencePlacement] = []
     refused: list[WholeSequence] = []
     without: list[WholeSequence] = []
@@ -66,6 +77,7 @@ def place_sequence(
         stream.name_crossings(f"s{number}")
         stream.values = walk.cut
         placements.append(stream)
+        walks.append(walk)
     if not placements:
         reasons = [replace(why, stack=None) for why in refused] or without or [WholeSequence("no-blocks")]
         return SequencePlacement(refused=tuple(dict.fromkeys(reasons)))
@@ -74,6 +86,7 @@ def place_sequence(
     if context:
         try:
             leave_partial(flow, placement, result)
+            exchange(walks, flow, placement, result, rewritten)
         except Refused as error:
             return SequencePlacement(refused=(error.reason,))
     return result
@@ -107,7 +120,7 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
         found[kind(crossing.module, side, crossing.path, dim, cut.names[crossing])] = None
 
     done_at = {"output": placement.outputs, "input": placement.inputs}
-    dropped = {done_at[side][crossing, AllReduceGradient] for crossing, side in cut.dropped}
+    dropped = {done_at[side][crossing, AllReduceGradient] for crossing, side in cut.dropped} | cut.undone
     for (crossing, kind), done in placement.outputs.items():
         if kind in _ON_SHARDS and crossing in cut.reduce_scatters:
             add(_ON_SHARDS[kind], crossing, "output", cut.reduce_scatters[crossing])
@@ -126,6 +139,14 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
     for (crossing, side), dim in cut.gathers.items():
         kind = AllGatherSequenceSumGradient if (crossing, side) in cut.partial_gathers else AllGatherSequence
         add(kind, crossing, "input" if side == "input" else "output", dim)
+    for (crossing, side), dim in cut.shown.items():
+        add(WholeLength, crossing, "input" if side == "input" else "output", dim)
+    for (crossing, side), (dim, feature, layout) in cut.exchanges.items():
+        where, path, name = crossing.module, crossing.path, cut.names[crossing]
+        if side == "output":
+            found[ExchangeToPieces(where, "output", path, dim, name, feature, layout)] = None
+        else:
+            found[ExchangeToPositions(where, "input", path, dim, name, feature, layout)] = None
     for crossing, dim in cut.returned_shards.items():
         add(NoteShard, crossing, "output", dim)
     for kind, crossings in ((LogitsOfPositions, cut.heads), (AllGatherPicked, cut.picked)):

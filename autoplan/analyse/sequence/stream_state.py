@@ -12,7 +12,7 @@ from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record
 from autoplan.ops.records.sizes import Indexed
-from autoplan.values import AllReduce, AllReduceGradient, Call, SequenceName, Symbolic, WithholdPartial
+from autoplan.values import AllReduce, AllReduceGradient, Boundary, Call, SequenceName, Symbolic, WithholdPartial
 from autoplan.values.whole_sequence import WholeSequence
 
 # Questions about the positions of a stream: where they are in a tensor, and which calls couple them.
@@ -155,6 +155,13 @@ class SequencePlacement:
     summed_back: set[Crossing] = field(default_factory=set)  # sums whose gradient must be summed, too
     heads: dict[Crossing, int] = field(default_factory=dict)  # where modules return what the model returns cut
     picked: dict[Crossing, int] = field(default_factory=dict)  # and where it comes from, before positions are picked
+    # and where projections run on own positions (exchange.py): what is shown as whole, what is exchanged (the dims of
+    # positions and of pieces, and their layout), what no longer happens, and what is read whole
+    shown: dict[tuple[Crossing, str], int] = field(default_factory=dict)
+    exchanges: dict[tuple[Crossing, str], tuple[int, int, str]] = field(default_factory=dict)
+    undone: set[Boundary] = field(default_factory=set)
+    whole_parameters: set[int] = field(default_factory=set)
+    whole_modules: set[str] = field(default_factory=set)
     summed_parameters: set[int] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
     names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about

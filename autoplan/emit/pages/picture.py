@@ -25,6 +25,7 @@ _WORDS = {
     Collective.ALL_REDUCE: "all-reduce",
     Collective.ALL_GATHER: "all-gather",
     Collective.REDUCE_SCATTER: "reduce-scatter",
+    Collective.ALL_TO_ALL: "all-to-all",
 }
 
 

@@ -7,23 +7,29 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import is_fake
 
 from autoplan.common.errors import IndivisibleError
+from autoplan.common.layout import Layout
 from autoplan.common.nested import flatten_tensors
-from autoplan.execute.collectives import RankGroup, Recorded, sent
+from autoplan.execute.collectives import RankGroup, Recorded, index_of, sent, take_rows, whole_order
 from autoplan.execute.executors import At, executes
 from autoplan.execute.hooks.running import Running
-from autoplan.execute.vocabulary.own_positions import leave_positions
+from autoplan.execute.vocabulary.own_positions import OwnStream, leave_positions, own_of, own_stream
 from autoplan.values import (
     AllGatherPicked,
     AllGatherSequence,
     AllGatherSequenceSumGradient,
+    Exchange,
+    ExchangeToPieces,
+    ExchangeToPositions,
     NoteShard,
     OwnPositions,
     ReduceScatterSequence,
     ScatterSequence,
     SequenceBoundary,
     SequenceName,
+    WholeLength,
     WithholdPartial,
 )
 
@@ -152,6 +158,65 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
     return _ReduceScatter.apply(x, dim, group)
 
 
+# And the exchange of context parallelism, for pieces of another dim.
+#
+#     to_pieces        own positions of all pieces            backward: to_positions, added where several ranks hold one
+#                      → all positions of own pieces
+#     to_positions     the other way                          backward: to_pieces
+
+Rows = tuple[tuple[int, ...], ...]  # of each rank's piece
+
+
+def _exchanged(parts: list[torch.Tensor], sizes: list[int], group: RankGroup) -> list[torch.Tensor]:
+    """One part to each rank, and of each rank one with so many numbers, flat."""
+    sent_sizes = [part.numel() for part in parts]
+    whole = sent(_NAMED.all_to_all_single, torch.cat([part.flatten() for part in parts]), sizes, sent_sizes, group.name)
+    return list(whole.split(sizes))
+
+
+class _ToPieces(Recorded):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dims: tuple[int, int], length: int, group: RankGroup, rows: Rows) -> Any:
+        ctx.how = dims, x.size(dims[1]), group, rows
+        own = x.movedim(dims, (0, 1))  # positions, pieces, the rest
+        mine, rest = rows[group.rank], own.shape[2:]
+        size = own.size(0) * len(mine) * rest.numel()
+        found = _exchanged([take_rows(own, 1, held) for held in rows], [size] * group.size, group)
+        whole = torch.cat([part.view(own.size(0), len(mine), *rest) for part in found])
+        return whole.narrow(0, 0, length).movedim((0, 1), dims).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _ToPositions.apply(gradient, *ctx.how), None, None, None, None
+
+
+class _ToPositions(Recorded):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dims: tuple[int, int], width: int, group: RankGroup, rows: Rows) -> Any:
+        ctx.how = dims, x.size(dims[0]), group, rows
+        pieces = x.movedim(dims, (0, 1))
+        piece, rest = _piece(pieces.size(0), group), pieces.shape[2:]
+        padded = _pad(pieces, piece * group.size).contiguous()
+        sizes = [piece * len(held) * rest.numel() for held in rows]
+        found = [
+            part.view(piece, len(held), *rest)
+            for part, held in zip(_exchanged(list(padded.split(piece)), sizes, group), rows, strict=True)
+        ]
+        if sum(map(len, rows)) == width:
+            order = whole_order(rows)
+            whole = torch.cat(found, 1)
+            whole = whole if order is None else take_rows(whole, 1, order)
+        else:
+            whole = x.new_zeros(piece, width, *rest)
+            for part, held in zip(found, rows, strict=True):
+                whole.index_add_(1, index_of(held, x.device), part)
+        return whole.movedim((0, 1), dims).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _ToPieces.apply(gradient, *ctx.how), None, None, None, None
+
+
 def deals_out(node: Any) -> bool:
     """Is this node of the autograd graph that of a `scatter`?"""
     return isinstance(node, _Scatter._backward_cls)
@@ -194,6 +259,9 @@ def _own(planned: OwnPositions, at: At) -> Change:
         return _pad(rows, piece * group.size).narrow(0, group.rank * piece, piece).movedim(0, dim).contiguous()
 
     def cut(x: torch.Tensor) -> torch.Tensor:
+        held = own_of(x)
+        if held is not None:
+            return held
         running.lengths[sequence.name] = x.size(dim)
         return own(x, dim, x.size(dim))
 
@@ -229,6 +297,29 @@ def _reduce_scatter(planned: ReduceScatterSequence, at: At) -> Change:
     if not planned.sequence.flattened:
         return lambda x: reduce_scatter(x, dim, group)
     return _flattened(lambda x, dim, length: reduce_scatter(x, dim, group), planned, at.running, of_shards=False)
+
+
+OwnStream.gather = staticmethod(gather_sum)
+
+
+@executes(WholeLength)
+def _whole_length(planned: WholeLength, at: At) -> Change:
+    running, group, dim, name = at.running, at.group, planned.dim, planned.sequence.name
+
+    def show(x: torch.Tensor) -> torch.Tensor:
+        plain = torch.compiler.is_compiling() or is_fake(x)
+        return (gather_sum if plain else own_stream)(x, dim, running.lengths[name], group)
+
+    return show
+
+
+@executes(ExchangeToPieces, ExchangeToPositions)
+def _exchange(planned: Exchange, at: At) -> Change:
+    running, group, dims, layout = at.running, at.group, (planned.dim, planned.feature), Layout.parse(planned.layout)
+    rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
+    if isinstance(planned, ExchangeToPositions):
+        return lambda x: _ToPositions.apply(x, dims, layout.size, group, rows)
+    return lambda x: _ToPieces.apply(x, dims, running.lengths[planned.sequence.name], group, rows)
 
 
 @executes(NoteShard)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,29 +33,59 @@ class PositionLogits(torch.Tensor):
     length: int
     dim_from_end: int  # of the positions
     batch: int  # how many sequences lie in that dim one after the other
+    rules: ClassVar[dict[Any, Rule]]  # what can be done on own rows
+    what, way_out = "logits", ", or ask for whole ones: autoplan.gather_logits(model, True)"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = _RULES.get(func)
+        known = cls.rules.get(func)
         result = NotImplemented if known is None else known(cls, func, args, kwargs)
         if result is not NotImplemented:
             return result
         if writes_in_place(func.__name__) and isinstance(args[0], PositionLogits):
             raise PlanMismatchError(
-                f"{func.__name__} changes logits in place of which each rank has its own positions",
-                hint="make a new tensor of them, or ask for whole ones: autoplan.gather_logits(model, True)",
+                f"{func.__name__} changes {cls.what} in place of which each rank has its own positions",
+                hint=f"make a new tensor of them{cls.way_out}",
             )
         return func(*_whole(args), **_whole(kwargs))
 
+    @classmethod
+    def gathered(cls, own: torch.Tensor) -> torch.Tensor:
+        """All positions, for readers that every rank runs alike."""
+        rows = tuple(tuple(range(start, stop)) for start, stop in cls.bounds)
+        whole = gather_over_ranks(_apart(own, cls), cls.group, cls.dim_from_end, rows)
+        return whole.flatten(cls.dim_from_end - 1, cls.dim_from_end) if cls.batch > 1 else whole
+
+
+class OwnStream(PositionLogits):
+    """A rank's positions of a stream, padded as all shards are, behaving as the whole one: a mixer's own code asks its
+    sizes and hands it to projections. Other readers each run a part: the gradients of what they gather are summed."""
+
+    rules: ClassVar[dict[Any, Rule]]
+    what, way_out = "a stream", ""
+    gather: ClassVar[Callable[[torch.Tensor, int, int, RankGroup], torch.Tensor]]
+
+    @classmethod
+    def gathered(cls, own: torch.Tensor) -> torch.Tensor:
+        return cls.gather(own, cls.dim_from_end, cls.length, cls.group)
+
 
 Kind = type[PositionLogits]
+Rule = Callable[[Kind, Any, Any, Any], Any]
 
 
 @cache
-def _class(group: RankGroup, bounds: tuple[tuple[int, int], ...], length: int, dim: int, batch: int = 1) -> Kind:
+def _class(
+    group: RankGroup,
+    bounds: tuple[tuple[int, int], ...],
+    length: int,
+    dim: int,
+    batch: int = 1,
+    base: Kind = PositionLogits,
+) -> Kind:
     names = {"group": group, "bounds": bounds, "length": length, "dim_from_end": dim, "batch": batch}
-    return type("PositionLogits", (PositionLogits,), names)
+    return type(base.__name__, (base,), names)
 
 
 def position_logits(local: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
@@ -64,6 +94,16 @@ def position_logits(local: torch.Tensor, dim: int, length: int, group: RankGroup
     kind = _class(group, tuple((piece.start, piece.stop) for piece in pieces), length, dim)
     start, stop = kind.bounds[group.rank]
     return local.narrow(dim, 0, stop - start).as_subclass(kind)
+
+
+def own_stream(own: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
+    """A rank's (padded) piece along `dim`, from the end, as a whole stream of so many positions."""
+    return own.as_subclass(_class(group, (), length, dim, base=OwnStream))
+
+
+def own_of(x: torch.Tensor) -> torch.Tensor | None:
+    """A rank's piece of what `own_stream` gave, None of anything else."""
+    return _raw(x) if isinstance(x, OwnStream) else None
 
 
 def whole_logits(x: torch.Tensor) -> torch.Tensor:
@@ -80,11 +120,7 @@ def _raw(x: Any) -> Any:
 
 def _whole(value: Any) -> Any:
     if isinstance(value, PositionLogits):
-        kind = type(value)
-        rows = tuple(tuple(range(start, stop)) for start, stop in kind.bounds)
-        apart = _apart(_raw(value), kind)
-        whole = gather_over_ranks(apart, kind.group, kind.dim_from_end, rows)
-        return whole.flatten(kind.dim_from_end - 1, kind.dim_from_end) if kind.batch > 1 else whole
+        return type(value).gathered(_raw(value))
     if isinstance(value, dict):
         return {key: _whole(item) for key, item in value.items()}
     if type(value) in (tuple, list):
@@ -251,7 +287,7 @@ def _loss(
 
 _T = torch.Tensor
 _PROPERTIES = ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "is_cuda", "is_meta")
-_RULES: dict[Any, Callable[[Kind, Any, Any, Any], Any]] = {
+PositionLogits.rules = {
     F.cross_entropy: _cross_entropy,
     _T.shape.__get__: _shape,
     _T.size: _size,
@@ -268,6 +304,8 @@ _RULES: dict[Any, Callable[[Kind, Any, Any, Any], Any]] = {
     _T.__getitem__: _item,
     **dict.fromkeys((_T.transpose, torch.transpose, _T.swapaxes, torch.swapaxes), _transpose),
 }
+_OF_STREAMS = (_shape, _size, _numel, _as_it_is, _each_element)
+OwnStream.rules = {func: rule for func, rule in PositionLogits.rules.items() if rule in _OF_STREAMS}
 
 
 # ------------------------------------------------------------------------------------------------ where they are made

@@ -15,6 +15,9 @@ from autoplan.values.instructions.boundaries import (
     AllReduce,
     AllReduceGradient,
     Boundary,
+    Exchange,
+    ExchangeToPieces,
+    ExchangeToPositions,
     JoinPartial,
     LogitsOfPositions,
     MeanOverRanks,
@@ -26,6 +29,7 @@ from autoplan.values.instructions.boundaries import (
     SequenceBoundary,
     SequenceName,
     Side,
+    WholeLength,
     WithholdPartial,
 )
 from autoplan.values.instructions.calls import (

@@ -237,6 +237,54 @@ class ReduceScatterSequence(SequenceBoundary):
 
 @instruction
 @dataclass(frozen=True)
+class WholeLength(SequenceBoundary):
+    """A rank's own positions, for code that asks how long the sequence is and hands them on to modules that take own
+    positions: it is told the whole length. Whatever else is done with them gathers the others first."""
+
+    takes = Spread.SEQUENCE_SHARD
+    gives = Spread.SEQUENCE_SHARD
+    says = "{what} has a rank's own positions and the length of the whole sequence"
+    cost = None
+    turn = 2
+    collectives = ()
+
+
+@dataclass(frozen=True)
+class Exchange(SequenceBoundary):
+    """Ranks exchange positions for pieces of another dim, `feature`, which lie on them by `layout`."""
+
+    feature: int
+    layout: str
+
+    cost = None
+    turn = 2
+    collectives = (Move(Collective.ALL_TO_ALL), Move(Collective.ALL_TO_ALL, backward=True))
+
+
+@instruction
+@dataclass(frozen=True)
+class ExchangeToPieces(Exchange):
+    """Forward each rank gives its own positions of the other ranks' heads, and has all positions of its own heads;
+    backward the gradient goes the other way, added where several ranks hold a head."""
+
+    takes = Spread.SEQUENCE_SHARD
+    gives = Spread.SHARD
+    says = "{what} is exchanged, own positions for own pieces (forward), its gradient back (backward)"
+
+
+@instruction
+@dataclass(frozen=True)
+class ExchangeToPositions(Exchange):
+    """Forward each rank gives the other ranks' positions of its own heads, and has all heads of its own positions;
+    backward the gradient goes the other way."""
+
+    takes = Spread.SHARD
+    gives = Spread.SEQUENCE_SHARD
+    says = "{what} is exchanged, own pieces for own positions (forward), its gradient back (backward)"
+
+
+@instruction
+@dataclass(frozen=True)
 class LogitsOfPositions(SequenceBoundary):
     """Logits of a rank's own positions, where the model goes on to a loss of its own: it is made of those."""
 

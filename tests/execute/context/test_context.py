@@ -16,9 +16,25 @@ import autoplan
 from autoplan.check.ranks.run import run_ranks
 from autoplan.check.scoreboard.run import scoreboard
 from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
+from autoplan.common.layout import Layout
 from autoplan.decide.written_plans.plan_file import load_plan
 from autoplan.execute.collectives import RankGroup
-from autoplan.execute.vocabulary.own_positions import PositionLogits, position_logits, whole_logits
+from autoplan.execute.executors import At, execute
+from autoplan.execute.hooks.running import Running
+from autoplan.execute.vocabulary.own_positions import (
+    PositionLogits,
+    own_of,
+    own_stream,
+    position_logits,
+    whole_logits,
+)
+from autoplan.values import (
+    AllGatherSequenceSumGradient,
+    ExchangeToPieces,
+    ExchangeToPositions,
+    SequenceName,
+    WholeLength,
+)
 
 CONFIG = LlamaConfig(
     hidden_size=64,
@@ -206,7 +222,138 @@ def test_experts_run_on_own_tokens() -> None:
     """A dispatch by an index for each token moves nothing."""
     moved = autoplan.plan("mixtral", cp_size=2, prove="none").communication
     assert {move.block for move in moved} == {"model.layers.*"}
-    assert all(len(one.forward) == 2 for one in moved)  # of attention: a gather and a reduce-scatter
+    assert all(set(one.forward) == set(one.backward) == {"all_to_all"} for one in moved)  # of attention
+
+
+def test_what_each_projection_moves_is_a_rank_s_part_of_what_it_makes() -> None:
+    (moved,) = autoplan.plan(LlamaForCausalLM(CONFIG), cp_size=2, prove="none").communication
+    queries, keys, values, given_back = 64, 32, 32, 64  # numbers of four bytes for each token
+    assert moved.forward == moved.backward == {"all_to_all": (4, 4 * (queries + keys + values + given_back) // 2)}
+
+
+class Latent(torch.nn.Module):
+    """Queries of heads; keys and values of one latent, which the mixer's own code takes apart; the rest is read as it
+    is: nothing, or something that needs all positions."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.reads = reads
+        self.q = torch.nn.Linear(32, 32)
+        self.down, self.up = torch.nn.Linear(32, 8), torch.nn.Linear(6, 64)
+        self.o = torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        latent, shared = self.down(x).split([6, 2], -1)
+        keys, values = self.up(latent).view(batch, length, 4, 16).transpose(1, 2).chunk(2, -1)
+        queries = self.q(x).view(batch, length, 4, 8).transpose(1, 2)
+        keys = keys + shared.sum(-1)[:, None, :, None]
+        if self.reads == "stream":
+            keys = keys * (1 + x.mean((1, 2)))[:, None, None, None]
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        found: torch.Tensor = self.o(mixed.transpose(1, 2).reshape(batch, length, 32))
+        return found
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(40, 32)
+        self.layers = torch.nn.ModuleList(Block(reads) for _ in range(2))
+        self.head = torch.nn.Linear(32, 40)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+class Block(torch.nn.Module):
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.norm, self.mixer = torch.nn.LayerNorm(32), Latent(reads)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.mixer(self.norm(x)))
+
+
+@pytest.mark.parametrize("reads", ("nothing", "stream"))
+def test_what_a_mixer_s_own_code_reads_is_gathered(reads: str) -> None:
+    """The latent alone, where nothing else is read of the stream; else the stream."""
+    torch.manual_seed(3)
+    model, feeds = Blocks(reads).double(), {"input_ids": torch.randint(0, 40, (2, 12))}
+    plan = autoplan.plan(model, cp_size=2, inputs=feeds)
+    shown = [one.pattern for one in plan.runtime.of(WholeLength)]
+    gathered = {one.pattern.rpartition(".")[2] for one in plan.runtime.of(AllGatherSequenceSumGradient)}
+    assert bool(shown) is (reads == "nothing")
+    assert ("down" in gathered) is (reads == "nothing")
+    assert autoplan.verify(model, plan, inputs=feeds).ok
+
+
+@pytest.mark.parametrize("layout", ("4!*3", "2!*2|4!", "(4!|1)*2", "2!2@2*4!2@1*3"))
+@pytest.mark.parametrize("length", (2, 7, 12))
+def test_an_exchange_and_its_gradients(layout: str, length: int) -> None:
+    """Also the second derivative, and rows that several ranks hold."""
+    ranks = 4
+    width = Layout.parse(layout).size
+    torch.manual_seed(5)
+    whole = torch.randn(2, length, width, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(ranks, 2, length, width, dtype=torch.float64)
+    rows = [Layout.parse(layout).rows(rank, ranks) for rank in range(ranks)]
+    total = sum((whole[..., list(held)].sin() * weight[r][..., list(held)]).sum() for r, held in enumerate(rows))
+    assert isinstance(total, torch.Tensor)
+    (first,) = torch.autograd.grad(total, whole, create_graph=True)
+    (second,) = torch.autograd.grad(first.pow(2).sum(), whole)
+    piece = -(-length // ranks)
+
+    def rank(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+        padded = F.pad(whole.detach(), (0, 0, 0, piece * ranks - length))
+        own = padded[:, number * piece : (number + 1) * piece].requires_grad_()
+        at = At(torch.nn.Identity(), "m", (), Running(mesh, RankGroup.of(mesh), None, None))  # type: ignore[arg-type]
+        at.running.lengths["s"] = length
+        how: Any = ("m", "output", (), -2, SequenceName("s"), -1, layout)
+        pieces = execute(ExchangeToPieces(*how), at)(own)
+        assert torch.equal(pieces.detach(), whole.detach()[..., list(rows[number])])
+        if not Layout.parse(layout).shared_rows(ranks):
+            back = execute(ExchangeToPositions(*how), at)(pieces.detach())
+            assert torch.equal(
+                back[:, : max(0, length - number * piece)], own.detach()[:, : max(0, length - number * piece)]
+            )
+        loss = (pieces.sin() * weight[number][..., list(rows[number])]).sum()
+        (gradient,) = torch.autograd.grad(loss, own, create_graph=True)
+        (again,) = torch.autograd.grad(gradient.pow(2).sum(), own)
+        return gradient.detach(), again
+
+    found = run_ranks(rank, ranks)
+    for which, expected in enumerate((first.detach(), second)):
+        joined = torch.cat([one[which] for one in found], 1)[:, :length]
+        assert torch.allclose(joined, expected, atol=1e-10), which
+
+
+def test_a_stream_behaves_as_the_whole_one() -> None:
+    torch.manual_seed(6)
+    whole = torch.randn(2, 7, 3, dtype=torch.float64, requires_grad=True)
+    ((whole * 2)[:, 1:].sum() + whole.sum(1).sin().sum()).backward()
+
+    def rank(number: int) -> torch.Tensor:
+        group = RankGroup.of(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+        own = F.pad(whole.detach(), (0, 0, 0, 1))[:, number * 4 : (number + 1) * 4].requires_grad_()
+        stream = own_stream(own * 1, -2, 7, group)
+        assert stream.shape == whole.shape and stream.size(1) == 7 and stream.dtype == whole.dtype
+        doubled = stream * 2
+        assert own_of(doubled) is not None and own_of(doubled.sum(1)) is None
+        with pytest.raises(PlanMismatchError):
+            stream.add_(1)
+        loss = (doubled[:, 1:].sum() + stream.sum(1).sin().sum()) / 2  # readers that each run a part of a sum
+        loss.backward()
+        assert own.grad is not None
+        return own.grad
+
+    joined = torch.cat(run_ranks(rank, 2), 1)[:, :7]
+    assert whole.grad is not None and torch.allclose(joined, whole.grad)
 
 
 def test_a_plan_file_keeps_the_size(plan: autoplan.Plan, tmp_path: Any) -> None:

@@ -1,0 +1,336 @@
+"""Context parallelism: what a mixer moves, where its projections can run on own positions.
+
+Gathering the stream and multiplying by a rank's rows of a weight gives what multiplying own positions by the whole
+weight and exchanging gives: each rank sends the other ranks' heads of its positions, and gets all positions of its own
+heads. The second moves less where there are enough ranks, and no rank holds the stream whole. So a gather goes where
+all that reads the value are modules that treat each position by itself: they run on own positions, what they make of
+heads is exchanged, and what they make whole is handed on in the same way, or gathered where other code reads it. The
+mixer's own code between is told the whole length. A sum that such a module leaves, because its input lies in pieces on
+ranks, is replaced by the exchange of that input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Placement
+from autoplan.analyse.sequence.stream import Stream
+from autoplan.analyse.sequence.stream_state import SequencePlacement, integers
+from autoplan.common.layout import Layout
+from autoplan.ops import call_record
+from autoplan.values import AllReduce, AllReduceGradient, Boundary, JoinPartial, WithholdPartial
+
+__all__ = ["exchange"]
+
+
+def exchange(
+    streams: list[Stream], flow: CallFlow, placement: Placement, cut: SequencePlacement, rewritten: Collection[str]
+) -> None:
+    """Replace gathers and sums in `cut`. `rewritten`: modules in whose code calls are changed."""
+    for stream in streams:
+        walk = _Exchanges(stream, flow, placement, cut, rewritten)
+        walk.enter()
+        walk.leave()
+
+
+@dataclass
+class _Found:
+    """What replaces one gather."""
+
+    shown: dict[tuple[Crossing, str], int] = field(default_factory=dict)
+    own: dict[Crossing, int] = field(default_factory=dict)  # inputs that are a rank's own positions
+    pieces: dict[Crossing, tuple[int, int, str]] = field(default_factory=dict)  # dims of positions, of pieces, layout
+    gathered: dict[Crossing, tuple[int, bool]] = field(default_factory=dict)  # and is the gradient partial?
+    visits: set[int] = field(default_factory=set)  # that run on own positions
+
+
+class _Refused(Exception):
+    """It cannot be replaced."""
+
+
+class _Exchanges:
+    def __init__(
+        self, stream: Stream, flow: CallFlow, placement: Placement, cut: SequencePlacement, rewritten: Collection[str]
+    ) -> None:
+        self.stream, self.flow, self.trace, self.cut, self.placement = stream, flow, stream.trace, cut, placement
+        self.shards, self.positions, self.rewritten = stream.shards, stream.positions, rewritten
+
+    # ------------------------------------------------------------------ gathers
+
+    def enter(self) -> None:
+        """Exchange what enters mixers instead of gathering it first."""
+        points: dict[HookPoint, list[tuple[Crossing, str]]] = {}
+        for crossing, side in (*self.cut.gathers, *self.cut.gather_sums):
+            if crossing.module and self.positions.plain_dim(self._tensor(crossing, side)) is not None:
+                points.setdefault((crossing.module, side, crossing.path), []).append((crossing, side))
+        for keys in points.values():
+            found = _Found()
+            try:
+                for crossing, side in keys:
+                    partial = (crossing, side) in self.cut.gather_sums or (crossing, side) in self.cut.partial_gathers
+                    self._hand_on(self._tensor(crossing, side), crossing, side, partial, found)
+                self._check_runs(found)
+                self._convert(found.visits)
+            except _Refused:
+                continue
+            self._replace(keys, found)
+
+    def _replace(self, keys: list[tuple[Crossing, str]], found: _Found) -> None:
+        cut = self.cut
+        name = cut.names[keys[0][0]]
+        for key in keys:
+            cut.gathers.pop(key, None)
+            if cut.gather_sums.pop(key, None) is not None:
+                cut.undone.add(self._done(key, AllReduceGradient))
+            cut.partial_gathers.discard(key)
+        kept = {crossing.module for crossing, _ in cut.gathers}
+        gone = {crossing.module for crossing, _ in keys} - kept
+        cut.whole = [why for why in cut.whole if why.at not in gone]
+        cut.shown |= found.shown
+        for crossing, dim in found.own.items():
+            cut.scatters[crossing, "input"] = dim
+            cut.own.add((crossing, "input"))
+        for crossing, (dim, piece, layout) in found.pieces.items():
+            cut.exchanges[crossing, "output"] = dim, piece, layout
+        for crossing, (dim, partial) in found.gathered.items():
+            cut.gathers[crossing, "output"] = dim
+            cut.partial_gathers |= {(crossing, "output")} if partial else set()
+        made = (*(c for c, _ in found.shown), *found.own, *found.pieces, *found.gathered)
+        cut.names |= dict.fromkeys(made, name)
+
+    def _hand_on(self, tensor: int, crossing: Crossing, side: str, partial: bool, found: _Found) -> None:
+        """Show the value as whole to all that reads it behind a boundary, and follow what is made of it."""
+        dim = self._plain(tensor)
+        if tensor in self.flow.final or any((crossing, side) == key for key in found.shown):
+            raise _Refused
+        readers = set[int]()
+        for use in self.flow.uses[tensor]:
+            if not (crossing.first <= use < crossing.last if side == "input" else use >= crossing.last):
+                continue
+            reader = self._module_around(use, tensor, crossing, side)
+            readers.add(reader)
+        inside = {crossing.visit} & readers if side == "input" else set[int]()
+        if not readers or (inside and len(readers) > 1):
+            raise _Refused
+        if not inside:
+            found.shown[crossing, side] = dim
+        for number in sorted(readers):
+            visit = self.trace.visits[number]
+            entries = [Crossing(number, visit.module, path, *visit.calls) for path, t in visit.inputs if t == tensor]
+            found.own |= {} if inside else dict.fromkeys(entries, dim)
+            if number in found.visits:
+                continue
+            found.visits.add(number)
+            for path, made in visit.outputs:
+                if made in self.flow.carries and made != tensor:
+                    self._leave_module(made, Crossing(number, visit.module, path, *visit.calls), partial, found)
+
+    def _leave_module(self, made: int, crossing: Crossing, partial: bool, found: _Found) -> None:
+        """What a module made on own positions: exchanged, shown as whole, or gathered."""
+        dim = self._plain(made)
+        if self.shards.is_split(made):
+            piece, layout = self._pieces(made, dim)
+            found.pieces[crossing] = dim, piece, layout
+            return
+        summed = (crossing, AllReduceGradient) in self.placement.outputs
+        tried = _Found(dict(found.shown), dict(found.own), dict(found.pieces), dict(found.gathered), set(found.visits))
+        try:
+            self._hand_on(made, crossing, "output", partial or summed, tried)
+            vars(found).update(vars(tried))
+        except _Refused:
+            found.gathered[crossing] = dim, partial or summed
+
+    def _module_around(self, use: int, tensor: int, crossing: Crossing, side: str) -> int:
+        """The outermost module around a call, behind a boundary, that makes all of it position by position."""
+        around: int | None = self._visit_of(use)
+        best = None
+        while around is not None:
+            visit = self.trace.visits[around]
+            within = crossing.first <= visit.calls[0] and visit.calls[1] <= crossing.last
+            if (
+                visit.module in self.stream.names
+                or visit.parent is None
+                or not (within if side == "input" else visit.calls[0] >= crossing.last)
+            ):
+                break
+            if any(t == tensor for _, t in visit.inputs) and self._by_position(around, {tensor}):
+                best = around
+            around = visit.parent
+        if best is None:
+            raise _Refused
+        return best
+
+    def _visit_of(self, call: int) -> int:
+        found = [i for i, v in enumerate(self.trace.visits) if v.calls[0] <= call < v.calls[1]]
+        return min(found, key=lambda i: (self.trace.visits[i].calls[1] - self.trace.visits[i].calls[0], -i))
+
+    def _by_position(self, number: int, given: set[int]) -> bool:
+        """Does a module treat each position of these by itself, and read nothing else that has positions?"""
+        visit = self.trace.visits[number]
+        known = set(given)
+        for index in range(*visit.calls):
+            inputs = self.flow.inputs[index]
+            for tensor in inputs:
+                info = self.trace.tensors[tensor]
+                if self.positions.dims_of(tensor):
+                    if tensor not in known:
+                        return False
+                elif (
+                    info.kind == "buffer"
+                    and self.shards.is_split(tensor)
+                    or info.kind != "parameter"
+                    and tensor in self.flow.carries - known
+                ):
+                    return False
+            positioned = [t for t in inputs if self.positions.dims_of(t)]
+            if not self.flow.is_identity(index) and positioned and self.stream._mixes(index, positioned) is not None:
+                return False
+            call = self.trace.calls[index]
+            for item in integers((call.args, call.kwargs)):
+                if self.positions.depends_on_length(item) and not _sizes_of(item.origin) <= known:
+                    return False
+            known.update(self.flow.outputs[index])
+        made = [t for _, t in visit.outputs if t in self.flow.carries]
+        return bool(made) and all(self.positions.plain_dim(t) is not None and t in known for t in made)
+
+    def _plain(self, tensor: int) -> int:
+        dim = self.positions.plain_dim(tensor)
+        if dim is None or self.positions.flattened(tensor):
+            raise _Refused
+        return dim
+
+    def _pieces(self, tensor: int, dim: int) -> tuple[int, str]:
+        """The one dim along which a value lies in pieces on ranks, from the end, and how."""
+        layouts = self.shards.layouts(tensor)
+        split = [(d, layout) for d, layout in enumerate(layouts) if layout is not None]
+        if len(split) != 1 or split[0][0] - len(layouts) == dim:
+            raise _Refused
+        return split[0][0] - len(layouts), str(split[0][1])
+
+    # ------------------------------------------------------------------ sums
+
+    def leave(self) -> None:
+        """Exchange what enters the module that leaves a sum."""
+        points: dict[HookPoint, list[Crossing]] = {}
+        for crossing in self.cut.reduce_scatters:
+            if self.positions.dims_of(self._tensor(crossing, "output")):
+                points.setdefault((crossing.module, "output", crossing.path), []).append(crossing)
+        joining = [c for c, kind in self.placement.outputs if kind is JoinPartial]
+        for crossings in sorted(points.values(), key=lambda them: any(c in joining for c in them)):
+            found = _Found()
+            try:
+                for crossing in crossings:
+                    self._give_back(crossing, found)
+                if any(c in joining for c in crossings) and self._withheld():
+                    continue
+                self._check_runs(found)
+                self._convert(found.visits)
+            except _Refused:
+                continue
+            for crossing in crossings:
+                del self.cut.reduce_scatters[crossing]
+                kinds = (AllReduce, WithholdPartial, JoinPartial)
+                self.cut.undone |= {
+                    done for (c, kind), done in self.placement.outputs.items() if c == crossing and kind in kinds
+                }
+                name = self.cut.names[crossing]
+                for entry, (dim, piece, layout) in found.pieces.items():
+                    self.cut.exchanges[entry, "input"] = dim, piece, layout
+                    self.cut.names[entry] = name
+
+    def _withheld(self) -> bool:
+        """Does a branch still keep a part of a sum back?"""
+        kept = (done for (_, kind), done in self.placement.outputs.items() if kind is WithholdPartial)
+        return any(done not in self.cut.undone for done in kept)
+
+    def _give_back(self, crossing: Crossing, found: _Found) -> None:
+        visit = self.trace.visits[crossing.visit]
+        given = {t for _, t in visit.inputs if self.positions.dims_of(t) and t in self.flow.carries}
+        if len(given) != 1 or len([t for _, t in visit.outputs if t in self.flow.carries]) != 1:
+            raise _Refused
+        (tensor,) = given
+        if visit.module in self.stream.names or not self._by_position(crossing.visit, given):
+            raise _Refused
+        self._plain(self._tensor(crossing, "output"))
+        dim = self._plain(tensor)
+        piece, layout = self._pieces(tensor, dim)
+        if Layout.parse(layout).shared_rows(self.shards.tp):
+            raise _Refused
+        found.visits.add(crossing.visit)
+        for path, other in visit.inputs:
+            if other == tensor:
+                found.pieces[Crossing(crossing.visit, visit.module, path, *visit.calls)] = dim, piece, layout
+
+    # ------------------------------------------------------------------ both
+
+    def _tensor(self, crossing: Crossing, side: str) -> int:
+        return self.stream.tensor_at(crossing, side)
+
+    def _done(self, key: tuple[Crossing, str], kind: type[Boundary]) -> Boundary:
+        crossing, side = key
+        return (self.placement.outputs if side == "output" else self.placement.inputs)[crossing, kind]
+
+    def _check_runs(self, found: _Found) -> None:
+        """A hook acts on every run of its module."""
+        points: dict[HookPoint, set[int]] = {}
+        keys = [*found.shown, *((c, "input") for c in found.own), *((c, "output") for c in found.gathered)]
+        keys += [(c, "output" if self._is_made(c) else "input") for c in found.pieces]
+        for crossing, side in keys:
+            points.setdefault((crossing.module, side, crossing.path), set()).add(crossing.visit)
+        if any(set(self.flow.runs_through(*point)) != visits for point, visits in points.items()):
+            raise _Refused
+
+    def _is_made(self, crossing: Crossing) -> bool:
+        visit = self.trace.visits[crossing.visit]
+        tensor = dict(visit.outputs).get(crossing.path)
+        return tensor is not None and self.shards.is_split(tensor)
+
+    def _convert(self, visits: set[int]) -> None:
+        """Their parameters are read whole from here on, and nothing is done at boundaries inside of them."""
+        calls = {index for number in visits for index in range(*self.trace.visits[number].calls)}
+        modules = {self.trace.visits[number].module for number in visits}
+        read = {t for index in calls for t in self.flow.inputs[index] if self.trace.tensors[t].kind == "parameter"}
+        done_here = {
+            done
+            for place in (self.placement.outputs, self.placement.inputs)
+            for (crossing, _), done in place.items()
+            if any(_is_in(crossing.module, module) for module in modules)
+        }
+        if any(_is_in(name, module) for name in self.rewritten for module in modules):
+            raise _Refused
+        parts = self.placement.summed_parameters | self.placement.shared_parameters
+        for tensor in read:  # rows that every rank holds have a part of their gradient on each, or it would count twice
+            mixed = self.shards.is_split(tensor) and self.shards.is_mixed(tensor)
+            if set(self.flow.uses[tensor]) - calls or (mixed and tensor not in parts):
+                raise _Refused
+        for index, call in enumerate(self.trace.calls):
+            outside = index not in calls and any(
+                _is_in(str(part[1]), module)
+                for item in integers((call.args, call.kwargs))
+                for part in _parts(item.origin, "attr")
+                for module in modules
+            )
+            if outside:
+                raise _Refused
+            if index in calls and call_record(call.name).random.has_rate(call.args, call.kwargs):
+                self.cut.random.add(call.module)
+        self.cut.whole_parameters |= read
+        self.cut.whole_modules |= modules
+        self.cut.undone |= done_here
+
+
+def _is_in(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def _parts(origin: tuple[object, ...], kind: str) -> Iterator[tuple[object, ...]]:
+    if origin[0] == kind:
+        yield origin
+    for part in origin[1:]:
+        if isinstance(part, tuple):
+            yield from _parts(part, kind)
+
+
+def _sizes_of(origin: tuple[object, ...]) -> set[object]:
+    return {part[1] for kind in ("size", "numel") for part in _parts(origin, kind)}
