@@ -19,7 +19,7 @@ from autoplan.analyse.sequence.stream import Stream
 from autoplan.analyse.sequence.stream_state import SequencePlacement, integers
 from autoplan.common.layout import Layout
 from autoplan.ops import call_record
-from autoplan.values import AllReduce, AllReduceGradient, Boundary, JoinPartial, WithholdPartial
+from autoplan.values import AllReduce, AllReduceGradient, Boundary, JoinPartial, SequenceName, WithholdPartial
 
 __all__ = ["exchange"]
 
@@ -30,6 +30,7 @@ def exchange(
     """Replace gathers and sums in `cut`. `rewritten`: modules in whose code calls are changed."""
     for stream in streams:
         walk = _Exchanges(stream, flow, placement, cut, rewritten)
+        walk.begin()
         walk.enter()
         walk.leave()
 
@@ -56,6 +57,43 @@ class _Exchanges:
         self.stream, self.flow, self.trace, self.cut, self.placement = stream, flow, stream.trace, cut, placement
         self.shards, self.positions, self.rewritten = stream.shards, stream.positions, rewritten
 
+    # ------------------------------------------------------------------ where the stream begins
+
+    def begin(self) -> None:
+        """Make of own positions what the first block takes in, where a module makes it and nothing else reads it."""
+        found = _Found()
+        starts = [key for key in self.cut.scatters if key[1] == "input" and key[0] in self.stream.starts]
+        try:
+            for crossing, _ in starts:
+                self._make_own(self.stream.starts[crossing], found)
+            self._check_runs(found)
+            self._convert(found.visits)
+        except _Refused:
+            return
+        if starts:
+            self._replace([], found, self.cut.names[starts[0][0]])
+
+    def _make_own(self, tensor: int, found: _Found) -> None:
+        maker = self.flow.producer.get(tensor, -1)
+        entered = [start for start, given in self.stream.starts.items() if given == tensor]
+        if maker < 0 or any(not any(s.first <= use < s.last for s in entered) for use in self.flow.uses[tensor]):
+            raise _Refused
+        made = [c for c in self.flow.leaving[tensor] if c.module and c.first <= maker < c.last]
+        for crossing in sorted(made, key=lambda c: c.first - c.last):
+            visit = self.trace.visits[crossing.visit]
+            given = {t for _, t in visit.inputs if self.positions.dims_of(t)}
+            if len(given) == 1 and len(visit.outputs) == 1 and self._by_position(crossing.visit, given):
+                (source,) = given
+                found.own |= {
+                    Crossing(crossing.visit, visit.module, path, *visit.calls): self._plain(source)
+                    for path, t in visit.inputs
+                    if t == source
+                }
+                found.shown[crossing, "output"] = self._plain(tensor)
+                found.visits.add(crossing.visit)
+                return
+        raise _Refused
+
     # ------------------------------------------------------------------ gathers
 
     def enter(self) -> None:
@@ -74,11 +112,10 @@ class _Exchanges:
                 self._convert(found.visits)
             except _Refused:
                 continue
-            self._replace(keys, found)
+            self._replace(keys, found, self.cut.names[keys[0][0]])
 
-    def _replace(self, keys: list[tuple[Crossing, str]], found: _Found) -> None:
+    def _replace(self, keys: list[tuple[Crossing, str]], found: _Found, name: SequenceName) -> None:
         cut = self.cut
-        name = cut.names[keys[0][0]]
         for key in keys:
             cut.gathers.pop(key, None)
             if cut.gather_sums.pop(key, None) is not None:

@@ -11,7 +11,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
-from autoplan.analyse.sequence.stream_state import Again, CutStream, Positions, Refused, SequencePlacement, integers
+from autoplan.analyse.sequence.stream_state import (
+    Again,
+    CutStream,
+    Positions,
+    Refused,
+    SequencePlacement,
+    coupling_ops,
+    integers,
+)
 from autoplan.analyse.splits.literal_sizes import evaluate
 from autoplan.axes.terms import Term
 from autoplan.ops import call_record
@@ -35,6 +43,7 @@ class Stream(CutStream):
 
     def begin(self) -> bool:
         """Find where runs of the model enter the stack with a sequence; False if none does."""
+        self.coupled = {leaf for leaves_of in coupling_ops(self.shards.axes).values() for leaf in leaves_of}
         visits = [(i, v) for i, v in enumerate(self.trace.visits) if v.module in self.names]
         sequences = []
         for root in (v for v in self.trace.visits if v.parent is None):
@@ -72,7 +81,7 @@ class Stream(CutStream):
                 yield Crossing(number, visit.module, path or (), *visit.calls), tensor, axis
 
     def _axis(self, tensor: int) -> Term | None:
-        return Positions.of(self.shards.axes.of(tensor))
+        return Positions.of(self.shards.axes.of(tensor), self.coupled)
 
     def _settle(self) -> SequencePlacement:
         try:

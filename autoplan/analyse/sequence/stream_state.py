@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from autoplan.analyse.infer import Axes
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Placement
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
@@ -33,16 +34,15 @@ class Positions:
         self.trace, self.axes = shards.trace, shards.axes
         self.wholes = {tuple(find(leaf) for leaf in leaves(axis)): find(axis).size for axis in sequences}
         self.sequences = {leaf for whole in self.wholes for leaf in whole}
-        self._crossing = self._crossing_ops()
+        self._crossing = coupling_ops(self.axes)
 
     @staticmethod
-    def of(terms: tuple[Term, ...]) -> Term | None:
-        """The sequence among the dims of a stream of shape (batch, sequence, …, features)."""
-        for term in terms[1:-1]:
-            axis = find(term)
-            if axis.size > 1 and any(find(leaf).data for leaf in leaves(axis)):
-                return axis
-        return None
+    def of(terms: tuple[Term, ...], coupled: Collection[Term]) -> Term | None:
+        """The sequence among the dims of a stream of shape (batch, sequence, …, features), which may have others in
+        front: the first one whose positions some op couples."""
+        inner = [find(term) for term in terms[1:-1]]
+        found = [axis for axis in inner if axis.size > 1 and any(find(leaf).data for leaf in leaves(axis))]
+        return next((axis for axis in found if any(find(leaf) in coupled for leaf in leaves(axis))), (*found, None)[0])
 
     def dims_of(self, tensor: int) -> list[int]:
         return [d for d, term in enumerate(self.axes.of(tensor)) if self.has(term)]
@@ -76,14 +76,6 @@ class Positions:
         """Did this op leave an event that couples positions?"""
         return not self._crossing.get(op, set()).isdisjoint(self.sequences)
 
-    def _crossing_ops(self) -> dict[int, set[Term]]:
-        """For every op the axes on which it left an event that couples positions."""
-        found: dict[int, set[Term]] = {}
-        for op, event, term in self.axes.marked_by:
-            if event not in _LOCAL:
-                found.setdefault(op, set()).update(find(leaf) for leaf in leaves(term))
-        return found
-
     def picks(self, index: int, cut: list[int]) -> bool:
         call = self.trace.calls[index]
         if not isinstance(call_record(call.name).sizes, Indexed):
@@ -113,6 +105,15 @@ class Positions:
                 found = found or (part[2] < len(terms) and self.has(terms[part[2]]))
             todo += [p for p in part[1:] if isinstance(p, tuple)]
         return found
+
+
+def coupling_ops(axes: Axes) -> dict[int, set[Term]]:
+    """For every op the axes on which it left an event that couples positions."""
+    found: dict[int, set[Term]] = {}
+    for op, event, term in axes.marked_by:
+        if event not in _LOCAL:
+            found.setdefault(op, set()).update(find(leaf) for leaf in leaves(term))
+    return found
 
 
 def integers(value: Any) -> Iterator[Any]:

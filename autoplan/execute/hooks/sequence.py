@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import is_fake
 
 from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
@@ -307,8 +306,8 @@ def _whole_length(planned: WholeLength, at: At) -> Change:
     running, group, dim, name = at.running, at.group, planned.dim, planned.sequence.name
 
     def show(x: torch.Tensor) -> torch.Tensor:
-        plain = torch.compiler.is_compiling() or is_fake(x)
-        return (gather_sum if plain else own_stream)(x, dim, running.lengths[name], group)
+        move = gather_sum if torch.compiler.is_compiling() else own_stream
+        return move(x, dim, running.lengths[name], group)
 
     return show
 
