@@ -273,8 +273,8 @@ def _notes(
     if asked.size("ep") > 1:
         found.append(_same_tokens(steps, asked, setting, flops))
     tp = asked.size("tp")
-    legal = steps.split(tp, asked.ep, asked.sequence_parallel).legal_tp
-    if tp > 1 and legal and tp not in legal:
+    legal = steps.split(tp, asked.ep, asked.sequence_parallel).legal_tp if tp > 1 else ()
+    if legal and tp not in legal:
         found.append(f"tp {tp} does not divide all that could be split; sizes that do: {', '.join(map(str, legal))}")
     return tuple(found)
 
@@ -340,7 +340,8 @@ def _setting(asked: Asked, policy: MixedPrecisionPolicy | None) -> Setting:
         tp=asked.size("tp"), ep=asked.ep, sequence_parallel=asked.sequence_parallel,
         checkpointing=asked.activation_checkpointing, gather_logits=asked.gather_logits, batch=asked.batch,
         sequence=asked.sequence, training=asked.train != "inference", compute=policy.param_dtype if policy else None,
-        output=policy.output_dtype if policy else None, loss=asked.loss,
+        output=policy.output_dtype if policy else None, loss=asked.loss, cp=asked.cp,
+        averaged=asked.cp > 1 and asked.data_parallel,
     )  # fmt: skip
 
 

@@ -38,6 +38,9 @@ CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "along the sequence": (LLAMA, "dp_shard=4,tp=4", {"sequence_parallel": True}),
     "along the sequence, again": (LLAMA, "tp=4", {"sequence_parallel": True, "activation_checkpointing": True}),
     "replicas": (LLAMA, "dp_replicate=2,dp_shard=4,tp=2", {"activation_checkpointing": "selective"}),
+    "a cut sequence": (LLAMA, "dp_shard=2,cp=2", {}),
+    "replicas of a cut sequence": (LLAMA, "dp_replicate=2,dp_shard=2,cp=2", {"activation_checkpointing": "selective"}),
+    "a cut sequence alone": (LLAMA, "cp=4", {"activation_checkpointing": True}),
     "experts apart": (MIXTRAL, "dp_shard=4,tp=4", {"ep_size": 4}),
     "experts alone": (MIXTRAL, "dp_shard=2,ep=4", {}),
     "experts apart, along the sequence": (MIXTRAL, "dp_shard=2,tp=4", {"ep_size": 4, "sequence_parallel": True}),
@@ -51,8 +54,13 @@ STEPS: dict[int, Steps] = {}
     "name",
     marked(
         CASES,
-        long=["adapters"],
-        slow=["along the sequence, again", "experts alone", "experts apart, along the sequence"],
+        long=["adapters", "a cut sequence alone"],
+        slow=[
+            "replicas of a cut sequence",
+            "along the sequence, again",
+            "experts alone",
+            "experts apart, along the sequence",
+        ],
     ),
 )
 def test_it_counts_what_an_estimate_counts(name: str) -> None:
