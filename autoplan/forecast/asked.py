@@ -180,6 +180,11 @@ class Asked:
                 f"shard_optimizer=True on {dict(self.mesh)} with train={self.train!r}",
                 hint="it is sharded over the ranks of dp_replicate, in training, with dp_shard=1",
             )
+        if self.chunked_loss and self.cp > 1:
+            raise AutoplanError(
+                f"chunked_loss=True on {dict(self.mesh)}: each rank of cp has logits of its own positions alone",
+                hint="leave one of them out",
+            )
         if self.chunked_loss and (self.loss is not None or self.train == "inference"):
             raise AutoplanError(
                 "chunked_loss=True with a loss of your own, or none", hint="it prices the loss that the model computes"
