@@ -28,7 +28,7 @@ from autoplan.forecast.recording.tape import LeftOut, Program, Tape, blended, pr
 from autoplan.forecast.sharded import Copy, UnitSize, fake_mesh, sharded_copy
 from autoplan.forecast.trained import Adapted, nothing_frozen, with_adapters
 from autoplan.hf.adapters import usual_targets
-from autoplan.hf.inputs.step import size_of, step_inputs
+from autoplan.hf.inputs.step import check_positions, size_of, step_inputs
 from autoplan.hf.source import Source
 from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
 from autoplan.planning import capture_source, draft_plan
@@ -95,6 +95,8 @@ class Steps:
     known: dict[Setting, Recorded] = field(default_factory=dict)
     worked: dict[bool, tuple[bool, str]] = field(default_factory=dict)  # which of `_WAYS`, by training
     fed: dict[tuple[int, int, bool], dict[str, Any]] = field(default_factory=dict)  # by batch, length, training
+    derived: dict[Setting, Recorded] = field(default_factory=dict)  # of recordings of other batches or ranks
+    lengths: set[int] = field(default_factory=set)  # for which there are positions
 
     def __post_init__(self) -> None:
         if self.given is not None:
@@ -113,6 +115,21 @@ class Steps:
         if self.lora_targets is None:
             self.lora_targets = usual_targets(self.source.model_type, self.source.config)
         return with_adapters(module, self.lora_rank, self.lora_targets)
+
+    @cached_property
+    def dtype(self) -> str:
+        """That most weights have."""
+        sizes: dict[str, int] = {}
+        for parameter in self.module.parameters():
+            name = str(parameter.dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + parameter.nbytes
+        return max(sizes, key=lambda name: sizes[name], default="")
+
+    def check_length(self, length: int) -> None:
+        """Raise where a table has fewer positions."""
+        if length not in self.lengths:
+            check_positions(self.source.name, self.module, length)
+            self.lengths.add(length)
 
     @cached_property
     def packed(self) -> tuple[PackedWeight, ...]:
@@ -174,15 +191,23 @@ class Steps:
     def scaled(self, setting: Setting) -> Recorded:
         """The step at any batch, from the recordings of one and of two sequences where these did the same, and over any
         ranks of tp, from those over half as many and a quarter."""
-        if setting in self.known or setting.batch <= 2:
-            return self._thinner(setting) or self.at(setting)
+        if setting in self.known:
+            return self.known[setting]
+        if setting not in self.derived:
+            found = self._thinner(setting) if setting.batch <= 2 else self._thicker(setting)
+            if found is None:
+                return self.at(setting)
+            self.derived[setting] = found
+        return self.derived[setting]
+
+    def _thicker(self, setting: Setting) -> Recorded | None:
         one, two = (self.scaled(replace(setting, batch=batch)) for batch in (1, 2))
         program = blended(one.program, two.program, setting.batch)
-        return self.at(setting) if program is None else replace(two, program=program)
+        return None if program is None else replace(two, program=program)
 
     def _thinner(self, setting: Setting) -> Recorded | None:
         """What is cut evenly is a constant and a part of 1 / tp; None where anything is not, or nothing is recorded."""
-        if setting in self.known or setting.tp % 4 or setting.tp < 8 or setting.ep > 1:
+        if setting.tp % 4 or setting.tp < 8 or setting.ep > 1:
             return None
         half, quarter = (self.known.get(replace(setting, tp=setting.tp // n)) for n in (2, 4))
         even = all(setting.tp // n in self.plan(1).legal_tp for n in (1, 2, 4))
