@@ -7,7 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli.shared import FINDINGS, OK, AsJson, Cut, EpSize, Model, Output, Page, Trust, emit, note, progress
+from autoplan.cli.shared import (
+    FINDINGS,
+    OK,
+    AsJson,
+    Cut,
+    EpSize,
+    LongCut,
+    Model,
+    Output,
+    Page,
+    Trust,
+    emit,
+    note,
+    progress,
+)
 from autoplan.common.errors import AutoplanError
 from autoplan.values.estimate import TRAIN
 
@@ -19,7 +33,9 @@ if TYPE_CHECKING:
 Train = StrEnum("Train", [(way, way) for way in TRAIN])  # type: ignore[misc]  # what is done with the model
 ALL = Train("full")
 
-Mesh = Annotated[str, typer.Option("--mesh", help="Dims and their sizes, such as dp_shard=8,tp=8.")]
+Mesh = Annotated[
+    str | None, typer.Option("--mesh", help="Dims and their sizes, such as dp_shard=8,tp=8 or dp_shard=8,cp=8.")
+]
 Length = Annotated[int, typer.Option("--sequence", min=2, help="Tokens of one sequence.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences that a rank takes at once.")]
 Gpu = Annotated[str, typer.Option("--gpu", help="One of rules/devices, or a .toml of your own.")]
@@ -133,7 +149,8 @@ def choose(
 
 def estimate(
     model: Model,
-    mesh: Mesh,
+    mesh: Mesh = None,
+    cp: LongCut = 1,
     batch: Batch = 1,
     sequence: Length = 2048,
     checkpointing: Again = "none",
@@ -173,6 +190,7 @@ def estimate(
     import autoplan
     from autoplan.emit.tables.estimate_table import estimate_view
 
+    mesh = on_mesh(mesh, cp)
     with progress(f"estimating {model} on {mesh}"):
         found = autoplan.estimate(
             model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, lora_rank=lora_rank,
@@ -188,7 +206,8 @@ def estimate(
 
 def dryrun(
     model: Model,
-    mesh: Mesh,
+    mesh: Mesh = None,
+    cp: LongCut = 1,
     rank: Annotated[int, typer.Option(min=0, help="Which rank to be.")] = 0,
     batch: Batch = 1,
     sequence: Length = 2048,
@@ -203,6 +222,7 @@ def dryrun(
     from autoplan.emit.tables.estimate_table import dry_run_to_dict, dry_run_view
     from autoplan.forecast.dry_run import dry_run
 
+    mesh = on_mesh(mesh, cp)
     again = checkpointing_of(checkpointing)
     options: dict[str, Any] = {"activation_checkpointing": again} if again else {}
     with progress(f"running {model} on {mesh} without storage"):
@@ -262,6 +282,20 @@ def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) 
     with progress(f"estimating a step of {model} at legal sizes of tp"):
         found = estimated_sizes(model, plan, device, **how)
     return sizes_view(plan, found.plans, found.estimates, device.memory, found.why)
+
+
+def on_mesh(mesh: str | None, cp: int) -> str:
+    """The mesh that is asked for; --cp alone has FSDP2 shard over its ranks."""
+    if mesh is None:
+        if cp == 1:
+            raise typer.BadParameter("needed unless --cp is given", param_hint="--mesh")
+        return f"dp_shard=1,cp={cp}"
+    from autoplan.forecast.asked import mesh_sizes
+
+    size = dict(mesh_sizes(mesh, priced=("pp",))).get("cp", 1)
+    if cp not in (1, size):
+        raise AutoplanError(f"--mesh {mesh} has cp {size}, --cp is {cp}", hint="give one of them")
+    return mesh
 
 
 def checkpointing_of(text: str) -> bool | str:

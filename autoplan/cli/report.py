@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli.estimate import ALL, Again, Batch, Gpu, How, Length, checkpointing_of
-from autoplan.cli.shared import FINDINGS, OK, Cut, EpSize, Trust, note, progress
+from autoplan.cli.estimate import ALL, Again, Batch, Gpu, How, Length, checkpointing_of, on_mesh
+from autoplan.cli.shared import FINDINGS, OK, Cut, EpSize, LongCut, Trust, note, progress
 from autoplan.common.errors import AutoplanError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def report(
         typer.Option("--mesh", help="Such as dp_shard=8,tp=8, for the memory of a rank; by default tp alone."),
     ] = None,
     ep: EpSize = 1,
+    cp: LongCut = 1,
     batch: Batch = 1,
     sequence: Length = 2048,
     checkpointing: Again = "none",
@@ -44,9 +45,12 @@ def report(
     check_page(output)
     from autoplan.forecast.asked import mesh_sizes
 
+    mesh = mesh if mesh is None and cp == 1 else on_mesh(mesh, cp)
     sizes = {} if mesh is None else dict(mesh_sizes(mesh))
+    cp = sizes.get("cp", 1)
     how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "trust_remote_code": trust_remote_code}
-    made = _made(model, tp or sizes.get("tp"), ep if ep > 1 else sizes.get("ep", 1), how)
+    tp = tp or sizes.get("tp", 1 if cp > 1 else None)
+    made = _made(model, tp, ep if ep > 1 else sizes.get("ep", 1), how | ({"cp_size": cp} if cp > 1 else {}))
     if sizes.get("tp", made.tp_size) != made.tp_size:
         raise AutoplanError(f"--mesh {mesh} has tp {sizes['tp']}, the plan tp {made.tp_size}", hint="give one of them")
     how |= {"batch": batch, "sequence": sequence, "train": train.value}

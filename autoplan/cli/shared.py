@@ -43,6 +43,9 @@ EpSize = Annotated[
 CpSize = Annotated[
     int, typer.Option("--cp", min=1, help="Cut the sequence over so many ranks, with whole weights; without --tp.")
 ]
+LongCut = Annotated[
+    int, typer.Option("--cp", min=1, help="Cut the sequence over so many ranks; alone it is --mesh dp_shard=1,cp=N.")
+]
 Cut = Annotated[
     bool, typer.Option("--sequence-parallel", help="Cut the stream between split regions along the sequence too.")
 ]

@@ -25,8 +25,12 @@ def shard_model(
     plan: Plan,
     options: Options = Options(),  # noqa: B008 - frozen
     dims: MeshDims | None = None,
+    averaged: bool = False,
 ) -> nn.Module:
-    """Do to `model`, in place, what `plan` and `options` say. Nothing is decided here, and nothing audited."""
+    """Do to `model`, in place, what `plan` and `options` say. Nothing is decided here, and nothing audited.
+
+    `averaged`: gradients over ranks of cp will be averaged by somebody else, as FSDP2 does on a mesh with dp_shard.
+    """
     dims = read_mesh(mesh) if dims is None else dims
     dims = dims.for_context() if plan.cp_size > 1 else dims
     with whole_or_as_it_was(model), fail_together(dims.voters, "parallelize"):
@@ -35,8 +39,8 @@ def shard_model(
         options.data.check(0 if dims.data is None else dims.data.size(dims.data.ndim - 1))
         refuse_differing_plans(model, plan, options.tensor)
         if tp_mesh is not None and plan.ranks > 1:
-            averaged = dims.data is not None and plan.cp_size > 1
-            apply_plan(model, tp_mesh, plan, **vars(options.tensor), averaged=averaged)
+            averaged = averaged or dims.data is not None
+            apply_plan(model, tp_mesh, plan, **vars(options.tensor), averaged=averaged and plan.cp_size > 1)
         record(model, plan, notes=dims.notes, voters=dims.voters)
         if options.checkpointing.blocks:
             from autoplan.execute.checkpointing.choose import checkpoint_blocks

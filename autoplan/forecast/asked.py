@@ -13,7 +13,14 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import MOST_RANKS, DataParallel, Request, check_argument, check_count
+from autoplan.common.options import (
+    MOST_RANKS,
+    DataParallel,
+    Request,
+    check_argument,
+    check_context_size,
+    check_count,
+)
 from autoplan.execute.data_parallel.mesh_dims import ALIASES, LEFT_ALONE
 from autoplan.forecast.step import Loss
 from autoplan.forecast.trained import OPTIMIZERS
@@ -60,10 +67,10 @@ def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
         if len(same) > 1:
             raise AutoplanError(f"the mesh dims {', '.join(same)} could all be {purpose!r}", hint="name one of them")
     for name, size in sizes:
-        if size > 1 and name in priced:
+        if size > 1 and name in (*priced, "cp"):
             continue
         if size > 1 and name in LEFT_ALONE:
-            hint = "leave it out, and say what one stage or one part of a sequence has"
+            hint = "leave it out, and say what one stage has"
             raise AutoplanError(f"nothing is forecast of the mesh dim {name!r}", hint=hint)
         if size > 1 and not any(name in aliases for aliases in ALIASES.values()):
             known = ", ".join(name for aliases in ALIASES.values() for name in aliases)
@@ -76,6 +83,13 @@ def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
         raise AutoplanError(
             f"the mesh has {found['tp']} ranks in 'tp' and {found['ep']} in 'ep'",
             hint="experts lie on the ranks of tp (ep_size=), or on ranks of their own with tp=1",
+        )
+    check_context_size(dict(sizes).get("cp", 1), found.get("tp", 1), found.get("ep", 1))
+    shard = next((name for name in names if name in ALIASES["dp_shard"]), None)
+    if "cp" in names and shard is not None and names.index("cp") != names.index(shard) + 1:
+        raise AutoplanError(
+            f"the mesh has {shard!r} and 'cp' apart, and parameters are sharded over both",
+            hint=f"put 'cp' right after {shard!r}",
         )
     ranks = prod(size for _, size in sizes)
     if ranks > MOST_RANKS:
@@ -123,6 +137,11 @@ class Asked:
             raise AutoplanError(f"sequence={self.sequence}", hint="a sequence has two tokens at least")
         for name in ("sequence_parallel", "experts", "updates", "cpu_offload", "shard_optimizer", "chunked_loss"):
             check_argument(name, getattr(self, name), bool, "choose True or False")
+        if self.cp > 1 and self.train == "inference":
+            raise AutoplanError(
+                f"train='inference' on {dict(self.mesh)}: context parallelism is priced in training alone",
+                hint="cut the model over tp, and write that dim in the place of cp",
+            )
         if self.concurrency != 0 or isinstance(self.concurrency, bool):
             check_count("concurrency", self.concurrency)
         if self.cache_dtype is not None and self.cache_dtype not in tuple(CACHE_DTYPES):
@@ -160,6 +179,11 @@ class Asked:
             raise AutoplanError(
                 f"shard_optimizer=True on {dict(self.mesh)} with train={self.train!r}",
                 hint="it is sharded over the ranks of dp_replicate, in training, with dp_shard=1",
+            )
+        if self.chunked_loss and self.cp > 1:
+            raise AutoplanError(
+                f"chunked_loss=True on {dict(self.mesh)}: each rank of cp has logits of its own positions alone",
+                hint="leave one of them out",
             )
         if self.chunked_loss and (self.loss is not None or self.train == "inference"):
             raise AutoplanError(
@@ -199,7 +223,7 @@ class Asked:
     @property
     def copies(self) -> int:
         """Of the model; each takes other sequences."""
-        return self.ranks // (self.size("tp") * self.size("ep") * self.stages)
+        return self.ranks // (self.size("tp") * self.size("ep") * self.cp * self.stages)
 
     def size(self, *names: str) -> int:
         return next((size for name, size in self.mesh if name in names), 1)
@@ -207,6 +231,10 @@ class Asked:
     @property
     def ep(self) -> int:
         return self.size("tp") if self.experts else self.size("ep")
+
+    @property
+    def cp(self) -> int:
+        return self.size("cp")
 
     @property
     def ranks(self) -> int:
@@ -217,7 +245,8 @@ class Asked:
 
     @property
     def shards(self) -> int:
-        return self.size("dp_shard", "dp", "fsdp", "dp_shard_cp")
+        """Ranks that FSDP2 shards over: with context parallelism those of both dims."""
+        return self.size("dp_shard", "dp", "fsdp", "dp_shard_cp") * self.cp
 
     @property
     def data_parallel(self) -> bool:

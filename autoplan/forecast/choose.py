@@ -33,7 +33,7 @@ from autoplan.forecast.trained import LORA_RANK, targets_of
 from autoplan.hf.script import script_text
 from autoplan.hf.source import Model, Source, resolve
 from autoplan.values import Plan
-from autoplan.values.estimate import Estimate, Row, done_above
+from autoplan.values.estimate import Estimate, Row, done_above, named_dims
 
 _UNITS = {"gib": 2**30, "mib": 2**20, "tib": 2**40, "gb": 10**9, "mb": 10**6, "tb": 10**12, "g": 10**9, "": 1}
 
@@ -77,7 +77,7 @@ class Choice:
 
     def against_first(self, mesh: str | Mapping[str, int]) -> tuple[int, Row, dict[str, float]]:
         """The place of a mesh's best row, the row, and what its step takes more, in shares of the first row's."""
-        sizes = {name: size for name, size in mesh_sizes(mesh) if size > 1} or {"dp_shard": 1}
+        sizes = named_dims(mesh_sizes(mesh))
         place = next((n for n, row in enumerate(self.rows, 1) if row.mesh == sizes), 0)
         if not place:
             known = "; ".join(sorted({",".join(f"{k}={v}" for k, v in row.mesh.items()) for row in self.rows}))
@@ -97,7 +97,7 @@ class Choice:
         """The plan of the best row, proven."""
         self._refuse_supposed_adapters()
         best = self.best
-        return proven_plan(self.source, Wish(best.tp, best.ep, best.sequence_parallel))
+        return proven_plan(self.source, Wish(best.tp, best.ep, best.sequence_parallel, cp_size=best.cp))
 
     def mesh(self, device_type: str = "cuda") -> DeviceMesh:
         """The best row's mesh over the ranks of this job; for inference this rank's part of it, for other copies of
@@ -125,7 +125,7 @@ class Choice:
         """The plans of the first rows, by the row's number. Rows that cut along the sequence too are drawn without."""
         assert self.steps is not None, "a choice that was just made has its recordings"
         rows = enumerate(self.rows[:most], 1)
-        return {n: WhatIf(self.steps.plan(row.tp, row.ep), row.estimate) for n, row in rows}
+        return {n: WhatIf(self.steps.plan(row.tp, row.ep, cp=row.cp), row.estimate) for n, row in rows}
 
     def script(self) -> str:
         """A program for torchrun that trains, or generates, so."""

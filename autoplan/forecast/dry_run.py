@@ -7,6 +7,7 @@ here by running it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from autoplan.capture.known_values import KnownValues
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.options import check_argument, check_expert_size
 from autoplan.common.random_values import untouched_randomness
+from autoplan.execute.data_parallel.mesh_dims import WITH_CONTEXT
 from autoplan.forecast.asked import Asked, mesh_sizes
 from autoplan.forecast.devices import load_device
 from autoplan.forecast.estimate import estimate_with
@@ -58,8 +60,12 @@ class DryRun:
 
 
 def group_names(mesh: DeviceMesh) -> dict[str, str]:
-    """Process group -> the dim of the mesh that it is of."""
-    return {mesh.get_group(dim).group_name: dim for dim in mesh.mesh_dim_names or ()}
+    """Process group -> the dim of the mesh that it is of. FSDP2 shards over "dp_shard" and "cp" together."""
+    dims = mesh.mesh_dim_names or ()
+    names = {mesh.get_group(dim).group_name: dim for dim in dims}
+    with suppress(KeyError):  # no dims were flattened
+        names.setdefault(mesh[WITH_CONTEXT].get_group().group_name, "dp_shard")
+    return names
 
 
 def summed(messages: tuple[Message, ...]) -> tuple[Sent, ...]:
@@ -97,8 +103,11 @@ def dry_run(
     Asked(tuple(sizes.items()), batch, sequence, sequence_parallel=sequence_parallel)  # these are checked
     steps = Steps(resolve(model, trust_remote_code=trust_remote_code, inputs=inputs), plan, inputs)
     experts = max(ep_size, sizes.get("ep", 1))
-    setting = Setting(sizes.get("tp", 1), experts, sequence_parallel, batch=batch, sequence=sequence)
-    made, keywords = steps.plan(setting.tp, setting.ep, sequence_parallel), inputs_of(steps, setting)
+    setting = Setting(
+        sizes.get("tp", 1), experts, sequence_parallel, batch=batch, sequence=sequence, cp=sizes.get("cp", 1)
+    )
+    made = steps.plan(setting.tp, setting.ep, sequence_parallel, setting.cp)
+    keywords = inputs_of(steps, setting)
     problem: Exception | None = None
     for knowing in (False, True):
         try:

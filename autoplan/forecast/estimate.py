@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -38,7 +37,6 @@ from autoplan.forecast.steptime import (
     zero_1,
 )
 from autoplan.forecast.trained import LORA_RANK, OPTIMIZERS, Optimizer, targets_of
-from autoplan.hf.inputs.step import check_positions
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate, MemoryParts
@@ -135,14 +133,6 @@ def estimate(
     return estimate_with(steps, asked, device if isinstance(device, Device) else load_device(device))
 
 
-def _dtype(module: nn.Module) -> str:
-    sizes: dict[str, int] = {}
-    for parameter in module.parameters():
-        name = str(parameter.dtype).removeprefix("torch.")
-        sizes[name] = sizes.get(name, 0) + parameter.nbytes
-    return max(sizes, key=lambda name: sizes[name], default="")
-
-
 def _says_where(name: str) -> bool:
     """And not which class it is of: a dotted path without a colon or a folder."""
     module, dot, cls = name.rpartition(".")
@@ -153,7 +143,7 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     """The estimate from recordings that may be there already."""
     policy = _policy(asked, steps)
     setting = _setting(asked, policy)
-    check_positions(steps.source.name, steps.module, asked.sequence)
+    steps.check_length(asked.sequence)
     recorded = one_stage(steps.at(setting) if asked.exact else steps.scaled(setting), asked.stages)
     batch, tokens = size_priced(steps, setting)
     data = _data(asked, policy)
@@ -207,7 +197,7 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
         tokens=batch * max(1, tokens) * asked.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
         notes=(*_size_note(asked, batch, tokens), *_notes(steps, asked, setting, recorded, units, load.flops)),
-        dtype=_dtype(steps.module), dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
+        dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
         optimizer=asked.optimizer if training else "", decoded_per_second=decoded, concurrency=0 if training else held,
         matmuls=asked.matmuls or "", run_by=asked.run_by,
     )  # fmt: skip
@@ -273,8 +263,8 @@ def _notes(
     if asked.size("ep") > 1:
         found.append(_same_tokens(steps, asked, setting, flops))
     tp = asked.size("tp")
-    legal = steps.split(tp, asked.ep, asked.sequence_parallel).legal_tp
-    if tp > 1 and legal and tp not in legal:
+    legal = steps.split(tp, asked.ep, asked.sequence_parallel).legal_tp if tp > 1 else ()
+    if legal and tp not in legal:
         found.append(f"tp {tp} does not divide all that could be split; sizes that do: {', '.join(map(str, legal))}")
     return tuple(found)
 
@@ -340,7 +330,8 @@ def _setting(asked: Asked, policy: MixedPrecisionPolicy | None) -> Setting:
         tp=asked.size("tp"), ep=asked.ep, sequence_parallel=asked.sequence_parallel,
         checkpointing=asked.activation_checkpointing, gather_logits=asked.gather_logits, batch=asked.batch,
         sequence=asked.sequence, training=asked.train != "inference", compute=policy.param_dtype if policy else None,
-        output=policy.output_dtype if policy else None, loss=asked.loss,
+        output=policy.output_dtype if policy else None, loss=asked.loss, cp=asked.cp,
+        averaged=asked.cp > 1 and asked.data_parallel,
     )  # fmt: skip
 
 

@@ -117,8 +117,12 @@ def sharded_copy(
     tensor: TensorParallel = TensorParallel(),  # noqa: B008 - frozen
     frozen: str = "units",
     folded: Folded | None = None,
+    averaged: bool = False,
 ) -> Copy:
-    """Copy `model`, or its blocks that are `folded`, without storage and shard the copy; `model` stays as it is."""
+    """Copy `model`, or its blocks that are `folded`, without storage and shard the copy; `model` stays as it is.
+
+    `averaged`: gradients over ranks of cp are FSDP2's to sum.
+    """
     mode = fake_mode()
     module = fold(folded.module if folded else model, faker(mode, compute_dtype), fold=False).module
     folds = folded.folds if folded else ()
@@ -127,7 +131,7 @@ def sharded_copy(
     flash = take_flash_attention(module)
     fitted = _fitted(plan, module)
     options = Options(tensor=tensor, checkpointing=checkpointing)
-    shard_model(module, mesh, fitted, options)
+    shard_model(module, mesh, fitted, options, averaged=averaged)
     units = choose_units(module, fitted.layers, frozen=frozen)
     named = [*((unit.names[0], unit.names) for unit in units.units), ("", ("",))]
     recorded = list(_sizes(module, named, units, stored))

@@ -28,7 +28,7 @@ from autoplan.forecast.recording.tape import LeftOut, Program, Tape, blended, pr
 from autoplan.forecast.sharded import Copy, UnitSize, fake_mesh, sharded_copy
 from autoplan.forecast.trained import Adapted, nothing_frozen, with_adapters
 from autoplan.hf.adapters import usual_targets
-from autoplan.hf.inputs.step import size_of, step_inputs
+from autoplan.hf.inputs.step import check_positions, size_of, step_inputs
 from autoplan.hf.source import Source
 from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
 from autoplan.planning import capture_source, draft_plan
@@ -57,6 +57,17 @@ class Setting:
     loss: Loss | None = None  # of outputs and labels, instead of the model's own
     chunk: int = 0  # of tokens whose logits are there at once; 0: all
     output: torch.dtype | None = None  # what a mixed-precision policy casts outputs to
+    cp: int = 1
+    averaged: bool = False  # FSDP2 sums gradients over the ranks of cp
+
+    @property
+    def dim(self) -> str:
+        """Over which the model is cut."""
+        return "cp" if self.cp > 1 else "ep" if self.tp == 1 < self.ep else "tp"
+
+    @property
+    def ranks(self) -> int:
+        return max(self.tp, self.ep, self.cp)
 
 
 @dataclass(frozen=True)
@@ -79,11 +90,13 @@ class Steps:
     inputs: Mapping[str, Any] | None = None
     lora_rank: int = 0  # of adapters that are put in where nothing of the model is frozen; 0: none are
     lora_targets: tuple[str, ...] | str | None = None  # None: as peft chooses for the type of the model
-    plans: dict[tuple[int, int, bool], Plan] = field(default_factory=dict)
-    few: dict[tuple[int, int], Plan] = field(default_factory=dict)  # of few blocks, along the sequence too
+    plans: dict[tuple[int, int, bool, int], Plan] = field(default_factory=dict)
+    few: dict[tuple[int, int, int], Plan] = field(default_factory=dict)  # of few blocks, along the sequence too
     known: dict[Setting, Recorded] = field(default_factory=dict)
     worked: dict[bool, tuple[bool, str]] = field(default_factory=dict)  # which of `_WAYS`, by training
     fed: dict[tuple[int, int, bool], dict[str, Any]] = field(default_factory=dict)  # by batch, length, training
+    derived: dict[Setting, Recorded] = field(default_factory=dict)  # of recordings of other batches or ranks
+    lengths: set[int] = field(default_factory=set)  # for which there are positions
 
     def __post_init__(self) -> None:
         if self.given is not None:
@@ -104,6 +117,21 @@ class Steps:
         return with_adapters(module, self.lora_rank, self.lora_targets)
 
     @cached_property
+    def dtype(self) -> str:
+        """That most weights have."""
+        sizes: dict[str, int] = {}
+        for parameter in self.module.parameters():
+            name = str(parameter.dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + parameter.nbytes
+        return max(sizes, key=lambda name: sizes[name], default="")
+
+    def check_length(self, length: int) -> None:
+        """Raise where a table has fewer positions."""
+        if length not in self.lengths:
+            check_positions(self.source.name, self.module, length)
+            self.lengths.add(length)
+
+    @cached_property
     def packed(self) -> tuple[PackedWeight, ...]:
         """What the checkpoint holds in place of weights, where it is quantised, by the names that `module` has."""
         weights = self.source.packed(self.source.module() if self.adapters else self.module)
@@ -119,29 +147,30 @@ class Steps:
     def captured(self) -> Captured:
         return capture_source(self.source, self.module)
 
-    def plan(self, tp: int, ep: int = 1, sequence_parallel: bool = False) -> Plan:
+    def plan(self, tp: int, ep: int = 1, sequence_parallel: bool = False, cp: int = 1) -> Plan:
         """The plan at these sizes; nothing is proven here."""
-        key = (tp, ep, sequence_parallel)
-        if self.given is not None and (self.given.tp_size, self.given.ep_size) == (tp, ep):
-            return self.given
+        key = (tp, ep, sequence_parallel, cp)
+        given = self.given
+        if given is not None and (given.tp_size, given.ep_size, given.cp_size) == (tp, ep, cp):
+            return given
         if key not in self.plans:
-            wish = Wish(tp, ep, sequence_parallel, prove="none")
+            wish = Wish(tp, ep, sequence_parallel, prove="none", cp_size=cp)
             self.plans[key] = draft_plan(self.source, wish, module=self.module, captured=self.captured).plan
         return self.plans[key]
 
-    def split(self, tp: int, ep: int = 1, sequence_parallel: bool = False) -> Plan:
+    def split(self, tp: int, ep: int = 1, sequence_parallel: bool = False, cp: int = 1) -> Plan:
         """The plan, as far as a recording needs it: few blocks of each kind.
 
         Along the sequence the first and the last block are not like those between, so all of them would be read one by
         one; here only those that are recorded are.
         """
-        if not sequence_parallel or self.given is not None:
-            return self.plan(tp, ep, sequence_parallel)
-        if (tp, ep) not in self.few:
-            wish = Wish(tp, ep, True, prove="none")
+        if not (sequence_parallel or cp > 1) or self.given is not None:
+            return self.plan(tp, ep, sequence_parallel, cp)
+        if (tp, ep, cp) not in self.few:
+            wish = Wish(tp, ep, sequence_parallel, prove="none", cp_size=cp)
             made = draft_plan(self.source, wish, module=self.folded.module, captured=self.shallow).plan
-            self.few[tp, ep] = replace(made, layers=self.plan(1).layers)
-        return self.few[tp, ep]
+            self.few[tp, ep, cp] = replace(made, layers=self.plan(1).layers)
+        return self.few[tp, ep, cp]
 
     @cached_property
     def folded(self) -> Folded:
@@ -162,15 +191,23 @@ class Steps:
     def scaled(self, setting: Setting) -> Recorded:
         """The step at any batch, from the recordings of one and of two sequences where these did the same, and over any
         ranks of tp, from those over half as many and a quarter."""
-        if setting in self.known or setting.batch <= 2:
-            return self._thinner(setting) or self.at(setting)
+        if setting in self.known:
+            return self.known[setting]
+        if setting not in self.derived:
+            found = self._thinner(setting) if setting.batch <= 2 else self._thicker(setting)
+            if found is None:
+                return self.at(setting)
+            self.derived[setting] = found
+        return self.derived[setting]
+
+    def _thicker(self, setting: Setting) -> Recorded | None:
         one, two = (self.scaled(replace(setting, batch=batch)) for batch in (1, 2))
         program = blended(one.program, two.program, setting.batch)
-        return self.at(setting) if program is None else replace(two, program=program)
+        return None if program is None else replace(two, program=program)
 
     def _thinner(self, setting: Setting) -> Recorded | None:
         """What is cut evenly is a constant and a part of 1 / tp; None where anything is not, or nothing is recorded."""
-        if setting in self.known or setting.tp % 4 or setting.tp < 8 or setting.ep > 1:
+        if setting.tp % 4 or setting.tp < 8 or setting.ep > 1:
             return None
         half, quarter = (self.known.get(replace(setting, tp=setting.tp // n)) for n in (2, 4))
         even = all(setting.tp // n in self.plan(1).legal_tp for n in (1, 2, 4))
@@ -185,10 +222,12 @@ class Steps:
         return replace(half, program=program, units=whole, buffers=buffers)
 
     def _record(self, setting: Setting) -> Recorded:
-        size = (setting.tp, setting.ep, setting.sequence_parallel)
+        size = (setting.tp, setting.ep, setting.sequence_parallel, setting.cp)
         problem: BaseException | None = None
         before = self.worked.get(setting.training)  # what fails at one setting fails at others, after seconds
-        for folded, how in sorted(_WAYS, key=lambda way: way != before):
+        alone = setting.cp > 1 and not setting.averaged  # gradients of all blocks are summed when backward has ended
+        ways = [way for way in _WAYS if not (alone and setting.training and way[0])]
+        for folded, how in sorted(ways, key=lambda way: way != before):
             plan = self.split(*size) if folded else self.plan(*size)
             try:
                 found = self._recorded(setting, plan, folded, how)
@@ -205,16 +244,15 @@ class Steps:
         ) from problem
 
     def _recorded(self, setting: Setting, plan: Plan, folded: bool, how: str) -> Recorded:
-        dim = "ep" if setting.tp == 1 < setting.ep else "tp"
         checkpointing = Checkpointing(setting.checkpointing, setting.scope)
         tensor = TensorParallel(gather_logits=setting.gather_logits)
         given = inputs_of(self, setting)
-        with fake_mesh({dim: max(setting.tp, setting.ep)}) as mesh, quiet():
+        with fake_mesh({setting.dim: setting.ranks}) as mesh, quiet():
             copy = sharded_copy(
                 self.module, plan, mesh, compute_dtype=setting.compute, checkpointing=checkpointing, tensor=tensor,
-                folded=self.folded if folded else None,
+                folded=self.folded if folded else None, averaged=setting.averaged,
             )  # fmt: skip
-            groups = {mesh.get_group().group_name: dim}
+            groups = {mesh.get_group().group_name: setting.dim}
             with untouched_randomness(), on_reference_path(), one_sequence_a_row():
                 tape = _run(copy, setting, given, groups, how)
         kernels = (*tape.kernels, *(["flash attention"] if copy.flash else []))
@@ -257,8 +295,7 @@ def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping
         inputs |= _last(inputs, setting.chunk) if setting.chunk else {}
         loss = _loss(setting, inputs) if setting.training else None
         with torch.set_grad_enabled(setting.training):
-            whole = max(setting.tp, setting.ep) == 1
-            return record_step(copy.module, inputs, copy.marks, groups, loss_of=loss, whole=whole)
+            return record_step(copy.module, inputs, copy.marks, groups, loss_of=loss, whole=setting.ranks == 1)
 
 
 def _last(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:

@@ -109,8 +109,10 @@ def _seconds(sent: Sent, device: Device, mesh: tuple[tuple[str, int], ...]) -> f
     with few steps; a gather passes each node in turn. What all send to all passes each rank's own port.
     """
     place = _place(sent.dim, mesh)
+    # FSDP2 shards over the ranks of context parallelism, too.
+    end = place + 1 + (sent.dim == "dp_shard" and [name for name, _ in mesh[place + 1 :]][:1] == ["cp"])
     # How far apart two ranks of a group are: those of the last dim are next to each other.
-    ranks, stride = sent.among or mesh[place][1], prod(size for _, size in mesh[place + 1 :])
+    ranks, stride = sent.among or prod(size for _, size in mesh[place:end]), prod(size for _, size in mesh[end:])
     if ranks == 1:
         return 0.0
     near = max(1, min(ranks, device.per_node // stride))

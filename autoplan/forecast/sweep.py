@@ -1,6 +1,6 @@
 """Every legal way to lay a model over so many GPUs, estimated: the rows that `choose` puts in order.
 
-    splits (tp, experts apart) ── along the sequence ── checkpointing ── micro-batch ── FSDP2 or HSDP ── resharding
+    splits (tp, experts apart, cp) ── along the sequence ── checkpointing ── micro-batch ── FSDP2 or HSDP ── resharding
 
 A recording is made once for each split and each way of checkpointing; data parallelism, micro-batches and resharding
 are arithmetic on it, and so is tp where recordings over fewer ranks tell it (step.py). Three bounds save recordings.
@@ -32,6 +32,7 @@ from autoplan.values.estimate import Estimate, MemoryParts, Row
 _CHECKPOINTING: tuple[bool | str, ...] = (False, "selective", True)
 _MOST_GPUS = 1 << 16
 _DOUBLED = (1, 2, 4, 8, 16, 32, 64)  # stages of a pipeline, ranks that exchange tokens
+LONG = 1 << 15  # tokens of a sequence from which it is cut over ranks of cp, too
 _MUCH_SLOWER = 0.9  # than the fastest with fewer replicas: more replicas are not looked at
 _PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states", "kept": "activations kept",
           "temporary": "temporary buffers", "unsharded": "units that are gathered", "communication": "messages",
@@ -40,14 +41,16 @@ _PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimize
 
 @dataclass(frozen=True)
 class Split:
-    """How a model is cut: over `tp` ranks, with experts placed whole on `ep` different ones (of tp, or others)."""
+    """How a model is cut: over `tp` ranks, with experts placed whole on `ep` different ones (of tp, or others); or its
+    sequence over `cp`."""
 
     tp: int
-    ep: int
+    ep: int = 1
+    cp: int = 1
 
     @property
     def ranks(self) -> int:
-        return max(self.tp, self.ep)
+        return max(self.tp, self.ep, self.cp)
 
     @property
     def shared(self) -> bool:
@@ -56,6 +59,8 @@ class Split:
 
     @property
     def dims(self) -> tuple[tuple[str, int], ...]:
+        if self.cp > 1:
+            return (("cp", self.cp),)
         return (("ep", self.ep),) if self.tp == 1 < self.ep else (("tp", self.tp),)
 
     def __str__(self) -> str:
@@ -95,10 +100,14 @@ class Sweep:
         return gpus if self.train == "inference" else min(gpus, self.per_node)
 
     def splits(self, gpus: int) -> Iterator[Split]:
-        """Sizes of tp with experts cut inside, the same with whole experts apart on those ranks, and experts alone."""
+        """Sizes of tp with experts cut inside, of cp where sequences are long, sizes of tp with whole experts apart on
+        those ranks, and experts alone."""
         sizes = self.tensor_sizes(gpus)
         for tp in sizes:
-            yield Split(tp, 1)
+            yield Split(tp)
+        if self.sequence >= LONG and self.train != "inference" and not self.chunked_loss:
+            doubled = (cp for cp in self.steps.plan(1).legal_tp if cp > 1 and cp & (cp - 1) == 0)
+            yield from (Split(1, cp=cp) for cp in doubled if gpus % cp == 0)
         if not self.has_experts:
             return
         most = self._most_ranks(gpus)
@@ -183,7 +192,7 @@ class Sweep:
                 if not fitted and not (at_once and micro == each):
                     continue
                 fitted = False
-                for reshard in (None, False) if copies > 1 else (None,):
+                for reshard in (None, False) if copies * split.cp > 1 else (None,):
                     for row in self._replicated(copies, split, micro, checkpointing, along, reshard, each):
                         fitted, at_once = fitted or row.fits, at_once or _may_fit_at_once(row)
                         least = least or row
@@ -236,7 +245,7 @@ class Sweep:
         Prices come from recordings that are there, so they cost little.
         """
         found: list[Row] = []
-        known = [s for s in self.steps.known if s.ep == 1 and s.training]
+        known = [s for s in self.steps.known if s.ep == s.cp == 1 and s.training]
         ways: dict[tuple[int, bool, Any], set[int]] = {}
         for s in known:
             ways.setdefault((s.tp, s.sequence_parallel, s.checkpointing), set()).add(s.batch)
@@ -248,7 +257,7 @@ class Sweep:
             each = batch // copies
             sizes = (1, 2, 4) if ways[tp, along, checkpointing] >= {1, 2} else (1,)
             for micro in (n for n in sizes if each % n == 0 and each // n >= stages):
-                asked = self._asked(mesh, micro, checkpointing, along, None, each, Split(tp, 1))
+                asked = self._asked(mesh, micro, checkpointing, along, None, each, Split(tp))
                 try:
                     found.append(self._row(replace(asked, exchange_experts=ranks)))
                 except AutoplanError:  # more stages than blocks, or experts that are not divisible

@@ -101,6 +101,7 @@ def script_text(
     for size in sizes.values():
         ranks *= size
     wish = (f", tp_size={row.tp}" if row.tp > 1 else "") + (f", ep_size={row.ep}" if row.ep > 1 else "")
+    wish += f", cp_size={row.cp}" if row.cp > 1 else ""
     wish += ", sequence_parallel=True" if row.sequence_parallel else ""
     known = getattr(source.config, "name_or_path", "")
     return (_HEAD + (_TRAIN if training else _RUN)).format(
@@ -110,7 +111,7 @@ def script_text(
         model=f"sys.argv[1] if len(sys.argv) > 1 else {known!r}" if known else "sys.argv[1]  # a folder or a hub id",
         batch=one.batch, sequence=one.sequence, accumulate=row.accumulate, shape=tuple(sizes.values()),
         names=tuple(sizes), own="" if training else f"[{list(sizes)[-1]!r}]  # others hold copies",
-        kind=source.name.rpartition(".")[2], wish=wish, split=max(row.tp, row.ep),
+        kind=source.name.rpartition(".")[2], wish=wish, split=max(row.tp, row.ep, row.cp),
         options="".join(f", {name}={value!r}" for name, value in options.items()),
     )  # fmt: skip
 

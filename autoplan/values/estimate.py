@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -191,6 +191,11 @@ class Estimate:
             f"weights in {self.dtype}{origin}")  # fmt: skip
 
     @property
+    def own_tokens(self) -> int:
+        """Of each sequence, those that a rank holds: fewer than all where the sequence is cut over ranks of cp."""
+        return -(-self.sequence // dict(self.mesh).get("cp", 1))
+
+    @property
     def peak(self) -> int:
         return self.parts.total
 
@@ -210,6 +215,19 @@ class Estimate:
         """Plain data: what `--json` prints."""
         data: dict[str, Any] = done_above("Estimate.to_dict", self)
         return data
+
+
+def named_dims(mesh: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The dims of several ranks; beside ranks of cp the one that FSDP2 shards over too, since without it weights are
+    whole."""
+    sizes = dict(mesh)
+    kept = ("dp_shard",) if sizes.get("cp", 1) > 1 else ()
+    return {name: size for name, size in sizes.items() if size > 1 or name in kept} or {"dp_shard": 1}
+
+
+def mesh_text(mesh: Iterable[tuple[str, int]]) -> str:
+    sizes = named_dims(mesh)
+    return "one rank" if sizes == {"dp_shard": 1} else " × ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 @dataclass(frozen=True)
@@ -242,15 +260,19 @@ class Row:
         return self.mesh.get("tp", 1)
 
     @property
+    def cp(self) -> int:
+        return self.mesh.get("cp", 1)
+
+    @property
     def ep(self) -> int:
         return self.tp if self.experts else self.mesh.get("ep", 1)
 
     @property
     def mesh(self) -> dict[str, int]:
-        return {name: size for name, size in self.estimate.mesh if size > 1} or {"dp_shard": 1}
+        return named_dims(self.estimate.mesh)
 
     def __str__(self) -> str:
-        sizes = " × ".join(f"{name} {size}" for name, size in self.estimate.mesh if size > 1) or "one rank"
+        sizes = mesh_text(self.estimate.mesh)
         told = [
             f"{sizes}, whole copies" if self.estimate.train == "inference" and "dp_replicate" in self.mesh else sizes
         ]
@@ -260,4 +282,5 @@ class Row:
             self.checkpointing) else []  # fmt: skip
         told += ["no reshard after forward"] if self.reshard is False else []
         told += ["experts on ranks that exchange tokens"] if any(sent.among for sent in self.estimate.messages) else []
-        return ", ".join([*told, f"micro-batch {self.estimate.batch}"])
+        own = f" × {self.estimate.own_tokens} tokens of a rank" if self.cp > 1 else ""
+        return ", ".join([*told, f"micro-batch {self.estimate.batch}{own}"])

@@ -84,6 +84,8 @@ HOW: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp 4": ({"tp": 4}, {}),
     "fsdp 4 × tp 4, blocks again": ({"dp_shard": 4, "tp": 4}, {"activation_checkpointing": True}),
     "fsdp 8 × tp 2, selective": ({"dp_shard": 8, "tp": 2}, {"activation_checkpointing": "selective"}),
+    "fsdp 2 × cp 2, blocks again": ({"dp_shard": 2, "cp": 2}, {"activation_checkpointing": True}),
+    "fsdp 2 × cp 4, selective": ({"dp_shard": 2, "cp": 4}, {"activation_checkpointing": "selective"}),
     "lora, fsdp 4 × tp 4, submodules": ({"dp_shard": 4, "tp": 4}, {"activation_checkpointing": "submodule"}),
 }
 
@@ -102,7 +104,7 @@ def main(wanted: str = "") -> None:
                     continue
                 try:
                     asked = Asked(tuple(dims.items()), batch=BATCH, sequence=SEQUENCE, updates=False, **options)
-                    steps.plan(dims["tp"])
+                    steps.split(dims.get("tp", 1), cp=dims.get("cp", 1))
                     planned = time.time()
                     found = estimate_with(steps, asked, load_device("h100"))
                     ours, done = found.peak - found.parts.overhead, time.time()

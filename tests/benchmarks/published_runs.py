@@ -1,6 +1,8 @@
 """Runs that others published, estimated and sorted by error: the table of truth in published_runs.md beside ours.
 
 python tests/benchmarks/published_runs.py [WORD …]    # rows in which each word stands
+
+Without words it writes published_errors.md, the largest errors last.
 """
 
 from __future__ import annotations
@@ -19,6 +21,14 @@ import autoplan
 from autoplan.forecast.devices import load_device
 
 TABLE = Path(__file__).with_suffix(".md")
+ERRORS = TABLE.with_name("published_errors.md")
+_HEAD = """# Published runs, by error
+
+Written by published_runs.py: GiB and tokens a second of a GPU, as published, and the errors of the estimates.
+
+| source | model | gpu | mesh | tokens | checkpointing | train | weights | GiB | off | speed | off | otherwise |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|
+"""
 
 
 def llama(layers: int, hidden: int, inner: int, heads: int, keys: int = 8, vocabulary: int = 128256,
@@ -108,6 +118,7 @@ def errors(run: Run, found: autoplan.Estimate) -> tuple[float | None, float | No
 
 def main(*words: str) -> None:
     rows = []
+    written: list[tuple[float, tuple[str, ...]]] = []
     for run in runs():
         if not all(any(word in cell for cell in vars(run).values()) for word in words):
             continue
@@ -119,17 +130,23 @@ def main(*words: str) -> None:
             continue
         rows.append((memory, speed, run))
         shown = [f"{one:+.1%}" if one is not None else "-" for one in (memory, speed)]
+        name = (run.source, run.model, run.gpu, run.mesh, f"{run.batch} × {run.sequence}", run.checkpointing, run.train,
+                run.weights, run.gib, shown[0], run.speed, shown[1], run.otherwise)  # fmt: skip
+        written.append((max(abs(one) for one in (memory, speed) if one is not None), name))
         cells = (run.source, run.model, run.mesh, f"{run.batch} x {run.sequence}", run.checkpointing, run.train,
                  run.weights, run.gib, run.speed, *shown, run.otherwise)  # fmt: skip
         print(*cells, f"{time.process_time() - started:.0f} s", sep=" | ", flush=True)
-    for place, name in enumerate(("memory", "speed")):
+    if not words:
+        lines = (f"| {' | '.join(cells)} |\n" for _, cells in sorted(written))
+        ERRORS.write_text(_HEAD + "".join(lines), encoding="utf-8")
+    for place, what in enumerate(("memory", "speed")):
         for matches in (True, False):
             off = [abs(row[place]) for row in rows if row[place] is not None and bool(row[2].otherwise) != matches]
             if off:
                 engine = "the engine is the one estimated" if matches else "it is another"
                 near, far = (sum(one <= bar for one in off) for bar in (0.1, 0.4))
                 print(
-                    f"{name}, where {engine}: {len(off)} runs, median error {median(off):.1%}, within 10 %: {near}, "
+                    f"{what}, where {engine}: {len(off)} runs, median error {median(off):.1%}, within 10 %: {near}, "
                     f"within 40 %: {far}"
                 )
 

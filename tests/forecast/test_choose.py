@@ -57,6 +57,22 @@ def test_the_choice_is_a_value(chosen: Choice) -> None:
     assert str(chosen.rows[0]) in str(chosen)
 
 
+@pytest.fixture(scope="module")
+def long() -> Choice:
+    return choose(_llama(), gpus=4, memory="13GB", sequence=1 << 15, global_batch=4)
+
+
+def test_a_long_sequence_is_cut(long: Choice) -> None:
+    """Where it fits over ranks of cp alone, such a row comes first, and its figures are those of its own tokens."""
+    assert long.best.cp > 1 and not any(row.fits for row in long.rows if row.cp == row.tp == 1)
+    best = long.best.estimate
+    assert best.own_tokens * long.best.cp == best.sequence == 1 << 15
+    assert best.tokens == 4 << 15 and f"{best.own_tokens} tokens" in str(long.best)
+    assert long.script().count(f"cp_size={long.best.cp}") == 1 and long.plan.cp_size == long.best.cp
+    by_size = {row.cp: row.estimate.parts.kept for row in long.rows if row.tp == 1 and row.checkpointing is True}
+    assert by_size[4] < by_size[2] < by_size[1]
+
+
 @pytest.mark.long
 def test_one_micro_batch_may_fit_where_several_do_not() -> None:
     """Gradients of earlier ones wait in float32."""

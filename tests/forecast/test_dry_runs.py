@@ -3,6 +3,7 @@ estimate counts, and each rank runs."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -38,6 +39,9 @@ CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "along the sequence": (LLAMA, "dp_shard=4,tp=4", {"sequence_parallel": True}),
     "along the sequence, again": (LLAMA, "tp=4", {"sequence_parallel": True, "activation_checkpointing": True}),
     "replicas": (LLAMA, "dp_replicate=2,dp_shard=4,tp=2", {"activation_checkpointing": "selective"}),
+    "a cut sequence": (LLAMA, "dp_shard=2,cp=2", {}),
+    "replicas of a cut sequence": (LLAMA, "dp_replicate=2,dp_shard=2,cp=2", {"activation_checkpointing": "selective"}),
+    "a cut sequence alone": (LLAMA, "cp=4", {"activation_checkpointing": True}),
     "experts apart": (MIXTRAL, "dp_shard=4,tp=4", {"ep_size": 4}),
     "experts alone": (MIXTRAL, "dp_shard=2,ep=4", {}),
     "experts apart, along the sequence": (MIXTRAL, "dp_shard=2,tp=4", {"ep_size": 4, "sequence_parallel": True}),
@@ -51,8 +55,13 @@ STEPS: dict[int, Steps] = {}
     "name",
     marked(
         CASES,
-        long=["adapters"],
-        slow=["along the sequence, again", "experts alone", "experts apart, along the sequence"],
+        long=["adapters", "a cut sequence alone"],
+        slow=[
+            "replicas of a cut sequence",
+            "along the sequence, again",
+            "experts alone",
+            "experts apart, along the sequence",
+        ],
     ),
 )
 def test_it_counts_what_an_estimate_counts(name: str) -> None:
@@ -91,6 +100,9 @@ def test_every_rank_runs_and_holds_its_piece() -> None:
         ({"mesh": "foo=2"}, "no known purpose"),
         ({"mesh": "dp_shard=100000"}, "100000 ranks"),
         ({"mesh": "tp=２"}, "no size"),
+        ({"mesh": "dp_shard=2,cp=3"}, "cp=3"),
+        ({"mesh": "tp=2,cp=2"}, "by itself"),
+        ({"mesh": "cp=2,dp_shard=2"}, "apart"),
         ({"rank": "x"}, "rank is"),
         ({"rank": 9}, "there is no rank 9"),
         ({"batch": "x"}, "batch is"),
@@ -114,6 +126,11 @@ def test_the_command_line_takes_experts_and_ranks(tmp_path: Any) -> None:
     assert "model.layers.*." in ran.stdout and "model.layers.1." not in ran.stdout  # alike in all layers: one line
     ran = CliRunner().invoke(app, ["estimate", str(tmp_path), *options])
     assert ran.exit_code == 0 and "peak: " in ran.stdout, ran.output
+    ran = CliRunner().invoke(app, ["estimate", str(tmp_path), "--cp", "2", "--sequence", "16", "--json"])
+    found = json.loads(ran.stdout)
+    assert found["mesh"] == {"dp_shard": 1, "cp": 2} and found["tokens_of_a_rank"] == 8
+    for wrong in (["--mesh", "dp_shard=2,cp=2", "--cp", "4"], ["--cp", "2", "--train", "inference"], []):
+        assert CliRunner().invoke(app, ["estimate", str(tmp_path), *wrong]).exit_code == 2
 
 
 def test_a_dry_run_says_what_a_rank_needs() -> None:

@@ -40,6 +40,8 @@ CASES: list[tuple[Any, dict[str, int], dict[str, Any]]] = [
     (_GPT2, {"dp_shard": 2, "tp": 2}, {}),
     (_T5, {"tp": 4}, {}),
     (_T5, {"dp_shard": 2, "tp": 2}, {"activation_checkpointing": True}),
+    (_LLAMA, {"dp_shard": 2, "cp": 2}, {"activation_checkpointing": True}),
+    (_LLAMA, {"cp": 4}, {}),
 ]
 QUICK = (0, 3, 6)
 REST = tuple(n for n in range(len(CASES)) if n not in QUICK)
@@ -62,7 +64,7 @@ def on_real_ranks(rank: int, cases: tuple[int, ...]) -> dict[int, Counted]:
         torch.manual_seed(0)
         model = steps.source.model_class._from_config(config)  # type: ignore[union-attr]
         mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
-        autoplan.parallelize(model, mesh, steps.plan(dims.get("tp", 1)), check=False, **options)
+        autoplan.parallelize(model, mesh, steps.plan(dims.get("tp", 1), cp=dims.get("cp", 1)), check=False, **options)
         model.train()
         setting = Setting(tp=dims.get("tp", 1), batch=BATCH, sequence=LENGTH)
         inputs = inputs_of(steps, setting)

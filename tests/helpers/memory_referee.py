@@ -67,10 +67,10 @@ def tracked_peak(
             ):  # fmt: skip
                 model = fold(steps.module, faker(mode, None), fold=False).module
                 as_on_a_gpu(model)
-                autoplan.parallelize(model, mesh, steps.plan(tp, ep, along), check=False, **options)
+                autoplan.parallelize(model, mesh, steps.plan(tp, ep, along, dims.get("cp", 1)), check=False, **options)
                 model.train()
                 running: Any = mode if how == "fake" else KnownValues(mode)
-                with kernels_of_a_gpu(model, tp == ep == 1), running:
+                with kernels_of_a_gpu(model, tp == ep == dims.get("cp", 1) == 1), running:
                     inputs = {name: own(value, running, None) for name, value in given.items()}
                     return _tracked(model, inputs, micro, update)
         except Exception as error:

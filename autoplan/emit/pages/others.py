@@ -220,7 +220,7 @@ def plan_cell(plan: Plan) -> Safe:
     findings = cause_first(plan.findings)
     scene = scene_of(plan, dict.fromkeys(links_of(plan), ""), findings)
     parts = (verdict(plan.proof), facts(plan), drawing_section(scene), findings_section(findings))
-    return _cell(f"{plan.model} at tp {plan.tp_size}", "large", *parts)
+    return _cell(f"{plan.model} at {plan.over.replace('=', ' ')}", "large", *parts)
 
 
 def report_cell(report: Report) -> Safe:

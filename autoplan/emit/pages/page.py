@@ -47,7 +47,7 @@ def plan_page(
     known = {**what_if, plan.ranks: WhatIf(plan, estimate)}
     sizes = tuple(sorted(known))
     parts = plan_parts(plan, memory_cases(known, memory, sizes, plan.ranks), known)
-    return whole_page(f"{plan.model} at tp {plan.tp_size}", *parts, held=said, sizes=sizes)
+    return whole_page(f"{plan.model} at {plan.over.replace('=', ' ')}", *parts, held=said, sizes=sizes)
 
 
 def memory_cases(known: Mapping[int, WhatIf], memory: int, numbers: Sequence[int], own: int) -> Safe | None:

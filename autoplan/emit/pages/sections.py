@@ -9,11 +9,11 @@ from autoplan.emit.pages.drawing import draw_block, svg_of, tone_of
 from autoplan.emit.pages.markup import Content, Safe, WhatIf, cases, chooser, el, join, table
 from autoplan.emit.pages.picture import Axis, Block, Scene, axes_of
 from autoplan.emit.pages.weights import weight_figure, weights_of
-from autoplan.emit.tables.estimate_table import PARTS, mesh_text, messages_of_a_block, rank_weights
+from autoplan.emit.tables.estimate_table import PARTS, messages_of_a_block, rank_weights, tokens_text
 from autoplan.emit.tables.terminal import proof_text
 from autoplan.emit.words import bytes_text, count
 from autoplan.values import Finding, Plan, Proof, Traffic
-from autoplan.values.estimate import Estimate, MemoryParts
+from autoplan.values.estimate import Estimate, MemoryParts, mesh_text
 
 NO_ESTIMATE = "No step was estimated at this size."
 _WIDTH, _HEIGHT = 330.0, 26.0
@@ -28,7 +28,7 @@ def memory_section(found: Estimate | None, memory: int = 0, *, alone: bool = Tru
     if found is None:
         return el("section", head, el("p", NO_ESTIMATE, class_="soft"), aria_labelledby="memory")
     where = f"The peak, {bytes_text(found.peak)}, is reached in the {found.phase}, at {found.where}."
-    on = f"{mesh_text(found.mesh)}: micro-batch {found.batch} × {found.sequence} tokens, {found.train}"
+    on = f"{mesh_text(found.mesh)}: micro-batch {found.batch} × {tokens_text(found)}, {found.train}"
     limit = f" The line is the GPU's {bytes_text(memory)}: {_room(found.peak, memory)}." if memory else ""
     rows = [
         (
@@ -107,7 +107,11 @@ def _sentence(text: str) -> str:
 
 
 def facts(plan: Plan) -> Safe:
-    said = [f"tp {plan.tp_size}", f"ep {plan.ep_size}" if plan.ep_size > 1 else "", plan.source]
+    said = [
+        plan.over.replace("=", " "),
+        f"ep {plan.ep_size}" if plan.ep_size > 1 else "",
+        plan.source,
+    ]
     said += ["sequence parallel" if plan.sequence_parallel else "", f"valid tp: {', '.join(map(str, plan.legal_tp))}"]
     size, whole = rank_weights(plan)
     said.append(f"{bytes_text(size)} of weights on a rank, {bytes_text(whole)} of them replicated")

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from autoplan.common.patterns import Universe, fold_counted
 from autoplan.values import Plan
-from autoplan.values.estimate import TIE, Estimate, MemoryParts, Row, Sent
+from autoplan.values.estimate import TIE, Estimate, MemoryParts, Row, Sent, mesh_text
 
 PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states",
           "kept": "activations kept for backward", "temporary": "temporary buffers",
@@ -34,8 +34,10 @@ def _more(size: int) -> str:
     return _gib(size) if size >= 0.01 * 2**30 else f"{max(1, size >> 20)} MiB"
 
 
-def mesh_text(mesh: Iterable[tuple[str, int]]) -> str:
-    return " × ".join(f"{name} {size}" for name, size in mesh if size > 1) or "one rank"
+def tokens_text(found: Estimate) -> str:
+    """Of one sequence, and those of a rank of cp."""
+    own = f", of which a rank holds {found.own_tokens}" if found.own_tokens < found.sequence else ""
+    return f"{found.sequence} tokens{own}"
 
 
 def estimate_view(found: Estimate) -> RenderableType:
@@ -49,7 +51,7 @@ def estimate_view(found: Estimate) -> RenderableType:
             table.add_row(PARTS[part.name], _gib(size), "█" * round(30 * share))
     table.add_row("total", f"{_gib(found.peak)} ± {bars['memory'][0]:.0%}" if bars else _gib(found.peak))
     head = f"{found.model} on {mesh_text(found.mesh)}: micro-batch {found.batch}"
-    head += (f" × {found.sequence} tokens" if found.sequence else " samples") + f", {found.train}"
+    head += (f" × {tokens_text(found)}" if found.sequence else " samples") + f", {found.train}"
     head += (f", {found.weights_text}" if found.dtype else "") + (f", {found.optimizer}" if found.optimizer else "")
     head += f", products in {found.matmuls}" if found.matmuls else ""
     lines: list[RenderableType] = [Text(head), Text(""), table]
@@ -104,7 +106,7 @@ def choice_view(choice: Any) -> RenderableType:
         kept = (", experts apart" if row.experts else "") + (", no reshard" if row.reshard is False else "")
         speed = f"{found.tokens_per_second:,.0f}{'?' * row.narrow(choice.memory)}" if row.fits else "does not fit"
         cells = (mesh_text(found.mesh) + kept, f"{found.batch} × {row.accumulate}", again)
-        cut = "cut" if row.sequence_parallel else ""
+        cut = f"{found.own_tokens} a rank" if "cp" in row.mesh else "cut" if row.sequence_parallel else ""
         tie = "=" if row.fits and ties > 1 and row.ties(choice.rows[0]) else ""
         table.add_row(f"{place}{tie}", *cells, cut, f"{found.peak / 2**30:.1f}", speed, row.binds)
     fitting = sum(row.fits for row in choice.rows)
@@ -168,7 +170,8 @@ def estimate_to_dict(found: Estimate) -> dict[str, Any]:
     time = found.time
     return {
         "model": found.model, "mesh": dict(found.mesh), "batch": found.batch, "sequence": found.sequence,
-        "train": found.train, "peak_bytes": found.peak, "parts": parts, "where": found.where, "phase": found.phase,
+        "tokens_of_a_rank": found.own_tokens, "train": found.train,
+        "peak_bytes": found.peak, "parts": parts, "where": found.where, "phase": found.phase,
         "messages": [{"dim": s.dim, "kind": s.kind, "number": s.number, "bytes": s.bytes} for s in found.messages],
         "flops": found.flops, "tokens_per_second": found.tokens_per_second, "device": found.device,
         "seconds": None if time is None else {
@@ -222,7 +225,8 @@ _MOST = 12  # sizes that are shown
 def rank_weights(plan: Plan) -> tuple[int, int]:
     """Bytes of weights on a rank, and how many of them are replicated."""
     whole = sum(one.bytes for one in plan.replicated)
-    return whole + sum(-(-entry.bytes // plan.ranks) for entry in plan.entries), whole
+    cut = sum(-(-entry.bytes // (1 if plan.cp_size > 1 else plan.ranks)) for entry in plan.entries)
+    return whole + cut, whole + (cut if plan.cp_size > 1 else 0)
 
 
 def messages_of_a_block(plan: Plan) -> str:

@@ -18,7 +18,7 @@ from autoplan.common.nested import change_input, flatten_tensors
 from autoplan.common.requirements import older_than
 from autoplan.execute.collectives import RankGroup, gather_pieces, sum_over_ranks
 from autoplan.execute.executors import Around, At, executes
-from autoplan.execute.vocabulary.split_logits import as_split_logits, can_stay_split, columns_in, moved, split_class
+from autoplan.execute.vocabulary.split_logits import as_kind, can_stay_split, columns_in, moved, split_class
 from autoplan.ops.records.record import writes_in_place
 from autoplan.patches.patched import Kept
 from autoplan.patches.sharding_rules import left_untraced
@@ -244,7 +244,7 @@ def _opened(value: Any) -> Any:
         if type(placed) is not Shard or not can_stay_split(value.shape[placed.dim], group):
             return value.full_tensor()
         kind = split_class(group, value.shape[placed.dim], placed.dim - value.dim())
-        return as_split_logits(value.to_local(), kind)
+        return as_kind(value.to_local(), kind)
     if isinstance(value, dict):
         return {key: _opened(item) for key, item in value.items()}
     if type(value) in (tuple, list):
@@ -316,7 +316,7 @@ def _head(planned: SplitLogits, at: At) -> Around:
     def leave(output: torch.Tensor) -> torch.Tensor:
         if running.whole_logits or (running.loss and (not stays or _is_watched(module))):
             return gather_pieces(output, group, planned.dim, planned.columns)
-        return as_split_logits(output, columns) if running.loss else output
+        return as_kind(output, columns) if running.loss else output
 
     return Around(leave=leave, kept=kept)
 

@@ -22,6 +22,7 @@ from autoplan.common.layout import chunk
 from autoplan.execute.collectives import RankGroup, gather_over_ranks, sum_over_ranks
 from autoplan.execute.executors import At, executes
 from autoplan.execute.hooks.running import Running
+from autoplan.execute.vocabulary.split_logits import as_kind, no_base
 from autoplan.ops.records.record import writes_in_place
 from autoplan.values import LogitsOfPositions
 
@@ -95,7 +96,7 @@ def position_logits(local: torch.Tensor, dim: int, length: int, group: RankGroup
     pieces = (chunk(length, group.size, rank) for rank in range(group.size))
     kind = _class(group, tuple((piece.start, piece.stop) for piece in pieces), length, dim)
     start, stop = kind.bounds[group.rank]
-    return local.narrow(dim, 0, stop - start).as_subclass(kind)
+    return as_kind(local.narrow(dim, 0, stop - start), kind)
 
 
 def own_stream(own: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
@@ -191,7 +192,7 @@ def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         own.append(_raw(one))
     if kwargs.get("out") is not None or any(isinstance(one, PositionLogits) and type(one) is not cls for one in args):
         return NotImplemented
-    return func(*own, **kwargs).as_subclass(cls)
+    return as_kind(func(*own, **kwargs), cls)
 
 
 def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -224,7 +225,7 @@ def _merged(cls: Kind, x: torch.Tensor) -> torch.Tensor:
     kind = _class(
         cls.group, cls.bounds, cls.length, cls.dim_from_end, cls.batch * prod(raw.shape[: cls.dim_from_end % raw.dim()])
     )
-    return raw.flatten(0, cls.dim_from_end % raw.dim()).as_subclass(kind)
+    return as_kind(raw.flatten(0, cls.dim_from_end % raw.dim()), kind)
 
 
 def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -245,11 +246,8 @@ def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     bounds = tuple((min(max(a, first), last) - first, min(max(b, first), last) - first) for a, b in cls.bounds)
     before, (start, stop) = cls.bounds[cls.group.rank], bounds[cls.group.rank]
     kind = _class(cls.group, bounds, max(0, last - first), cls.dim_from_end)
-    return (
-        _raw(x)
-        .narrow(cls.dim_from_end, start + first - before[0] if stop > start else 0, stop - start)
-        .as_subclass(kind)
-    )
+    own = _raw(x).narrow(cls.dim_from_end, start + first - before[0] if stop > start else 0, stop - start)
+    return as_kind(own, kind)
 
 
 def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -259,7 +257,7 @@ def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     raw = _raw(args[0])
     one, other, at = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
     at = other if at == one else one if at == other else at
-    return raw.transpose(one, other).as_subclass(_class(cls.group, cls.bounds, cls.length, at - raw.dim()))
+    return as_kind(raw.transpose(one, other), _class(cls.group, cls.bounds, cls.length, at - raw.dim()))
 
 
 def _cross_entropy(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -284,9 +282,8 @@ def _loss(
     how: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if reduction == "none":
         each = F.cross_entropy(raw, own, reduction="none", **how)
-        return _whole(
-            each.as_subclass(_class(cls.group, cls.bounds, cls.length, at - (at > classes) - each.dim(), cls.batch))
-        )
+        kind = _class(cls.group, cls.bounds, cls.length, at - (at > classes) - each.dim(), cls.batch)
+        return _whole(as_kind(each, kind))
     total = sum_over_ranks(F.cross_entropy(raw, own, reduction="sum", **how), cls.group)
     if reduction == "sum":
         return total
@@ -301,6 +298,7 @@ PositionLogits.rules = {
     _T.shape.__get__: _shape,
     _T.size: _size,
     **dict.fromkeys((_T.numel, _T.nelement), _numel),
+    _T._base.__get__: no_base,
     **{getattr(_T, name).__get__: _as_it_is for name in _PROPERTIES},
     **dict.fromkeys((_T.dim, _T.ndimension, _T.is_floating_point, torch.is_floating_point, _T.is_complex), _as_it_is),
     **dict.fromkeys((_T.register_hook, _T.is_contiguous, _T.get_device, _T.element_size, _T.__hash__), _as_it_is),

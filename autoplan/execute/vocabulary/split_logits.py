@@ -75,23 +75,23 @@ def _are_real(args: Sequence[Any]) -> bool:
 
 @cache
 def split_class(group: RankGroup, vocabulary: int, dim_from_end: int = -1) -> type[SplitLogits]:
-    """The class of logits that are split so; `as_split_logits` makes them."""
+    """The class of logits that are split so; `as_kind` makes them."""
     names = {"group": group, "vocabulary": vocabulary, "dim_from_end": dim_from_end, "__doc__": SplitLogits.__doc__}
     return type("SplitLogits", (SplitLogits,), names)
 
 
-def as_split_logits(local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
-    """Columns that behave as whole logits from here on. A fake tensor is a subclass already: it becomes both."""
+def as_kind(local: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+    """A rank's part that behaves as whole logits from here on. A fake tensor is a subclass already: it becomes both."""
     if not isinstance(local, FakeTensor):
         return local.as_subclass(kind)
-    columns: torch.Tensor = torch.ops.aten.alias(local)
-    columns.__class__ = _without_storage(kind)  # type: ignore[arg-type]
-    return columns
+    part: torch.Tensor = torch.ops.aten.alias(local)
+    part.__class__ = _without_storage(kind)  # type: ignore[arg-type]
+    return part
 
 
 @cache
-def _without_storage(kind: type[SplitLogits]) -> type[SplitLogits]:
-    return kind if issubclass(kind, FakeTensor) else type("SplitLogits", (kind, FakeTensor), {"__doc__": kind.__doc__})
+def _without_storage(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    return kind if issubclass(kind, FakeTensor) else type(kind.__name__, (kind, FakeTensor), {"__doc__": kind.__doc__})
 
 
 def columns_in(value: Any, change: Callable[[torch.Tensor, type[SplitLogits]], torch.Tensor]) -> Any:
@@ -157,7 +157,7 @@ def _numel(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     return _whole_shape(cls, args[0]).numel()
 
 
-def _base(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+def no_base(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Logits as the model sees them are no views. FSDP2 asks each output of a unit, which gathered them all."""
     return None
 
@@ -172,7 +172,7 @@ def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     """Casts and functions of single elements."""
     x = args[0]
     result = func(*map(_raw, args), **kwargs)
-    return as_split_logits(result, cls) if isinstance(x, SplitLogits) else result
+    return as_kind(result, cls) if isinstance(x, SplitLogits) else result
 
 
 def _arithmetic(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ def _arithmetic(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         alike = width == 1 and not other.requires_grad  # its gradient would be a part only
         if other.dim() > raw.dim() or not (ours or alike):
             return NotImplemented
-    return as_split_logits(func(*map(_raw, args), **kwargs), cls)
+    return as_kind(func(*map(_raw, args), **kwargs), cls)
 
 
 def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -205,7 +205,7 @@ def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         shape[shape.index(-1)] = _whole_shape(cls, x).numel() // known if known else -1
     if shape[-1] != cls.vocabulary:
         return NotImplemented
-    return as_split_logits(func(raw, *shape[:-1], raw.shape[-1]), cls)
+    return as_kind(func(raw, *shape[:-1], raw.shape[-1]), cls)
 
 
 def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -215,7 +215,7 @@ def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     raw = _raw(x)
     if cls.dim_from_end != -1 or last % raw.dim() == raw.dim() - 1:
         return NotImplemented
-    return as_split_logits(raw.flatten(first, last), cls)
+    return as_kind(raw.flatten(first, last), cls)
 
 
 def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -230,7 +230,7 @@ def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     reaches_last = used >= _raw(x).dim() or any(item is Ellipsis for item in items)
     if reaches_last and not (isinstance(items[-1], slice) and items[-1] == slice(None)) and items[-1] is not Ellipsis:
         return NotImplemented
-    return as_split_logits(_raw(x)[index], cls)
+    return as_kind(_raw(x)[index], cls)
 
 
 def _dims_of(item: Any) -> int:
@@ -247,7 +247,7 @@ def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     raw = _raw(args[0])
     one, other, split = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
     at = other if split == one else one if split == other else split
-    return as_split_logits(raw.transpose(one, other), split_class(cls.group, cls.vocabulary, at - raw.dim()))
+    return as_kind(raw.transpose(one, other), split_class(cls.group, cls.vocabulary, at - raw.dim()))
 
 
 def _permute(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -256,7 +256,7 @@ def _permute(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     raw = _raw(args[0])
     at = [dim % raw.dim() for dim in dims].index(cls.dim_from_end % raw.dim())
-    return as_split_logits(raw.permute(*dims), split_class(cls.group, cls.vocabulary, at - raw.dim()))
+    return as_kind(raw.permute(*dims), split_class(cls.group, cls.vocabulary, at - raw.dim()))
 
 
 # --------------------------------------------------------------------------------------------------------- the loss
@@ -297,7 +297,7 @@ _PROPERTIES = ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout
 _RULES: dict[Any, Callable[[Kind, Any, Any, Any], Any]] = {
     F.cross_entropy: _cross_entropy,
     _T.shape.__get__: _shape,
-    _T._base.__get__: _base,
+    _T._base.__get__: no_base,
     _T.size: _size,
     **dict.fromkeys((_T.numel, _T.nelement), _numel),
     **{getattr(_T, name).__get__: _as_it_is for name in _PROPERTIES},
