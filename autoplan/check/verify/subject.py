@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.capture.called import PART, call
 from autoplan.common.conventions import conventions
-from autoplan.common.nested import changed_inside, fields_of, is_record
+from autoplan.common.nested import fields_of, is_record, own_argument
 from autoplan.common.random_values import reseed_held, untouched_randomness
 from autoplan.execute import random_streams
 from autoplan.execute.parameters.state_dict import gathered
@@ -246,4 +246,4 @@ def _seed_host(number: int) -> None:
 
 def _copied(value: Any) -> Any:
     """Forwards change what they are given: lists and dicts too."""
-    return value.clone() if isinstance(value, torch.Tensor) else changed_inside(value, _copied)
+    return value.clone() if isinstance(value, torch.Tensor) else own_argument(value, _copied)
