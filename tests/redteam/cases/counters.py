@@ -136,18 +136,6 @@ class DeepInSettings(Counting):
         return self.settings.inner["a"][0]["steps"] > AFTER
 
 
-@counted
-class OfClass(Counting):
-    steps = 0
-
-    def reset(self):
-        type(self).steps = 0
-
-    def late(self):
-        type(self).steps += 1
-        return type(self).steps > AFTER
-
-
 def _closure():
     steps = 0
 
