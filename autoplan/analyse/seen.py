@@ -39,8 +39,7 @@ def idle(trace: Trace) -> tuple[str, ...]:
 
 def unsummed(trace: Trace, shards: Shards, axes: Axes, placement: Placement) -> tuple[str, ...]:
     """Arguments that need no gradient: each rank makes a part of it, and no sum stands in the plan."""
-    inputs = [(str(path[0]), t) for v in trace.visits if v.module == "" for path, t in v.inputs]
-    floats = [(name, t) for name, t in inputs if trace.tensors[t].differentiable and t not in trace.asking]
+    floats = _quiet_arguments(trace)
     names = tuple(dict.fromkeys(name for name, _ in floats))
 
     def differs(*some: str) -> bool:
@@ -49,6 +48,12 @@ def unsummed(trace: Trace, shards: Shards, axes: Axes, placement: Placement) -> 
     if not names or not differs(*names):
         return ()
     return names if len(names) == 1 else tuple(name for name in names if differs(name))
+
+
+def _quiet_arguments(trace: Trace) -> list[tuple[str, int]]:
+    """Arguments that no recorded call asked for a gradient, by name."""
+    inputs = [(str(path[0]), t) for v in trace.visits if v.module == "" for path, t in v.inputs]
+    return [(name, t) for name, t in inputs if trace.tensors[t].differentiable and t not in trace.asking]
 
 
 @dataclass(frozen=True)
@@ -76,10 +81,25 @@ def of_constants(
         if trace.tensors[t].differentiable and t not in flow.carries and len(trace.tensors[t].shape) > 1
     ]
     more = _more(trace, shards, axes, placement, made) if made and shards.marks else _Sums()
-    places = [p for p in more.places if flow.carries.isdisjoint(flow.runs_through(*p[:3]).values())]
     inside = {call: tensors - flow.carries for call, tensors in more.inside.items() if tensors - flow.carries}
+    return _constants(more, inside, flow), inside
+
+
+def of_arguments(
+    trace: Trace, shards: Shards, axes: Axes, placement: Placement, flow: CallFlow
+) -> tuple[Constant, ...]:
+    """The same for arguments: one that asks for a gradient, or what is made of weights and takes its way, as in a
+    recursion. Nothing is placed inside of a forward for their sake."""
+    made = [t for _, t in _quiet_arguments(trace)]
+    more = _more(trace, shards, axes, placement, made) if made and shards.marks else _Sums()
+    return _constants(more, {}, flow)
+
+
+def _constants(more: _Sums, inside: Mapping[int, frozenset[int]], flow: CallFlow) -> tuple[Constant, ...]:
+    """Where gradients of constants need something; it can be done if it is a sum, and all that is needed."""
+    places = [p for p in more.places if flow.carries.isdisjoint(flow.runs_through(*p[:3]).values())]
     sums = more == _Sums(tuple(places), inside) and all(kind is AllReduceGradient for *_, kind in places)
-    return tuple(Constant(*place, sums) for place in dict.fromkeys(p[:3] for p in places)), inside
+    return tuple(Constant(*place, sums) for place in dict.fromkeys(p[:3] for p in places))
 
 
 def _more(trace: Trace, shards: Shards, axes: Axes, placement: Placement, asking: list[int]) -> _Sums:

@@ -15,7 +15,7 @@ from autoplan.analyse.infer import Axes, infer_axes
 from autoplan.analyse.placement.callflow import CallFlow, Placement
 from autoplan.analyse.placement.calls import Scope, draws, scope
 from autoplan.analyse.placement.sums import place
-from autoplan.analyse.seen import given, idle, of_constants, returned, unsummed
+from autoplan.analyse.seen import given, idle, of_arguments, of_constants, returned, unsummed
 from autoplan.analyse.sequence.parallel import SequencePlacement, mixed_leaves, place_sequence, sequence_boundaries
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.choose import SplitMarks, Tried, choose, legal_sizes, occurrences
@@ -188,6 +188,9 @@ def _settle(
         found = scope(shards, flow, placement, edits)
         blamed = _blame(shards, flow, placement, found, scoped)
         if not blamed:
+            known = {replace(one, sums=True) for one in constants}
+            fed = of_arguments(trace, shards, axes, placement, flow)
+            constants += tuple(one for one in fed if replace(one, sums=True) not in known)
             return _Round(axes, choice, shards, placement, edits, found, Tried(order, blocked, inside), constants)
         for leaf, why in blamed.items():
             refused[leaf] = why
@@ -239,6 +242,7 @@ def _solution(
     legal: tuple[int, ...], demands: Demands,
 ) -> Solution:  # fmt: skip
     cut = sequence if sequence is not None and sequence.applies else None
+    constants = done.constants if cut is None else tuple(replace(one, sums=False) for one in done.constants)
     ids = _class_ids(trace, done)
     recurrences = recurrent(done.shards, flow, done.scope.calls, demands) if tp > 1 else Recurrent()
     facts = tuple(_parameter_facts(trace, done, ids, cut, recurrences))
@@ -261,9 +265,7 @@ def _solution(
         shapes=output_shapes(trace, done.axes),
         given=given(trace),
         unsummed=unsummed(trace, done.shards, done.axes, done.placement) if tp > 1 else (),
-        constants=done.constants
-        if cut is None
-        else tuple(replace(constant, sums=False) for constant in done.constants),
+        constants=constants,
         idle=idle(trace),
     )
     return Solution(

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from autoplan.capture.outside import remember_original
+from autoplan.common.code.code_place import outer_stores
 from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import flatten_tensors
 
@@ -119,11 +120,11 @@ class Rebinding:
             ) from error
 
     def reaches(self, original: Any) -> bool:
-        """Can the model be reached from here, other than through globals and classes? Or a function with a list that
-        it may write to: it is the original's."""
+        """Can the model be reached from here, other than through globals and classes? Or a function with a list or a
+        variable that it may write to: it is the original's."""
         seen: dict[int, Any] = {}
         for value in reachable(original, self._cold):
-            if id(value) in self.memo and value is not self.memo or _keeps_a_container(value):
+            if id(value) in self.memo and value is not self.memo or _may_write(value):
                 return True
             if any(id(one) in self.memo for one in _global_containers(value).values()):
                 return True
@@ -309,8 +310,13 @@ def _global_containers(value: Any) -> dict[str, Any]:
     return {name: one for name, one in named if type(one) in PLAIN_CONTAINERS}
 
 
-def _keeps_a_container(value: Any) -> bool:
-    return isinstance(value, FunctionType) and any(type(content) in PLAIN_CONTAINERS for content in contents_of(value))
+def _may_write(value: Any) -> bool:
+    """May a function write to what it holds: a container, or a variable that it binds anew?"""
+    if not isinstance(value, FunctionType):
+        return False
+    return any(type(content) in PLAIN_CONTAINERS for content in contents_of(value)) or bool(
+        outer_stores(value.__code__)
+    )
 
 
 _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()

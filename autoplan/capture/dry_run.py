@@ -31,7 +31,7 @@ from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.outside import refusing_outsiders
 from autoplan.common.errors import OutsideError
-from autoplan.common.nested import changed_inside, flatten_tensors
+from autoplan.common.nested import flatten_tensors, own_argument
 from autoplan.common.random_values import untouched_randomness
 from autoplan.patches.classes import code_lies_open
 from autoplan.patches.kernels import on_reference_path
@@ -127,7 +127,7 @@ class Twin:
 
 def own(value: Any) -> Any:
     """Inside a fake mode this gives a fake tensor; outside, a copy that in-place code may change."""
-    return value.clone() if isinstance(value, torch.Tensor) else changed_inside(value, own)
+    return value.clone() if isinstance(value, torch.Tensor) else own_argument(value, own)
 
 
 def depends_on_data(error: BaseException) -> bool:

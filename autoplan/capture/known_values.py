@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoplan.common.nested import changed_inside, flatten_tensors
+from autoplan.common.nested import flatten_tensors, own_argument
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Supposed
 
@@ -38,7 +38,7 @@ class KnownValues:
     def admit(self, value: Any) -> Any:
         """An input as this mode wants it: integers and masks stay as they are, floats lose their storage."""
         if not isinstance(value, torch.Tensor):
-            return changed_inside(value, self.admit)
+            return own_argument(value, self.admit)
         return value.clone() if _is_known(value) else self.mode.from_tensor(value)
 
     def __enter__(self) -> KnownValues:

@@ -28,7 +28,7 @@ from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes,
 from autoplan.common.code.code_place import call_name, code_place
 from autoplan.common.code.ways import listener, tracing
 from autoplan.common.errors import CaptureError, OutsideError
-from autoplan.common.nested import changed_inside, flatten_tensors, signature_names
+from autoplan.common.nested import flatten_tensors, own_argument, signature_names
 from autoplan.ops import call_record
 from autoplan.ops.views import reshapes_in_place
 from autoplan.patches.classes import code_lies_open
@@ -332,7 +332,7 @@ def record(
 
 
 def _faked(mode: Any, value: Any) -> Any:
-    return mode.from_tensor(value) if isinstance(value, torch.Tensor) else changed_inside(value, partial(_faked, mode))
+    return mode.from_tensor(value) if isinstance(value, torch.Tensor) else own_argument(value, partial(_faked, mode))
 
 
 def _cannot_run(error: Exception, recording: Recording, feed: str) -> CaptureError:

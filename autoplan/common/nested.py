@@ -26,6 +26,7 @@ __all__ = [
     "fields_of",
     "flatten_tensors",
     "is_record",
+    "own_argument",
     "signature_names",
 ]
 
@@ -85,6 +86,31 @@ def changed_inside(value: Any, change: Callable[[Any], Any]) -> Any:
     if is_record(value) and next(flatten_tensors(value), None) is not None:  # a config holds none, and stays itself
         return _with_fields(value, {name: change(item) for name, item in fields_of(value).items()})
     return value
+
+
+def own_argument(value: Any, change: Callable[[Any], Any]) -> Any:
+    """An argument that a call may fill: `changed_inside`, and of any other object with attributes, like a cache, a copy
+    whose tensors are `change` of its own."""
+    made = changed_inside(value, change)
+    if made is not value or callable(value) or is_record(value) or not getattr(value, "__dict__", None):
+        return made
+    memo: dict[int, Any] = {}
+    _change_reached(value, change, memo, set())
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # an object may refuse in any way: it stays itself, as it would be in the caller's own call
+        return value
+
+
+def _change_reached(value: Any, change: Callable[[Any], Any], memo: dict[int, Any], seen: set[int]) -> None:
+    """Put `change` of every tensor that is reached through attributes and containers in the memo."""
+    if isinstance(value, torch.Tensor):
+        memo[id(value)] = change(value)
+    elif type(value) not in _LEAVES and not isinstance(value, type) and id(value) not in seen:
+        seen.add(id(value))
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
+        for item in [*items, *getattr(value, "__dict__", {}).values()]:
+            _change_reached(item, change, memo, seen)
 
 
 def _with_fields(record: Any, fields: dict[str, Any]) -> Any:

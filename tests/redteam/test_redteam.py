@@ -20,23 +20,37 @@ SAMPLE = [name for name in NAMES if fnmatch(name, "*@tp2*")][::5]
 
 # For each class a case that is exact, where a spoilt weight of one rank must show; and where ranks sum, a sum left out.
 SPOILT = {
+    "algebra": "HeadsInBatch",
     "aliasing": "ReluInPlace",
+    "arguments": "HeadsGiven",
     "attention": "Linear",
+    "backwards": "ClampedGradient",
+    "counters": "CountsForItself",
     "dataflow": "Closures",
+    "decoding": "PrefixTuned",
     "doors": "HookOnDown",
     "draws": "NoDropoutAtAll",
     "dtypes": "WholeInSingle",
+    "experts": "SmallFirst",
     "flags": "Temperature",
+    "hosts": "LogsOfOutput",
+    "lifecycle": "Accumulated",
     "mixers": "DepthwiseCausal",
     "modes": "NoGradInside",
     "norms": "RmsOfEachHead",
+    "objectives": "LabelSmoothing",
     "odd": "OwnSilu",
     "one_unit": "PlainHeads",
+    "parametrized": "FactoredWeights",
+    "positions": "RunningMean",
+    "recurrences": "GatedLinear",
     "routing": "SharedBlock",
     "shared_plans": "SameVariant",
     "sizes": "LengthEqualsWidth",
     "state": "LazyHiddenScale",
     "streams": "StackedRmsOfEachHead",
+    "structures": "GraphSum",
+    "vision": "VisionTransformer",
 }
 
 

@@ -8,6 +8,7 @@ copied, never moved into shared memory, and the caller's model is not touched. T
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import pickle
 import signal
@@ -49,6 +50,11 @@ def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_s
             f"{getattr(target, '__qualname__', target)!r} cannot be sent to other processes: {error}",
             hint="use functions at the top of a module (a lambda in a model cannot be sent), or engine='threads'",
         ) from error
+    if multiprocessing.current_process().daemon:  # Python lets such a process start no others
+        raise AutoplanError(
+            "ranks that are processes cannot be started from a daemonic process",
+            hint="plan in the main process, or in one that is no daemon, and hand the plan on",
+        )
     context, places = process_context(_PRELOADED), from_here()
     with tempfile.TemporaryDirectory(prefix="autoplan-ranks-") as folder:
         processes, pipes = [], []

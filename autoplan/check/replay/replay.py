@@ -57,6 +57,10 @@ def replay(trace: Trace, recording: Recording, shards: Shards) -> Replayed:
     return player.outcome
 
 
+class _NotKept(ValueError):
+    """An argument of an op that the recording does not hold."""
+
+
 class _Player:
     """Holds what every rank has: shared tensors once, split ones per rank."""
 
@@ -85,7 +89,11 @@ class _Player:
         if not (function.is_view or function._schema.is_mutable):
             self.shared.update(zip(outputs, recorded, strict=True))
             return
-        args, kwargs = self._arguments(op, function, rank=0)
+        try:
+            args, kwargs = self._arguments(op, function, rank=0)
+        except _NotKept:
+            self.shared.update(zip(outputs, recorded, strict=True))
+            return
         found = [tensor for _, tensor in flatten_tensors(function(*args, **kwargs))]
         self.shared.update(zip(outputs, found, strict=True))
         if torch.Tag.nondeterministic_seeded in function.tags:
@@ -170,12 +178,18 @@ class _Player:
         if isinstance(item, tuple):
             return [self._decode(part, kind, rank) for part in item]
         if isinstance(item, str) and "str" not in kind:
-            return torch.device(item) if "Device" in kind else getattr(torch, item)
+            if "Device" in kind:
+                return torch.device(item)
+            if not hasattr(torch, item):  # a storage
+                raise _NotKept(f"{kind} is no argument that a recording keeps")
+            return getattr(torch, item)
         return item
 
     def _get(self, tensor: int, rank: int) -> torch.Tensor:
         held = self.local[rank] if self.shards.is_split(tensor) else self.shared
         if tensor not in held:
+            if tensor not in self.first:
+                raise _NotKept("what it takes was made where no op is recorded")
             held[tensor] = self._shard(self.first[tensor], tensor, rank).clone()
         return held[tensor]
 

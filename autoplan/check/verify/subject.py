@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.capture.called import PART, call
 from autoplan.common.conventions import conventions
-from autoplan.common.nested import changed_inside, fields_of, is_record
+from autoplan.common.nested import fields_of, is_record, own_argument
 from autoplan.common.random_values import reseed_held, untouched_randomness
 from autoplan.execute import random_streams
 from autoplan.execute.parameters.state_dict import gathered
@@ -249,4 +249,4 @@ def _copied(value: Any, device: torch.device) -> Any:
     """Forwards change what they are given: lists and dicts too. They run where the model is."""
     if isinstance(value, torch.Tensor):
         return value.clone() if value.device == device else value.to(device)
-    return changed_inside(value, lambda item: _copied(item, device))
+    return own_argument(value, lambda item: _copied(item, device))

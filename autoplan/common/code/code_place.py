@@ -9,6 +9,7 @@ twelve of `forward`. Lines count from where the function begins.
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 from functools import lru_cache
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.modules.module as module_calls
 
-__all__ = ["call_name", "code_place"]
+__all__ = ["call_name", "code_place", "outer_stores"]
 
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep  # the package
 _TORCH = os.path.dirname(os.path.dirname(os.path.dirname(module_calls.__file__))) + os.sep  # module.py is in nn/modules
@@ -60,3 +61,12 @@ def _step(code: CodeType, instruction: int) -> str:
     if line is None or column is None:  # a Python that was told to keep no columns
         return f"{code.co_name}:{instruction}"
     return f"{code.co_name}:{line - code.co_firstlineno}:{column}-{last}"
+
+
+@lru_cache(maxsize=4096)
+def outer_stores(code: CodeType) -> tuple[str, ...]:
+    """The variables of outer functions that a function binds anew."""
+    if not code.co_freevars:
+        return ()
+    bound = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"}
+    return tuple(name for name in code.co_freevars if name in bound)

@@ -226,13 +226,17 @@ def _code_of(hook: Callable[..., Any]) -> CodeType | None:
     return getattr(function, "__code__", None)
 
 
-@lru_cache(maxsize=4096)
-def outer_stores(code: CodeType) -> tuple[str, ...]:
-    """The variables of outer functions that a function binds anew."""
-    if not code.co_freevars:
-        return ()
-    bound = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"}
-    return tuple(name for name in code.co_freevars if name in bound)
+_STORES = frozenset({"STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_DEREF"})
+_FILLS = frozenset({"add", "append", "appendleft", "extend", "insert", "put", "setdefault", "update", "__setitem__"})
+
+
+def keeping_code(hook: Callable[..., Any]) -> CodeType | None:
+    """The code of a hook on a tensor, if it is not trusted and may keep what it is given."""
+    code = _code_of(hook)
+    if code is None:
+        return None
+    stores = any(one.opname in _STORES for one in dis.get_instructions(code))
+    return code if stores or not _FILLS.isdisjoint(code.co_names) else None
 
 
 @lru_cache(maxsize=256)

@@ -240,7 +240,8 @@ class PathGuard:
         self.hooked.add((self.listeners.key, self.asked[0]))
         self.situations.add_changed(self.asked[0], self.changed)
         if self.together:
-            self.situations.add(*self.asked, always=watch.reads_values or watch.host_draws())
+            always = watch.reads_values or watch.host_draws() or self.situations.reads_streams
+            self.situations.add(*self.asked, always=always)
         with torch._C.DisableTorchFunction():
             found = self.kept.note(self.model, watch.marks)
         if found and self.action != "refuse":

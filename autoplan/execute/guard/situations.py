@@ -7,20 +7,30 @@ otherwise the first few, then those that leave the range of what was seen by a q
 with each call would be looked at for ever). The first three calls of a kind are looked at in any case: a state may be
 left behind by the one before.
 
-Calls whose code may read the environment or a clock are looked at each time, and those that read values of tensors.
-What the code only reads is watched: plain values that modules, objects and files of the model hold under names that it
-mentions. A call after one of them has changed is looked at by the rank where it has.
+Calls whose code may read the environment or a clock are looked at each time, and so are those that read values of
+tensors, and those that read what cannot be compared: iterators, generators of random numbers, variables that inner
+functions set. What the code only reads is watched: plain values, containers and objects that modules, their classes,
+functions and files of the model hold under names that it mentions. A call after one of them has changed is looked at
+by the rank where it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import random
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import islice
 from types import FrameType, ModuleType
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
+
+from autoplan.common.code.code_place import outer_stores
+from autoplan.common.code.ways import is_settled
 
 _FIRST = 3
 _SIZES = 16  # differing sets of sizes and numbers that are looked at each
@@ -29,6 +39,8 @@ _DEPTH = 4
 _MOST = 4096  # sets of numbers that are remembered
 _ABSENT = object()
 _OUTSIDE = frozenset({"datetime", "os", "posix", "secrets", "socket", "time", "uuid"})  # the environment, a clock
+_STREAMS = (Iterator, ContextVar, random.Random, numpy.random.Generator, numpy.random.RandomState)
+_CONTAINERS = (list, tuple, dict, deque, set, frozenset, bytearray, numpy.ndarray, numpy.generic)
 
 Key = tuple[Any, ...]
 
@@ -63,15 +75,17 @@ class _Kind:
 
 class Situations:
     """All kinds of calls of one model. `keepers`: modules whose code sets attributes, with the names of these; `modes`:
-    modules whose code asks whether they train. `watched`: where plain values lie, under which name, and what was there.
-    `open_ways`: has a branch that may ask for a number a way that was never seen?"""
+    modules whose code asks whether they train. `watched`: where values lie, under which name, and what was there.
+    `open_ways`: has a branch that may ask for a number a way that was never seen? `reads_streams`: does the code read
+    what cannot be compared?"""
 
     def __init__(self) -> None:
         self.kinds: dict[Key, _Kind] = {}
         self.keepers: list[tuple[nn.Module, tuple[str, ...]]] = []
         self.modes: list[nn.Module] = []
         self.noted: set[tuple[int, int]] = set()
-        self.watched: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        self.watched: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}
+        self.reads_streams = False
         self.looked_at: set[tuple[Key, Key]] = set()  # kinds, with changed values
         self.open_ways = False
 
@@ -104,8 +118,12 @@ class Situations:
             if now is was or (_is_plain(now) and type(now) is type(was) and now == was):
                 continue
             few = self.open_ways or len(self.looked_at) < _SIZES
-            if few or not isinstance(now, int) or isinstance(now, bool):
-                found += (place, now if isinstance(now, bool | str | int) else _named(now))
+            if isinstance(was, _Described):
+                is_now = _Described.of(now)
+                found += (place, is_now.kind) if is_now.kind != was.kind else ()
+                found += (place, is_now.numbers) if few and is_now.numbers != was.numbers else ()
+            elif few or not isinstance(now, int | float) or isinstance(now, bool):
+                found += (place, now if isinstance(now, bool | str | int | float) else _named(now))
         return tuple(found)
 
     def is_changed(self, kind: Key, changed: Key) -> bool:
@@ -121,22 +139,20 @@ class Situations:
         known.add(numbers)
         known.always |= always
 
-    def note_code(self, module: Any, code: Any, stores: tuple[str, ...], around: dict[str, Any]) -> None:
-        """A function of the model's runs, with these names around it: does it keep something for calls to come, or ask
-        for the mode? What does it read?"""
+    def note_code(self, module: Any, frame: FrameType, stores: tuple[str, ...]) -> None:
+        """A function of the model's runs: does it keep something for calls to come, or ask for the mode? What does it
+        read?"""
+        code = frame.f_code
         if (id(module), id(code)) in self.noted:
             return
         self.noted.add((id(module), id(code)))
         names = code.co_names
-        self._watch(around, names)
-        for name in names:
-            self._watch_inside(around.get(name), names)
-        own = getattr(module, "__dict__", None)
-        if isinstance(own, dict) and not isinstance(module, type | ModuleType):
+        self.reads_streams |= bool(outer_stores(code))
+        self._watch(frame.f_globals, names)
+        self._watch({name: frame.f_locals.get(name) for name in code.co_freevars}, code.co_freevars)
+        if not isinstance(module, type | ModuleType | torch.Tensor):
             kept = {*stores, "training"} if isinstance(module, nn.Module) else ()  # these are told of by `keepers`
-            self._watch(own, () if isinstance(module, torch.Tensor) else tuple(set(names).difference(kept)), stores)
-            for name in names:
-                self._watch_inside(own.get(name), names)
+            self._watch_attributes(module, tuple(set(names).difference(kept)), stores)
         if not isinstance(module, nn.Module):
             return
         self._watch(module._modules, names)
@@ -151,23 +167,40 @@ class Situations:
         if "training" in names and not any(module is one for one in self.modes):
             self.modes.append(module)
 
-    def _watch(self, state: dict[str, Any], names: tuple[str, ...], coming: tuple[str, ...] = ()) -> None:
-        """`coming`: names that may not be there yet."""
+    def _watch(
+        self, state: Mapping[str, Any], names: tuple[str, ...], coming: Container[str] = (), owner: Any = None
+    ) -> None:
+        """`coming`: names that may not be there yet. `owner`: of which the state is a view."""
         for name in names:
             value = state.get(name, _ABSENT)
+            place = id(state if owner is None else owner), name
+            if place in self.watched or isinstance(value, torch.Tensor | ModuleType):
+                continue
             if value is _ABSENT and name not in coming:
                 continue
             if value is _ABSENT or _is_plain(value) or isinstance(value, nn.Module) or callable(value):
-                self.watched.setdefault((id(state), name), (state, name, value))
+                self.watched[place] = state, name, value
+            else:
+                self.watched[place] = state, name, _Described.of(value)
+                self.reads_streams |= isinstance(value, _STREAMS)
+            if isinstance(value, dict) and len(value) <= _SIZES and all(isinstance(key, str) for key in value):
+                self._watch(value, tuple(value))
+            elif not isinstance(value, nn.Module) and not _is_plain(value):  # modules run frames of their own
+                self._watch_attributes(value, names)
+                self._watch_attributes(getattr(value, "__self__", None), names)  # of a method
 
-    def _watch_inside(self, value: Any, names: tuple[str, ...]) -> None:
-        """The same of a config, a schedule or a dict that is held under a name."""
-        if isinstance(value, dict) and len(value) <= _SIZES and all(isinstance(key, str) for key in value):
-            self._watch(value, tuple(value))
-        elif not isinstance(value, nn.Module | torch.Tensor | type | ModuleType) and not callable(value):
-            state = getattr(value, "__dict__", None)
-            if isinstance(state, dict):
-                self._watch(state, names)
+    def _watch_attributes(self, owner: Any, names: tuple[str, ...], coming: tuple[str, ...] = ()) -> None:
+        """What an object, a function or a module holds under names, or its class does: it may get its own later."""
+        state = getattr(owner, "__dict__", None)
+        if not isinstance(state, dict) or isinstance(owner, type | ModuleType | torch.Tensor):
+            return
+        later = set(coming)
+        for cls in type(owner).__mro__:
+            if not is_settled(cls.__module__):
+                held = tuple(name for name in names if name in vars(cls) and not callable(vars(cls)[name]))
+                later.update(held)
+                self._watch(vars(cls), held, owner=cls)
+        self._watch(state, names, later)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Situations:
         return Situations()  # of another model
@@ -184,14 +217,29 @@ def reads_outside(frame: FrameType) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Is it a value that code may choose by? (Factors are none.)"""
+    """Is it a value that code may choose by?"""
     if isinstance(value, tuple):
         return len(value) <= _SIZES and all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | str | torch.dtype)
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
 def _named(value: Any) -> Any:
     return getattr(value, "__qualname__", type(value).__qualname__), id(value)
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What of a container or an object tells its states apart."""
+
+    kind: Key
+    numbers: Key
+
+    @classmethod
+    def of(cls, value: Any) -> _Described:
+        kind: list[Any] = []
+        numbers: list[Any] = []
+        _describe(value, kind, numbers, _DEPTH)
+        return cls(tuple(kind), tuple(numbers))
 
 
 def _describe(value: Any, kind: list[Any], numbers: list[Any], depth: int) -> None:
@@ -204,10 +252,17 @@ def _describe(value: Any, kind: list[Any], numbers: list[Any], depth: int) -> No
     elif isinstance(value, int | float):
         kind.append(type(value))
         numbers.append(value if value == value else 0.0)
-    elif isinstance(value, list | tuple) and depth:
+    elif isinstance(value, list | tuple | deque) and depth:
         kind += (type(value), len(value))
-        for item in value[:_SIZES]:
+        for item in islice(value, _SIZES):
             _describe(item, kind, numbers, depth - 1)
+    elif isinstance(value, set | frozenset | bytearray):
+        kind += (type(value), len(value))
+    elif isinstance(value, numpy.ndarray | numpy.generic):
+        kind += (type(value), value.dtype, value.ndim)
+        numbers += value.shape
+        if value.size <= _SIZES and value.dtype.kind in "biuf":
+            numbers += value.ravel().tolist()
     elif isinstance(value, dict) and depth:
         kind += (type(value), len(value))
         for name in list(value)[:_SIZES]:
@@ -219,7 +274,11 @@ def _describe(value: Any, kind: list[Any], numbers: list[Any], depth: int) -> No
         kind.append(getattr(value, "__qualname__", type(value)))
     else:
         kind.append(type(value))
-        state = getattr(value, "__dict__", None)
+        if is_settled(type(value).__module__):
+            return
+        state = getattr(value, "__dict__", None) or {
+            name: getattr(value, name, None) for name in getattr(value, "__slots__", ()) if isinstance(name, str)
+        }
         for name, item in list(state.items())[:_SIZES] if depth and isinstance(state, dict) else ():
             if item is None or isinstance(item, bool | str | int | float):
                 kind.append(name)

@@ -12,10 +12,11 @@ import numpy
 import torch
 from torch import nn
 
+from autoplan.common.code.code_place import outer_stores
 from autoplan.common.code.forms import form_of, form_of_given
 from autoplan.common.code.ways import ENTRY, Follower, Tracer, is_module_call, source_line
 from autoplan.common.nested import flatten_tensors
-from autoplan.execute.guard.exits import loads_of, outer_stores
+from autoplan.execute.guard.exits import keeping_code, loads_of
 from autoplan.execute.guard.marks import GRADIENT, PART, Marks
 from autoplan.execute.guard.situations import reads_outside
 from autoplan.ops.questions import literals_say
@@ -68,7 +69,7 @@ class Watch(Tracer):
         facts, names = follower.facts, frame.f_code.co_varnames
         owner = frame.f_locals.get(names[0]) if frame.f_code.co_argcount else None
         situations = self.guard.situations
-        situations.note_code(owner, facts.code, facts.stores, frame.f_globals)
+        situations.note_code(owner, frame, facts.stores)
         self.guard.kept.note_code(frame)
         self.reads_values |= reads_outside(frame)
         if isinstance(owner, nn.Module):
@@ -191,6 +192,8 @@ class Watch(Tracer):
             if not kind:
                 return
             self.marks.add(result, kind)
+            if name == "register_hook" and len(args) > 1 and (code := keeping_code(args[1])) is not None:
+                self.exits[f"{source_line(code, None)}: a hook keeps a gradient, {ONE_PART}"] = HOOKS
             asks = kind == PART or any(tensor.requires_grad for _, tensor in flatten_tensors(result))
             if self.escaping and not asks:  # what a hook computes of a whole value is whole
                 for _, tensor in flatten_tensors((args, kwargs)):

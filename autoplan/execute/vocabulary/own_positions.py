@@ -311,7 +311,7 @@ PositionLogits.rules = {
     _T.__getitem__: _item,
     **dict.fromkeys((_T.transpose, torch.transpose, _T.swapaxes, torch.swapaxes), _transpose),
 }
-_OF_STREAMS = (_shape, _size, _numel, _as_it_is, _each_element)
+_OF_STREAMS = (_shape, _size, _numel, _as_it_is, _each_element, no_base)
 OwnStream.rules = {func: rule for func, rule in PositionLogits.rules.items() if rule in _OF_STREAMS}
 
 

@@ -26,7 +26,7 @@ from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.values import Plan
 
 # Ways that the trial runs, or calls that are refused by another name: right, or refused.
-ELSEWHERE = ("statistics", "training in a helper", "training in a lambda", "one head on a rank")
+ELSEWHERE = ("statistics", "training in a helper", "training in a lambda", "one head on a rank", "a second round")
 
 
 def planned(case: Case) -> tuple[nn.Module, Plan]:
