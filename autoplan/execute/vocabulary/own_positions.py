@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import is_fake
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
@@ -73,7 +72,6 @@ class OwnStream(PositionLogits):
         return cls.gather(own, cls.dim_from_end, cls.length, cls.group)
 
 
-_PIECE = "_autoplan_piece"
 Kind = type[PositionLogits]
 Rule = Callable[[Kind, Any, Any, Any], Any]
 
@@ -100,20 +98,13 @@ def position_logits(local: torch.Tensor, dim: int, length: int, group: RankGroup
 
 
 def own_stream(own: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
-    """A rank's (padded) piece along `dim`, from the end, as a whole stream of so many positions. A tensor without
-    numbers has a class of its own: what stands for it is a whole one without memory, which remembers the piece."""
-    if not is_fake(own):
-        return own.as_subclass(_class(group, (), length, dim, base=OwnStream))
-    sizes = list(own.shape)
-    sizes[dim] = length
-    whole = own.new_empty((1,) * len(sizes)).expand(sizes)
-    setattr(whole, _PIECE, own)
-    return whole
+    """A rank's (padded) piece along `dim`, from the end, as a whole stream of so many positions."""
+    return as_kind(own, _class(group, (), length, dim, base=OwnStream))
 
 
 def own_of(x: torch.Tensor) -> torch.Tensor | None:
     """A rank's piece of what `own_stream` gave, None of anything else."""
-    return _raw(x) if isinstance(x, OwnStream) else getattr(x, _PIECE, None)
+    return _raw(x) if isinstance(x, OwnStream) else None
 
 
 def whole_logits(x: torch.Tensor) -> torch.Tensor:

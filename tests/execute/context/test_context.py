@@ -285,7 +285,7 @@ def test_what_a_mixer_s_own_code_reads_is_gathered(reads: str) -> None:
     torch.manual_seed(3)
     model, feeds = Blocks(reads).double(), {"input_ids": torch.randint(0, 40, (2, 12))}
     plan = autoplan.plan(model, cp_size=2, inputs=feeds)
-    shown = [one.pattern for one in plan.runtime.of(WholeLength)]
+    shown = [one.pattern for one in plan.runtime.of(WholeLength) if one.pattern != "table"]
     gathered = {one.pattern.rpartition(".")[2] for one in plan.runtime.of(AllGatherSequenceSumGradient)}
     assert bool(shown) is (reads == "nothing")
     assert ("down" in gathered) is (reads == "nothing")
