@@ -14,8 +14,6 @@ from torch.autograd.function import FunctionCtx
 from autoplan.capture.training_paths import in_training
 from autoplan.patches.kernels import where_it_runs
 
-__all__ = ["PART", "TRAINING", "call", "calls_the_model", "inside_a_function"]
-
 PART, TRAINING = "@module", "@training"
 
 

@@ -31,8 +31,6 @@ from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import untouched_randomness
 from autoplan.values import Trace
 
-__all__ = ["Captured", "capture_any", "capture_fake", "capture_real"]
-
 _MOST_REAL = 4_000_000_000  # parameters that a run on hollow real tensors may multiply with
 _LISTED = 3  # so many results in one list may be those of blocks
 _MODEL_COPIES = (True, False)  # folded first, then every block

@@ -27,8 +27,6 @@ from autoplan.capture.outside import remember_original
 from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import flatten_tensors
 
-__all__ = ["PLAIN_CONTAINERS", "Rebinding", "containers_of", "contents_of", "copied", "copy_slots", "holds_weights"]
-
 Model = TypeVar("Model", bound=nn.Module)
 _CACHED = type(functools.lru_cache(len))
 _TAKEN_AS_THEY_ARE = (FunctionType, MethodType, BuiltinFunctionType, _CACHED, weakref.ref, tuple)

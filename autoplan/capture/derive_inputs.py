@@ -21,8 +21,6 @@ if TYPE_CHECKING:  # most models are fed as their config says: what searches is 
     from autoplan.capture.feeding.arguments import Arguments
     from autoplan.capture.feeding.search import Search, Step
 
-__all__ = ["Recipe", "derive", "recipe_for"]
-
 _OF_A_PART = 60  # tries
 _SHOWN = 8  # tries that a message lists
 

@@ -21,8 +21,6 @@ from autoplan.capture.fold import kinds_of
 from autoplan.common.patterns import holders
 from autoplan.values import Fold, Trace
 
-__all__ = ["with_idle_members"]
-
 
 def with_idle_members(trace: Trace, model: nn.Module) -> Trace:
     """The trace without modules that never ran, where another of their list did: that one stands for them."""

@@ -21,8 +21,6 @@ from autoplan.common.nested import changed_inside, flatten_tensors
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Supposed
 
-__all__ = ["KnownValues"]
-
 _LARGEST = 4_000_000  # elements that are worth computing
 
 

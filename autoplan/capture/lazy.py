@@ -16,8 +16,6 @@ from autoplan.capture.dry_run import own
 from autoplan.common.errors import CaptureError
 from autoplan.common.random_values import untouched_randomness
 
-__all__ = ["with_shapes"]
-
 
 def with_shapes(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]] | None) -> nn.Module:
     """The model itself, or a copy of it that was called once where parameters have no shape yet."""

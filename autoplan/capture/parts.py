@@ -30,8 +30,6 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
 from autoplan.common.nested import flatten_tensors
 
-__all__ = ["part_feeds"]
-
 _SIDES = (4, 8, 16)  # of pictures
 _WORTH = 0.001  # of the model's weights: what holds less stays whole
 

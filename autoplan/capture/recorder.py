@@ -34,8 +34,6 @@ from autoplan.ops.views import reshapes_in_place
 from autoplan.patches.classes import code_lies_open
 from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
 
-__all__ = ["Recording", "record"]
-
 _KEEP_VALUES_BELOW = 4097  # elements of integer constants worth keeping: index tables, not token ids
 
 

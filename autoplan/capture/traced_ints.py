@@ -16,8 +16,6 @@ import torch
 
 from autoplan.values import Symbolic
 
-__all__ = ["Escapes", "TracedInt", "integer_attributes", "trace_attributes"]
-
 
 class Escapes:
     """What happened to traced integers besides reaching a torch call: comparisons, and turning into floats."""

@@ -19,8 +19,6 @@ from torch import nn
 
 from autoplan.common.conventions import conventions
 
-__all__ = ["has_training_paths", "in_training"]
-
 _MODE = "training"
 
 

@@ -29,8 +29,6 @@ from autoplan.patches.simulated_ranks import alone
 from autoplan.planning import draft_plan, wanted_capabilities, with_paths
 from autoplan.values import Finding, Plan
 
-__all__ = ["proven_plan"]
-
 
 def proven_plan(source: Source, wish: Wish, choices: ChosenCuts | None = None, module: nn.Module | None = None) -> Plan:
     """A plan with its proof. `wish.prove` "ranks" adds all that verify does; "none" leaves a draft."""

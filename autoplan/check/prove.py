@@ -36,8 +36,6 @@ from autoplan.hf.stacks import layers
 from autoplan.patches.seeding import Lifted
 from autoplan.values import Capabilities, Entry, Finding, LocalExperts, Plan, Proof, Trace, Trial
 
-__all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "settle_capabilities"]
-
 TRIED = "proof"  # the check under which findings tell how a plan did on simulated ranks
 _TINY_TP = 2
 _UNPROVEN = "unproven"

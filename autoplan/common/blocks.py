@@ -19,8 +19,6 @@ from math import prod
 
 from autoplan.common.layout import Layout, chunk
 
-__all__ = ["in_blocks", "joined"]
-
 
 def in_blocks(layout: Layout, tp: int, block: int, segments: tuple[int, ...] = ()) -> Layout | None:
     """The layout of the blocks, or None where `tp` ranks would part one.

@@ -9,8 +9,6 @@ from autoplan.common.layout import Layout
 from autoplan.common.patterns import matches
 from autoplan.values import Plan
 
-__all__ = ["inconsistencies"]
-
 
 def inconsistencies(plan: Plan) -> Iterator[str]:
     """One line for each thing that cannot be meant, with the place in the plan."""

@@ -16,8 +16,6 @@ from torch import nn
 from autoplan.common.errors import SourceError
 from autoplan.common.nested import changed_inside
 
-__all__ = ["cast_numbers", "inputs_in", "tried_dtypes", "working_dtype"]
-
 
 def working_dtype(model: nn.Module, default: torch.dtype = torch.float32) -> torch.dtype:
     """The dtype in which a model computes."""

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["from_here", "importable_here"]
-
 
 def from_here() -> list[str]:
     """The places where modules are looked for, the current folder among them."""

@@ -24,8 +24,6 @@ from math import prod
 
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["Layout", "chunk", "even_blocks"]
-
 _TOKEN = re.compile(r"\s*(\d+!\d+@\d+|\d+!~[1-9]\d*|\d+!|\d+|[()*|])")
 
 

@@ -17,8 +17,6 @@ import numpy
 import torch
 from torch import nn
 
-__all__ = ["BUILDING", "drawn_so_far", "fill_meta", "randomise", "reseed_held", "untouched_randomness"]
-
 # Held while transformers builds a model. It changes what belongs to the whole process meanwhile (the default dtype, the
 # functions that initialise), and two threads that did so at once could each put back what the other had set.
 BUILDING = threading.RLock()

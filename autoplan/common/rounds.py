@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["Counter", "Round", "counted", "run_rounds"]
-
 Round = Callable[[slice], None]
 Counter = Callable[[Round, Sequence[slice]], None]
 

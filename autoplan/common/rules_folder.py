@@ -17,8 +17,6 @@ from pathlib import Path
 
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["VARIABLE", "rules_folder", "rules_folders", "with_rules"]
-
 VARIABLE = "AUTOPLAN_RULES"
 _PARTS = ("roles", "plans", "inputs", "quantised", "kernels", "defaults.toml")
 _of_the_call: list[Path] = []

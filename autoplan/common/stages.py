@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["stage", "watched"]
-
 _watcher: ContextVar[Callable[[str], None] | None] = ContextVar("autoplan_watcher", default=None)
 
 

@@ -11,8 +11,6 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-__all__ = ["plain_surroundings"]
-
 
 @contextmanager
 def plain_surroundings() -> Iterator[None]:

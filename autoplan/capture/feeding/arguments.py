@@ -22,8 +22,6 @@ from autoplan.capture.feeding.wants import State, Want
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
 
-__all__ = ["Arguments", "field_of", "first_layer_wants", "of_items", "of_nodes", "usual"]
-
 _B, _L, _W, _S = "batch", "length", "width", "side"
 _PLAIN = {int: 0, float: 1.0, bool: False, "int": 0, "float": 1.0, "bool": False}
 

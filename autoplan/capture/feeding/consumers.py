@@ -13,8 +13,6 @@ from autoplan.capture.feeding.watch import FailedCall, origin
 from autoplan.ops import call_record
 from autoplan.ops.records.sizes import Groups
 
-__all__ = ["Demand", "demand_of"]
-
 
 @dataclass(frozen=True)
 class Demand:

@@ -19,8 +19,6 @@ from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.files.shapes import misshapen
 from autoplan.common.rules_folder import rules_folder
 
-__all__ = ["UsualNames", "read_names", "usual_names"]
-
 _SHAPE = {
     "states!": str,
     "loss_switches!": str,

@@ -26,8 +26,6 @@ from autoplan.common.errors import OutsideError
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import drawn_so_far
 
-__all__ = ["OtherPaths", "with_other_paths"]
-
 _OTHER_SIZES, _IN_TRAINING = " in other sizes", " in training"  # how the names of such feeds end
 _Way = Counter[tuple[str, str, str]]
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["passed_on"]
-
 _DEEPEST = 4  # wrappers in wrappers
 
 

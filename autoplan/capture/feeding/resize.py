@@ -17,8 +17,6 @@ import torch
 from autoplan.capture.feeding.wants import BATCH, Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin
 
-__all__ = ["larger", "multiples", "of_kind", "of_rank", "of_shape", "resized"]
-
 _STEPS = (2, 4)
 _SHARED = ("batch", "length", "nodes", "edges")
 _FEW = 8  # what is less is no size that windows go over

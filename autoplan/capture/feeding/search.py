@@ -30,8 +30,6 @@ from autoplan.common.errors import OutsideError
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import untouched_randomness
 
-__all__ = ["MOST_TRIES", "Search", "Step"]
-
 MOST_TRIES, _MOST_SECONDS = 400, 20.0
 _MOST_TOLD, _MOST_USUAL = 24, 16  # of what a failure tells, and of what is usual
 _USUAL_AT = 6  # after so many of the first

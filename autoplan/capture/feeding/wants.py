@@ -16,8 +16,6 @@ import torch
 
 from autoplan.capture.draw import Draw
 
-__all__ = ["BATCH", "Kind", "Mark", "Path", "SIZES", "State", "Want"]
-
 Kind = Literal[
     "ids", "float", "unit", "ones", "bool", "nowhere", "complex", "lengths", "groups", "positions", "borders",
     "none", "value", "size", "list", "dict", "record",

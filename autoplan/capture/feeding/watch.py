@@ -22,8 +22,6 @@ from autoplan.common.nested import flatten_tensors
 from autoplan.ops import call_record
 from autoplan.ops.indexing import looks_up
 
-__all__ = ["FailedCall", "Watch", "is_direct", "origin", "outside_torch"]
-
 _ORIGIN, _DIRECT = "_fed_from", "_fed_itself"
 _TORCH = str(File(torch.__file__).parent)
 _HERE = str(File(__file__).parents[2])

@@ -16,9 +16,6 @@ from typing import Any
 
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["Budget", "BudgetSpent", "RankError", "RankLost", "RankNotStarted", "RankTimeout", "one_compute_thread",
-           "process_context"]  # fmt: skip
-
 
 class RankError(AutoplanError):
     """A simulated rank raised. `rank` is the first that did, `cause` what it raised (on gloo: its traceback's text)."""

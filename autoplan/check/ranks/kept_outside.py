@@ -20,8 +20,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from autoplan.common.random_values import drawn_so_far
 from autoplan.patches.simulated_ranks import host_generators
 
-__all__ = ["GENERATORS", "KeptOutside"]
-
 GENERATORS = "the generators of random and numpy.random"
 
 _LIBRARIES = ("torch", "transformers", "autoplan", "builtins")

@@ -32,8 +32,6 @@ from autoplan.common.importing import from_here
 from autoplan.hf.driving import PRELOADED
 from autoplan.patches.kernels import on_reference_path
 
-__all__ = ["CANNOT_TRAVEL", "packed", "start_and_collect"]
-
 CANNOT_TRAVEL = (pickle.PicklingError, AttributeError, TypeError)  # what pickling raises: lambdas, local classes, locks
 _GRACE = 5.0  # seconds in which a rank may end by itself
 _LAST_WORDS = 1.0  # seconds after a failure in which another rank may turn out to have been lost

@@ -27,8 +27,6 @@ from autoplan.common.requirements import installed_versions
 from autoplan.values import Score, Scoreboard
 from autoplan.version import __version__
 
-__all__ = ["Progress", "scoreboard"]
-
 Progress = Callable[[int, int, str, Score | None], None]  # done, of how many, which starts or ended, its score
 
 _PRELOADED = [

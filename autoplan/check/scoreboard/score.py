@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from autoplan.analyse.solve import Solution
     from autoplan.check.verify.clone import Clone
 
-__all__ = ["CHECK_SETS", "How", "score", "score_clone", "verdict_of"]
-
 CHECK_SETS = {"fast": ("parameters", "forward"), "all": CHECK_NAMES}
 
 

@@ -20,8 +20,6 @@ from autoplan.decide.naming import Reading, readings
 from autoplan.decide.plan.folding import Names
 from autoplan.values import Collective, Instruction, Move, Plan, SequenceBoundary, Stack
 
-__all__ = ["Share", "main_stack", "reductions_per_block", "regions_per_block", "share_of"]
-
 _TABLE = {"embedding", "shift", "parameter"}  # what may be done to a table: looked up, added
 _LATENT = "latent"  # how the roles of latent attention end
 

@@ -34,8 +34,6 @@ from autoplan.hf.driving import (
 )
 from autoplan.values import Finding
 
-__all__ = ["CHECKS", "Check", "buffers_kept", "judge", "labels_for", "takes_labels"]
-
 NOISE = Group("drawn at random")  # a group that says that training draws random numbers
 LOSS_LIMIT = 1e-4  # models compute their losses in float32, whatever their own dtype
 _RAISED = 0.2  # rate of dropout

@@ -17,8 +17,6 @@ from autoplan.check.ranks.kept_outside import KeptOutside
 from autoplan.check.verify.subject import CANNOT_RUN
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["Clone", "clone_of", "feeds_at", "is_small_and_real"]
-
 _OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
 
 

@@ -30,8 +30,6 @@ from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.patches.kernels import on_reference_path
 from autoplan.values import Finding, Plan
 
-__all__ = ["check_training"]
-
 STEPS, SAVED_AFTER = 3, 2
 _LOSS, _NORM, _FIRST = Group("loss"), Group("norm"), Group("first gradient", gradient=True)
 _AFTER, _RESUMED = Group("parameter after three steps"), Group("resumed parameter")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["cut_together", "wrong_cuts"]
-
 Group = tuple[str, ...]
 
 

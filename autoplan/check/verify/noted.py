@@ -17,8 +17,6 @@ from autoplan.common.layout import Layout
 from autoplan.common.patterns import best_match
 from autoplan.values import Plan, Stack
 
-__all__ = ["recomputed", "unread_parts"]
-
 
 def recomputed(model: Any, stacks: tuple[Stack, ...]) -> tuple[int, int]:
     """Blocks that hold a checkpoint, and how many of them ran again in a backward since.

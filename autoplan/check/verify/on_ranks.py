@@ -23,8 +23,6 @@ from autoplan.hf.driving import note_what_is_collected
 from autoplan.ops.questions import literals_say
 from autoplan.values import Finding
 
-__all__ = ["CheckFailed", "Job", "Sharding", "attentively", "copy_of", "observe_all", "said"]
-
 _TIMEOUT = 120.0  # seconds for all that ranks do at one go
 _VARIANTS = ("attention",)  # of the model that was planned: to refuse one by name is no mistake
 

@@ -29,8 +29,6 @@ from autoplan.common.dtypes import inputs_in
 from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
 from autoplan.values import Plan
 
-__all__ = ["measure_rounding"]
-
 _FAR = 4.0  # times further from the truth than the unsharded model: more than another order of sums explains
 _OUTPUT = "output"
 Outputs = dict[str, torch.Tensor]

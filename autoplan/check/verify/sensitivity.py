@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from autoplan.check.verify.checks import Check
     from autoplan.check.verify.subject import Group, Observation, Subject
 
-__all__ = ["tolerance_of"]
-
 _SLIGHT = 1e3  # times the limit: what is further off is a mistake, whatever the model does to rounding
 _MARGIN = 10.0  # a sharded model rounds in more places than its weights
 _RUNS = 3

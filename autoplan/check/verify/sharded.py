@@ -22,8 +22,6 @@ from autoplan.common.stages import stage
 from autoplan.patches.kernels import where_it_runs
 from autoplan.values import Report
 
-__all__ = ["CHECK_NAMES", "can_be_lifted", "check_sharding"]
-
 CHECK_NAMES = (
     "parameters",
     "state_dict",

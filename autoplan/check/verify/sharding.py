@@ -12,8 +12,6 @@ from autoplan.execute.parallelize import shard_model
 from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.values import Plan
 
-__all__ = ["mesh_of", "sharding_of"]
-
 
 def mesh_of(plan: Plan) -> dict[str, int]:
     """The mesh to simulate for a plan."""

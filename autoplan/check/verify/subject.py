@@ -28,18 +28,6 @@ from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.vocabulary.own_positions import whole_logits
 from autoplan.patches.seeding import Lifted
 
-__all__ = [
-    "CANNOT_RUN",
-    "Group",
-    "Inputs",
-    "Observation",
-    "SAME",
-    "Subject",
-    "give_random_values",
-    "plain",
-    "tensors_in",
-]
-
 SAME = "in training mode it computes the same as in eval mode"  # why there is nothing to check
 
 # What a model's own code raises when it does not run on these inputs.

@@ -19,8 +19,6 @@ from autoplan.common.patterns import matches
 from autoplan.execute.hooks.sequence import deals_out, is_shard
 from autoplan.values import Collective, Traffic
 
-__all__ = ["against_the_least", "measured_traffic"]
-
 _CHAIN = 8  # nodes from a sum to the parameter whose gradient it is, at most
 
 Measured = dict[str, dict[str, dict[str, tuple[int, int]]]]  # block -> direction -> kind -> number, bytes a token

@@ -36,14 +36,6 @@ from autoplan.ops.questions import literals_say
 from autoplan.patches.simulated_ranks import alone
 from autoplan.values import Boundary, CallRewrite, Capabilities, Finding, Plan, Report, SplitLogits
 
-__all__ = [
-    "CHECK_NAMES",
-    "verify",
-    "verify_clone",
-    "verify_source",
-    "verify_tried",
-]
-
 # dropout draws apart on data-parallel ranks; optimizers are stepped by the training checks
 _NOT_ON_MESHES = ("training", "dropout", "optimizer")
 _MOST_TRIALS = 32  # runs on ranks to find out which modules of a wrong plan must stay whole

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import torch.nn.modules.module as module_calls
 
-__all__ = ["call_name", "code_place"]
-
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep  # the package
 _TORCH = os.path.dirname(os.path.dirname(os.path.dirname(module_calls.__file__))) + os.sep  # module.py is in nn/modules
 

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["code_hash", "forward_code", "names_in", "plain_function", "same_code", "source_of"]
-
 _LENGTH = 16  # hexadecimal digits: enough to tell edits apart, short enough to read
 
 

@@ -41,10 +41,6 @@ from autoplan.common.code.forward_code import code_hash
 from autoplan.common.conventions import conventions
 from autoplan.values.plan import SeenCode
 
-__all__ = ["ENTRY", "PYTHON", "CodeFacts", "Follower", "Paused", "Recorder", "Tracer", "Ways", "added", "facts_of",
-           "follow", "has_own_code", "is_module_call", "is_settled", "listener", "others_of", "recording", "running",
-           "seen_code", "set_running", "source_line", "tracing", "uncompared", "ways_of"]  # fmt: skip
-
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 _SETTLED = frozenset({"torch", "numpy", "autoplan"})
 _OURS, _TORCH = (f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))

@@ -15,8 +15,6 @@ from autoplan.common.errors import PlanFileError
 from autoplan.common.patterns import nearest
 from autoplan.values.plain import FAMILIES, Family
 
-__all__ = ["decode"]
-
 _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
 
 

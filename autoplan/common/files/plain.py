@@ -21,9 +21,6 @@ import yaml
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.yaml_values import YamlReader, stops_in_a_nest
 
-__all__ = ["BYTES", "NotPlain", "Notation", "is_file", "is_folder", "notation_of", "parse_plain", "read_plain"]
-__all__ += ["read_text"]
-
 Notation = Literal["yaml", "json", "toml"]
 
 BYTES: dict[Notation, int] = {"yaml": 1 << 20, "json": 4 << 20, "toml": 64 << 10}

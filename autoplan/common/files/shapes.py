@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["misshapen"]
-
 _NAMES: dict[type, str] = {
     type(None): "null",
     str: "text",

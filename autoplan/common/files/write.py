@@ -8,8 +8,6 @@ from pathlib import Path
 
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["write_whole"]
-
 
 def write_whole(path: Path, text: str, error: type[AutoplanError] = AutoplanError) -> None:
     """Write `text` beside its place and move it there. What is no file (a pipe, /dev/null) is written as it is."""

@@ -18,8 +18,6 @@ from autoplan.capture.feeding.wants import Path
 from autoplan.capture.feeding.watch import origin, outside_torch
 from autoplan.common.nested import flatten_tensors
 
-__all__ = ["Place", "places_of"]
-
 
 @dataclass(frozen=True)
 class Place:

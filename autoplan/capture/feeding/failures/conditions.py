@@ -18,8 +18,6 @@ from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank,
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import origin
 
-__all__ = ["asked_by_condition", "keys_asked_for", "value_of"]
-
 _CALLS = {"len": len, "tuple": tuple, "list": list, "min": min, "max": max, "sum": sum, "int": int, "all": all}
 _METHODS = ("size", "dim", "numel", "ndimension", "min", "max", "amin", "amax", "sum", "item")
 _UNKNOWN = object()

@@ -18,8 +18,6 @@ from autoplan.capture.feeding.resize import of_rank
 from autoplan.capture.feeding.wants import State
 from autoplan.capture.feeding.watch import origin
 
-__all__ = ["exact", "unpacks_a_shape"]
-
 _NUMBERS = (1, 2, 4)  # for a number that may not be zero
 
 

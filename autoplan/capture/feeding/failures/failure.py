@@ -9,8 +9,6 @@ from autoplan.capture.feeding.failures.blame import Place, places_of
 from autoplan.capture.feeding.wants import Path, State
 from autoplan.capture.feeding.watch import Watch, origin
 
-__all__ = ["Failure", "NothingRead"]
-
 
 class NothingRead(ValueError):
     """A run that ended without reading a weight: it went through nothing of what it was given."""

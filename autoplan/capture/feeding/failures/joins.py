@@ -20,8 +20,6 @@ from autoplan.capture.feeding.wants import BATCH, Path, State
 from autoplan.capture.feeding.watch import is_direct, origin
 from autoplan.ops.pieces import joins
 
-__all__ = ["concatenated", "one_each"]
-
 
 def concatenated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     """A concatenation failed: the part that is unlike the others changes first, and an argument before what layers

@@ -26,8 +26,6 @@ from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin
 from autoplan.common.nested import flatten_tensors
 
-__all__ = ["keys"]
-
 _FEW = 6
 
 

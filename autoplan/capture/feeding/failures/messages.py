@@ -16,8 +16,6 @@ from autoplan.capture.feeding.failures.failure import Failure
 from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
 
-__all__ = ["is_named", "lacks_a_value", "sizes_differ", "sizes_disagree", "told_by_message", "too_small", "unpacked"]
-
 _UNPACKED = re.compile(r"values to unpack \(expected (?:at least )?(\d+)(?:, got (\d+))?\)")
 _NONE = re.compile(r"NoneType|None\b")
 _RANKS = (

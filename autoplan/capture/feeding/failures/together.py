@@ -26,8 +26,6 @@ from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.sizes import SHAPE
 from autoplan.ops.reductions import compares
 
-__all__ = ["as_many", "fitting", "iterated", "joined", "turned"]
-
 _MOST_PARTS = 12  # of a list
 _TABLES = (("batch", "length"), ("batch", "length", "length"), ("length", "length"))  # of positions, of their pairs
 _ELEMENTWISE = re.compile(r"^_*[ri]?(add|sub|mul|div|truediv|maximum|minimum|lerp|where)_*$")

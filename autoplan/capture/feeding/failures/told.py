@@ -37,8 +37,6 @@ from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin
 from autoplan.common.nested import is_record
 
-__all__ = ["told", "usually"]
-
 Proposal = tuple[State, str]
 _OF_DICTS = ("items", "keys", "values", "get")
 _FEW = 6
