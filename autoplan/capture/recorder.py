@@ -22,9 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from autoplan.capture.called import call, inside_a_function
 from autoplan.capture.dry_run import own
-from autoplan.capture.known_values import KnownValues
+from autoplan.capture.known_values import Escapes, KnownValues, TracedInt, integer_attributes, trace_attributes
 from autoplan.capture.outside import outsiders_of
-from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes, trace_attributes
 from autoplan.common.code.code_place import call_name, code_place
 from autoplan.common.code.ways import listener, tracing
 from autoplan.common.errors import CaptureError, OutsideError

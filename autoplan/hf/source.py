@@ -20,14 +20,13 @@ from torch import nn
 from torch.export import ExportedProgram
 from transformers import PretrainedConfig, PreTrainedModel
 
+from autoplan.capture.called import with_shapes
 from autoplan.capture.copies import copied
 from autoplan.capture.derive_inputs import Recipe, recipe_for
-from autoplan.capture.lazy import with_shapes
-from autoplan.capture.traced_ints import integer_attributes
-from autoplan.common.dtypes import cast_numbers
+from autoplan.capture.known_values import integer_attributes
 from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.common.options import check_argument
-from autoplan.common.random_values import BUILDING, fill_meta, randomise, untouched_randomness
+from autoplan.common.random_values import BUILDING, cast_numbers, fill_meta, randomise, untouched_randomness
 from autoplan.hf.adapters import settings_of, wrap
 from autoplan.hf.configs import check_config, limited_modules, settled_dtype, stored_as
 from autoplan.hf.inputs.make import arguments_of, core_of, users_feeds

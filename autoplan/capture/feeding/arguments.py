@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture.feeding.failures.blame import is_nothing
-from autoplan.capture.feeding.names import usual_names
-from autoplan.capture.feeding.passed_on import passed_on
+from autoplan.capture.feeding.failure import is_nothing
+from autoplan.capture.feeding.names import passed_on, usual_names
 from autoplan.capture.feeding.wants import State, Want
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from autoplan.capture.called import calls_the_model
+from autoplan.capture.called import calls_the_model, has_training_paths
 from autoplan.capture.copies import copied
-from autoplan.capture.training_paths import has_training_paths
 from autoplan.check.verify.compare import Tolerance, compare
 from autoplan.check.verify.drawn import RUNS, Draws, FixedNoise, laws_of_draws
 from autoplan.check.verify.subject import CANNOT_RUN, SAME, Group, Observation, Subject, plain, tensors_in

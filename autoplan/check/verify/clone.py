@@ -13,7 +13,7 @@ from typing import Any
 
 from autoplan.capture.copies import copied
 from autoplan.capture.feeding.other_paths import with_other_paths
-from autoplan.check.ranks.kept_outside import KeptOutside
+from autoplan.check.ranks.common import KeptOutside
 from autoplan.check.verify.subject import CANNOT_RUN
 from autoplan.common.errors import AutoplanError
 
@@ -54,7 +54,7 @@ def _clone_at_size(source: Any) -> Clone:
     """In double precision, or in single where the model refuses that, or else in its own."""
     import torch
 
-    from autoplan.common.dtypes import tried_dtypes
+    from autoplan.common.random_values import tried_dtypes
 
     refusal = ""
     for dtype in tried_dtypes(source.module):
@@ -116,8 +116,7 @@ def _needs_lifting(model: Any, feeds: Mapping[str, Any]) -> bool:
 
 
 def _built(source: Any, dtype: Any) -> tuple[Any, str]:
-    from autoplan.common.dtypes import cast_numbers
-    from autoplan.common.random_values import randomise
+    from autoplan.common.random_values import cast_numbers, randomise
 
     given = source.given
     if given is not None and is_small_and_real(given):
@@ -142,7 +141,7 @@ def feeds_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str, A
     """
     import torch
 
-    from autoplan.common.dtypes import cast_numbers, inputs_in, working_dtype
+    from autoplan.common.random_values import cast_numbers, inputs_in, working_dtype
 
     made = _made(source, model, batch, length)
     if made.notes:

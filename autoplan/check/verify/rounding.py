@@ -25,7 +25,7 @@ from autoplan.capture.dry_run import own
 from autoplan.check.ranks.run import Engine, one_compute_thread, run_processes, run_ranks
 from autoplan.check.verify.subject import tensors_in
 from autoplan.common.conventions import conventions
-from autoplan.common.dtypes import inputs_in
+from autoplan.common.random_values import inputs_in
 from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
 from autoplan.values import Plan
 

@@ -208,18 +208,6 @@ def weighted_sum(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return total
 
 
-def give_random_values(model: nn.Module, seed: int = 1) -> nn.Module:
-    """Add noise to every float parameter: initial ones, zeros and tiny weights hide wrong layouts and missing sums."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                noise *= 0.3 if parameter.dim() < 2 else 0.15
-                parameter.add_(noise.to(parameter.device, parameter.dtype))
-    return model
-
-
 def _asking(inputs: Inputs) -> dict[str, torch.Tensor]:
     """The floats that ask for gradients; of a part that is called alone all."""
     floats = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}

@@ -16,20 +16,17 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from autoplan.check.ranks.common import Budget, BudgetSpent
-from autoplan.check.ranks.kept_outside import GENERATORS
+from autoplan.check.ranks.common import GENERATORS, Budget, BudgetSpent
 from autoplan.check.ranks.run import Engine, travels
 from autoplan.check.verify.clone import Clone, clone_of
-from autoplan.check.verify.narrow import cut_together, wrong_cuts
 from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
-from autoplan.check.verify.sharding import mesh_of, sharding_of
+from autoplan.check.verify.sharding import cut_together, mesh_of, sharding_of, wrong_cuts
 from autoplan.check.verify.sizes import MeshSizes, Sizes, parse_mesh, tried_sizes
 from autoplan.common.code.ways import others_of, recording
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.common.patterns import best_match, matches
-from autoplan.common.random_values import untouched_randomness
-from autoplan.common.surroundings import plain_surroundings
+from autoplan.common.random_values import plain_surroundings, untouched_randomness
 from autoplan.decide.plan.folding import whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.ops.questions import literals_say

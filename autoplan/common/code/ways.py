@@ -36,8 +36,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autoplan.common.code.code_place import code_hash
 from autoplan.common.code.forms import form_of, form_of_given, unlike, without_repeats
-from autoplan.common.code.forward_code import code_hash
 from autoplan.common.conventions import conventions
 from autoplan.values.plan import SeenCode
 

@@ -22,13 +22,12 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from autoplan.capture.derive_inputs import Recipe, derive
+from autoplan.capture.derive_inputs import Recipe, derive, part_feeds
 from autoplan.capture.draw import Draw
 from autoplan.capture.dry_run import failure_of, tried
 from autoplan.capture.feeding.wants import SIZES
-from autoplan.capture.parts import part_feeds
-from autoplan.common.dtypes import working_dtype
 from autoplan.common.errors import CaptureError
+from autoplan.common.random_values import working_dtype
 from autoplan.hf.inputs.guesses import NAMES, first_that_runs, pictures, sounds, spectrum
 from autoplan.hf.inputs.prompts import MODALITIES, Modality, prompt_feed, together
 from autoplan.hf.shrink import all_configs

@@ -12,7 +12,7 @@ from math import isqrt, prod
 
 import torch
 
-from autoplan.capture.feeding.failures.failure import Failure
+from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
 

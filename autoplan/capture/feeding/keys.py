@@ -16,11 +16,9 @@ from dataclasses import replace
 import torch
 
 from autoplan.capture.feeding.arguments import Arguments, field_of, of_items, of_nodes, usual
-from autoplan.capture.feeding.failures.blame import Place
-from autoplan.capture.feeding.failures.conditions import keys_asked_for, value_of
-from autoplan.capture.feeding.failures.exact import unpacks_a_shape
-from autoplan.capture.feeding.failures.failure import Failure, NothingRead
-from autoplan.capture.feeding.failures.messages import unpacked
+from autoplan.capture.feeding.conditions import keys_asked_for, unpacks_a_shape, value_of
+from autoplan.capture.feeding.failure import Failure, NothingRead, Place
+from autoplan.capture.feeding.messages import unpacked
 from autoplan.capture.feeding.names import usual_names
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin

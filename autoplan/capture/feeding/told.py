@@ -16,14 +16,10 @@ from dataclasses import replace
 import torch
 
 from autoplan.capture.feeding.arguments import Arguments, field_of, of_items
-from autoplan.capture.feeding.consumers import Demand, demand_of
-from autoplan.capture.feeding.failures.blame import none_names
-from autoplan.capture.feeding.failures.conditions import asked_by_condition
-from autoplan.capture.feeding.failures.exact import exact
-from autoplan.capture.feeding.failures.failure import Failure
-from autoplan.capture.feeding.failures.joins import concatenated, one_each
-from autoplan.capture.feeding.failures.keys import keys
-from autoplan.capture.feeding.failures.messages import (
+from autoplan.capture.feeding.conditions import asked_by_condition, exact
+from autoplan.capture.feeding.failure import Failure, none_names
+from autoplan.capture.feeding.keys import keys
+from autoplan.capture.feeding.messages import (
     is_named,
     lacks_a_value,
     sizes_differ,
@@ -31,10 +27,18 @@ from autoplan.capture.feeding.failures.messages import (
     told_by_message,
     too_small,
 )
-from autoplan.capture.feeding.failures.together import as_many, fitting, iterated, joined, turned
 from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
+from autoplan.capture.feeding.together import (
+    as_many,
+    concatenated,
+    fitting,
+    iterated,
+    joined,
+    one_each,
+    turned,
+)
 from autoplan.capture.feeding.wants import Path, State, Want
-from autoplan.capture.feeding.watch import is_direct, origin
+from autoplan.capture.feeding.watch import Demand, demand_of, is_direct, origin
 from autoplan.common.nested import is_record
 
 Proposal = tuple[State, str]
