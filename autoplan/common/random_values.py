@@ -72,16 +72,11 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
             continue
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         noise = noise if parameter.dtype.itemsize == 1 else noise.to(parameter.dtype)  # float8 cannot be multiplied
-        if _is_matrix(parameter):
+        if sum(size > 1 for size in parameter.shape) >= 2:
             parameter.copy_(_weight_std(parameter) * noise)
         else:
             parameter.nan_to_num_(0.0, 0.0, 0.0)
             parameter.add_(_VECTOR_STD * noise)
-
-
-def _is_matrix(parameter: torch.Tensor) -> bool:
-    """Does it mix features? One number per feature is a vector however it is shaped: `[1, channels, 1]`."""
-    return sum(size > 1 for size in parameter.shape) >= 2
 
 
 def _weight_std(parameter: torch.Tensor) -> float:

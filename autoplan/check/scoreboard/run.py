@@ -92,7 +92,7 @@ def scoreboard(
         engine=engine,
         checks=CHECK_SETS[checks],
         scores=tuple(found[number] for number in sorted(found)),
-        versions=_versions(),
+        versions={"autoplan": __version__, **installed_versions()},
         seconds=round(time.perf_counter() - start, 1),
         sequence_parallel=sequence_parallel,
         lengths=tuple(lengths),
@@ -115,10 +115,6 @@ def _chosen(mapping: str, only: Sequence[str]) -> list[tuple[str, str]]:
                 f"mapping {mapping!r} has no model type {name!r}", hint=f"types like it: {close}" if close else ""
             )
     return [(model_type, name) for model_type, name in known if not only or model_type in only]
-
-
-def _versions() -> dict[str, str]:
-    return {"autoplan": __version__, **installed_versions()}
 
 
 # ------------------------------------------------------------------------------------------------ processes
