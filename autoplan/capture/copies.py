@@ -123,7 +123,7 @@ class Rebinding:
         for value in reachable(original, self._cold):
             if id(value) in self.memo and value is not self.memo or _keeps_a_container(value):
                 return True
-            if any(id(one) in self.memo for one in _global_containers(value).values()):
+            if any(id(container) in self.memo for container in _global_containers(value).values()):
                 return True
             seen[id(value)] = value
         self._cold.update(seen)

@@ -331,7 +331,8 @@ def prove_ranks(source: Source, plan: Plan, clone: Clone | None = None) -> Plan:
         text = f"verify could not run: {error.message}"
         proof = replace(plan.proof, ok=False, text=text)
         return replace(plan, proof=proof, findings=(*plan.findings, Finding("proof", "warn", "", text, error.hint)))
-    found = tuple(one for one in report.findings if one.check != BLOCKS)  # of its own size the draft has said it
+    # whole blocks of the clone are left out: the draft has said it of the model's own size
+    findings = tuple(finding for finding in report.findings if finding.check != BLOCKS)
     checked = tuple(report.details.get("checked", ()))
     text = f"largest gradient error {max(report.gradients.values(), default=0.0):.1e}"
     wrong = tuple(dict.fromkeys(plan.proof.wrong + _found_wrong(Trial(), report.findings)))
@@ -341,4 +342,4 @@ def prove_ranks(source: Source, plan: Plan, clone: Clone | None = None) -> Plan:
     stamp = f"ranks at tp={tried.ranks}" if proof.ok else _UNPROVEN
     unseen = [entry for entry in plan.entries if plan.proof.ok and entry.proof == _UNPROVEN]
     entries = tuple(entry if entry in unseen else replace(entry, proof=stamp) for entry in plan.entries)
-    return replace(plan, proof=proof, findings=plan.findings + found, entries=entries)
+    return replace(plan, proof=proof, findings=plan.findings + findings, entries=entries)

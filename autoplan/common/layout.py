@@ -261,7 +261,7 @@ def in_blocks(layout: Layout, tp: int, block: int, segments: tuple[int, ...] = (
 
 def joined(layouts: tuple[Layout, ...]) -> Layout:
     """The layout of one dim that runs over several, the first of them slowest."""
-    return layouts[0] if len(layouts) == 1 else Layout("product", prod(one.size for one in layouts), layouts)
+    return layouts[0] if len(layouts) == 1 else Layout("product", prod(layout.size for layout in layouts), layouts)
 
 
 def _segmented(layout: Layout, tp: int, block: int, segments: tuple[int, ...]) -> Layout | None:

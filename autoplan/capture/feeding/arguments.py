@@ -159,8 +159,8 @@ def _record(annotation: Any, model: nn.Module) -> Want | None:
     """An instance of a dataclass, with the fields that must be given."""
     if not (isinstance(annotation, type) and dataclasses.is_dataclass(annotation)):
         return None
-    fields = [one for one in dataclasses.fields(annotation) if one.init and not _has_default(one)]
-    return of_items("record", {one.name: field_of(annotation, one.name) for one in fields}, model, annotation)
+    fields = [item.name for item in dataclasses.fields(annotation) if item.init and not _has_default(item)]
+    return of_items("record", {name: field_of(annotation, name) for name in fields}, model, annotation)
 
 
 def of_items(kind: Any, held: Mapping[str, inspect.Parameter], model: nn.Module, cls: Any = None) -> Want:
@@ -212,7 +212,7 @@ def _annotated(annotation: Any) -> Want | None:
         return Want("value", value=_PLAIN[annotation])
     within = typing.get_origin(annotation)
     if within in (typing.Union, types.UnionType):
-        inside = [_annotated(one) for one in typing.get_args(annotation) if one is not type(None)]
+        inside = [_annotated(argument) for argument in typing.get_args(annotation) if argument is not type(None)]
         return inside[0] if inside and all(one is not None for one in inside) else None
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     if within in (list, tuple) and typing.get_args(annotation)[:1] == (int,):

@@ -39,10 +39,8 @@ def asked_by_condition(place: Place, state: State) -> Iterator[State]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and len(node.args) == 2:
             yield from _instance(place, state, node)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("is_floating_point"):
-            for path in _paths(place, node):
-                leaf = state.at(path)
-                if leaf is not None:
-                    yield state.with_want(path, replace(leaf, kind="ids" if leaf.kind != "ids" else "float"))
+            for path, leaf in state.among(_paths(place, node)):
+                yield state.with_want(path, replace(leaf, kind="ids" if leaf.kind != "ids" else "float"))
 
 
 def keys_asked_for(place: Place) -> tuple[str, ...]:
@@ -128,9 +126,8 @@ def _is_rank(node: ast.expr) -> bool:
 
 def _instance(place: Place, state: State, node: ast.Call) -> Iterator[State]:
     text = ast.unparse(node.args[1]).lower()
-    for path in _paths(place, node.args[0]):
-        leaf = state.at(path)
-        if leaf is not None and len(path) == 1:
+    for path, leaf in state.among(_paths(place, node.args[0])):
+        if len(path) == 1:
             kind = tuple if "tuple" in text and "list" not in text else None
             if "list" in text or "tuple" in text:
                 yield state.with_want(path, Want("list", value=kind, items=((0, leaf), (1, leaf))))
@@ -140,14 +137,14 @@ def _instance(place: Place, state: State, node: ast.Call) -> Iterator[State]:
 
 
 def _paths(place: Place, node: ast.AST) -> tuple[Path, ...]:
-    names = [one.id for one in ast.walk(node) if isinstance(one, ast.Name)]
+    names = [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
     values = [place.frame.f_locals.get(name) for name in names]
     return tuple(dict.fromkeys(path for value in values for path in origin(value)))
 
 
 def value_of(place: Place, node: ast.expr) -> Any:
     """The value of an expression that can be evaluated without effects."""
-    if not all(_is_harmless(one) for one in ast.walk(node)):
+    if not all(_is_harmless(inner) for inner in ast.walk(node)):
         return _UNKNOWN
     try:
         code = compile(ast.Expression(body=node), "<condition>", "eval")
@@ -209,10 +206,8 @@ def _dim_asked_for(state: State, place: Place) -> Iterator[State]:
         if not isinstance(value, torch.Tensor) or -value.dim() <= k < value.dim():
             continue
         more = (k + 1 if k >= 0 else -k) - value.dim()
-        for path in origin(value):
-            leaf = state.at(path)
-            if leaf is not None:
-                yield from of_rank(state, path, len(leaf.shape) + more)
+        for path, leaf in state.among(origin(value)):
+            yield from of_rank(state, path, len(leaf.shape) + more)
 
 
 def unpacks_a_shape(statement: ast.stmt | None) -> tuple[str, int] | None:
@@ -222,7 +217,7 @@ def unpacks_a_shape(statement: ast.stmt | None) -> tuple[str, int] | None:
             targets=[ast.Tuple(elts=parts)],
             value=ast.Attribute(value=ast.Name(id=name), attr="shape")
             | ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="size"), args=[]),
-        ) if not any(isinstance(one, ast.Starred) for one in parts):
+        ) if not any(isinstance(part, ast.Starred) for part in parts):
             return name, len(parts)
     return None
 
@@ -230,10 +225,8 @@ def unpacks_a_shape(statement: ast.stmt | None) -> tuple[str, int] | None:
 def _dims_unpacked(state: State, place: Place) -> Iterator[State]:
     name, dims = unpacks_a_shape(place.statement()) or ("", 0)
     value = place.value(name)
-    for path in origin(value) if isinstance(value, torch.Tensor) else ():
-        leaf = state.at(path)
-        if leaf is not None:
-            yield from of_rank(state, path, len(leaf.shape) + dims - value.dim())
+    for path, leaf in state.among(origin(value) if isinstance(value, torch.Tensor) else ()):
+        yield from of_rank(state, path, len(leaf.shape) + dims - value.dim())
 
 
 def _as_many_parts(state: State, place: Place) -> Iterator[State]:
@@ -250,16 +243,15 @@ def _as_many_parts(state: State, place: Place) -> Iterator[State]:
     given = [value_of(place, one) for one in (*first, *args, *(keyword.value for keyword in keywords))]
     tensor, each, dim = (*given, 0)[:3] if len(given) > 1 else (None, 0, 0)
     if isinstance(tensor, torch.Tensor) and is_number(each) and is_number(dim) and dim < tensor.dim():
-        for path in origin(tensor):
-            leaf = state.at(path)
-            if leaf is not None and len(leaf.shape) == tensor.dim():
+        for path, leaf in state.among(origin(tensor)):
+            if len(leaf.shape) == tensor.dim():
                 yield from reversed(list(state.with_dim(path, dim, each * len(parts))))
 
 
 def _as_many_as_members(state: State, place: Place) -> Iterator[State]:
     """`layers[i](x[:, i])` with more columns than layers: x has as many columns."""
     node = place.statement()
-    taken = [one for one in ast.walk(node) if isinstance(one, ast.Subscript)] if node is not None else []
+    taken = [inner for inner in ast.walk(node) if isinstance(inner, ast.Subscript)] if node is not None else []
     for one in taken:
         held = value_of(place, one.value)
         name = one.slice.id if isinstance(one.slice, ast.Name) else ""
@@ -267,9 +259,8 @@ def _as_many_as_members(state: State, place: Place) -> Iterator[State]:
         if isinstance(held, torch.Tensor) or not isinstance(held, Sized) or not is_number(at) or at < len(held):
             continue
         for tensor, dim in _taken_at(place, taken, name):
-            for path in origin(tensor):
-                leaf = state.at(path)
-                if leaf is not None and dim < len(leaf.shape) and len(held) > 0:
+            for path, leaf in state.among(origin(tensor)):
+                if dim < len(leaf.shape) and len(held) > 0:
                     yield from reversed(list(state.with_dim(path, dim, len(held))))  # its own columns first
 
 

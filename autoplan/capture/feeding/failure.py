@@ -132,7 +132,7 @@ class Place:
     def names(self) -> list[str]:
         """Names in the running expression, in the order they are written."""
         node = self.expression()
-        found = [one for one in ast.walk(node) if isinstance(one, ast.Name)] if node is not None else []
+        found = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)] if node is not None else []
         return list(dict.fromkeys(one.id for one in sorted(found, key=lambda n: (n.lineno, n.col_offset))))
 
     def value(self, name: str) -> Any:
@@ -165,7 +165,7 @@ def places_of(error: BaseException) -> list[Place]:
 
 
 def _holds(node: ast.AST, inside: ast.AST) -> bool:
-    return any(one is inside for one in ast.walk(node)) and node is not inside
+    return any(inner is inside for inner in ast.walk(node)) and node is not inside
 
 
 @lru_cache(maxsize=256)

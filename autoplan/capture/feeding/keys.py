@@ -70,8 +70,8 @@ def _from_table(failure: Failure, key: object) -> Iterator[State]:
     paths = [path for _, tensor in flatten_tensors(key) for path in origin(tensor)]
     for place in failure.places[-2:]:
         node = place.expression()
-        for one in ast.walk(node) if node is not None else ():
-            table = value_of(place, one.value) if isinstance(one, ast.Subscript) else None
+        for inner in ast.walk(node) if node is not None else ():
+            table = value_of(place, inner.value) if isinstance(inner, ast.Subscript) else None
             if isinstance(table, dict) and table and all(isinstance(key, str) for key in table):
                 for path in dict.fromkeys(paths):
                     yield failure.state.with_want(path, Want("value", value=tuple(table)))
@@ -92,10 +92,10 @@ def _asked(state: State, path: Path, asked: tuple[str, ...], model: torch.nn.Mod
 def _subscripts(state: State, place: Place, model: torch.nn.Module) -> Iterator[State]:
     """`x["key"]` where x is a tensor, or a dict inside of an argument."""
     node = place.expression()
-    for one in ast.walk(node) if node is not None else ():
-        if not isinstance(one, ast.Subscript):
+    for inner in ast.walk(node) if node is not None else ():
+        if not isinstance(inner, ast.Subscript):
             continue
-        key, found = value_of(place, one.slice), value_of(place, one.value)
+        key, found = value_of(place, inner.slice), value_of(place, inner.value)
         if not isinstance(key, str):
             continue
         if isinstance(found, torch.Tensor):

@@ -101,10 +101,7 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
         for path in failure.blamed:
             for rank in map(int, got):
                 yield from of_rank(state, path, rank)
-    for path in failure.paths[:4]:
-        leaf = state.at(path)
-        if leaf is None:
-            continue
+    for path, leaf in state.among(failure.paths[:4]):
         now, ranks = len(leaf.shape), []
         if parts:
             wanted, there = parts
@@ -167,12 +164,10 @@ def _pattern(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
     sizes = {name: int(n) for name, n in re.findall(r"'(\w+)': (\d+)", text)}
     groups = re.findall(r"\([^)]*\)|\.\.\.|\S+", pattern[1])
     if "..." not in groups and len(groups) != len(got):
-        for path in failure.paths[:3]:
-            leaf = state.at(path)
-            if leaf is not None:
-                rank = len(leaf.shape) + len(groups) - len(got)
-                yield from of_rank(state, path, rank, _first_channels(model, rank))
-                yield from of_rank(state, path, rank)
+        for path, leaf in state.among(failure.paths[:3]):
+            rank = len(leaf.shape) + len(groups) - len(got)
+            yield from of_rank(state, path, rank, _first_channels(model, rank))
+            yield from of_rank(state, path, rank)
         return
     for group, have in zip(groups, got, strict=False):
         words = re.findall(r"\w+", group)
@@ -199,9 +194,8 @@ def _broadcast(failure: Failure) -> Iterator[State]:
     """A mask that does not go with the scores: of each sequence, each query, each head."""
     if "must match the size of tensor" not in failure.text:
         return
-    for path in failure.blamed:
-        leaf = failure.state.at(path)
-        if leaf is not None and leaf.kind in ("bool", "nowhere") and "length" in leaf.shape:
+    for path, leaf in failure.state.among(failure.blamed):
+        if leaf.kind in ("bool", "nowhere") and "length" in leaf.shape:
             for shape in (("batch", 1, "length"), ("batch", "length", "length"), ("batch", 1, 1, "length")):
                 yield failure.state.with_want(path, replace(leaf, shape=shape))
 

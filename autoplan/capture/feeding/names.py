@@ -112,7 +112,7 @@ def passed_on(function: Callable[..., Any], owner: nn.Module, depth: int = 0) ->
         if target is None:
             continue
         given = {keyword.arg for keyword in call.keywords if keyword.arg}
-        starred = [one for one in call.args if isinstance(one, ast.Starred)]
+        starred = [argument for argument in call.args if isinstance(argument, ast.Starred)]
         placed = len(call.args) - len(starred)
         free = not starred or bool(stars)  # what some other sequence fills is not asked for by name
         names = [p for p in _own(target) if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -91,17 +91,15 @@ def fitting(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
 
 def _targets(state: State, call: FailedCall) -> Iterator[State]:
     ids = [leaf.shape for _, leaf in state.leaves() if leaf.kind == "ids"]
-    for path in origin(call.get(1, "target")):
-        leaf = state.at(path)
-        if leaf is not None:
-            for shape in dict.fromkeys(ids):
-                yield state.with_want(path, replace(leaf, kind="ids", shape=shape))
+    for path, leaf in state.among(origin(call.get(1, "target"))):
+        for shape in dict.fromkeys(ids):
+            yield state.with_want(path, replace(leaf, kind="ids", shape=shape))
 
 
 def _viewed(state: State, call: FailedCall) -> Iterator[State]:
     """An argument itself is viewed: it has as many numbers as the view, one for each position or each pair of them."""
     tensor = call.get(0, "input")
-    sizes = [size for one in call.args[1:] for size in (one if isinstance(one, list | tuple) else (one,))]
+    sizes = [size for part in call.args[1:] for size in (part if isinstance(part, list | tuple) else (part,))]
     path = next(iter(origin(tensor)), None)
     leaf = state.at(path) if path is not None and is_direct(tensor) else None
     if path is None or leaf is None or not sizes or any(type(size) is not int or size < 1 for size in sizes):

@@ -82,10 +82,7 @@ def _consumer(failure: Failure, arguments: Arguments, model: torch.nn.Module) ->
         return
     state, tensor = failure.state, demand.tensor
     yield from itertools.islice(joined(state, demand), _FEW)
-    for path in origin(tensor):
-        leaf = state.at(path)
-        if leaf is None:
-            continue
+    for path, leaf in state.among(origin(tensor)):
         if demand.kind == "ids":
             yield from _as_ids(state, path, leaf, demand)
             continue
@@ -124,9 +121,8 @@ def _of_fewer_dims(failure: Failure, arguments: Arguments, model: torch.nn.Modul
     if len(given) != 2 or len(ranks) != 2 or 0 in ranks:
         return
     lower = min(given, key=torch.Tensor.dim)
-    for path in origin(lower):
-        leaf = failure.state.at(path)
-        if leaf is not None and leaf.kind == "ids":
+    for path, leaf in failure.state.among(origin(lower)):
+        if leaf.kind == "ids":
             yield from of_rank(failure.state, path, len(leaf.shape) + max(ranks) - min(ranks))
 
 
@@ -197,9 +193,9 @@ def _fields(failure: Failure, names: set[str], model: torch.nn.Module) -> Iterat
     words = {word for place in failure.places[-2:] for word in re.findall(r"\w+", place.text)} | names
     for name, want in failure.state.wants:
         if want.kind == "record" and want.value is not None:
-            for one in dataclasses.fields(want.value):
-                if one.name in words and one.name not in dict(want.items):
-                    yield _with_item(failure, (name,), one.name, want, model)
+            for entry in dataclasses.fields(want.value):
+                if entry.name in words and entry.name not in dict(want.items):
+                    yield _with_item(failure, (name,), entry.name, want, model)
 
 
 def _given(failure: Failure, arguments: Arguments, model: torch.nn.Module, name: str, most: int = 6) -> Iterator[State]:
@@ -222,7 +218,7 @@ def _parted(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
             continue
         targets = statement.targets[0]
         if isinstance(targets, ast.Tuple | ast.List) and not any(isinstance(n, ast.Starred) for n in targets.elts):
-            names = [re.sub(r"\W+", "_", ast.unparse(one)).strip("_") for one in targets.elts]
+            names = [re.sub(r"\W+", "_", ast.unparse(element)).strip("_") for element in targets.elts]
             items = of_items("dict", {name: field_of(None, name or "x") for name in names}, model).items
             for path in _held(failure, place.value(statement.value.id), statement.value.id):
                 want = Want("list", items=tuple((at, want) for at, (_, want) in enumerate(items)))

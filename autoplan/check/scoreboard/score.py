@@ -286,7 +286,10 @@ def regions_per_block(plan: Plan) -> float | None:
 def _sites(plan: Plan) -> list[tuple[str, int, int]]:
     """Where the plan reduces: pattern, all-reduces forward, all-reduces backward."""
     runtime = plan.runtime
-    found = [(one.pattern, _sums(one, backward=False), _sums(one, backward=True)) for one in runtime.instructions]
+    found = [
+        (instruction.pattern, _sums(instruction, backward=False), _sums(instruction, backward=True))
+        for instruction in runtime.instructions
+    ]
     found += [(rule.pattern, 0, 1) for rule in runtime.parameters if rule.gradient != "local"]
     return found
 

@@ -142,12 +142,12 @@ def _read(code: CodeType, module: str) -> CodeFacts:
         code,
         f"{module}:{code.co_qualname}:{code.co_firstlineno}",
         f"{PYTHON}:{code_hash(code)}",
-        tuple(one.offset for one in instructions),
+        tuple(instruction.offset for instruction in instructions),
         going_on,
         tuple(asking),
-        frozenset(one.offset for one in instructions if one.opname == "FOR_ITER"),
-        frozenset(one.offset for one in instructions if one.opname == _FIRST_OF_HANDLER),
-        tuple(dict.fromkeys(one.argval for one in instructions if one.opname == "STORE_ATTR")),
+        frozenset(instruction.offset for instruction in instructions if instruction.opname == "FOR_ITER"),
+        frozenset(instruction.offset for instruction in instructions if instruction.opname == _FIRST_OF_HANDLER),
+        tuple(dict.fromkeys(instruction.argval for instruction in instructions if instruction.opname == "STORE_ATTR")),
         any(getattr(kind.forward, "__code__", None) is code for kind in _subclasses(torch.autograd.Function)),
     )
 
@@ -416,7 +416,7 @@ def _in_order(way: str) -> tuple[int, str]:
 
 def ways_of(paths: Iterable[SeenCode]) -> Ways:
     """The inverse."""
-    return {(one.place, one.code): set(one.ways.split()) for one in paths}
+    return {(path.place, path.code): set(path.ways.split()) for path in paths}
 
 
 def added(ways: Ways, more: Ways) -> Ways:

@@ -127,9 +127,9 @@ def inconsistencies(plan: Plan) -> Iterator[str]:
             yield f"{where}: a cut needs both a dim and a layout"
         if rule.dim is None or rule.layout is None:
             continue
-        for known in sizes:
-            if known.pattern == rule.pattern:
-                yield from _of_shapes(where, rule.dim, rule.layout, known.shapes)
+        for size in sizes:
+            if size.pattern == rule.pattern:
+                yield from _of_shapes(where, rule.dim, rule.layout, size.shapes)
     for number, one in enumerate(plan.runtime.instructions):
         where = f"runtime.instructions[{number}]"
         yield from _of_pattern(where, one.pattern)

@@ -137,8 +137,8 @@ class _Maker:
     def tower_alone(self) -> dict[str, Any] | None:
         """A vision tower on its own: patches, under whatever name comes first, with their grid."""
         first = next(iter(self.parameters))
-        for given in pictures(self.config, self.config, self.takes, self.draw, self.batch):
-            feed = {first if name == "pixel_values" else name: value for name, value in given.items()}
+        for picture in pictures(self.config, self.config, self.takes, self.draw, self.batch):
+            feed = {first if name == "pixel_values" else name: value for name, value in picture.items()}
             if len(feed) > 1 and failure_of(self.model, feed) is None:
                 return feed
         return None
