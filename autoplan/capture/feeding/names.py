@@ -20,8 +20,8 @@ from torch import nn
 
 from autoplan.capture.feeding.wants import SIZES, Kind, Want
 from autoplan.common.errors import AutoplanError
+from autoplan.common.files.decode import misshapen
 from autoplan.common.files.plain import NotPlain, read_plain
-from autoplan.common.files.shapes import misshapen
 from autoplan.common.rules_folder import rules_folder
 
 _SHAPE = {

@@ -20,8 +20,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.capture.called import PART, call
+from autoplan.capture.dry_run import own
 from autoplan.common.conventions import conventions
-from autoplan.common.nested import changed_inside, fields_of, is_record
+from autoplan.common.nested import fields_of, is_record
 from autoplan.common.random_values import reseed_held, untouched_randomness
 from autoplan.execute import random_streams
 from autoplan.execute.parameters.state_dict import gathered
@@ -96,7 +97,7 @@ class Subject:
         for buffer in self.model.buffers():
             if buffer.grad_fn is not None:  # a cache that the run before wrote into: its graph is gone
                 buffer.detach_()
-        given = _copied(dict(inputs))
+        given = own(dict(inputs))
         switch = conventions().cache_switch
         if switch in self.signature and switch not in given and PART not in given:
             given[switch] = False
@@ -218,8 +219,3 @@ def _asking(inputs: Inputs) -> dict[str, torch.Tensor]:
 def _seed_host(number: int) -> None:
     random.seed(number)
     numpy.random.seed(number)
-
-
-def _copied(value: Any) -> Any:
-    """Forwards change what they are given: lists and dicts too."""
-    return value.clone() if isinstance(value, torch.Tensor) else changed_inside(value, _copied)

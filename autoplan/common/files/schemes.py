@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.common.errors import SourceError
+from autoplan.common.files.decode import misshapen
 from autoplan.common.files.plain import NotPlain, read_plain
-from autoplan.common.files.shapes import misshapen
 from autoplan.common.rules_folder import rules_folder
 
 _NEEDED = {"title", "method", "tensors"}

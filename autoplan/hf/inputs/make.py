@@ -28,7 +28,7 @@ from autoplan.capture.dry_run import failure_of, tried
 from autoplan.capture.feeding.wants import SIZES
 from autoplan.common.errors import CaptureError
 from autoplan.common.random_values import working_dtype
-from autoplan.hf.inputs.guesses import NAMES, first_that_runs, pictures, sounds, spectrum
+from autoplan.hf.inputs.guesses import NAMES, first_that_runs, pictures, positive_int, sounds, spectrum
 from autoplan.hf.inputs.prompts import MODALITIES, Modality, prompt_feed, together
 from autoplan.hf.shrink import all_configs
 from autoplan.hf.tiny_sizes import is_token_id
@@ -201,7 +201,7 @@ class _Maker:
 
     def encoded(self) -> torch.Tensor:
         """What an encoder would have made of a sequence two longer than the text, or of a short one beside a long."""
-        width = _int(self.config.get_text_config(), "hidden_size") or 16
+        width = positive_int(self.config.get_text_config(), "hidden_size") or 16
         return self.draw.normal((self.batch, min(self.length, _FRAMES) + 2, width))
 
     def prompts(self, main: Mapping[str, Any]) -> Iterator[tuple[str, Modality]]:
@@ -253,13 +253,8 @@ class _Maker:
         vision = next((c for c in self.configs if getattr(c, "image_size", None)), None)
         size = getattr(vision, "image_size", 64)
         height, width = size[-2:] if isinstance(size, list | tuple) else (size, size)
-        channels = _int(vision, "num_channels") or _int(vision, "in_channels") or 3
+        channels = positive_int(vision, "num_channels") or positive_int(vision, "in_channels") or 3
         return self.draw.normal((self.batch, channels, height, width))
-
-
-def _int(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 @dataclass(frozen=True)
