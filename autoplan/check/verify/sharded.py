@@ -10,37 +10,25 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from autoplan.capture.copies import copied
 from autoplan.check.ranks.common import Budget
 from autoplan.check.ranks.run import Engine, one_compute_thread
-from autoplan.check.verify.compare import Tolerance
+from autoplan.check.verify.checks import CHECKS, Check, judge, labels_for, takes_labels
+from autoplan.check.verify.compare import Tolerance, tolerance_for
 from autoplan.check.verify.on_ranks import CheckFailed, Job, Sharding, attentively, copy_of, observe_all, said
-from autoplan.check.verify.subject import CANNOT_RUN
+from autoplan.check.verify.subject import CANNOT_RUN, Group, Observation, Subject
 from autoplan.common.errors import AutoplanError, OutsideError
+from autoplan.common.random_values import working_dtype
 from autoplan.common.stages import stage
 from autoplan.patches.kernels import where_it_runs
 from autoplan.values import Finding, Report
 
-if TYPE_CHECKING:
-    from autoplan.check.verify.checks import Check
-    from autoplan.check.verify.subject import Group, Observation, Subject
-
-CHECK_NAMES = (
-    "parameters",
-    "state_dict",
-    "forward",
-    "second_shape",
-    "training",
-    "loss",
-    "attention",
-    "cache",
-    "dropout",
-    "optimizer",
-)
+CHECK_NAMES = tuple(check.name for check in CHECKS)
 
 
 _ASIDE = ("blocks", "noted", "ways")  # what ranks tell besides collectives
@@ -64,48 +52,32 @@ def check_sharding(
     `feeds` are the calls to make, by name; `others` the same calls with another batch and length. `dims`: the mesh to
     simulate, names and sizes, where it has more than the one dim "tp".
     """
+
+    start, wanted = time.perf_counter(), _chosen(checks)
     with one_compute_thread(), where_it_runs(model):  # checkpointed blocks run again in backward
-        return _check(
-            model, feeds, sharding, tp_size, others or {}, _chosen(checks), engine, mesh, budget or Budget(), dims
-        )
-
-
-def _check(
-    model: Any,
-    feeds: Mapping[str, Any],
-    sharding: Sharding,
-    tp_size: int,
-    others: Mapping[str, Any],
-    wanted: tuple[str, ...],
-    engine: Engine,
-    mesh: Any,
-    budget: Budget,
-    dims: Mapping[str, int] | None,
-) -> Report:
-    start = time.perf_counter()
-    from autoplan.check.verify.checks import CHECKS, judge
-    from autoplan.check.verify.compare import tolerance_for
-
-    subject = _prepared(model, feeds, others, labelled="loss" in wanted)
-    stage("running the tiny clone unsharded")
-    subject, reference, absent = _observed_unsharded(subject, wanted)
-    job = Job(subject, sharding, tp_size, tuple(reference), tuple((dims or {"tp": tp_size}).items()))
-    ranks, findings = observe_all(job, engine, mesh, budget)
-    tolerance = tolerance_for(_dtype(model))
-    gradients: dict[str, float] = {}
-    forward: float | None = None
-    for check in CHECKS:
-        if ranks and check.name in ranks[0][0]:
-            seen = [observed[check.name] for observed, _ in ranks]
-            more, errors = judge(check, reference[check.name], seen, tolerance)
-            if check.name in ("forward", "second_shape") and more:
-                tolerance, note = tolerance_of(check, subject, reference[check.name], errors, tolerance)
+        subject = _prepared(model, feeds, others or {}, labelled="loss" in wanted)
+        stage("running the tiny clone unsharded")
+        subject, reference, absent = _observed_unsharded(subject, wanted)
+        job = Job(subject, sharding, tp_size, tuple(reference), tuple((dims or {"tp": tp_size}).items()))
+        ranks, findings = observe_all(job, engine, mesh, budget or Budget())
+        tolerance = tolerance_for(working_dtype(model))
+        gradients: dict[str, float] = {}
+        forward: float | None = None
+        for check in CHECKS:
+            if ranks and check.name in ranks[0][0]:
+                seen = [observed[check.name] for observed, _ in ranks]
                 more, errors = judge(check, reference[check.name], seen, tolerance)
-                findings += note
-            findings += more
-            if check.name == "forward":
-                gradients = _worst(found for group, found in errors.items() if group.gradient)
-                forward = max(_worst(found for group, found in errors.items() if group.output).values(), default=None)
+                if check.name in ("forward", "second_shape") and more:
+                    tolerance, note = tolerance_of(check, subject, reference[check.name], errors, tolerance)
+                    more, errors = judge(check, reference[check.name], seen, tolerance)
+                    findings += note
+                findings += more
+                if check.name == "forward":
+                    gradients = _worst(found for group, found in errors.items() if group.gradient)
+                    forward = max(
+                        _worst(found for group, found in errors.items() if group.output).values(), default=None
+                    )
+    moved = ranks[0][1] if ranks else {}
     done = tuple(name for name in CHECK_NAMES if ranks and name in ranks[0][0])
     return Report(
         ok=not any(finding.level == "error" for finding in findings),
@@ -119,13 +91,11 @@ def _check(
             "engine": "mesh" if mesh is not None else engine,
             "precision": tolerance.precision,
             "tolerance": tolerance.limit,
-            "collectives": {k: v for k, v in ranks[0][1].items() if k not in ("blocks", "noted", "ways")}
-            if ranks
-            else {},
-            "blocks": ranks[0][1].get("blocks", {}) if ranks else {},
-            "noted": ranks[0][1].get("noted") if ranks else None,
+            "collectives": {kind: count for kind, count in moved.items() if kind not in _ASIDE},
+            "blocks": moved.get("blocks", {}),
+            "noted": moved.get("noted"),
             "unread": sharding.unread(_gradients(reference)) if sharding.unread is not None else {},
-            "ways": ranks[0][1].get("ways", {}) if ranks else {},
+            "ways": moved.get("ways", {}),
             "seconds": round(time.perf_counter() - start, 3),
         },
     )
@@ -142,8 +112,6 @@ def _chosen(checks: Iterable[str] | None) -> tuple[str, ...]:
 
 def _prepared(model: Any, feeds: Mapping[str, Any], others: Mapping[str, Any], labelled: bool) -> Any:
     """The unsharded subject, in eval mode; `labelled`: with labels for the feeds that take them."""
-    from autoplan.check.verify.checks import labels_for, takes_labels
-    from autoplan.check.verify.subject import Subject
 
     subject = Subject(copied(model).eval(), feeds, others)
     subject = replace(subject, lifted=can_be_lifted(subject))
@@ -154,9 +122,7 @@ def _prepared(model: Any, feeds: Mapping[str, Any], others: Mapping[str, Any], l
 
 def can_be_lifted(subject: Any) -> bool:
     """Is it a model in double precision that runs when all inside is in double precision too?"""
-    import torch
-
-    if _dtype(subject.model) != torch.float64:
+    if working_dtype(subject.model) != torch.float64:
         return False
     lifted = replace(subject, model=copied(subject.model), lifted=True)
     try:
@@ -171,8 +137,6 @@ def can_be_lifted(subject: Any) -> bool:
 def _observed_unsharded(subject: Any, wanted: tuple[str, ...]) -> tuple[Any, dict[str, Any], dict[str, str]]:
     """What the unsharded model says; in single precision inside, where it runs parts again in backward, which torch
     does outside of every function mode."""
-    from torch.utils.checkpoint import CheckpointError
-
     try:
         return subject, *_reference(subject, wanted)
     except CheckFailed as error:
@@ -184,7 +148,6 @@ def _observed_unsharded(subject: Any, wanted: tuple[str, ...]) -> tuple[Any, dic
 
 def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
     """What the unsharded model says, by check; and why some checks do not apply to it."""
-    from autoplan.check.verify.checks import CHECKS
     from autoplan.execute import random_streams
 
     seen: dict[str, Any] = {}
@@ -222,12 +185,6 @@ def _gradients(reference: Mapping[str, Any]) -> list[Any]:
     return [tensors for seen in reference.values() for group, tensors in seen.items() if group.gradient]
 
 
-def _dtype(model: Any) -> Any:
-    from autoplan.common.random_values import working_dtype
-
-    return working_dtype(model)
-
-
 def _worst(errors: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The worst error of each name over some groups (one for each feed)."""
     worst: dict[str, float] = {}
@@ -249,14 +206,13 @@ _SLIGHT = 1e3  # times the limit: what is further off is a mistake, whatever the
 _MARGIN = 10.0  # a sharded model rounds in more places than its weights
 _RUNS = 3
 
-Errors = Mapping["Group", Mapping[str, float]]  # of each tensor
+Errors = Mapping[Group, Mapping[str, float]]  # of each tensor
 
 
 def tolerance_of(
     check: Check, subject: Subject, reference: Observation, errors: Errors, usual: Tolerance
 ) -> tuple[Tolerance, list[Finding]]:
     """The tolerance for a model with these errors; wider, with a note, where rounding alone moves it as far."""
-    from autoplan.check.verify.checks import judge
 
     error = _largest(errors)
     if not usual.limit < error <= _SLIGHT * usual.limit:
