@@ -26,9 +26,13 @@ from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_real
 from autoplan.capture.copies import copied
 from autoplan.capture.feeding.other_paths import with_other_paths
+from autoplan.check.permute import check_permutations
 from autoplan.check.ranks.common import Budget
+from autoplan.check.replay import replay
 from autoplan.check.verify.clone import Clone, is_small_and_real
+from autoplan.check.verify.sizes import Sizes, tried_sizes
 from autoplan.check.verify.subject import SAME
+from autoplan.check.verify.verify import verify_tried
 from autoplan.common.code.ways import Ways, added, seen_code, ways_of
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.options import Wish
@@ -138,9 +142,6 @@ def prove_graph(
     that does less proves less, and a finding says so. `trial` is how the plan did on simulated ranks: without it
     nothing is proven, since the graph holds none of the model's Python.
     """
-    from autoplan.check.permute import check_permutations
-    from autoplan.check.replay import replay
-
     try:
         clone, feeds, captured, precision = _recorded_clone(source, tried)
     except AutoplanError as error:
@@ -266,9 +267,6 @@ def settle_capabilities(
     Findings say what had to be left out, or that nothing would do. Where no clone can be tried, what is wanted stays,
     and the outcome says why and what to pass.
     """
-    from autoplan.check.verify.sizes import Sizes, tried_sizes
-    from autoplan.check.verify.verify import verify_tried
-
     how: Any = {"sequence_parallel": wanted.sequence, "checks": _TRIED_BY, "choices": choices, "budget": budget}
     try:
         report, tried, clone = verify_tried(
@@ -320,9 +318,6 @@ def _left_out(check: str, what: str) -> Finding:
 def prove_ranks(source: Source, plan: Plan, clone: Clone | None = None) -> Plan:
     """Run the sharded tiny clone (the given one, if it is that of the trial) on simulated ranks and write the outcome
     into the plan."""
-    from autoplan.check.verify.sizes import Sizes, tried_sizes
-    from autoplan.check.verify.verify import verify_tried
-
     written = plan if choices_of_plan(plan) is not None else None
     how: Any = {"sequence_parallel": plan.sequence_parallel, "traffic": False, "clone": clone}
     try:

@@ -25,6 +25,7 @@ from autoplan.check.verify.subject import CANNOT_RUN, Group, Observation, Subjec
 from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.common.random_values import working_dtype
 from autoplan.common.stages import stage
+from autoplan.execute import random_streams
 from autoplan.patches.kernels import where_it_runs
 from autoplan.values import Finding, Report
 
@@ -148,8 +149,6 @@ def _observed_unsharded(subject: Any, wanted: tuple[str, ...]) -> tuple[Any, dic
 
 def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
     """What the unsharded model says, by check; and why some checks do not apply to it."""
-    from autoplan.execute import random_streams
-
     seen: dict[str, Any] = {}
     absent: dict[str, str] = {}
     with random_streams.fork():

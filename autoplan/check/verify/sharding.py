@@ -13,6 +13,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
 from autoplan.common.options import Checkpointing, Options, TensorParallel
 from autoplan.common.patterns import best_match
+from autoplan.execute.checkpointing.blocks import runs_of
 from autoplan.execute.parallelize import shard_model
 from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.values import Plan, Stack
@@ -51,8 +52,6 @@ def recomputed(model: Any, stacks: tuple[Stack, ...]) -> tuple[int, int]:
     All blocks of `stacks` that are trained must hold one. Fewer may run again: nobody waits for the gradient of a block
     whose output is not used.
     """
-    from autoplan.execute.checkpointing.blocks import runs_of
-
     modules = dict(model.named_modules(remove_duplicate=False))
     runs = {id(modules[name]): (name, run) for name, run in runs_of(model).items()}
     listed = {id(modules[name]): name for stack in stacks for name in stack.fqns}
