@@ -1,4 +1,7 @@
-"""What a feed calls: the model, or the part of it that the key "@module" names; "@training" runs its training paths."""
+"""What a feed calls: the model, or the part of it that the key "@module" names; "@training" runs its training paths.
+
+Below: which modules have code for training only, and layers that take their shapes from a first call.
+"""
 
 from __future__ import annotations
 

@@ -7,30 +7,28 @@ failures tell; its trail is kept.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from autoplan.capture.called import PART
+from autoplan.capture.dry_run import Twin, tried
 from autoplan.capture.feeding.wants import SIZES, State
+from autoplan.capture.fold import CONTAINERS
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
+from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import working_dtype
 from autoplan.values import Fed
 
 if TYPE_CHECKING:  # most models are fed as their config says: what searches is imported when it is needed
     from autoplan.capture.feeding.arguments import Arguments
     from autoplan.capture.feeding.search import Search, Step
-import inspect
-from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType
-
-import torch
-
-from autoplan.capture.called import PART
-from autoplan.capture.dry_run import Twin, tried
-from autoplan.capture.fold import CONTAINERS
-from autoplan.common.conventions import conventions
-from autoplan.common.nested import flatten_tensors
 
 _OF_A_PART = 60  # tries
 _SHOWN = 8  # tries that a message lists

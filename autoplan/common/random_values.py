@@ -3,6 +3,8 @@
 Initial ones and zeros hide wrong layouts: a norm weight of ones is the same however it is cut, a bias of zeros may be
 added twice. So every parameter of a tiny clone is random, and stays in the range its module expects: what starts as
 ones stays near one.
+
+Below: the dtype in which a model computes, and surroundings in which it is tried.
 """
 
 from __future__ import annotations

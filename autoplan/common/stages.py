@@ -3,7 +3,8 @@
     with watched(print):
         stage("recording the model's run")
 
-Ranks are threads and processes of their own and have no watcher, so that a stage is told once.
+Ranks are threads and processes of their own and have no watcher, so that a stage is told once. Below: a counter of
+equal rounds, which is handed down in the same way.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Dicts, lists and tuples of which a failure tells a key or the number of parts; what a failure tells of plain
-arguments is in failures.py.
+arguments is in told.py.
 
 A dict may be an argument, part of one, or one that the model made of them: then its keys are those of what went in.
 """

@@ -8,30 +8,39 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-from autoplan.check.ranks.run import Engine
-from autoplan.check.verify.sharded import CHECK_NAMES
-from autoplan.check.verify.sizes import parse_mesh
-from autoplan.common.errors import AutoplanError, IndivisibleError, SourceError
-from autoplan.decide.plan.chosen import expert_findings
-from autoplan.values import CallRewrite, Finding, Plan, Report, Score, Verdict
-
-if TYPE_CHECKING:
-    from autoplan.analyse.solve import Solution
-    from autoplan.check.verify.clone import Clone
-from collections.abc import Iterable
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 from autoplan.analyse.picture.dataflow import dataflow
 from autoplan.analyse.picture.flow import Flow, node_of
 from autoplan.analyse.solve import Solution
+from autoplan.check.ranks.run import Engine
+from autoplan.check.verify.sharded import CHECK_NAMES
+from autoplan.check.verify.sizes import parse_mesh
+from autoplan.common.errors import AutoplanError, IndivisibleError, SourceError
 from autoplan.common.patterns import matches
 from autoplan.decide.naming import Reading, readings
+from autoplan.decide.plan.chosen import expert_findings
 from autoplan.decide.plan.folding import Names
-from autoplan.values import Collective, Instruction, Move, SequenceBoundary, Stack
+from autoplan.values import (
+    CallRewrite,
+    Collective,
+    Finding,
+    Instruction,
+    Move,
+    Plan,
+    Report,
+    Score,
+    SequenceBoundary,
+    Stack,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    from autoplan.analyse.solve import Solution
+    from autoplan.check.verify.clone import Clone
 
 CHECK_SETS = {"fast": ("parameters", "forward"), "all": CHECK_NAMES}
 
