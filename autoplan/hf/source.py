@@ -93,11 +93,6 @@ class Source:
         config, _ = settled_dtype(config, "")
         return replace(self, config=config, dtype_origin="as asked")
 
-    @cached_property
-    def can_shrink(self) -> bool:
-        """Is there a tiny clone? Yes with a config that describes the module, and for a module that is small."""
-        return self._described_by_config or self._small or self._adapted
-
     @property
     def own_clone(self) -> bool:
         """Is the tiny clone the module itself, since no config describes it?"""

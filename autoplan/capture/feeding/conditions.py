@@ -26,15 +26,12 @@ _MOST_PARTS = 16  # of a list
 
 def asked_by_condition(place: Place, state: State) -> Iterator[State]:
     """States in which the failed condition may hold."""
-    found = place.condition()
-    if found is None:
-        return
-    test, outcome = found
-    for node in ast.walk(test):
+    test = place.condition()
+    for node in ast.walk(test) if test is not None else ():
         if isinstance(node, ast.Compare) and len(node.ops) >= 1:
             left = node.left
             for op, right in zip(node.ops, node.comparators, strict=True):
-                yield from _compared(place, state, left, op, right, outcome)
+                yield from _compared(place, state, left, op, right)
                 left = right
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and len(node.args) == 2:
             yield from _instance(place, state, node)
@@ -45,9 +42,9 @@ def asked_by_condition(place: Place, state: State) -> Iterator[State]:
 
 def keys_asked_for(place: Place) -> tuple[str, ...]:
     """Keys that a dict was to have: `assert key in data`, `all(key in data for key in needed)`."""
-    found = place.condition()
+    test = place.condition()
     asked: list[Any] = []
-    for node in ast.walk(found[0]) if found is not None else ():
+    for node in ast.walk(test) if test is not None else ():
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
             asked.append(value_of(place, node.left))
         elif isinstance(node, ast.GeneratorExp | ast.ListComp) and isinstance(node.elt, ast.Compare):
@@ -56,9 +53,7 @@ def keys_asked_for(place: Place) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for key in asked if isinstance(key, str)))
 
 
-def _compared(
-    place: Place, state: State, left: ast.expr, op: ast.cmpop, right: ast.expr, outcome: bool
-) -> Iterator[State]:
+def _compared(place: Place, state: State, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Iterator[State]:
     one, other = value_of(place, left), value_of(place, right)
     paths = (*_paths(place, left), *_paths(place, right)) or tuple(path for path, _ in state.leaves())
     if _is_rank(left) or _is_rank(right):

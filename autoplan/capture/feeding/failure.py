@@ -113,21 +113,20 @@ class Place:
         ]
         return exact[0] if exact else self.statement()
 
-    def condition(self) -> tuple[ast.expr, bool] | None:
-        """What was tested to come here, and how it came out: an assertion's, or that of the `if` around a raise."""
+    def condition(self) -> ast.expr | None:
+        """What was tested to come here: an assertion's condition, or that of the `if` around a raise."""
         statement, tree = self.statement(), _tree(self.frame.f_code)
         if isinstance(statement, ast.Assert):
-            return statement.test, False
+            return statement.test
         called = statement.value if isinstance(statement, ast.Expr) else None
         if isinstance(called, ast.Call) and called.args and "assert" in ast.unparse(called.func).lower():
-            return called.args[0], False
+            return called.args[0]
         if not isinstance(statement, ast.Raise) or tree is None:
             return None
-        around = [n for n in ast.walk(tree) if isinstance(n, ast.If) and _holds(n, statement)]
+        tests = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+        around = [node for node in tests if any(inner is statement for inner in ast.walk(node))]
         nearest = max(around, key=lambda node: node.lineno, default=None)
-        if nearest is None:
-            return None
-        return nearest.test, any(one is statement or _holds(one, statement) for one in nearest.body)
+        return None if nearest is None else nearest.test
 
     def names(self) -> list[str]:
         """Names in the running expression, in the order they are written."""
@@ -162,10 +161,6 @@ def places_of(error: BaseException) -> list[Place]:
             found.append(Place(trace.tb_frame, trace.tb_lineno, spot))
         trace = trace.tb_next
     return found
-
-
-def _holds(node: ast.AST, inside: ast.AST) -> bool:
-    return any(inner is inside for inner in ast.walk(node)) and node is not inside
 
 
 @lru_cache(maxsize=256)

@@ -165,14 +165,13 @@ def _sized(state: State, path: Path, demand: Demand) -> Iterator[State]:
 def _condition(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     for place in reversed(failure.places[-3:]):
         yield from asked_by_condition(place, failure.state)
-        found = place.condition()
-        if found is None:
+        test = place.condition()
+        if test is None:
             continue
-        for name in [n.id for n in ast.walk(found[0]) if isinstance(n, ast.Name)]:
+        for name in [n.id for n in ast.walk(test) if isinstance(n, ast.Name)]:
             if name in place.frame.f_locals and place.value(name) is None:
                 yield from _given(failure, arguments, model, name)
-        if found is not None:
-            return
+        return
 
 
 def _none(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
