@@ -61,7 +61,6 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         },
         "what stands for the numbers that an op draws, which needs tensors: ops/ loads no torch",
     ),
-    "check/verify/sharded.py": ({"dropout"}, _OTHERS),
     "common/options.py": ({"all"}, _OTHERS),
     "doctor/private_engines.py": (
         {"_grouped_mm", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention"},
