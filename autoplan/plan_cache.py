@@ -23,8 +23,7 @@ from torch import nn
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
-from autoplan.common.files.plain import read_plain
-from autoplan.common.files.write import write_whole
+from autoplan.common.files.plain import read_plain, write_whole
 from autoplan.common.options import check_argument
 from autoplan.common.requirements import installed_versions
 from autoplan.common.rules_folder import rules_folders

@@ -1,20 +1,32 @@
-"""What a feed calls: the model, or the part of it that the key "@module" names; "@training" runs its training paths."""
+"""What a feed calls: the model, or the part of it that the key "@module" names; "@training" runs its training paths.
+
+Below: which modules have code for training only, and layers that take their shapes from a first call.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
+from torch.nn.parameter import is_lazy
 
-from autoplan.capture.training_paths import in_training
+from autoplan.capture.copies import copied
+from autoplan.capture.dry_run import own
+from autoplan.common.conventions import conventions
+from autoplan.common.errors import CaptureError
+from autoplan.common.random_values import untouched_randomness
 from autoplan.patches.kernels import where_it_runs
-
-__all__ = ["PART", "TRAINING", "call", "calls_the_model", "inside_a_function"]
 
 PART, TRAINING = "@module", "@training"
 
@@ -42,3 +54,141 @@ def inside_a_function() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# Code that runs in training only: which modules have such code, and how it is run while all else is as it was.
+#
+# The problem: a head that only training reads, noise on a router, a loss of its own stand behind `if self.training`. A
+# recording in eval mode never meets them. So modules whose own code branches on the mode are put into training mode for
+# one call more. All others stay in eval mode: dropout and batch norms have one code for both, and draw or write in one.
+
+
+_MODE = "training"
+
+
+def has_training_paths(model: nn.Module) -> bool:
+    """Does any of its modules choose by the mode what it runs?"""
+    return any(map(_has_code, model.modules()))
+
+
+@contextmanager
+def in_training(model: nn.Module) -> Iterator[None]:
+    """Modules that choose by the mode are in training mode, by themselves."""
+    changed = [module for module in model.modules() if not module.training and _has_code(module)]
+    for module in changed:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = False
+
+
+def _has_code(module: nn.Module) -> bool:
+    cls: Any = type(module)
+    return any(all(_may_hold(other, module) for other in others) for others in _choices(cls))
+
+
+@lru_cache(maxsize=4096)
+def _choices(cls: Any) -> tuple[tuple[ast.expr, ...], ...]:
+    """For each choice by the mode in the code of a class, what else must hold for it."""
+    bases = (base for base in cls.__mro__ if base is not object and not base.__module__.startswith("torch."))
+    functions = (f for base in bases if not conventions().is_base(base) for f in vars(base).values())
+    asking = (f for f in functions if inspect.isfunction(f) and _MODE in inspect.unwrap(f).__code__.co_names)
+    return tuple(found for f in asking for node in _nodes(f) if (found := _chosen(node)) is not None)
+
+
+def _nodes(function: Any) -> Iterator[ast.AST]:
+    try:
+        yield from ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))))
+    except (OSError, TypeError, SyntaxError, ValueError):  # made while running: there is nothing to read
+        return
+
+
+def _chosen(node: ast.AST) -> tuple[ast.expr, ...] | None:
+    """What else is asked for, where a node chooses by the mode between pieces of code; None for any other.
+
+    Two numbers are none: `0.0 if not self.training else p`.
+    """
+    if isinstance(node, ast.If | ast.While):
+        return _asked(node.test)
+    if isinstance(node, ast.IfExp):
+        choices = node.body, node.orelse
+        return _asked(node.test) if any(map(_calls, choices)) or not any(map(_is_setting, choices)) else None
+    return None
+
+
+def _asked(test: ast.expr) -> tuple[ast.expr, ...] | None:
+    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+    others = tuple(part for part in parts if not _asks(part))
+    return others if len(others) < len(parts) else None
+
+
+def _asks(test: ast.AST) -> bool:
+    return any(isinstance(part, ast.Attribute) and part.attr == _MODE for part in ast.walk(test))
+
+
+def _may_hold(test: ast.expr, module: nn.Module) -> bool:
+    """False for `self.flag` and `self.number > 0` that do not hold; of anything else nothing is known."""
+    if isinstance(test, ast.Attribute) and _is_self(test.value):
+        return _truth(getattr(module, test.attr, True))
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.left, ast.Attribute):
+        value, limit = getattr(module, test.left.attr, None), test.comparators[0]
+        plain = _is_self(test.left.value) and isinstance(value, int | float) and isinstance(limit, ast.Constant)
+        return not (plain and isinstance(test.ops[0], ast.Gt) and not value > limit.value)  # type: ignore[attr-defined]
+    return True
+
+
+def _truth(value: Any) -> bool:
+    return bool(value) if isinstance(value, bool | int | float) else value is not None
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _calls(node: ast.AST) -> bool:
+    return any(isinstance(part, ast.Call) for part in ast.walk(node))
+
+
+def _is_setting(node: ast.AST) -> bool:
+    """A number, or what a module holds: then the other choice is one, too."""
+    return isinstance(node, ast.Constant | ast.Attribute | ast.UnaryOp)
+
+
+# Layers that take their shapes from the first call: a plan needs the shapes, so a copy is called first.
+
+
+def with_shapes(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]] | None) -> nn.Module:
+    """The model itself, or a copy of it that was called once where parameters have no shape yet."""
+    waiting = _waiting(model)
+    if not waiting:
+        return model
+    if not feeds:
+        raise CaptureError(
+            f"{waiting[0]} of {type(model).__name__} has no shape before its first call ({len(waiting)} such)",
+            hint="call the model once on an example before it is planned, or pass inputs= (then a copy is called)",
+        )
+    copy = copied(model)
+    try:
+        with untouched_randomness(0), torch.no_grad():
+            for inputs in feeds.values():
+                call(copy, own(dict(inputs)))
+    except Exception as error:  # someone else's forward may raise anything
+        raise CaptureError(
+            f"the first call of {type(model).__name__}, which gives {waiting[0]} its shape, fails: "
+            f"{type(error).__name__}: {error}",
+            hint="pass inputs= as its forward takes them",
+        ) from error
+    left = _waiting(copy)
+    if left:
+        raise CaptureError(
+            f"{left[0]} of {type(model).__name__} has no shape even after a call with inputs=",
+            hint="pass a second feed, {name: {argument: tensor}}, that runs it",
+        )
+    return copy
+
+
+def _waiting(model: nn.Module) -> list[str]:
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return [name for name, tensor in named if is_lazy(tensor)]

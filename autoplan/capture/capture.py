@@ -21,17 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.called import PART, TRAINING
 from autoplan.capture.dry_run import SMALL, Twin, fake_mode, quiet
-from autoplan.capture.fold import fold
-from autoplan.capture.idle_experts import with_idle_members
+from autoplan.capture.fold import fold, kinds_of
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.recorder import Recording, record
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError, OutsideError
 from autoplan.common.nested import flatten_tensors
+from autoplan.common.patterns import holders
 from autoplan.common.random_values import untouched_randomness
-from autoplan.values import Trace
-
-__all__ = ["Captured", "capture_any", "capture_fake", "capture_real"]
+from autoplan.values import Fold, Trace
 
 _MOST_REAL = 4_000_000_000  # parameters that a run on hollow real tensors may multiply with
 _LISTED = 3  # so many results in one list may be those of blocks
@@ -240,3 +238,58 @@ def capture_real(model: nn.Module, feeds: dict[str, dict[str, Any]], *, keep_val
     with untouched_randomness():
         trace, recording = record(model, feeds, keep_values=keep_values)
     return Captured(replace(trace, real=True), recording)
+
+
+# Experts that no token chose: they follow one that ran.
+#
+# The problem: a model that keeps its experts in a list runs those that some token chose. With the few tokens of a trace
+# most are never seen, and what was not seen would stay whole. But a member of a list of equals is run by the code that
+# runs the others. So what the trace says of one that ran holds for those that did not, as with the blocks of a deep
+# stack that were left out before the run (see fold.py); they are taken out of the trace after it.
+#
+# Only members of one list or dictionary of modules are taken for equals, only if they are of one kind, and only if they
+# hold matrices: a list may also hold the parts of a block, one after the other, of which a branch that nobody took runs
+# some (a second norm).
+
+
+def with_idle_members(trace: Trace, model: nn.Module) -> Trace:
+    """The trace without modules that never ran, where another of their list did: that one stands for them."""
+    folds = tuple(_folds(trace, model))
+    if not folds:
+        return trace
+    idle = {f"{fold.container}.{member}" for fold in folds for member, _ in fold.members}
+
+    def stays(name: str) -> bool:
+        return name not in idle and not any(holder in idle for holder in holders(name))
+
+    return replace(
+        trace,
+        tensors=tuple(
+            info if not info.names or any(map(stays, info.names)) else replace(info, kind="constant", names=())
+            for info in trace.tensors
+        ),
+        module_classes={name: kind for name, kind in trace.module_classes.items() if stays(name)},
+        attributes={name: found for name, found in trace.attributes.items() if stays(name)},
+        folds=(*folds, *trace.folds),  # innermost first: a folded block has such lists, too
+    )
+
+
+def _folds(trace: Trace, model: nn.Module) -> Iterator[Fold]:
+    ran = {visit.module for visit in trace.visits}
+    busy = {holder for name in (*ran, *trace.read) for holder in holders(name)} | ran
+    left_out = {fold.container: dict(fold.members) for fold in trace.folds}  # before the run: no need to ask again
+    for name, container in model.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.ModuleDict) or name not in trace.module_classes:
+            continue
+        known = left_out.get(name, {})
+        held = {key: one for key, one in container._modules.items() if one is not None and key not in known}
+        members = {key: one for key, one in held.items() if any(p.dim() > 1 for p in one.parameters())}
+        at_work = [key for key in members if f"{name}.{key}" in ran]
+        idle = [key for key in members if f"{name}.{key}" not in busy]
+        if not at_work or not idle:
+            continue
+        kinds = dict(zip(members, kinds_of(list(members.values())), strict=True))
+        first = {kinds[key]: key for key in reversed(at_work)}
+        followers = tuple((key, first[kinds[key]]) for key in idle if kinds[key] in first)
+        if followers:
+            yield Fold(name, followers)

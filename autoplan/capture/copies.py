@@ -28,8 +28,6 @@ from autoplan.common.code.code_place import outer_stores
 from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import flatten_tensors
 
-__all__ = ["PLAIN_CONTAINERS", "Rebinding", "containers_of", "contents_of", "copied", "copy_slots", "holds_weights"]
-
 Model = TypeVar("Model", bound=nn.Module)
 _CACHED = type(functools.lru_cache(len))
 _TAKEN_AS_THEY_ARE = (FunctionType, MethodType, BuiltinFunctionType, _CACHED, weakref.ref, tuple)
@@ -126,7 +124,7 @@ class Rebinding:
         for value in reachable(original, self._cold):
             if id(value) in self.memo and value is not self.memo or _may_write(value):
                 return True
-            if any(id(one) in self.memo for one in _global_containers(value).values()):
+            if any(id(container) in self.memo for container in _global_containers(value).values()):
                 return True
             seen[id(value)] = value
         self._cold.update(seen)

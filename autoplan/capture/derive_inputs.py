@@ -7,21 +7,28 @@ failures tell; its trail is kept.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from autoplan.capture.called import PART
+from autoplan.capture.dry_run import Twin, tried
 from autoplan.capture.feeding.wants import SIZES, State
-from autoplan.common.dtypes import working_dtype
+from autoplan.capture.fold import CONTAINERS
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
+from autoplan.common.nested import flatten_tensors
+from autoplan.common.random_values import working_dtype
 from autoplan.values import Fed
 
 if TYPE_CHECKING:  # most models are fed as their config says: what searches is imported when it is needed
     from autoplan.capture.feeding.arguments import Arguments
     from autoplan.capture.feeding.search import Search, Step
-
-__all__ = ["Recipe", "derive", "recipe_for"]
 
 _OF_A_PART = 60  # tries
 _SHOWN = 8  # tries that a message lists
@@ -117,3 +124,139 @@ def _not_found(arguments: Arguments, search: Search) -> CaptureError:
 def _tried(step: Step) -> str:
     given = ", ".join(f"{name}={want.text(step.state.sizes)}" for name, want in step.state.wants)
     return f"{given} -> {step.failed[:120] or 'ran'}"
+
+
+# Parts of a model that its own forward never runs: they are called alone.
+#
+# Decoders of image tokens, heads of a second task, codecs: methods of a model run them, its forward does not, and yet
+# their weights fill memory. A feed with the key "@module" calls that module in place of the model. What it takes is
+# derived as for any plain module. Whoever calls it, it must give whole results, and whole gradients of what it takes.
+#
+# Of equal parts in one list some may be read and others not: a router chose so. Those are left alone, since what their
+# siblings' results run into was seen, and theirs must be the same.
+#
+# A part that has other methods which run its parts (`encode`, `decode`) is not called itself: nothing says that its
+# forward does what they do. Its parts are.
+
+
+_SIDES = (4, 8, 16)  # of pictures
+_WORTH = 0.001  # of the model's weights: what holds less stays whole
+
+
+Make = Callable[[str, nn.Module], dict[str, Any] | None]  # what a part is given, where something says so
+
+
+def part_feeds(
+    model: nn.Module, feeds: Mapping[str, Mapping[str, Any]], described: Make, size: tuple[int, int, int]
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """A feed for each part of some size that none of the given ones reads, and a note for each that has none.
+
+    `size`: batch, length and seed of what is derived.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    notes: list[str] = []
+    reads = _Reads.of(model, feeds)
+    waiting = list(reads.unread_parts(model, ""))
+    while waiting:
+        name, part = waiting.pop(0)
+        try:
+            given = described(name, part)
+            found[name] = {PART: name, **(_derived(part, size) if given is None else given)}
+        except CaptureError as error:
+            inside = list(reads.unread_parts(part, f"{name}."))
+            if not inside:
+                notes.append(f"no feed for {name}, which forward does not run: {error.message}")
+            waiting = inside + waiting
+    return found, notes
+
+
+def _derived(part: nn.Module, size: tuple[int, int, int]) -> dict[str, Any]:
+    """What the part takes; of pictures the smallest that goes through it, for what makes pictures makes large ones."""
+    given = _smallest(part, derive(part, *size, first=True))
+    run = tried(part, given, supposing=True)
+    if not run.complete:  # a search on shapes alone stops where values are read
+        raise CaptureError(str(run.failure or "it reads values of what it is given"))
+    return given
+
+
+def _smallest(part: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    for side in _SIDES:
+        smaller = {name: _cut_to(value, side) for name, value in given.items()}
+        try:
+            twin = Twin(part)
+            results = flatten_tensors(twin.run(twin.module, smaller))
+        except Exception:  # someone else's forward, tried on a guess, may raise anything
+            continue
+        if all(min(tensor.shape, default=2) > 1 for _, tensor in results):
+            return smaller
+    return given
+
+
+def _cut_to(value: Any, side: int) -> Any:
+    """The corner of a picture (or a film)."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 4:
+        return value
+    return value[..., :side, :side].contiguous()
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """Which parameters some feed reads, and which none does. Of equal blocks one is known for all."""
+
+    read: frozenset[str]
+    unread: frozenset[str]
+    worth: float
+
+    @staticmethod
+    def of(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]]) -> _Reads:
+        """Nothing counts as unread where a run stopped halfway."""
+        runs = [tried(model, feed, supposing=True) for feed in feeds.values()]
+        read = frozenset[str]().union(*(run.used for run in runs))
+        known = frozenset[str]().union(*(run.known for run in runs))
+        unread = known - read if all(run.complete for run in runs) else frozenset[str]()
+        return _Reads(read, unread, _WORTH * sum(p.numel() for p in model.parameters()))
+
+    def unread_parts(self, model: nn.Module, above: str) -> Iterator[tuple[str, nn.Module]]:
+        """The outermost modules that nobody reads and that can be called by themselves."""
+        for short, part in model.named_children():
+            name = f"{above}{short}"
+            held = {f"{name}.{own}": parameter.numel() for own, parameter in part.named_parameters()}
+            unread = held.keys() & self.unread
+            if not unread or sum(held.values()) < self.worth:
+                continue
+            partly_read = bool(held.keys() & self.read)
+            if not partly_read and self._has_read_sibling(model, above, part):
+                continue
+            if partly_read or not _is_called(part):
+                yield from self.unread_parts(part, f"{name}.")
+            else:
+                yield name, part
+
+    def _has_read_sibling(self, model: nn.Module, above: str, part: nn.Module) -> bool:
+        """Is a part of the same class next to it read?"""
+        siblings = (f"{above}{short}." for short, other in model.named_children() if type(other) is type(part))
+        if not isinstance(model, CONTAINERS):
+            return False
+        prefixes = tuple(siblings)
+        return any(name.startswith(prefixes) for name in self.read)
+
+
+def _is_called(part: nn.Module) -> bool:
+    """Has it a forward, and no other public method that runs its parts?"""
+    if type(part).forward is nn.Module.forward:
+        return False
+    children = {name for name, _ in part.named_children()}
+    return not any(_runs(method, children) for method in _public_methods(type(part)))
+
+
+def _public_methods(cls: type) -> Iterator[FunctionType]:
+    for base in cls.__mro__:
+        if base.__module__.startswith("torch.") or conventions().is_base(base) or base is object:
+            continue
+        for name, method in vars(base).items():
+            if isinstance(method, FunctionType) and not name.startswith(("_", "set_")) and name != "forward":
+                yield inspect.unwrap(method)
+
+
+def _runs(method: FunctionType, children: set[str]) -> bool:
+    return len(inspect.signature(method).parameters) > 1 and not children.isdisjoint(method.__code__.co_names)

@@ -10,8 +10,6 @@ import torch
 
 from autoplan.common.errors import SourceError
 
-__all__ = ["Draw", "evaluate"]
-
 _MOST_ELEMENTS, _MOST_DESCRIBED = 1 << 28, 1 << 26  # of one example; of one that a rule file describes
 _DRAWN = 1_000_003  # a prime: no two rows of an example are the same
 

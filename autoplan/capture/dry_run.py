@@ -36,22 +36,6 @@ from autoplan.common.random_values import untouched_randomness
 from autoplan.patches.classes import code_lies_open
 from autoplan.patches.kernels import on_reference_path
 
-__all__ = [
-    "SMALL",
-    "Tried",
-    "Twin",
-    "depends_on_data",
-    "enter_first_in_a_lasting_thread",
-    "failure_of",
-    "fake_mode",
-    "own",
-    "quiet",
-    "tried",
-    "with_storage",
-    "without_storage",
-]
-
-
 SMALL = 30_000_000  # parameters up to which a copy may be run for real
 
 

@@ -29,8 +29,6 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
 from autoplan.values import Fold
 
-__all__ = ["Folded", "fold", "kinds_of"]
-
 Replace = Callable[[torch.Tensor, str], torch.Tensor]
 # The second of a kind shows that a block may follow one of its own; the last of a stack is kept too, for what follows
 # reads it, and stands for no other.

@@ -21,8 +21,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from autoplan.capture.copies import PLAIN_CONTAINERS, Rebinding, containers_of, holds_weights
 
-__all__ = ["containers_in", "hooks_of_forward", "keep_hooks_of_forward", "made_anew_in_training"]
-
 _MAKING_WEIGHTS = "torch.nn.utils."
 _BASE_STATE = frozenset(nn.Module().__dict__)
 _KINDS = {  # and what is noted about them

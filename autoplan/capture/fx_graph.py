@@ -14,8 +14,6 @@ from torch import fx
 
 from autoplan.values import Op, Ref, Symbolic, TensorInfo, Trace
 
-__all__ = ["fx_graph"]
-
 
 def fx_graph(trace: Trace) -> fx.Graph:
     """The ops of a trace as an FX graph. It is a picture of one run: sizes are the numbers of that run."""

@@ -23,9 +23,6 @@ from torch.overrides import TorchFunctionMode
 from autoplan.common.errors import OutsideError
 from autoplan.common.nested import flatten_tensors
 
-__all__ = ["Outsiders", "outsiders_of", "refusing_outsiders", "remember_original", "replacing"]
-
-
 _Known: TypeAlias = Mapping[int, tuple[weakref.ref[torch.Tensor], str]]
 
 

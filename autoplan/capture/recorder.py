@@ -22,9 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from autoplan.capture.called import call, inside_a_function
 from autoplan.capture.dry_run import own
-from autoplan.capture.known_values import KnownValues
+from autoplan.capture.known_values import Escapes, KnownValues, TracedInt, integer_attributes, trace_attributes
 from autoplan.capture.outside import outsiders_of
-from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes, trace_attributes
 from autoplan.common.code.code_place import call_name, code_place
 from autoplan.common.code.ways import listener, tracing
 from autoplan.common.errors import CaptureError, OutsideError
@@ -33,8 +32,6 @@ from autoplan.ops import call_record
 from autoplan.ops.views import reshapes_in_place
 from autoplan.patches.classes import code_lies_open
 from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
-
-__all__ = ["Recording", "record"]
 
 _KEEP_VALUES_BELOW = 4097  # elements of integer constants worth keeping: index tables, not token ids
 

@@ -6,30 +6,50 @@
               │                      └ planning.py: capture, solve, write down
               └ the trial: a tiny clone, sharded, on simulated ranks (Proof.trial names it)
 
-The trial comes first because it says what the draft may use. The steps of the proof are in `prove.py`. The pipeline
+The trial comes first because it says what the draft may use. The steps of the proof follow it. The pipeline
 stands here and not in `planning.py`, since simulated ranks and `verify` draft plans themselves: no import runs up.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoplan.check.prove import prove_graph, prove_ranks, settle_capabilities
+from autoplan.analyse.solve import Solution
+from autoplan.capture.capture import Captured, capture_real
+from autoplan.capture.copies import copied
+from autoplan.capture.feeding.other_paths import with_other_paths
+from autoplan.check.permute import check_permutations
 from autoplan.check.ranks.common import Budget
-from autoplan.common.code.ways import added, seen_code, ways_of
+from autoplan.check.replay import replay
+from autoplan.check.verify.clone import Clone, is_small_and_real
+from autoplan.check.verify.sizes import Sizes, tried_sizes
+from autoplan.check.verify.subject import SAME
+from autoplan.check.verify.verify import verify_tried
+from autoplan.common.code.ways import Ways, added, seen_code, ways_of
+from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.options import Wish
+from autoplan.common.patterns import is_under, matches
+from autoplan.common.random_values import inputs_in, tried_dtypes, working_dtype
 from autoplan.common.stages import stage
+from autoplan.decide.plan.chosen import choices_of_plan, experts_of, solve_chosen
+from autoplan.decide.plan.folding import BLOCKS
 from autoplan.decide.written_plans.choices import ChosenCuts
+from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.names import version_findings
 from autoplan.hf.source import Source
+from autoplan.hf.stacks import layers
+from autoplan.patches.seeding import Lifted
 from autoplan.patches.simulated_ranks import alone
 from autoplan.planning import draft_plan, wanted_capabilities, with_paths
-from autoplan.values import Finding, Plan
-
-__all__ = ["proven_plan"]
+from autoplan.values import Capabilities, Entry, Finding, LocalExperts, Plan, Proof, Trace, Trial
 
 
 def proven_plan(source: Source, wish: Wish, choices: ChosenCuts | None = None, module: nn.Module | None = None) -> Plan:
@@ -61,3 +81,260 @@ def _steps(source: Source, wish: Wish, choices: ChosenCuts | None, module: nn.Mo
     made = replace(made, proof=proof.proof, findings=made.findings + proof.findings, entries=proof.stamp(made.entries))
 
     return prove_ranks(source, made, settled.clone) if wish.prove == "ranks" else made
+
+
+# Proofs that a plan carries: the trial on simulated ranks, permutation law and graph replay on a tiny clone, `verify`.
+#
+# The tiny clone is planned by the same rules at its own small size; what holds for its axes holds for the large
+# model's, since both are the same code. Where a clone cannot be made or run, the proof says why and what to pass, and
+# entries stay unproven: a plan is proven only if its clone ran on simulated ranks too.
+
+
+TRIED = "proof"  # the check under which findings tell how a plan did on simulated ranks
+_TINY_TP = 2
+_UNPROVEN = "unproven"
+_NOT_TRIED = {"training": "training mode"}  # what a trial goes without where the unsharded model cannot do it
+_TRIED_BY = ("forward", "second_shape", "training")
+_TO_PASS = "pass inputs= with which the model runs forward and backward in float64, float32 or its own dtype"
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What the plan may use, and how that was found: the trial on simulated ranks."""
+
+    capabilities: Capabilities
+    trial: Trial = Trial()
+    findings: tuple[Finding, ...] = ()
+    ways: Ways = field(default_factory=dict)  # through the model's code, that were tried and not recorded
+    clone: Clone | None = None  # that was tried
+
+
+@dataclass(frozen=True)
+class GraphProof:
+    """The outcome of the graph proof, ready to be written into a plan. `unseen`: modules that it shows nothing of."""
+
+    proof: Proof
+    findings: tuple[Finding, ...] = ()
+    unseen: tuple[str, ...] = ()
+
+    def stamp(self, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+        """Say in each entry what was proven."""
+        if not self.proof.ok:
+            return entries
+        stamp = f"graph at tp={self.proof.tp_size}"
+        return tuple(entry if self._is_unseen(entry) else replace(entry, proof=stamp) for entry in entries)
+
+    def _is_unseen(self, entry: Entry) -> bool:
+        return any(matches(entry.pattern, name) for name in self.unseen)
+
+
+def prove_graph(
+    source: Source,
+    plan: Plan,
+    trace: Trace,
+    choices: ChosenCuts | None = None,
+    trial: Trial = Trial(),  # noqa: B008 - frozen
+    tried: Clone | None = None,
+) -> GraphProof:
+    """Permutation law and replay on a tiny clone, at a size of its own, under the same choices.
+
+    `tried`: the clone of the trial, which is recorded if it can be. `trace` is what the model itself does: a clone
+    that does less proves less, and a finding says so. `trial` is how the plan did on simulated ranks: without it
+    nothing is proven, since the graph holds none of the model's Python.
+    """
+    try:
+        clone, feeds, captured, precision = _recorded_clone(source, tried)
+    except AutoplanError as error:
+        text = f"no tiny clone to prove the plan on: {error.message}"
+        proof = Proof("none", 1, False, (), text, trial, _found_wrong(trial))
+        return GraphProof(proof, (Finding("proof", "warn", "", text, error.hint or _TO_PASS),))
+    solution = solve_chosen(
+        captured.trace,
+        _TINY_TP,
+        choices.for_clone() if choices is not None else None,
+        tuple(stack.fqns for stack in layers(clone)) if plan.cp_size > 1 else None,
+        experts=experts_of(plan.tp_size, plan.ep_size if plan.runtime.of(LocalExperts) else 1, Capabilities()),
+        context=plan.cp_size > 1,
+    )
+    assert solution.shards is not None
+    with precision():
+        law = check_permutations(clone, feeds, solution.trace, solution.axes, solution.shards.marks)
+    played = replay(solution.shards.trace, captured.recording, solution.shards)
+    missing = _never_ran(trace, captured.trace)
+    findings = [*_unseen_classes(missing), *played.findings] + [
+        Finding(
+            "permutation",
+            "error",
+            _where(solution, axis),
+            f"permuting its {axis.size} units changes the output by {e:.1e}",
+        )
+        for axis, e in law.failed.items()
+    ]
+    text = (
+        f"{len(law.passed)} axes permuted without change, {played.split_ops} ops replayed on {_TINY_TP} simulated ranks"
+    )
+    text += f"; not in {', '.join(missing)}, which the tiny clone never runs" if missing else ""
+    wrong = _found_wrong(trial, findings)
+    ok = not wrong and trial.outcome != "skipped"
+    proof = Proof("graph", _TINY_TP, ok, ("permutation", "replay"), text, trial, wrong)
+    return GraphProof(proof, tuple(findings), _inside(missing, trace))
+
+
+def _found_wrong(trial: Trial, findings: Iterable[Finding] = ()) -> tuple[str, ...]:
+    """The checks that say so."""
+    checks = [finding.check for finding in findings if finding.level == "error"]
+    return tuple(dict.fromkeys(checks + ["trial"] * (trial.outcome == "wrong")))
+
+
+def _never_ran(model: Trace, clone: Trace) -> tuple[str, ...]:
+    """Classes that run in the model and not in its tiny clone: the proof shows nothing of them."""
+    of_model, of_clone = (
+        {trace.module_classes[visit.module] for visit in trace.visits if visit.module in trace.module_classes}
+        for trace in (model, clone)
+    )
+    return tuple(sorted(of_model - of_clone))
+
+
+def _inside(classes: tuple[str, ...], trace: Trace) -> tuple[str, ...]:
+    """The modules of these classes, and all that they hold."""
+    tops = [name for name, kind in trace.module_classes.items() if kind in classes]
+    return tuple(name for name in trace.module_classes if any(is_under(top, name) for top in tops))
+
+
+def _unseen_classes(missing: tuple[str, ...]) -> Iterator[Finding]:
+    if missing:
+        text = f"the tiny clone never runs {', '.join(missing)}: what the plan does there is derived, not proven"
+        yield Finding("proof", "warn", "", text)
+
+
+Precision = Callable[[], AbstractContextManager[Any]]
+
+
+def _recorded_clone(source: Source, tried: Clone | None) -> tuple[nn.Module, dict[str, Any], Captured, Precision]:
+    """A tiny clone that runs, its calls, what it does in them, and the precision in which it did.
+
+    Shrunk less where the smallest cannot run; in single precision, or the model's own, where it does not run in double.
+    """
+    refusal: AutoplanError | None = None
+    for make in _attempts(source, tried):
+        try:
+            clone, feeds = make()
+            for precision in (Lifted, nullcontext) if working_dtype(clone) == torch.float64 else (nullcontext,):
+                try:
+                    with precision():
+                        return clone, feeds, capture_real(copied(clone), feeds, keep_values=True), precision
+                except CaptureError as error:
+                    refusal = refusal or error
+        except AutoplanError as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def _attempts(source: Source, tried: Clone | None) -> Iterator[Callable[[], tuple[nn.Module, dict[str, Any]]]]:
+    # a small real model is tried itself, and recorded as its config says it: at sizes that two ranks share
+    if tried is not None and (source.own_clone or not (source.given is not None and is_small_and_real(source.given))):
+        yield lambda: (tried.model, dict(tried.planned))
+    for one in source.ever_larger():
+        for dtype in tried_dtypes(source.module):
+            yield partial(_fed_clone, one, dtype)
+
+
+def _fed_clone(source: Source, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
+    clone = source.tiny(dtype=dtype, experts="batched_mm")
+    made = make_inputs(clone, model_type=source.model_type, inputs=source.inputs, recipe=source.recipe)
+    return clone, inputs_in(working_dtype(clone), with_other_paths(clone, made.feeds, made.others).feeds)
+
+
+def _where(solution: Solution, axis: object) -> str:
+    for fact in solution.classes:
+        if fact.split and fact.size == getattr(axis, "size", 0):
+            return fact.parameters[0][0]
+    return ""
+
+
+def settle_capabilities(
+    source: Source,
+    wanted: Capabilities,
+    tp_size: int = _TINY_TP,
+    ep_size: int = 1,
+    cp_size: int = 1,
+    choices: ChosenCuts | None = None,
+    budget: Budget | None = None,
+) -> Settled:
+    """Shard the tiny clone on simulated ranks, as somebody chose; keep the first capabilities with the same numbers.
+
+    Findings say what had to be left out, or that nothing would do. Where no clone can be tried, what is wanted stays,
+    and the outcome says why and what to pass.
+    """
+    how: Any = {"sequence_parallel": wanted.sequence, "checks": _TRIED_BY, "choices": choices, "budget": budget}
+    try:
+        report, tried, clone = verify_tried(
+            tried_sizes(source, Sizes(tp_size, ep_size, cp_size)), None, traffic=False, **how
+        )
+    except AutoplanError as error:
+        trial = Trial("skipped", error.message, error.hint or _TO_PASS)
+        text = f"not verified on simulated ranks: {trial.why}"
+        return Settled(wanted, trial, (Finding("proof", "warn", "", text, trial.hint),))
+    capabilities: Capabilities = report.details["capabilities"]
+    first = next((finding for finding in report.findings if finding.level == "error"), None)
+    if first is not None:
+        text = f"on simulated ranks the sharded tiny clone differs: {first.where} {first.message}"
+        hint = "keep the modules named here whole"
+        trial = Trial("wrong", text, hint, tried.ranks)
+        return Settled(capabilities, trial, (Finding(TRIED, "error", first.where, text, hint),), clone=clone)
+    left_out = [
+        Finding("proof", "note", "", f"not tried on simulated ranks, {_NOT_TRIED[check]}: {why}")
+        for check, why in report.details["not_checked"].items()
+        if check in _NOT_TRIED and why != SAME
+    ]
+    left_out += [
+        Finding("proof", "note", name, f"no gradient reached the part of {_ranks(ranks)} in the trial: it was not read")
+        for name, ranks in report.details["unread"].items()
+    ]
+    if wanted.sequence and not capabilities.sequence:
+        left_out.append(_left_out("sequence", "sequence parallelism was asked for and is not applied"))
+    if capabilities.whole:
+        what = f"{', '.join(capabilities.whole)} and what shares its cut stays whole"
+        left_out.append(
+            Finding("proof", "warn", capabilities.whole[0], f"{what}: cut, the tiny clone did not give the same")
+        )
+    if ep_size > 1 and not capabilities.experts:
+        left_out.append(_left_out("experts", "expert parallelism was asked for and is not applied"))
+    if wanted.scoped and not capabilities.scoped:
+        left_out.append(_left_out("scoped", "calls in the middle of a module's Python are not rewritten"))
+    return Settled(capabilities, Trial("passed", ranks=tried.ranks), tuple(left_out), report.details["ways"], clone)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _left_out(check: str, what: str) -> Finding:
+    level: Literal["warn", "note"] = "note" if check == "scoped" else "warn"
+    return Finding(check, level, "", f"{what}: with it the tiny clone did not give the same on simulated ranks")
+
+
+def prove_ranks(source: Source, plan: Plan, clone: Clone | None = None) -> Plan:
+    """Run the sharded tiny clone (the given one, if it is that of the trial) on simulated ranks and write the outcome
+    into the plan."""
+    written = plan if choices_of_plan(plan) is not None else None
+    how: Any = {"sequence_parallel": plan.sequence_parallel, "traffic": False, "clone": clone}
+    try:
+        report, tried, _ = verify_tried(tried_sizes(source, Sizes.of_plan(plan)), written, **how)
+    except AutoplanError as error:  # no clone runs: the trial has said so already, and the plan is not proven
+        text = f"verify could not run: {error.message}"
+        proof = replace(plan.proof, ok=False, text=text)
+        return replace(plan, proof=proof, findings=(*plan.findings, Finding("proof", "warn", "", text, error.hint)))
+    # whole blocks of the clone are left out: the draft has said it of the model's own size
+    findings = tuple(finding for finding in report.findings if finding.check != BLOCKS)
+    checked = tuple(report.details.get("checked", ()))
+    text = f"largest gradient error {max(report.gradients.values(), default=0.0):.1e}"
+    wrong = tuple(dict.fromkeys(plan.proof.wrong + _found_wrong(Trial(), report.findings)))
+    trial = plan.proof.trial if plan.proof.trial.outcome == "wrong" else Trial("passed" if report.ok else "wrong")
+    trial = replace(trial, ranks=tried.ranks)
+    proof = Proof("ranks", tried.ranks, not wrong, checked, text, trial, wrong)
+    stamp = f"ranks at tp={tried.ranks}" if proof.ok else _UNPROVEN
+    unseen = [entry for entry in plan.entries if plan.proof.ok and entry.proof == _UNPROVEN]
+    entries = tuple(entry if entry in unseen else replace(entry, proof=stamp) for entry in plan.entries)
+    return replace(plan, proof=proof, findings=plan.findings + findings, entries=entries)

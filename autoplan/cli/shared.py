@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.files.write import write_whole
+from autoplan.common.files.plain import write_whole
 from autoplan.common.stages import watched
 
 if TYPE_CHECKING:

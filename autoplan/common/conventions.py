@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
     StoredTensor = tuple[PackedWeight, PackedTensor]
 
-__all__ = ["BaseName", "CheckpointNames", "CheckpointWriter", "Conventions", "Conversion", "Join", "PlanPart",
-           "conventions", "hand_in"]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Join:

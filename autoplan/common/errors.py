@@ -2,20 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AutoplanError",
-    "CaptureError",
-    "IndivisibleError",
-    "OutsideError",
-    "PlanFileError",
-    "PlanMismatchError",
-    "PlanRefusedError",
-    "SourceError",
-    "UnprovenPlanWarning",
-    "UntestedVersionWarning",
-]
-
-
 _LONGEST = 3000  # characters of an error: what it quotes may be a whole file
 
 

@@ -16,20 +16,6 @@ import torch
 
 from autoplan.common.errors import PlanMismatchError
 
-__all__ = [
-    "change_at",
-    "change_if_returned",
-    "change_if_tensor",
-    "change_input",
-    "change_output",
-    "changed_inside",
-    "fields_of",
-    "flatten_tensors",
-    "is_record",
-    "own_argument",
-    "signature_names",
-]
-
 EACH = "*"  # in a path: every item of a sequence, which has one for each block
 _LEAVES = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 Path = tuple[Any, ...]

@@ -15,23 +15,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = [
-    "Checkpointing",
-    "DataParallel",
-    "Keywords",
-    "MOST_RANKS",
-    "TRIAL_SECONDS",
-    "Options",
-    "Request",
-    "TensorParallel",
-    "Wish",
-    "check_argument",
-    "check_context_size",
-    "check_count",
-    "check_expert_size",
-    "check_ranks",
-]
-
 Request: TypeAlias = "bool | str | Callable[[str, nn.Module], bool | str]"
 
 MOST_RANKS = 1 << 16

@@ -23,8 +23,6 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Universe", "best_match", "fold_counted", "fold_names", "holders", "is_under", "matches", "nearest"]
-
 
 class HasPattern(Protocol):
     @property

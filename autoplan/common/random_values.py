@@ -3,21 +3,25 @@
 Initial ones and zeros hide wrong layouts: a norm weight of ones is the same however it is cut, a bias of zeros may be
 added twice. So every parameter of a tiny clone is random, and stays in the range its module expects: what starts as
 ones stays near one.
+
+Below: the dtype in which a model computes, and surroundings in which it is tried.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
-__all__ = ["BUILDING", "drawn_so_far", "fill_meta", "randomise", "reseed_held", "untouched_randomness"]
+from autoplan.common.errors import SourceError
+from autoplan.common.nested import changed_inside
 
 # Held while transformers builds a model. It changes what belongs to the whole process meanwhile (the default dtype, the
 # functions that initialise), and two threads that did so at once could each put back what the other had set.
@@ -70,16 +74,11 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
             continue
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         noise = noise if parameter.dtype.itemsize == 1 else noise.to(parameter.dtype)  # float8 cannot be multiplied
-        if _is_matrix(parameter):
+        if sum(size > 1 for size in parameter.shape) >= 2:
             parameter.copy_(_weight_std(parameter) * noise)
         else:
             parameter.nan_to_num_(0.0, 0.0, 0.0)
             parameter.add_(_VECTOR_STD * noise)
-
-
-def _is_matrix(parameter: torch.Tensor) -> bool:
-    """Does it mix features? One number per feature is a vector however it is shaped: `[1, channels, 1]`."""
-    return sum(size > 1 for size in parameter.shape) >= 2
 
 
 def _weight_std(parameter: torch.Tensor) -> float:
@@ -121,3 +120,73 @@ def _plausible(buffer: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     if buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2]:
         return torch.ones(buffer.shape).tril()
     return 0.5 + torch.rand(buffer.shape, generator=generator)
+
+
+# In which dtype a model computes, and casting it to another.
+#
+# The first floating parameter tells, except that a weight kept in float8 is a store of bits next to its scales: nothing
+# computes in it, and casting it would make another model.
+
+
+def working_dtype(model: nn.Module, default: torch.dtype = torch.float32) -> torch.dtype:
+    """The dtype in which a model computes."""
+    return next((parameter.dtype for parameter in model.parameters() if _computes(parameter)), default)
+
+
+def tried_dtypes(model: Callable[[], nn.Module]) -> Iterator[torch.dtype]:
+    """In which a clone is run, the best first: rounding hides least in the widest; some code runs in its own only.
+
+    `model` gives the model that is cloned. It is asked for last: at its full size it costs more than a clone. Some
+    configs describe no model that can be built but at the sizes of a clone; they have no dtype of their own.
+    """
+    tried = (torch.float64, torch.float32)
+    yield from tried
+    try:
+        own = working_dtype(model())
+    except SourceError:
+        return
+    if own not in tried:
+        yield own
+
+
+def cast_numbers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Floating tensors to `dtype`; complex tables stay complex, quantised weights quantised."""
+    for parameter in model.parameters():
+        if _computes(parameter):
+            parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and _computes(buffer):
+                module._buffers[name] = buffer.to(dtype)
+
+
+def inputs_in(dtype: torch.dtype, value: Any) -> Any:
+    """Example inputs for a clone on the CPU that computes in `dtype`: users give them as their own model takes them."""
+    if isinstance(value, torch.Tensor):
+        here = value if value.is_meta else value.cpu()
+        return here.to(dtype) if here.is_floating_point() else here
+    return changed_inside(value, partial(inputs_in, dtype))
+
+
+def _computes(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
+
+
+# Surroundings in which models are read and tried: what the caller has switched on around us is theirs.
+#
+# People plan where they build: under `torch.device("meta")`, `torch.no_grad()`, inference mode, autocast. A clone that
+# is made there has no numbers, or no gradients, and what is then found wrong is not the plan.
+
+
+@contextmanager
+def plain_surroundings() -> Iterator[None]:
+    """Tensors on the CPU unless asked otherwise, with gradients, each in its own dtype."""
+    with ExitStack() as stack:
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

@@ -9,8 +9,6 @@ from importlib import import_module
 
 from autoplan.common.errors import AutoplanError, UntestedVersionWarning
 
-__all__ = ["OWN_SHARDING", "TESTED", "VersionError", "check_versions", "installed_versions", "older_than", "untested"]
-
 # Oldest and newest release that the tests ran with. pyproject.toml states the oldest too, README both; tests compare.
 TESTED = {"torch": ((2, 11), (2, 15)), "transformers": ((5, 10), (5, 24))}
 # The release since which transformers shards models by code that an audit can run. Older ones do all else.

@@ -10,14 +10,13 @@ ours.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
 from autoplan.common.errors import AutoplanError
-
-__all__ = ["VARIABLE", "rules_folder", "rules_folders", "with_rules"]
 
 VARIABLE = "AUTOPLAN_RULES"
 _PARTS = ("roles", "plans", "inputs", "quantised", "kernels", "defaults.toml")
@@ -65,3 +64,26 @@ def rules_folder() -> Path:
         f"autoplan's rule files are missing: looked in {places[0]} and {places[1]}",
         hint="reinstall autoplan; the wheel carries them",
     )
+
+
+# Modules that a user names: found where Python finds them, and in the folder one stands in.
+
+
+def from_here() -> list[str]:
+    """The places where modules are looked for, the current folder among them."""
+    here = os.getcwd()
+    return [*sys.path] if here in sys.path or "" in sys.path else [here, *sys.path]
+
+
+@contextmanager
+def importable_here() -> Iterator[None]:
+    """Inside, the current folder counts as a place for modules, as it does for `python -m`."""
+    before, inside = sys.path[:], from_here()
+    added = inside[0] if inside != before else None
+    if added is not None:
+        sys.path.insert(0, added)
+    try:
+        yield
+    finally:
+        if added is not None and added in sys.path:
+            sys.path.remove(added)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
 
 from autoplan.common.errors import AutoplanError
 from autoplan.patches.patched import Patch
@@ -16,6 +20,46 @@ class Private:
     name: str
     why: str
     canary: Callable[[], bool]
+
+
+Canary = Callable[[], bool]
+
+
+class Table(list[Private]):
+    """Entries of one kind."""
+
+    def hold(self, why: str, *names: str) -> Callable[[Canary], Canary]:
+        """Enter these names under the canary that is decorated."""
+
+        def enter(canary: Canary) -> Canary:
+            self.extend(Private(name, why, canary) for name in names)
+            return canary
+
+        return enter
+
+    def there(self, names: Mapping[str, str], *, needed: bool = True) -> None:
+        """Enter names with why they are needed; the canary asks whether they exist, if this version needs them.
+
+        "package.function(first, second)": it has these parameters. "package.Class:method": that member exists.
+        """
+        for text, why in names.items():
+            path, _, parameters = text.removesuffix(")").partition("(")
+            taken = parameters.split(", ") if parameters else []
+            canary = partial(_exists, path.replace(":", "."), taken) if needed else lambda: True
+            self.append(Private(path.partition(":")[0], why, canary))
+
+
+def _exists(path: str, parameters: list[str]) -> bool:
+    member = _member(path)
+    return not parameters or set(parameters) <= set(inspect.signature(member).parameters)
+
+
+def _member(path: str) -> Any:
+    home, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(home), name)
+    except ModuleNotFoundError:
+        return getattr(_member(home), name)
 
 
 def require(entry: Patch | Private) -> None:

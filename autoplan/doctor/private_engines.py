@@ -19,18 +19,24 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _python_dispatch as dispatch
 
-from autoplan.doctor.private import Private
+from autoplan.doctor.private import Private, Table
 
-# The undocumented parts of FSDP2 that autoplan uses, with their canaries.
-
+FSDP = Table()
+ENGINES = Table()
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
 _WALKED = "a rank that skips a unit gathers and frees it all the same"
+_RANKS = "simulated ranks are threads with a group of torch's own tests"
+_FAKE = "models are recorded without storage for their weights"
+_PG = "torch.testing._internal.distributed.multi_threaded_pg"
+
+# The undocumented parts of FSDP2 that autoplan uses, with their canaries.
 
 
 def _fsdp_takes(function: object, *parameters: str) -> bool:
     return tuple(inspect.signature(function).parameters) == parameters  # type: ignore[arg-type]
 
 
+@FSDP.hold("has the caller asked for zeros of unused parameters?", f"{_STATE}._fsdp_param_groups")
 def _zeros_for_unused() -> bool:
     """The caller's own wish is kept by each group of parameters, under this name; torch 2.11 knows no such wish."""
     source = inspect.getsource(_fsdp_param_group.FSDPParamGroup.__init__)
@@ -38,36 +44,15 @@ def _zeros_for_unused() -> bool:
     return getattr(_fsdp_state.FSDPState(), "_fsdp_param_groups", None) == [] if kept else torch.__version__ < "2.12"
 
 
+@FSDP.hold(
+    "an estimate counts the last gradient until it is reduced, in versions whose loop holds it",
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
+)
 def _tells_who_holds_gradients() -> bool:
     """Either its own loop goes over gradients, and holds the last of them, or it is handed what does."""
     function = _fsdp_collectives.foreach_reduce
     loops = "torch.chunk(unsharded_grad," in inspect.getsource(function)
     return loops != ("prepare_reduce_scatter_inputs" in inspect.signature(function).parameters)
-
-
-FSDP = (
-    Private(
-        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
-        "what FSDP2 knows of a unit",
-        lambda: _fsdp_takes(FSDPModule._get_fsdp_state, "self"),
-    ),
-    Private(
-        f"{_STATE}._pre_forward",
-        _WALKED,
-        lambda: _fsdp_takes(_fsdp_state.FSDPState._pre_forward, "self", "module", "args", "kwargs"),
-    ),
-    Private(
-        f"{_STATE}._post_forward",
-        _WALKED,
-        lambda: _fsdp_takes(_fsdp_state.FSDPState._post_forward, "self", "module", "input", "output"),
-    ),
-    Private(
-        "torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
-        "an estimate counts the last gradient until it is reduced, in versions whose loop holds it",
-        _tells_who_holds_gradients,
-    ),
-    Private(f"{_STATE}._fsdp_param_groups", "has the caller asked for zeros of unused parameters?", _zeros_for_unused),
-)
 
 
 # The undocumented parts of torch behind simulated ranks and behind tensors without storage, with their canaries.
@@ -90,6 +75,13 @@ def _takes(name: str, given: tuple[str, ...]) -> bool:
     return tuple(argument.name for argument in arguments[: len(given)]) == given
 
 
+@ENGINES.hold(f"{_RANKS}; collectives are counted there, and woken when a rank fails", f"{_PG}.ProcessLocalGroup")
+@ENGINES.hold(
+    "waiting ranks are sent away when another has failed",
+    f"{_PG}.ProcessLocalGroup._terminate",
+    f"{_PG}.ProcessLocalGroup._coll_lock",
+    f"{_PG}.ProcessLocalGroup._cur_coll_on_pgs",
+)
 def _threaded_group() -> bool:
     group = threaded.ProcessLocalGroup
     first = {
@@ -104,10 +96,14 @@ def _threaded_group() -> bool:
     return same and shared and isinstance(group._cur_coll_on_pgs, dict) and callable(group.reset)
 
 
+@ENGINES.hold(
+    "a tensor that holds others is cut by its own code", "torch.utils._python_dispatch.is_traceable_wrapper_subclass"
+)
 def _wrapping() -> bool:
     return dispatch.is_traceable_wrapper_subclass(torch.ones(1)) is False
 
 
+@ENGINES.hold("waiting ranks are woken", f"{_PG}.Collective._start_cond", f"{_PG}.Collective._done_cond")
 def _collective() -> bool:
     collective = threaded.Collective(2, None, None)
     waiting = isinstance(collective._start_cond, threading.Condition) and isinstance(
@@ -116,6 +112,9 @@ def _collective() -> bool:
     return waiting and _parameters(threaded.Collective.join) == ["self", "rank", "data"]
 
 
+@ENGINES.hold(
+    "simulated ranks ask it for shapes one at a time", "torch.distributed.tensor._sharding_prop.ShardingPropagator"
+)
 def _propagator() -> bool:
     """DTensor runs ops on whole tensors without storage in this method alone."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -123,11 +122,19 @@ def _propagator() -> bool:
     return _parameters(ShardingPropagator._propagate_tensor_meta_non_cached) == ["self", "op_schema"]
 
 
+@ENGINES.hold("subgroups are made in any order", "torch.distributed.distributed_c10d._store_based_barrier")
 def _barrier() -> bool:
     taken = _parameters(dist.distributed_c10d._store_based_barrier)
     return taken[:5] == ["rank", "store", "group_name", "rendezvous_count", "timeout"]
 
 
+@ENGINES.hold(
+    _FAKE,
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch._subclasses.fake_tensor.FakeTensor",
+    "torch._subclasses.FakeTensor",
+)
+@ENGINES.hold("known integers are computed for real", "torch._subclasses.fake_tensor.unset_fake_temporarily")
 def _fake() -> bool:
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
@@ -138,17 +145,20 @@ def _fake() -> bool:
     return is_fake and not isinstance(real, fake_tensor.FakeTensor) and number.constant.item() == 3
 
 
+@ENGINES.hold("a tensor without storage is told from a real one", "torch._subclasses.fake_tensor.is_fake")
 def _is_fake() -> bool:
     with fake_tensor.FakeTensorMode():
         inside = torch.ones(2)
     return bool(fake_tensor.is_fake(inside) and not fake_tensor.is_fake(torch.ones(2)))
 
 
+@ENGINES.hold("nothing is sent where tensors have no values", "torch._guards.detect_fake_mode")
 def _detected() -> bool:
     with fake_tensor.FakeTensorMode() as mode:
         return detect_fake_mode() is mode
 
 
+@ENGINES.hold("a storage is known again while it lives", "torch.UntypedStorage._cdata")
 def _same_storage() -> bool:
     tensor = torch.ones(4)
     return (
@@ -156,6 +166,13 @@ def _same_storage() -> bool:
     )
 
 
+@ENGINES.hold(
+    "Python asked for a value that is not there", "torch._subclasses.fake_tensor.DataDependentOutputException"
+)
+@ENGINES.hold(
+    "Python asked for a size that depends on values that are not there",
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException",
+)
 def _depends_on_data() -> bool:
     """Asking for a value, or for as many rows as hold, raises what says so."""
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
@@ -183,6 +200,10 @@ class _Seeing(dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@ENGINES.hold("every op of a run is seen", "torch.utils._python_dispatch.TorchDispatchMode")
+@ENGINES.hold(
+    "a number in a tensor is read without being recorded", "torch.utils._python_dispatch._disable_current_modes"
+)
 def _dispatch() -> bool:
     with _Seeing() as mode:
         with dispatch._disable_current_modes():
@@ -192,91 +213,57 @@ def _dispatch() -> bool:
     return nobody and mode.seen[-1] == "aten.add.Tensor"
 
 
-_RANKS = "simulated ranks are threads with a group of torch's own tests"
-_FAKE = "models are recorded without storage for their weights"
-_PG = "torch.testing._internal.distributed.multi_threaded_pg"
-ENGINES = (
-    Private(
-        f"{_PG}.ProcessLocalGroup",
-        f"{_RANKS}; collectives are counted there, and woken when a rank fails",
-        _threaded_group,
-    ),
-    Private(
-        f"{_PG}.ProcessLocalGroup._terminate", "waiting ranks are sent away when another has failed", _threaded_group
-    ),
-    Private(
-        f"{_PG}.ProcessLocalGroup._coll_lock", "waiting ranks are sent away when another has failed", _threaded_group
-    ),
-    Private(
-        f"{_PG}.ProcessLocalGroup._cur_coll_on_pgs",
-        "waiting ranks are sent away when another has failed",
-        _threaded_group,
-    ),
-    Private(f"{_PG}.Collective._start_cond", "waiting ranks are woken", _collective),
-    Private(f"{_PG}.Collective._done_cond", "waiting ranks are woken", _collective),
-    Private(
-        f"{_PG}.ThreadLocalWorld",
-        f"{_RANKS}, and a world for each",
-        lambda: hasattr(threaded.ThreadLocalWorld(), "pg_map"),
-    ),
-    Private(
-        "torch.distributed.distributed_c10d._world",
-        f"{_RANKS}, and a world for each",
-        lambda: "_world" in vars(dist.distributed_c10d),
-    ),
-    Private("torch.distributed.distributed_c10d._store_based_barrier", "subgroups are made in any order", _barrier),
-    Private(
-        "torch.distributed.tensor._sharding_prop.ShardingPropagator",
-        "simulated ranks ask it for shapes one at a time",
-        _propagator,
-    ),
-    Private(
-        "torch._C._distributed_c10d",
-        "a store in memory, and names of groups for each thread",
-        lambda: callable(c10d.HashStore) and callable(vars(c10d)["_set_thread_isolation_mode"]),
-    ),
-    Private("torch._subclasses.fake_tensor.FakeTensorMode", _FAKE, _fake),
-    Private("torch._subclasses.fake_tensor.FakeTensor", _FAKE, _fake),
-    Private("torch._subclasses.FakeTensor", _FAKE, _fake),
-    Private("torch._subclasses.fake_tensor.unset_fake_temporarily", "known integers are computed for real", _fake),
-    Private(
-        "torch._subclasses.fake_tensor.DataDependentOutputException",
-        "Python asked for a value that is not there",
-        _depends_on_data,
-    ),
-    Private(
-        "torch._subclasses.fake_tensor.DynamicOutputShapeException",
-        "Python asked for a size that depends on values that are not there",
-        _depends_on_data,
-    ),
-    Private(
-        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
-        "a tensor that holds others is cut by its own code",
-        _wrapping,
-    ),
-    Private("torch.utils._python_dispatch.TorchDispatchMode", "every op of a run is seen", _dispatch),
-    Private(
-        "torch.utils._python_dispatch._disable_current_modes",
-        "a number in a tensor is read without being recorded",
-        _dispatch,
-    ),
-    Private("torch._subclasses.fake_tensor.is_fake", "a tensor without storage is told from a real one", _is_fake),
-    Private("torch._guards.detect_fake_mode", "nothing is sent where tensors have no values", _detected),
-    Private("torch.UntypedStorage._cdata", "a storage is known again while it lives", _same_storage),
-    Private(
-        "torch.testing._internal.distributed.fake_pg.FakeStore",
-        "a world of fake ranks, for dry runs",
-        lambda: isinstance(FakeStore(), torch.distributed.Store),
-    ),
-    Private(
-        "torch.distributed.distributed_c10d._resolve_process_group",
-        "a group is asked whether it is a fake one",
-        lambda: "group_name" in str(distributed_c10d._resolve_process_group.__doc__),
-    ),
-    *(
-        Private(
-            f"torch.ops.aten.{name}", "an estimate records the kernel that a GPU runs", partial(_takes, name, given)
-        )
-        for name, given in _KERNELS.items()
-    ),
+FSDP.extend(
+    Private(*entry)
+    for entry in (
+        (
+            "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+            "what FSDP2 knows of a unit",
+            lambda: _fsdp_takes(FSDPModule._get_fsdp_state, "self"),
+        ),
+        (
+            f"{_STATE}._pre_forward",
+            _WALKED,
+            lambda: _fsdp_takes(_fsdp_state.FSDPState._pre_forward, "self", "module", "args", "kwargs"),
+        ),
+        (
+            f"{_STATE}._post_forward",
+            _WALKED,
+            lambda: _fsdp_takes(_fsdp_state.FSDPState._post_forward, "self", "module", "input", "output"),
+        ),
+    )
+)
+ENGINES.extend(
+    Private(*entry)
+    for entry in (
+        (
+            f"{_PG}.ThreadLocalWorld",
+            f"{_RANKS}, and a world for each",
+            lambda: hasattr(threaded.ThreadLocalWorld(), "pg_map"),
+        ),
+        (
+            "torch.distributed.distributed_c10d._world",
+            f"{_RANKS}, and a world for each",
+            lambda: "_world" in vars(dist.distributed_c10d),
+        ),
+        (
+            "torch._C._distributed_c10d",
+            "a store in memory, and names of groups for each thread",
+            lambda: callable(c10d.HashStore) and callable(vars(c10d)["_set_thread_isolation_mode"]),
+        ),
+        (
+            "torch.testing._internal.distributed.fake_pg.FakeStore",
+            "a world of fake ranks, for dry runs",
+            lambda: isinstance(FakeStore(), torch.distributed.Store),
+        ),
+        (
+            "torch.distributed.distributed_c10d._resolve_process_group",
+            "a group is asked whether it is a fake one",
+            lambda: "group_name" in str(distributed_c10d._resolve_process_group.__doc__),
+        ),
+    )
+)
+ENGINES.extend(
+    Private(f"torch.ops.aten.{name}", "an estimate records the kernel that a GPU runs", partial(_takes, name, given))
+    for name, given in _KERNELS.items()
 )

@@ -12,9 +12,18 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
 
-from autoplan.doctor.private import Private
+from autoplan.doctor.private import Private, Table
+
+MODULES = Table()
 
 
+@MODULES.hold(
+    "a head whose backward someone listens to gives whole logits",
+    "torch.nn.Module._backward_hooks",
+    "torch.nn.Module._backward_pre_hooks",
+    "torch.nn.modules.module._global_backward_hooks",
+    "torch.nn.modules.module._global_backward_pre_hooks",
+)
 def _hooks_of_backward() -> bool:
     module, calls = nn.Identity(), import_module("torch.nn.modules.module")
     of_all = (calls._global_backward_hooks, calls._global_backward_pre_hooks)
@@ -27,12 +36,17 @@ def _hooks_of_backward() -> bool:
     return known and not before
 
 
+@MODULES.hold("FSDP2's hook after a load is called as torch calls it", "torch.nn.modules.module._IncompatibleKeys")
 def _incompatible() -> bool:
     from torch.nn.modules.module import _IncompatibleKeys
 
     return tuple(_IncompatibleKeys(["a"], ["b"])) == (["a"], ["b"])
 
 
+@MODULES.hold(
+    "what FSDP2 notes about a module is forgotten when it fails half way",
+    "torch.distributed._composable_state._module_state_mapping",
+)
 def _states() -> bool:
     from torch.distributed._composable_state import (
         _get_module_state,
@@ -48,6 +62,11 @@ def _states() -> bool:
     return found and _get_module_state(module) is None
 
 
+@MODULES.hold(
+    "a parametrized module is sent to another process",
+    "torch.nn.utils.parametrize._inject_new_class",
+    "torch.nn.utils.parametrize._inject_property",
+)
 def _parametrized() -> bool:
     from torch.nn.utils import parametrize
 
@@ -56,6 +75,11 @@ def _parametrized() -> bool:
     ] == [["module"], ["module", "tensor_name"]]
 
 
+@MODULES.hold(
+    "a checkpointed block runs its hooks again too, and so for the dictionaries next to it",
+    "torch.nn.Module._forward_hooks",
+    "torch.nn.Module._forward_pre_hooks",
+)
 def _hooks() -> bool:
     """Hooks of a module's call stand in these dictionaries, by one number each."""
     module = nn.Identity()
@@ -66,6 +90,7 @@ def _hooks() -> bool:
     return all(before in found for found in pre) and after in post and all(after in flag for flag in flags)
 
 
+@MODULES.hold("a block that converts itself in its forward must keep its DTensors", "torch.nn.Module._apply")
 def _converted() -> bool:
     """`module.to` goes through `_apply` of each module, which may be an attribute of its own."""
     module, seen = nn.Linear(1, 1), []
@@ -74,12 +99,20 @@ def _converted() -> bool:
     return seen == [torch.float64]
 
 
+@MODULES.hold(
+    "recurrent layers compute with a list of their weights",
+    "torch.nn.RNNBase._flat_weights",
+    "torch.nn.RNNBase._flat_weights_names",
+)
 def _flat() -> bool:
     lstm = nn.LSTM(1, 1)
     held = [lstm._parameters[name] for name in lstm._flat_weights_names]
     return all(a is b for a, b in zip(held, lstm._flat_weights, strict=True)) and callable(lstm._update_flat_weights)
 
 
+@MODULES.hold(
+    "of many equal blocks few are recorded, found by their old numbers", "torch.nn.ModuleList._get_abs_string_index"
+)
 def _places_of_blocks() -> bool:
     """A list of modules looks its own `_get_abs_string_index` up for a number."""
     blocks = nn.ModuleList([nn.Identity(), nn.Linear(1, 1)])
@@ -87,11 +120,19 @@ def _places_of_blocks() -> bool:
     return blocks[0] is blocks._modules["1"]
 
 
+@MODULES.hold(
+    "torch.compile puts a level in between that stands in no checkpoint's names",
+    "torch._dynamo.OptimizedModule._orig_mod",
+)
 def _compiled_name() -> bool:
     linear = nn.Linear(1, 1)
     return torch.compile(linear)._orig_mod is linear
 
 
+@MODULES.hold(
+    "what a checkpointed block keeps of its ops is copied before one changes it in place",
+    "torch.utils.checkpoint._VersionWrapper",
+)
 def _kept_of_ops() -> bool:
     """Does the first run keep results in a storage that can be looked through, each with its version?"""
     context = torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
@@ -106,6 +147,10 @@ def _kept_of_ops() -> bool:
     return bool(made.all()) and not again.any()
 
 
+@MODULES.hold(
+    "checkpoint_wrapper puts a level in between that stands in no checkpoint's names",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper._checkpoint_wrapped_module",
+)
 def _checkpointed_name() -> bool:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -113,10 +158,14 @@ def _checkpointed_name() -> bool:
     return checkpoint_wrapper(linear)._checkpoint_wrapped_module is linear
 
 
-def _state_of_module(name: str, kind: type = dict) -> Callable[[], bool]:
+def _state_of_module(name: str, kind: type) -> Callable[[], bool]:
     return lambda: isinstance(vars(nn.BatchNorm1d(1))[name], kind)
 
 
+@MODULES.hold(
+    "a DTensor is made a parameter of a module without a step through DTensor's dispatcher",
+    "torch.nn.Parameter._is_param",
+)
 def _marked_as_parameters() -> bool:
     """Does the mark make a tensor of another class a parameter?"""
 
@@ -128,6 +177,7 @@ def _marked_as_parameters() -> bool:
     return isinstance(made, torch.nn.Parameter)
 
 
+@MODULES.hold("the path guard does not look at modules that run compiled", "torch.nn.Module._compiled_call_impl")
 def _compiles_its_call() -> bool:
     module = nn.Identity()
     before = module._compiled_call_impl
@@ -135,7 +185,18 @@ def _compiles_its_call() -> bool:
     return before is None and module._compiled_call_impl is not None
 
 
-MODULES = (
+MODULES.extend(
+    Private(f"torch.nn.Module.{name}", why, _state_of_module(name, kind))
+    for name, kind, why in (
+        ("_parameters", dict, "parameters are replaced where torch itself keeps them"),
+        ("_buffers", dict, "buffers are replaced where torch itself keeps them"),
+        ("_modules", dict, "blocks are left out of a copy that is recorded"),
+        ("_non_persistent_buffers_set", set, "buffers that no checkpoint holds"),
+        ("_load_state_dict_post_hooks", dict, "FSDP2 looks at its parameters again after a load of ours"),
+        ("_load_state_dict_pre_hooks", dict, "hooks that cannot be sent to another process are left out"),
+    )
+)
+MODULES += [
     Private(
         "torch.nn.modules.dropout._DropoutNd",
         "all dropout modules",
@@ -147,113 +208,8 @@ MODULES = (
         lambda: isinstance(nn.Conv1d(1, 1, 1), torch.nn.modules.conv._ConvNd),
     ),
     Private(
-        "torch.nn.modules.module._IncompatibleKeys",
-        "FSDP2's hook after a load is called as torch calls it",
-        _incompatible,
-    ),
-    Private(
-        "torch.distributed._composable_state._module_state_mapping",
-        "what FSDP2 notes about a module is forgotten when it fails half way",
-        _states,
-    ),
-    Private(
-        "torch.nn.utils.parametrize._inject_new_class",
-        "a parametrized module is sent to another process",
-        _parametrized,
-    ),
-    Private(
-        "torch.nn.utils.parametrize._inject_property", "a parametrized module is sent to another process", _parametrized
-    ),
-    Private(
-        "torch.nn.Parameter._is_param",
-        "a DTensor is made a parameter of a module without a step through DTensor's dispatcher",
-        _marked_as_parameters,
-    ),
-    Private(
-        "torch.nn.Module._backward_hooks",
-        "a head whose backward someone listens to gives whole logits",
-        _hooks_of_backward,
-    ),
-    Private(
-        "torch.nn.Module._backward_pre_hooks",
-        "a head whose backward someone listens to gives whole logits",
-        _hooks_of_backward,
-    ),
-    Private(
-        "torch.nn.modules.module._global_backward_hooks",
-        "a head whose backward someone listens to gives whole logits",
-        _hooks_of_backward,
-    ),
-    Private(
-        "torch.nn.modules.module._global_backward_pre_hooks",
-        "a head whose backward someone listens to gives whole logits",
-        _hooks_of_backward,
-    ),
-    Private(
-        "torch.utils.checkpoint._VersionWrapper",
-        "what a checkpointed block keeps of its ops is copied before one changes it in place",
-        _kept_of_ops,
-    ),
-    Private(
-        "torch.nn.Module._parameters",
-        "parameters are replaced where torch itself keeps them",
-        _state_of_module("_parameters"),
-    ),
-    Private(
-        "torch.nn.Module._buffers", "buffers are replaced where torch itself keeps them", _state_of_module("_buffers")
-    ),
-    Private("torch.nn.Module._modules", "blocks are left out of a copy that is recorded", _state_of_module("_modules")),
-    Private(
-        "torch.nn.Module._non_persistent_buffers_set",
-        "buffers that no checkpoint holds",
-        _state_of_module("_non_persistent_buffers_set", set),
-    ),
-    Private(
-        "torch.nn.Module._load_state_dict_post_hooks",
-        "FSDP2 looks at its parameters again after a load of ours",
-        _state_of_module("_load_state_dict_post_hooks"),
-    ),
-    Private(
-        "torch.nn.Module._load_state_dict_pre_hooks",
-        "hooks that cannot be sent to another process are left out",
-        _state_of_module("_load_state_dict_pre_hooks"),
-    ),
-    Private(
-        "torch.nn.Module._forward_pre_hooks",
-        "hooks are stored in the order in which they run, which compiled code of torch 2.11 relies on",
-        _hooks,
-    ),
-    Private(
-        "torch.nn.Module._forward_hooks",
-        "a checkpointed block runs its hooks again too, and so for the dictionaries next to it",
-        _hooks,
-    ),
-    Private(
         "torch.nn.Module._call_impl",
         "the path guard sees there what a module is called with",
         lambda: torch.nn.Module._call_impl.__code__.co_filename == inspect.getfile(torch.nn.Module),
     ),
-    Private(
-        "torch.nn.Module._compiled_call_impl",
-        "the path guard does not look at modules that run compiled",
-        _compiles_its_call,
-    ),
-    Private("torch.nn.Module._apply", "a block that converts itself in its forward must keep its DTensors", _converted),
-    Private(
-        "torch.nn.ModuleList._get_abs_string_index",
-        "of many equal blocks few are recorded, found by their old numbers",
-        _places_of_blocks,
-    ),
-    Private("torch.nn.RNNBase._flat_weights", "recurrent layers compute with a list of their weights", _flat),
-    Private("torch.nn.RNNBase._flat_weights_names", "recurrent layers compute with a list of their weights", _flat),
-    Private(
-        "torch._dynamo.OptimizedModule._orig_mod",
-        "torch.compile puts a level in between that stands in no checkpoint's names",
-        _compiled_name,
-    ),
-    Private(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper._checkpoint_wrapped_module",
-        "checkpoint_wrapper puts a level in between that stands in no checkpoint's names",
-        _checkpointed_name,
-    ),
-)
+]

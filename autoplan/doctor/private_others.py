@@ -9,25 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from autoplan.common.requirements import OWN_SHARDING, older_than
-from autoplan.doctor.private import Private
+from autoplan.doctor.private import Private, Table
 
-
-def _has(path: str, *parameters: str) -> Callable[[], bool]:
-    """Is there such a member of a module or of a class in one, and does it take these parameters?"""
-
-    def check() -> bool:
-        found = _member(path)
-        return not parameters or set(parameters) <= set(inspect.signature(found).parameters)
-
-    return check
-
-
-def _member(path: str) -> Any:
-    home, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(home), name)
-    except ModuleNotFoundError:
-        return getattr(_member(home), name)
+OTHERS = Table()
+_TP, _LOADING, _MODEL = "transformers.distributed", "transformers.core_model_loading", "transformers.PreTrainedModel"
+_NAMES = "names in checkpoints are those that transformers would read"
+_PIECE = "a rank's piece is what transformers would load"
+_RUN = "a plan in transformers' words is run by transformers"
 
 
 def _config_keeps(name: str, value: str) -> Callable[[], bool]:
@@ -44,6 +32,9 @@ def _config_keeps(name: str, value: str) -> Callable[[], bool]:
     return check
 
 
+@OTHERS.hold(
+    "a lock is given back also by a thread that was interrupted while it gave it back", "threading.RLock._is_owned"
+)
 def _owned() -> bool:
     """Only the thread that has it says so."""
     lock: Any = threading.RLock()
@@ -52,6 +43,11 @@ def _owned() -> bool:
         return (free, lock._is_owned()) == (False, True)
 
 
+@OTHERS.hold(
+    "inner outputs of a model in another process",
+    f"{_MODEL}._can_record_outputs",
+    "transformers.utils.output_capturing._CAN_RECORD_REGISTRY",
+)
 def _record_registry() -> bool:
     """What may be collected is noted for each model while it is built."""
     from transformers import PreTrainedModel
@@ -60,12 +56,16 @@ def _record_registry() -> bool:
     return hasattr(_CAN_RECORD_REGISTRY, "__setitem__") and hasattr(PreTrainedModel, "_can_record_outputs")
 
 
+@OTHERS.hold("the plan that ships with a model is audited, and replaced by an export", f"{_MODEL}._tp_plan")
 def _plans() -> bool:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return isinstance(LlamaForCausalLM._tp_plan, dict) and isinstance(LlamaConfig.base_model_tp_plan, dict)
 
 
+@OTHERS.hold("what a class claims of expert parallelism is audited", f"{_MODEL}._ep_plan")
+@OTHERS.hold("the blocks that a class names are held against the model", f"{_MODEL}._no_split_modules")
+@OTHERS.hold("what a class claims of pipelines is audited", f"{_MODEL}._pp_plan")
 def _claims() -> bool:
     from transformers import LlamaForCausalLM
 
@@ -74,6 +74,7 @@ def _claims() -> bool:
     return all(named) and (experts is None or isinstance(experts, dict))
 
 
+@OTHERS.hold("a stage of a split model is run without its messages", f"{_MODEL}._pp_stage")
 def _pipeline_stage() -> bool:
     """A model that transformers splits over stages holds its own. (Older ones split none: nothing is claimed then.)"""
     home = "transformers.distributed.pipeline_parallel"
@@ -82,36 +83,24 @@ def _pipeline_stage() -> bool:
     )
 
 
+@OTHERS.hold(
+    "a step of a model without SDPA is priced with the flash kernel",
+    f"{_MODEL}._supports_flash_attn",
+    f"{_MODEL}._supports_sdpa",
+)
 def _attention_paths() -> bool:
     from transformers import PreTrainedModel
 
     return not (PreTrainedModel._supports_sdpa or PreTrainedModel._supports_flash_attn)
 
 
-def _missing_keys() -> bool:
-    from transformers import PreTrainedModel
-
-    names = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected")
-    return all(hasattr(PreTrainedModel, name) for name in names)
-
-
-_TP = "transformers.distributed"
-
-
-def _operation() -> bool:
-    return _has("transformers.distributed.sharding_utils.DtensorShardOperation.shard_tensor", "self")()
-
-
-def _of_own_sharding(holds: Callable[[], bool]) -> Callable[[], bool]:
-    """Older versions shard by other code, and audits of their own plans are refused."""
-    return (lambda: True) if older_than("transformers", OWN_SHARDING) else holds
-
-
+@OTHERS.hold("a copy of a model has none of its hooks", f"{_MODEL}._output_capturing_hooks_installed")
 def _hook_flag() -> bool:
     source = inspect.getsource(importlib.import_module("transformers.utils.output_capturing"))
     return "_output_capturing_hooks_installed" in source
 
 
+@OTHERS.hold("layers whose sizes differ are shrunk alike", "transformers.PretrainedConfig._heterogeneity_spec")
 def _single_layers() -> bool:
     """Fields of single layers stand in the config, by layer; before there were any, there is nothing to find."""
     from transformers import LlamaConfig
@@ -122,6 +111,10 @@ def _single_layers() -> bool:
     return bool(vars(config)["_heterogeneity_spec"].per_layer_overrides == {1: {"intermediate_size": 8}})
 
 
+@OTHERS.hold(
+    "what changed names when a model was loaded is reversed when it is saved",
+    f"{_MODEL}._weight_conversions",
+)
 def _reversed_conversions() -> bool:
     """Is the attribute what saving reads, before the conversions of the model's type?"""
     from transformers.core_model_loading import revert_weight_conversion
@@ -129,150 +122,37 @@ def _reversed_conversions() -> bool:
     return "_weight_conversions" in revert_weight_conversion.__code__.co_consts
 
 
-OTHERS = (
-    Private(
-        f"{_TP}.mixin.DistributedMixin._expand_parallel_plan",
-        "a plan in transformers' words is run by transformers",
-        _of_own_sharding(_has(f"{_TP}.mixin.DistributedMixin._expand_parallel_plan", "plan")),
-    ),
-    Private(
-        f"{_TP}.tensor_parallel.apply_tensor_parallelism",
-        "a plan in transformers' words is run by transformers",
-        _of_own_sharding(_has(f"{_TP}.tensor_parallel.apply_tensor_parallelism")),
-    ),
-    Private(
-        f"{_TP}.tensor_parallel.ALL_PARALLEL_STYLES",
-        "which styles the installed version knows",
-        _of_own_sharding(_has(f"{_TP}.tensor_parallel.ALL_PARALLEL_STYLES")),
-    ),
-    Private(
-        f"{_TP}.sharding_utils.DtensorShardOperation",
-        "a rank's piece is what transformers would load",
-        _of_own_sharding(_operation),
-    ),
-    Private(
-        "transformers.conversion_mapping.get_model_conversion_mapping",
-        "names in checkpoints are those that transformers would read",
-        _has("transformers.conversion_mapping.get_model_conversion_mapping", "model"),
-    ),
-    Private(
-        "transformers.core_model_loading.rename_source_key",
-        "names in checkpoints are those that transformers would read",
-        _has("transformers.core_model_loading.rename_source_key", "source_key"),
-    ),
-    Private(
-        "transformers.core_model_loading.WeightConverter",
-        "tensors that one conversion takes together are saved together",
-        _has("transformers.core_model_loading.WeightConverter.rename_source_key", "source_key"),
-    ),
-    Private(
-        "transformers.core_model_loading.revert_weight_conversion",
-        "tensors are saved as transformers would save them",
-        _has("transformers.core_model_loading.revert_weight_conversion", "model"),
-    ),
-    Private(
-        "transformers.PreTrainedModel._weight_conversions",
-        "what changed names when a model was loaded is reversed when it is saved",
-        _reversed_conversions,
-    ),
-    Private(
-        "transformers.PreTrainedModel._hf_peft_config_loaded",
-        "a model with adapters of its own saves these alone",
-        _has("transformers.PreTrainedModel._hf_peft_config_loaded"),
-    ),
-    Private(
-        "transformers.PreTrainedModel._keys_to_ignore_on_save",
-        "tensors that transformers does not save",
-        _has("transformers.PreTrainedModel._keys_to_ignore_on_save"),
-    ),
-    Private(
-        "transformers.PreTrainedModel._from_config",
-        "buffers of a model without storage are computed again",
-        _has("transformers.PreTrainedModel._from_config"),
-    ),
-    Private("transformers.PreTrainedModel._ep_plan", "what a class claims of expert parallelism is audited", _claims),
-    Private(
-        "transformers.PreTrainedModel._no_split_modules",
-        "the blocks that a class names are held against the model",
-        _claims,
-    ),
-    Private("transformers.PreTrainedModel._pp_plan", "what a class claims of pipelines is audited", _claims),
-    Private(
-        "transformers.PreTrainedModel._pp_stage",
-        "a stage of a split model is run without its messages",
-        _pipeline_stage,
-    ),
-    Private(
-        "transformers.PreTrainedModel._tp_plan",
-        "the plan that ships with a model is audited, and replaced by an export",
-        _plans,
-    ),
-    Private(
-        "transformers.PreTrainedModel._can_record_outputs",
-        "inner outputs of a model in another process",
-        _record_registry,
-    ),
-    Private(
-        "transformers.utils.output_capturing._CAN_RECORD_REGISTRY",
-        "inner outputs of a model in another process",
-        _record_registry,
-    ),
-    Private(
-        "transformers.PreTrainedModel._output_capturing_hooks_installed",
-        "a copy of a model has none of its hooks",
-        _hook_flag,
-    ),
-    Private(
-        "transformers.PreTrainedModel._keys_to_ignore_on_load_missing",
-        "which keys a checkpoint may lack",
-        _missing_keys,
-    ),
-    Private(
-        "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected",
-        "which keys of a checkpoint belong to no parameter",
-        _missing_keys,
-    ),
-    Private(
-        "transformers.PreTrainedModel._supports_flash_attn",
-        "a step of a model without SDPA is priced with the flash kernel",
-        _attention_paths,
-    ),
-    Private(
-        "transformers.PreTrainedModel._supports_sdpa",
-        "a step of a model without SDPA is priced with the flash kernel",
-        _attention_paths,
-    ),
-    Private(
-        "transformers.PretrainedConfig._attn_implementation",
-        "both ways of attention are checked",
-        _config_keeps("_attn_implementation", "eager"),
-    ),
-    Private(
-        "transformers.PretrainedConfig._experts_implementation",
-        "experts are recorded in a form that runs without storage",
-        _config_keeps("_experts_implementation", "batched_mm"),
-    ),
-    Private(
-        "transformers.PretrainedConfig._heterogeneity_spec",
-        "layers whose sizes differ are shrunk alike",
-        _single_layers,
-    ),
-    Private(
-        "threading.RLock._is_owned",
-        "a lock is given back also by a thread that was interrupted while it gave it back",
-        _owned,
-    ),
-    *(
-        Private(
-            f"transformers.core_model_loading.WeightTransform.{name}",
-            "names in checkpoints are those that transformers would read",
-            _has(f"transformers.core_model_loading.WeightTransform.{name}"),
-        )
-        for name in ("_original_source_patterns", "_original_target_patterns")
-    ),
-    Private(
-        "transformers.PreTrainedModel._keep_in_fp32_modules",
-        "modules that no method quantises",
-        _has("transformers.PreTrainedModel._keep_in_fp32_modules"),
-    ),
+OTHERS.extend(
+    Private(f"transformers.PretrainedConfig.{name}", why, _config_keeps(name, value))
+    for name, value, why in (
+        ("_attn_implementation", "eager", "both ways of attention are checked"),
+        ("_experts_implementation", "batched_mm", "experts are recorded in a form that runs without storage"),
+    )
+)
+OTHERS.there(
+    {
+        "transformers.conversion_mapping.get_model_conversion_mapping(model)": _NAMES,
+        f"{_LOADING}.rename_source_key(source_key)": _NAMES,
+        f"{_LOADING}.WeightTransform._original_source_patterns": _NAMES,
+        f"{_LOADING}.WeightTransform._original_target_patterns": _NAMES,
+        f"{_LOADING}.revert_weight_conversion(model)": "tensors are saved as transformers would save them",
+        f"{_LOADING}.WeightConverter:rename_source_key(self, source_key)": "tensors that one conversion takes together "
+        "are saved together",
+        f"{_MODEL}._hf_peft_config_loaded": "a model with adapters of its own saves these alone",
+        f"{_MODEL}._keys_to_ignore_on_save": "tensors that transformers does not save",
+        f"{_MODEL}._keys_to_ignore_on_load_missing": "which keys a checkpoint may lack",
+        f"{_MODEL}._keys_to_ignore_on_load_unexpected": "which keys of a checkpoint belong to no parameter",
+        f"{_MODEL}._from_config": "buffers of a model without storage are computed again",
+        f"{_MODEL}._keep_in_fp32_modules": "modules that no method quantises",
+    }
+)
+# Older versions shard by other code, and audits of their own plans are refused.
+OTHERS.there(
+    {
+        f"{_TP}.mixin.DistributedMixin._expand_parallel_plan(self, plan)": _RUN,
+        f"{_TP}.tensor_parallel.apply_tensor_parallelism": _RUN,
+        f"{_TP}.tensor_parallel.ALL_PARALLEL_STYLES": "which styles the installed version knows",
+        f"{_TP}.sharding_utils.DtensorShardOperation:shard_tensor(self)": _PIECE,
+    },
+    needed=not older_than("transformers", OWN_SHARDING),
 )

@@ -13,11 +13,12 @@ import torch
 import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from autoplan.doctor.private import Private
+from autoplan.doctor.private import Private, Table
+
+TORCH = Table()
 
 
 class _Counting(TorchFunctionMode):
@@ -34,17 +35,23 @@ class _Own(torch.Tensor):
         raise AssertionError("the subclass was asked")
 
 
+@TORCH.hold("hooks of ours are not calls of the model's that a mode counts", "torch._C.DisableTorchFunction")
 def _no_functions() -> bool:
     with _Counting() as mode, torch._C.DisableTorchFunction():
         torch.ones(1) + torch.ones(1)
     return mode.calls == 0
 
 
+@TORCH.hold("inside split logits, ops of ours see plain tensors", "torch._C.DisableTorchFunctionSubclass")
 def _no_subclasses() -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         return (torch.ones(2).as_subclass(_Own) + 1).sum().item() == 4.0
 
 
+@TORCH.hold(
+    "hooks of ours take notes outside a checkpointed block that is compiled, and take them back",
+    "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer",
+)
 def _unwatched() -> bool:
     """A checkpointed function is compiled whole, though what it calls so changes a list that lies outside."""
     notes: list[int] = []
@@ -62,12 +69,16 @@ def _unwatched() -> bool:
     return bool(torch.compile(run, backend="eager", fullgraph=True)(torch.zeros(2, requires_grad=True)).sum() == 0)
 
 
+@TORCH.hold("parameters are read at every step: no more work than needed", "torch._C._is_torch_function_mode_enabled")
 def _mode_enabled() -> bool:
     before = torch._C._is_torch_function_mode_enabled()
     with _Counting():
         return bool(torch._C._is_torch_function_mode_enabled()) and not before
 
 
+@TORCH.hold(
+    "a Function of ours is called at every step: no more work than needed", "torch._C._are_functorch_transforms_active"
+)
 def _no_transforms() -> bool:
     """The transforms of torch.func are seen, and without them a Function is called as its parent class calls it."""
 
@@ -94,6 +105,7 @@ def _no_transforms() -> bool:
     return seen == [True] and not active() and x.grad is not None and x.grad.item() == 2.0
 
 
+@TORCH.hold("a collective records nothing, and does not ask whether it should", "torch._C._AutoDispatchBelowAutograd")
 def _below_autograd() -> bool:
     x = torch.ones(1, requires_grad=True)
     with torch._C._AutoDispatchBelowAutograd():
@@ -101,6 +113,10 @@ def _below_autograd() -> bool:
     return made.grad_fn is None and not made.requires_grad
 
 
+@TORCH.hold(
+    "a TorchScript function is read as the Python function that it was made of",
+    "torch.jit.ScriptFunction._torchdynamo_inline",
+)
 def _scripted() -> bool:
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x + x
@@ -108,6 +124,10 @@ def _scripted() -> bool:
     return bool(torch.jit.script(twice)._torchdynamo_inline is twice)
 
 
+@TORCH.hold(
+    "a block that runs again in backward runs in the modes of its forward",
+    "torch.overrides._get_current_function_mode_stack",
+)
 def _mode_stack() -> bool:
     from torch.overrides import _get_current_function_mode_stack as stack
 
@@ -116,6 +136,10 @@ def _mode_stack() -> bool:
         return len(stack()) == before + 1 and stack()[-1] is mode
 
 
+@TORCH.hold(
+    "is this backward? sums of parallel branches are joined there, and what is checkpointed runs again",
+    "torch._C._current_graph_task_id",
+)
 def _graph_task() -> bool:
     seen: list[int] = []
     x = torch.ones(1, requires_grad=True)
@@ -124,6 +148,18 @@ def _graph_task() -> bool:
     return torch._C._current_graph_task_id() == -1 and seen[0] >= 0
 
 
+@TORCH.hold(
+    "compiled losses are heard by the class of split logits",
+    *(
+        f"torch._dynamo.variables.{name}"
+        for name in (
+            "LambdaVariable",
+            "base.VariableTracker",
+            "torch_function.can_dispatch_torch_function",
+            "user_defined.UserDefinedClassVariable",
+        )
+    ),
+)
 def _tracked() -> bool:
     variables = import_module("torch._dynamo.variables")
     asked = list(inspect.signature(variables.torch_function.can_dispatch_torch_function).parameters)
@@ -132,6 +168,7 @@ def _tracked() -> bool:
     return asked == ["tx", "args", "kwargs"] and made[:2] == ["tx", "value"] and called[1:] == ["tx", "args", "kwargs"]
 
 
+@TORCH.hold("a sharded model inside of a forward derivative is refused", "torch.autograd.forward_ad._current_level")
 def _forward_level() -> bool:
     levels = import_module("torch.autograd.forward_ad")
     before: int = levels._current_level
@@ -139,6 +176,7 @@ def _forward_level() -> bool:
         return before == -1 and bool(levels._current_level == 0)
 
 
+@TORCH.hold("a tensor inside vmap has no values to write down", "torch._C._functorch.is_functorch_wrapped_tensor")
 def _functorch() -> bool:
     is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
     seen: list[bool] = []
@@ -151,12 +189,14 @@ def _functorch() -> bool:
     return seen == [True] and not is_functorch_wrapped_tensor(torch.ones(1))
 
 
+@TORCH.hold("strides of a DTensor whose pieces are in memory only", "torch._prims_common.make_contiguous_strides_for")
 def _strides() -> bool:
     from torch._prims_common import make_contiguous_strides_for
 
     return tuple(make_contiguous_strides_for([2, 3, 4])) == torch.empty(2, 3, 4).stride()
 
 
+@TORCH.hold("targets are checked without waiting for the device", "torch._assert_async")
 def _asserted() -> bool:
     torch._assert_async(torch.tensor(True), "said")
     try:
@@ -166,6 +206,7 @@ def _asserted() -> bool:
     return False
 
 
+@TORCH.hold("collectives by a group's name, which torch.compile can trace", "torch.ops._c10d_functional")
 def _named_collectives() -> bool:
     ops = torch.ops._c10d_functional
     wanted = {
@@ -177,6 +218,11 @@ def _named_collectives() -> bool:
     return all([a.name for a in getattr(ops, name).default._schema.arguments] == args for name, args in wanted.items())
 
 
+@TORCH.hold(
+    "hooks on a parameter would be lost: refused",
+    "torch.Tensor._backward_hooks",
+    "torch.Tensor._post_accumulate_grad_hooks",
+)
 def _gradient_hooks() -> bool:
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     empty = not a._backward_hooks and not a._post_accumulate_grad_hooks
@@ -185,6 +231,7 @@ def _gradient_hooks() -> bool:
     return empty and bool(a._backward_hooks) and bool(b._post_accumulate_grad_hooks)
 
 
+@TORCH.hold("a cache that was changed in place is noticed", "torch.Tensor._version")
 def _version() -> bool:
     x = torch.ones(1)
     before = x._version
@@ -192,16 +239,22 @@ def _version() -> bool:
     return before != x._version
 
 
+@TORCH.hold("a view of a weight is told from the weight's owner", "torch.Tensor._base")
 def _base_of_views() -> bool:
     whole = torch.ones(2, 2)
     return whole[0]._base is whole and whole._base is None
 
 
+@TORCH.hold(
+    "how a parameter lies, for its gradient to lie likewise; DTensors are made of a piece and of that",
+    "torch.distributed.tensor.DTensor._spec",
+)
 def _made_of_a_spec() -> bool:
     """That DTensors are made so is run by every test with a gradient; their constructor has no signature to read."""
     return "_spec" in DTensor.__slots__ or "_spec" in DTensor.__annotations__
 
 
+@TORCH.hold("a move of ours is found again in the autograd graph", "torch.autograd.Function._backward_cls")
 def _backward_class() -> bool:
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -216,6 +269,7 @@ def _backward_class() -> bool:
     return isinstance(node, Twice._backward_cls)
 
 
+@TORCH.hold("is torch's own loss on split logits in force?", "torch.distributed.tensor.DTensor._op_dispatcher")
 def _knows_loss_parallel() -> bool:
     """While it is in force, what it does is listed there."""
     from torch.distributed.tensor.parallel import loss_parallel
@@ -227,179 +281,80 @@ def _knows_loss_parallel() -> bool:
         return not before and name in known
 
 
-TORCH = (
-    Private("torch.Tensor._base", "a view of a weight is told from the weight's owner", _base_of_views),
-    Private(
-        "torch.autograd.Function._backward_cls", "a move of ours is found again in the autograd graph", _backward_class
-    ),
-    Private(
-        "torch._C.DisableTorchFunction", "hooks of ours are not calls of the model's that a mode counts", _no_functions
-    ),
-    Private(
-        "torch._C.DisableTorchFunctionSubclass", "inside split logits, ops of ours see plain tensors", _no_subclasses
-    ),
-    Private(
-        "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer",
-        "hooks of ours take notes outside a checkpointed block that is compiled, and take them back",
-        _unwatched,
-    ),
-    Private(
-        "torch._dynamo.config.nontraceable_tensor_subclasses",
-        "split logits that a broken graph was given are worked on as they are",
-        lambda: isinstance(torch._dynamo.config.nontraceable_tensor_subclasses, set),
-    ),
-    Private(
-        "torch.jit.ScriptFunction._torchdynamo_inline",
-        "a TorchScript function is read as the Python function that it was made of",
-        _scripted,
-    ),
-    Private(
-        "torch._C._is_torch_function_mode_enabled",
-        "parameters are read at every step: no more work than needed",
-        _mode_enabled,
-    ),
-    Private(
-        "torch._C._are_functorch_transforms_active",
-        "a Function of ours is called at every step: no more work than needed",
-        _no_transforms,
-    ),
-    Private(
-        "torch._C._AutoDispatchBelowAutograd",
-        "a collective records nothing, and does not ask whether it should",
-        _below_autograd,
-    ),
-    Private(
-        "torch.overrides._get_current_function_mode_stack",
-        "a block that runs again in backward runs in the modes of its forward",
-        _mode_stack,
-    ),
-    Private(
-        "torch._C._current_graph_task_id",
-        "is this backward? sums of parallel branches are joined there, and what is checkpointed runs again",
-        _graph_task,
-    ),
-    Private(
-        "torch._C._functorch.is_functorch_wrapped_tensor",
-        "a tensor inside vmap has no values to write down",
-        _functorch,
-    ),
-    Private(
-        "torch._prims_common.make_contiguous_strides_for",
-        "strides of a DTensor whose pieces are in memory only",
-        _strides,
-    ),
-    Private(
-        "torch._ops.OpOverload",
-        "an op is told from a function",
-        lambda: isinstance(torch.ops.aten.add.Tensor, torch._ops.OpOverload),
-    ),
-    Private(
-        "torch._ops.OpOverload._schema",
-        "an op's name, and whether it changes a tensor in place",
-        lambda: (
-            torch.ops.aten.add_.Tensor._schema.is_mutable and torch.ops.aten.add_.Tensor._schema.name == "aten::add_"
+TORCH.extend(
+    Private(*entry)
+    for entry in (
+        (
+            "torch._dynamo.config.nontraceable_tensor_subclasses",
+            "split logits that a broken graph was given are worked on as they are",
+            lambda: isinstance(torch._dynamo.config.nontraceable_tensor_subclasses, set),
         ),
-    ),
-    Private(
-        "torch._ops.OpOverload._opname",
-        "an op's name without its namespace",
-        lambda: torch.ops.aten.add.Tensor._opname == "add",
-    ),
-    Private(
-        "torch.ops._c10d_functional", "collectives by a group's name, which torch.compile can trace", _named_collectives
-    ),
-    Private("torch._assert_async", "targets are checked without waiting for the device", _asserted),
-    Private(
-        "torch.distributed.tensor.placement_types._StridedShard",
-        "a weight sharded in interleaved pieces is told by it",
-        lambda: hasattr(torch.distributed.tensor.placement_types, "_StridedShard"),
-    ),
-    Private(
-        "torch.distributed.tensor.DTensor._spec",
-        "how a parameter lies, for its gradient to lie likewise; DTensors are made of a piece and of that",
-        _made_of_a_spec,
-    ),
-    Private(
-        "torch.distributed._state_dict_utils",
-        "a whole tensor of a parameter with rows on several ranks is not cut there",
-        lambda: callable(import_module("torch.distributed._state_dict_utils")._distribute_tensors),
-    ),
-    Private(
-        "torch.distributed._state_dict_utils._distribute_tensors",
-        "it cuts whole tensors for parameters",
-        lambda: callable(import_module("torch.distributed._state_dict_utils")._distribute_tensors),
-    ),
-    Private(
-        "torch.distributed._state_dict_utils._broadcast_tensors",
-        "what calls it",
-        lambda: callable(import_module("torch.distributed._state_dict_utils")._broadcast_tensors),
-    ),
-    Private(
-        "torch.distributed.tensor.DTensor._op_dispatcher",
-        "is torch's own loss on split logits in force?",
-        _knows_loss_parallel,
-    ),
-    Private(
-        "torch.distributed.tensor.DTensor._local_tensor",
-        "this rank's piece, without a step of autograd",
-        lambda: "_local_tensor" in DTensor.__slots__ or "_local_tensor" in DTensor.__annotations__,
-    ),
-    Private(
-        "torch.Tensor._is_view",
-        "a result that is a view is copied before others may change it",
-        lambda: torch.ones(2)[:1]._is_view() and not torch.ones(1)._is_view(),
-    ),
-    Private("torch.Tensor._version", "a cache that was changed in place is noticed", _version),
-    Private("torch.Tensor._backward_hooks", "hooks on a parameter would be lost: refused", _gradient_hooks),
-    Private("torch.Tensor._post_accumulate_grad_hooks", "hooks on a parameter would be lost: refused", _gradient_hooks),
-    Private(
-        "torch._C._functorch.peek_interpreter_stack",
-        "a sharded model inside of a transform of torch.func is refused",
-        lambda: (
-            torch.func.vmap(lambda x: x * float(torch._C._functorch.peek_interpreter_stack() is not None))(
-                torch.ones(1)
-            ).item()
-            == 1
-            and torch._C._functorch.peek_interpreter_stack() is None
+        (
+            "torch._ops.OpOverload",
+            "an op is told from a function",
+            lambda: isinstance(torch.ops.aten.add.Tensor, torch._ops.OpOverload),
         ),
-    ),
-    Private(
-        "torch.ops.aten._is_any_true",
-        "torch looks for NaN in gradients by it, and DTensor does not know it",
-        lambda: bool(torch.ops.aten._is_any_true.default(torch.tensor([True, False]))),
-    ),
-    Private(
-        "torch.ops.aten._has_same_storage_numel",
-        "a forward derivative asks by it how a parameter lies in memory, and DTensor does not know it",
-        lambda: torch.ops.aten._has_same_storage_numel.default(torch.ones(2), torch.ones(2)),
-    ),
-    Private(
-        "torch.ops.aten._new_zeros_with_same_feature_meta",
-        "a forward derivative makes zeros by it, and DTensor does not know it",
-        lambda: not torch.ops.aten._new_zeros_with_same_feature_meta.default(torch.ones(2), torch.ones(2)).any(),
-    ),
-    *(
-        Private(f"torch._dynamo.variables.{name}", "compiled losses are heard by the class of split logits", _tracked)
-        for name in (
-            "LambdaVariable",
-            "base.VariableTracker",
-            "torch_function.can_dispatch_torch_function",
-            "user_defined.UserDefinedClassVariable",
-        )
-    ),
-    Private(
-        "torch.autograd.forward_ad._current_level",
-        "a sharded model inside of a forward derivative is refused",
-        _forward_level,
-    ),
-    Private(
-        "torch.distributed.device_mesh.DeviceMesh._flatten",
-        "FSDP2 shards over data and context parallel ranks as over one dim",
-        lambda: callable(DeviceMesh._flatten),
-    ),
-    Private(
-        "torch.distributed.device_mesh.DeviceMesh._concatenate",
-        "replicas before that dim make a mesh of two",
-        lambda: callable(DeviceMesh._concatenate),
-    ),
+        (
+            "torch._ops.OpOverload._schema",
+            "an op's name, and whether it changes a tensor in place",
+            lambda: (
+                torch.ops.aten.add_.Tensor._schema.is_mutable
+                and torch.ops.aten.add_.Tensor._schema.name == "aten::add_"
+            ),
+        ),
+        (
+            "torch._ops.OpOverload._opname",
+            "an op's name without its namespace",
+            lambda: torch.ops.aten.add.Tensor._opname == "add",
+        ),
+        (
+            "torch.distributed.tensor.DTensor._local_tensor",
+            "this rank's piece, without a step of autograd",
+            lambda: "_local_tensor" in DTensor.__slots__ or "_local_tensor" in DTensor.__annotations__,
+        ),
+        (
+            "torch.Tensor._is_view",
+            "a result that is a view is copied before others may change it",
+            lambda: torch.ones(2)[:1]._is_view() and not torch.ones(1)._is_view(),
+        ),
+        (
+            "torch._C._functorch.peek_interpreter_stack",
+            "a sharded model inside of a transform of torch.func is refused",
+            lambda: (
+                torch.func.vmap(lambda x: x * float(torch._C._functorch.peek_interpreter_stack() is not None))(
+                    torch.ones(1)
+                ).item()
+                == 1
+                and torch._C._functorch.peek_interpreter_stack() is None
+            ),
+        ),
+        (
+            "torch.ops.aten._is_any_true",
+            "torch looks for NaN in gradients by it, and DTensor does not know it",
+            lambda: bool(torch.ops.aten._is_any_true.default(torch.tensor([True, False]))),
+        ),
+        (
+            "torch.ops.aten._has_same_storage_numel",
+            "a forward derivative asks by it how a parameter lies in memory, and DTensor does not know it",
+            lambda: torch.ops.aten._has_same_storage_numel.default(torch.ones(2), torch.ones(2)),
+        ),
+        (
+            "torch.ops.aten._new_zeros_with_same_feature_meta",
+            "a forward derivative makes zeros by it, and DTensor does not know it",
+            lambda: not torch.ops.aten._new_zeros_with_same_feature_meta.default(torch.ones(2), torch.ones(2)).any(),
+        ),
+    )
+)
+TORCH.there(
+    {
+        "torch.distributed.tensor.placement_types._StridedShard": "a weight sharded in interleaved "
+        "pieces is told by it",
+        "torch.distributed._state_dict_utils": "a whole tensor of a parameter with "
+        "rows on several ranks is not cut there",
+        "torch.distributed._state_dict_utils._distribute_tensors": "it cuts whole tensors for parameters",
+        "torch.distributed._state_dict_utils._broadcast_tensors": "what calls it",
+        "torch.distributed.device_mesh.DeviceMesh._flatten": "FSDP2 shards over data and context "
+        "parallel ranks as over one dim",
+        "torch.distributed.device_mesh.DeviceMesh._concatenate": "replicas before that dim make a mesh of two",
+    }
 )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._guards import detect_fake_mode
 
-from autoplan.common.code.forward_code import names_in, plain_function
+from autoplan.common.code.code_place import names_in, plain_function
 from autoplan.common.conventions import conventions
 from autoplan.execute import random_streams
 from autoplan.execute.collectives import RankGroup, all_reduce

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from autoplan.common.code.forward_code import forward_code, names_in, same_code, source_of
-from autoplan.common.consistent import inconsistencies
+from autoplan.common.code.code_place import forward_code, names_in, same_code, source_of
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import PlanMismatchError
+from autoplan.common.files.decode import inconsistencies
 from autoplan.common.patterns import matches
 from autoplan.common.requirements import installed_versions
 from autoplan.values import CallRewrite, ForwardCode, MadeFor, ParameterRule, Plan, Sizes, Version, replace

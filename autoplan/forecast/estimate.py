@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoplan.common.conventions import conventions
-from autoplan.common.dtypes import working_dtype
 from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.common.options import Request, check_count, check_expert_size
+from autoplan.common.random_values import working_dtype
 from autoplan.execute.data_parallel.fsdp import default_precision
 from autoplan.forecast.asked import CACHE_DTYPES, Asked, mesh_sizes
 from autoplan.forecast.devices import Device, load_device

@@ -16,7 +16,7 @@ from torch.nn.modules import module as torch_modules
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from autoplan.common.errors import AutoplanError, SourceError
-from autoplan.common.files.shapes import misshapen
+from autoplan.common.files.decode import misshapen
 from autoplan.hf.quantised.methods import USUAL_CONFIGS, quantization_config_of
 from autoplan.hf.shrink import all_configs
 from autoplan.hf.tiny_sizes import field_rule, is_layer_count, is_token_id

@@ -20,14 +20,13 @@ from torch import nn
 from torch.export import ExportedProgram
 from transformers import PretrainedConfig, PreTrainedModel
 
+from autoplan.capture.called import with_shapes
 from autoplan.capture.copies import copied
 from autoplan.capture.derive_inputs import Recipe, recipe_for
-from autoplan.capture.lazy import with_shapes
-from autoplan.capture.traced_ints import integer_attributes
-from autoplan.common.dtypes import cast_numbers
+from autoplan.capture.known_values import integer_attributes
 from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.common.options import check_argument
-from autoplan.common.random_values import BUILDING, fill_meta, randomise, untouched_randomness
+from autoplan.common.random_values import BUILDING, cast_numbers, fill_meta, randomise, untouched_randomness
 from autoplan.hf.adapters import settings_of, wrap
 from autoplan.hf.configs import check_config, limited_modules, settled_dtype, stored_as
 from autoplan.hf.inputs.make import arguments_of, core_of, users_feeds
@@ -93,11 +92,6 @@ class Source:
         config = stored_as(self.config if self.given is None else None, weights)
         config, _ = settled_dtype(config, "")
         return replace(self, config=config, dtype_origin="as asked")
-
-    @cached_property
-    def can_shrink(self) -> bool:
-        """Is there a tiny clone? Yes with a config that describes the module, and for a module that is small."""
-        return self._described_by_config or self._small or self._adapted
 
     @property
     def own_clone(self) -> bool:

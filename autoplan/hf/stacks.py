@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from autoplan.analyse.picture.stacks import Blocks, find_blocks, kind_of
-from autoplan.common.code.forward_code import names_in
+from autoplan.common.code.code_place import names_in
 from autoplan.common.options import check_argument
 from autoplan.ops import call_record
 from autoplan.values import Call, Stack, Trace

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from transformers.models.auto import modeling_auto
 
 from autoplan.common.errors import SourceError
+from autoplan.common.files.decode import misshapen
 from autoplan.common.files.plain import NotPlain, read_plain
-from autoplan.common.files.shapes import misshapen
 from autoplan.common.rules_folder import rules_folders
 
 # Which architectures transformers knows, by what they are for.

@@ -137,7 +137,7 @@ class _Tensor:
     @staticmethod
     def of(tensor: torch.Tensor) -> _Tensor:
         hooks = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
-        contents = [(one, _items(one)) for one in hooks if isinstance(one, dict)]
+        contents = [(hook, _items(hook)) for hook in hooks if isinstance(hook, dict)]
         grad = tensor.grad if tensor.is_leaf else None
         return _Tensor(tensor, tensor.detach(), grad, tensor.requires_grad, dict(vars(tensor)), hooks, contents)
 

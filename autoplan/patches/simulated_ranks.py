@@ -75,8 +75,8 @@ def _made(name: str) -> Callable[[Any], Any]:
         def instead(*args: Any, **kwargs: Any) -> Any:
             if sys._getframe(1).f_code.co_filename.startswith(_OURS):
                 return original(*args, **kwargs)
-            for asked in _listeners:
-                asked.add(name)
+            for listener in _listeners:
+                listener.add(name)
             if name in _ANSWERS:
                 return _ANSWERS[name]
             if name in _NOTHING:

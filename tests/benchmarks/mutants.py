@@ -2,7 +2,7 @@
 
     python tests/benchmarks/mutants.py [--only llama] [--places 3]
 
-Every kind of fault that a plan can hold (autoplan/check/verify/faults.py) is planted into the inferred plans of tiny
+Every kind of fault that a plan can hold (tests/helpers/planted_faults.py) is planted into the inferred plans of tiny
 clones of a cross-section of architectures, at up to `--places` places of each. Printed is, by kind: how many mutants
 there are, how many the audit's static checks see without running anything, how many verify sees on two simulated ranks,
 and which ones nobody sees. Of these, a mutant is called equivalent when it is exact at tp 2 and 4 with two sets of
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +30,6 @@ from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.lines import foreign_of
 from autoplan.check.audit.subject import Audited
 from autoplan.check.verify.clone import Clone, clone_of
-from autoplan.check.verify.faults import FAULTS, Fault
 from autoplan.check.verify.sharded import check_sharding
 from autoplan.check.verify.sharding import sharding_of
 from autoplan.common.errors import AutoplanError
@@ -37,6 +37,10 @@ from autoplan.common.random_values import randomise
 from autoplan.decide.plan.planner import make_plan
 from autoplan.hf.source import resolve
 from autoplan.values import Plan, Runtime
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
+
+from planted_faults import FAULTS, Fault  # noqa: E402
 
 ARCHITECTURES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neox", "gptj", "opt",

@@ -19,13 +19,11 @@ from unfamiliar_parts import PARTS
 
 import autoplan
 from autoplan.capture.derive_inputs import recipe_for
-from autoplan.capture.feeding.consumers import demand_of
-from autoplan.capture.feeding.failures.blame import Place
-from autoplan.capture.feeding.failures.conditions import value_of
-from autoplan.capture.feeding.failures.failure import Failure
+from autoplan.capture.feeding.conditions import value_of
+from autoplan.capture.feeding.failure import Failure, Place
 from autoplan.capture.feeding.resize import resized
 from autoplan.capture.feeding.wants import State, Want
-from autoplan.capture.feeding.watch import Watch
+from autoplan.capture.feeding.watch import Watch, demand_of
 from autoplan.common.errors import CaptureError
 
 FIXED = {"Needed"}

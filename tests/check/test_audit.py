@@ -12,6 +12,7 @@ import shipped_plans
 import torch
 from corpus.case import Case
 from corpus.toys import ATTENTION, GOOD, MLP, TABLES, Attention, FusedAttention, Mlp, decoder, torch_styles
+from planted_faults import FAULTS
 from slow_cases import marked
 
 import autoplan
@@ -21,7 +22,6 @@ from autoplan.check.audit.checks.around.heads_gather import gather_bytes
 from autoplan.check.audit.lines import numbers_starred
 from autoplan.check.audit.subject import Settings
 from autoplan.check.audit.verdicts import verdicts
-from autoplan.check.verify.faults import FAULTS
 from autoplan.cli.app import main
 from autoplan.common.errors import AutoplanError
 from autoplan.emit.tables.audit_report import markdown, sarif

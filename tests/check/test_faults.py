@@ -9,11 +9,11 @@ from itertools import islice
 
 import pytest
 import torch
+from planted_faults import FAULTS, Fault, plant
 from slow_cases import marked
 
 from autoplan.analyse.solve import solve
 from autoplan.capture.capture import capture_real
-from autoplan.check.verify.faults import FAULTS, Fault, plant
 from autoplan.check.verify.sharded import check_sharding
 from autoplan.check.verify.sharding import sharding_of
 from autoplan.common.random_values import randomise

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from small_models import give_random_values
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,9 +15,8 @@ from autoplan.analyse.infer import infer_axes
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import concatenation, factors, find, leaf, leaves, product, segments
 from autoplan.capture.recorder import record
-from autoplan.check.replay.permute import check_permutations, permuted_indices
-from autoplan.check.replay.replay import replay
-from autoplan.check.verify.subject import give_random_values
+from autoplan.check.permute import check_permutations, permuted_indices
+from autoplan.check.replay import replay
 from autoplan.common.layout import Layout
 
 

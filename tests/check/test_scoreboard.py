@@ -11,10 +11,9 @@ import pytest
 from torch import nn
 
 from autoplan.check.scoreboard import run as boards
-from autoplan.check.scoreboard.score import How, score, verdict_of
-from autoplan.check.scoreboard.share import main_stack, reductions_per_block
-from autoplan.check.verify.noted import recomputed
+from autoplan.check.scoreboard.score import How, main_stack, reductions_per_block, score, verdict_of
 from autoplan.check.verify.sharded import CHECK_NAMES
+from autoplan.check.verify.sharding import recomputed
 from autoplan.cli.app import main
 from autoplan.common.errors import AutoplanError
 from autoplan.emit.tables.scoreboard_table import scoreboard_view

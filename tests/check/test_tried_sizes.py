@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 import autoplan
-from autoplan.check.verify.noted import unread_parts
+from autoplan.check.verify.sharding import unread_parts
 from autoplan.check.verify.sizes import Sizes, tried_sizes
 from autoplan.hf.shrink import tiny_config
 from autoplan.hf.source import resolve

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from planted_faults import FAULTS
+from small_models import give_random_values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from toy_sharding import Toy, sharding
 
 import autoplan
 from autoplan.check.ranks.run import run_processes
-from autoplan.check.verify.faults import FAULTS
 from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
-from autoplan.check.verify.subject import give_random_values
 from autoplan.check.verify.verify import verify
 from autoplan.common.errors import AutoplanError
 from autoplan.values import DrawOnShards

@@ -72,7 +72,7 @@ def test_an_interrupt_is_said_and_leaves_no_file(ending: signal.Signals, tmp_pat
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import os, time, autoplan.cli.app as cli\n"
-        "from autoplan.common.files import write\n"
+        "from autoplan.common.files import plain\n"
         "def slow(*_):\n    print('writing', flush=True); time.sleep(60)\n"
         "os.replace = slow\n"
         "cli.main(['rules', 'list', '-o', 'out.txt'])"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoplan.common.blocks import in_blocks
-from autoplan.common.layout import Layout
+from autoplan.common.layout import Layout, in_blocks
 
 LAYOUTS = ["768!", "32!*128", "32!*64", "96!*(128|64)", "1024!|1024!", "192!|192!", "(16!|1)*64", "8!4@2*2!2@1*64",
            "2880!*2", "2*12!*32", "576", "640!", "3!*256|1*128", "6!*96|6!*96|2!*96", "4*(6!|2)*16",

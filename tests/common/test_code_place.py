@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from small_models import give_random_values
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autoplan.api import plan
 from autoplan.check.verify.sharded import check_sharding
 from autoplan.check.verify.sharding import sharding_of
-from autoplan.check.verify.subject import give_random_values
 from autoplan.common.code.code_place import code_place
 from autoplan.values import CallRewrite
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.files.plain import BYTES, NotPlain, parse_plain, read_plain
-from autoplan.common.files.shapes import misshapen
-from autoplan.common.files.write import write_whole
+from autoplan.common.files.decode import misshapen
+from autoplan.common.files.plain import BYTES, NotPlain, parse_plain, read_plain, write_whole
 from autoplan.common.patterns import matches
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(

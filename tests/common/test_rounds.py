@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from autoplan.common.rounds import Round, counted, run_rounds
+from autoplan.common.stages import Round, counted, run_rounds
 
 
 @pytest.mark.parametrize("rows", [2, 6, 7])

@@ -58,7 +58,7 @@ def test_a_model_type_gives_its_default_config_on_meta() -> None:
     source = resolve("llama")
     module = source.module()
     assert source.name == "transformers.models.llama.modeling_llama.LlamaForCausalLM"
-    assert (source.model_type, source.can_shrink) == ("llama", True)
+    assert source.model_type == "llama"
     assert all(p.is_meta for p in module.parameters()) and not module.training
     assert module.config.num_hidden_layers == 32
 
@@ -303,7 +303,6 @@ def test_a_small_plain_module_is_its_own_clone(device: str) -> None:
 def test_a_large_plain_module_has_no_clone() -> None:
     with torch.device("meta"):
         source = resolve(nn.Linear(10_000, 10_000))
-    assert not source.can_shrink
     with pytest.raises(SourceError, match="100,010,000 parameters"):
         source.tiny()
 

@@ -19,7 +19,7 @@ import autoplan
 from autoplan.analyse.solve import solve
 from autoplan.capture.capture import capture_real
 from autoplan.check.ranks.run import run_ranks
-from autoplan.check.scoreboard.share import reductions_per_block
+from autoplan.check.scoreboard.score import reductions_per_block
 from autoplan.decide.plan.planner import make_plan
 from autoplan.execute.collectives import all_reduce
 from autoplan.execute.executors import EXECUTORS, At, executes

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
 from autoplan.check.ranks.run import run_ranks
-from autoplan.common.code.forward_code import forward_code, same_code
+from autoplan.common.code.code_place import forward_code, same_code
 from autoplan.common.errors import PlanFileError, PlanMismatchError
 from autoplan.decide.written_plans.plan_file import plan_from_dict
 from autoplan.execute.tensor_parallel import check_matches

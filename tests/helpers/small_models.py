@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["Decoder", "PackedDecoder", "ids", "with_adapters", "with_experts"]
+__all__ = ["Decoder", "PackedDecoder", "give_random_values", "ids", "with_adapters", "with_experts"]
 
 
 def ids(vocabulary: int = 96, batch: int = 2, length: int = 5) -> dict[str, torch.Tensor]:
@@ -174,4 +174,16 @@ def with_adapters() -> Decoder:
         for module, names in ((layer.attention, "qkvo"), (layer.mlp, ("gate", "up", "down"))):
             for name in names:
                 setattr(module, name, Adapted(getattr(module, name)))
+    return model
+
+
+def give_random_values(model: nn.Module, seed: int = 1) -> nn.Module:
+    """Add noise to every float parameter: initial ones, zeros and tiny weights hide wrong layouts and missing sums."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                noise *= 0.3 if parameter.dim() < 2 else 0.15
+                parameter.add_(noise.to(parameter.device, parameter.dtype))
     return model

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import compile_compatible_method_lru_cache
 
 import autoplan
 from autoplan.capture.recorder import record
-from autoplan.check.prove import prove_graph
+from autoplan.check.pipeline import prove_graph
 from autoplan.common.random_values import randomise
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.shrink import tiny_config

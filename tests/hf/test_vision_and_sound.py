@@ -14,9 +14,9 @@ from transformers.modeling_outputs import BaseModelOutput
 import autoplan
 from autoplan.capture.draw import Draw
 from autoplan.check.verify.verify import clone_of
-from autoplan.common.dtypes import tried_dtypes
 from autoplan.common.errors import PlanMismatchError, SourceError
 from autoplan.common.nested import change_at
+from autoplan.common.random_values import tried_dtypes
 from autoplan.execute import random_streams
 from autoplan.execute.dropout import SharedRandomness
 from autoplan.hf.inputs.guesses import first_that_runs

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from small_models import give_random_values
 from torch import nn
 
 from autoplan.analyse.infer import infer_axes
@@ -15,8 +16,7 @@ from autoplan.analyse.shards import Shards
 from autoplan.axes.events import Event
 from autoplan.axes.terms import find, leaves
 from autoplan.capture.recorder import record
-from autoplan.check.replay.replay import replay
-from autoplan.check.verify.subject import give_random_values
+from autoplan.check.replay import replay
 from autoplan.ops import OPS, call_record, op_record
 from autoplan.ops.records.answers import NEVER, Linear, Reduction
 from autoplan.ops.records.on_shards import Local, SplitOp

@@ -28,8 +28,8 @@ AS_TEXT = {"strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "lower"}
 _EXECUTOR = "what a rank computes in the place of the function, which is no fact of it but the code itself"
 _OTHERS = "words of its own that are names of ops, too"
 ALLOWED: dict[str, tuple[set[str], str]] = {
-    "capture/feeding/failures/conditions.py": ({"all", "amax", "amin", "max", "min"}, "Python that is read as text"),
-    "capture/feeding/failures/told.py": ({"values"}, "methods of dicts"),
+    "capture/feeding/conditions.py": ({"all", "amax", "amin", "max", "min"}, "Python that is read as text"),
+    "capture/feeding/told.py": ({"values"}, "methods of dicts"),
     "capture/feeding/wants.py": ({"complex", "float", "ones"}, _OTHERS),
     "capture/feeding/watch.py": (
         {"eq", "ge", "gt", "le", "lt", "ne", "new_empty", "new_full", "new_ones", "new_zeros", "unbind"},
@@ -61,7 +61,6 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         },
         "what stands for the numbers that an op draws, which needs tensors: ops/ loads no torch",
     ),
-    "check/verify/sharded.py": ({"dropout"}, _OTHERS),
     "common/options.py": ({"all"}, _OTHERS),
     "doctor/private_engines.py": (
         {"_grouped_mm", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention"},

@@ -13,7 +13,7 @@ PATCHES = "autoplan/patches/"
 # What is set by name on an object that this file has been given: an instance, never a module or class.
 INSTANCES = {
     ("autoplan/capture/capture.py", "value"): "settings of a throw-away copy",
-    ("autoplan/capture/traced_ints.py", "TracedInt"): "a class of ours",
+    ("autoplan/capture/known_values.py", "TracedInt"): "a class of ours",
     ("autoplan/check/audit/executors.py", "module"): "head counts of a module that is sharded",
     ("autoplan/check/ranks/threads.py", "_CountingGroup"): "a class of ours",
     ("autoplan/check/verify/traffic.py", "self"): "an object of ours",
@@ -34,7 +34,7 @@ INSTANCES = {
         "torch_modules.register_module_parameter_registration_hook",
     ): "torch's hook, removed at the end of its block",
     (
-        "autoplan/check/ranks/kept_outside.py",
+        "autoplan/check/ranks/common.py",
         "register_module_forward_hook",
     ): "torch's hook, removed at the end of its block",
     ("autoplan/hf/configs.py", "AttentionInterface.register"): "an entry of ours beside transformers' own",

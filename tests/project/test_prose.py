@@ -34,9 +34,7 @@ ALLOWED = {
 }
 
 # A file of which all is read on purpose -> whose texts they are.
-FOREIGN = {
-    "capture/feeding/failures/messages.py": "errors of torch, einops and unfamiliar models: they say nothing otherwise"
-}
+FOREIGN = {"capture/feeding/messages.py": "errors of torch, einops and unfamiliar models: they say nothing otherwise"}
 
 _MATCHING = frozenset(("match", "search", "fullmatch", "findall", "finditer"))
 _CUTTING = frozenset(("startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split"))

@@ -9,8 +9,7 @@ from math import gcd, lcm, prod
 from autoplan.analyse.infer import Axes
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
-from autoplan.common.blocks import in_blocks, joined
-from autoplan.common.layout import Layout, even_blocks
+from autoplan.common.layout import Layout, even_blocks, in_blocks, joined
 from autoplan.common.patterns import is_under
 from autoplan.values import Trace
 from autoplan.values.quantised import PackedTensor, PackedWeight

@@ -15,14 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture.feeding.failures.blame import is_nothing
-from autoplan.capture.feeding.names import usual_names
-from autoplan.capture.feeding.passed_on import passed_on
+from autoplan.capture.feeding.failure import is_nothing
+from autoplan.capture.feeding.names import passed_on, usual_names
 from autoplan.capture.feeding.wants import State, Want
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
-
-__all__ = ["Arguments", "field_of", "first_layer_wants", "of_items", "of_nodes", "usual"]
 
 _B, _L, _W, _S = "batch", "length", "width", "side"
 _PLAIN = {int: 0, float: 1.0, bool: False, "int": 0, "float": 1.0, "bool": False}
@@ -162,8 +159,8 @@ def _record(annotation: Any, model: nn.Module) -> Want | None:
     """An instance of a dataclass, with the fields that must be given."""
     if not (isinstance(annotation, type) and dataclasses.is_dataclass(annotation)):
         return None
-    fields = [one for one in dataclasses.fields(annotation) if one.init and not _has_default(one)]
-    return of_items("record", {one.name: field_of(annotation, one.name) for one in fields}, model, annotation)
+    fields = [item.name for item in dataclasses.fields(annotation) if item.init and not _has_default(item)]
+    return of_items("record", {name: field_of(annotation, name) for name in fields}, model, annotation)
 
 
 def of_items(kind: Any, held: Mapping[str, inspect.Parameter], model: nn.Module, cls: Any = None) -> Want:
@@ -215,7 +212,7 @@ def _annotated(annotation: Any) -> Want | None:
         return Want("value", value=_PLAIN[annotation])
     within = typing.get_origin(annotation)
     if within in (typing.Union, types.UnionType):
-        inside = [_annotated(one) for one in typing.get_args(annotation) if one is not type(None)]
+        inside = [_annotated(argument) for argument in typing.get_args(annotation) if argument is not type(None)]
         return inside[0] if inside and all(one is not None for one in inside) else None
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     if within in (list, tuple) and typing.get_args(annotation)[:1] == (int,):

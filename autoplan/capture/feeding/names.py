@@ -6,20 +6,23 @@ adds a line there.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from torch import nn
+
 from autoplan.capture.feeding.wants import SIZES, Kind, Want
 from autoplan.common.errors import AutoplanError
+from autoplan.common.files.decode import misshapen
 from autoplan.common.files.plain import NotPlain, read_plain
-from autoplan.common.files.shapes import misshapen
 from autoplan.common.rules_folder import rules_folder
-
-__all__ = ["UsualNames", "read_names", "usual_names"]
 
 _SHAPE = {
     "states!": str,
@@ -88,3 +91,69 @@ def _size(text: str) -> int | str:
     if not text.isdigit() and text not in SIZES:
         raise ValueError(f"{text!r} is neither a number nor one of {', '.join(SIZES)}")
     return int(text) if text.isdigit() else text
+
+
+# What a forward hands on as it was given: `return self.inner(*args, **kwargs)` takes what `inner` takes.
+#
+# A wrapper's own signature says nothing of its arguments; that of the function which it calls does. Read is the code,
+# by attributes of `self` only: nothing is run.
+
+
+_DEEPEST = 4  # wrappers in wrappers
+
+
+def passed_on(function: Callable[..., Any], owner: nn.Module, depth: int = 0) -> list[inspect.Parameter]:
+    """The parameters that `**kwargs` of a method stand for, as those have them who get it."""
+    rest = [p for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_KEYWORD]
+    stars = [p for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_POSITIONAL]
+    found: dict[str, inspect.Parameter] = {}
+    for call in _calls_with(function, rest[0].name) if rest and depth < _DEEPEST else ():
+        target = _target(call.func, owner)
+        if target is None:
+            continue
+        given = {keyword.arg for keyword in call.keywords if keyword.arg}
+        starred = [argument for argument in call.args if isinstance(argument, ast.Starred)]
+        placed = len(call.args) - len(starred)
+        free = not starred or bool(stars)  # what some other sequence fills is not asked for by name
+        names = [p for p in _own(target) if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        for place, parameter in enumerate(names):
+            if free and place >= placed and parameter.name not in given:
+                found.setdefault(parameter.name, parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        within = getattr(target, "__self__", None)
+        for parameter in passed_on(target, within, depth + 1) if isinstance(within, nn.Module) else ():
+            if parameter.name not in given:
+                found.setdefault(parameter.name, parameter)
+    return list(found.values())
+
+
+def _own(target: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(target).parameters.values())
+
+
+def _calls_with(function: Callable[..., Any], rest: str) -> Iterator[ast.Call]:
+    """Calls that get all of `**rest`."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):  # made at run time, or by decorators
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and any(
+            keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == rest
+            for keyword in node.keywords
+        ):
+            yield node
+
+
+def _target(func: ast.expr, owner: nn.Module) -> Callable[..., Any] | None:
+    """The method, or the forward of the module, that `self.a.b` is."""
+    path: list[str] = []
+    while isinstance(func, ast.Attribute):
+        path.insert(0, func.attr)
+        func = func.value
+    if not path or not isinstance(func, ast.Name) or func.id != "self":
+        return None
+    found: Any = owner
+    for name in path:
+        found = getattr(found, name, None)
+    found = found.forward if isinstance(found, nn.Module) else found
+    return found if inspect.ismethod(found) else None

@@ -18,15 +18,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autoplan.capture.called import PART, TRAINING
+from autoplan.capture.called import PART, TRAINING, has_training_paths, in_training
 from autoplan.capture.dry_run import Twin
-from autoplan.capture.training_paths import has_training_paths, in_training
 from autoplan.common.code.code_place import call_name, code_place
 from autoplan.common.errors import OutsideError
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import drawn_so_far
-
-__all__ = ["OtherPaths", "with_other_paths"]
 
 _OTHER_SIZES, _IN_TRAINING = " in other sizes", " in training"  # how the names of such feeds end
 _Way = Counter[tuple[str, str, str]]

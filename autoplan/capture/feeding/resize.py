@@ -17,8 +17,6 @@ import torch
 from autoplan.capture.feeding.wants import BATCH, Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin
 
-__all__ = ["larger", "multiples", "of_kind", "of_rank", "of_shape", "resized"]
-
 _STEPS = (2, 4)
 _SHARED = ("batch", "length", "nodes", "edges")
 _FEW = 8  # what is less is no size that windows go over
@@ -32,10 +30,7 @@ def resized(state: State, paths: Iterable[Path], have: int, want: int) -> Iterat
         return
     paths = tuple(paths)
     made: list[tuple[Path, int, int]] = []
-    for path in paths:
-        leaf = state.at(path)
-        if leaf is None:
-            continue
+    for path, leaf in state.among(paths):
         for dim, size in enumerate(leaf.sizes(state.sizes)):
             if size == have and leaf.shape[dim] != BATCH:
                 yield from state.with_dim(path, dim, want)
@@ -154,9 +149,8 @@ def larger(state: State, paths: Iterable[Path]) -> Iterator[State]:
             size = 2 ** (state.sizes[name] * times - 1).bit_length()
             if size <= _LARGEST[name]:
                 yield state.with_size(name, size)
-    for path in paths:
-        leaf = state.at(path)
-        if leaf is not None and leaf.shape and isinstance(leaf.shape[-1], int):
+    for path, leaf in state.among(paths):
+        if leaf.shape and isinstance(leaf.shape[-1], int):
             for times in _STEPS if leaf.shape[-1] <= _LARGEST["side"] else ():
                 yield from state.with_dim(path, len(leaf.shape) - 1, leaf.shape[-1] * times)
 

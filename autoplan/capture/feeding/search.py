@@ -20,17 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
 from autoplan.capture.feeding.arguments import Arguments
-from autoplan.capture.feeding.failures.failure import Failure, NothingRead
-from autoplan.capture.feeding.failures.told import told, usually
+from autoplan.capture.feeding.failure import Failure, NothingRead
+from autoplan.capture.feeding.told import told, usually
 from autoplan.capture.feeding.wants import BATCH, Mark, Path, State, Want
 from autoplan.capture.feeding.watch import Watch
 from autoplan.capture.outside import refusing_outsiders
-from autoplan.common.dtypes import working_dtype
 from autoplan.common.errors import OutsideError
 from autoplan.common.nested import flatten_tensors
-from autoplan.common.random_values import untouched_randomness
-
-__all__ = ["MOST_TRIES", "Search", "Step"]
+from autoplan.common.random_values import untouched_randomness, working_dtype
 
 MOST_TRIES, _MOST_SECONDS = 400, 20.0
 _MOST_TOLD, _MOST_USUAL = 24, 16  # of what a failure tells, and of what is usual

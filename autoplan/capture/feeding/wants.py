@@ -6,7 +6,7 @@ failure says of one argument alone is a number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import SimpleNamespace
@@ -15,8 +15,6 @@ from typing import Any, Literal
 import torch
 
 from autoplan.capture.draw import Draw
-
-__all__ = ["BATCH", "Kind", "Mark", "Path", "SIZES", "State", "Want"]
 
 Kind = Literal[
     "ids", "float", "unit", "ones", "bool", "nowhere", "complex", "lengths", "groups", "positions", "borders",
@@ -178,6 +176,11 @@ class State:
 
     def at(self, path: Path) -> Want | None:
         return dict(self.leaves()).get(path)
+
+    def among(self, paths: Iterable[Path]) -> Iterator[tuple[Path, Want]]:
+        """The leaves at these paths."""
+        leaves = dict(self.leaves())
+        yield from ((path, leaves[path]) for path in paths if path in leaves)
 
     def holding(self, kind: Kind) -> Iterator[tuple[Path, Want]]:
         """Every dict, list or record, those inside of others too."""

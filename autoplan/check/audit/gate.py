@@ -22,8 +22,7 @@ from torch import nn
 
 from autoplan.check.audit.auditor import audit_source
 from autoplan.check.audit.lines import read_foreign
-from autoplan.check.pipeline import proven_plan
-from autoplan.check.prove import TRIED
+from autoplan.check.pipeline import TRIED, proven_plan
 from autoplan.common.errors import AutoplanError, PlanMismatchError, PlanRefusedError, UnprovenPlanWarning
 from autoplan.common.options import Wish
 from autoplan.decide.plan.chosen import choices_of_plan

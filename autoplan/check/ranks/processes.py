@@ -29,11 +29,9 @@ from torch.nn.utils import parametrize
 
 from autoplan.check.ranks.common import RankError, RankLost, RankNotStarted, RankTimeout, process_context
 from autoplan.common.errors import AutoplanError
-from autoplan.common.importing import from_here
+from autoplan.common.rules_folder import from_here
 from autoplan.hf.driving import PRELOADED
 from autoplan.patches.kernels import on_reference_path
-
-__all__ = ["CANNOT_TRAVEL", "packed", "start_and_collect"]
 
 CANNOT_TRAVEL = (pickle.PicklingError, AttributeError, TypeError)  # what pickling raises: lambdas, local classes, locks
 _GRACE = 5.0  # seconds in which a rank may end by itself

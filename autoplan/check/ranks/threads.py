@@ -41,8 +41,6 @@ from autoplan.patches import simulated_ranks
 from autoplan.patches.seeding import RankGenerator
 from autoplan.patches.simulated_ranks import generator_per_thread, host_generators, world_per_thread
 
-__all__ = ["counted", "listening", "run_threads"]
-
 Result = TypeVar("Result")
 
 _LOOK_EVERY = 0.05  # seconds

@@ -27,8 +27,6 @@ from autoplan.common.requirements import installed_versions
 from autoplan.values import Score, Scoreboard
 from autoplan.version import __version__
 
-__all__ = ["Progress", "scoreboard"]
-
 Progress = Callable[[int, int, str, Score | None], None]  # done, of how many, which starts or ended, its score
 
 _PRELOADED = [
@@ -94,7 +92,7 @@ def scoreboard(
         engine=engine,
         checks=CHECK_SETS[checks],
         scores=tuple(found[number] for number in sorted(found)),
-        versions=_versions(),
+        versions={"autoplan": __version__, **installed_versions()},
         seconds=round(time.perf_counter() - start, 1),
         sequence_parallel=sequence_parallel,
         lengths=tuple(lengths),
@@ -117,10 +115,6 @@ def _chosen(mapping: str, only: Sequence[str]) -> list[tuple[str, str]]:
                 f"mapping {mapping!r} has no model type {name!r}", hint=f"types like it: {close}" if close else ""
             )
     return [(model_type, name) for model_type, name in known if not only or model_type in only]
-
-
-def _versions() -> dict[str, str]:
-    return {"autoplan": __version__, **installed_versions()}
 
 
 # ------------------------------------------------------------------------------------------------ processes

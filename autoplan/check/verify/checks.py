@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from autoplan.capture.called import calls_the_model
+from autoplan.capture.called import calls_the_model, has_training_paths
 from autoplan.capture.copies import copied
-from autoplan.capture.training_paths import has_training_paths
 from autoplan.check.verify.compare import Tolerance, compare
 from autoplan.check.verify.drawn import RUNS, Draws, FixedNoise, laws_of_draws
 from autoplan.check.verify.subject import CANNOT_RUN, SAME, Group, Observation, Subject, plain, tensors_in
@@ -33,8 +32,6 @@ from autoplan.hf.driving import (
     other_attention,
 )
 from autoplan.values import Finding
-
-__all__ = ["CHECKS", "Check", "buffers_kept", "judge", "labels_for", "takes_labels"]
 
 NOISE = Group("drawn at random")  # a group that says that training draws random numbers
 LOSS_LIMIT = 1e-4  # models compute their losses in float32, whatever their own dtype

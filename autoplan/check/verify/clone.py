@@ -11,13 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from autoplan.capture.called import call, calls_the_model
+from autoplan.capture.capture import capture_any
 from autoplan.capture.copies import copied
+from autoplan.capture.dry_run import own
 from autoplan.capture.feeding.other_paths import with_other_paths
-from autoplan.check.ranks.kept_outside import KeptOutside
+from autoplan.check.ranks.common import KeptOutside
 from autoplan.check.verify.subject import CANNOT_RUN
 from autoplan.common.errors import AutoplanError
-
-__all__ = ["Clone", "clone_of", "feeds_at", "is_small_and_real"]
+from autoplan.common.random_values import cast_numbers, inputs_in, randomise, tried_dtypes, working_dtype
+from autoplan.hf.inputs.make import make_inputs
+from autoplan.patches.seeding import Lifted
 
 _OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
 
@@ -54,10 +60,6 @@ def clone_of(source: Any) -> Clone:
 
 def _clone_at_size(source: Any) -> Clone:
     """In double precision, or in single where the model refuses that, or else in its own."""
-    import torch
-
-    from autoplan.common.dtypes import tried_dtypes
-
     refusal = ""
     for dtype in tried_dtypes(source.module):
         model, note = _built(source, dtype)
@@ -85,9 +87,6 @@ def _clone_at_size(source: Any) -> Clone:
 
 def _traced(source: Any, model: Any, feeds: Mapping[str, Any]) -> bool:
     """Can all its paths be traced as they are, with nothing given double precision?"""
-    from autoplan.capture.called import calls_the_model
-    from autoplan.capture.capture import capture_any
-
     if _calls(_made(source, model, 2, 10)) < len(calls_the_model(feeds)):
         return False
     try:
@@ -99,12 +98,6 @@ def _traced(source: Any, model: Any, feeds: Mapping[str, Any]) -> bool:
 
 def _needs_lifting(model: Any, feeds: Mapping[str, Any]) -> bool:
     """Does it run only where what asks for single precision is given double? Raises if it does not run even so."""
-    import torch
-
-    from autoplan.capture.called import call
-    from autoplan.capture.dry_run import own
-    from autoplan.patches.seeding import Lifted
-
     lifted = False
     with torch.no_grad():
         for feed in feeds.values():
@@ -118,9 +111,6 @@ def _needs_lifting(model: Any, feeds: Mapping[str, Any]) -> bool:
 
 
 def _built(source: Any, dtype: Any) -> tuple[Any, str]:
-    from autoplan.common.dtypes import cast_numbers
-    from autoplan.common.random_values import randomise
-
     given = source.given
     if given is not None and is_small_and_real(given):
         model = copied(given).cpu()
@@ -142,10 +132,6 @@ def feeds_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str, A
 
     Where a path does not run it is tried in single precision too, which models are written for.
     """
-    import torch
-
-    from autoplan.common.dtypes import cast_numbers, inputs_in, working_dtype
-
     made = _made(source, model, batch, length)
     if made.notes:
         probe = copied(model)
@@ -155,13 +141,9 @@ def feeds_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str, A
 
 
 def _made(source: Any, model: Any, batch: int, length: int) -> Any:
-    from autoplan.hf.inputs.make import make_inputs
-
     how: Any = {"inputs": source.inputs, "recipe": source.recipe, "batch": batch, "length": length}
     return make_inputs(model, model_type=source.model_type, **how)
 
 
 def _calls(made: Any) -> int:
-    from autoplan.capture.called import calls_the_model
-
     return len(calls_the_model(made.feeds))

@@ -15,8 +15,6 @@ import torch
 
 from autoplan.values import Finding
 
-__all__ = ["DOUBLE", "SINGLE", "Tensors", "Tolerance", "compare", "error_of", "largest_of", "tolerance_for"]
-
 Tensors = Mapping[str, torch.Tensor]
 FLOOR = 1e-4
 

@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from autoplan.execute import random_streams
 from autoplan.values import Finding
 
-__all__ = ["FEWEST", "RUNS", "Draws", "FixedNoise", "laws_of_draws"]
-
 RUNS = 6  # forwards that are looked at
 FEWEST = 64  # numbers of one rank, over all runs, of which anything is said
 _MOST = 4096  # numbers of one draw that are kept

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 from autoplan.capture.called import calls_the_model
 from autoplan.capture.copies import copied
@@ -26,11 +29,14 @@ from autoplan.check.verify.sharded import can_be_lifted
 from autoplan.check.verify.sizes import MeshSizes
 from autoplan.check.verify.subject import Group, Inputs, Observation, Subject, tensors_in, weighted_sum
 from autoplan.common.errors import AutoplanError
+from autoplan.common.options import Checkpointing, Options, TensorParallel
+from autoplan.execute import random_streams
+from autoplan.execute.collectives import RankGroup, all_reduce
+from autoplan.execute.data_parallel.gradients import clip_gradients
+from autoplan.execute.parallelize import shard_model
 from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.patches.kernels import on_reference_path
 from autoplan.values import Finding, Plan
-
-__all__ = ["check_training"]
 
 STEPS, SAVED_AFTER = 3, 2
 _LOSS, _NORM, _FIRST = Group("loss"), Group("norm"), Group("first gradient", gradient=True)
@@ -100,8 +106,6 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 def _reference(model: nn.Module, batches: Sequence[Inputs], lifted: bool) -> tuple[Observation, float, float]:
     """What is right; and the clipping norm and rate that make each step count."""
-    from autoplan.execute import random_streams
-
     with random_streams.fork():
         subject = Subject(copied(model).eval(), {}, lifted=lifted)
         subject.backward(_mean_loss(subject, batches))
@@ -165,8 +169,6 @@ def _run(job: _Job, engine: Engine, timeout: float) -> list[Observation]:
 
 
 def _on_rank(rank: int, job: _Job) -> Observation:
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", job.mesh.sizes, mesh_dim_names=job.mesh.names)
     batch = job.batches[rank // job.mesh.split_size]
     subject, optimizer = _sharded(job.model, job, mesh)
@@ -185,17 +187,12 @@ def _on_rank(rank: int, job: _Job) -> Observation:
 
 
 def _sharded(model: nn.Module, job: _Job, mesh: Any) -> tuple[Subject, torch.optim.Optimizer]:
-    from autoplan.common.options import Checkpointing, Options, TensorParallel
-    from autoplan.execute.parallelize import shard_model
-
     options = Options(TensorParallel(sequence_padding="pad", path_guard="off"), Checkpointing(job.checkpointing))
     shard_model(model, mesh, job.plan, options)
     return Subject(model, {}, gather=full_tensors, lifted=job.lifted), _optimizer(model, job.rate)
 
 
 def _step(subject: Subject, optimizer: Any, batch: Inputs, job: _Job, mesh: Any, step: int, seen: Observation) -> None:
-    from autoplan.execute.data_parallel.gradients import clip_gradients
-
     subject.model.zero_grad(set_to_none=True)
     loss = _loss(subject, batch)
     subject.backward(loss)
@@ -208,8 +205,6 @@ def _step(subject: Subject, optimizer: Any, batch: Inputs, job: _Job, mesh: Any,
 
 def _averaged(loss: torch.Tensor, mesh: Any) -> torch.Tensor:
     """Over all ranks: those of one tp group have the same."""
-    from autoplan.execute.collectives import RankGroup, all_reduce
-
     for dim in range(mesh.ndim):
         group = RankGroup.of(mesh.get_group(dim))
         loss = all_reduce(loss, group) / group.size if group.size > 1 else loss
@@ -218,7 +213,6 @@ def _averaged(loss: torch.Tensor, mesh: Any) -> torch.Tensor:
 
 def _save(model: nn.Module, optimizer: Any, folder: str) -> None:
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
 
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
@@ -226,8 +220,6 @@ def _save(model: nn.Module, optimizer: Any, folder: str) -> None:
 
 def _load(model: nn.Module, optimizer: Any, folder: str) -> None:
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import DefaultLoadPlanner
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     weights, states = get_state_dict(model, optimizer)
     both = {"model": weights, "optimizer": states}

@@ -7,6 +7,7 @@ others are run without it.
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,19 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from autoplan.capture.copies import copied
+from autoplan.capture.outside import refusing_outsiders, replacing
 from autoplan.check.ranks.common import Budget
 from autoplan.check.ranks.run import Engine, RankError, RankTimeout, run_processes, run_ranks
+from autoplan.check.verify.checks import CHECKS, buffers_kept
+from autoplan.check.verify.traffic import measured_traffic
 from autoplan.common.code.ways import Recorder, has_own_code, tracing
 from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.common.nested import changed_inside
 from autoplan.common.stages import stage
+from autoplan.execute import random_streams
+from autoplan.execute.agreement import fail_together, meet, voters_here
 from autoplan.hf.driving import note_what_is_collected
 from autoplan.ops.questions import literals_say
+from autoplan.patches.seeding import is_simulated
 from autoplan.values import Finding
-
-__all__ = ["CheckFailed", "Job", "Sharding", "attentively", "copy_of", "observe_all", "said"]
 
 _TIMEOUT = 120.0  # seconds for all that ranks do at one go
 _VARIANTS = ("attention",)  # of the model that was planned: to refuse one by name is no mistake
@@ -105,8 +112,6 @@ def copy_of(subject: Any) -> Any:
 
 
 def _on_rank(rank: int, job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
-    from torch.distributed.device_mesh import init_device_mesh
-
     names, sizes = zip(*job.dims, strict=True)
     note_what_is_collected(job.subject.model)
     return _observe(rank, job, init_device_mesh("cpu", sizes, mesh_dim_names=names))
@@ -114,11 +119,6 @@ def _on_rank(rank: int, job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _on_live_mesh(job: Job, mesh: Any) -> list[Any]:
     """The ranks are real and every one of them is here: observe, then tell each other."""
-    import torch.distributed as dist
-
-    from autoplan.execute import random_streams
-    from autoplan.execute.agreement import meet
-
     ((name, _),) = job.dims
     group = mesh[name].get_group()
     subject = copy_of(job.subject)
@@ -139,10 +139,6 @@ def _on_host(seen: Any) -> Any:
 
 def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Shard the model, run the checks one after the other: their observations, and the collectives of one step."""
-    from autoplan.capture.outside import replacing
-    from autoplan.check.verify.checks import CHECKS, buffers_kept
-    from autoplan.execute.agreement import fail_together, voters_here
-
     try:
         model = replacing(job.subject.model, lambda model: job.sharding.shard(model, mesh))
     except Exception as error:  # whatever a plan does to a model is a finding about the plan
@@ -178,9 +174,6 @@ def _noted(job: Job, subject: Any) -> Any:
 
 def _measured(job: Job, subject: Any) -> dict[str, Any]:
     """What each block moves, where that can be seen: on threads with a tp group alone."""
-    from autoplan.check.verify.traffic import measured_traffic
-    from autoplan.patches.seeding import is_simulated
-
     if not job.sharding.blocks or not is_simulated() or len(job.dims) > 1:
         return {}
     return measured_traffic(subject, job.sharding.blocks)
@@ -188,8 +181,6 @@ def _measured(job: Job, subject: Any) -> dict[str, Any]:
 
 def said(error: Exception) -> str:
     """An error in one line, with the place where it arose: the last line of the model's code, else of ours."""
-    import traceback
-
     ours = str(Path(__file__).parents[2])
     steps = [step for step in traceback.extract_tb(error.__traceback__) if "/torch/" not in step.filename]
     own = [step for step in steps if not step.filename.startswith(ours)] or steps
@@ -200,6 +191,4 @@ def said(error: Exception) -> str:
 
 def attentively(check: Any, model: Any) -> AbstractContextManager[None]:
     """Looks out for weights that are not the model's, once: other checks run the same code."""
-    from autoplan.capture.outside import refusing_outsiders
-
     return refusing_outsiders(model) if check.name == "forward" else nullcontext()

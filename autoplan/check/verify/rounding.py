@@ -18,18 +18,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from autoplan.capture.called import call
 from autoplan.capture.copies import copied
 from autoplan.capture.dry_run import own
 from autoplan.check.ranks.run import Engine, one_compute_thread, run_processes, run_ranks
+from autoplan.check.verify.sharding import mesh_of
 from autoplan.check.verify.subject import tensors_in
 from autoplan.common.conventions import conventions
-from autoplan.common.dtypes import inputs_in
+from autoplan.common.random_values import inputs_in
 from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
 from autoplan.values import Plan
-
-__all__ = ["measure_rounding"]
 
 _FAR = 4.0  # times further from the truth than the unsharded model: more than another order of sums explains
 _OUTPUT = "output"
@@ -124,10 +124,6 @@ def _on_ranks(job: _Job, engine: Engine, mesh: Any) -> list[Outputs]:
 
 
 def _on_rank(rank: int, job: _Job) -> Outputs:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from autoplan.check.verify.sharding import mesh_of
-
     ((name, size),) = mesh_of(job.plan).items()
     return _sharded(job, init_device_mesh("cpu", (size,), mesh_dim_names=(name,)))
 

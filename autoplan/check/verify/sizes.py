@@ -20,8 +20,6 @@ from autoplan.values import Plan
 if TYPE_CHECKING:
     from autoplan.hf.source import Source
 
-__all__ = ["NAMES", "MeshSizes", "Sizes", "parse_mesh", "tried_sizes"]
-
 _FEW, _MOST = 4, 8  # ranks on which a clone is tried where one of them holds a single unit; and at most
 _LARGEST = 60_000_000  # numbers in the copies of all ranks, of a model that is its own clone
 

@@ -20,25 +20,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.capture.called import PART, call
+from autoplan.capture.dry_run import own
 from autoplan.common.conventions import conventions
-from autoplan.common.nested import fields_of, is_record, own_argument
+from autoplan.common.nested import changed_inside, fields_of, is_record
 from autoplan.common.random_values import reseed_held, untouched_randomness
 from autoplan.execute import random_streams
 from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.vocabulary.own_positions import whole_logits
 from autoplan.patches.seeding import Lifted
-
-__all__ = [
-    "CANNOT_RUN",
-    "Group",
-    "Inputs",
-    "Observation",
-    "SAME",
-    "Subject",
-    "give_random_values",
-    "plain",
-    "tensors_in",
-]
 
 SAME = "in training mode it computes the same as in eval mode"  # why there is nothing to check
 
@@ -108,8 +97,8 @@ class Subject:
         for buffer in self.model.buffers():
             if buffer.grad_fn is not None:  # a cache that the run before wrote into: its graph is gone
                 buffer.detach_()
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        given = _copied(dict(inputs), device)
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        given = _placed(own(dict(inputs)), device)
         switch = conventions().cache_switch
         if switch in self.signature and switch not in given and PART not in given:
             given[switch] = False
@@ -221,18 +210,6 @@ def weighted_sum(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return total
 
 
-def give_random_values(model: nn.Module, seed: int = 1) -> nn.Module:
-    """Add noise to every float parameter: initial ones, zeros and tiny weights hide wrong layouts and missing sums."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                noise *= 0.3 if parameter.dim() < 2 else 0.15
-                parameter.add_(noise.to(parameter.device, parameter.dtype))
-    return model
-
-
 def _asking(inputs: Inputs) -> dict[str, torch.Tensor]:
     """The floats that ask for gradients; of a part that is called alone all."""
     floats = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
@@ -245,8 +222,6 @@ def _seed_host(number: int) -> None:
     numpy.random.seed(number)
 
 
-def _copied(value: Any, device: torch.device) -> Any:
-    """Forwards change what they are given: lists and dicts too. They run where the model is."""
-    if isinstance(value, torch.Tensor):
-        return value.clone() if value.device == device else value.to(device)
-    return own_argument(value, lambda item: _copied(item, device))
+def _placed(value: Any, device: torch.device) -> Any:
+    """Inputs where the model is."""
+    return value.to(device) if isinstance(value, torch.Tensor) else changed_inside(value, lambda x: _placed(x, device))

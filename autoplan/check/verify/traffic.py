@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.check.ranks.threads import listening
+from autoplan.check.verify.subject import tensors_in, weighted_sum
 from autoplan.common.patterns import matches
 from autoplan.execute.hooks.sequence import deals_out, is_shard
+from autoplan.execute.tensor_parallel import applied
 from autoplan.values import Collective, Traffic
-
-__all__ = ["against_the_least", "measured_traffic"]
 
 _CHAIN = 8  # nodes from a sum to the parameter whose gradient it is, at most
 
@@ -28,10 +29,6 @@ Measured = dict[str, dict[str, dict[str, tuple[int, int]]]]  # block -> directio
 
 def measured_traffic(subject: Any, blocks: Iterable[str]) -> Measured:
     """One call and its backward on this rank; the collectives of each block."""
-    from autoplan.check.ranks.threads import listening
-    from autoplan.check.verify.subject import tensors_in, weighted_sum
-    from autoplan.execute.tensor_parallel import applied
-
     inputs = next(iter(subject.feeds.values()))
     done = applied(subject.model)
     recorder = _Recorder(1 if done is None else done.tp_size)

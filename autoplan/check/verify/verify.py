@@ -16,33 +16,30 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from autoplan.check.ranks.common import Budget, BudgetSpent
-from autoplan.check.ranks.kept_outside import GENERATORS
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoplan.check.ranks.common import GENERATORS, Budget, BudgetSpent
 from autoplan.check.ranks.run import Engine, travels
 from autoplan.check.verify.clone import Clone, clone_of
-from autoplan.check.verify.narrow import cut_together, wrong_cuts
 from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
-from autoplan.check.verify.sharding import mesh_of, sharding_of
+from autoplan.check.verify.sharding import cut_together, mesh_of, sharding_of, wrong_cuts
 from autoplan.check.verify.sizes import MeshSizes, Sizes, parse_mesh, tried_sizes
+from autoplan.check.verify.traffic import against_the_least
 from autoplan.common.code.ways import others_of, recording
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import check_argument
+from autoplan.common.options import Wish, check_argument
 from autoplan.common.patterns import best_match, matches
-from autoplan.common.random_values import untouched_randomness
-from autoplan.common.surroundings import plain_surroundings
+from autoplan.common.random_values import plain_surroundings, untouched_randomness
+from autoplan.decide.plan.chosen import choices_of_plan
 from autoplan.decide.plan.folding import whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
+from autoplan.execute.agreement import Voters, fail_together, meet, same_model, same_plan
+from autoplan.hf.source import resolve
+from autoplan.hf.stacks import layers
 from autoplan.ops.questions import literals_say
 from autoplan.patches.simulated_ranks import alone
+from autoplan.planning import capture_source, draft_plan
 from autoplan.values import Boundary, CallRewrite, Capabilities, Finding, Plan, Report, SplitLogits
-
-__all__ = [
-    "CHECK_NAMES",
-    "verify",
-    "verify_clone",
-    "verify_source",
-    "verify_tried",
-]
 
 # dropout draws apart on data-parallel ranks; optimizers are stepped by the training checks
 _NOT_ON_MESHES = ("training", "dropout", "optimizer")
@@ -77,9 +74,6 @@ def verify(
     checkpoint. `checks` chooses among `CHECK_NAMES`. With `rounding` the clone runs in bfloat16 too, and
     `report.details["rounding"]` says whether a difference there is a bug or rounding, with the spread of each layer.
     """
-    from autoplan.execute.agreement import fail_together
-    from autoplan.hf.source import resolve
-
     live = mesh is not None and not isinstance(mesh, str | Mapping)
     with fail_together(_voters(mesh), "verify") if live else alone():
         _check_arguments(plan, mesh, checks, {"sequence_parallel": sequence_parallel, "rounding": rounding})
@@ -106,10 +100,6 @@ def _without_ways(report: Report) -> Report:
 
 def _voters(mesh: Any) -> Any:
     """The ranks that verify together on a real mesh: those of its dim "tp", or "ep"."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from autoplan.execute.agreement import Voters
-
     names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
     name = next((name for name in ("tp", "ep") if name in names), None)
     return Voters.of(None if name is None else mesh[name])
@@ -117,8 +107,6 @@ def _voters(mesh: Any) -> Any:
 
 def _check_arguments(plan: Any, mesh: Any, checks: Any, switches: Mapping[str, Any]) -> None:
     """Refuse what is of another kind before anything is built."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     if plan is not None:
         hint = "give what autoplan.plan returned, or autoplan.load_plan(path)"
         check_argument("plan", plan, Plan, hint)
@@ -233,7 +221,6 @@ def _verify_mesh(
 ) -> Report:
     """The usual checks on a mesh of several dims, and training on it, with and without activation checkpointing."""
     from autoplan.check.verify.mesh_training import check_training
-    from autoplan.hf.stacks import layers
 
     clone = clone_of(source)
     sizes = Sizes.of(mesh.tp_size, mesh.ep_size if mesh.ep_size > 1 else ep_size, plan, mesh.cp_size)
@@ -269,9 +256,6 @@ def verify_clone(
     traffic: bool = True,
 ) -> Report:
     """Compare a clone sharded by its own plan with itself unsharded; the sharded one checkpoints in the mode given."""
-    from autoplan.check.verify.traffic import against_the_least
-    from autoplan.execute.agreement import meet, same_model, same_plan
-
     wanted = tuple(checks) if checks is not None else CHECK_NAMES
     budget = Budget() if budget is None else budget
     if mesh is not None:  # real ranks
@@ -384,11 +368,6 @@ def _plan_for(
     """The plan to apply to the clone, and how it differs from the one to be verified."""
     if plan is not None and _fits(plan, clone.model, source, sizes):
         return plan, []
-    from autoplan.common.options import Wish
-    from autoplan.decide.plan.chosen import choices_of_plan
-    from autoplan.hf.source import resolve
-    from autoplan.planning import capture_source, draft_plan
-
     # What somebody chose is chosen again; a plan that nobody wrote is derived by the same rules.
     written = choices if plan is None else choices_of_plan(plan)
     choices = None if written is None else written.for_clone()

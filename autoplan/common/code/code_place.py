@@ -10,18 +10,20 @@ twelve of `forward`. Lines count from where the function begins.
 from __future__ import annotations
 
 import dis
+import hashlib
+import inspect
 import os
 import sys
+import textwrap
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 import torch.nn.modules.module as module_calls
-
-__all__ = ["call_name", "code_place", "outer_stores"]
 
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep  # the package
 _TORCH = os.path.dirname(os.path.dirname(os.path.dirname(module_calls.__file__))) + os.sep  # module.py is in nn/modules
@@ -70,3 +72,96 @@ def outer_stores(code: CodeType) -> tuple[str, ...]:
         return ()
     bound = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"}
     return tuple(name for name in code.co_freevars if name in bound)
+
+
+# A hash of the source of a module's forward, and of what it calls on the way to places that a plan knows.
+#
+# A plan knows calls by lines and columns of source ("forward:12:8-30>repeat_kv:3:20-41"). In a forward that was edited
+# since, the same place may be another call. So the plan keeps a hash of every function that such a place goes through,
+# as far as they can be found by name: the forward itself, methods of the class, functions of the files they stand in.
+#
+# Wrappers (decorators, compiled functions) are looked through. Where no source can be had (a model typed at a prompt)
+# the compiled code is hashed; where there is none of that either, nothing is said.
+
+
+_LENGTH = 16  # hexadecimal digits: enough to tell edits apart, short enough to read
+
+
+def forward_code(kind: type[Any], places: Iterable[str]) -> str:
+    """The hash for a class, given the places inside its forward; "" where there is no Python code to hash."""
+    found = list(_functions(kind, places))
+    sources = [source_of(function) for function in found]
+    if not found:
+        return ""
+    if all(source is not None for source in sources):
+        return f"source:{_digest(map(str, sources))}"
+    return f"compiled:{_digest(line for function in found for line in _compiled(function.__code__))}"
+
+
+def code_hash(code: CodeType) -> str:
+    """A hash of what was compiled, without where it stands."""
+    return _digest(_compiled(code))[:8]
+
+
+def same_code(one: str, other: str) -> bool:
+    """Do two hashes say the same? A hash of source and one of compiled code cannot be compared, and pass."""
+    kinds = one.partition(":")[0], other.partition(":")[0]
+    return one == other or "" in (one, other) or kinds[0] != kinds[1]
+
+
+def _functions(kind: type[Any], places: Iterable[str]) -> Iterator[FunctionType]:
+    """The plain functions on the ways to these places, the forward first."""
+    forward = plain_function(getattr(kind, "forward", None))
+    if forward is None:
+        return
+    seen: dict[FunctionType, None] = {forward: None}
+    for place in places:
+        here = forward
+        for step in place.split(">")[1:]:
+            name = step.partition(":")[0]
+            below = plain_function(getattr(kind, name, None)) or plain_function(here.__globals__.get(name))
+            if below is None:  # a nested function, whose source is in that of the one around it, or one of a library
+                break
+            seen[below] = None
+            here = below
+    yield from sorted(seen, key=lambda function: (function is not forward, function.__qualname__))
+
+
+def plain_function(function: Any) -> FunctionType | None:
+    """The function that was written, under whatever wraps it."""
+    try:
+        function = inspect.unwrap(function)
+    except ValueError:  # wrapped in a circle
+        return None
+    function = getattr(function, "__func__", function)
+    return function if isinstance(function, FunctionType) else None
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """The names that a function's code reads, in nested functions too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
+
+
+def source_of(function: FunctionType) -> str | None:
+    """Return its source, or None where there is none."""
+    try:
+        return textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError, SyntaxError, IndentationError):  # no file, or not the file that it was made from
+        return None
+
+
+def _compiled(code: CodeType) -> Iterator[str]:
+    yield code.co_code.hex()
+    yield repr(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _compiled(constant)
+        elif not isinstance(constant, frozenset):  # in no order
+            yield repr(constant)
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(lines).encode()).hexdigest()[:_LENGTH]

@@ -18,8 +18,6 @@ import torch
 from autoplan.common.code.code_place import call_name
 from autoplan.common.nested import flatten_tensors
 
-__all__ = ["Forms", "form_of", "form_of_given", "forms_in", "unlike", "without_repeats"]
-
 _ANY, _FACTOR = "*", "~"
 _MOST_VALUES = 3  # as many different numbers at one place are any number: the number of a round
 

@@ -36,14 +36,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autoplan.common.code.code_place import code_hash
 from autoplan.common.code.forms import form_of, form_of_given, unlike, without_repeats
-from autoplan.common.code.forward_code import code_hash
 from autoplan.common.conventions import conventions
 from autoplan.values.plan import SeenCode
-
-__all__ = ["ENTRY", "PYTHON", "CodeFacts", "Follower", "Paused", "Recorder", "Tracer", "Ways", "added", "facts_of",
-           "follow", "has_own_code", "is_module_call", "is_settled", "listener", "others_of", "recording", "running",
-           "seen_code", "set_running", "source_line", "tracing", "uncompared", "ways_of"]  # fmt: skip
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 _SETTLED = frozenset({"torch", "numpy", "autoplan"})
@@ -146,12 +142,12 @@ def _read(code: CodeType, module: str) -> CodeFacts:
         code,
         f"{module}:{code.co_qualname}:{code.co_firstlineno}",
         f"{PYTHON}:{code_hash(code)}",
-        tuple(one.offset for one in instructions),
+        tuple(instruction.offset for instruction in instructions),
         going_on,
         tuple(asking),
-        frozenset(one.offset for one in instructions if one.opname == "FOR_ITER"),
-        frozenset(one.offset for one in instructions if one.opname == _FIRST_OF_HANDLER),
-        tuple(dict.fromkeys(one.argval for one in instructions if one.opname == "STORE_ATTR")),
+        frozenset(instruction.offset for instruction in instructions if instruction.opname == "FOR_ITER"),
+        frozenset(instruction.offset for instruction in instructions if instruction.opname == _FIRST_OF_HANDLER),
+        tuple(dict.fromkeys(instruction.argval for instruction in instructions if instruction.opname == "STORE_ATTR")),
         any(getattr(kind.forward, "__code__", None) is code for kind in _subclasses(torch.autograd.Function)),
     )
 
@@ -420,7 +416,7 @@ def _in_order(way: str) -> tuple[int, str]:
 
 def ways_of(paths: Iterable[SeenCode]) -> Ways:
     """The inverse."""
-    return {(one.place, one.code): set(one.ways.split()) for one in paths}
+    return {(path.place, path.code): set(path.ways.split()) for path in paths}
 
 
 def added(ways: Ways, more: Ways) -> Ways:

@@ -6,16 +6,17 @@ keeps one description of the format (`autoplan.values`), and lets every error na
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from autoplan.common.errors import PlanFileError
-from autoplan.common.patterns import nearest
+from autoplan.common.errors import AutoplanError, PlanFileError
+from autoplan.common.layout import Layout
+from autoplan.common.patterns import matches, nearest
+from autoplan.values import Plan
 from autoplan.values.plain import FAMILIES, Family
-
-__all__ = ["decode"]
 
 _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
 
@@ -110,3 +111,140 @@ def _freeze(data: Any) -> Any:
 def _refuse(where: str, wanted: str, data: Any) -> Any:
     shown = repr(data) if len(repr(data)) <= 40 else repr(data)[:37] + "..."
     raise PlanFileError(f"{where}: expected {wanted}, found {shown}", hint="fix it, or make the plan again")
+
+
+# Does a plan make sense by itself: are its patterns paths, its layouts and numbers for as many ranks as it has?
+
+
+def inconsistencies(plan: Plan) -> Iterator[str]:
+    """One line for each thing that cannot be meant, with the place in the plan."""
+    sizes = plan.made_for.sizes
+    for number, rule in enumerate(plan.runtime.parameters):
+        where = f"runtime.parameters[{number}]"
+        yield from _of_pattern(where, rule.pattern)
+        yield from _of_layout(f"{where}.layout", rule.layout, plan.ranks)
+        if (rule.dim is None) != (rule.layout is None):
+            yield f"{where}: a cut needs both a dim and a layout"
+        if rule.dim is None or rule.layout is None:
+            continue
+        for size in sizes:
+            if size.pattern == rule.pattern:
+                yield from _of_shapes(where, rule.dim, rule.layout, size.shapes)
+    for number, one in enumerate(plan.runtime.instructions):
+        where = f"runtime.instructions[{number}]"
+        yield from _of_pattern(where, one.pattern)
+        for layout in one.layouts():
+            yield from _of_layout(f"{where}.layout", layout, plan.ranks)
+        if problem := one.problem(plan.ranks):
+            yield f"{where} ({type(one).__name__} at {one.pattern or 'the model'}): {problem}"
+
+
+def _of_pattern(where: str, pattern: str) -> Iterator[str]:
+    """A dotted path. The model itself is ""."""
+    if pattern and not (all(pattern.split(".")) and pattern == pattern.strip() and matches(pattern, pattern)):
+        yield f"{where}.pattern: {pattern!r} is no dotted path"
+
+
+def _of_layout(where: str, text: str | None, ranks: int) -> Iterator[str]:
+    try:
+        layout = Layout.parse(text or "1")
+    except AutoplanError as error:
+        yield f"{where}: {error.message}"
+        return
+    for part in _over_groups(layout):
+        pieces, stride = part.split or (1, 1)
+        if ranks % (pieces * stride):
+            yield f"{where}: {text!r} shards {part} over groups of ranks, which {ranks} ranks do not make"
+
+
+def _over_groups(layout: Layout) -> Iterator[Layout]:
+    if layout.split is not None and layout.split[0]:
+        yield layout
+    for part in layout.parts:
+        yield from _over_groups(part)
+
+
+def _of_shapes(where: str, dim: int, text: str, shapes: tuple[tuple[int, ...], ...]) -> Iterator[str]:
+    try:
+        size = Layout.parse(text).size
+    except AutoplanError:  # said already
+        return
+    for shape in shapes:
+        if not -len(shape) <= dim < len(shape):
+            yield f"{where}: dim {dim} of a parameter of shape {list(shape)}"
+        elif shape[dim] != size:
+            yield f"{where}: layout {text!r} is for {size} rows, dim {dim} of the parameter has {shape[dim]}"
+
+
+# Do plain values have the kinds that their reader expects? Asked once, before anything reads them.
+#
+# A shape is written as what it describes: `str`; `[str]`, a list of text; `{"*": int}`, a mapping with any keys;
+# `{"flow!": str, "where": [str]}`, a mapping in which the marked keys must be there (keys that are not named are the
+# reader's business); a tuple says that one of several will do.
+
+
+_NOTATION: dict[type, str] = {
+    type(None): "null",
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
+
+
+def misshapen(value: Any, shape: Any, where: str = "") -> str:
+    """What the first value is that has another kind than the shape says, and where; "" if there is none.
+
+    >>> misshapen({"where": ["a", 1]}, {"where": [str]})
+    'where[1] must be text, not 1'
+    >>> misshapen({}, {"flow!": str})
+    "the key 'flow' is missing"
+    """
+    if isinstance(shape, tuple):
+        found = [misshapen(value, one, where) for one in shape]
+        deeper = [problem for one, problem in zip(shape, found, strict=True) if _is_kind(value, one)]
+        return "" if "" in found else deeper[0] if deeper else _wrong(value, shape, where)
+    if not _is_kind(value, shape):
+        return _wrong(value, shape, where)
+    if isinstance(shape, list):
+        problems = (misshapen(item, shape[0], f"{where}[{number}]") for number, item in enumerate(value))
+        return next(filter(None, problems), "")
+    if isinstance(shape, dict):
+        return _misshapen_mapping(value, shape, where)
+    return ""
+
+
+def _misshapen_mapping(value: Mapping[str, Any], shape: dict[str, Any], where: str) -> str:
+    prefix = f"{where}." if where else ""
+    if missing := next((key[:-1] for key in shape if key.endswith("!") and key[:-1] not in value), ""):
+        return f"{where + ': ' if where else ''}the key {missing!r} is missing"
+    shapes = {key.removesuffix("!"): one for key, one in shape.items()}
+    problems = (
+        misshapen(item, shapes.get(key, shapes.get("*")), f"{prefix}{key}")
+        for key, item in value.items()
+        if key in shapes or "*" in shapes
+    )
+    return next(filter(None, problems), "")
+
+
+def _is_kind(value: Any, shape: Any) -> bool:
+    kind = type(shape) if isinstance(shape, (list, dict)) else shape
+    if kind is object:
+        return True
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is dict:
+        return isinstance(value, Mapping)
+    return isinstance(value, (list, tuple) if kind is list else kind) or (kind is float and isinstance(value, int))
+
+
+def _wrong(value: Any, shape: Any, where: str) -> str:
+    wanted = " or ".join(dict.fromkeys(map(_name, shape if isinstance(shape, tuple) else (shape,))))
+    shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
+    return f"{where or 'the top'} must be {wanted}, not {shown}"
+
+
+def _name(shape: Any) -> str:
+    if isinstance(shape, list):
+        return "a list"
+    return "a mapping" if isinstance(shape, dict) else _NOTATION[shape]

@@ -9,7 +9,9 @@ not plain is refused with the file and the place. A limit is far above what hone
 from __future__ import annotations
 
 import json
+import os
 import re
+import tempfile
 import tomllib
 from dataclasses import dataclass
 from os import PathLike
@@ -20,9 +22,6 @@ import yaml
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.yaml_values import YamlReader, stops_in_a_nest
-
-__all__ = ["BYTES", "NotPlain", "Notation", "is_file", "is_folder", "notation_of", "parse_plain", "read_plain"]
-__all__ += ["read_text"]
 
 Notation = Literal["yaml", "json", "toml"]
 
@@ -216,3 +215,38 @@ def _place(path: tuple[Any, ...]) -> str:
         keys.append("" if key == "" else f"[{key}]" if isinstance(key, int) else f".{str(key)[:60]}")
     shown = "".join(reversed(keys)).lstrip(".") or "the top"
     return shown if len(shown) <= 120 else f"{shown[:117]}..."
+
+
+# A file of ours is there whole, or as it was before: an interrupt or a full disk leaves no half of it.
+
+
+def write_whole(path: Path, text: str, error: type[AutoplanError] = AutoplanError) -> None:
+    """Write `text` beside its place and move it there. What is no file (a pipe, /dev/null) is written as it is."""
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        _replace(path.resolve(), text)
+    except (OSError, ValueError) as problem:
+        said = getattr(problem, "strerror", None) or problem
+        raise error(f"{path} cannot be written: {said}", hint="choose another path") from problem
+
+
+def _replace(place: Path, text: str) -> None:
+    """Over a link, what it points to is replaced; the mode of a file that was there stays."""
+    mode = place.stat().st_mode & 0o777 if place.exists() else 0o666 & ~_umask()
+    handle, name = tempfile.mkstemp(prefix=f".{place.name[:40]}.", dir=place.parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, mode)
+        os.replace(name, place)
+    except BaseException:  # Ctrl-C included
+        os.unlink(name)
+        raise
+
+
+def _umask() -> int:
+    before = os.umask(0)
+    os.umask(before)
+    return before

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.common.errors import SourceError
+from autoplan.common.files.decode import misshapen
 from autoplan.common.files.plain import NotPlain, read_plain
-from autoplan.common.files.shapes import misshapen
 from autoplan.common.rules_folder import rules_folder
-
-__all__ = ["scheme_files"]
 
 _NEEDED = {"title", "method", "tensors"}
 _KEYS = _NEEDED | {"form", "dequantise", "state", "transposed_stacks", "linears_only"}

@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 
 import yaml
 
-__all__ = ["YamlReader", "stops_in_a_nest"]
-
 MOST_VALUES = 100_000  # aliases count as often as what they name
 _AHEAD = 4096  # characters, more than a parser looks ahead on a line
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -16,8 +16,8 @@ from typing import Any
 import networkx as nx
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.files.decode import misshapen
 from autoplan.common.files.plain import BYTES, NotPlain, parse_plain, read_text
-from autoplan.common.files.shapes import misshapen
 from autoplan.common.rules_folder import rules_folders
 from autoplan.decide.rulebook.conditions import Condition, parse_condition
 from autoplan.decide.rulebook.pattern import Pattern, parse_pattern

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from autoplan.common.conventions import conventions
-from autoplan.common.importing import importable_here
 from autoplan.common.patterns import matches
+from autoplan.common.rules_folder import importable_here
 from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError, check_key, check_style
 from autoplan.values import Plan
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from autoplan.common.files.shapes import misshapen
+from autoplan.common.files.decode import misshapen
 from autoplan.common.patterns import fold_names
 from autoplan.decide.written_plans.choices import ChosenCut, WrittenPlanError
 from autoplan.values.module_tree import NamedModules

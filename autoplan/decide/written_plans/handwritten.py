@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.files.decode import misshapen
 from autoplan.common.files.plain import NotPlain, read_plain
-from autoplan.common.files.shapes import misshapen
 from autoplan.common.options import check_argument
 from autoplan.common.rules_folder import rules_folders
 from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError, check_style

@@ -35,11 +35,9 @@ from typing import Any
 
 import yaml
 
-from autoplan.common.consistent import inconsistencies
 from autoplan.common.errors import AutoplanError, PlanFileError
-from autoplan.common.files.decode import decode
-from autoplan.common.files.plain import NotPlain, is_folder, read_plain
-from autoplan.common.files.write import write_whole
+from autoplan.common.files.decode import decode, inconsistencies
+from autoplan.common.files.plain import NotPlain, is_folder, read_plain, write_whole
 from autoplan.common.options import check_argument, check_context_size, check_expert_size, check_ranks
 from autoplan.ops import call_record
 from autoplan.values import UNKNOWN, Plan, replace

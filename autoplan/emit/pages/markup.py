@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.files.write import write_whole
+from autoplan.common.files.plain import write_whole
 from autoplan.common.options import check_argument
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate

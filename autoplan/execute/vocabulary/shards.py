@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
-from autoplan.common.rounds import run_rounds
+from autoplan.common.stages import run_rounds
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
 
 # Logits of which each rank holds some columns: whose columns, and the sums over a whole row.

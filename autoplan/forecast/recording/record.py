@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.common.nested import flatten_tensors
-from autoplan.common.rounds import Round, counted
+from autoplan.common.stages import Round, counted
 from autoplan.forecast.recording.kernels import (
     flops_of,
     grouped_in_bfloat16,

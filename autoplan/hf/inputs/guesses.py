@@ -29,7 +29,8 @@ def sounds(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Ways to hand over one sound for each prompt, the likeliest first."""
     bands = spectrum(configs)
-    exact = [2 * n for c in configs if (n := _int(c, "max_source_positions"))]  # two frames per position, no fewer
+    # two frames per position, no fewer
+    exact = [2 * n for c in configs if (n := positive_int(c, "max_source_positions"))]
     for frames in dict.fromkeys((*exact, *_FRAMES)):
         masks = {name: torch.ones(batch, frames, dtype=torch.long) for name in _MASKS if takes(name)}
         for shape in ((batch, bands, frames), (batch, frames, bands)):
@@ -46,11 +47,12 @@ def spectrum(configs: Sequence[Any]) -> int:
 
 def bands_of(configs: Sequence[Any]) -> list[int]:
     """What the configs may mean by the number of bands, the likeliest first."""
-    found = [v for names in (_BANDS, _BANDS_LATER) for c in configs for n in names if (v := _int(c, n))]
+    found = [v for names in (_BANDS, _BANDS_LATER) for c in configs for n in names if (v := positive_int(c, n))]
     return list(dict.fromkeys(found)) or [80]
 
 
-def _int(config: Any, name: str) -> int | None:
+def positive_int(config: Any, name: str) -> int | None:
+    """Return a field of a config that is a whole number above 0."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
@@ -122,10 +124,10 @@ Way = tuple[int | str, ...]  # sizes; "bool" and "long" at the end say what kind
 def usual(name: str, configs: Sequence[Any], picture: Sequence[int], length: int) -> list[Way]:
     """Shapes without the batch. `picture`: channels, height, width."""
     channels, height, width = picture
-    film = next((n for c in configs for field in _FILM if (n := _int(c, field)) and n > 1), 4)
+    film = next((n for c in configs for field in _FILM if (n := positive_int(c, field)) and n > 1), 4)
     sound: list[Way] = [(_SAMPLES[0],), (1, _SAMPLES[1]), (1, _SAMPLES[2]), (_SAMPLES[1],), (_SAMPLES[2],)]
-    exact = [2 * n for c in configs if (n := _int(c, "max_source_positions"))]
-    exact += [n for c in configs if (n := _int(c, "max_length")) and n <= 4096]
+    exact = [2 * n for c in configs if (n := positive_int(c, "max_source_positions"))]
+    exact += [n for c in configs if (n := positive_int(c, "max_length")) and n <= 4096]
     bands = bands_of(configs)
     spectra: list[Way] = [shape for t in (*exact, *_FRAMES) for n in bands[:2] for shape in ((t, n), (n, t))]
     widths = _widths(configs)
@@ -203,6 +205,6 @@ def _widths(configs: Sequence[Any]) -> list[int]:
         n
         for c in configs
         for field in ("hidden_size", "codebook_dim", "latent_dim", "d_model")
-        if (n := _int(c, field))
+        if (n := positive_int(c, field))
     ]
     return list(dict.fromkeys(found))

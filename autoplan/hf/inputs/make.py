@@ -22,14 +22,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from autoplan.capture.derive_inputs import Recipe, derive
+from autoplan.capture.derive_inputs import Recipe, derive, part_feeds
 from autoplan.capture.draw import Draw
 from autoplan.capture.dry_run import failure_of, tried
 from autoplan.capture.feeding.wants import SIZES
-from autoplan.capture.parts import part_feeds
-from autoplan.common.dtypes import working_dtype
 from autoplan.common.errors import CaptureError
-from autoplan.hf.inputs.guesses import NAMES, first_that_runs, pictures, sounds, spectrum
+from autoplan.common.random_values import working_dtype
+from autoplan.hf.inputs.guesses import NAMES, first_that_runs, pictures, positive_int, sounds, spectrum
 from autoplan.hf.inputs.prompts import MODALITIES, Modality, prompt_feed, together
 from autoplan.hf.shrink import all_configs
 from autoplan.hf.tiny_sizes import is_token_id
@@ -138,8 +137,8 @@ class _Maker:
     def tower_alone(self) -> dict[str, Any] | None:
         """A vision tower on its own: patches, under whatever name comes first, with their grid."""
         first = next(iter(self.parameters))
-        for given in pictures(self.config, self.config, self.takes, self.draw, self.batch):
-            feed = {first if name == "pixel_values" else name: value for name, value in given.items()}
+        for picture in pictures(self.config, self.config, self.takes, self.draw, self.batch):
+            feed = {first if name == "pixel_values" else name: value for name, value in picture.items()}
             if len(feed) > 1 and failure_of(self.model, feed) is None:
                 return feed
         return None
@@ -202,7 +201,7 @@ class _Maker:
 
     def encoded(self) -> torch.Tensor:
         """What an encoder would have made of a sequence two longer than the text, or of a short one beside a long."""
-        width = _int(self.config.get_text_config(), "hidden_size") or 16
+        width = positive_int(self.config.get_text_config(), "hidden_size") or 16
         return self.draw.normal((self.batch, min(self.length, _FRAMES) + 2, width))
 
     def prompts(self, main: Mapping[str, Any]) -> Iterator[tuple[str, Modality]]:
@@ -254,13 +253,8 @@ class _Maker:
         vision = next((c for c in self.configs if getattr(c, "image_size", None)), None)
         size = getattr(vision, "image_size", 64)
         height, width = size[-2:] if isinstance(size, list | tuple) else (size, size)
-        channels = _int(vision, "num_channels") or _int(vision, "in_channels") or 3
+        channels = positive_int(vision, "num_channels") or positive_int(vision, "in_channels") or 3
         return self.draw.normal((self.batch, channels, height, width))
-
-
-def _int(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def _scheme(method: Method, names: tuple[str, ...], stacked: bool) -> Scheme | N
 
 def _names(path: str, stacked: bool) -> tuple[str, ...]:
     """What configs may call the module: a stack's experts are linears of their own in checkpoints."""
-    return (path, *(f"{path}.{one}" for one in _EXPERTS)) if stacked else (path,)
+    return (path, *(f"{path}.{expert}" for expert in _EXPERTS)) if stacked else (path,)
 
 
 def _plain_weights(path: str, module: nn.Module) -> Iterator[tuple[Plain, nn.Parameter]]:

@@ -41,7 +41,7 @@ def _spread(subject: Audited, clone: Any, dtype: str) -> tuple[float, float]:
 
     from autoplan.check.audit.trial import sharding_for
     from autoplan.check.verify.sharded import check_sharding
-    from autoplan.common.dtypes import cast_numbers, inputs_in
+    from autoplan.common.random_values import cast_numbers, inputs_in
 
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype):

@@ -16,14 +16,10 @@ from dataclasses import replace
 import torch
 
 from autoplan.capture.feeding.arguments import Arguments, field_of, of_items
-from autoplan.capture.feeding.consumers import Demand, demand_of
-from autoplan.capture.feeding.failures.blame import none_names
-from autoplan.capture.feeding.failures.conditions import asked_by_condition
-from autoplan.capture.feeding.failures.exact import exact
-from autoplan.capture.feeding.failures.failure import Failure
-from autoplan.capture.feeding.failures.joins import concatenated, one_each
-from autoplan.capture.feeding.failures.keys import keys
-from autoplan.capture.feeding.failures.messages import (
+from autoplan.capture.feeding.conditions import asked_by_condition, exact
+from autoplan.capture.feeding.failure import Failure, none_names
+from autoplan.capture.feeding.keys import keys
+from autoplan.capture.feeding.messages import (
     is_named,
     lacks_a_value,
     sizes_differ,
@@ -31,13 +27,19 @@ from autoplan.capture.feeding.failures.messages import (
     told_by_message,
     too_small,
 )
-from autoplan.capture.feeding.failures.together import as_many, fitting, iterated, joined, turned
 from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
+from autoplan.capture.feeding.together import (
+    as_many,
+    concatenated,
+    fitting,
+    iterated,
+    joined,
+    one_each,
+    turned,
+)
 from autoplan.capture.feeding.wants import Path, State, Want
-from autoplan.capture.feeding.watch import is_direct, origin
+from autoplan.capture.feeding.watch import Demand, demand_of, is_direct, origin
 from autoplan.common.nested import is_record
-
-__all__ = ["told", "usually"]
 
 Proposal = tuple[State, str]
 _OF_DICTS = ("items", "keys", "values", "get")
@@ -80,10 +82,7 @@ def _consumer(failure: Failure, arguments: Arguments, model: torch.nn.Module) ->
         return
     state, tensor = failure.state, demand.tensor
     yield from itertools.islice(joined(state, demand), _FEW)
-    for path in origin(tensor):
-        leaf = state.at(path)
-        if leaf is None:
-            continue
+    for path, leaf in state.among(origin(tensor)):
         if demand.kind == "ids":
             yield from _as_ids(state, path, leaf, demand)
             continue
@@ -122,9 +121,8 @@ def _of_fewer_dims(failure: Failure, arguments: Arguments, model: torch.nn.Modul
     if len(given) != 2 or len(ranks) != 2 or 0 in ranks:
         return
     lower = min(given, key=torch.Tensor.dim)
-    for path in origin(lower):
-        leaf = failure.state.at(path)
-        if leaf is not None and leaf.kind == "ids":
+    for path, leaf in failure.state.among(origin(lower)):
+        if leaf.kind == "ids":
             yield from of_rank(failure.state, path, len(leaf.shape) + max(ranks) - min(ranks))
 
 
@@ -167,14 +165,13 @@ def _sized(state: State, path: Path, demand: Demand) -> Iterator[State]:
 def _condition(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     for place in reversed(failure.places[-3:]):
         yield from asked_by_condition(place, failure.state)
-        found = place.condition()
-        if found is None:
+        test = place.condition()
+        if test is None:
             continue
-        for name in [n.id for n in ast.walk(found[0]) if isinstance(n, ast.Name)]:
+        for name in [n.id for n in ast.walk(test) if isinstance(n, ast.Name)]:
             if name in place.frame.f_locals and place.value(name) is None:
                 yield from _given(failure, arguments, model, name)
-        if found is not None:
-            return
+        return
 
 
 def _none(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
@@ -195,9 +192,9 @@ def _fields(failure: Failure, names: set[str], model: torch.nn.Module) -> Iterat
     words = {word for place in failure.places[-2:] for word in re.findall(r"\w+", place.text)} | names
     for name, want in failure.state.wants:
         if want.kind == "record" and want.value is not None:
-            for one in dataclasses.fields(want.value):
-                if one.name in words and one.name not in dict(want.items):
-                    yield _with_item(failure, (name,), one.name, want, model)
+            for entry in dataclasses.fields(want.value):
+                if entry.name in words and entry.name not in dict(want.items):
+                    yield _with_item(failure, (name,), entry.name, want, model)
 
 
 def _given(failure: Failure, arguments: Arguments, model: torch.nn.Module, name: str, most: int = 6) -> Iterator[State]:
@@ -220,7 +217,7 @@ def _parted(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
             continue
         targets = statement.targets[0]
         if isinstance(targets, ast.Tuple | ast.List) and not any(isinstance(n, ast.Starred) for n in targets.elts):
-            names = [re.sub(r"\W+", "_", ast.unparse(one)).strip("_") for one in targets.elts]
+            names = [re.sub(r"\W+", "_", ast.unparse(element)).strip("_") for element in targets.elts]
             items = of_items("dict", {name: field_of(None, name or "x") for name in names}, model).items
             for path in _held(failure, place.value(statement.value.id), statement.value.id):
                 want = Want("list", items=tuple((at, want) for at, (_, want) in enumerate(items)))

@@ -6,19 +6,17 @@ Only names, attributes, sizes and arithmetic are evaluated, for nothing else is 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from autoplan.capture.feeding.failures.blame import Place, is_number
+from autoplan.capture.feeding.failure import Failure, Place, is_number
 from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import origin
-
-__all__ = ["asked_by_condition", "keys_asked_for", "value_of"]
 
 _CALLS = {"len": len, "tuple": tuple, "list": list, "min": min, "max": max, "sum": sum, "int": int, "all": all}
 _METHODS = ("size", "dim", "numel", "ndimension", "min", "max", "amin", "amax", "sum", "item")
@@ -28,30 +26,25 @@ _MOST_PARTS = 16  # of a list
 
 def asked_by_condition(place: Place, state: State) -> Iterator[State]:
     """States in which the failed condition may hold."""
-    found = place.condition()
-    if found is None:
-        return
-    test, outcome = found
-    for node in ast.walk(test):
+    test = place.condition()
+    for node in ast.walk(test) if test is not None else ():
         if isinstance(node, ast.Compare) and len(node.ops) >= 1:
             left = node.left
             for op, right in zip(node.ops, node.comparators, strict=True):
-                yield from _compared(place, state, left, op, right, outcome)
+                yield from _compared(place, state, left, op, right)
                 left = right
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and len(node.args) == 2:
             yield from _instance(place, state, node)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("is_floating_point"):
-            for path in _paths(place, node):
-                leaf = state.at(path)
-                if leaf is not None:
-                    yield state.with_want(path, replace(leaf, kind="ids" if leaf.kind != "ids" else "float"))
+            for path, leaf in state.among(_paths(place, node)):
+                yield state.with_want(path, replace(leaf, kind="ids" if leaf.kind != "ids" else "float"))
 
 
 def keys_asked_for(place: Place) -> tuple[str, ...]:
     """Keys that a dict was to have: `assert key in data`, `all(key in data for key in needed)`."""
-    found = place.condition()
+    test = place.condition()
     asked: list[Any] = []
-    for node in ast.walk(found[0]) if found is not None else ():
+    for node in ast.walk(test) if test is not None else ():
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
             asked.append(value_of(place, node.left))
         elif isinstance(node, ast.GeneratorExp | ast.ListComp) and isinstance(node.elt, ast.Compare):
@@ -60,9 +53,7 @@ def keys_asked_for(place: Place) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for key in asked if isinstance(key, str)))
 
 
-def _compared(
-    place: Place, state: State, left: ast.expr, op: ast.cmpop, right: ast.expr, outcome: bool
-) -> Iterator[State]:
+def _compared(place: Place, state: State, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Iterator[State]:
     one, other = value_of(place, left), value_of(place, right)
     paths = (*_paths(place, left), *_paths(place, right)) or tuple(path for path, _ in state.leaves())
     if _is_rank(left) or _is_rank(right):
@@ -130,9 +121,8 @@ def _is_rank(node: ast.expr) -> bool:
 
 def _instance(place: Place, state: State, node: ast.Call) -> Iterator[State]:
     text = ast.unparse(node.args[1]).lower()
-    for path in _paths(place, node.args[0]):
-        leaf = state.at(path)
-        if leaf is not None and len(path) == 1:
+    for path, leaf in state.among(_paths(place, node.args[0])):
+        if len(path) == 1:
             kind = tuple if "tuple" in text and "list" not in text else None
             if "list" in text or "tuple" in text:
                 yield state.with_want(path, Want("list", value=kind, items=((0, leaf), (1, leaf))))
@@ -142,14 +132,14 @@ def _instance(place: Place, state: State, node: ast.Call) -> Iterator[State]:
 
 
 def _paths(place: Place, node: ast.AST) -> tuple[Path, ...]:
-    names = [one.id for one in ast.walk(node) if isinstance(one, ast.Name)]
+    names = [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
     values = [place.frame.f_locals.get(name) for name in names]
     return tuple(dict.fromkeys(path for value in values for path in origin(value)))
 
 
 def value_of(place: Place, node: ast.expr) -> Any:
     """The value of an expression that can be evaluated without effects."""
-    if not all(_is_harmless(one) for one in ast.walk(node)):
+    if not all(_is_harmless(inner) for inner in ast.walk(node)):
         return _UNKNOWN
     try:
         code = compile(ast.Expression(body=node), "<condition>", "eval")
@@ -172,3 +162,116 @@ def _is_harmless(node: ast.AST) -> bool:
         ast.expr_context, ast.operator, ast.unaryop, ast.Compare, ast.BoolOp, ast.boolop, ast.cmpop,
     )  # fmt: skip
     return isinstance(node, allowed)
+
+
+# Failures whose expression says by itself what is wrong: `x.shape[2]` of what has two dims, a division by a zero.
+#
+# The running expression is exact (Python tells its columns), so that nothing of a message has to be read.
+
+
+_NUMBERS = (1, 2, 4)  # for a number that may not be zero
+
+
+def exact(failure: Failure) -> Iterator[State]:
+    """Other states, by the error's kind and the expression that was running."""
+    if isinstance(failure.error, IndexError):
+        for place in failure.places[-1:]:
+            yield from _dim_asked_for(failure.state, place)
+            yield from _as_many_as_members(failure.state, place)
+    if isinstance(failure.error, ValueError):
+        for place in failure.places[-1:]:
+            yield from _dims_unpacked(failure.state, place)
+            yield from _as_many_parts(failure.state, place)
+    if isinstance(failure.error, ZeroDivisionError):
+        yield from _no_zero(failure)
+
+
+def _dim_asked_for(state: State, place: Place) -> Iterator[State]:
+    """`x.shape[k]` or `x.size(k)`: x has as many dims."""
+    node = place.expression()
+    for one in ast.walk(node) if node is not None else ():
+        match one:
+            case ast.Subscript(
+                value=ast.Attribute(value=ast.Name(id=name), attr="shape"), slice=ast.Constant(value=int(k))
+            ):
+                pass
+            case _:
+                continue
+        value = place.value(name)
+        if not isinstance(value, torch.Tensor) or -value.dim() <= k < value.dim():
+            continue
+        more = (k + 1 if k >= 0 else -k) - value.dim()
+        for path, leaf in state.among(origin(value)):
+            yield from of_rank(state, path, len(leaf.shape) + more)
+
+
+def unpacks_a_shape(statement: ast.stmt | None) -> tuple[str, int] | None:
+    """`a, b, c = x.shape`, or `x.size()`: x, and how many dims it has then."""
+    match statement:
+        case ast.Assign(
+            targets=[ast.Tuple(elts=parts)],
+            value=ast.Attribute(value=ast.Name(id=name), attr="shape")
+            | ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="size"), args=[]),
+        ) if not any(isinstance(part, ast.Starred) for part in parts):
+            return name, len(parts)
+    return None
+
+
+def _dims_unpacked(state: State, place: Place) -> Iterator[State]:
+    name, dims = unpacks_a_shape(place.statement()) or ("", 0)
+    value = place.value(name)
+    for path, leaf in state.among(origin(value) if isinstance(value, torch.Tensor) else ()):
+        yield from of_rank(state, path, len(leaf.shape) + dims - value.dim())
+
+
+def _as_many_parts(state: State, place: Place) -> Iterator[State]:
+    """`a, b = torch.split(x, n, dim=1)` or `x.split(n, 1)` that came out in more or fewer parts: x is n for each."""
+    match place.statement():
+        case ast.Assign(
+            targets=[ast.Tuple(elts=parts)],
+            value=ast.Call(func=ast.Attribute(value=owner, attr="split"), args=args, keywords=keywords),
+        ):
+            pass
+        case _:
+            return
+    first = [owner] if isinstance(value_of(place, owner), torch.Tensor) else []
+    given = [value_of(place, one) for one in (*first, *args, *(keyword.value for keyword in keywords))]
+    tensor, each, dim = (*given, 0)[:3] if len(given) > 1 else (None, 0, 0)
+    if isinstance(tensor, torch.Tensor) and is_number(each) and is_number(dim) and dim < tensor.dim():
+        for path, leaf in state.among(origin(tensor)):
+            if len(leaf.shape) == tensor.dim():
+                yield from reversed(list(state.with_dim(path, dim, each * len(parts))))
+
+
+def _as_many_as_members(state: State, place: Place) -> Iterator[State]:
+    """`layers[i](x[:, i])` with more columns than layers: x has as many columns."""
+    node = place.statement()
+    taken = [inner for inner in ast.walk(node) if isinstance(inner, ast.Subscript)] if node is not None else []
+    for one in taken:
+        held = value_of(place, one.value)
+        name = one.slice.id if isinstance(one.slice, ast.Name) else ""
+        at = place.value(name)
+        if isinstance(held, torch.Tensor) or not isinstance(held, Sized) or not is_number(at) or at < len(held):
+            continue
+        for tensor, dim in _taken_at(place, taken, name):
+            for path, leaf in state.among(origin(tensor)):
+                if dim < len(leaf.shape) and len(held) > 0:
+                    yield from reversed(list(state.with_dim(path, dim, len(held))))  # its own columns first
+
+
+def _taken_at(place: Place, taken: list[ast.Subscript], name: str) -> Iterator[tuple[torch.Tensor, int]]:
+    """Tensors that are indexed by the name, and along which dim."""
+    for one in taken:
+        tensor = value_of(place, one.value)
+        indices = one.slice.elts if isinstance(one.slice, ast.Tuple) else [one.slice]
+        if isinstance(tensor, torch.Tensor):
+            yield from ((tensor, d) for d, i in enumerate(indices) if isinstance(i, ast.Name) and i.id == name)
+
+
+def _no_zero(failure: Failure) -> Iterator[State]:
+    """Plain numbers that are zero, those first that the running lines name."""
+    named = [name for place in reversed(failure.places) for name in place.names()]
+    zeros = [(name, want) for name, want in failure.state.wants if want.kind == "value" and want.value == 0]
+    for name, want in sorted(zeros, key=lambda pair: pair[0] not in named):
+        if is_number(want.value):
+            yield from (failure.state.with_want((name,), replace(want, value=number)) for number in _NUMBERS)

@@ -38,8 +38,6 @@ from autoplan.values import (
     VocabularyTable,
 )
 
-__all__ = ["FAULTS", "LEFT_OUT", "UNSEEN", "Fault", "Planted", "first", "plant", "without"]
-
 Spoil = Callable[[Plan], Plan | None]
 Applies = Callable[[Any, Plan], bool]
 

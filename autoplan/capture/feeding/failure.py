@@ -1,4 +1,4 @@
-"""Where in the model's own code a run failed: the frame, the expression, and the arguments that it is about."""
+"""A run that did not end: its error, the model's own frames, and the arguments that it is about."""
 
 from __future__ import annotations
 
@@ -8,17 +8,64 @@ import linecache
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
 
-from autoplan.capture.feeding.wants import Path
-from autoplan.capture.feeding.watch import origin, outside_torch
+from autoplan.capture.feeding.wants import Path, State
+from autoplan.capture.feeding.watch import Watch, origin, outside_torch
 from autoplan.common.nested import flatten_tensors
 
-__all__ = ["Place", "places_of"]
+
+class NothingRead(ValueError):
+    """A run that ended without reading a weight: it went through nothing of what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__("it reads no weight")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that did not end."""
+
+    state: State
+    error: Exception
+    watch: Watch
+
+    @cached_property
+    def text(self) -> str:
+        return str(self.error)
+
+    @cached_property
+    def places(self) -> list[Place]:
+        return places_of(self.error)
+
+    @cached_property
+    def paths(self) -> tuple[Path, ...]:
+        """The arguments that it is about, the surest first; all where nothing tells."""
+        call = self.watch.failed
+        of_call = [path for tensor in call.tensors() for path in origin(tensor)] if call is not None else []
+        of_places = [path for place in reversed(self.places) for path in place.paths()]
+        every = [path for path, _ in self.state.leaves()]
+        known = [path for path in (*of_call, *of_places, *self.watch.last, *every) if path in every]
+        return tuple(dict.fromkeys(known))
+
+    @cached_property
+    def blamed(self) -> tuple[Path, ...]:
+        """The arguments that the call or the expression that failed was given."""
+        call = self.watch.failed
+        of_call = [path for tensor in call.tensors() for path in origin(tensor)] if call is not None else []
+        of_place = self.places[-1].paths() if self.places else ()
+        return tuple(dict.fromkeys(path for path in (*of_call, *of_place) if self.state.at(path) is not None))
+
+    @property
+    def first_line(self) -> str:
+        return next(iter(self.text.strip().splitlines()), "")
+
+
+# Where in the model's own code a run failed: the frame, the expression, and the arguments that it is about.
 
 
 @dataclass(frozen=True)
@@ -66,26 +113,25 @@ class Place:
         ]
         return exact[0] if exact else self.statement()
 
-    def condition(self) -> tuple[ast.expr, bool] | None:
-        """What was tested to come here, and how it came out: an assertion's, or that of the `if` around a raise."""
+    def condition(self) -> ast.expr | None:
+        """What was tested to come here: an assertion's condition, or that of the `if` around a raise."""
         statement, tree = self.statement(), _tree(self.frame.f_code)
         if isinstance(statement, ast.Assert):
-            return statement.test, False
+            return statement.test
         called = statement.value if isinstance(statement, ast.Expr) else None
         if isinstance(called, ast.Call) and called.args and "assert" in ast.unparse(called.func).lower():
-            return called.args[0], False
+            return called.args[0]
         if not isinstance(statement, ast.Raise) or tree is None:
             return None
-        around = [n for n in ast.walk(tree) if isinstance(n, ast.If) and _holds(n, statement)]
+        tests = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+        around = [node for node in tests if any(inner is statement for inner in ast.walk(node))]
         nearest = max(around, key=lambda node: node.lineno, default=None)
-        if nearest is None:
-            return None
-        return nearest.test, any(one is statement or _holds(one, statement) for one in nearest.body)
+        return None if nearest is None else nearest.test
 
     def names(self) -> list[str]:
         """Names in the running expression, in the order they are written."""
         node = self.expression()
-        found = [one for one in ast.walk(node) if isinstance(one, ast.Name)] if node is not None else []
+        found = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)] if node is not None else []
         return list(dict.fromkeys(one.id for one in sorted(found, key=lambda n: (n.lineno, n.col_offset))))
 
     def value(self, name: str) -> Any:
@@ -115,10 +161,6 @@ def places_of(error: BaseException) -> list[Place]:
             found.append(Place(trace.tb_frame, trace.tb_lineno, spot))
         trace = trace.tb_next
     return found
-
-
-def _holds(node: ast.AST, inside: ast.AST) -> bool:
-    return any(one is inside for one in ast.walk(node)) and node is not inside
 
 
 @lru_cache(maxsize=256)

@@ -29,8 +29,7 @@ from autoplan.capture.dry_run import own
 from autoplan.check.ranks.run import one_compute_thread
 from autoplan.check.verify.compare import error_of, largest_of, tolerance_for
 from autoplan.check.verify.subject import tensors_in
-from autoplan.common.dtypes import working_dtype
-from autoplan.common.random_values import untouched_randomness
+from autoplan.common.random_values import untouched_randomness, working_dtype
 from autoplan.values import Trace, refs
 
 _POSITIONS_MATTER = {

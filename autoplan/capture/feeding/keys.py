@@ -1,5 +1,5 @@
 """Dicts, lists and tuples of which a failure tells a key or the number of parts; what a failure tells of plain
-arguments is in failures.py.
+arguments is in told.py.
 
 A dict may be an argument, part of one, or one that the model made of them: then its keys are those of what went in.
 """
@@ -16,17 +16,13 @@ from dataclasses import replace
 import torch
 
 from autoplan.capture.feeding.arguments import Arguments, field_of, of_items, of_nodes, usual
-from autoplan.capture.feeding.failures.blame import Place
-from autoplan.capture.feeding.failures.conditions import keys_asked_for, value_of
-from autoplan.capture.feeding.failures.exact import unpacks_a_shape
-from autoplan.capture.feeding.failures.failure import Failure, NothingRead
-from autoplan.capture.feeding.failures.messages import unpacked
+from autoplan.capture.feeding.conditions import keys_asked_for, unpacks_a_shape, value_of
+from autoplan.capture.feeding.failure import Failure, NothingRead, Place
+from autoplan.capture.feeding.messages import unpacked
 from autoplan.capture.feeding.names import usual_names
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin
 from autoplan.common.nested import flatten_tensors
-
-__all__ = ["keys"]
 
 _FEW = 6
 
@@ -74,8 +70,8 @@ def _from_table(failure: Failure, key: object) -> Iterator[State]:
     paths = [path for _, tensor in flatten_tensors(key) for path in origin(tensor)]
     for place in failure.places[-2:]:
         node = place.expression()
-        for one in ast.walk(node) if node is not None else ():
-            table = value_of(place, one.value) if isinstance(one, ast.Subscript) else None
+        for inner in ast.walk(node) if node is not None else ():
+            table = value_of(place, inner.value) if isinstance(inner, ast.Subscript) else None
             if isinstance(table, dict) and table and all(isinstance(key, str) for key in table):
                 for path in dict.fromkeys(paths):
                     yield failure.state.with_want(path, Want("value", value=tuple(table)))
@@ -96,10 +92,10 @@ def _asked(state: State, path: Path, asked: tuple[str, ...], model: torch.nn.Mod
 def _subscripts(state: State, place: Place, model: torch.nn.Module) -> Iterator[State]:
     """`x["key"]` where x is a tensor, or a dict inside of an argument."""
     node = place.expression()
-    for one in ast.walk(node) if node is not None else ():
-        if not isinstance(one, ast.Subscript):
+    for inner in ast.walk(node) if node is not None else ():
+        if not isinstance(inner, ast.Subscript):
             continue
-        key, found = value_of(place, one.slice), value_of(place, one.value)
+        key, found = value_of(place, inner.slice), value_of(place, inner.value)
         if not isinstance(key, str):
             continue
         if isinstance(found, torch.Tensor):

@@ -12,11 +12,9 @@ from math import isqrt, prod
 
 import torch
 
-from autoplan.capture.feeding.failures.failure import Failure
+from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
-
-__all__ = ["is_named", "lacks_a_value", "sizes_differ", "sizes_disagree", "told_by_message", "too_small", "unpacked"]
 
 _UNPACKED = re.compile(r"values to unpack \(expected (?:at least )?(\d+)(?:, got (\d+))?\)")
 _NONE = re.compile(r"NoneType|None\b")
@@ -103,10 +101,7 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
         for path in failure.blamed:
             for rank in map(int, got):
                 yield from of_rank(state, path, rank)
-    for path in failure.paths[:4]:
-        leaf = state.at(path)
-        if leaf is None:
-            continue
+    for path, leaf in state.among(failure.paths[:4]):
         now, ranks = len(leaf.shape), []
         if parts:
             wanted, there = parts
@@ -169,12 +164,10 @@ def _pattern(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
     sizes = {name: int(n) for name, n in re.findall(r"'(\w+)': (\d+)", text)}
     groups = re.findall(r"\([^)]*\)|\.\.\.|\S+", pattern[1])
     if "..." not in groups and len(groups) != len(got):
-        for path in failure.paths[:3]:
-            leaf = state.at(path)
-            if leaf is not None:
-                rank = len(leaf.shape) + len(groups) - len(got)
-                yield from of_rank(state, path, rank, _first_channels(model, rank))
-                yield from of_rank(state, path, rank)
+        for path, leaf in state.among(failure.paths[:3]):
+            rank = len(leaf.shape) + len(groups) - len(got)
+            yield from of_rank(state, path, rank, _first_channels(model, rank))
+            yield from of_rank(state, path, rank)
         return
     for group, have in zip(groups, got, strict=False):
         words = re.findall(r"\w+", group)
@@ -201,9 +194,8 @@ def _broadcast(failure: Failure) -> Iterator[State]:
     """A mask that does not go with the scores: of each sequence, each query, each head."""
     if "must match the size of tensor" not in failure.text:
         return
-    for path in failure.blamed:
-        leaf = failure.state.at(path)
-        if leaf is not None and leaf.kind in ("bool", "nowhere") and "length" in leaf.shape:
+    for path, leaf in failure.state.among(failure.blamed):
+        if leaf.kind in ("bool", "nowhere") and "length" in leaf.shape:
             for shape in (("batch", 1, "length"), ("batch", "length", "length"), ("batch", 1, 1, "length")):
                 yield failure.state.with_want(path, replace(leaf, shape=shape))
 
