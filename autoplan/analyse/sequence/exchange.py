@@ -221,7 +221,7 @@ class _Exchanges:
                 ):
                     return False
             positioned = [t for t in inputs if self.positions.dims_of(t)]
-            if not self.flow.is_identity(index) and positioned and self.stream._mixes(index, positioned) is not None:
+            if not self.flow.is_identity(index) and positioned and self.stream.mixes(index, positioned) is not None:
                 return False
             call = self.trace.calls[index]
             for item in integers((call.args, call.kwargs)):

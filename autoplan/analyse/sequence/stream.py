@@ -64,7 +64,7 @@ class Stream(CutStream):
         for index in range(self.first_call, self.last_call):
             values = [t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.positions.dims_of(t)]
             given = [t for t in self.flow.inputs[index] if t in values]
-            if given and not self.flow.is_identity(index) and self._mixes(index, given) is not None:
+            if given and not self.flow.is_identity(index) and self.mixes(index, given) is not None:
                 found |= {leaf for tensor in values for leaf in self.shards.split_leaves(tensor)}
         return found
 
@@ -193,7 +193,7 @@ class Stream(CutStream):
 
     def _crosses(self, index: int, cut: list[int]) -> WholeSequence | None:
         """Why a call needs the whole sequence; None if it does not."""
-        mixes = self._mixes(index, cut)
+        mixes = self.mixes(index, cut)
         if mixes is not None:
             return mixes
         if index in self.placement.reductions or any(self.shards.is_split(t) for t in self.flow.outputs[index]):
@@ -202,7 +202,7 @@ class Stream(CutStream):
             return self._whole("told-length", index)
         return None
 
-    def _mixes(self, index: int, cut: list[int]) -> WholeSequence | None:
+    def mixes(self, index: int, cut: list[int]) -> WholeSequence | None:
         """How a call treats positions other than each by itself; None if it does not."""
         call = self.trace.calls[index]
         for op in range(*call.ops):

@@ -293,7 +293,9 @@ PositionLogits.rules = {
     **{getattr(_T, name).__get__: _as_it_is for name in _PROPERTIES},
     **dict.fromkeys((_T.dim, _T.ndimension, _T.is_floating_point, torch.is_floating_point, _T.is_complex), _as_it_is),
     **dict.fromkeys((_T.register_hook, _T.is_contiguous, _T.get_device, _T.element_size, _T.__hash__), _as_it_is),
-    **dict.fromkeys((_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type_as, _T.contiguous), _each_element),
+    **dict.fromkeys(
+        (_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type_as, _T.contiguous, _T.view_as), _each_element
+    ),
     **dict.fromkeys((_T.clone, torch.clone, _T.detach, _T.cpu, _T.cuda, _T.tanh, torch.tanh, _T.neg), _each_element),
     **dict.fromkeys((_T.mul, torch.mul, _T.__mul__, _T.__rmul__, _T.div, torch.div, _T.__truediv__), _each_element),
     **dict.fromkeys((_T.add, torch.add, _T.__add__, _T.__radd__, _T.sub, torch.sub, _T.__sub__), _each_element),
