@@ -26,7 +26,7 @@ from autoplan.common.rules_folder import rules_folder
 
 _NUMBERS = ("memory", "bandwidth", "per_node", "efficiency")
 _WHOLE = ("memory", "per_node")
-_TOP = ("name", *_NUMBERS, "sources", "flops", "links", "overhead")
+_TOP = ("name", *_NUMBERS, "attention", "sources", "flops", "links", "overhead")
 _TABLES = {"links": ("inside", "between", "latency_inside", "latency_between"),
            "overhead": ("context", "communicator", "workspace")}  # fmt: skip
 
@@ -37,7 +37,8 @@ class Device:
 
     `memory`: bytes. `flops`: dense operations a second by dtype. `bandwidth`: bytes a second of its memory. `inside`,
     `between`: bytes a second of one rank's link in a node, and between nodes; `latency_*`: seconds of one message.
-    `efficiency`: the share of the peak that matmuls reach. `context`, `communicator`: bytes that a process, and each
+    `efficiency`: the share of the peak that matmuls reach; `attention`: operations a second that fused kernels of
+    attention reach (None: as matmuls). `context`, `communicator`: bytes that a process, and each
     group of ranks, takes; `workspace`: what libraries for matmuls take of the allocator's.
     """
 
@@ -54,6 +55,7 @@ class Device:
     context: int
     communicator: int
     workspace: int = 0
+    attention: float | None = None
     sources: tuple[str, ...] = ()
 
     def overhead(self, groups: int) -> int:
@@ -104,6 +106,7 @@ def _device(path: Path, data: Any) -> Device:
         name=called, flops=flops, sources=tuple(sources), memory=int(top["memory"]), per_node=int(top["per_node"]),
         bandwidth=top["bandwidth"], efficiency=top["efficiency"], context=int(taken["context"]),
         communicator=int(taken["communicator"]), workspace=int(taken["workspace"]), **links,
+        attention=None if data.get("attention") is None else _number(path, "", "attention", data["attention"]),
     )  # fmt: skip
 
 
@@ -187,6 +190,7 @@ def device_text(found: Measured, like: Device) -> str:
     )
     measured = [
         "bandwidth",
+        "attention (forward, causal)",
         f"matmuls of {'bfloat16' if found.memory else 'float32, which stand for all'}",
         *(["memory"] if found.memory else []),
     ]
@@ -196,12 +200,13 @@ def device_text(found: Measured, like: Device) -> str:
     taken += ", float32 in the ratio that it has there" if found.memory else ""
     scale = found.matmul / like.flops["bfloat16"]
     single = found.matmul if not found.memory else like.flops["float32"] * scale
-    return f"""# Written by `autoplan calibrate`: attention reached {found.attention:.3e} operations a second.
+    return f"""# Written by `autoplan calibrate`.
 name = "{found.name}, measured"
 memory = {found.memory or like.memory}
 bandwidth = {found.copy:.4e}
 per_node = {found.per_node if found.link else like.per_node}
 efficiency = 1.0
+attention = {found.attention:.4e}
 sources = ["measured on {found.ranks} ranks: {", ".join(measured)}", "as of {like.name}: {taken}"]
 
 [flops]

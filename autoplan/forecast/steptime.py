@@ -17,7 +17,7 @@ from math import prod
 from autoplan.common.errors import AutoplanError
 from autoplan.forecast.devices import Device
 from autoplan.forecast.memory import Walk
-from autoplan.forecast.recording.tape import Block, LeftOut
+from autoplan.forecast.recording.tape import ATTENTION, Block, LeftOut
 from autoplan.forecast.sharded import UnitSize
 from autoplan.forecast.step import Recorded
 from autoplan.values.estimate import Sent, StepTime
@@ -87,9 +87,13 @@ def decoding_time(
 
 
 def _computing(load: Load, device: Device) -> float:
-    slowest = min(device.flops.values())
-    rates = {name: device.flops.get(name, slowest) * device.efficiency for name, _ in load.flops_by_dtype}
-    return sum(flops / rates[name] for name, flops in load.flops_by_dtype)
+    return sum(flops / _rate(name, device) for name, flops in load.flops_by_dtype)
+
+
+def _rate(name: str, device: Device) -> float:
+    """Operations a second of matmuls in a dtype, or of fused kernels of attention where these are slower."""
+    reached = device.flops.get(name.removeprefix(ATTENTION), min(device.flops.values())) * device.efficiency
+    return min(reached, device.attention or reached) if name.startswith(ATTENTION) else reached
 
 
 def _not_hidden(load: Load, computing: float, device: Device, mesh: tuple[tuple[str, int], ...]) -> float:
@@ -206,7 +210,7 @@ def in_float8(walk: Walk, device: Device) -> dict[str, int]:
     left = sum(walk.layers.values())
     flops = {_FLOAT8: left}
     for dtype, count in sorted(walk.flops.items(), key=lambda pair: -pair[1]):
-        taken = min(left, count)
+        taken = 0 if dtype.startswith(ATTENTION) else min(left, count)
         left -= taken
         flops[dtype] = count - taken
     return flops

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
@@ -75,7 +74,7 @@ def shards_in(output: Any) -> list[tuple[tuple[Any, ...], SequenceShard]]:
 #     reduce_scatter   partial sums → own positions           backward: the whole gradient from everyone's positions
 #
 # Positions are sharded in equal pieces; a length that does not divide is padded inside these moves only: the pieces of
-# the last ranks end with rows that are never read, and what is gathered has its true length again.
+# the last ranks end with copies of the last row, which are never read, and what is gathered has its true length again.
 
 _NAMED = torch.ops._c10d_functional
 
@@ -84,24 +83,28 @@ def _piece(length: int, group: RankGroup) -> int:
     return -(-length // group.size)
 
 
-def _pad(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """Rows (dim 0) filled up with zeros to `length`."""
+def _pad(rows: torch.Tensor, length: int, values: bool) -> torch.Tensor:
+    """Rows (dim 0) filled up to `length`: gradients with zeros, `values` with the last row, for what a model makes of
+    zeros may have no gradient (a root of their squares)."""
     missing = length - rows.size(0)
-    return rows if missing == 0 else F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
+    if missing == 0:
+        return rows
+    more = rows[-1:].expand(missing, *rows.shape[1:]) if values else rows.new_zeros(missing, *rows.shape[1:])
+    return torch.cat([rows, more])
 
 
 class _Scatter(Recorded):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup, values: bool) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.group = dim, x.size(dim), group
         rows = x.movedim(dim, 0)
         piece = _piece(rows.size(0), group)
-        own = _pad(rows, piece * group.size).narrow(0, group.rank * piece, piece)
+        own = _pad(rows, piece * group.size, values).narrow(0, group.rank * piece, piece)
         return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gather_whole(gradient, ctx.dim, ctx.length, ctx.group), None, None
+        return gather_whole(gradient, ctx.dim, ctx.length, ctx.group), None, None, None
 
 
 class _GatherWhole(Recorded):
@@ -114,32 +117,32 @@ class _GatherWhole(Recorded):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return scatter(gradient, ctx.dim, ctx.group), None, None, None
+        return _Scatter.apply(gradient, ctx.dim, ctx.group, False), None, None, None
 
 
 class _GatherSum(_GatherWhole):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return reduce_scatter(gradient, ctx.dim, ctx.group), None, None, None
+        return _ReduceScatter.apply(gradient, ctx.dim, ctx.group, False), None, None, None
 
 
 class _ReduceScatter(Recorded):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup, values: bool) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.group = dim, x.size(dim), group
         rows = x.movedim(dim, 0)
-        padded = _pad(rows, _piece(rows.size(0), group) * group.size).contiguous()
+        padded = _pad(rows, _piece(rows.size(0), group) * group.size, values).contiguous()
         own = sent(_NAMED.reduce_scatter_tensor, padded, "sum", group.size, group.name)
         return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gather_sum(gradient, ctx.dim, ctx.length, ctx.group), None, None
+        return gather_sum(gradient, ctx.dim, ctx.length, ctx.group), None, None, None
 
 
 def scatter(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
     """This rank's positions of a whole value."""
-    return _Scatter.apply(x, dim, group)
+    return _Scatter.apply(x, dim, group, True)
 
 
 def gather_whole(x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
@@ -154,7 +157,7 @@ def gather_sum(x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torc
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
     """This rank's positions of a sum over ranks."""
-    return _ReduceScatter.apply(x, dim, group)
+    return _ReduceScatter.apply(x, dim, group, True)
 
 
 # And the exchange of context parallelism, for pieces of another dim.
@@ -186,16 +189,18 @@ class _ToPieces(Recorded):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _ToPositions.apply(gradient, *ctx.how), None, None, None, None
+        return _ToPositions.apply(gradient, *ctx.how, False), None, None, None, None
 
 
 class _ToPositions(Recorded):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dims: tuple[int, int], width: int, group: RankGroup, rows: Rows) -> Any:
+    def forward(
+        ctx: Any, x: torch.Tensor, dims: tuple[int, int], width: int, group: RankGroup, rows: Rows, values: bool
+    ) -> Any:
         ctx.how = dims, x.size(dims[0]), group, rows
         pieces = x.movedim(dims, (0, 1))
         piece, rest = _piece(pieces.size(0), group), pieces.shape[2:]
-        padded = _pad(pieces, piece * group.size).contiguous()
+        padded = _pad(pieces, piece * group.size, values).contiguous()
         sizes = [piece * len(held) * rest.numel() for held in rows]
         found = [
             part.view(piece, len(held), *rest)
@@ -213,7 +218,7 @@ class _ToPositions(Recorded):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _ToPieces.apply(gradient, *ctx.how), None, None, None, None
+        return _ToPieces.apply(gradient, *ctx.how), None, None, None, None, None
 
 
 def deals_out(node: Any) -> bool:
@@ -255,14 +260,12 @@ def _own(planned: OwnPositions, at: At) -> Change:
 
     def own(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         rows, piece = x.movedim(dim, 0), _piece(length, group)
-        return _pad(rows, piece * group.size).narrow(0, group.rank * piece, piece).movedim(0, dim).contiguous()
+        return _pad(rows, piece * group.size, True).narrow(0, group.rank * piece, piece).movedim(0, dim).contiguous()
 
     def cut(x: torch.Tensor) -> torch.Tensor:
         held = own_of(x)
-        if held is not None:
-            return held
-        running.lengths[sequence.name] = x.size(dim)
-        return own(x, dim, x.size(dim))
+        length = running.lengths[sequence.name] = x.size(dim) if held is None else held.length
+        return own(x, dim, length) if held is None else held.own
 
     run = _flattened(own, planned, running, of_shards=False) if sequence.flattened else cut
     shard = SequenceShard(dim, sequence)
@@ -317,7 +320,7 @@ def _exchange(planned: Exchange, at: At) -> Change:
     running, group, dims, layout = at.running, at.group, (planned.dim, planned.feature), Layout.parse(planned.layout)
     rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
     if isinstance(planned, ExchangeToPositions):
-        return lambda x: _ToPositions.apply(x, dims, layout.size, group, rows)
+        return lambda x: _ToPositions.apply(x, dims, layout.size, group, rows, True)
     return lambda x: _ToPieces.apply(x, dims, running.lengths[planned.sequence.name], group, rows)
 
 

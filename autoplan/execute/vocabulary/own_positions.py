@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -102,9 +102,16 @@ def own_stream(own: torch.Tensor, dim: int, length: int, group: RankGroup) -> to
     return as_kind(own, _class(group, (), length, dim, base=OwnStream))
 
 
-def own_of(x: torch.Tensor) -> torch.Tensor | None:
-    """A rank's piece of what `own_stream` gave, None of anything else."""
-    return _raw(x) if isinstance(x, OwnStream) else None
+class Own(NamedTuple):
+    """A rank's piece of a stream, and how many positions the whole has."""
+
+    own: torch.Tensor
+    length: int
+
+
+def own_of(x: torch.Tensor) -> Own | None:
+    """What `own_stream` was given, None of anything else."""
+    return Own(_raw(x), type(x).length) if isinstance(x, OwnStream) else None
 
 
 def whole_logits(x: torch.Tensor) -> torch.Tensor:

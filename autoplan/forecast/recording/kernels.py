@@ -234,6 +234,11 @@ _SCORES = "_scaled_dot_product_"
 _MORE = {"_grouped_mm": _grouped, "grouped_mm_fallback": _grouped}
 
 
+def is_attention(func: Any) -> bool:
+    """Is it a fused kernel of attention, forward or backward?"""
+    return bool(func._schema.name.partition("::")[2].startswith(_SCORES))
+
+
 def layer_of(func: Any, result: Any) -> Literal["", "linear", "experts"]:
     """Of an op that has operations: is it a product of layers? Their rows make a matrix; attention's have more dims."""
     if func._schema.name.partition("::")[2] in _MORE:
@@ -244,7 +249,7 @@ def layer_of(func: Any, result: Any) -> Literal["", "linear", "experts"]:
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Zero for what only moves data or works element by element."""
     name = func._schema.name.partition("::")[2]
-    if name.startswith(_SCORES):  # torch's count all scores of causal ones; those of 2.11 know no fewer key heads
+    if is_attention(func):  # torch's count all scores of causal ones; those of 2.11 know no fewer key heads
         # Two products of the forward; of backward the scores again, and two for either product
         given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
         query, key, value = given["query"], given["key"], given["value"]

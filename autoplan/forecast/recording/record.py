@@ -26,10 +26,22 @@ from autoplan.forecast.recording.kernels import (
     flops_of,
     grouped_in_bfloat16,
     held_meanwhile,
+    is_attention,
     kernels_of_a_gpu,
     layer_of,
 )
-from autoplan.forecast.recording.tape import Block, Changed, Item, Message, Place, Storage, Tape, UnitEvent, Worked
+from autoplan.forecast.recording.tape import (
+    ATTENTION,
+    Block,
+    Changed,
+    Item,
+    Message,
+    Place,
+    Storage,
+    Tape,
+    UnitEvent,
+    Worked,
+)
 from autoplan.patches.simulated_ranks import asks_for_a_shape
 
 LOSS = "the loss"  # what is computed after the model has run
@@ -186,6 +198,7 @@ class _Watching(TorchDispatchMode):
             given = list(tensors_within((args, kwargs)))
             moved = sum(t.numel() * t.element_size() for t in (*given, *made))
             dtype = str(made[0].dtype).removeprefix("torch.")
+            dtype = ATTENTION + dtype if is_attention(func) else dtype
             flops = flops_of(func, args, kwargs, result)
             log.items.append(Worked(flops, moved, dtype, log.modules[-1], layer_of(func, result) if flops else ""))
         return result

@@ -36,6 +36,9 @@ class Changed:
     module: str
 
 
+ATTENTION = "attention "  # before the dtype of operations that a fused kernel of attention does
+
+
 @dataclass(frozen=True, slots=True)
 class Worked:
     """One op: floating-point operations, and bytes read and written. `layer`: "linear" or "experts", of products with
