@@ -63,7 +63,12 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     ),
     "common/options.py": ({"all"}, _OTHERS),
     "doctor/private_engines.py": (
-        {"_grouped_mm", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention"},
+        {
+            "_grouped_mm",
+            "_scaled_dot_product_attention_math",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_flash_attention",
+        },
         "ops whose arguments a canary looks at",
     ),
     "doctor/private_torch.py": ({"add"}, "an op of which a canary asks the name"),
