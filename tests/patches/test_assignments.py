@@ -17,7 +17,7 @@ INSTANCES = {
     ("autoplan/check/audit/executors.py", "module"): "head counts of a module that is sharded",
     ("autoplan/check/ranks/threads.py", "_CountingGroup"): "a class of ours",
     ("autoplan/check/verify/traffic.py", "self"): "an object of ours",
-    ("autoplan/execute/vocabulary/split_logits.py", "columns.__class__"): "a tensor that was made here",
+    ("autoplan/execute/vocabulary/split_logits.py", "part.__class__"): "a tensor that was made here",
     ("autoplan/execute/vocabulary/leaving.py", "found.__class__"): "a tensor that was made here",
     ("autoplan/execute/vocabulary/leaving.py", "made.__class__"): "a tensor that was made here",
     ("autoplan/execute/data_parallel/fsdp.py", "register_fsdp_forward_method"): "a method of the caller's own model",
