@@ -160,7 +160,7 @@ class _Exchanges:
                 continue
             found.visits.add(number)
             for path, made in visit.outputs:
-                if made in self.flow.carries and made != tensor:
+                if made != tensor:
                     self._leave_module(made, Crossing(number, visit.module, path, *visit.calls), partial, found)
 
     def _leave_module(self, made: int, crossing: Crossing, partial: bool, found: _Found) -> None:
@@ -228,7 +228,7 @@ class _Exchanges:
                 if self.positions.depends_on_length(item) and not _sizes_of(item.origin) <= known:
                     return False
             known.update(self.flow.outputs[index])
-        made = [t for _, t in visit.outputs if t in self.flow.carries]
+        made = [t for _, t in visit.outputs]
         return bool(made) and all(self.positions.plain_dim(t) is not None and t in known for t in made)
 
     def _plain(self, tensor: int) -> int:
