@@ -11,6 +11,7 @@ ranks, is replaced by the exchange of that input.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
@@ -60,7 +61,8 @@ class _Exchanges:
     # ------------------------------------------------------------------ where the stream begins
 
     def begin(self) -> None:
-        """Make of own positions what the first block takes in, where a module makes it and nothing else reads it."""
+        """Make of own positions what the first block takes in, where a module looks it up by an index for each position
+        and nothing else reads it."""
         found = _Found()
         starts = [key for key in self.cut.scatters if key[1] == "input" and key[0] in self.stream.starts]
         try:
@@ -82,7 +84,8 @@ class _Exchanges:
         for crossing in sorted(made, key=lambda c: c.first - c.last):
             visit = self.trace.visits[crossing.visit]
             given = {t for _, t in visit.inputs if self.positions.dims_of(t)}
-            if len(given) == 1 and len(visit.outputs) == 1 and self._by_position(crossing.visit, given):
+            looked_up = not any(self.trace.tensors[t].differentiable for t in given)
+            if looked_up and len(given) == 1 and len(visit.outputs) == 1 and self._by_position(crossing.visit, given):
                 (source,) = given
                 found.own |= {
                     Crossing(crossing.visit, visit.module, path, *visit.calls): self._plain(source)
@@ -171,7 +174,7 @@ class _Exchanges:
             found.pieces[crossing] = dim, piece, layout
             return
         summed = (crossing, AllReduceGradient) in self.placement.outputs
-        tried = _Found(dict(found.shown), dict(found.own), dict(found.pieces), dict(found.gathered), set(found.visits))
+        tried = _Found(**{name: copy.copy(value) for name, value in vars(found).items()})
         try:
             self._hand_on(made, crossing, "output", partial or summed, tried)
             vars(found).update(vars(tried))
@@ -206,6 +209,10 @@ class _Exchanges:
         """Does a module treat each position of these by itself, and read nothing else that has positions?"""
         visit = self.trace.visits[number]
         known = set(given)
+        if any(
+            visit.calls[0] <= c.first and c.last <= visit.calls[1] for c, side in self.cut.scatters if side == "output"
+        ):
+            return False  # something inside of it is whole, and cut again
         for index in range(*visit.calls):
             inputs = self.flow.inputs[index]
             for tensor in inputs:
