@@ -352,7 +352,8 @@ class Stream(CutStream):
                 self._add(self.result.scatters, [(crossing, "output")], dim, None)
         entering = [b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last]
         for crossing in sorted(entering, key=lambda b: b.last - b.first):
-            if crossing.module not in self.names or any(crossing.visit == start.visit for start in self.starts):
+            started = any(crossing.visit == start.visit for start in self.starts)
+            if crossing.module not in self.names or started or self.context:
                 self._add(self.result.scatters, [(crossing, "input")], dim, None)
 
     def _all_after(self, crossing: Crossing, tensor: int) -> bool:
