@@ -99,10 +99,6 @@ def test_a_gemma_needs_checkpointing() -> None:
     assert whole.peak / GIB == pytest.approx(40, rel=0.1)
 
 
-# A bias trained over 2,048 × 2,048 positions on one rank takes more there, and why is not known.
-NOT_WITHIN = {("encoder-decoder", "alone"): -0.06, ("encoder-decoder", "alone, blocks again"): -0.13}
-
-
 @pytest.mark.parametrize(
     "model",
     [pytest.param("dense", marks=pytest.mark.long),
@@ -112,7 +108,7 @@ def test_what_an_h100_showed(model: str) -> None:
     """`make bench-gpu`: seven ways to run each model, on rank 0 of a mesh."""
     known = estimate_gpu.recorded()[model]
     off = {one.how: one.size / (known[one.how]["allocated"] * GIB) - 1
-           for one in estimate_gpu.estimated(model, H100)}  # fmt: skip
-    assert off.keys() == known.keys()
+           for one in estimate_gpu.estimated(model, H100) if one.how in known}  # fmt: skip
+    assert off.keys() == known.keys()  # with cp none was measured
     for how, found in off.items():
-        assert found == pytest.approx(NOT_WITHIN.get((model, how), 0.0), abs=0.05), (how, found)
+        assert found == pytest.approx(0.0, abs=0.05), (how, found)
