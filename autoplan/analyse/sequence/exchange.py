@@ -20,6 +20,7 @@ from autoplan.analyse.sequence.stream import Stream
 from autoplan.analyse.sequence.stream_state import SequencePlacement, integers
 from autoplan.common.layout import Layout
 from autoplan.ops import call_record
+from autoplan.ops.records.record import writes_in_place
 from autoplan.values import AllReduce, AllReduceGradient, Boundary, JoinPartial, SequenceName, WithholdPartial
 
 __all__ = ["exchange"]
@@ -85,6 +86,7 @@ class _Exchanges:
             visit = self.trace.visits[crossing.visit]
             given = {t for _, t in visit.inputs if self.positions.dims_of(t)}
             looked_up = not any(self.trace.tensors[t].differentiable for t in given)
+            looked_up = looked_up and not any(self._counts_indices(index) for index in range(*visit.calls))
             if looked_up and len(given) == 1 and len(visit.outputs) == 1 and self._by_position(crossing.visit, given):
                 (source,) = given
                 found.own |= {
@@ -96,6 +98,13 @@ class _Exchanges:
                 found.visits.add(crossing.visit)
                 return
         raise _Refused
+
+    def _counts_indices(self, index: int) -> bool:
+        """Does a call do more with its indices than look up: change the table, or scale gradients by how many there
+        are? Each rank would do it for its own ones."""
+        call = self.trace.calls[index]
+        written = any(writes_in_place(self.trace.ops[op].name) for op in range(*call.ops))
+        return written or any(item is True for item in (*call.args, *call.kwargs.values()))
 
     # ------------------------------------------------------------------ gathers
 
@@ -348,6 +357,7 @@ class _Exchanges:
             mixed = self.shards.is_split(tensor) and self.shards.is_mixed(tensor)
             if set(self.flow.uses[tensor]) - calls or (mixed and tensor not in parts):
                 raise _Refused
+        random = set[str]()
         for index, call in enumerate(self.trace.calls):
             outside = index not in calls and any(
                 _is_in(str(part[1]), module)
@@ -358,7 +368,8 @@ class _Exchanges:
             if outside:
                 raise _Refused
             if index in calls and call_record(call.name).random.has_rate(call.args, call.kwargs):
-                self.cut.random.add(call.module)
+                random.add(call.module)
+        self.cut.random |= random
         self.cut.whole_parameters |= read
         self.cut.whole_modules |= modules
         self.cut.undone |= done_here

@@ -292,6 +292,16 @@ def test_what_a_mixer_s_own_code_reads_is_gathered(reads: str) -> None:
     assert autoplan.verify(model, plan, inputs=feeds).ok
 
 
+@pytest.mark.parametrize("how", ({}, {"max_norm": 0.5}, {"scale_grad_by_freq": True}))
+def test_own_indices_are_looked_up_where_a_lookup_is_all(how: dict[str, Any]) -> None:
+    """A table that is changed by all indices, or scaled by their number, gets all of them."""
+    torch.manual_seed(3)
+    model = Blocks("nothing").double()
+    model.table = torch.nn.Embedding(40, 32, **how).double()
+    plan = autoplan.plan(model, cp_size=2, inputs={"input_ids": torch.randint(0, 40, (2, 12))}, prove="none")
+    assert any(one.pattern == "table" for one in plan.runtime.of(WholeLength)) is not bool(how)
+
+
 @pytest.mark.parametrize("layout", ("4!*3", "2!*2|4!", "(4!|1)*2", "2!2@2*4!2@1*3"))
 @pytest.mark.parametrize("length", (2, 7, 12))
 def test_an_exchange_and_its_gradients(layout: str, length: int) -> None:
