@@ -50,7 +50,7 @@ from autoplan.values.quantised import PackedWeight
 from autoplan.version import __version__
 
 if TYPE_CHECKING:
-    from autoplan.api import parallelize, plan
+    from autoplan.api import fx_graph, parallelize, plan
     from autoplan.check.audit import audit
     from autoplan.check.verify.verify import verify
     from autoplan.common.options import Checkpointing, DataParallel, Keywords, Options, TensorParallel, Wish
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from autoplan.emit.pages.markup import WhatIf
     from autoplan.execute.collectives import RankGroup
     from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
+    from autoplan.execute.data_parallel.megatron import MegatronCall, megatron_call
     from autoplan.execute.parameters.buffers import full_tensors, rebuild_buffers
     from autoplan.execute.quantised.modules import packed_model
     from autoplan.execute.tensor_parallel import Applied, applied
@@ -116,6 +117,7 @@ __all__ = [
     "IndivisibleError",
     "Keywords",
     "MadeFor",
+    "MegatronCall",
     "MemoryParts",
     "Model",
     "Obstacle",
@@ -153,12 +155,14 @@ __all__ = [
     "dry_run",
     "estimate",
     "full_tensors",
+    "fx_graph",
     "gather_logits",
     "global_norm",
     "hand_over",
     "layers",
     "load_plan",
     "load_weights",
+    "megatron_call",
     "packed_model",
     "parallelize",
     "plan",
@@ -205,12 +209,15 @@ _HOMES = {
     "estimate": "autoplan.forecast.estimate",
     "clip_gradients": "autoplan.execute.data_parallel.gradients",
     "full_tensors": "autoplan.execute.parameters.buffers",
+    "fx_graph": "autoplan.api",
     "gather_logits": "autoplan.execute.vocabulary.logprobs",
     "global_norm": "autoplan.execute.data_parallel.gradients",
     "hand_over": "autoplan.frameworks",
     "layers": "autoplan.hf.stacks",
     "load_plan": "autoplan.decide.written_plans.plan_file",
     "load_weights": "autoplan.execute.weights.load",
+    "MegatronCall": "autoplan.execute.data_parallel.megatron",
+    "megatron_call": "autoplan.execute.data_parallel.megatron",
     "packed_model": "autoplan.execute.quantised.modules",
     "parallelize": "autoplan.api",
     "plan": "autoplan.api",

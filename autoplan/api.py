@@ -14,9 +14,10 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any, Unpack
 
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoplan.capture.fx_graph import graph_of
 from autoplan.check.pipeline import proven_plan
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import TRIAL_SECONDS, Keywords, Options, Wish, check_argument
@@ -33,6 +34,7 @@ from autoplan.hf.source import Model, Source, resolve
 from autoplan.hf.stacks import layers
 from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.plan_cache import keep_plan, kept_plan, place_of
+from autoplan.planning import capture_source
 from autoplan.values import Plan
 
 
@@ -223,3 +225,15 @@ def _plan_for_mesh(model: nn.Module, dims: MeshDims, given: PlanSource | None, c
     made = written if isinstance(written, Plan) else proven_plan(source, wish, written)
     check_matches(model, made)
     return replace(made, findings=made.findings + found)
+
+
+@plain_surroundings()
+def fx_graph(model: Model, inputs: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False) -> fx.Graph:
+    """The run of a model that a plan is made from, as an FX graph: to print, to draw, to search with FX's own tools.
+
+    Each aten op is a node, in the order in which it ran; `node.meta` has the "module" that called it, "shape" and
+    "dtype". Of equal blocks one or two are run. `model` and `inputs` are what `plan` takes.
+    """
+    check_versions()
+    source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
+    return graph_of(capture_source(source, source.module()).trace)

@@ -37,6 +37,7 @@ from autoplan.patches.classes import code_lies_open
 from autoplan.patches.kernels import on_reference_path
 
 SMALL = 30_000_000  # parameters up to which a copy may be run for real
+_MOST_WORK = 2_000_000_000  # parameters times tokens, likewise: a second on a CPU without bfloat16
 
 
 def fake_mode() -> FakeTensorMode:
@@ -84,14 +85,15 @@ def with_storage(model: nn.Module, *, folded: bool = True) -> nn.Module:
 
 
 class Twin:
-    """A copy on which calls are tried: a real one of a small model, one without storage of a large one.
+    """A copy on which calls are tried: a real one of a small model, one without storage of a large one or many tokens.
 
     `folded`: with few of its equal blocks, which is cheaper, and wrong where the model counts its blocks.
     """
 
-    def __init__(self, model: nn.Module, *, folded: bool = True, supposing: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, folded: bool = True, supposing: bool = False, tokens: int = 0) -> None:
         self.known: KnownValues | None = None
-        if sum(p.numel() for p in model.parameters()) <= SMALL:
+        size = sum(p.numel() for p in model.parameters())
+        if size <= SMALL and size * tokens <= _MOST_WORK:
             copy = fold(model, _values, fold=folded)
         else:
             mode = fake_mode()
@@ -139,8 +141,10 @@ def tried(model: nn.Module, keywords: Mapping[str, Any], *others: Mapping[str, A
     that depend on values.
     """
     found = Tried(None, frozenset())
+    ids = (t for _, t in flatten_tensors(keywords) if not t.is_floating_point())
+    tokens = max((t.numel() for t in ids), default=0)
     for folded in (True, False):
-        twin = Twin(model, folded=folded, supposing=supposing)
+        twin = Twin(model, folded=folded, supposing=supposing, tokens=tokens)
         found = _call(twin, keywords)
         if found.failure is None or not twin.folds:
             break

@@ -15,7 +15,7 @@ from torch import fx
 from autoplan.values import Op, Ref, Symbolic, TensorInfo, Trace
 
 
-def fx_graph(trace: Trace) -> fx.Graph:
+def graph_of(trace: Trace) -> fx.Graph:
     """The ops of a trace as an FX graph. It is a picture of one run: sizes are the numbers of that run."""
     graph = fx.Graph()
     nodes: dict[int, fx.Node] = {}

@@ -10,17 +10,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoplan
-from autoplan.capture.capture import capture_fake
-from autoplan.capture.fx_graph import fx_graph
 from autoplan.common.patterns import matches
-from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import resolve
+from autoplan.planning import capture_source
 
 
 def test_every_op_is_a_node_with_its_module():
     model = resolve("gpt2").tiny()
-    trace = capture_fake(model, make_inputs(model, config=model.config).feeds).trace
-    graph = fx_graph(trace)
+    trace = capture_source(resolve(model), model).trace
+    graph = autoplan.fx_graph(model)
     called = [n for n in graph.nodes if n.op == "call_function" and "getitem" not in n.name]
     assert len(called) == len(trace.ops)
     product = next(n for n in called if n.target is torch.ops.aten.addmm.default)

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.options import check_argument
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
 from autoplan.values import Plan, Stack
@@ -114,6 +115,9 @@ def megatron_call(
     **options: Any,
 ) -> MegatronCall:
     """The call that shards `model` with Megatron-FSDP. Options of its own pass through by name; unknown ones raise."""
+    check_argument("model", model, nn.Module, "give the model that is to be sharded")
+    check_argument("mesh", mesh, DeviceMesh, "make one with torch.distributed.device_mesh.init_device_mesh")
+    check_argument("plan", plan, Plan, "give what autoplan.plan() or load_plan() returned")
     if unknown := sorted(set(options) - set(OPTIONS)):
         raise AutoplanError(
             f"{', '.join(unknown)}: no option of Megatron-FSDP that autoplan knows",

@@ -10,9 +10,9 @@ import pytest
 import torch
 from mesh_toys import Block, deep, layers_only, mesh_of, model_of, plan_of
 
+from autoplan import megatron_call
 from autoplan.check.ranks.run import run_ranks
 from autoplan.common.errors import AutoplanError
-from autoplan.execute.data_parallel.megatron import megatron_call
 
 
 def test_the_call_can_be_looked_at() -> None:
