@@ -428,10 +428,11 @@ def seen_code(ways: Ways) -> tuple[SeenCode, ...]:
     found: list[SeenCode] = []
     for code, group in groupby(sorted(ways), key=lambda key: key[:2]):
         keys = list(group)
-        every = _written(set().union(*(ways[key] for key in keys)))
+        union = set().union(*(ways[key] for key in keys))
+        every = _written(union)
         owners: dict[str, tuple[str, ...]] = {every: ()}
         for key in keys:
-            taken = _written(ways[key])
+            taken = every if ways[key] == union else _written(ways[key])
             if key[2] and taken != every:
                 owners[taken] = (*owners.get(taken, ()), key[2])
         found += (SeenCode(code[0], code[1], taken, names) for taken, names in owners.items())
