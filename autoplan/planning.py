@@ -18,7 +18,7 @@ from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
 from autoplan.capture.feeding.other_paths import with_other_paths
 from autoplan.capture.forward_hooks import made_anew_in_training
-from autoplan.common.code.ways import Recorder, recording, seen_code
+from autoplan.common.code.ways import Recorder, Ways, recording, seen_code
 from autoplan.common.errors import CaptureError, IndivisibleError
 from autoplan.common.options import Wish
 from autoplan.common.stages import stage
@@ -31,7 +31,7 @@ from autoplan.decide.plan.chosen import (
     solve_chosen,
     with_packed,
 )
-from autoplan.decide.plan.folding import same_in_like_blocks, whole_blocks
+from autoplan.decide.plan.folding import Names, same_in_like_blocks, whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.decide.written_plans.constraints import same_in_folded_blocks
 from autoplan.execute.fits import with_made_for
@@ -92,8 +92,19 @@ def draft_plan(
     solution, choices, misfit = fitting(solved, choices)
     made = write_down(source, wish, module, solution, choices, stacks, packed)
     found = (*misfit, *made.findings, *_findings(source, wish, capabilities, solution, made))
-    made = with_paths(replace(made, findings=found), seen_code(ways.ways))
+    made = with_paths(replace(made, findings=found), seen_code(_in_all_blocks(ways.ways, captured.trace)))
     return Draft(made, captured.trace, choices)
+
+
+def _in_all_blocks(ways: Ways, trace: Trace) -> Ways:
+    """A block that was recorded tells the ways of those that it stands for."""
+    if not trace.folds:
+        return ways
+    names, found = Names(trace), dict(ways)
+    for (place, code, owner), taken in ways.items():
+        module, *calls = owner.split(":")
+        found.update(((place, code, ":".join((other, *calls))), taken) for other in names.expand(module))
+    return found
 
 
 def with_paths(made: Plan, paths: tuple[SeenCode, ...]) -> Plan:

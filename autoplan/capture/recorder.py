@@ -296,6 +296,7 @@ def record(
     recording, ways = Recording(model, keep_values=keep_values), listener()
     if ways is not None:
         ways.forget()  # an attempt before this one came to no end
+        ways.know(model)
     if trace_integers:
         trace_attributes(recording.modules, recording.escapes)
     for feed, kwargs in feeds.items():

@@ -140,7 +140,8 @@ class _Player:
             self.outcome.reductions[op.module] += 1
         if not calls[0].reducing:
             return results
-        total = sum(result[0].double() * call.weight for result, call in zip(results, calls, strict=True))
+        wide = torch.promote_types(results[0][0].dtype, torch.float64)  # of complex numbers a complex one
+        total = sum(result[0].to(wide) * call.weight for result, call in zip(results, calls, strict=True))
         assert isinstance(total, torch.Tensor)
         return [[total.to(result[0].dtype).clone(), *result[1:]] for result in results]
 

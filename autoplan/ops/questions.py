@@ -9,7 +9,7 @@ from autoplan.ops.records.answers import NEVER, Linear
 from autoplan.ops.records.on_shards import as_written
 from autoplan.ops.records.record import call_record, nothing, op, op_record, unknown
 from autoplan.ops.records.site import Answer, Site
-from autoplan.ops.records.sizes import NO_SIZES
+from autoplan.ops.records.sizes import NO_SIZES, Lengths, PieceCount
 
 
 @op("_assert_tensor_metadata", "sym_size", "sym_numel", "sym_stride", "sym_storage_offset",
@@ -23,14 +23,17 @@ op("_local_scalar_dense",
    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, tells=True)(unknown)  # fmt: skip
 
 
-def literals_say(name: str) -> Literal["nothing", "elementwise", "function", "numbers", "all"]:
+def literals_say(name: str) -> Literal["nothing", "elementwise", "function", "numbers", "pieces", "all"]:
     """What decides about the result of a call of this name on a rank's part of a value, beside the value.
 
     What an op does to each element it does with any number, and where one such op is right, so is another (unless it
     draws); that one which scales or adds is called at all says nothing either. A layer that draws at a rate is told
-    whether it trains, and is tried in both modes.
+    whether it trains, and is tried in both modes. "pieces": the first number says how many or how long they are, and a
+    dim may follow.
     """
     record = call_record(name)
+    if isinstance(record.sizes, Lengths) or (isinstance(record.sizes, PieceCount) and record.sizes.dim is None):
+        return "pieces"
     if op_record(record.becomes or name).dims is elementwise:
         if record.linear is not Linear.NO:
             return "nothing"

@@ -68,12 +68,14 @@ class SeenCode:
 
     `place`: "package.module:Class.forward:12", the last its first line. `code`: the Python that compiled it, and a hash
     of what it compiled. `ways`: for each branch the offset of its instruction with "+" (it went on) or "-" (it jumped);
-    the offset alone of a handler of exceptions; "offset>hash" for a call of another such function.
+    the offset alone of a handler of exceptions; "offset>hash" for a call of another such function. `owners`: modules
+    where these are all the ways that it went, with the offsets of calls that led to it; none: all ways anywhere.
     """
 
     place: str
     code: str
     ways: str = ""
+    owners: tuple[str, ...] = ()
 
 
 # A plan, and what it is made of.
@@ -349,6 +351,6 @@ def steering(plan: Plan) -> dict[str, Any]:
 
 def digest(plan: Plan) -> str:
     """A short hash of all of it, and of the ways that a sharded model is held against."""
-    said = {**steering(plan), **({"paths": plain(plan.paths)} if plan.paths else {})}
+    said = {**steering(plan), **({"paths": plain(plan.paths, brief=True)} if plan.paths else {})}
     text = json.dumps(said, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]

@@ -355,6 +355,29 @@ def plain(h: torch.Tensor) -> torch.Tensor:
 WAYS = {"plain": plain, "norm": scaled}
 
 
+def perhaps(h: torch.Tensor, norm: bool) -> torch.Tensor:
+    return scaled(h) if norm else h.tanh()
+
+
+class OtherPlace(Mlp):
+    """A function goes both of its ways in each call, but each in a place of its own."""
+
+    def forward(self, x: torch.Tensor, hidden: bool = False) -> torch.Tensor:
+        return perhaps(x, not hidden) + self.down(perhaps(self.up(x), hidden))
+
+
+class Children(Mlp):
+    """The flag of a child is read by its parent alone, in a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.children_of_its = nn.ModuleList([Mlp()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x).tanh()
+        return x + self.down(scaled(h) if any(child.mode == "norm" for child in self.children_of_its) else h)
+
+
 class OutsideGradient(Mlp):
     """Forward all is right: the gradient of a value that each rank holds a part of is counted twice."""
 
@@ -430,5 +453,9 @@ CASES: dict[str, Case] = {
     "a dict of functions": Case(Dispatch, {"kind": "norm"}),
     "getattr": Case(Getattr, {"kind": "norm"}),
     "a function seen elsewhere": Case(SeenElsewhere, {"kind": "norm"}),
+    "a function's other place": Case(OtherPlace, {"hidden": True}),
+    "a flag of a child": Case(
+        Children, {}, prepare=_after_many(lambda model: setattr(model.children_of_its[0], "mode", "norm"))
+    ),
     "a gradient": Case(OutsideGradient, {"side": True}),
 }

@@ -1,10 +1,14 @@
 """Name the cases that fail today, and why. A line leaves when its case is mended: the suite asks for both."""
 
 KNOWN: dict[str, str] = {
+    "afterwards/RowOfTableZeroed@tp2": "raw: torch has no rule for `weight[3] = 0` on a DTensor",
+    "afterwards/RowOfTableZeroed@tp4": "as at tp 2",
     "algebra/BlockDiagonal@tp2": "a sound model is refused: a transpose between block-diagonal products stays whole",
     "algebra/MadeByVmap@tp2": "a sound model is refused: an ensemble of three under vmap is not split",
     "algebra/Rearranged@tp2": "a sound model is refused: functorch's rearrange takes plain integers alone",
     "algebra/RearrangedInnermost@tp2": "as Rearranged",
+    "idioms/Decorated@tp2": "a sound model is refused: its wrapper takes by position what is given by name",
+    "idioms/FunctionalInside@tp2": "a sound model is refused: weights that functional_call gives stay whole",
     "lifecycle/CalledTwice@tp2": "a sound call is refused: its argument asks for a gradient, which no recorded one did",
     "lifecycle/MomentumEncoder@tp2": "a sound model is refused: get_parameter finds no nn.Parameter",
     "parametrized/MaskParametrized@tp2": "a sound model is refused: weights under a mask stay whole",
@@ -12,6 +16,12 @@ KNOWN: dict[str, str] = {
     "parametrized/RowsThenMask@tp2": "as MaskParametrized",
     "parametrized/TernaryWeights@tp2": "a sound model is refused: both weights are made of statistics of the whole",
     "structures/OtherKeyWidths@tp2": "a sound model is refused: attention with a learned key and a mask of each head",
+    "channels/StandardisedKernels@tp2": "a sound model is refused: weights under statistics of their own stay whole",
+    "channels/StandardisedKernels@tp4": "as at tp 2",
+    "conditioned/MixtureOfWeights@tp2": "a sound model is refused: three mixed weights are taken for units",
+    "conditioned/MixtureOfWeights@tp4": "as at tp 2",
+    "conditioned/RoutedCapsules@tp2": "a sound model is refused: votes and squashed lengths are not split",
+    "conditioned/RoutedCapsules@tp4": "as at tp 2",
     "doors/HookOnBlock@tp2": "a sound hook is refused: ranks sum the gradient of a block's output behind the hook",
     "doors/WeightUsedOutside@tp2": "raw: outside of the model a weight is a DTensor, and torch mixes none with tensors",
     "odd/PenaltyByName@tp2": "a sound model is refused: parameters() gives it DTensors, not parts",

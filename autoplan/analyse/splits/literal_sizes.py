@@ -63,8 +63,8 @@ def parted_dim(call: Call, shards: Shards) -> int:
 
 
 def pieces_given(call: Call, shards: Shards) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
-    """Of a call that makes equal pieces: along which dim, and how long they must be on each rank, where those differ.
-    They do where one piece is split and its neighbour is not."""
+    """Of a call that makes equal pieces: along which dim (from the end), and how long they must be on each rank, where
+    those differ. They do where one piece is split and its neighbour is not."""
     told = call_record(call.name).sizes
     if not isinstance(told, (Lengths, PieceCount)):
         return None
@@ -74,7 +74,7 @@ def pieces_given(call: Call, shards: Shards) -> tuple[int, tuple[tuple[int, ...]
     outputs = list(refs(call.outputs))
     if not is_integer(sections) or not outputs:
         return None
-    dim = parted_dim(call, shards)
+    dim = parted_dim(call, shards) - len(shards.axes.of(outputs[0]))  # another call may have fewer dims before it
     wanted = tuple(
         tuple(shards.local_size(shards.axes.of(output)[dim], rank) for output in outputs) for rank in range(shards.tp)
     )

@@ -148,6 +148,7 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
     seen: dict[str, Any] = {}
     collectives: dict[str, Any] = {}
     ways = Recorder(literals_say)
+    ways.know(model)
     for check in CHECKS:
         if check.name in job.checks:
             try:

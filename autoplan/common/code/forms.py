@@ -36,16 +36,21 @@ def form_of(literals_say: Callable[[str], str], function: Any, args: Any, kwargs
     words += [f"{key}:{word}" for key in sorted(kwargs) for word in _words(kwargs[key])]
     if told == "numbers":
         words = [re.sub(r"(^|:)(True|False|f-?\d+|~)$", rf"\1{_ANY}", word) for word in words]
-    return _written(name, words)
+    if told == "pieces":  # without a dim it is the first
+        given = [*args[2:3], *(kwargs[key] for key in kwargs if key == "dim")]
+        dims = [word for value in given for word in _words(value)]
+        return _written(name, words, dims or ["0"])
+    return _written(name, words, words)
 
 
 def form_of_given(given: Iterable[Any]) -> str:
     """The same of what a function is given whose backward may ask for any of it."""
-    return _written("given", [word for value in given for word in _words(value)])
+    words = [word for value in given for word in _words(value)]
+    return _written("given", words, words)
 
 
-def _written(name: str, words: list[str]) -> str:
-    if not any(word.rpartition(":")[2].isdigit() for word in words):  # no dim is counted from the front
+def _written(name: str, words: list[str], dims: list[str]) -> str:
+    if not any(word.rpartition(":")[2].isdigit() for word in dims):  # no dim is counted from the front
         words = [re.sub(r"(^|:)T\d+$", r"\1T", word) for word in words]
     return f"{_plain(name)}({','.join(words)})"
 
@@ -188,8 +193,8 @@ def _covers(wide: tuple[str, str, tuple[_Word, ...]], narrow: tuple[str, str, tu
 
 def unlike(ways: Collection[str], known: Collection[str]) -> set[str]:
     """The ways that are not known. Numbers in a call of which nothing is known may be sizes: they are any."""
-    skeletons = {_skeleton(way) for way in known if "=" in way}
     found = set(ways) - set(known)
+    skeletons = {_skeleton(way) for way in known if "=" in way} if found else set()
     return {way if "=" not in way or _skeleton(way) in skeletons else _skeleton(way) for way in found}
 
 

@@ -22,12 +22,12 @@ import sys
 import sysconfig
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import CO_VARARGS
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -51,7 +51,11 @@ _MODULE_CALL = nn.Module._call_impl.__code__.co_filename
 ENTRY = 0  # where no call stands: what a function is given is written down there
 
 LiteralsSay = Callable[[str], str]
-Ways = dict[tuple[str, str], set[str]]  # by place and hash of the code
+# By place and hash of the code, and by owner: in which module it ran, called from where. "": in all of them.
+Key = tuple[str, str, str]
+Ways = dict[Key, set[str]]
+ROOT = "(root)"
+_CALLS = 2  # places of calls that an owner tells
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,6 +183,11 @@ class Tracer:
 
     def __init__(self) -> None:
         self.frames: dict[int, Follower] = {}
+        self.names: dict[int, str] = {}
+
+    def know(self, model: nn.Module) -> None:
+        """Its modules will be told apart: what one of them does says nothing of another of its class."""
+        self.names = {id(module): name or ROOT for name, module in model.named_modules()}
 
     def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
         """The trace function: called for each frame that begins."""
@@ -187,9 +196,13 @@ class Tracer:
             return self.on_module_call(frame) if is_module_call(frame.f_code) else None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         follower = self.frames[id(frame)] = Follower(self, facts, frame)
-        self.on_enter(follower, frame)
         above = frame.f_back
         caller = self.frames.get(id(above)) if above is not None else None
+        first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+        follower.owner = self.names.get(id(first), "" if caller is None else caller.owner)
+        if caller is not None and above is not None and follower.owner.count(":") < _CALLS:
+            follower.owner += f":{caller.facts.call_at(above.f_lasti)}"
+        self.on_enter(follower, frame)
         if facts.is_function:  # called by `apply`, of which some versions of torch show a frame
             names = frame.f_code.co_varnames[: frame.f_code.co_argcount + bool(frame.f_code.co_flags & CO_VARARGS)]
             self.on_function(follower, tuple(frame.f_locals[name] for name in names))
@@ -233,19 +246,20 @@ class Tracer:
 
 
 class Follower:
-    """One running frame. `known`: the ways of its code of which nothing more need be said.
+    """One running frame. `known`: the ways of its code, for its owner, of which nothing more need be said.
 
     Ways are "12+" and "12-" (a branch goes on, or jumps), "12++" (a loop begins a second round: what its body is given
     was computed by the round before), "12" (an error is handled), "12>c0ffee" (a function is called),
     "12=softmax(T3,-1)" (a torch function is).
     """
 
-    __slots__ = ("before", "earlier", "facts", "frame", "known", "strays", "touched", "tracer")
+    __slots__ = ("before", "earlier", "facts", "frame", "known", "owner", "strays", "touched", "tracer")
 
     def __init__(self, tracer: Tracer, facts: CodeFacts, frame: FrameType) -> None:
         self.tracer, self.facts, self.frame = tracer, facts, frame
         self.before = self.earlier = -1
         self.known: set[str] = set()
+        self.owner = ""
         self.touched = False
         self.strays: list[str] = []
 
@@ -342,13 +356,19 @@ class Recorder(Tracer):
         self.ways: Ways = {}
 
     def on_enter(self, follower: Follower, frame: FrameType) -> None:
-        follower.known = self.ways.setdefault((follower.facts.place, follower.facts.hash), set())
+        follower.known = self._of(follower, follower.owner)
+        self._of(follower, "")
+
+    def _of(self, follower: Follower, owner: str) -> set[str]:
+        return self.ways.setdefault((follower.facts.place, follower.facts.hash, owner), set())
+
+    def _add(self, follower: Follower, way: str) -> None:
+        follower.known.add(way)
+        self._of(follower, "").add(way)
 
     def on_way(self, follower: Follower, way: str) -> None:
-        where = follower
-        if ">" in way and follower.frame.f_back is not None:
-            where = self.frames[id(follower.frame.f_back)]
-        where.known.add(way)
+        above = follower.frame.f_back
+        self._add(self.frames[id(above)] if ">" in way and above is not None else follower, way)
 
     def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         self._note(function, args, kwargs)
@@ -357,12 +377,12 @@ class Recorder(Tracer):
         self._note(function, args, kwargs)
 
     def on_function(self, follower: Follower, given: tuple[Any, ...]) -> None:
-        follower.known.add(f"{ENTRY}={form_of_given(given)}")
+        self._add(follower, f"{ENTRY}={form_of_given(given)}")
 
     def _note(self, function: Any, args: Any, kwargs: Any) -> None:
         caller = self.caller(sys._getframe(3))
         if caller is not None and (form := form_of(self.literals_say, function, args, kwargs)):
-            caller.known.add(f"{caller.facts.call_at(caller.frame.f_lasti)}={form}")
+            self._add(caller, f"{caller.facts.call_at(caller.frame.f_lasti)}={form}")
 
     def forget(self) -> None:
         """Begin anew."""
@@ -404,9 +424,23 @@ def set_running(tracer: Tracer | None) -> None:
 
 
 def seen_code(ways: Ways) -> tuple[SeenCode, ...]:
-    """As a plan holds it."""
-    kept = {key: without_repeats(found) for key, found in ways.items()}
-    return tuple(SeenCode(*key, " ".join(sorted(found, key=_in_order))) for key, found in sorted(kept.items()))
+    """As a plan holds it. Owners that went all ways of their code are not told of."""
+    found: list[SeenCode] = []
+    for code, group in groupby(sorted(ways), key=lambda key: key[:2]):
+        keys = list(group)
+        union = set().union(*(ways[key] for key in keys))
+        every = _written(union)
+        owners: dict[str, tuple[str, ...]] = {every: ()}
+        for key in keys:
+            taken = every if ways[key] == union else _written(ways[key])
+            if key[2] and taken != every:
+                owners[taken] = (*owners.get(taken, ()), key[2])
+        found += (SeenCode(code[0], code[1], taken, names) for taken, names in owners.items())
+    return tuple(found)
+
+
+def _written(ways: set[str]) -> str:
+    return " ".join(sorted(without_repeats(ways), key=_in_order))
 
 
 def _in_order(way: str) -> tuple[int, str]:
@@ -416,12 +450,18 @@ def _in_order(way: str) -> tuple[int, str]:
 
 def ways_of(paths: Iterable[SeenCode]) -> Ways:
     """The inverse."""
-    return {(path.place, path.code): set(path.ways.split()) for path in paths}
+    return {(path.place, path.code, owner): set(path.ways.split()) for path in paths for owner in path.owners or ("",)}
 
 
 def added(ways: Ways, more: Ways) -> Ways:
     """Both."""
-    return {key: ways.get(key, set()) | more.get(key, set()) for key in (*ways, *more)}
+    return {key: ways.get(key_in(ways, *key), set()) | more.get(key, set()) for key in (*ways, *more)}
+
+
+def key_in(ways: Collection[Key], place: str, code: str, owner: str) -> Key:
+    """Under which the ways of an owner are known: one that is not told of goes all ways of the code."""
+    own = place, code, owner
+    return own if own in ways else (place, code, "")
 
 
 def others_of(ways: Ways, known: Ways) -> Ways:

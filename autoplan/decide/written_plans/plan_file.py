@@ -65,7 +65,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     fed = {"fed": plain(plan.fed)} if plan.fed else {}
     packed = {"packed": plain(plan.packed, brief=True)} if plan.packed else {}
     flow = {"flow": plain(plan.flow)} if plan.flow else {}
-    paths = {"paths": plain(plan.paths)} if plan.paths else {}
+    paths = {"paths": plain(plan.paths, brief=True)} if plan.paths else {}
     return {"autoplan": FORMAT_VERSION, **values, **fed, **experts, **packed, **flow, **paths}
 
 

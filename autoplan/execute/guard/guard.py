@@ -34,6 +34,7 @@ from torch import nn
 from autoplan.common.code.forms import Forms, forms_in
 from autoplan.common.code.ways import (
     PYTHON,
+    Key,
     Paused,
     follow,
     has_own_code,
@@ -90,7 +91,7 @@ class PathGuard:
     ) -> None:
         self.model = model
         self.ways = ways_of(plan.paths)
-        self.forms: dict[tuple[str, str], dict[int, Forms]] = {key: forms_in(ways) for key, ways in self.ways.items()}
+        self.forms: dict[Key, dict[int, Forms]] = {key: forms_in(ways) for key, ways in self.ways.items()}
         self.has_forms = any(self.forms.values())  # else the plan was made before they were written down
         # Else it looks at exits only: all code is trusted, or the plan knows no ways of this Python.
         self.compares = has_own_code(model) and any(one.code.startswith(f"{PYTHON}:") for one in plan.paths)

@@ -21,8 +21,9 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import islice
-from types import FrameType, ModuleType
+from enum import Enum
+from itertools import chain, islice
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import numpy
@@ -35,11 +36,12 @@ from autoplan.common.code.ways import is_settled
 _FIRST = 3
 _SIZES = 16  # differing sets of sizes and numbers that are looked at each
 _FARTHER = 1.25
-_DEPTH = 4
+_DEPTH = 6
 _MOST = 4096  # sets of numbers that are remembered
 _ABSENT = object()
 _OUTSIDE = frozenset({"datetime", "os", "posix", "secrets", "socket", "time", "uuid"})  # the environment, a clock
 _STREAMS = (Iterator, ContextVar, random.Random, numpy.random.Generator, numpy.random.RandomState)
+_OF_MODULES = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, tuple, dict, deque, set, frozenset, bytearray, numpy.ndarray, numpy.generic)
 
 Key = tuple[Any, ...]
@@ -75,14 +77,15 @@ class _Kind:
 
 class Situations:
     """All kinds of calls of one model. `keepers`: modules whose code sets attributes, with the names of these; `modes`:
-    modules whose code asks whether they train. `watched`: where values lie, under which name, and what was there.
-    `open_ways`: has a branch that may ask for a number a way that was never seen? `reads_streams`: does the code read
-    what cannot be compared?"""
+    modules whose code asks whether they train; `frozen`: parameters that may be asked whether they do. `watched`: where
+    values lie, under which name, and what was there. `open_ways`: has a branch that may ask for a number a way that was
+    never seen? `reads_streams`: does the code read what cannot be compared?"""
 
     def __init__(self) -> None:
         self.kinds: dict[Key, _Kind] = {}
         self.keepers: list[tuple[nn.Module, tuple[str, ...]]] = []
         self.modes: list[nn.Module] = []
+        self.frozen: list[nn.Parameter] = []
         self.noted: set[tuple[int, int]] = set()
         self.watched: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}
         self.reads_streams = False
@@ -93,7 +96,8 @@ class Situations:
         """The kind of a call, and its numbers."""
         kind: list[Any] = [
             model.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(),
-            torch.get_default_dtype(), *(module.training for module in self.modes),
+            torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled(),
+            *(module.training for module in self.modes), *(parameter.requires_grad for parameter in self.frozen),
         ]  # fmt: skip
         numbers: list[Any] = []
         for name, value in given.items():
@@ -146,7 +150,7 @@ class Situations:
         if (id(module), id(code)) in self.noted:
             return
         self.noted.add((id(module), id(code)))
-        names = code.co_names
+        names = _names_in(code)
         self.reads_streams |= bool(outer_stores(code))
         self._watch(frame.f_globals, names)
         self._watch({name: frame.f_locals.get(name) for name in code.co_freevars}, code.co_freevars)
@@ -156,8 +160,12 @@ class Situations:
         if not isinstance(module, nn.Module):
             return
         self._watch(module._modules, names)
+        if "requires_grad" in names:
+            self.frozen += module.parameters()
         for name in names:
             child = module._modules.get(name)
+            for below in () if child is None else child.modules():  # what its own code need not mention
+                self._watch_attributes(below, tuple(set(names) - _OF_MODULES))
             if child is not None and not child._parameters and type(child).__module__.startswith("torch.nn"):
                 self._watch(vars(child), tuple(set(vars(child)) - {"training"}))
         keeps = tuple(name for name in dict.fromkeys((*stores, *names))
@@ -206,6 +214,12 @@ class Situations:
         return Situations()  # of another model
 
 
+def _names_in(code: CodeType) -> tuple[str, ...]:
+    """Those that it mentions, in functions inside of it too."""
+    inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
+    return tuple(dict.fromkeys(chain(code.co_names, *inner)))
+
+
 def reads_outside(frame: FrameType) -> bool:
     """May its code read what no value of the program tells of?"""
     for name in frame.f_code.co_names:
@@ -245,7 +259,8 @@ class _Described:
 def _describe(value: Any, kind: list[Any], numbers: list[Any], depth: int) -> None:
     """Append what of a value tells kinds of calls apart, and its numbers."""
     if isinstance(value, torch.Tensor):
-        kind += (type(value), value.dtype, value.dim(), value.requires_grad)
+        dense = value.layout is torch.strided and value.is_contiguous()
+        kind += (type(value), value.dtype, value.dim(), value.requires_grad, dense)
         numbers += value.shape
     elif value is None or isinstance(value, bool | str):
         kind.append(value)
@@ -256,7 +271,13 @@ def _describe(value: Any, kind: list[Any], numbers: list[Any], depth: int) -> No
         kind += (type(value), len(value))
         for item in islice(value, _SIZES):
             _describe(item, kind, numbers, depth - 1)
-    elif isinstance(value, set | frozenset | bytearray):
+        kind.append(
+            tuple(item for item in islice(value, _SIZES, _MOST) if item is None or isinstance(item, bool | str))
+        )
+    elif isinstance(value, set | frozenset):
+        words = (str(item) for item in islice(value, _MOST) if isinstance(item, str | int | Enum))
+        kind += (type(value), len(value), *sorted(words))
+    elif isinstance(value, bytearray):
         kind += (type(value), len(value))
     elif isinstance(value, numpy.ndarray | numpy.generic):
         kind += (type(value), value.dtype, value.ndim)

@@ -14,14 +14,20 @@ from torch import nn
 
 from autoplan.common.code.code_place import outer_stores
 from autoplan.common.code.forms import form_of, form_of_given
-from autoplan.common.code.ways import ENTRY, Follower, Tracer, is_module_call, source_line
+from autoplan.common.code.ways import ENTRY, Follower, Key, Tracer, is_module_call, key_in, source_line
 from autoplan.common.nested import flatten_tensors
 from autoplan.execute.guard.exits import keeping_code, loads_of
 from autoplan.execute.guard.marks import GRADIENT, PART, Marks
 from autoplan.execute.guard.situations import reads_outside
 from autoplan.ops.questions import literals_say
 
-_VALUES_READ = ("__bool__", "item", "tolist", "__float__", "__int__", "__index__", "equal", "allclose")
+_VALUES_READ = frozenset(
+    {  # they tell Python of values, or make a size of them
+        *("__array__", "__bool__", "__complex__", "__contains__", "__dlpack__", "__float__", "__format__", "__index__"),
+        *("__int__", "__repr__", "allclose", "equal", "is_nonzero", "item", "numpy", "tolist"),
+        *("_unique2", "argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"),
+    }
+)
 HOOKS = (
     "hook a module that returns whole values, detach what the hook is given, or keep the module whole: "
     "overrides={name: 'replicate'}"
@@ -39,6 +45,12 @@ class _Every(set[str]):
 _EVERY = _Every()
 
 
+def _by_mask(index: Any) -> bool:
+    """Does it pick as many as a mask tells?"""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
+
+
 def _host_state() -> tuple[Any, bytes]:
     numbers: Any = numpy.random.get_state()
     return random.getstate(), numbers[1].tobytes()
@@ -50,6 +62,7 @@ class Watch(Tracer):
     def __init__(self, guard: Any) -> None:  # a PathGuard, whose file imports this one
         super().__init__()
         self.guard, self.marks = guard, Marks()
+        self.know(guard.model)
         self.counts: dict[int, set[str]] = {}
         for name, attribute in guard.edited:
             self.counts.setdefault(id(guard.model.get_submodule(name)), set()).add(attribute)
@@ -74,7 +87,7 @@ class Watch(Tracer):
         self.reads_values |= reads_outside(frame)
         if isinstance(owner, nn.Module):
             follower.touched = not self.counts.get(id(owner), set()).isdisjoint(frame.f_code.co_names)
-        known = self.guard.ways.get((facts.place, facts.hash))
+        known = self.guard.ways.get(self._key(follower))
         if known is None and facts.code in self.guard.listeners.codes:
             follower.known = _EVERY
             self._hook(frame)
@@ -92,8 +105,11 @@ class Watch(Tracer):
             follower.known = known
             situations.open_ways |= not known.issuperset(f"{at}{side}" for at in facts.asking for side in "+-")
 
+    def _key(self, follower: Follower) -> Key:
+        return key_in(self.guard.ways, follower.facts.place, follower.facts.hash, follower.owner)
+
     def on_function(self, follower: Follower, given: tuple[Any, ...]) -> None:
-        forms = self.guard.forms.get((follower.facts.place, follower.facts.hash), {}).get(ENTRY)
+        forms = self.guard.forms.get(self._key(follower), {}).get(ENTRY)
         form = form_of_given(given)
         if forms is not None and not forms.has(form, self.guard.edited_names) and self.marks.any_in(given):
             self.strays[f"{source_line(follower.facts.code, None)} [{form}]"] = None
@@ -186,7 +202,7 @@ class Watch(Tracer):
 
     def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = getattr(function, "__name__", "")
-        self.reads_values |= name in _VALUES_READ
+        self.reads_values |= name in _VALUES_READ or (name == "__getitem__" and _by_mask(args[1]))
         with torch._C.DisableTorchFunction():
             kind = self.marks.kind_in((args, kwargs))
             if not kind:
@@ -214,7 +230,7 @@ class Watch(Tracer):
         if caller is None or caller.known is _EVERY:
             return
         form, place = form_of(literals_say, function, args, kwargs), caller.facts.call_at(caller.frame.f_lasti)
-        forms = self.guard.forms.get((caller.facts.place, caller.facts.hash), {}).get(place)
+        forms = self.guard.forms.get(self._key(caller), {}).get(place)
         if form and (forms is None or not forms.has(form, self.guard.edited_names)):
             text = f"{source_line(caller.facts.code, place)} [{form}]"
             self.strays[text] = None

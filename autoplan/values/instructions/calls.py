@@ -274,7 +274,7 @@ class AttentionCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class EqualPieces(CallRewrite):
-    """Pieces along `dim`, equally long on the whole model and not on a rank: `pieces[r]` are rank r's lengths."""
+    """Pieces along `dim` (from the end), equally long on the whole model, not on a rank: `pieces[r]` are rank r's."""
 
     dim: int
     pieces: tuple[tuple[int, ...], ...]
