@@ -1,8 +1,6 @@
-"""The command line: `autoplan plan MODEL --tp 8` and its neighbours.
+"""The command line. Data goes to stdout, messages to stderr; exit code 0 (well), 1 (findings) or 2 (no answer).
 
-People run these by hand and in CI, so: data goes to stdout, progress and messages to stderr; the exit code is 0 (all
-well), 1 (there are findings) or 2 (the question could not be answered); an error is one message without a traceback.
-torch is imported by the commands that need it, when they run: `--help` and `--version` answer at once.
+torch is imported by commands that need it, so that `--help` answers at once.
 """
 
 from __future__ import annotations

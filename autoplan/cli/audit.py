@@ -1,8 +1,4 @@
-"""`autoplan audit` and `autoplan compare`: plans that somebody wrote, held against the model.
-
-In CI the exit code decides: 0 when nothing is found at the level of `--fail-on`, 1 otherwise, 2 when the plan or the
-model cannot be read.
-"""
+"""`autoplan audit` and `autoplan compare`: plans that somebody wrote, held against the model."""
 
 from __future__ import annotations
 

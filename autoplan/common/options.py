@@ -1,7 +1,4 @@
-"""What a caller may wish, as frozen values: one class for each thing that is asked for, wrong values refused at once.
-
-`autoplan.plan` and `autoplan.parallelize` take the same wishes as keywords; inside, they travel as these values.
-"""
+"""What a caller may wish, as frozen values that refuse wrong ones; `plan` and `parallelize` take them as keywords."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Names with `*`: how one plan entry speaks for the same module of every repeated block.
+"""Names with `*`, which stands for any text inside one segment: one plan entry for the module of every repeated block.
 
-A plan of an 80-layer model must be short enough to read, and must still say exactly which modules it means. A pattern
-is a dotted path in which `*` stands for any text inside one segment, never across a dot. `fold_names` writes patterns
-that match the given names and, among the names of the model, nothing else. Blocks may be numbered inside their names,
-too (`expert_12`): where a module holds three or more that differ in numbers only, and the same is said of all of them,
-these numbers are folded like others.
+`fold_names` writes patterns that match the given names and no others of the model. Blocks numbered inside their names
+(`expert_12`) are folded where a module holds three or more that differ in numbers only.
+
 
 >>> matches("model.layers.*.mlp.up_proj", "model.layers.31.mlp.up_proj")
 True
@@ -135,11 +133,8 @@ class Universe:
 
 
 def fold_names(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[str, ...]:
-    """Fewer patterns for many names: numbers that differ become `*`. Order is that of first appearance.
-
-    No pattern means a name of `universe` that is not in `names`: where folding everything would claim too much, it is
-    done within one value of the leftmost number at a time.
-    """
+    """Fewer patterns for many names: numbers that differ become `*`; order is that of first appearance. None means a
+    name of `universe` that is not in `names`."""
     return tuple(pattern for pattern, _ in fold_counted(names, universe))
 
 
@@ -154,8 +149,7 @@ def fold_counted(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[tu
 
 
 def _fold(shape: tuple[str, ...], members: Sequence[tuple[str, ...]], known: Universe) -> list[tuple[str, int]]:
-    """Members have one shape: they differ in numbers only. A pattern means these alone, none that is wanted under
-    another shape (`stage1` and `stage1d`): what is said twice would be done twice."""
+    """Members differ in numbers only; a pattern means these alone, and none that is wanted under another shape."""
     columns = list(zip(*members, strict=True))
     varying = [position for position, column in enumerate(columns) if len(set(column)) > 1]
     pattern = ".".join(shape[position] if position in varying else column[0] for position, column in enumerate(columns))

@@ -1,7 +1,4 @@
-"""One question: the mesh, and how a step is run on it. What cannot be answered is refused when it is asked.
-
-A mesh is names of dims and their sizes, as `parallelize` would read them.
-"""
+"""The mesh and how a step is run on it; what cannot be answered is refused here."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ _HINT = "write it like dp_shard=8,tp=8"
 def mesh_sizes(
     mesh: DeviceMesh | Mapping[str, int] | str, *, priced: tuple[str, ...] = ()
 ) -> tuple[tuple[str, int], ...]:
-    """("dp_shard", 8), ("tp", 8) of a mesh, of {"dp_shard": 8, "tp": 8}, or of "dp_shard=8,tp=8".
-
-    `priced`: dims that others run, and that may be there all the same.
-    """
+    """Return (("dp_shard", 8), ("tp", 8)) of a mesh, a dict, or "dp_shard=8,tp=8". `priced`: dims that others run."""
     if isinstance(mesh, DeviceMesh):
         sizes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     elif isinstance(mesh, Mapping):

@@ -1,8 +1,4 @@
-"""One step of a sharded model at its full size and depth, without storage and without other ranks.
-
-It is a proof of shapes, and the list of every collective that a rank takes part in: what `estimate` counts is counted
-here by running it.
-"""
+"""One step of a sharded model at full size, without storage and without other ranks, with every collective it takes."""
 
 from __future__ import annotations
 
@@ -40,9 +36,8 @@ _ESTIMATED = {"activation_checkpointing", "mp_policy", "reshard_after_forward", 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What came out of one step: shapes, bytes of this rank's parameters, gradients and AdamW's states, each collective
-    in order. `peak`: of this step as `estimate` has it, without what a device and its libraries take; None where it has
-    none for these options."""
+    """Shapes, bytes of this rank's parameters, gradients and AdamW's states, and each collective in order. `peak`: as
+    `estimate` has it, without what device and libraries take; None where it has none for these options."""
 
     model: str
     mesh: tuple[tuple[str, int], ...]
@@ -94,8 +89,7 @@ def dry_run(
 ) -> DryRun:
     """Run `parallelize`, a forward, a backward and an optimizer step as rank `rank` of `mesh` would, on shapes alone.
 
-    `ep_size`: whole experts lie on the ranks of tp. `options` are those of `parallelize`. Raises what would be raised
-    there.
+    `ep_size`: whole experts lie on the ranks of tp. `options` are those of `parallelize`.
     """
     sizes = dict(mesh_sizes(mesh))
     check_argument("rank", rank, int, "give a whole number from 0 on")

@@ -1,12 +1,7 @@
-"""A folded copy of a model without storage, sharded by its plan: what a step is recorded on.
+"""A folded copy of a model without storage, sharded by its plan, in a world of fake ranks: what a step is recorded on.
 
-Few blocks of each kind are kept, under their own names, so the plan's patterns fit; what the plan says of blocks that
-were left out is said of those that stand for them too. Data parallelism is not applied: it is laid over the recording
-(memory.py), for any number of ranks.
-
-The world around it has as many ranks as wanted, in one process, and sends nothing: shapes, messages and memory of one
-rank need the mesh, not the other ranks. torch's fake process group answers every collective at once; whatever process
-group is alive meanwhile is set aside, and put back.
+Few blocks of each kind are kept, under their own names; what the plan says of others is said of those that stand for
+them. Data parallelism is laid over the recording (memory.py).
 """
 
 from __future__ import annotations
@@ -119,10 +114,8 @@ def sharded_copy(
     folded: Folded | None = None,
     averaged: bool = False,
 ) -> Copy:
-    """Copy `model`, or its blocks that are `folded`, without storage and shard the copy; `model` stays as it is.
-
-    `averaged`: gradients over ranks of cp are FSDP2's to sum.
-    """
+    """Copy `model`, or its blocks that are `folded`, without storage and shard the copy. `averaged`: FSDP2 sums
+    gradients over ranks of cp."""
     mode = fake_mode()
     module = fold(folded.module if folded else model, faker(mode, compute_dtype), fold=False).module
     folds = folded.folds if folded else ()

@@ -2,11 +2,9 @@
 
     splits (tp, experts apart, cp) ── along the sequence ── checkpointing ── micro-batch ── FSDP2 or HSDP ── resharding
 
-A recording is made once for each split and each way of checkpointing; data parallelism, micro-batches and resharding
-are arithmetic on it, and so is tp where recordings over fewer ranks tell it (step.py). Three bounds save recordings.
-What does not fit with one sequence and all blocks checkpointed is not looked at further. Nor is a split that is larger
-and slower so than the same split cut along the sequence, nor are those over more ranks then. Less checkpointing cannot
-fit where weights, states and what more checkpointing keeps do not.
+Each split and way of checkpointing is recorded once; all else is arithmetic. Not recorded: less checkpointing where a
+bound says that it cannot fit, splits that do not fit with one checkpointed sequence, and splits that are larger and
+slower than the same one cut along the sequence.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ _PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimize
 
 @dataclass(frozen=True)
 class Split:
-    """How a model is cut: over `tp` ranks, with experts placed whole on `ep` different ones (of tp, or others); or its
-    sequence over `cp`."""
+    """Over `tp` ranks, with experts placed whole on `ep` (of tp, or others); or the sequence over `cp`."""
 
     tp: int
     ep: int = 1
@@ -100,8 +97,7 @@ class Sweep:
         return gpus if self.train == "inference" else min(gpus, self.per_node)
 
     def splits(self, gpus: int) -> Iterator[Split]:
-        """Sizes of tp with experts cut inside, of cp where sequences are long, sizes of tp with whole experts apart on
-        those ranks, and experts alone."""
+        """Sizes of tp with experts cut inside, of cp for long sequences, of tp with whole experts, experts alone."""
         sizes = self.tensor_sizes(gpus)
         for tp in sizes:
             yield Split(tp)
@@ -202,10 +198,7 @@ class Sweep:
         self, copies: int, split: Split, micro: int, checkpointing: bool | str, along: bool, reshard: bool | None,
         each: int,
     ) -> Iterator[Row]:  # fmt: skip
-        """With more and more replicas, as long as it fits and the next is not slower than the last by far.
-
-        Fewer ranks that share parameters need more memory of each, and gather over fewer nodes.
-        """
+        """With more and more replicas, as long as it fits and the next is not much slower than the last."""
         fastest = 0.0
         for mesh in self._meshes(copies, split):
             row = self._row(self._asked(mesh, micro, checkpointing, along, reshard, each, split))
@@ -240,10 +233,8 @@ class Sweep:
                    binds, missing, asked.experts)  # fmt: skip
 
     def elsewhere(self, gpus: int, batch: int, most: int = 3) -> list[Row]:
-        """The fastest that fit of those that others would run: stages of a pipeline, experts that exchange tokens.
-
-        Prices come from recordings that are there, so they cost little.
-        """
+        """The fastest that fit of pipelines and exchanged experts, which others run; their prices come from known
+        recordings."""
         found: list[Row] = []
         known = [s for s in self.steps.known if s.ep == s.cp == 1 and s.training]
         ways: dict[tuple[int, bool, Any], set[int]] = {}
@@ -276,12 +267,9 @@ class Sweep:
             exact.add(id(rows[0]))
 
     def enough(self, gpus: int, batch: int = 0) -> int | None:
-        """The smallest number of GPUs above `gpus`, in whole nodes where there are several, for which `rows` has one
-        that fits. `batch`: of a step, 0: as many as there are GPUs.
-
-        Of one split, more copies need less of a rank until parameters are cut so thin that they are padded: so a first
-        one that fits is looked for by doubling, and refined among legal numbers. Splits differ in which are legal.
-        """
+        """The smallest number of GPUs above `gpus`, in whole nodes, for which `rows` has one that fits. `batch`: of a
+        step; 0: as many as GPUs. More copies need less of a rank until padding counts, so it is looked for by
+        doubling, then refined."""
         sizes = (tp for tp in self.steps.plan(1).legal_tp if tp <= self.per_node)
         best: int | None = None
         for split in self.splits(lcm(1 << self.per_node.bit_length(), *sizes)):

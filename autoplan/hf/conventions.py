@@ -1,7 +1,6 @@
-"""transformers' words and ways, as the value that rooms below this one read (common/conventions.py).
+"""transformers' words and ways, as the value that rooms below read (common/conventions.py).
 
-Importing this imports neither torch nor transformers: it is handed in whenever the package is imported. Functions look
-transformers up only where it is loaded: before that no module or config of its own can exist.
+Importing this loads neither torch nor transformers: functions look transformers up only where it is loaded.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def _config_of(module: nn.Module) -> PretrainedConfig | None:
-    """The transformers config of a module; None where `.config` is nothing, or anything else.
-
-    `.config` is a name that everybody uses: nanoGPT keeps a dataclass there, others a dict or what argparse read, and
-    none of them has a model type, sub-configs or an attention implementation.
-    """
+    """The transformers config of a module; None where `.config` is anything else (a dataclass, a dict, argparse's)."""
     library = sys.modules.get("transformers.configuration_utils")
     found = getattr(module, "config", None)
     return found if library is not None and isinstance(found, library.PretrainedConfig) else None

@@ -1,8 +1,4 @@
-"""A program for torchrun that trains, or runs, on the chosen mesh: short, whole, and one's own from then on.
-
-It is written for models that a config of transformers builds, and that take ids of tokens: what else a model takes fits
-together in ways that a program would have to know (pictures and their places among the tokens).
-"""
+"""Write a program for torchrun that trains, or runs, a transformers model of token ids on the chosen mesh."""
 
 from __future__ import annotations
 

@@ -2,9 +2,7 @@
 
     read the plan → analyse the model → run the plan on simulated ranks → the checks → a verdict for each entry
 
-Most published failures of tensor parallelism are silent: keys that match nothing, gradients that nobody sums, packed
-weights cut across their segments. Each check here knows one of them (`checks/`, in the order of the list there), and
-the run decides what is an error: a finding at error level is numerically wrong, or cannot run at this size.
+The run decides what is an error: a finding at error level is numerically wrong, or cannot run at this size.
 """
 
 from __future__ import annotations
@@ -71,8 +69,7 @@ def audit(
 def audit_source(
     source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True, correct: bool = True
 ) -> Report:
-    """`audit` for a source that is already resolved. Without `run` nothing is tried on ranks; without `correct` no
-    correction is looked for."""
+    """`audit` of a resolved source. Not `run`: no trial on ranks; not `correct`: no search for a correction."""
     start = time.perf_counter()
     subject = subject_of(source, plan, tp_size, settings, run=run)
     found = tuple(_findings(subject))

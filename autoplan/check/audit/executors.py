@@ -1,21 +1,13 @@
-"""Who would carry a foreign plan out? That library's own code, so that its plan is judged by what it really does.
+"""Carry a foreign plan out by its own library's code, as a `Sharding` for `check_sharding`.
 
-DeepSpeed brings its own launcher and engine, so it cannot run inside simulated ranks. Its layers can be said in a few
-lines, and are, here, after release 0.19:
+DeepSpeed's engine cannot run inside simulated ranks, so its layers are imitated here, after release 0.19:
 
-    column   the rows of the weight are sharded; the input's gradient is summed; the output stays split (or is
-             gathered, `gather_output`)
-    row      the columns of the weight are sharded; the output is summed; then the bias, which is whole, is added
+    column   rows of the weight are sharded; the input's gradient is summed; the output stays split (or is gathered)
+    row      columns of the weight are sharded; the output is summed, then the whole bias is added
     skip     whole; with `grad_allreduce` its gradient is summed
     counts   a module over cut layers whose attribute is called `num_heads`, `hidden_size` or the like gets its shard
 
-What is not imitated is named by `not_imitated`, and such a plan is not run: tables, tied weights, heads cut along their
-input, layers that are no `nn.Linear`, sizes that do not divide.
-
-The same words do different things in different hands: transformers' styles know weights whose gradient is summed, and
-packed weights, and experts; torch's styles know none of them. A plan is therefore never judged by what its words should
-mean. Each function here gives a `Sharding` for `check_sharding`: how the library shards a live model, and how its
-parameters and gradients come back whole.
+What is not imitated is named by `not_imitated`, and such a plan is not run.
 """
 
 from __future__ import annotations

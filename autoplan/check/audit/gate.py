@@ -1,14 +1,7 @@
-"""No plan that somebody wrote or edited is applied unchecked: one is audited first, the other is derived once more.
+"""Check plans that somebody wrote or edited before they are applied.
 
-A dict of styles says little of what its author meant. So what their own library would make of it is tried on simulated
-ranks first (`auditor.py`), and a plan that is wrong there, or cannot run, is refused with the proof, before anything of
-the model is touched. Plans of ours are not foreign: they say themselves how they did when they were made.
-
-The problem: a plan file is edited, by hand or by accident, or the model that it was made for is another one by now.
-Most such plans load, match and run, and some give other numbers. No look at the plan alone can tell. So a plan says
-what it was when it was made (`made_for.content`), and for which model (`made_for.model`). Where one of the two is not
-so, only what follows from the model now is applied: the plan is made once more, under the choices that it holds, and
-must be the same in everything that steers the model.
+A foreign plan is audited first and refused if wrong. A plan of ours that was edited since it was made, or made for
+another model (`made_for`), is made once more under its choices, and must be the same in all that steers the model.
 """
 
 from __future__ import annotations
@@ -75,10 +68,7 @@ def refuse_unproven(plan: Plan) -> None:
 
 
 def warn_unproven(plan: Plan) -> None:
-    """A plan that could not be proven is applied with a warning that it is unproven.
-
-    One that nobody asked to prove (`prove="none"`) passes in silence: who made it knows.
-    """
+    """Warn that a plan is unproven, unless nobody asked to prove it (`prove="none"`)."""
     unasked = plan.proof.method == "none" and plan.proof.trial.outcome == "unasked"
     if plan.ranks > 1 and not (plan.proof.ok or unasked or plan.proof.failed):
         why, hint = _why_unproven(plan)
@@ -108,10 +98,8 @@ _SHOWN_PLACES = 3
 
 
 def held_against_model(model: nn.Module, plan: Plan, source: Source | None = None) -> Plan:
-    """The plan, if nothing has changed since it was made, or if what is made now is the same; raises else.
-
-    One that was put together in Python says nothing of how it was made, and passes.
-    """
+    """Return the plan if nothing has changed since it was made, or the same is made now; raise else. Plans put together
+    in Python pass."""
     if not plan.made_for.content:
         return plan
     changed = _changed(model, plan)

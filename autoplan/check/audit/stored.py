@@ -1,8 +1,4 @@
-"""Do the tensors of a quantised weight part when a foreign plan cuts them?
-
-Libraries cut every stored tensor for itself: the weight in equal pieces, its scales in equal pieces. What a rank then
-holds fits only where pieces are whole blocks. That is arithmetic: no run is needed to prove it.
-"""
+"""Do the tensors of a quantised weight part when a foreign plan cuts each of them by itself? Arithmetic proves it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Plain data back into frozen values, checked against their type hints.
-
-Files are written by people and programs that get things wrong. Reading them through the dataclasses' own annotations
-keeps one description of the format (`autoplan.values`), and lets every error name the exact place: `entries[3].units`.
-"""
+"""Decode plain data into frozen values by their type hints; errors name the exact place (`entries[3].units`)."""
 
 from __future__ import annotations
 
@@ -176,11 +172,8 @@ def _of_shapes(where: str, dim: int, text: str, shapes: tuple[tuple[int, ...], .
             yield f"{where}: layout {text!r} is for {size} rows, dim {dim} of the parameter has {shape[dim]}"
 
 
-# Do plain values have the kinds that their reader expects? Asked once, before anything reads them.
-#
-# A shape is written as what it describes: `str`; `[str]`, a list of text; `{"*": int}`, a mapping with any keys;
-# `{"flow!": str, "where": [str]}`, a mapping in which the marked keys must be there (keys that are not named are the
-# reader's business); a tuple says that one of several will do.
+# Do plain values have the kinds that their reader expects? A shape is written as what it describes: `str`; `[str]`;
+# `{"*": int}`, any keys; `{"flow!": str}`, "!" marks needed keys, others are the reader's business; a tuple of several.
 
 
 _NOTATION: dict[type, str] = {

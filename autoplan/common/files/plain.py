@@ -1,9 +1,7 @@
-"""Text that nobody vouches for, as plain values: mappings with text for keys, lists, text, numbers, true, false, null.
+"""Read text that nobody vouches for as plain values, under limits of size, depth, values and digits.
 
-Plans, configs and rules come from people, programs and the net. A file of a few bytes can name a billion values
-(aliases of aliases), nest so deep that a parser runs out of stack, hold a number that takes minutes to read, or ask for
-an object to be made. So every such file is read here, under limits of size, depth, values and digits, and whatever is
-not plain is refused with the file and the place. A limit is far above what honest files need.
+A small file can name a billion values, nest until the stack ends, or ask for an object to be made: whatever is not
+plain, or beyond what honest files need, is refused with file and place.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The documents of `rules/quantised`: how each scheme stores a weight, and by which words others ask for it.
-
-No code names a scheme by its id. Who reads a config asks for a method and a form of it; who computes with stored
-tensors asks by which way they are read. Both stand in the document, so that one can be renamed, or added, alone.
-"""
+"""The documents of `rules/quantised`: how each scheme stores a weight, and by which words others ask for it. No code
+names a scheme by its id."""
 
 from __future__ import annotations
 

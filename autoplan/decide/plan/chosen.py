@@ -37,12 +37,8 @@ if TYPE_CHECKING:
     from autoplan.analyse.splits.experts import Experts
 
 
-# Quantised weights in a plan: how the tensors that are stored in their place are cut, and what to do where not.
-#
-# A stored tensor is cut with the weight that it stands for: its layout is the weight's, in blocks. Where a size would
-# part a block, the weight stays whole with whatever shares its cut, and the ways out are said in order: whole experts
-# on different ranks, fewer ranks, uneven cuts between blocks, leaving it whole; each with the bytes that a rank would
-# hold.
+# Quantised weights: a stored tensor is cut as the weight that it stands for, in blocks. Where a size would part a
+# block, the weight stays whole with whatever shares its cut, and a finding lists the ways out with their bytes.
 
 _PACKED_CHECK = "quantised"
 

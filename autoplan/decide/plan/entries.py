@@ -27,10 +27,7 @@ from autoplan.values import (
 )
 from autoplan.values.reasons import CutOfRecurrent, Reason, sentence
 
-# The style of a parameter, from what was proven: which dim is cut, how, and what reads it.
-#
-# Rules name what is split and say which styles they expect; the style itself is read off the facts, so that a rule can
-# never make a split that was not proven.
+# The style of a parameter is read off the facts, so that a rule can never make a split that was not proven.
 
 _BY_FIELD = {
     ("linear", "out"): "colwise",
@@ -100,10 +97,7 @@ def communication(
     return tuple(traffic), tuple(notes)
 
 
-# What a module's split costs at run time: which sums and gathers happen because of it.
-#
-# A sum of input gradients often sits upstream of the module, shared by several projections that read one value (the
-# norm before q, k and v): it is told at each of them, with the others named.
+# What a module's split costs at run time. A sum of input gradients that several projections share is said at each.
 
 
 class Costs:

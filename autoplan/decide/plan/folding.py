@@ -1,8 +1,4 @@
-"""Fold the names of repeated blocks into patterns, and say in which order one block of each kind runs its modules.
-
-A trace says which weight was read when. Blocks that run the same modules in the same order are one kind; a block that
-was not traced is of the kind of the one that stands for it.
-"""
+"""Fold the names of repeated blocks into patterns, and order the modules that one block of each kind runs."""
 
 from __future__ import annotations
 
@@ -30,10 +26,7 @@ from autoplan.values import (
     refs,
 )
 
-# One line for many blocks: what was decided for a representative is said for every block it stands for.
-#
-# A trace may hold a few blocks of an 80-layer stack (`Trace.folds` says which block stands for which). Names are first
-# expanded to all blocks, then written as few patterns that match those and no other name of the model.
+# What was decided for a representative is said for every block that it stands for (`Trace.folds`), in few patterns.
 
 Item = TypeVar("Item")
 

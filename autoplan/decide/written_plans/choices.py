@@ -1,9 +1,5 @@
-"""A plan that somebody wrote, in one vocabulary: which weights of which modules are cut, and in which direction.
-
-Plans come as dicts of torch styles, as transformers' strings, as our own files, as DeepSpeed patterns. `read.py`
-turns each of them into `ChosenCuts`. A chosen cut says which side of a weight is cut, never how many heads there are or
-where ranks must sum: that is for the analysis, so that a written plan can be refused but not made wrong.
-"""
+"""A written plan in one vocabulary: which weights of which modules are cut, in which direction. Units and sums are left
+to the analysis, so that a plan can be refused but not made wrong."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""From a written plan to what the solver may and may not split, and back: did every line get what it asks for?
+"""Turn a written plan into demands on the solver, and check that each line got the cut it asks for.
 
-A plan chooses cuts, weight by weight. Axes run through several weights, so not every choice is possible: an axis is
-cut in all of its weights or in none. `demands_of` refuses the axes of everything that the plan leaves whole;
-`check_choices` then looks whether each weight that the plan wants cut is cut, and explains what stands in the way, with
-the line that would fix it.
+Axes run through several weights: one is cut in all of them or in none, so `demands_of` refuses the axes of everything
+that the plan leaves whole, and `check_choices` explains what stands in the way, with the line that would fix it.
 """
 
 from __future__ import annotations

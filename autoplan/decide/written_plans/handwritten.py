@@ -1,13 +1,7 @@
-"""Hand-written plans, found by the qualified name of a model's class.
+"""Hand-written plans (rules/plans/*.toml), found by the qualified name of a model's class or of its nearest ancestor.
 
-A class may be made anew with the same name (`type(name, (Mixin, cls), {...})` keeps `__module__` and `__qualname__`),
-may be subclassed, or come from the hub in a module whose path holds a hash. So plans are keyed by text, looked up along
-the classes a model descends from, nearest first; and by bare name only for modules that transformers made for remote
-code, where nothing else can be known. Two unrelated classes of one name never meet.
-
-A plan pins what it names; what it does not name (a vision tower, adapters) is decided by analysis, so that no plan
-can be worse than none. A plan file is data: `qualname` (or several), `why`, `gains` over inference, `entries`, and
-`sequence_parallel`: the entries that differ then, or the reason there are none.
+Classes are often made anew under one name, so plans are keyed by text; by bare name only for transformers' remote code.
+What a plan does not name (a vision tower, adapters) is left to analysis.
 """
 
 from __future__ import annotations

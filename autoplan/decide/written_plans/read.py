@@ -1,9 +1,6 @@
-"""Where a plan comes from, in one explicit order; nothing falls through.
+"""Where a plan comes from: the user's (dict, file, id, dotted path), else a hand-written one, else inferred.
 
-    user's plan (dict, file, plan id, dotted path)  →  hand-written, by the class's qualified name  →  inferred
-
-transformers' own plan is used only when asked for. A source that does not lead to a plan raises and names the next
-options. `overrides` are laid over whatever the source gives.
+transformers' own plan is used only when asked for. `overrides` are laid over whatever the source gives.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""A plan as files of other systems: a configuration where they take a part of it, or a Python module for torch.
+"""Write plans for DeepSpeed, vLLM, accelerate and Megatron-FSDP, and as a Python module for torch.
 
-DeepSpeed's AutoTP cuts linear layers by regular expressions on parameter names. accelerate and Megatron-FSDP take the
-classes of the blocks that become units; they do not split tensors. vLLM's transformers backend takes transformers' dict
-without the table and the head, which it always splits itself.
-
-For torch: a dict of styles and a function `parallelize(model, mesh)`, to keep under version control. Where its styles
-suffice the module needs torch alone. They do when every split is a column or a row layer and nothing else is
-needed: no edited integer, no packed weight, no gradient summed on a whole parameter. Otherwise the module carries the
-plan itself and hands it to autoplan: a dict of stock styles would run and be wrong.
+The torch module needs torch alone where every split is a column or row layer and nothing else is done; otherwise it
+carries the plan and hands it to autoplan, since a dict of stock styles would run and be wrong.
 """
 
 from __future__ import annotations
@@ -99,11 +93,7 @@ def _expression(pattern: str) -> str:
 
 
 def to_vllm(plan: Plan, *, shipped: Iterable[str] = (), base: str = "", drop: bool = False) -> dict[str, str]:
-    """The dict of vLLM's transformers backend, in the spelling that it has always taken: for `base_model_tp_plan`.
-
-    vLLM builds the model without its head, so keys begin inside it (`base` is where it stands). A key matches whatever
-    begins as it does, and the first that matches counts: longer ones come first.
-    """
+    """Return vLLM's `base_model_tp_plan`: keys begin inside the model without its head (`base`), longer ones first."""
     found, refused = hf_entries(plan, obstacles=_WITHOUT_VIEWS)
     ends = {e.pattern for e in plan.entries if is_end(e)}
     # No gradients in vLLM: what is whole is whole. Packed layers are gathered, which is exact too.

@@ -13,11 +13,8 @@ from autoplan.decide.rulebook.read import exported_as
 from autoplan.values import Entry, Plan
 from autoplan.values.quantised import PackedWeight
 
-# Plans of quantised models for other systems: each entry by the plain weight that its stored tensors stand for.
-#
-# Other systems are told how a module is cut, and cut what they hold in its place themselves. Whether that ends at whole
-# blocks our plan has settled. One system cuts every stored tensor along the dim of the plain weight: what is stored
-# along other dims it is unknown.
+# Plans of quantised models: each entry by the plain weight that its stored tensors stand for, since other systems cut
+# what they hold in its place themselves.
 
 
 def in_plain_weights(plan: Plan) -> Plan:
@@ -63,18 +60,11 @@ def _cut(plan: Plan, weight: PackedWeight) -> tuple[int | None, str | None]:
     return (None, None) if found is None else (found.dim, found.layout)
 
 
-# What of a plan another system can say, block part by block part.
+# What of a plan another system can say, part by part of a block (its attention, its MLP), each whole or not at all:
 #
-# Other systems split one linear layer at a time: a column layer sums its input's gradient, a row layer its output. Our
-# plans may also edit integers, cut packed weights segment by segment, sum elsewhere. So the parts of a block (its
-# attention, its MLP) are looked at one by one:
-#
-#     plain     column and row layers, as everybody writes them
-#     gathered  every layer computes its shard and gathers at once: exact too, and costs more; used where a plain cut
-#               would need what the other system cannot do
+#     plain     column and row layers
+#     gathered  every layer computes its shard and gathers at once: exact too, costlier; used where plain cannot be
 #     refused   neither: the part stays whole there, and its bytes are named
-#
-# A part is written whole or not at all, so half a column/row pair is never written.
 
 
 # Words of EXPORTS.
@@ -145,8 +135,7 @@ class Part:
 
 
 def parts_of(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[Part, ...]:
-    """The planned modules by the container they stand in. Blocks that are planned alike are one part. `obstacles` are
-    the kinds that hinder the other system."""
+    """Group planned modules by container. `obstacles`: the kinds that hinder the other system."""
     plan = in_plain_weights(plan)
     parents = {entry.pattern.rpartition(".")[0] for entry in plan.entries}
     groups: dict[str, list[Entry]] = {}

@@ -1,9 +1,6 @@
-"""A plan as transformers writes it: {pattern: style name}, for `DistributedConfig(tp_plan=...)` or a config.
+"""Write a plan as transformers does: {pattern: style name}, with `*` for every number in a name.
 
-transformers lays a given plan over the one it ships: a shipped key that is not named stays in force. So every shipped
-key that we do not use is written as `replicate`, or an unchecked rule would survive among ours.
-
-Keys mean every layer: transformers replaces numbers in names by `*` before it looks them up.
+transformers lays a plan over the one it ships, so shipped keys that are not used are written as `replicate`.
 """
 
 from __future__ import annotations
@@ -44,8 +41,8 @@ _NOT_IN_OLD = (
 
 
 def to_hf(plan: Plan, *, shipped: Iterable[str] = (), old: bool = False, drop: bool = False) -> dict[str, str]:
-    """The dict. `shipped` are the keys of transformers' own plan of the model; `old` is the spelling before 5.1. Raises
-    ExportError on what transformers cannot say; with `drop` that stays whole."""
+    """Return the dict, in the spelling before 5.1 if `old`. Raises ExportError on what transformers cannot say, unless
+    `drop`."""
     found, refused = _as_stored(plan, *hf_entries(plan))
     if old:
         found, more = _in_old_spelling(found, plan)

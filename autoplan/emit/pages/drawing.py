@@ -1,8 +1,5 @@
-"""Where each box, edge and text of a drawing stands, for a given width, and the drawing as SVG.
-
-A test can so assert that nothing overlaps. Texts are set in a monospaced typeface: their extent is known without a
-browser. Boxes link to their explanation; colours are in markup.py, for light and for dark.
-"""
+"""Place boxes, edges and texts of a drawing for a given width, and write it as SVG. Type is monospaced, so that extents
+are known without a browser."""
 
 from __future__ import annotations
 

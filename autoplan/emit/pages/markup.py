@@ -1,11 +1,8 @@
-"""HTML and SVG by function calls, the styles of a page, and its file.
+"""Make HTML and SVG by function calls. Text is escaped unless `el` made it. Pages need neither script nor network.
 
-What is not made here is text, and text is escaped. So a module called `<script>` is shown, not run, and no page can
-forget it. Colours are named once, for light and for dark; paper is light. What a colour says, a letter or a word says
-too. Reading needs neither script nor network.
+A page that shows one of several cases (sizes of tp, rows of a choice) holds all of them behind radio buttons; equal
+cases are written once.
 
-A page shows one of several cases (a size of tp, a row of a choice): all are in the page, at the ends of radio buttons,
-and a style shows one. What is the same in two cases is written once.
 
 >>> print(el("p", "a <b>", el("b", "c"), class_="x"))
 <p class="x">a &lt;b&gt;<b>c</b></p>

@@ -1,8 +1,4 @@
-"""Pages of an audit, of two plans side by side and of a choice among meshes, and the cells of a notebook.
-
-A cell of a notebook shows the same parts, small, in a frame of its own, where its styles touch nothing else and no
-script runs.
-"""
+"""Pages of an audit, of two plans side by side and of a choice among meshes, and the cells of a notebook."""
 
 from __future__ import annotations
 

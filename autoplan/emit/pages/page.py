@@ -1,8 +1,4 @@
-"""A plan as one HTML file: everything that is known of it, from the verdict down to each decision's reason.
-
-It needs no network and, for reading, no script: explanations open as `details`, sizes switch by style. The script only
-searches, and opens what a click leads to.
-"""
+"""A plan as one HTML file. It needs no network and, for reading, no script: the script searches and opens targets."""
 
 from __future__ import annotations
 
@@ -41,8 +37,8 @@ def plan_page(
     memory: int = 0,
     what_if: Mapping[int, WhatIf] = MappingProxyType({}),
 ) -> str:
-    """The page. `data_of`: the plan as plain data; `memory`: bytes of the GPU that the estimate is held against;
-    `what_if`: plans at other sizes of tp, to which the page can be switched."""
+    """Return the page. `data_of`: the plan as plain data; `memory`: bytes of the GPU; `what_if`: plans at other sizes
+    of tp."""
     said = {"plan": data_of, "estimate": None if estimate is None else estimate.to_dict()}
     known = {**what_if, plan.ranks: WhatIf(plan, estimate)}
     sizes = tuple(sorted(known))

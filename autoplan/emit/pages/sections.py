@@ -20,10 +20,7 @@ _WIDTH, _HEIGHT = 330.0, 26.0
 
 
 def memory_section(found: Estimate | None, memory: int = 0, *, alone: bool = True) -> Safe:
-    """The stack, its parts as a table, and where the peak is; a sentence where a page has other estimates.
-
-    Not `alone`: without a heading.
-    """
+    """The stack, its parts as a table, and where the peak is. Not `alone`: without a heading."""
     head = el("h2", "Memory of a rank", id="memory") if alone else None
     if found is None:
         return el("section", head, el("p", NO_ESTIMATE, class_="soft"), aria_labelledby="memory")

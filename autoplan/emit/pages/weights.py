@@ -1,8 +1,5 @@
-"""Weights drawn to scale, with what rank 0 holds shaded and packed pieces parted by lines, at each size of tp.
+"""Weights drawn to scale at each size of tp: rank 0's part shaded, packed pieces parted by lines.
 
-Each weight is a rectangle of its two longest dims, all of a page to one scale (a root of it, or tables would hide all
-else). All sizes are in the page; the one that is chosen shows, by a style and without script. Which stretches of a dim
-a rank holds is computed without listing every row.
 
 >>> runs(Layout.parse("32!*128|8!*128"), rank=0, ranks=4)
 ((0, 1024), (4096, 4352))

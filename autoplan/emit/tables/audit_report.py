@@ -1,8 +1,4 @@
-"""An audit, for the three places where it is read: a terminal, a pull request, a code-review tool.
-
-The report is one value; each form here says the same of it. Markdown is for comments on pull requests; SARIF 2.1.0 is
-what code hosts read to annotate reviews.
-"""
+"""An audit for a terminal, as Markdown for pull requests, and as SARIF 2.1.0 for code-review tools."""
 
 from __future__ import annotations
 
@@ -117,10 +113,8 @@ def _cell(text: str) -> str:
 def sarif(
     report: Report, checks: Mapping[str, str], artifact: str = "plan", lines: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """For code-review tools. `checks` are names and documentation; `artifact` is the file the plan came from.
-
-    `lines`: the line of that file on which each pattern of the plan stands.
-    """
+    """For code-review tools. `checks`: names and documentation; `artifact`: the plan's file; `lines`: where patterns
+    stand."""
     names = list(checks)
     rules = [
         {"id": name, "shortDescription": {"text": text.splitlines()[0]}, "fullDescription": {"text": text}}

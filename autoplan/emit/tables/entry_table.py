@@ -1,10 +1,5 @@
-"""The table of a plan's entries: one row per module pattern, as many columns as the terminal has room for.
-
-Module paths are long and mostly alike. Neighbours with one parent stand indented under it, as in a file tree, so that
-the columns that differ stay in sight. On a narrow terminal the exact cut and the role step aside (`explain` and
-`--json` have them), and what is left wraps between words. Below it: what blocks move between ranks, compared with the
-least they need.
-"""
+"""The table of a plan's entries, grouped by parent. On a narrow terminal the cut and the role are left out, which
+`explain` and `--json` have."""
 
 from __future__ import annotations
 

@@ -247,8 +247,8 @@ def sizes_view(
     memory: int = 0,
     why: str = "",
 ) -> RenderableType | None:
-    """A line for each size in `plans`; None where nothing is split. `estimates`: a training step at some of them,
-    against the `memory` of a device; `why` there is none."""
+    """A line for each size in `plans`; None where nothing is split. `estimates`: steps held against a device's
+    `memory`; `why` some are missing."""
     known = estimates or {}
     bar = memory_bar(known[plan.tp_size], memory) if plan.tp_size in known else None
     said = [Text(f"a training step was not estimated{': ' if not known else ' '}{why}")] if why else []

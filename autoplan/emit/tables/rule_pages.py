@@ -1,8 +1,4 @@
-"""Rules as pages: what `autoplan rules` prints is what the rule files say, and nothing that they do not.
-
-A rule is a document for the person who doubts a decision: what it recognises, why its styles are right, where it stops,
-and pictures of what it takes and refuses.
-"""
+"""Print rules as the rule files say them."""
 
 from __future__ import annotations
 

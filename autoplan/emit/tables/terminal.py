@@ -1,9 +1,4 @@
-"""What a person sees: a plan and a report, as tables for a terminal.
-
-A plan answers, in this order: which model and size; what is split, and how; why; what stays whole and what that weighs;
-the stacks of blocks; what was found; what was proven. Repeated blocks are folded by the plan's own patterns, and each
-reason is said once. The same renderables are printed in colour on a terminal and as plain text by `str(plan)`.
-"""
+"""A plan and a report as tables: the same renderables in colour on a terminal and as plain text by `str(plan)`."""
 
 from __future__ import annotations
 

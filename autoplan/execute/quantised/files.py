@@ -1,9 +1,5 @@
-"""A folder of a quantised checkpoint, read as if its weights were plain.
-
-The problem: whoever fills a plain model asks for rows of a weight, and the files hold packed numbers with a scale for
-each block. Here each packed weight is one key with the shape of the plain one. What is asked for is read block by
-block: the packed tensors of the blocks that hold these rows, and no others.
-"""
+"""Read a folder of a quantised checkpoint as if its weights were plain, dequantising only the blocks that are asked
+for."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A folder of safetensors files, read by pieces.
-
-The problem: a rank needs a few rows of each weight, and reading whole weights to cut them makes every rank read the
-whole model. safetensors can read ranges; a packed layout is a handful of ranges. Pickle files are never opened: they
-run code.
-"""
+"""Read a folder of safetensors files by ranges of rows. Pickle files are never opened: they run code."""
 
 from __future__ import annotations
 
@@ -152,8 +147,8 @@ def _read_scattered(source: Any, index: list[Any], dim: int, rows: Sequence[int]
 
 
 def _find(folder: Path) -> dict[str, str]:
-    """Name of each tensor -> file that has it, as transformers reads a folder: model.safetensors if it is there (and no
-    index counts it among others), else what an index says, else all files. `save.py` relies on that order."""
+    """Map tensors to files as transformers does: model.safetensors alone, else what an index says, else all files
+    (`save.py` relies on that order)."""
     if not folder.is_dir():
         raise SourceError(f"no folder {folder}", hint="give the folder that holds the .safetensors files")
     indexes, single = sorted(folder.glob("*.safetensors.index.json")), folder / "model.safetensors"

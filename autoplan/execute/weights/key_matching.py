@@ -16,12 +16,9 @@ from autoplan.common.conventions import CheckpointNames, Conversion, Join, conve
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.execute.weights.files import runs
 
-# Tensors of a model that a checkpoint holds in pieces: an entry for each expert, gate apart from up.
-#
-# The problem: a rank that holds an eighth of a stack of experts would read all of it, if the stack were put together
-# first. So what a library does by stacking and by setting side by side is done here by places: each entry is asked for
-# the rows that end up on this rank, and for no others. How entries lie in the whole is read off their shapes, so that
-# scales, zero points and indices of groups, each with dims of its own, are joined in the same way as their weight.
+# Tensors that a checkpoint holds in pieces (an entry for each expert, gate apart from up): each entry is asked only for
+# the rows that end up on this rank. Shapes tell how entries lie, so that scales and indices are joined like their
+# weight.
 
 Rows = Mapping[int, Sequence[int]]
 Read = Callable[..., torch.Tensor]  # (rows of an entry by dim, or nothing for all of it)
@@ -160,12 +157,8 @@ def _read(entry: _Entry, shape: tuple[int, ...], rows: Rows) -> torch.Tensor:
     return found
 
 
-# Which tensor of a checkpoint becomes which tensor of a model.
-#
-# The problem: names differ. Tied weights are stored once; a base model's checkpoint lacks the prefix its user adds, or
-# has one too many; and libraries rename, merge and split checkpoint tensors on the way in (one file entry per expert
-# becomes one packed weight). The first two are settled here; the last by the library's own rules, unchanged
-# (`conventions().checkpoint_names`). Whatever then has no partner is listed, never guessed.
+# Which tensor of a checkpoint becomes which of a model: tied weights are stored once, a base model's checkpoint lacks a
+# prefix or has one, and conversions are the library's own (`conventions().checkpoint_names`). The rest is listed.
 
 _SHOWN = 5  # names printed per kind of mismatch
 
@@ -192,8 +185,8 @@ def match_keys(
     read: Callable[..., torch.Tensor],
     shape: Callable[[str], tuple[int, ...]],
 ) -> Matched:
-    """Find a source for each group of names (one tensor each). `passing`: names of buffers that are not saved. A group
-    is served by the first of its names that the checkpoint has. `read` and `shape` are asked with a key."""
+    """Find a source for each group of names (one tensor each): the first name that the checkpoint has. `passing`:
+    buffers that are not saved."""
     names = {name for group in groups for name in group}
     known = conventions().checkpoint_names(model)
     prefix = known.prefix

@@ -1,8 +1,7 @@
-"""Fused kernels that come with libraries of their own: what each makes, keeps and holds, read from rules/kernels.
+"""Fused kernels of other libraries: what each makes, keeps and holds, read from rules/kernels.
 
-Scans, delta rules and causal convolutions have a reference in plain torch, which keeps a hundred times what the kernel
-keeps. No such kernel runs without a GPU, so a file says what it would do, and `KernelFile.run` does that on tensors
-without storage: it makes what the kernel makes, and autograd keeps what the kernel saves.
+No such kernel runs without a GPU. `KernelFile.run` makes what the kernel makes on tensors without storage, and autograd
+keeps what the kernel saves; the reference in plain torch would keep a hundred times as much.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""What arguments usually are, by the names that transformers gives them: several ways each, the likeliest first.
-
-A waveform comes with a channel or without, a spectrogram either way round with a mask of its frames or without, a
-picture alone, in pairs, as a film, as patches with a grid or as tiles; and which of it a model takes is said in prose.
-So the ways are tried, one after the other, on a copy of the model.
-"""
+"""What arguments usually are, by transformers' names: several shapes each, the likeliest first, tried on a copy."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""A prompt with a picture, a sound or a film in it: what makes a text model's towers and projectors run.
+"""Put a picture, a sound or a film into a prompt, so that a text model's towers and projectors run.
 
-The prompt must hold exactly as many placeholder tokens as the tower makes features. How many that is, only the model
-knows: so its own `get_image_features` (or `get_audio_features`, …) is run on a copy, and the whole call is tried on
-that copy before it is offered as a feed. What is handed to the tower is described in `rules/inputs/<type>.toml`, or
-guessed (`guesses.py`).
+The prompt must hold as many placeholder tokens as the tower makes features, which the model's own `get_image_features`
+(or its like) tells when it is run on a copy.
 """
 
 from __future__ import annotations

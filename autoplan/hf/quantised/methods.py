@@ -165,14 +165,10 @@ def _scaled(said: Any, group: int) -> tuple[int, int]:
     return (0, 0) if kind == "PerTensor" else (1, 0 if kind in ("PerRow", "PerAxis") else group)
 
 
-# What a `quantization_config` says: which schemes there are, and which modules each of them is for.
-#
-# One function for each method, by the name that transformers' configs have for it. Which scheme a method and a form
-# of it mean, the documents of rules/quantised say. No function needs the method's package: a config is plain data.
-# Methods whose packed tensors are not described are refused by name, never read as unquantised.
+# One function for each method, by transformers' name for it. Methods whose packed tensors rules/quantised does not
+# describe are refused by name, never read as unquantised.
 
-# What a checkpoint of a method usually says. Names of methods are transformers' words, not ids of our schemes, though
-# some schemes are called alike.
+# What a checkpoint of a method usually says.
 USUAL_CONFIGS: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},

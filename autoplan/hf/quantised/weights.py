@@ -21,10 +21,8 @@ from autoplan.hf.quantised.schemes import Method, Plain, announced, named, packe
 from autoplan.hf.shrink import all_configs
 from autoplan.values.quantised import PackedTensor, PackedWeight, Scheme
 
-# Which weights of a model are quantised, and what a checkpoint holds in place of each.
-#
-# Asked of the plain model on meta: linear layers, and stacks of experts. transformers' own answer, where it has one,
-# to what is left as it is (the head, tied tables, what a config names) is taken over.
+# Which weights of a plain model on meta are quantised: linear layers and stacks of experts, but for what a config or
+# transformers itself leaves as it is.
 
 # Where the blocks of language models are, for methods that quantise nothing else and do not say which.
 _BLOCKS = ("model.language_model.layers", "model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers",
@@ -129,8 +127,7 @@ def _stack(name: str, shape: tuple[int, ...], module: nn.Module) -> Plain:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Does a stack of experts hold what a product sums over before what it does not? Few modules say so. What goes in
-    is as wide as what comes out: the shapes of both stacks say it, too."""
+    """Does a stack of experts hold [in, out]? Shapes of both stacks tell: what goes in is as wide as what comes out."""
     both, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
     if both is not None and down is not None and both.dim() == down.dim() == 3:
         return both.shape[1] == down.shape[2]
@@ -162,10 +159,7 @@ def _blocks(model: nn.Module, method: Method) -> tuple[str, ...]:
     return found or tuple(sorted(lists))
 
 
-# What the files of a quantised checkpoint hold: which tensors are one weight, by the config that lies beside them.
-#
-# The config says how modules are stored, the files say which tensors there are. Where the two contradict each other
-# nothing is guessed: unannounced tensors, announced ones that are absent, and other shapes are an error each.
+# What the files of a quantised checkpoint hold. Where config and files contradict each other nothing is guessed.
 
 Shape = Callable[[str], tuple[int, ...]]
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -200,8 +194,7 @@ def stored_weights(
 
 
 def stored_aliases(folder: Path, keys: tuple[str, ...]) -> dict[str, str]:
-    """Stored tensors that files call otherwise than their scheme does, each with the name that it has there. "" for
-    what is no part of a weight: scales of the cache, how a kernel of bitsandbytes orders rows."""
+    """Map stored tensors to their scheme's names where these differ; "" for what is no part of a weight."""
     if not (folder / "config.json").is_file():
         return {}
     data = _quantization_config(folder)

@@ -1,9 +1,7 @@
-"""Say what is wrong by what repairs it: a finding for each row to change, first; what follows from it beneath.
+"""Turn a repair into findings: one for each row to change, first, and what follows from it beneath.
 
-A check that named the row has said why; where none did, the change itself says it.
-
-Everything in such a plan follows from its choices, so it is made again under them; where they cannot be kept, under
-those of analysis. Of the plans that pass, the one that differs in the fewest places is the correction.
+A plan of ours is made again under its own choices, else under those of analysis; of the plans that pass, the one that
+differs in the fewest places is the correction.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The parts of a model that a plan treats by themselves, what the plan says in each, and how each may be said right.
+"""The parts of a model (an attention, an MLP, the table, the head), what the plan says in each, and how it may be said.
 
-A part is what stands together in a container (an attention, an MLP, the table, the head), in all blocks where the plan
-says the same of it: one layer of four that is written otherwise is a part of its own. Parts meet only in the residual
-stream, which every rank holds whole, so each of them is right or wrong by itself.
-
-People write it in three ways, and a plan is corrected in its own: norms that hand on the whole sequence (Automodel),
-inputs of attention and MLP that are gathered (`PrepareModuleInput`, torchtitan), or column layers that gather.
+Parts meet only in the residual stream, which every rank holds whole, so each is right or wrong by itself. Sequence
+parallelism is corrected in the plan's own way: gathering norms, gathered inputs (`PrepareModuleInput`), or column
+layers that gather.
 """
 
 from __future__ import annotations

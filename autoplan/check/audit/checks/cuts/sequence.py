@@ -28,7 +28,12 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if not lines:
         return
     reached = [name for line in lines for name in subject.modules if subject.plan.reaches(line, name)]
-    reason = _whole_sequence(subject)
+    # What analysis says of cutting this model's stream
+    from autoplan.analyse.solve import solve
+
+    stacks = tuple(stack.fqns for stack in subject.stacks)
+    solution = solve(subject.solution.trace, subject.tp_size, sequence_stacks=stacks)
+    reason = "; ".join(map(str, solution.whole_sequence[:2]))
     text = f"{len(reached)} modules take their input for a part of the sequence"
     if reason:
         text += f"; the whole sequence is needed: {reason}"
@@ -36,12 +41,3 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     hint = "sequence_parallel=True cuts the stream only where every consumer is known"
     names = [name for line in lines for weight in subject.of_line(line) for name in weight.names]
     yield subject.suspect(NAME, where, text, hint, names=names)
-
-
-def _whole_sequence(subject: Audited) -> str:
-    """What analysis says of cutting this model's stream."""
-    from autoplan.analyse.solve import solve
-
-    stacks = tuple(stack.fqns for stack in subject.stacks)
-    solution = solve(subject.solution.trace, subject.tp_size, sequence_stacks=stacks)
-    return "; ".join(map(str, solution.whole_sequence[:2]))
