@@ -279,10 +279,10 @@ def _divided(layout: Layout, tp: int, block: int) -> Layout | None:
     inner = _scaled(layout.parts[last], suffix, tp)
     if inner is None or (before and inner.size % block):
         return None
-    found = _divided(inner, tp, block)
-    if found is None:
+    blocks = _divided(inner, tp, block)
+    if blocks is None:
         return None
-    return joined((*before, found)) if before else found
+    return joined((*before, blocks)) if before else blocks
 
 
 def _divided_leaf(leaf: Layout, tp: int, block: int) -> Layout | None:
@@ -315,5 +315,9 @@ def _scaled(layout: Layout, by: int, tp: int) -> Layout | None:
 
 
 def _concatenation(parts: list[Layout | None]) -> Layout | None:
-    found = [part for part in parts if part is not None]
-    return Layout("concatenation", sum(p.size for p in found), tuple(found)) if len(found) == len(parts) else None
+    known_parts = [part for part in parts if part is not None]
+    return (
+        Layout("concatenation", sum(p.size for p in known_parts), tuple(known_parts))
+        if len(known_parts) == len(parts)
+        else None
+    )

@@ -24,9 +24,9 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 def flatten_tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     """Every tensor in nested containers, with its path."""
-    found: list[tuple[Path, torch.Tensor]] = []
-    _collect(value, path, found)
-    return iter(found)
+    tensors: list[tuple[Path, torch.Tensor]] = []
+    _collect(value, path, tensors)
+    return iter(tensors)
 
 
 def _collect(value: Any, path: Path, found: list[tuple[Path, torch.Tensor]]) -> None:

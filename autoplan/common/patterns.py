@@ -61,8 +61,8 @@ def is_under(pattern: str, fqn: str) -> bool:
 
 def best_match(items: Iterable[Patterned], fqn: str) -> Patterned | None:
     """The item whose pattern means `fqn`, the one with the fewest `*` where several do."""
-    found = [item for item in items if matches(item.pattern, fqn)]
-    return min(found, key=lambda item: (item.pattern != fqn, item.pattern.count("*")), default=None)
+    meant = [item for item in items if matches(item.pattern, fqn)]
+    return min(meant, key=lambda item: (item.pattern != fqn, item.pattern.count("*")), default=None)
 
 
 class Universe:
@@ -85,18 +85,18 @@ class Universe:
 
     def meant(self, pattern: str) -> frozenset[str]:
         """The names that a pattern means."""
-        found: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), self._tree)]
+        nodes: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), self._tree)]
         for segment in pattern.split("."):
             if "*" in segment:
-                found = [
+                nodes = [
                     ((*path, key), below)
-                    for path, node in found
+                    for path, node in nodes
                     for key, below in node.items()
                     if matches(segment, key)
                 ]
             else:
-                found = [((*path, segment), node[segment]) for path, node in found if segment in node]
-        return self.names & {".".join(path) for path, _ in found}
+                nodes = [((*path, segment), node[segment]) for path, node in nodes if segment in node]
+        return self.names & {".".join(path) for path, _ in nodes}
 
     def shape(self, name: str) -> tuple[str, ...]:
         """The segments of a name with `*` for the numbers by which siblings are told apart."""
@@ -108,12 +108,12 @@ class Universe:
 
     def holds_no_others(self, members: Iterable[tuple[str, ...]], at: int, shape: str) -> bool:
         """Are these, at one place of their paths, all siblings of this shape that there are?"""
-        found: dict[tuple[str, ...], set[str]] = {}
+        others: dict[tuple[str, ...], set[str]] = {}
         for member in members:
-            found.setdefault(member[:at], set()).add(member[at])
+            others.setdefault(member[:at], set()).add(member[at])
         return all(
             {key for key in self._node(above) if _NUMBER.sub("*", key) == shape} == keys
-            for above, keys in found.items()
+            for above, keys in others.items()
         )
 
     def _node(self, path: tuple[str, ...]) -> dict[str, Any]:

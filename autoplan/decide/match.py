@@ -172,10 +172,12 @@ def _found(reach: _Reach, rule: Rule, tp: int | None) -> list[Found]:
         return not any(one.check(nodes, tp) for one in checks[position])
 
     bindings = sorted(_bindings(reach, pattern, early, allowed), key=lambda bound: [bound[name] for name in order])
-    found: dict[frozenset[int], Found] = {}
+    matches_by_claims: dict[frozenset[int], Found] = {}
     for bound in bindings:
-        found.setdefault(frozenset(bound[name] for name, _ in rule.yields), Found(rule, tuple(bound.items())))
-    return list(found.values())
+        matches_by_claims.setdefault(
+            frozenset(bound[name] for name, _ in rule.yields), Found(rule, tuple(bound.items()))
+        )
+    return list(matches_by_claims.values())
 
 
 def _guarded_first(order: list[str], pattern: Pattern, conditions: Sequence[Condition]) -> list[str]:
@@ -304,9 +306,9 @@ def _candidates(reach: _Reach, pattern: Pattern, name: str, bound: dict[str, int
     kinds = pattern.kinds_of(name)
     options: set[int] | None = None
     for arrow in pattern.arrows:
-        found = _along(reach, arrow, name, bound)
-        if found is not None:
-            options = found if options is None else options & found
+        reached = _along(reach, arrow, name, bound)
+        if reached is not None:
+            options = reached if options is None else options & reached
     if options is None:
         held = reach.by_kind if "any" in kinds else kinds
         return sorted(box for kind in held for box in reach.by_kind.get(kind, ()))

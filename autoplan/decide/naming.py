@@ -44,13 +44,13 @@ class Reading:
 def readings(flow: Flow, facts: tuple[ParameterFact, ...]) -> dict[str, list[Reading]]:
     """For every parameter (by first name) the boxes that read it."""
     names = {name: fact.names for fact in facts for name in fact.names}
-    found: dict[str, list[Reading]] = {}
+    by_parameter: dict[str, list[Reading]] = {}
     for box in flow:
         node = node_of(flow, box)
         for parameter in node.parameters:
             aliases = names.get(parameter, (parameter,))
-            found.setdefault(aliases[0], []).append(Reading(_own_name(aliases, node.module), box, node))
-    return found
+            by_parameter.setdefault(aliases[0], []).append(Reading(_own_name(aliases, node.module), box, node))
+    return by_parameter
 
 
 def _own_name(aliases: tuple[str, ...], module: str) -> str:

@@ -68,7 +68,7 @@ def _about_entry(plan: Plan, entry: Entry, parameter: str) -> Iterable[tuple[str
     yield "because", entry.reason.splitlines()
     yield "costs", list(map(str, entry.reduces))
     yield "running", _running(plan, entry.pattern)
-    yield "proof", [entry.proof]
+    yield "proof", [entry.proof if plan.proof.was_asked else ""]
 
 
 def _running(plan: Plan, pattern: str) -> list[str]:

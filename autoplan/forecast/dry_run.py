@@ -65,12 +65,12 @@ def group_names(mesh: DeviceMesh) -> dict[str, str]:
 
 def summed(messages: tuple[Message, ...]) -> tuple[Sent, ...]:
     """How many of each kind over each dim, with the bytes of their whole values."""
-    found: dict[tuple[str, str], list[int]] = {}
+    totals: dict[tuple[str, str], list[int]] = {}
     for message in messages:
-        one = found.setdefault((message.dim, message.kind), [0, 0])
+        one = totals.setdefault((message.dim, message.kind), [0, 0])
         one[0] += 1
         one[1] += max(message.sent, message.received)
-    return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in found.items())
+    return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in totals.items())
 
 
 def dry_run(
@@ -156,10 +156,10 @@ def _peak(
     asked = Asked(tuple(sizes.items()), setting.batch, setting.sequence, sequence_parallel=setting.sequence_parallel,
                   experts=ep_size == setting.tp > 1, **options)  # fmt: skip
     try:
-        found = estimate_with(steps, asked, load_device("h100"))
+        priced = estimate_with(steps, asked, load_device("h100"))
     except AutoplanError:  # what runs whole may not run folded
         return None
-    return found.peak - found.parts.overhead
+    return priced.peak - priced.parts.overhead
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

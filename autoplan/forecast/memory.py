@@ -318,18 +318,18 @@ class Walk:
         self._add(dim, kind, 1, size)
 
     def _add(self, dim: str, kind: str, number: int, size: int) -> None:
-        found = self.sent.setdefault((self.phase, dim, kind), [0, 0])
-        found[0] += number
-        found[1] += size
+        total = self.sent.setdefault((self.phase, dim, kind), [0, 0])
+        total[0] += number
+        total[1] += size
 
     def messages(self, phase: str = "") -> tuple[Sent, ...]:
         """Of the step, or of one phase of it."""
-        found: dict[tuple[str, str], list[int]] = {}
+        totals: dict[tuple[str, str], list[int]] = {}
         for (when, dim, kind), (number, size) in self.sent.items():
             if phase in ("", when):
-                one = found.setdefault((dim, kind), [0, 0])
+                one = totals.setdefault((dim, kind), [0, 0])
                 one[0], one[1] = one[0] + number, one[1] + size
-        return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in found.items())
+        return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in totals.items())
 
 
 def _ours(unit: UnitSize, data: DataRanks) -> float:

@@ -38,9 +38,7 @@ from autoplan.values import Fold, Plan
 @contextmanager
 def fake_mesh(dims: Mapping[str, int], rank: int = 0, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     """A mesh of these dims ({"dp_shard": 8, "tp": 8}) as rank `rank` sees it."""
-    ranks = 1
-    for size in dims.values():
-        ranks *= size
+    ranks = math.prod(dims.values())
     if not 0 <= rank < ranks:
         raise AutoplanError(f"there is no rank {rank}: the mesh has {ranks}", hint=f"choose 0 to {ranks - 1}")
     enter_first_in_a_lasting_thread()
@@ -215,17 +213,17 @@ def _held(name: str, parameter: torch.Tensor, stored: Mapping[str, int]) -> Held
 
 
 def _left_out(model: nn.Module, folds: tuple[Fold, ...]) -> LeftOut:
-    found: dict[str, tuple[tuple[str, str], ...]] = {}
+    left_out: dict[str, tuple[tuple[str, str], ...]] = {}
     for one in folds:
         stands = dict(one.members)
         last = ""
         for key in model.get_submodule(one.container)._modules:
             if key in stands:
                 pair = (f"{one.container}.{key}", f"{one.container}.{stands[key]}")
-                found[last] = (*found.get(last, ()), pair)
+                left_out[last] = (*left_out.get(last, ()), pair)
             else:
                 last = f"{one.container}.{key}"
-    return found
+    return left_out
 
 
 def _units_left_out(recorded: list[UnitSize], left_out: LeftOut, lasts: set[str]) -> Iterator[UnitSize]:

@@ -190,10 +190,10 @@ class Steps:
         if setting in self.known:
             return self.known[setting]
         if setting not in self.derived:
-            found = self._thinner(setting) if setting.batch <= 2 else self._thicker(setting)
-            if found is None:
+            derived = self._thinner(setting) if setting.batch <= 2 else self._thicker(setting)
+            if derived is None:
                 return self.at(setting)
-            self.derived[setting] = found
+            self.derived[setting] = derived
         return self.derived[setting]
 
     def _thicker(self, setting: Setting) -> Recorded | None:
@@ -226,14 +226,14 @@ class Steps:
         for folded, how in sorted(ways, key=lambda way: way != before):
             plan = self.split(*size) if folded else self.plan(*size)
             try:
-                found = self._recorded(setting, plan, folded, how)
+                recorded = self._recorded(setting, plan, folded, how)
             except AutoplanError:
                 raise
             except Exception as error:  # someone else's forward may raise anything
                 problem = problem or error
             else:
                 self.worked[setting.training] = folded, how
-                return found
+                return recorded
         raise CaptureError(
             f"a step of {self.source.name} cannot be run without storage: {type(problem).__name__}: {problem}"[:400],
             hint="pass inputs={argument: tensor} with which its forward runs",

@@ -20,6 +20,7 @@ from typing import Any
 from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
 from autoplan.common.stages import stage
 from autoplan.decide.rulebook.read import rule_named
+from autoplan.emit.tables.estimate_table import PARTS
 from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import Device
 from autoplan.forecast.estimate import estimate_with
@@ -32,9 +33,6 @@ _MOST_GPUS = 1 << 16
 _DOUBLED = (1, 2, 4, 8, 16, 32, 64)  # stages of a pipeline, ranks that exchange tokens
 LONG = 1 << 15  # tokens of a sequence from which it is cut over ranks of cp, too
 _MUCH_SLOWER = 0.9  # than the fastest with fewer replicas: more replicas are not looked at
-_PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states", "kept": "activations kept",
-          "temporary": "temporary buffers", "unsharded": "units that are gathered", "communication": "messages",
-          "cache": "keys and values", "overhead": "context, libraries, communicators"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ class Sweep:
             return (False,)
 
     def _of_split(self, copies: int, split: Split, each: int) -> list[Row]:
-        found: list[Row] = []
+        rows: list[Row] = []
         cut: Row | None = None
         for along in self._along(split):
             if cut is not None and split.shared in self.cut_pays:
@@ -164,11 +162,11 @@ class Sweep:
                 self.cut_pays.add(split.shared)
                 alone = True
             if alone:
-                found.append(smallest)
+                rows.append(smallest)
             else:
-                found += self._ways(copies, split, along, each)
+                rows += self._ways(copies, split, along, each)
             cut = smallest if along else None
-        return found
+        return rows
 
     def _smallest(self, copies: int, split: Split, along: bool, each: int) -> Row:
         """One sequence at a time with all blocks checkpointed; for inference, all that are held at once."""
@@ -224,18 +222,18 @@ class Sweep:
         )  # fmt: skip
 
     def _row(self, asked: Asked) -> Row:
-        found = estimate_with(self.steps, asked, self.device)
-        self.asked[id(found)] = asked
-        missing = max(0, found.peak - self.memory)
-        binds = _biggest(found.parts) if missing else _slowest(found)
-        said: Any = asked.activation_checkpointing
-        return Row(found, said, asked.sequence_parallel, asked.reshard_after_forward, asked.accumulate, not missing,
+        priced = estimate_with(self.steps, asked, self.device)
+        self.asked[id(priced)] = asked
+        missing = max(0, priced.peak - self.memory)
+        binds = _biggest(priced.parts) if missing else _slowest(priced)
+        again: Any = asked.activation_checkpointing
+        return Row(priced, again, asked.sequence_parallel, asked.reshard_after_forward, asked.accumulate, not missing,
                    binds, missing, asked.experts)  # fmt: skip
 
     def elsewhere(self, gpus: int, batch: int, most: int = 3) -> list[Row]:
         """The fastest that fit of pipelines and exchanged experts, which others run; their prices come from known
         recordings."""
-        found: list[Row] = []
+        rows: list[Row] = []
         known = [s for s in self.steps.known if s.ep == s.cp == 1 and s.training]
         ways: dict[tuple[int, bool, Any], set[int]] = {}
         for s in known:
@@ -250,10 +248,10 @@ class Sweep:
             for micro in (n for n in sizes if each % n == 0 and each // n >= stages):
                 asked = self._asked(mesh, micro, checkpointing, along, None, each, Split(tp))
                 try:
-                    found.append(self._row(replace(asked, exchange_experts=ranks)))
+                    rows.append(self._row(replace(asked, exchange_experts=ranks)))
                 except AutoplanError:  # more stages than blocks, or experts that are not divisible
                     break
-        return sorted((row for row in found if row.fits), key=lambda row: -row.estimate.tokens_per_second)[:most]
+        return sorted((row for row in rows if row.fits), key=lambda row: -row.estimate.tokens_per_second)[:most]
 
     def settled(self, rows: list[Row]) -> list[Row]:
         """In order. The first row is recorded itself, until one that was stays first."""
@@ -319,8 +317,8 @@ def _held(parts: MemoryParts) -> int:
 
 
 def _biggest(parts: MemoryParts) -> str:
-    name = max(_PARTS, key=lambda part: getattr(parts, part))
-    return f"memory: {_PARTS[name]} take {getattr(parts, name) / 2**30:.1f} GiB"
+    name = max(PARTS, key=lambda part: getattr(parts, part))
+    return f"memory: {PARTS[name]} take {getattr(parts, name) / 2**30:.1f} GiB"
 
 
 def _slowest(found: Estimate) -> str:

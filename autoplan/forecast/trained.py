@@ -39,8 +39,8 @@ class Adapted(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            found: torch.Tensor | nn.Module = getattr(super().__getattr__("inner"), name)
-            return found
+            value: torch.Tensor | nn.Module = getattr(super().__getattr__("inner"), name)
+            return value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.inner(x) + self.up(self.down(x))

@@ -134,8 +134,8 @@ def _for_lists(model: nn.Module, known: Sequence[Any]) -> Iterator[tuple[Any, bo
     owners: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if path.endswith("experts") and getattr(module, "is_concatenated", True):
-            found = (_STACK.match(name) for name in module._parameters)
-            owners |= {match[0]: module for match in found if match is not None}
+            stacks = (_STACK.match(name) for name in module._parameters)
+            owners |= {match[0]: module for match in stacks if match is not None}
     for stack, owner in owners.items():
         if not any(target.endswith(f"experts.{stack}") for target in covered):
             sources = [f".experts.*.{part}.weight" for part in listed(stack)]
@@ -257,11 +257,11 @@ def _apart(
     mine = one.tensors[weight.tensors.index(tensor)]
     place = next((place for place, dim in enumerate(tensor.dims) if weight.rows in dim.of), 1)
     parts = whole.chunk(segments, place) if whole.dim() > 1 else (whole,) * segments
-    found = {}
+    entries = {}
     for entry, number in asked.items():
         expert, segment = divmod(int(number), segments)
-        found[entry.removesuffix("weight") + mine.name] = parts[segment][expert].reshape(mine.shape)
-    return found
+        entries[entry.removesuffix("weight") + mine.name] = parts[segment][expert].reshape(mine.shape)
+    return entries
 
 
 def _group_names(model: Any) -> Callable[[str], str]:
@@ -282,10 +282,10 @@ def _group_names(model: Any) -> Callable[[str], str]:
 
 
 def _groups(names: Iterable[str], group_of: Callable[[str], str] | None) -> list[tuple[str, ...]]:
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(name if group_of is None else group_of(name), []).append(name)
-    return [tuple(members) for members in found.values()]
+        groups.setdefault(name if group_of is None else group_of(name), []).append(name)
+    return [tuple(members) for members in groups.values()]
 
 
 def _write_settings(model: Any, folder: str | os.PathLike[str], cls: type) -> None:

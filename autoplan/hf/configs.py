@@ -207,8 +207,8 @@ def stored_as(config: PretrainedConfig | None, weights: str) -> PretrainedConfig
     if weights in DTYPES:
         asked.dtype = getattr(torch, weights)
     else:
-        said: dict[str, Any] = copy.deepcopy(USUAL_CONFIGS[weights])
-        asked.quantization_config = said
+        quantisation: dict[str, Any] = copy.deepcopy(USUAL_CONFIGS[weights])
+        asked.quantization_config = quantisation
     return asked
 
 

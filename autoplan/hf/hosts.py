@@ -270,11 +270,11 @@ def _saving_accelerator(base: Any, sharded: Sharded, model: Any) -> Any:
             self._models: Any = []
             self._optimizers: Any = []
             try:
-                found = rest()
+                result = rest()
             finally:
                 self._models, self._optimizers = held
-            own(folder if folder is not None else found)
-            return found
+            own(folder if folder is not None else result)
+            return result
 
         def _save_sharded(self, folder: str) -> None:
             sharded.save_weights(model, os.path.join(folder, _WEIGHTS))

@@ -171,17 +171,17 @@ def _built(config: PretrainedConfig, keywords: dict[str, Any], layers: list[int]
 
 def _defaults(cls: type) -> dict[str, Any]:
     """Every field that the class can be built with, and its default."""
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for item in dataclasses.fields(cls):
         default = item.default
         if item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
-        found[item.name] = None if default is dataclasses.MISSING else default
+        defaults[item.name] = None if default is dataclasses.MISSING else default
     for parameter in inspect.signature(cls).parameters.values():  # remote code often has an __init__ of its own
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            found.setdefault(parameter.name, None if parameter.default is parameter.empty else parameter.default)
+            defaults.setdefault(parameter.name, None if parameter.default is parameter.empty else parameter.default)
     aliases = getattr(cls, "attribute_map", {})  # a value is stored under the name that an alias stands for
-    return {aliases.get(name, name): default for name, default in found.items()}
+    return {aliases.get(name, name): default for name, default in defaults.items()}
 
 
 def _chosen_fields(config: PretrainedConfig) -> dict[str, Any]:

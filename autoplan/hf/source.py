@@ -214,11 +214,11 @@ def resolve(model: Model, *, trust_remote_code: bool = False, inputs: Mapping[st
         check_argument("inputs", inputs, Mapping, "give a mapping: argument of the forward -> example")
     check_argument("trust_remote_code", trust_remote_code, bool, "choose True or False")
     if isinstance(model, str):
-        found = from_string(model, trust_remote_code=trust_remote_code)
-        if found.module is not None:
-            return _from_module(found.module, inputs if inputs is not None else found.inputs, trust_remote_code)
-        assert found.config is not None
-        return _from_config(found.config, inputs, trust_remote_code, found.class_name, found.where)
+        target = from_string(model, trust_remote_code=trust_remote_code)
+        if target.module is not None:
+            return _from_module(target.module, inputs if inputs is not None else target.inputs, trust_remote_code)
+        assert target.config is not None
+        return _from_config(target.config, inputs, trust_remote_code, target.class_name, target.where)
     if isinstance(model, PretrainedConfig):
         return _from_config(model, inputs, trust_remote_code, None, "")
     if isinstance(model, ExportedProgram):

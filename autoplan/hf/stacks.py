@@ -170,8 +170,8 @@ def layers(model: nn.Module, trace: Trace | None = None, *, causal: frozenset[st
 
 def stacks_of(tree: ModuleTree, trace: Trace | None = None, causal: frozenset[str] = frozenset()) -> tuple[Stack, ...]:
     """`layers` on plain data."""
-    found = find_blocks(tree)
-    return tuple(_stack(blocks, found, tree, trace, causal) for blocks in found)
+    block_lists = find_blocks(tree)
+    return tuple(_stack(blocks, block_lists, tree, trace, causal) for blocks in block_lists)
 
 
 def calls_causal(trace: Trace) -> frozenset[str]:

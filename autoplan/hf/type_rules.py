@@ -139,8 +139,8 @@ def _listed(path: Path) -> list[dict[str, Any]]:
     data = _read(path)
     if problem := misshapen(data, {"defaults": [{}]}):
         raise SourceError(f"{path}: {problem}", hint="write [[defaults]] before each")
-    found: list[dict[str, Any]] = data.get("defaults", [])
-    return found
+    listed: list[dict[str, Any]] = data.get("defaults", [])
+    return listed
 
 
 def _checked(path: Path, data: dict[str, Any], keys: set[str]) -> dict[str, Any]:

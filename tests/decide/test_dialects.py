@@ -292,7 +292,8 @@ def test_heads_that_do_not_divide() -> None:
     with pytest.raises(autoplan.AutoplanError, match="is not divisible by tp=3"):
         planned(attention, tp=3)
     plan = planned("auto", tp=3)  # a hand-written plan is for every size: what does not divide stays whole
-    assert plan.source == "handwritten" and any("not divisible" in f.message for f in plan.findings)
+    assert plan.source == "handwritten" and any("not divisible" in whole.reason for whole in plan.replicated)
+    assert not [f for f in plan.findings if f.check == "written plan"]  # nothing that is not said there
 
 
 def test_listing_instead_of_refusing() -> None:

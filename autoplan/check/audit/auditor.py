@@ -72,9 +72,9 @@ def audit_source(
     """`audit` of a resolved source. Not `run`: no trial on ranks; not `correct`: no search for a correction."""
     start = time.perf_counter()
     subject = subject_of(source, plan, tp_size, settings, run=run)
-    found = tuple(_findings(subject))
-    found, fixed = _corrected(subject, source, found) if run and correct else (found, None)
-    findings = sorted(found, key=lambda finding: (_ORDER[finding.level], finding.is_consequence))
+    noted = tuple(_findings(subject))
+    noted, fixed = _corrected(subject, source, noted) if run and correct else (noted, None)
+    findings = sorted(noted, key=lambda finding: (_ORDER[finding.level], finding.is_consequence))
     held, possible = held_bytes(subject)
     numbers = subject.numbers
     return Report(
@@ -123,11 +123,11 @@ def _ran(subject: Audited) -> str:
 
 def _findings(subject: Audited) -> Iterable[Finding]:
     """Of all checks. Hints about rows are marked: a repair replaces them by changes whose plan passed its audit."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for check in CHECKS:
-        told = check.run(subject, tuple(found))
-        found += [replace(one, hint=f"{one.hint} (not audited)") if check.rows and one.hint else one for one in told]
-    return found
+        own = check.run(subject, tuple(findings))
+        findings += [replace(one, hint=f"{one.hint} (not audited)") if check.rows and one.hint else one for one in own]
+    return findings
 
 
 def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True) -> Audited:
@@ -176,7 +176,7 @@ def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
         return replace(foreign_of(made), name=f"the {foreign} plan")
     if foreign.plan is not None and foreign.plan.tp_size != tp_size:
         raise PlanMismatchError(
-            f"{foreign.name} is a plan for tp={foreign.plan.tp_size}, not {tp_size}",
+            f"{foreign.name} is a plan for {foreign.plan.over}, not tp={tp_size}",
             hint=f"audit it at tp_size={foreign.plan.tp_size}, or plan again",
         )
     return foreign

@@ -71,12 +71,12 @@ def _dim(spec: Mapping[str, Any]) -> int:
 def _parts(size: int, spec: Mapping[str, Any]) -> list[int] | None:
     """The packed segments of the cut dim; None where the shape does not fit it."""
     shape = spec.get("shape")
-    said = shape[_dim(spec)] if shape else 1
-    if isinstance(said, (list, tuple)):
-        return list(said) if sum(said) == size else None
-    if said == -1:
+    segments = shape[_dim(spec)] if shape else 1
+    if isinstance(segments, (list, tuple)):
+        return list(segments) if sum(segments) == size else None
+    if segments == -1:
         return [size]
-    return [size // said] * said if size % said == 0 else None
+    return [size // segments] * segments if size % segments == 0 else None
 
 
 def _shard(model: nn.Module, mesh: Any, *, config: Mapping[str, Any]) -> nn.Module:
@@ -147,14 +147,14 @@ def _deal_counts(model: nn.Module, held: Mapping[str, Any], tp: int) -> None:
 def _gather(model: nn.Module, grads: bool) -> dict[str, torch.Tensor]:
     """Every parameter or gradient, whole, under each of its names."""
     held = model.__dict__[_HELD]
-    found = {}
+    whole = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tensor = parameter.grad if grads else parameter.detach()
         if tensor is None:
             continue
         dim, rows, group = held.get(name, (0, None, None))
-        found[name] = tensor if rows is None else gather_over_ranks(tensor.detach(), group, dim, rows)
-    return found
+        whole[name] = tensor if rows is None else gather_over_ranks(tensor.detach(), group, dim, rows)
+    return whole
 
 
 def transformers_sharding(plan: Mapping[str, str]) -> Sharding:
@@ -182,12 +182,12 @@ def _shard_as_torch(model: Any, mesh: Any, *, plan: dict[str, Any]) -> Any:
 
 def _gathered(model: Any, grads: bool) -> dict[str, Any]:
     """Every parameter or gradient, whole, under each of its names."""
-    found = {}
+    whole = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tensor = parameter.grad if grads else parameter.detach()
         if tensor is not None:
-            found[name] = _whole(tensor)
-    return found
+            whole[name] = _whole(tensor)
+    return whole
 
 
 def _whole(tensor: Any) -> Any:

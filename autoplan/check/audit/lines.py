@@ -185,10 +185,10 @@ def lines_of(file: str, patterns: Iterable[str]) -> dict[str, int]:
     except AutoplanError:
         return {}
     wanted = tuple(patterns)
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         words = {word.strip("{}[](),:") for word in line.replace('"', " ").replace("'", " ").split()}
         for pattern in wanted:
             if pattern in words:
-                found.setdefault(pattern, number)
-    return found
+                numbers.setdefault(pattern, number)
+    return numbers

@@ -80,13 +80,13 @@ _LENGTH = 16  # hexadecimal digits: enough to tell edits apart, short enough to 
 
 def forward_code(kind: type[Any], places: Iterable[str]) -> str:
     """The hash for a class, given the places inside its forward; "" where there is no Python code to hash."""
-    found = list(_functions(kind, places))
-    sources = [source_of(function) for function in found]
-    if not found:
+    functions = list(_functions(kind, places))
+    sources = [source_of(function) for function in functions]
+    if not functions:
         return ""
     if all(source is not None for source in sources):
         return f"source:{_digest(map(str, sources))}"
-    return f"compiled:{_digest(line for function in found for line in _compiled(function.__code__))}"
+    return f"compiled:{_digest(line for function in functions for line in _compiled(function.__code__))}"
 
 
 def code_hash(code: CodeType) -> str:

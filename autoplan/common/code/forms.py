@@ -188,8 +188,8 @@ def _covers(wide: tuple[str, str, tuple[_Word, ...]], narrow: tuple[str, str, tu
 def unlike(ways: Collection[str], known: Collection[str]) -> set[str]:
     """The ways that are not known. Numbers in a call of which nothing is known may be sizes: they are any."""
     skeletons = {_skeleton(way) for way in known if "=" in way}
-    found = set(ways) - set(known)
-    return {way if "=" not in way or _skeleton(way) in skeletons else _skeleton(way) for way in found}
+    new = set(ways) - set(known)
+    return {way if "=" not in way or _skeleton(way) in skeletons else _skeleton(way) for way in new}
 
 
 def _skeleton(way: str) -> str:

@@ -14,7 +14,13 @@ from autoplan.common.patterns import matches, nearest
 from autoplan.values import Plan
 from autoplan.values.plain import FAMILIES, Family
 
-_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
+_NAMES: dict[type, str] = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    NoneType: "null",
+}
 
 
 def decode(hint: Any, data: Any, where: str) -> Any:
@@ -176,15 +182,6 @@ def _of_shapes(where: str, dim: int, text: str, shapes: tuple[tuple[int, ...], .
 # `{"*": int}`, any keys; `{"flow!": str}`, "!" marks needed keys, others are the reader's business; a tuple of several.
 
 
-_NOTATION: dict[type, str] = {
-    type(None): "null",
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-}
-
-
 def misshapen(value: Any, shape: Any, where: str = "") -> str:
     """What the first value is that has another kind than the shape says, and where; "" if there is none.
 
@@ -240,4 +237,4 @@ def _wrong(value: Any, shape: Any, where: str) -> str:
 def _name(shape: Any) -> str:
     if isinstance(shape, list):
         return "a list"
-    return "a mapping" if isinstance(shape, dict) else _NOTATION[shape]
+    return "a mapping" if isinstance(shape, dict) else _NAMES[shape]

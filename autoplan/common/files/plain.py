@@ -91,16 +91,16 @@ def read_text(path: str | PathLike[str], refusal: NotPlain, limit: int) -> str:
         if Path(path).exists() and not Path(path).is_file():
             refusal.refuse(f"{name} cannot be read: it is no file", "check the path")
         with open(path, "rb") as file:
-            found = file.read(limit + 1)
+            content = file.read(limit + 1)
     except (OSError, ValueError) as error:
         if isinstance(error, AutoplanError):
             raise
         said = getattr(error, "strerror", None) or error
         raise refusal.error(f"{name} cannot be read: {said}", hint="check the path") from error
-    if len(found) > limit:
+    if len(content) > limit:
         refusal.refuse(f"{name} is larger than {limit:,} bytes, which is more than such a file needs")
     try:
-        return found.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         hint = f"is this really a {refusal.what}?" if refusal.what else refusal.hint
         raise refusal.error(f"{name} is not text: byte {error.start} is not UTF-8", hint=hint) from error

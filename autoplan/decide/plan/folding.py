@@ -245,15 +245,15 @@ def _bits(number: int) -> Iterator[int]:
 
 def _parts(modules: Iterable[str], blocks: dict[str, str]) -> Iterable[Part]:
     """Runs of modules in one block, or in none."""
-    found: dict[str, list[str]] = {}
+    kinds: dict[str, list[str]] = {}
     outside = 0
     last = None
     for module in modules:
         block = _block_of(module, blocks)
         outside += block == "" and last != ""
-        found.setdefault(block or f"\0{outside}", []).append(module)
+        kinds.setdefault(block or f"\0{outside}", []).append(module)
         last = block
-    return [("" if block.startswith("\0") else block, members) for block, members in found.items()]
+    return [("" if block.startswith("\0") else block, members) for block, members in kinds.items()]
 
 
 def _block_of(module: str, blocks: dict[str, str]) -> str:
@@ -270,6 +270,6 @@ def _folded(steps: list[str]) -> tuple[tuple[str, ...], list[int]]:
         groups.setdefault(starred(step), []).append(step)
     many = {step: members for members in groups.values() if len(members) > _FEW for step in members}
     folded = {step: fold_names(many[step], steps) if step in many else (step,) for step in steps}
-    found = tuple(dict.fromkeys(pattern for step in steps for pattern in folded[step]))
+    patterns = tuple(dict.fromkeys(pattern for step in steps for pattern in folded[step]))
     of = [next(pattern for pattern in folded[step] if matches(pattern, step)) for step in steps]
-    return found, list(map(found.index, of))
+    return patterns, list(map(patterns.index, of))

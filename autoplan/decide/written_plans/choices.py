@@ -120,11 +120,11 @@ class ChosenCuts:
     def _find(self, parameter: str) -> ChosenCut | None:
         module = parameter.rpartition(".")[0]
         for name in (parameter, module):
-            found = [c for c in self.choices if matches(c.pattern, name) and (name == parameter or c.cut != "nothing")]
-            if found:
+            meant = [c for c in self.choices if matches(c.pattern, name) and (name == parameter or c.cut != "nothing")]
+            if meant:
                 # Several patterns may mean one module if they say the same of it
-                first = found[0]
-                for other in found[1:]:
+                first = meant[0]
+                for other in meant[1:]:
                     if other.cut != first.cut:
                         raise WrittenPlanError(
                             f"{self.name}: two keys with different styles match {name!r}: {first} and {other}",

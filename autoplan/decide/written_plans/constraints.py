@@ -45,16 +45,16 @@ def demands_of(choices: ChosenCuts, trace: Trace) -> Demands:
 
 def _choice(choices: ChosenCuts, info: TensorInfo | ParameterFact) -> ChosenCut | None:
     """What is said of a parameter under any of its names: a tied one may be named by either, or by both alike."""
-    said = {choice.cut: choice for name in info.names if (choice := choices.of(name)) is not None}
+    by_cut = {choice.cut: choice for name in info.names if (choice := choices.of(name)) is not None}
     # A tied table's rows are its head's columns
-    cuts = {{"rows": "out", "width": "in"}.get(cut, cut) for cut in said}
+    cuts = {{"rows": "out", "width": "in"}.get(cut, cut) for cut in by_cut}
     if len(cuts) > 1:
-        one, other = list(said.values())[:2]
+        one, other = list(by_cut.values())[:2]
         raise WrittenPlanError(
             f"{choices.name}: {' and '.join(info.names)} are one tied parameter, but {one} and {other} differ",
             hint="give both the same cut: embedding_rowwise for the table is colwise for the head",
         )
-    return next(iter(said.values()), None)
+    return next(iter(by_cut.values()), None)
 
 
 def _kept_dims(choice: ChosenCut | None, choices: ChosenCuts, info: TensorInfo, fields: Fields) -> dict[int, Reason]:
@@ -123,6 +123,8 @@ def check_choices(choices: ChosenCuts, solution: Solution) -> tuple[str, ...]:
         wanted = _wanted_dim(choice, fact, fields)
         if len(fact.shape) < 2 or wanted is None:
             continue
+        if fact.dim is None and choices.optional and not choices.trial:
+            continue  # the list of what is replicated says why
         if fact.dim != wanted:
             notes.append(_missed(choices, choice, fact, wanted, solution))
         elif fact.layout is not None and not choices.trial:

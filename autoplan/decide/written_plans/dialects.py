@@ -196,19 +196,19 @@ def read_strings(plan: Mapping[str, Any], name: str, *, by_position: bool) -> tu
 def hf_plan(model: object, name: str) -> ChosenCuts:
     """The plan that transformers itself would apply to a model, every key with its origin."""
     parts, parts_notes = conventions().shipped_parts(model)
-    found: dict[str, tuple[str, str]] = {}
+    styles: dict[str, tuple[str, str]] = {}
     for part in parts:
         for key, style in part.styles.items():
             check_key(key, part.origin)
-            found[f"{part.prefix}.{key}" if part.prefix else key] = (style, part.origin)
-    if not found:
+            styles[f"{part.prefix}.{key}" if part.prefix else key] = (style, part.origin)
+    if not styles:
         raise WrittenPlanError(
             f"{name} has no transformers plan: {conventions().no_plan_because()}",
             hint="use source='inferred' (analysis), source='auto', or write one: source={pattern: style}",
         )
     choices = tuple(
         ChosenCut(key, check_style(style, key, origin, ALIASES), origin, style, by_position=True)
-        for key, (style, origin) in found.items()
+        for key, (style, origin) in styles.items()
     )
     notes = tuple(f"{c.pattern}: {c.written} comes from {c.origin}" for c in choices)
     return ChosenCuts(f"transformers' plan of {name}", "hf", choices, notes=(*notes, *parts_notes))

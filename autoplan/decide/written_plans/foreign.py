@@ -42,8 +42,8 @@ def specs_of(data: Any) -> list[Any] | None:
     for key in ("tensor_parallel", "partition_config"):
         if isinstance(data, Mapping) and key in data:
             data = data[key]
-    found = data.get("layer_specs") if isinstance(data, Mapping) else None
-    return found if isinstance(found, list) else None
+    specs = data.get("layer_specs") if isinstance(data, Mapping) else None
+    return specs if isinstance(specs, list) else None
 
 
 def spec_for(data: Any, parameter: str) -> Mapping[str, Any] | None:

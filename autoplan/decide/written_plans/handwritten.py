@@ -154,8 +154,7 @@ def find_plan(
     own = ".".join(ancestors[0]) if ancestors else ""
     for module, qualname in ancestors:
         full = f"{module}.{qualname}"
-        plan = by_name.get(full)
-        how = f"{full} has a plan of its own"
+        plan, how = by_name.get(full), ""
         if plan is None and module.startswith(_REMOTE):
             plan, how = by_bare.get(qualname.rpartition(".")[2]), f"{full} is remote code, found by its bare name"
         if plan is not None:

@@ -26,6 +26,7 @@ from autoplan.emit.exports.expressible import (
     parts_of,
 )
 from autoplan.emit.exports.hf import OLD_NAMES, hf_entries
+from autoplan.emit.templates import template
 from autoplan.values import Entry, Plan
 
 _WITHOUT_VIEWS = ("read", "shape")  # DeepSpeed and vLLM replace modules: what leaves may be changed in place
@@ -94,24 +95,24 @@ def _expression(pattern: str) -> str:
 
 def to_vllm(plan: Plan, *, shipped: Iterable[str] = (), base: str = "", drop: bool = False) -> dict[str, str]:
     """Return vLLM's `base_model_tp_plan`: keys begin inside the model without its head (`base`), longer ones first."""
-    found, refused = hf_entries(plan, obstacles=_WITHOUT_VIEWS)
+    styles, refused = hf_entries(plan, obstacles=_WITHOUT_VIEWS)
     ends = {e.pattern for e in plan.entries if is_end(e)}
     # No gradients in vLLM: what is whole is whole. Packed layers are gathered, which is exact too.
-    found = {k: s for k, s in found.items() if k not in ends and s != "replicated_with_grad_allreduce"}
+    styles = {k: s for k, s in styles.items() if k not in ends and s != "replicated_with_grad_allreduce"}
     inside = f"{base}." if base else ""
-    outside = {key for key in found if not key.startswith(inside)}
-    packed = {key.rpartition(".")[0] for key, style in found.items() if style == "packed_colwise"}
-    odd = {key.rpartition(".")[0] for key, style in found.items() if style not in (*_VLLM, "packed_colwise")}
+    outside = {key for key in styles if not key.startswith(inside)}
+    packed = {key.rpartition(".")[0] for key, style in styles.items() if style == "packed_colwise"}
+    odd = {key.rpartition(".")[0] for key, style in styles.items() if style not in (*_VLLM, "packed_colwise")}
     kept = {}
-    for key, style in found.items():
+    for key, style in styles.items():
         container = key.rpartition(".")[0]
         if container not in odd and key not in odd and key not in outside:
             kept[key] = _GATHERED[style] if container in packed else OLD_NAMES.get(style, style)
     refused = [item for item in refused if item.pattern not in ends]
     refused += [
-        Refused(e.pattern, e.bytes, _not_for_vllm(e.pattern, found[e.pattern], outside))
+        Refused(e.pattern, e.bytes, _not_for_vllm(e.pattern, styles[e.pattern], outside))
         for e in plan.entries
-        if e.pattern in found and e.pattern not in kept
+        if e.pattern in styles and e.pattern not in kept
     ]
     check_nothing_lost(refused, "vLLM", drop)
     unused = {key: "replicate" for key in shipped if key not in kept and key not in ends and key.startswith(inside)}
@@ -193,7 +194,7 @@ def torch_module(plan: Plan) -> str:
 
 def automodel_module(plan: Plan) -> str:
     """The same with the two ways into Automodel and NeMo-RL: a dotted path to `plan`, and `register()`."""
-    return torch_module(plan) + _REGISTER.format(model=plan.model)
+    return torch_module(plan) + template("automodel.py.txt").format(model=plan.model)
 
 
 def _heading(plan: Plan, more: str) -> str:
@@ -213,7 +214,9 @@ def _stock(plan: Plan) -> str:
         "    # parallelize_module makes two parameters of a tied one: both ends share one layout, so tie them again.\n"
     )
     heading = _heading(plan, "It needs torch alone. Every rank must hold the same weights before it is called.")
-    return heading + _STOCK_TEXT.format(lines=lines, tp=plan.tp_size, again=(note + again) if again else "")
+    return heading + template("torch_styles.py.txt").format(
+        lines=lines, tp=plan.tp_size, again=(note + again) if again else ""
+    )
 
 
 def _style(entry: Entry) -> str:
@@ -233,61 +236,4 @@ def _tied(plan: Plan) -> Iterator[tuple[str, str]]:
 def _with_autoplan(plan: Plan, why: str) -> str:
     text = json.dumps(plan.to_dict(), ensure_ascii=True, indent=1)
     heading = _heading(plan, f"It needs autoplan: {why}.")
-    return heading + _PLAN_TEXT.format(text=text.replace("\\", "\\\\"))
-
-
-_STOCK_TEXT = '''from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-
-
-def plan(gather_logits: bool = False) -> dict[str, ParallelStyle]:
-    """Styles by module; fresh objects each call. Logits stay split over the vocabulary unless they are gathered."""
-    logits = Replicate() if gather_logits else Shard(-1)
-    return {{
-{lines}
-    }}
-
-
-def parallelize(model: nn.Module, mesh: DeviceMesh, gather_logits: bool = False) -> nn.Module:
-    """Shard `model` in place over a mesh of one dim and return it."""
-    if mesh.size() != {tp}:
-        raise ValueError(f"this plan is for {tp} ranks, the mesh has {{mesh.size()}}")
-    parallelize_module(model, mesh, plan(gather_logits))
-{again}    return model
-'''
-
-_PLAN_TEXT = '''import json
-
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-
-from autoplan.decide.written_plans.plan_file import plan_from_dict
-
-
-def plan(gather_logits: bool = False) -> dict[str, ParallelStyle]:
-    """Styles by module; fresh objects each call. Logits stay split over the vocabulary unless they are gathered."""
-    return plan_from_dict(json.loads(PLAN)).to_torch(gather_logits=gather_logits)
-
-
-def parallelize(model: nn.Module, mesh: DeviceMesh, gather_logits: bool = False) -> nn.Module:
-    """Shard `model` in place over a mesh of one dim and return it."""
-    parallelize_module(model, mesh, plan(gather_logits))
-    return model
-
-
-PLAN = """
-{text}
-"""
-'''
-
-_REGISTER = '''
-
-def register() -> None:
-    """Make this the plan that Automodel finds for the class. (Or give it the dotted path of `plan`.)"""
-    from nemo_automodel.components.distributed.optimized_tp_plans import PARALLELIZE_FUNCTIONS
-
-    PARALLELIZE_FUNCTIONS["{model}"] = lambda model, sequence_parallel=False: plan()
-'''
+    return heading + template("torch_plan.py.txt").format(text=text.replace("\\", "\\\\"))

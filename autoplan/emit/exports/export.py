@@ -94,10 +94,10 @@ def vllm_finds(written: Mapping[str, str], linears: Iterable[str], base: str) ->
     inside = f"{base}." if base else ""
     names = [name.removeprefix(inside) for name in linears if name.startswith(inside)]
     for name in names:
-        meant, found = written.get(starred(name), "replicate"), vllm_style(written, name)
-        if meant != found:
+        meant, reads = written.get(starred(name), "replicate"), vllm_style(written, name)
+        if meant != reads:
             raise ExportError(
-                f"vLLM takes keys for regular expressions, and would read {found} for {name}, not {meant}",
+                f"vLLM takes keys for regular expressions, and would read {reads} for {name}, not {meant}",
                 hint="say which of the keys may go with overrides={key: 'replicate'}",
             )
     cut = any(style not in _WHOLE for style in written.values())

@@ -10,6 +10,7 @@ from autoplan.common.layout import Layout
 from autoplan.common.patterns import is_under, matches
 from autoplan.decide.plan.folding import starred
 from autoplan.decide.rulebook.read import exported_as
+from autoplan.emit.words import bytes_text
 from autoplan.values import Entry, Plan
 from autoplan.values.quantised import PackedWeight
 
@@ -56,8 +57,10 @@ def _stored(plan: Plan, entry: Entry) -> list[PackedWeight]:
 
 def _cut(plan: Plan, weight: PackedWeight) -> tuple[int | None, str | None]:
     rules = plan.runtime.parameters
-    found = next((rule for rule in rules if matches(rule.pattern, weight.name) or rule.pattern == weight.name), None)
-    return (None, None) if found is None else (found.dim, found.layout)
+    rule_of_weight = next(
+        (rule for rule in rules if matches(rule.pattern, weight.name) or rule.pattern == weight.name), None
+    )
+    return (None, None) if rule_of_weight is None else (rule_of_weight.dim, rule_of_weight.layout)
 
 
 # What of a plan another system can say, part by part of a block (its attention, its MLP), each whole or not at all:
@@ -213,8 +216,8 @@ def _needs(
 
 def _home(pattern: str, containers: Iterable[str]) -> str | None:
     """The innermost container that a module is in, or is. Patterns are compared as written."""
-    found = [c for c in containers if pattern == c or is_under(c, pattern) or matches(c, pattern)]
-    return max(found, key=lambda container: container.count("."), default=None)
+    around = [c for c in containers if pattern == c or is_under(c, pattern) or matches(c, pattern)]
+    return max(around, key=lambda container: container.count("."), default=None)
 
 
 def _is_uneven(entry: Entry) -> bool:
@@ -246,19 +249,9 @@ def check_nothing_lost(refused: list[Refused], dialect: str, drop: bool) -> None
     """Raise on what a dialect cannot say, unless the caller agrees to leave it whole."""
     if refused and not drop:
         lost = sum(item.bytes for item in refused)
-        lines = "\n".join(f"    {r.pattern}: {size_text(r.bytes)} ({r.why})" for r in refused)
+        lines = "\n".join(f"    {r.pattern}: {bytes_text(r.bytes)} ({r.why})" for r in refused)
         raise ExportError(
-            f"{dialect} cannot say {len(refused)} entries of the plan; {size_text(lost)} would stay whole on every "
+            f"{dialect} cannot say {len(refused)} entries of the plan; {bytes_text(lost)} would stay whole on every "
             f"rank:\n{lines}",
             hint="export with drop=True (--drop) to leave them whole, or to torch, where the plan itself is applied",
         )
-
-
-def size_text(count: int) -> str:
-    """Bytes for people."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"
-        size /= 1024
-    raise AssertionError

@@ -37,13 +37,13 @@ class Mark:
 
 def marks_at(plan: Plan, path: str, entries: tuple[Entry, ...]) -> tuple[Mark, ...]:
     """Of the module, once each."""
-    found: dict[Mark, None] = {}
+    marks: dict[Mark, None] = {}
     for one in plan.runtime.instructions:
         if matches(one.pattern, path):
             before = isinstance(one, Boundary) and one.side == "input"
             for move in one.moves:
-                found[_mark(one, move, before, output_bytes(plan, entries) if not before else 0)] = None
-    return tuple(found)
+                marks[_mark(one, move, before, output_bytes(plan, entries) if not before else 0)] = None
+    return tuple(marks)
 
 
 def _mark(one: Instruction, move: Move, before: bool, size: int) -> Mark:
@@ -142,15 +142,15 @@ class Scene:
 def axes_of(entries: Iterable[Entry]) -> dict[str, Axis]:
     """The axis of each entry by its pattern; entries that are cut together share one."""
     known: dict[object, Axis] = {}
-    found = {}
+    axes = {}
     for entry in entries:
         if not any(":" in segment for segment in entry.segments):
             continue
         units = entry.counted or entry.units
         key: object = entry.axes or (entry.pattern.rpartition(".")[0], units)
         axis = known.setdefault(key, Axis(len(known), _letter(len(known)), units))
-        found[entry.pattern] = axis
-    return found
+        axes[entry.pattern] = axis
+    return axes
 
 
 def _letter(number: int) -> str:
@@ -163,15 +163,15 @@ def flow_parts(plan: Plan) -> tuple[FlowPart, ...]:
     if plan.flow:
         return plan.flow
     blocks = {f"{stack.name}.*": len(stack.fqns) for stack in plan.layers}
-    found: dict[str, list[str]] = {}
+    patterns: dict[str, list[str]] = {}
     for pattern in (entry.pattern for entry in plan.entries):
         block = next((block for block in blocks if is_under(block, pattern)), "")
-        found.setdefault(block or f"\0{pattern if found else ''}", []).append(pattern)
+        patterns.setdefault(block or f"\0{pattern if patterns else ''}", []).append(pattern)
     return tuple(
         FlowPart("", 1, tuple(steps))
         if block.startswith("\0")
         else FlowPart(block, blocks[block], tuple(step[len(block) + 1 :] for step in steps))
-        for block, steps in found.items()
+        for block, steps in patterns.items()
     )
 
 
@@ -283,16 +283,16 @@ class _Boxes:
         return tuple(one for one in self.plan.replicated if matches(one.fqn.rpartition(".")[0], path))
 
     def _box(self, name: str, path: str, entries: tuple[Entry, ...]) -> Box:
-        found = self._found(path)
+        numbers = self._found(path)
         if entries:
             axis = next((self.axes[entry.pattern] for entry in entries if entry.pattern in self.axes), None)
             lines = [line for entry in entries for line in (entry.role, f"{entry.style} · {entry.units}".strip(" ·"))]
             link = next((self.links[e.pattern] for e in entries if e.pattern in self.links), "")
-            return Box(name, path, tuple(dict.fromkeys(filter(None, lines))), axis, link, found, _gives(entries))
+            return Box(name, path, tuple(dict.fromkeys(filter(None, lines))), axis, link, numbers, _gives(entries))
         whole = self._whole(path)
         size = bytes_text(sum(one.bytes for one in whole)) if whole else ""
         link = next((self.links[one.fqn] for one in whole if one.fqn in self.links), "")
-        return Box(name, path, (f"whole · {size} in all" if size else "whole",), None, link, found)
+        return Box(name, path, (f"whole · {size} in all" if size else "whole",), None, link, numbers)
 
     def _found(self, path: str) -> tuple[int, ...]:
         """Numbers of the findings that are about the module or a parameter of it."""

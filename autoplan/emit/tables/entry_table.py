@@ -52,9 +52,9 @@ class EntryTable:
 def _groups(entries: Iterable[Entry]) -> Iterator[tuple[str, list[Entry]]]:
     """Neighbours under the parent they share; a module alone keeps its path while that is short."""
     for parent, members in groupby(entries, key=lambda entry: entry.pattern.rpartition(".")[0]):
-        found = list(members)
-        alone = len(found) == 1 and len(found[0].pattern) <= _LONG_PATH
-        yield ("" if alone else parent), found
+        group = list(members)
+        alone = len(group) == 1 and len(group[0].pattern) <= _LONG_PATH
+        yield ("" if alone else parent), group
 
 
 def _rows(members: Iterable[Entry], parent: str) -> list[Cells]:
@@ -82,9 +82,9 @@ def _row(entry: Entry, module: str, above: Sequence[str]) -> Cells:
 
 def _sum(cost: Cost, above: Sequence[str]) -> str:
     """Short, as the column says "sums"; one that several projections share is told at the first of them."""
-    told = [other for other in cost.shared_with if other in above]
-    if told:
-        return f"shared with {told[0]}"
+    sharers = [other for other in cost.shared_with if other in above]
+    if sharers:
+        return f"shared with {sharers[0]}"
     return cost.what if cost.does == "sum" and cost.of != "call" else cost.done
 
 

@@ -54,18 +54,18 @@ class QuantisedTwice:
 
 def stored_twice(entries: Mapping[str, Any], known: Mapping[str, QuantisedTwice]) -> dict[str, Any]:
     """Tensors of a checkpoint, those of weights that are quantised twice as bitsandbytes writes them."""
-    found: dict[str, Any] = {}
+    stored: dict[str, Any] = {}
     for entry, value in entries.items():
         weight, end = next(((entry[: entry.index(end)], end) for end in _ENDS if end in entry), (entry, ""))
         twice = known.get(weight)
         if twice is None or not end:
-            found[entry] = value
+            stored[entry] = value
         elif end == _STATE:
-            found[entry] = twice.state
+            stored[entry] = twice.state
         else:
-            found |= {entry: twice.codes(value), f"{weight}.nested_absmax": twice.largest}
-            found[f"{weight}.nested_quant_map"] = twice.values
-    return found
+            stored |= {entry: twice.codes(value), f"{weight}.nested_absmax": twice.largest}
+            stored[f"{weight}.nested_quant_map"] = twice.values
+    return stored
 
 
 # One function for each way to store weights: stored tensors by role and the shape of the plain piece -> that piece.

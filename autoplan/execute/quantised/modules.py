@@ -86,7 +86,7 @@ def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWe
     """The modules with their packed weights. Raises before anything is changed."""
     if not plan.packed:
         raise PlanMismatchError("the plan knows of no quantised weights", hint="plan a config with quantization_config")
-    found = []
+    chosen = []
     unknown = next((weight for weight in plan.packed if not can_dequantise(weight.scheme)), None)
     if unknown is not None:
         raise PlanMismatchError(
@@ -106,8 +106,8 @@ def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWe
                 )
             weights.append(weight)
         if weights:
-            found.append((module, weights))
-    return found
+            chosen.append((module, weights))
+    return chosen
 
 
 @cache

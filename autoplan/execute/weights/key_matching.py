@@ -65,7 +65,7 @@ class Joined:
         """What a rank holds of the whole of this shape: these rows, by dim; absent dims are held whole."""
         places, stacked = self._places(shape), int(self.join.stacked)
         sizes = [len(rows[dim]) if dim in rows else size for dim, size in enumerate(shape)]
-        found = torch.empty(sizes if len(sizes) > stacked else [*sizes, 1], dtype=dtype)
+        assembled = torch.empty(sizes if len(sizes) > stacked else [*sizes, 1], dtype=dtype)
         numbers = rows.get(0, range(shape[0])) if stacked else (0,)
         inner = {dim - stacked: held for dim, held in rows.items() if dim >= stacked}
         for part, entries in enumerate(self._parts()):
@@ -75,12 +75,12 @@ class Joined:
             for slot, number in enumerate(numbers):
                 read = _read(entries[number], places.shapes[part], wanted)
                 # Row by row of `source` to these places; whole runs at once
-                target = found[slot] if stacked else found
+                target = assembled[slot] if stacked else assembled
                 done = 0
                 for run in runs(where):
                     target.narrow(places.dim, run.start, len(run)).copy_(read.narrow(places.dim, done, len(run)))
                     done += len(run)
-        return found.reshape(sizes)
+        return assembled.reshape(sizes)
 
     def _parts(self) -> list[list[_Entry]]:
         absent = [pattern for pattern in self.join.patterns if pattern not in self._entries]
@@ -143,18 +143,18 @@ def _within(places: _Places, part: int, rows: Rows) -> tuple[list[int], dict[int
 
 
 def _turned(read: Read, rows: Rows | None = None) -> torch.Tensor:
-    found = read({1 - dim: held for dim, held in rows.items()}) if rows else read()
-    return found.transpose(0, 1)
+    turned = read({1 - dim: held for dim, held in rows.items()}) if rows else read()
+    return turned.transpose(0, 1)
 
 
 def _read(entry: _Entry, shape: tuple[int, ...], rows: Rows) -> torch.Tensor:
     rows = {dim: held for dim, held in rows.items() if len(held) != shape[dim] or list(held) != list(range(shape[dim]))}
     if entry.shape == shape:
         return entry.read(rows) if rows else entry.read()
-    found = entry.read().reshape(shape)  # a number, or a row
+    tensor = entry.read().reshape(shape)  # a number, or a row
     for dim, held in rows.items():
-        found = found.index_select(dim, torch.tensor(list(held), dtype=torch.long))
-    return found
+        tensor = tensor.index_select(dim, torch.tensor(list(held), dtype=torch.long))
+    return tensor
 
 
 # Which tensor of a checkpoint becomes which of a model: tied weights are stored once, a base model's checkpoint lacks a
@@ -216,8 +216,8 @@ def match_keys(
             matched.converted.append(conversion)
         else:
             matched.unexpected += conversion.keys
-    found = set(matched.direct) | matched.converted_names()
-    matched.missing = [group[0] for group in groups if not found & set(group)]
+    matched_names = set(matched.direct) | matched.converted_names()
+    matched.missing = [group[0] for group in groups if not matched_names & set(group)]
     _forget_ignored(known, matched, set(passing))
     return matched
 

@@ -110,7 +110,7 @@ def _still(make: Make, shapes: Mapping[str, Shape], whole: Mapping[str, Shape], 
     if thin == shapes:
         return None
     two = {key: (*shape[:dim], 2, *shape[dim + 1 :]) for key, shape in shapes.items()}
-    found: dict[str, int] = {}
+    still: dict[str, int] = {}
     try:
         ones, twos = _shapes(make, thin), _shapes(make, two)
     except AutoplanError:  # a conversion that wants other sizes: what moves along this dim is read off its places
@@ -122,8 +122,8 @@ def _still(make: Make, shapes: Mapping[str, Shape], whole: Mapping[str, Shape], 
         place = next((place for place, size in enumerate(shape) if other[place] != size), 0)
         if (other, more) != tuple((*shape[:place], few, *shape[place + 1 :]) for few in (1, 2)):
             return None
-        found[name] = place
-    return found
+        still[name] = place
+    return still
 
 
 def _agrees(moved: Moved) -> bool:
@@ -137,8 +137,8 @@ def _agrees(moved: Moved) -> bool:
 
 
 def _unravelled(places: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    found = []
+    indices = []
     for size in reversed(sizes):
-        found.append(places % size)
+        indices.append(places % size)
         places = torch.div(places, size, rounding_mode="floor")
-    return found[::-1]
+    return indices[::-1]

@@ -265,7 +265,7 @@ def _bytes(size: int | str) -> int:
     """A number of bytes, or "5GB"."""
     if isinstance(size, int):
         return size
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMG]i?B)\s*", size, re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]i?B)\s*", size, re.IGNORECASE)
+    if match is None:
         raise AutoplanError(f"max_shard_size={size!r}", hint='give a number of bytes, or "200MB", "5GB", "2GiB"')
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -182,8 +182,8 @@ def kernel_files() -> Mapping[tuple[str, str], KernelFile]:
 @lru_cache(maxsize=8)
 def _read(folders: tuple[Path, ...]) -> Mapping[tuple[str, str], KernelFile]:
     paths = [path for folder in reversed(folders) for path in sorted((folder / "kernels").glob("*.toml"))]
-    found = map(_of_file, paths)
-    return {(one.package, one.kernel): one for one in found}
+    kernels = map(_of_file, paths)
+    return {(one.package, one.kernel): one for one in kernels}
 
 
 def _of_file(path: Path) -> KernelFile:

@@ -240,14 +240,14 @@ def _expanded(
 
 def _with_what_lies_between(phase: Phase, spans: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     """Each block with what is done between it and the next one of its stack: inputs are let go there."""
-    found = []
+    wider = []
     for place, (name, first, last) in enumerate(spans):
         other = place + (1 if phase == "forward" else -1)
         near = spans[other] if 0 <= other < len(spans) else None
         if near is not None and near[0].rpartition(".")[0] == name.rpartition(".")[0]:
             first, last = (first, near[1]) if phase == "forward" else (near[2], last)
-        found.append((name, first, last))
-    return found
+        wider.append((name, first, last))
+    return wider
 
 
 def _spans(items: tuple[Step, ...]) -> list[tuple[str, int, int]]:

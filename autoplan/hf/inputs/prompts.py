@@ -64,10 +64,10 @@ def prompt_feed(
     for folded in (True, False):
         twin = Twin(model, folded=folded)
         for given in tried:
-            found = _tried(modality, twin, token, text, dict(given), takes)
-            if not isinstance(found, Exception):
-                return found
-            first = first or found
+            feed = _tried(modality, twin, token, text, dict(given), takes)
+            if not isinstance(feed, Exception):
+                return feed
+            first = first or feed
     if first is None:
         raise CaptureError(f"nothing is known about {modality.argument!r}")
     reason = " ".join(str(first).split())[:200]
@@ -81,8 +81,8 @@ def together(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]]) -> dict[s
         for name, value in feed.items():
             joins = name in merged and name in _ALONG_TEXT
             merged[name] = torch.cat([merged[name], value], dim=1) if joins else value
-    found = tried(model, merged, *feeds.values())
-    return {"_".join(feeds): merged} if found.failure is None and found.used else {}
+    merged_run = tried(model, merged, *feeds.values())
+    return {"_".join(feeds): merged} if merged_run.failure is None and merged_run.used else {}
 
 
 def labels_of(ids: torch.Tensor, config: PretrainedConfig | None) -> torch.Tensor:
@@ -97,8 +97,8 @@ def labels_of(ids: torch.Tensor, config: PretrainedConfig | None) -> torch.Tenso
 
 def _token(modality: Modality, config: PretrainedConfig) -> int | None:
     """The placeholder: said by the config, else by the one of a tower."""
-    said = (getattr(one, name, None) for one in all_configs(config) for name in modality.tokens)
-    return next((value for value in said if isinstance(value, int)), None)
+    tokens = (getattr(one, name, None) for one in all_configs(config) for name in modality.tokens)
+    return next((value for value in tokens if isinstance(value, int)), None)
 
 
 def _tried(
@@ -133,8 +133,8 @@ def _tried(
 
 def _maker(twin: nn.Module, modality: Modality, given: Mapping[str, Any]) -> Callable[..., Any] | None:
     """The method that makes the features: of the outermost module that takes most of what is given."""
-    found = [method for part in twin.modules() if callable(method := getattr(part, modality.features or "-", None))]
-    return max(found, key=lambda method: len(_named(method) & given.keys()), default=None)
+    methods = [method for part in twin.modules() if callable(method := getattr(part, modality.features or "-", None))]
+    return max(methods, key=lambda method: len(_named(method) & given.keys()), default=None)
 
 
 def _named(method: Callable[..., Any]) -> set[str]:

@@ -155,8 +155,8 @@ def _renamed(model: Any, name: str) -> str:
 def _blocks(model: nn.Module, method: Method) -> tuple[str, ...]:
     lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     wanted = method.within or tuple(path for path in _BLOCKS if path in lists)[:1]
-    found = tuple(path for path in lists if any(path == one or path.endswith(f".{one}") for one in wanted))
-    return found or tuple(sorted(lists))
+    blocks = tuple(path for path in lists if any(path == one or path.endswith(f".{one}") for one in wanted))
+    return blocks or tuple(sorted(lists))
 
 
 # What the files of a quantised checkpoint hold. Where config and files contradict each other nothing is guessed.
@@ -200,15 +200,15 @@ def stored_aliases(folder: Path, keys: tuple[str, ...]) -> dict[str, str]:
     data = _quantization_config(folder)
     if data is None:
         return {}
-    known, found = set(keys), dict[str, str]()
+    known, names = set(keys), dict[str, str]()
     aliases = _ALIASES if data.get("quant_method") in _METHODS_WITH_ALIASES else {}
     for key in keys:
         owner, _, name = key.rpartition(".")
         if name in aliases and f"{owner}.weight" in known and f"{owner}.{aliases[name]}" not in known:
-            found[key] = f"{owner}.{aliases[name]}"
+            names[key] = f"{owner}.{aliases[name]}"
         elif name in _OF_THE_CACHE or (name == "weight_format" and f"{owner}.SCB" in known):
-            found[key] = ""
-    return found
+            names[key] = ""
+    return names
 
 
 def _quantization_config(folder: Path) -> dict[str, Any] | None:
@@ -221,10 +221,12 @@ def _quantization_config(folder: Path) -> dict[str, Any] | None:
     if not isinstance(config, dict):
         raise SourceError(f"{path} holds a {type(config).__name__}, no settings by name", hint="fetch it again")
     parts = (config, *(value for value in config.values() if isinstance(value, dict)))
-    found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
-    if found is not None and not isinstance(found, dict):
-        raise SourceError(f"{path}: quantization_config is {found!r}, no settings by name", hint="fetch it again")
-    return found
+    quantisation = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    if quantisation is not None and not isinstance(quantisation, dict):
+        raise SourceError(
+            f"{path}: quantization_config is {quantisation!r}, no settings by name", hint="fetch it again"
+        )
+    return quantisation
 
 
 def _checkpoint_weights(
@@ -256,8 +258,8 @@ def _plain(
 ) -> Plain:
     state = next((key for key in known if key.startswith(f"{name}.quant_state.")), None)
     if state is not None:
-        said = json.loads(bytes(read(state).tolist()).decode("utf-8"))
-        return Plain(name, tuple(said["shape"]))
+        state_data = json.loads(bytes(read(state).tolist()).decode("utf-8"))
+        return Plain(name, tuple(state_data["shape"]))
     if packed_weight(Plain(name, (1, 1)), scheme).is_flat:
         raise SourceError(
             f"{name} is stored as {scheme.title}, row after row; {name}.quant_state…, which says its shape, is absent",

@@ -43,22 +43,22 @@ def parts_of(subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...
     ways: dict[str, list[Values]] = {}
     for container, part in exported.items():
         ways.setdefault(starred(container), []).extend(_ways(subject, right, part, dialect))
-    said: dict[str, dict[str, Any]] = {}
+    styles: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys([*subject.modules, *subject.parameters]):
         if name and not (isinstance(dialect, DeepSpeed) and name not in subject.parameters):
             module = name.removesuffix(".weight") if isinstance(dialect, DeepSpeed) else name
             value = dialect.value_at(name)
             place = _place(module, ways)
-            said.setdefault(place, {})
+            styles.setdefault(place, {})
             if value is not None:
-                said[place][module] = value
+                styles[place][module] = value
     groups: dict[tuple[str, Any], list[str]] = {}
-    for place, values in said.items():
+    for place, values in styles.items():
         signature = tuple(sorted((name[len(place) :], repr(dialect.key_of(value))) for name, value in values.items()))
         if values or starred(place) in ways:
             groups.setdefault((starred(place), signature), []).append(place)
     parts = [
-        Part(container, tuple(places), _starred(said[places[0]]), (*ways.get(container, ()), {}))
+        Part(container, tuple(places), _starred(styles[places[0]]), (*ways.get(container, ()), {}))
         for (container, _), places in groups.items()
     ]
     return _joined(parts, subject, right, dialect)

@@ -93,8 +93,8 @@ def _mixed_dtypes(subject: Audited, purpose: str, blocks: list[str]) -> Iterator
         for name, parameter in subject.modules[block].named_parameters():
             dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), name)
         if len(dtypes) > 1:
-            said = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
-            text = f"{purpose}: the unit {block} holds parameters of {len(dtypes)} dtypes ({said})"
+            held_in = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+            text = f"{purpose}: the unit {block} holds parameters of {len(dtypes)} dtypes ({held_in})"
             yield Finding(NAME, "warn", purpose, text, "give each dtype a unit of its own, or one dtype to all")
             return
 
@@ -117,7 +117,7 @@ def _bytes(subject: Audited, names: list[str]) -> int:
 
 
 def _blocks_hint(subject: Audited) -> str:
-    said = [
+    blocks = [
         f"{subject.folded(stack.fqns)} ({type(subject.modules[stack.fqns[0]]).__name__})" for stack in subject.stacks
     ]
-    return f"the blocks are {', '.join(said)}" if said else "the model has no repeated blocks"
+    return f"the blocks are {', '.join(blocks)}" if blocks else "the model has no repeated blocks"
