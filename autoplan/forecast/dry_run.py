@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autoplan.api import parallelize
 from autoplan.capture.dry_run import fake_mode, quiet
@@ -24,7 +23,7 @@ from autoplan.forecast.devices import load_device
 from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.recording.record import Marks, record_step
 from autoplan.forecast.recording.tape import Message
-from autoplan.forecast.sharded import as_on_a_gpu, fake_mesh, faker
+from autoplan.forecast.sharded import as_on_a_gpu, fake_mesh, faker, local_piece
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
 from autoplan.hf.source import Model, resolve
 from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
@@ -140,9 +139,9 @@ def _run(
             tape = record_step(model, keywords, Marks(), group_names(mesh), loss_of=loss, whole=whole)
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
             optimizer.step()
-        held = [_local(p) for p in model.parameters()]
-        grown = [_local(p.grad) for p in model.parameters() if p.grad is not None]
-    states = [_local(one) for state in optimizer.state.values() for one in state.values()]
+        held = [local_piece(p) for p in model.parameters()]
+        grown = [local_piece(p.grad) for p in model.parameters() if p.grad is not None]
+    states = [local_piece(one) for state in optimizer.state.values() for one in state.values()]
     messages = tuple(item for item in tape.items if isinstance(item, Message))
     return DryRun(steps.source.name, tuple(sizes.items()), rank, tuple(shapes.items()), _bytes(held), _bytes(grown),
                   messages, _bytes([one for one in states if one.dim()]))  # fmt: skip
@@ -160,10 +159,6 @@ def _peak(
     except AutoplanError:  # what runs whole may not run folded
         return None
     return priced.peak - priced.parts.overhead
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

@@ -108,7 +108,6 @@ def sharded_copy(
     compute_dtype: torch.dtype | None = None,
     checkpointing: Checkpointing = Checkpointing(),  # noqa: B008 - frozen
     tensor: TensorParallel = TensorParallel(),  # noqa: B008 - frozen
-    frozen: str = "units",
     folded: Folded | None = None,
     averaged: bool = False,
 ) -> Copy:
@@ -123,7 +122,7 @@ def sharded_copy(
     fitted = _fitted(plan, module)
     options = Options(tensor=tensor, checkpointing=checkpointing)
     shard_model(module, mesh, fitted, options, averaged=averaged)
-    units = choose_units(module, fitted.layers, frozen=frozen)
+    units = choose_units(module, fitted.layers, frozen="units")
     named = [*((unit.names[0], unit.names) for unit in units.units), ("", ("",))]
     recorded = list(_sizes(module, named, units, stored))
     left_out = _left_out(model, folds)
@@ -131,7 +130,7 @@ def sharded_copy(
     inside = tuple(f"{name}." for name in (*blocks, *(n for stack in fitted.layers for n in stack.fqns)))
     places = tuple(name for name, part in module.named_modules() if not f"{name}.".startswith(inside)
                    and name and not any(True for _ in part.children()))  # fmt: skip
-    buffers = sum(_local(b).numel() * b.element_size() for b in module.buffers())
+    buffers = sum(local_piece(b).numel() * b.element_size() for b in module.buffers())
     lasts = {stack.fqns[-1] for stack in plan.layers if stack.fqns}
     everything = (*recorded, *_units_left_out(recorded, left_out, lasts))
     return Copy(module, mode, Marks(tuple(named), blocks, places), everything, left_out, buffers, flash)
@@ -175,7 +174,7 @@ def _fitted(plan: Plan, module: nn.Module) -> Plan:
     return replace(plan, runtime=runtime, layers=tuple(stack for stack in layers if stack.fqns))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_piece(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -207,7 +206,7 @@ def _inside(name: str, module: nn.Module, own: set[int]) -> Iterator[tuple[str, 
 
 
 def _held(name: str, parameter: torch.Tensor, stored: Mapping[str, int]) -> Held:
-    local = _local(parameter)
+    local = local_piece(parameter)
     size = stored.get(name, local.element_size())
     return Held(name, tuple(local.shape), size, parameter.requires_grad, is_stack(parameter))
 

@@ -17,11 +17,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import autoplan
 from autoplan.common.requirements import OWN_SHARDING
+from autoplan.common.rules_folder import VARIABLE
 from autoplan.decide.written_plans.choices import CUTS, check_style
 from autoplan.decide.written_plans.dialects import ALIASES
 from autoplan.hf.source import resolve
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of one's own with a plan for llamas."""
+    monkeypatch.setenv(VARIABLE, str(Path(__file__).parent / "pinned"))
 
 
 def llama(**changes: Any) -> transformers.LlamaConfig:

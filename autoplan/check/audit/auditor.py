@@ -184,13 +184,11 @@ def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
 
 def _right(source: Any, plan: Plan, module: Any) -> Plan | None:
     """What the choices of a plan of ours give when everything but the choices is derived again."""
-    from autoplan.common.options import Wish
-    from autoplan.decide.plan.chosen import choices_of_plan
+    from autoplan.decide.plan.chosen import choices_of_plan, wish_of_plan
     from autoplan.planning import draft_plan
 
     try:
-        wish = Wish(plan.tp_size, plan.ep_size, plan.sequence_parallel, uneven=plan.uneven)
-        return draft_plan(source, wish, choices=choices_of_plan(plan), module=module).plan
+        return draft_plan(source, wish_of_plan(plan), choices=choices_of_plan(plan), module=module).plan
     except AutoplanError:
         return None
 

@@ -17,8 +17,7 @@ from autoplan.check.audit.auditor import audit_source
 from autoplan.check.audit.lines import read_foreign
 from autoplan.check.pipeline import TRIED, proven_plan
 from autoplan.common.errors import AutoplanError, PlanMismatchError, PlanRefusedError, UnprovenPlanWarning
-from autoplan.common.options import Wish
-from autoplan.decide.plan.chosen import choices_of_plan
+from autoplan.decide.plan.chosen import choices_of_plan, wish_of_plan
 from autoplan.execute.fits import made_anew, made_with, model_hash
 from autoplan.execute.tensor_parallel import check_matches
 from autoplan.hf.source import Source, resolve
@@ -69,8 +68,7 @@ def refuse_unproven(plan: Plan) -> None:
 
 def warn_unproven(plan: Plan) -> None:
     """Warn that a plan is unproven, unless nobody asked to prove it (`prove="none"`)."""
-    unasked = plan.proof.method == "none" and plan.proof.trial.outcome == "unasked"
-    if plan.ranks > 1 and not (plan.proof.ok or unasked or plan.proof.failed):
+    if plan.ranks > 1 and plan.proof.was_asked and not (plan.proof.ok or plan.proof.failed):
         why, hint = _why_unproven(plan)
         text = f"the plan for {plan.model} at {plan.over} is not proven: {why}"
         warnings.warn(
@@ -82,7 +80,7 @@ def _why_unproven(plan: Plan) -> tuple[str, str]:
     trial = plan.proof.trial
     if trial.outcome == "skipped":
         return f"not verified on simulated ranks: {trial.why}", f"to verify it: {trial.hint}"
-    if trial.outcome == "unasked" and plan.proof.method == "none":
+    if not plan.proof.was_asked:
         return "nobody asked for a proof when it was made", 'make it with prove="graph" (the default) or "ranks"'
     why = trial.why or plan.proof.text or "nothing says how it did"
     return why, 'see its findings; autoplan.plan(…, prove="ranks") tries more'
@@ -108,8 +106,7 @@ def held_against_model(model: nn.Module, plan: Plan, source: Source | None = Non
     check_matches(model, plan)
     try:
         source = resolve(model) if source is None else source
-        wish = Wish(plan.tp_size, plan.ep_size, plan.sequence_parallel, uneven=plan.uneven)
-        derived = proven_plan(source, wish, choices_of_plan(plan), source.module())
+        derived = proven_plan(source, wish_of_plan(plan), choices_of_plan(plan), source.module())
     except AutoplanError as error:
         raise PlanMismatchError(
             f"{changed}, and it cannot be derived once more: {error.message}", hint=_remedy(plan, error.hint)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoplan.analyse.solve import Solution
 from autoplan.analyse.splits.experts import Experts, solve_experts
 from autoplan.analyse.splits.packed import NO_DEMANDS, Demands, packed_layouts, stay_whole
 from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
+from autoplan.common.options import Wish
 from autoplan.common.patterns import fold_names, matches
 from autoplan.decide.plan.folding import Names, starred
 from autoplan.decide.plan.planner import make_plan
@@ -31,11 +32,6 @@ from autoplan.values import (
 )
 from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import DifferedOnRanks, InsideQuantisedBlock, MadeAnewInTraining, Reason
-
-if TYPE_CHECKING:
-    from autoplan.analyse.solve import Solution
-    from autoplan.analyse.splits.experts import Experts
-
 
 # Quantised weights: a stored tensor is cut as the weight that it stands for, in blocks. Where a size would part a
 # block, the weight stays whole with whatever shares its cut, and a finding lists the ways out with their bytes.
@@ -315,6 +311,12 @@ def _origin(choices: ChosenCuts) -> str:
     if choices.complete or choices.source == "handwritten":
         return choices.source
     return choices.under.source if choices.under is not None else "inferred"
+
+
+def wish_of_plan(plan: Plan) -> Wish:
+    """What a plan was wanted for, to make it again."""
+    along = plan.sequence_parallel and plan.cp_size == 1  # under context parallelism that follows
+    return Wish(plan.tp_size, plan.ep_size, along, uneven=plan.uneven, cp_size=plan.cp_size)
 
 
 def choices_of_plan(plan: Plan, name: str = "") -> ChosenCuts | None:

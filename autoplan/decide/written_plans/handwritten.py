@@ -6,7 +6,7 @@ What a plan does not name (a vision tower, adapters) is left to analysis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -143,12 +143,9 @@ def _entries(table: Mapping[str, Any], where: str) -> tuple[tuple[str, str], ...
     return tuple((pattern, check_style(str(style), pattern, where)) for pattern, style in table.items())
 
 
-def find_plan(
-    ancestors: Sequence[tuple[str, str]], plans: Iterable[HandwrittenPlan] | None = None
-) -> tuple[HandwrittenPlan, str] | None:
+def find_plan(ancestors: Sequence[tuple[str, str]]) -> tuple[HandwrittenPlan, str] | None:
     """The plan for a class given as its ancestors' (module, qualname), nearest first; with how it was found."""
-    plans = load_plans() if plans is None else tuple(plans)
-    first = tuple(reversed(plans))
+    first = tuple(reversed(load_plans()))
     by_name = {name: plan for plan in first for name in plan.qualnames}
     by_bare = {name.rpartition(".")[2]: plan for plan in first for name in plan.qualnames if name.startswith(_REMOTE)}
     own = ".".join(ancestors[0]) if ancestors else ""
@@ -162,6 +159,6 @@ def find_plan(
     return None
 
 
-def plan_by_id(name: str, plans: Iterable[HandwrittenPlan] | None = None) -> HandwrittenPlan | None:
+def plan_by_id(name: str) -> HandwrittenPlan | None:
     """The plan that a user names: by file name or by one of its aliases."""
-    return next((p for p in (load_plans() if plans is None else plans) if name == p.id or name in p.aliases), None)
+    return next((plan for plan in load_plans() if name == plan.id or name in plan.aliases), None)

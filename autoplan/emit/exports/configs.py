@@ -126,7 +126,7 @@ def _not_for_vllm(pattern: str, style: str, outside: Container[str]) -> str:
     return f"vLLM has no {style}, for it or for its partner"
 
 
-def to_accelerate(plan: Plan, classes: Iterable[str], *, activation_checkpointing: bool = False) -> dict[str, Any]:
+def to_accelerate(plan: Plan, classes: Iterable[str]) -> dict[str, Any]:
     """accelerate's config for FSDP2. `classes` are those of the blocks."""
     names = _class_names(plan, classes)
     return {
@@ -135,7 +135,7 @@ def to_accelerate(plan: Plan, classes: Iterable[str], *, activation_checkpointin
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_transformer_layer_cls_to_wrap": ",".join(name.rpartition(".")[2] for name in names),
-            "fsdp_activation_checkpointing": activation_checkpointing,
+            "fsdp_activation_checkpointing": False,
             "fsdp_reshard_after_forward": True,
         },
     }

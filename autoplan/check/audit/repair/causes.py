@@ -14,8 +14,8 @@ from autoplan.check.audit.repair.rows import Change
 from autoplan.check.audit.repair.search import Repair
 from autoplan.check.audit.subject import Audited, Level, few
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import Wish
 from autoplan.common.patterns import best_match, is_under, matches
+from autoplan.decide.plan.chosen import wish_of_plan
 from autoplan.decide.plan.folding import starred
 from autoplan.values import Finding, Plan
 
@@ -164,8 +164,9 @@ def candidates(subject: Audited, source: Any) -> tuple[Plan, ...]:
     plan = subject.plan.plan
     assert plan is not None
     try:
-        wish = Wish(plan.tp_size, plan.ep_size, plan.sequence_parallel, uneven=plan.uneven)
-        inferred = draft_plan(source, wish, module=subject.model, captured=subject.extra.get("captured")).plan
+        inferred = draft_plan(
+            source, wish_of_plan(plan), module=subject.model, captured=subject.extra.get("captured")
+        ).plan
     except AutoplanError:
         inferred = None
     return tuple(
