@@ -311,7 +311,7 @@ def test_listing_instead_of_refusing() -> None:
 
 def test_a_plan_of_another_size(tmp_path: Path) -> None:
     planned("inferred").save(tmp_path / "plan.json")
-    with pytest.raises(autoplan.AutoplanError, match="is a plan for tp=2, not 4"):
+    with pytest.raises(autoplan.AutoplanError, match="is a plan for tp=2, not tp=4"):
         planned(str(tmp_path / "plan.json"), tp=4)
 
 

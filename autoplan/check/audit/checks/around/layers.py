@@ -1,9 +1,7 @@
 """layers: what FSDP wraps and checkpointing recomputes, against the blocks that the model has.
 
-Most memory bugs of this kind are silent: the list of layers was `[ModuleList]` and nothing was wrapped; each child of a
-block was wrapped instead of the block; a class name is not in this instance; one tower was found and the other fell
-into the root unit; the experts of one layer were taken for layers; a unit held parameters of two dtypes. Settings may
-be class names, paths or patterns, modules, or a function of the model; findings count blocks.
+Such mistakes are silent: nothing was wrapped, or children of blocks were; a class is not in this instance; a tower was
+missed; a unit holds two dtypes. Settings are class names, paths, patterns, modules, or a function of the model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """sequence: sequence-parallel styles, and who reads the sequence that they cut.
 
-Under sequence parallelism the stream between split regions holds this rank's positions only. Everyone who reads it must
-know: rotary tables and masks derive their length from it, a norm in the middle of a region gets heads, not positions. A
-plan that marks some norms and forgets a consumer runs on sequences of two lengths. The findings list what would have
-to see the whole sequence, and a plan of ours that promises sequence parallelism and does not do it.
+Between split regions the stream holds this rank's positions only: rotary tables and masks derive their length from it.
+A plan that marks some norms and forgets a consumer runs on sequences of two lengths.
 """
 
 from __future__ import annotations
