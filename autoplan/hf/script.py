@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoplan.common.errors import AutoplanError
-from autoplan.emit.templates import template
+from autoplan.common.templates import template
 from autoplan.hf.source import Source
 from autoplan.values.estimate import Row
 

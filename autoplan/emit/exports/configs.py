@@ -12,6 +12,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from autoplan.common.patterns import matches
+from autoplan.common.templates import template
 from autoplan.decide.plan.folding import starred
 from autoplan.decide.rulebook.read import exported_as
 from autoplan.decide.written_plans.foreign import COUNTS
@@ -26,7 +27,6 @@ from autoplan.emit.exports.expressible import (
     parts_of,
 )
 from autoplan.emit.exports.hf import OLD_NAMES, hf_entries
-from autoplan.emit.templates import template
 from autoplan.values import Entry, Plan
 
 _WITHOUT_VIEWS = ("read", "shape")  # DeepSpeed and vLLM replace modules: what leaves may be changed in place

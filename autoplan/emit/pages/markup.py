@@ -21,7 +21,7 @@ from typing import Any
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.plain import write_whole
 from autoplan.common.options import check_argument
-from autoplan.emit.templates import template
+from autoplan.common.templates import template
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate
 

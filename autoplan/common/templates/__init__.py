@@ -1,6 +1,6 @@
 """Text that pages and exports are made of: styles, a script, and programs with places to fill in.
 
-In: the name of a file here. Out: its text. May import: the standard library.
+In: the name of a file here. Out: its text. May import: what common may.
 """
 
 from functools import cache
