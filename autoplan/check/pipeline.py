@@ -121,8 +121,7 @@ class GraphProof:
         """Say in each entry what was proven."""
         if not self.proof.ok:
             return entries
-        stamp = f"graph at tp={self.proof.tp_size}"
-        return tuple(entry if self._is_unseen(entry) else replace(entry, proof=stamp) for entry in entries)
+        return tuple(entry if self._is_unseen(entry) else replace(entry, proof="graph") for entry in entries)
 
     def _is_unseen(self, entry: Entry) -> bool:
         return any(matches(entry.pattern, name) for name in self.unseen)
@@ -334,7 +333,7 @@ def prove_ranks(source: Source, plan: Plan, clone: Clone | None = None) -> Plan:
     trial = plan.proof.trial if plan.proof.trial.outcome == "wrong" else Trial("passed" if report.ok else "wrong")
     trial = replace(trial, ranks=tried.ranks)
     proof = Proof("ranks", tried.ranks, not wrong, checked, text, trial, wrong)
-    stamp = f"ranks at tp={tried.ranks}" if proof.ok else _UNPROVEN
+    stamp = f"{tried.ranks} simulated ranks" if proof.ok else _UNPROVEN
     unseen = [entry for entry in plan.entries if plan.proof.ok and entry.proof == _UNPROVEN]
     entries = tuple(entry if entry in unseen else replace(entry, proof=stamp) for entry in plan.entries)
     return replace(plan, proof=proof, findings=plan.findings + findings, entries=entries)

@@ -1,8 +1,6 @@
-"""The command line: `autoplan plan MODEL --tp 8` and its neighbours.
+"""The command line. Data goes to stdout, messages to stderr; exit code 0 (well), 1 (findings) or 2 (no answer).
 
-People run these by hand and in CI, so: data goes to stdout, progress and messages to stderr; the exit code is 0 (all
-well), 1 (there are findings) or 2 (the question could not be answered); an error is one message without a traceback.
-torch is imported by the commands that need it, when they run: `--help` and `--version` answer at once.
+torch is imported by commands that need it, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -58,14 +56,7 @@ app = typer.Typer(
 )
 
 
-class Prove(StrEnum):
-    """How far a plan is proven before it is shown."""
-
-    graph = "graph"
-    ranks = "ranks"
-    none = "none"
-
-
+Prove = StrEnum("Prove", ["graph", "ranks", "none"])
 Source = Annotated[str, typer.Option(help="Where decisions come from: auto or inferred (analysis), or a plan file.")]
 
 
@@ -144,9 +135,7 @@ def plan(
     else:
         made.save(output)
         note(f"written to {output}")
-    unasked = made.proof.method == "none" and made.proof.trial.outcome == "unasked"
-    proven = made.proof.ok or unasked
-    raise typer.Exit(_exit_code(made.findings) if proven else FINDINGS)
+    raise typer.Exit(_exit_code(made.findings) if made.proof.ok or not made.proof.was_asked else FINDINGS)
 
 
 @app.command()
@@ -233,22 +222,16 @@ def layers(model: Model, trust_remote_code: Trust = False, as_json: AsJson = Fal
     from autoplan.values.plain import plain
 
     source = resolve(model, trust_remote_code=trust_remote_code)
-    found = autoplan.layers(source.module())
-    emit(layers_view(found, source.name), plain(found), as_json, output)
-    raise typer.Exit(OK if found else FINDINGS)
+    stacks = autoplan.layers(source.module())
+    emit(layers_view(stacks, source.name), plain(stacks), as_json, output)
+    raise typer.Exit(OK if stacks else FINDINGS)
 
 
-class Target(StrEnum):
-    """Systems that a plan can be written for."""
-
-    torch = "torch"
-    hf = "hf"
-    hf_old = "hf-old"
-    automodel = "automodel"
-    deepspeed = "deepspeed"
-    accelerate = "accelerate"
-    megatron_fsdp = "megatron-fsdp"
-    vllm = "vllm"
+Target = StrEnum(
+    "Target",
+    {"torch": "torch", "hf": "hf", "hf_old": "hf-old", "automodel": "automodel", "deepspeed": "deepspeed",
+     "accelerate": "accelerate", "megatron_fsdp": "megatron-fsdp", "vllm": "vllm"},
+)  # fmt: skip
 
 
 @app.command()

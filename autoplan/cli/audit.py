@@ -1,8 +1,4 @@
-"""`autoplan audit` and `autoplan compare`: plans that somebody wrote, held against the model.
-
-In CI the exit code decides: 0 when nothing is found at the level of `--fail-on`, 1 otherwise, 2 when the plan or the
-model cannot be read.
-"""
+"""`autoplan audit` and `autoplan compare`: plans that somebody wrote, held against the model."""
 
 from __future__ import annotations
 
@@ -23,11 +19,7 @@ if TYPE_CHECKING:
     from autoplan.values import Report
 
 
-class FailOn(StrEnum):
-    """Which findings make the exit code 1."""
-
-    error = "error"
-    warn = "warn"
+FailOn = StrEnum("FailOn", ["error", "warn"])
 
 
 PlanOf = Annotated[
@@ -91,8 +83,8 @@ def audit(
         emit(json.dumps(_sarif(report, plan), indent=2, ensure_ascii=False), None, False, output)
     else:
         plain = (memory or gpu is not None) and not as_json and not as_markdown
-        told = _memory(model, report, tp, gpu or "h100", trust_remote_code) if plain else None
-        view = audit_view(report) if told is None else Group(audit_view(report), "", told)
+        memory_table = _memory(model, report, tp, gpu or "h100", trust_remote_code) if plain else None
+        view = audit_view(report) if memory_table is None else Group(audit_view(report), "", memory_table)
         emit(markdown(report) if as_markdown else view, report.to_dict(), as_json, output)
     raise typer.Exit(FINDINGS if any(finding.level in levels for finding in report.findings) else OK)
 

@@ -113,38 +113,38 @@ def choose(
     if page is not None:
         check_page(page)
     with progress(f"choosing among meshes of {gpus} GPUs for {model}"):
-        found = autoplan.choose(
+        choice = autoplan.choose(
             model, gpus=gpus, memory=memory, gpu=gpu, per_node=per_node, sequence=sequence, global_batch=global_batch,
             train=train.value, lora_rank=lora_rank, lora_targets=lora_targets, weights=weights, optimizer=optimizer,
             mp_policy=mixed_precision, matmuls=matmuls, chunked_loss=chunked_loss, margin=margin,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
-    if row is not None and row > len(found.rows):
-        raise AutoplanError(f"there is no row {row}", hint=f"choose 1 to {len(found.rows)}")
-    against = None if like is None else against_view(*found.against_first(like))
+    if row is not None and row > len(choice.rows):
+        raise AutoplanError(f"there is no row {row}", hint=f"choose 1 to {len(choice.rows)}")
+    against = None if like is None else against_view(*choice.against_first(like))
     if page is not None:
-        found.report(page)
+        choice.report(page)
         note(f"written to {page}")
     if script:
-        emit(found.script(), None, False, output)
+        emit(choice.script(), None, False, output)
     elif row is not None:
-        emit(row_view(found.rows[row - 1]), row_to_dict(found.rows[row - 1]), as_json, output)
+        emit(row_view(choice.rows[row - 1]), row_to_dict(choice.rows[row - 1]), as_json, output)
     else:
-        near = None if found.nearest is None else found.rows.index(found.nearest) + 1
+        near = None if choice.nearest is None else choice.rows.index(choice.nearest) + 1
         data: dict[str, Any] = {
-            "model": found.source.name, "gpus": gpus, "memory_bytes": found.memory, "fits": found.fits,
-            "enough": found.enough, "nearest": near, "dropped": list(found.dropped), "notes": list(found.notes),
-            "elsewhere": [row_to_dict(one) for one in found.elsewhere], "like": against, "margin": found.margin,
+            "model": choice.source.name, "gpus": gpus, "memory_bytes": choice.memory, "fits": choice.fits,
+            "enough": choice.enough, "nearest": near, "dropped": list(choice.dropped), "notes": list(choice.notes),
+            "elsewhere": [row_to_dict(one) for one in choice.elsewhere], "like": against, "margin": choice.margin,
         }  # fmt: skip
         emit(
-            choice_view(found),
-            data | {"rows": [row_to_dict(one) | {"tie": one.ties(found.rows[0])} for one in found.rows]},
+            choice_view(choice),
+            data | {"rows": [row_to_dict(one) | {"tie": one.ties(choice.rows[0])} for one in choice.rows]},
             as_json,
             output,
         )
         if against is not None and not as_json:
             note(against)
-    raise typer.Exit(OK if found.fits else FINDINGS)
+    raise typer.Exit(OK if choice.fits else FINDINGS)
 
 
 def estimate(
@@ -192,7 +192,7 @@ def estimate(
 
     mesh = on_mesh(mesh, cp)
     with progress(f"estimating {model} on {mesh}"):
-        found = autoplan.estimate(
+        priced = autoplan.estimate(
             model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, lora_rank=lora_rank,
             lora_targets=lora_targets, device=gpu,
             activation_checkpointing=checkpointing_of(checkpointing), sequence_parallel=sequence_parallel, ep_size=ep,
@@ -201,7 +201,7 @@ def estimate(
             chunked_loss=chunked_loss, exchange_experts=exchange_experts, shard_optimizer=shard_optimizer,
             cache_dtype=cache_dtype, trust_remote_code=trust_remote_code,
         )  # fmt: skip
-    emit(estimate_view(found), found.to_dict(), as_json, output)
+    emit(estimate_view(priced), priced.to_dict(), as_json, output)
 
 
 def dryrun(
@@ -226,11 +226,11 @@ def dryrun(
     again = checkpointing_of(checkpointing)
     options: dict[str, Any] = {"activation_checkpointing": again} if again else {}
     with progress(f"running {model} on {mesh} without storage"):
-        found = dry_run(
+        ran = dry_run(
             model, mesh=mesh, rank=rank, batch=batch, sequence=sequence, sequence_parallel=sequence_parallel,
             ep_size=ep, trust_remote_code=trust_remote_code, **options,
         )  # fmt: skip
-    emit(dry_run_view(found), dry_run_to_dict(found), as_json, output)
+    emit(dry_run_view(ran), dry_run_to_dict(ran), as_json, output)
 
 
 def calibrate(
@@ -280,8 +280,8 @@ def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) 
 
     device = load_device(gpu or "h100")
     with progress(f"estimating a step of {model} at legal sizes of tp"):
-        found = estimated_sizes(model, plan, device, **how)
-    return sizes_view(plan, found.plans, found.estimates, device.memory, found.why)
+        sizes = estimated_sizes(model, plan, device, **how)
+    return sizes_view(plan, sizes.plans, sizes.estimates, device.memory, sizes.why)
 
 
 def on_mesh(mesh: str | None, cp: int) -> str:

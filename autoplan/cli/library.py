@@ -100,19 +100,8 @@ def rules_test(
     raise typer.Exit(OK if all(result.ok for result in results) else FINDINGS)
 
 
-class Checks(StrEnum):
-    """How much of verify a scoreboard runs."""
-
-    fast = "fast"
-    all = "all"
-
-
-class Checkpointing(StrEnum):
-    """What activation checkpointing computes again."""
-
-    block = "block"
-    submodule = "submodule"
-    selective = "selective"
+Checks = StrEnum("Checks", ["fast", "all"])
+Checkpointing = StrEnum("Checkpointing", ["block", "submodule", "selective"])
 
 
 def scoreboard(

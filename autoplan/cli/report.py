@@ -55,10 +55,10 @@ def report(
         raise AutoplanError(f"--mesh {mesh} has tp {sizes['tp']}, the plan tp {made.tp_size}", hint="give one of them")
     how |= {"batch": batch, "sequence": sequence, "train": train.value}
     how |= {"activation_checkpointing": checkpointing_of(checkpointing)}
-    found, memory = _estimated(model, mesh, made, gpu, how)
-    sizes = sizes or ({"tp": made.tp_size} if found is not None else {})
+    priced, memory = _estimated(model, mesh, made, gpu, how)
+    sizes = sizes or ({"tp": made.tp_size} if priced is not None else {})
     others = _others(model, made, sizes, gpu, how) if what_if else {}
-    made.report(output, estimate=found, memory=memory, what_if=others)
+    made.report(output, estimate=priced, memory=memory, what_if=others)
     note(f"written to {output}")
     raise typer.Exit(FINDINGS if made.proof.failed else OK)
 

@@ -74,7 +74,8 @@ def speaking_of(options: frozenset[str]) -> Iterator[None]:
 
 
 def as_options(text: str) -> str:
-    """The text with arguments of Python functions as options of the command that runs, if it has them.
+    """Write arguments of Python functions as options of the command that runs, if it has them.
+
 
     >>> with speaking_of(frozenset(("--prove", "--inputs", "--tp", "--sequence-parallel"))):
     ...     for text in ("prove='none' plans it", "with inputs={'x': tensor}", "tp_size=3", "pass inputs= if", "a=1"):
@@ -174,8 +175,8 @@ def ended_on_request() -> Iterator[None]:
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """What a command imports and plans lives until it ends: looking for garbage a thousand times finds none, and took
-    a tenth of its time."""
+    """Collect garbage seldom: what a command makes lives until it ends, and looking for garbage took a tenth of its
+    time."""
     before = gc.get_threshold()
     gc.set_threshold(1_000_000, *before[1:])
     try:

@@ -1,10 +1,7 @@
 """What is known of the library that a model comes from: its words and its ways, as one value.
 
-The problem: some things about a model cannot be seen in what it does. Which argument makes it compute a loss, what
-asks it for a cache, how another of its kind is built: a library has conventions for these. The room that knows the
-library (hf/) stands above rooms that need them (capture, execute, decide, emit). So the type stands here,
-hf/conventions.py fills it in, and the top of the house hands it in when the package is imported. No room below hf/
-holds a name of the library, and a second library would be a second value.
+Rooms below hf/ need them and may not name the library, so the type stands here, hf/conventions.py fills it in, and it
+is handed in when the package is imported.
 """
 
 from __future__ import annotations
@@ -27,10 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Join:
-    """A tensor of a model out of several of a checkpoint: those of each pattern, in order, stand side by side.
-
-    `stacked`: each pattern has an entry for each expert. `turned`: entries are matrices of which rows become columns.
-    """
+    """A tensor made of several of a checkpoint, side by side by pattern. `stacked`: each pattern has one entry an
+    expert; `turned`: rows of an entry become columns."""
 
     patterns: tuple[str, ...]
     stacked: bool
@@ -76,8 +71,8 @@ class CheckpointNames:
 
 @dataclass(frozen=True)
 class BaseName:
-    """What a model called a tensor before adapters were put in; None for a part of an adapter. `copied`: it is trained
-    in place of that one, and began as a copy of it."""
+    """The base model's name of a tensor; None for a part of an adapter. `copied`: trained in its place, begun as a
+    copy."""
 
     name: str | None
     copied: bool = False

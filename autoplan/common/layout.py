@@ -232,25 +232,17 @@ def _carried(layout: Layout, rank: int, tp: int) -> tuple[bool, ...]:
     return tuple(flag for part in layout.parts for flag in _carried(part, rank, tp))
 
 
-# The cut of a dim whose elements come in blocks: how the blocks lie on ranks, or that a cut falls inside one.
-#
-# A packed tensor has one element for each `block` elements of a plain weight's dim (a scale for 128 of them, an integer
-# for eight). Its layout follows from that of the plain dim, if every rank holds whole blocks:
-#
-# >>> str(in_blocks(Layout.parse("32!*128"), 4, 128)), str(in_blocks(Layout.parse("14336!|14336!"), 8, 128))
-# ('32!', '112!|112!')
-# >>> str(in_blocks(Layout.parse("32!*64"), 4, 128))  # two heads to a block
-# '16!'
-# >>> in_blocks(Layout.parse("768!"), 4, 128) is None  # 192 = 1.5 blocks
-# True
-#
-# The last block of a dim may be smaller than the others.
+# A packed tensor has one element for each `block` elements of a plain dim (the last may be smaller). Its layout follows
+# from the plain one, if every rank holds whole blocks.
 
 
 def in_blocks(layout: Layout, tp: int, block: int, segments: tuple[int, ...] = ()) -> Layout | None:
     """The layout of the blocks, or None where `tp` ranks would part one.
 
     `segments`: sizes of the pieces in each of which blocks are counted from its beginning.
+
+    >>> str(in_blocks(Layout.parse("32!*64"), 4, 128)), in_blocks(Layout.parse("768!"), 4, 128)  # 192 = 1.5 blocks
+    ('16!', None)
     """
     if block == 1:
         return layout
@@ -287,10 +279,10 @@ def _divided(layout: Layout, tp: int, block: int) -> Layout | None:
     inner = _scaled(layout.parts[last], suffix, tp)
     if inner is None or (before and inner.size % block):
         return None
-    found = _divided(inner, tp, block)
-    if found is None:
+    blocks = _divided(inner, tp, block)
+    if blocks is None:
         return None
-    return joined((*before, found)) if before else found
+    return joined((*before, blocks)) if before else blocks
 
 
 def _divided_leaf(leaf: Layout, tp: int, block: int) -> Layout | None:
@@ -323,5 +315,9 @@ def _scaled(layout: Layout, by: int, tp: int) -> Layout | None:
 
 
 def _concatenation(parts: list[Layout | None]) -> Layout | None:
-    found = [part for part in parts if part is not None]
-    return Layout("concatenation", sum(p.size for p in found), tuple(found)) if len(found) == len(parts) else None
+    known_parts = [part for part in parts if part is not None]
+    return (
+        Layout("concatenation", sum(p.size for p in known_parts), tuple(known_parts))
+        if len(known_parts) == len(parts)
+        else None
+    )

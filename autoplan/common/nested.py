@@ -24,9 +24,9 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 def flatten_tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     """Every tensor in nested containers, with its path."""
-    found: list[tuple[Path, torch.Tensor]] = []
-    _collect(value, path, found)
-    return iter(found)
+    tensors: list[tuple[Path, torch.Tensor]] = []
+    _collect(value, path, tensors)
+    return iter(tensors)
 
 
 def _collect(value: Any, path: Path, found: list[tuple[Path, torch.Tensor]]) -> None:
@@ -75,8 +75,7 @@ def changed_inside(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def own_argument(value: Any, change: Callable[[Any], Any]) -> Any:
-    """An argument that a call may fill: `changed_inside`, and of any other object with attributes, like a cache, a copy
-    whose tensors are `change` of its own."""
+    """An argument that a call may fill: `changed_inside`; of an object with attributes (a cache), a changed copy."""
     made = changed_inside(value, change)
     if made is not value or callable(value) or is_record(value) or not getattr(value, "__dict__", None):
         return made
@@ -118,8 +117,7 @@ def signature_names(module: torch.nn.Module) -> tuple[str, ...]:
 
 
 def change_at(value: Any, path: Path, change: Change, where: str) -> Any:
-    """`value` with the tensor at `path` changed. None on the way stays None: an optional result, also one that a
-    dict with fields (transformers' outputs) leaves out of its keys."""
+    """`value` with the tensor at `path` changed. None on the way, or a field that a dict leaves out, stays None."""
     if not path:
         if value is None:
             return None

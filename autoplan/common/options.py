@@ -1,7 +1,4 @@
-"""What a caller may wish, as frozen values: one class for each thing that is asked for, wrong values refused at once.
-
-`autoplan.plan` and `autoplan.parallelize` take the same wishes as keywords; inside, they travel as these values.
-"""
+"""What a caller may wish, as frozen values that refuse wrong ones; `plan` and `parallelize` take them as keywords."""
 
 from __future__ import annotations
 
@@ -108,14 +105,14 @@ class Checkpointing:
 
     def kinds(self) -> set[str]:
         """The kinds of stacks that are in the scope."""
-        found: set[str] = set()
+        chosen: set[str] = set()
         for name in (self.scope,) if isinstance(self.scope, str) else self.scope:
             if not isinstance(name, str) or name not in ("all", *SCOPES, *KINDS):
                 raise AutoplanError(
                     f"checkpointing scope {name!r} is no kind of stack", hint=f"choose from all, {', '.join(SCOPES)}"
                 )
-            found.update(KINDS if name == "all" else SCOPES.get(name, (name,)))
-        return found
+            chosen.update(KINDS if name == "all" else SCOPES.get(name, (name,)))
+        return chosen
 
 
 @dataclass(frozen=True)

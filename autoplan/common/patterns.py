@@ -1,10 +1,8 @@
-"""Names with `*`: how one plan entry speaks for the same module of every repeated block.
+"""Names with `*`, which stands for any text inside one segment: one plan entry for the module of every repeated block.
 
-A plan of an 80-layer model must be short enough to read, and must still say exactly which modules it means. A pattern
-is a dotted path in which `*` stands for any text inside one segment, never across a dot. `fold_names` writes patterns
-that match the given names and, among the names of the model, nothing else. Blocks may be numbered inside their names,
-too (`expert_12`): where a module holds three or more that differ in numbers only, and the same is said of all of them,
-these numbers are folded like others.
+`fold_names` writes patterns that match the given names and no others of the model. Blocks numbered inside their names
+(`expert_12`) are folded where a module holds three or more that differ in numbers only.
+
 
 >>> matches("model.layers.*.mlp.up_proj", "model.layers.31.mlp.up_proj")
 True
@@ -63,8 +61,8 @@ def is_under(pattern: str, fqn: str) -> bool:
 
 def best_match(items: Iterable[Patterned], fqn: str) -> Patterned | None:
     """The item whose pattern means `fqn`, the one with the fewest `*` where several do."""
-    found = [item for item in items if matches(item.pattern, fqn)]
-    return min(found, key=lambda item: (item.pattern != fqn, item.pattern.count("*")), default=None)
+    meant = [item for item in items if matches(item.pattern, fqn)]
+    return min(meant, key=lambda item: (item.pattern != fqn, item.pattern.count("*")), default=None)
 
 
 class Universe:
@@ -87,18 +85,18 @@ class Universe:
 
     def meant(self, pattern: str) -> frozenset[str]:
         """The names that a pattern means."""
-        found: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), self._tree)]
+        nodes: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), self._tree)]
         for segment in pattern.split("."):
             if "*" in segment:
-                found = [
+                nodes = [
                     ((*path, key), below)
-                    for path, node in found
+                    for path, node in nodes
                     for key, below in node.items()
                     if matches(segment, key)
                 ]
             else:
-                found = [((*path, segment), node[segment]) for path, node in found if segment in node]
-        return self.names & {".".join(path) for path, _ in found}
+                nodes = [((*path, segment), node[segment]) for path, node in nodes if segment in node]
+        return self.names & {".".join(path) for path, _ in nodes}
 
     def shape(self, name: str) -> tuple[str, ...]:
         """The segments of a name with `*` for the numbers by which siblings are told apart."""
@@ -110,12 +108,12 @@ class Universe:
 
     def holds_no_others(self, members: Iterable[tuple[str, ...]], at: int, shape: str) -> bool:
         """Are these, at one place of their paths, all siblings of this shape that there are?"""
-        found: dict[tuple[str, ...], set[str]] = {}
+        others: dict[tuple[str, ...], set[str]] = {}
         for member in members:
-            found.setdefault(member[:at], set()).add(member[at])
+            others.setdefault(member[:at], set()).add(member[at])
         return all(
             {key for key in self._node(above) if _NUMBER.sub("*", key) == shape} == keys
-            for above, keys in found.items()
+            for above, keys in others.items()
         )
 
     def _node(self, path: tuple[str, ...]) -> dict[str, Any]:
@@ -135,11 +133,8 @@ class Universe:
 
 
 def fold_names(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[str, ...]:
-    """Fewer patterns for many names: numbers that differ become `*`. Order is that of first appearance.
-
-    No pattern means a name of `universe` that is not in `names`: where folding everything would claim too much, it is
-    done within one value of the leftmost number at a time.
-    """
+    """Fewer patterns for many names: numbers that differ become `*`; order is that of first appearance. None means a
+    name of `universe` that is not in `names`."""
     return tuple(pattern for pattern, _ in fold_counted(names, universe))
 
 
@@ -154,8 +149,7 @@ def fold_counted(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[tu
 
 
 def _fold(shape: tuple[str, ...], members: Sequence[tuple[str, ...]], known: Universe) -> list[tuple[str, int]]:
-    """Members have one shape: they differ in numbers only. A pattern means these alone, none that is wanted under
-    another shape (`stage1` and `stage1d`): what is said twice would be done twice."""
+    """Members differ in numbers only; a pattern means these alone, and none that is wanted under another shape."""
     columns = list(zip(*members, strict=True))
     varying = [position for position, column in enumerate(columns) if len(set(column)) > 1]
     pattern = ".".join(shape[position] if position in varying else column[0] for position, column in enumerate(columns))

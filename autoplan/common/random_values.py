@@ -1,10 +1,6 @@
-"""Random numbers that hide nothing, drawn so that nobody else's random numbers change.
+"""Draw random numbers that hide nothing, without changing anybody's random state.
 
-Initial ones and zeros hide wrong layouts: a norm weight of ones is the same however it is cut, a bias of zeros may be
-added twice. So every parameter of a tiny clone is random, and stays in the range its module expects: what starts as
-ones stays near one.
-
-Below: the dtype in which a model computes, and surroundings in which it is tried.
+Ones and zeros hide wrong layouts, so every parameter of a tiny clone is random, in the range that its module expects.
 """
 
 from __future__ import annotations
@@ -122,10 +118,8 @@ def _plausible(buffer: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     return 0.5 + torch.rand(buffer.shape, generator=generator)
 
 
-# In which dtype a model computes, and casting it to another.
-#
-# The first floating parameter tells, except that a weight kept in float8 is a store of bits next to its scales: nothing
-# computes in it, and casting it would make another model.
+# In which dtype a model computes: that of the first floating parameter, but float8 is a store of bits next to its
+# scales.
 
 
 def working_dtype(model: nn.Module, default: torch.dtype = torch.float32) -> torch.dtype:
@@ -134,11 +128,8 @@ def working_dtype(model: nn.Module, default: torch.dtype = torch.float32) -> tor
 
 
 def tried_dtypes(model: Callable[[], nn.Module]) -> Iterator[torch.dtype]:
-    """In which a clone is run, the best first: rounding hides least in the widest; some code runs in its own only.
-
-    `model` gives the model that is cloned. It is asked for last: at its full size it costs more than a clone. Some
-    configs describe no model that can be built but at the sizes of a clone; they have no dtype of their own.
-    """
+    """The dtypes in which a clone is run, the widest first. `model` gives the model, which is costly and asked for
+    last; some configs describe none."""
     tried = (torch.float64, torch.float32)
     yield from tried
     try:
@@ -172,10 +163,8 @@ def _computes(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype.itemsize > 1
 
 
-# Surroundings in which models are read and tried: what the caller has switched on around us is theirs.
-#
-# People plan where they build: under `torch.device("meta")`, `torch.no_grad()`, inference mode, autocast. A clone that
-# is made there has no numbers, or no gradients, and what is then found wrong is not the plan.
+# Models are tried outside of what the caller has switched on (a device, no_grad, inference mode, autocast), under which
+# a clone would have no numbers or no gradients.
 
 
 @contextmanager

@@ -1,11 +1,5 @@
-"""Where rule files are: folders of one's own, then `rules/` of a checkout or `autoplan/_rules` of an installed wheel.
-
-A framework ships rules, plans and inputs beside ours without touching them: `AUTOPLAN_RULES` names its folders
-(separated as in PATH), and `autoplan.plan(…, rules=folder)` one more for a single call. A folder is laid out like ours,
-with any of `roles/`, `plans/`, `inputs/`, `quantised/`, `kernels/` and `defaults.toml`. Where two folders hold a
-document for one thing, that of the earlier folder counts: the call's, then the environment's from left to right, then
-ours.
-"""
+"""Where rule files are: the call's `rules=` folder, those of AUTOPLAN_RULES, then ours; the first that has a document
+counts. A folder has any of `roles/`, `plans/`, `inputs/`, `quantised/`, `kernels/` and `defaults.toml`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""What a long call is doing, for whoever watches: a command line shows it; without a watcher it costs nothing.
+"""Tell whoever watches what a long call is doing; without a watcher it costs nothing. Ranks have none.
 
-    with watched(print):
-        stage("recording the model's run")
-
-Ranks are threads and processes of their own and have no watcher, so that a stage is told once. Below: a counter of
-equal rounds, which is handed down in the same way.
+with watched(print):
+    stage("recording the model's run")
 """
 
 from __future__ import annotations
@@ -33,9 +30,8 @@ def watched(watcher: Callable[[str], None]) -> Iterator[None]:
         _watcher.reset(token)
 
 
-# Loops whose rounds all do the same, on parts of one size: a step without storage runs one and counts it for all.
-#
-# A watcher is given the work of a round and the parts, and says what all of them did; without one each round is run.
+# Loops whose rounds all do the same: a watcher is given the work of a round and the parts, and says what all of them
+# did.
 
 
 Round = Callable[[slice], None]

@@ -74,9 +74,8 @@ class Matching:
 
 
 def match_rules(flow: Flow, rules: Iterable[Rule], tp: int | None = None, *, refused: bool = True) -> Matching:
-    """Match every rule. `tp` is checked against sizes only in examples: analysis has settled what divides. `refused`:
-    whether refusals are wanted too. There may be very many, and without them guards are checked as early as they can.
-    """
+    """Match every rule. `tp` is checked against sizes only in examples. `refused`: also collect refusals, of which
+    there may be many (without, guards are checked early)."""
     reach = _Reach(flow)
     matched: list[Found] = []
     refusals: list[Refusal] = []
@@ -173,15 +172,16 @@ def _found(reach: _Reach, rule: Rule, tp: int | None) -> list[Found]:
         return not any(one.check(nodes, tp) for one in checks[position])
 
     bindings = sorted(_bindings(reach, pattern, early, allowed), key=lambda bound: [bound[name] for name in order])
-    found: dict[frozenset[int], Found] = {}
+    matches_by_claims: dict[frozenset[int], Found] = {}
     for bound in bindings:
-        found.setdefault(frozenset(bound[name] for name, _ in rule.yields), Found(rule, tuple(bound.items())))
-    return list(found.values())
+        matches_by_claims.setdefault(
+            frozenset(bound[name] for name, _ in rule.yields), Found(rule, tuple(bound.items()))
+        )
+    return list(matches_by_claims.values())
 
 
 def _guarded_first(order: list[str], pattern: Pattern, conditions: Sequence[Condition]) -> list[str]:
-    """The same names, those first with which most guards can be checked; each joined to one before it, as far as may
-    be."""
+    """The same names, those that allow most guards first, each joined to one before it where possible."""
     early, left = order[:1], order[1:]
     while left:
         near = [name for name in left if any({name} < {a.source, a.reader} <= {name, *early} for a in pattern.arrows)]
@@ -266,8 +266,8 @@ def _between(flow: Flow) -> frozenset[int]:
 def _bindings(
     reach: _Reach, pattern: Pattern, order: list[str], allowed: Callable[[int, dict[str, int]], bool] | None = None
 ) -> Iterator[dict[str, int]]:
-    """Every way to bind the pattern's names so that all arrows hold and nothing inside is read from outside;
-    `allowed`: the place in the order that was bound last, and all that is bound."""
+    """Yield every binding of the pattern's names under which all arrows hold and nothing inside is read from outside;
+    `allowed(place, bound)` cuts the search."""
 
     def extend(position: int, bound: dict[str, int]) -> Iterator[dict[str, int]]:
         if position == len(order):
@@ -306,9 +306,9 @@ def _candidates(reach: _Reach, pattern: Pattern, name: str, bound: dict[str, int
     kinds = pattern.kinds_of(name)
     options: set[int] | None = None
     for arrow in pattern.arrows:
-        found = _along(reach, arrow, name, bound)
-        if found is not None:
-            options = found if options is None else options & found
+        reached = _along(reach, arrow, name, bound)
+        if reached is not None:
+            options = reached if options is None else options & reached
     if options is None:
         held = reach.by_kind if "any" in kinds else kinds
         return sorted(box for kind in held for box in reach.by_kind.get(kind, ()))

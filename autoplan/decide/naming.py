@@ -10,11 +10,8 @@ from autoplan.decide.match import Matching
 from autoplan.decide.rulebook.read import Rule
 from autoplan.values import ParameterFact, refs
 
-# Which parameter has which role: the boxes that rules claimed, turned back into parameters of modules.
-#
-# A parameter may be read in several places (a tied table, a projection used twice, a parameter seen by every step of
-# a loop). It is named once per module that owns it: for a tied weight, the lookup names the embedding's name of it
-# and the product names the head's.
+# Which parameter has which role. One read in several places is named once per module that owns it: the lookup names the
+# embedding's name of a tied weight, the product the head's.
 
 
 @dataclass(frozen=True)
@@ -47,13 +44,13 @@ class Reading:
 def readings(flow: Flow, facts: tuple[ParameterFact, ...]) -> dict[str, list[Reading]]:
     """For every parameter (by first name) the boxes that read it."""
     names = {name: fact.names for fact in facts for name in fact.names}
-    found: dict[str, list[Reading]] = {}
+    by_parameter: dict[str, list[Reading]] = {}
     for box in flow:
         node = node_of(flow, box)
         for parameter in node.parameters:
             aliases = names.get(parameter, (parameter,))
-            found.setdefault(aliases[0], []).append(Reading(_own_name(aliases, node.module), box, node))
-    return found
+            by_parameter.setdefault(aliases[0], []).append(Reading(_own_name(aliases, node.module), box, node))
+    return by_parameter
 
 
 def _own_name(aliases: tuple[str, ...], module: str) -> str:

@@ -12,24 +12,11 @@ from typing import Any
 from autoplan.common.errors import AutoplanError
 from autoplan.common.requirements import TESTED, installed_versions, untested
 from autoplan.doctor.private import Private, require
-from autoplan.doctor.private_engines import ENGINES, FSDP
-from autoplan.doctor.private_modules import MODULES
-from autoplan.doctor.private_others import OTHERS
-from autoplan.doctor.private_torch import TORCH
 from autoplan.hf.names import NAMES, vanished
 from autoplan.patches.patched import Patch
-from autoplan.patches.registry import PATCHES
-
-# All entries: what is replaced, and which undocumented names are used.
-
-PRIVATE: tuple[Private, ...] = (*TORCH, *MODULES, *FSDP, *ENGINES, *OTHERS)
-ENTRIES: tuple[Patch | Private, ...] = (*PATCHES, *PRIVATE)
-
-
-# Hold every foreign name against the installed versions: `autoplan doctor`.
 
 # Each table is imported by itself: a name that moved must not hide the others.
-_TABLES = (
+TABLES = (
     ("autoplan.patches.registry", "PATCHES"),
     ("autoplan.doctor.private_torch", "TORCH"),
     ("autoplan.doctor.private_modules", "MODULES"),
@@ -63,23 +50,27 @@ class Diagnosis:
         return not self.moved
 
 
+def entries_of(module: str, table: str) -> tuple[Patch | Private, ...]:
+    return tuple(getattr(import_module(module), table))
+
+
 def examine() -> Diagnosis:
     """Run every canary and look up every public name."""
-    entries, moved = 0, list[Moved]()
-    for module, table in _TABLES:
+    count, moved = 0, list[Moved]()
+    for module, table in TABLES:
         try:
-            held = getattr(import_module(module), table)
+            entries = entries_of(module, table)
         except (ImportError, AttributeError) as error:
             moved.append(Moved(module, str(error), "nothing works before the place that imports it is changed"))
             continue
-        entries += len(held)
-        moved += _failing(held)
+        count += len(entries)
+        moved += _failing(entries)
     moved += _not_importable()
     for name in vanished():
         where = f"no class of {name.mapping} has it" if name.mapping else "the installed transformers lacks it"
         moved.append(Moved(str(name), where, "what reads it takes it for absent; verify says `not known`"))
     tested = {library: "{}.{} to {}.{}".format(*oldest, *newest) for library, (oldest, newest) in TESTED.items()}
-    return Diagnosis(installed_versions(), tested, untested(), entries + len(NAMES), tuple(moved))
+    return Diagnosis(installed_versions(), tested, untested(), count + len(NAMES), tuple(moved))
 
 
 def _not_importable() -> Iterator[Moved]:

@@ -38,10 +38,8 @@ class Table(list[Private]):
         return enter
 
     def there(self, names: Mapping[str, str], *, needed: bool = True) -> None:
-        """Enter names with why they are needed; the canary asks whether they exist, if this version needs them.
-
-        "package.function(first, second)": it has these parameters. "package.Class:method": that member exists.
-        """
+        """Enter names by why they are needed, in versions that need them: "package.function(first, second)" has these
+        parameters, "package.Class:method" has that member."""
         for text, why in names.items():
             path, _, parameters = text.removesuffix(")").partition("(")
             taken = parameters.split(", ") if parameters else []

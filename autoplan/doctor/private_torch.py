@@ -1,7 +1,4 @@
-"""The undocumented parts of torch that autoplan uses, each with why, and with a canary that notices when it changes.
-
-Those of modules, of FSDP2, and of simulated ranks and fake tensors are in files of their own.
-"""
+"""Undocumented parts of torch that autoplan uses, each with why, and with a canary that notices when it changes."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""`plan.explain(...)` and `plan.diff(other)`: why a parameter is split or whole, and what changed between two plans.
-
-The answer to a path is found in this order: the entry that means it (or owns it, for a parameter), the entries under
-it; then the parameters at or under it that stay whole. A path that the plan does not know is an error that names the
-nearest known ones.
-
-Two plans are compared when a model, a rule or a release changes, and the reader wants the decisions that moved, not two
-files side by side. Entries are matched by their pattern, whole parameters by their name, run-time sites by the pattern
-they stand at; every field that differs is one `Change`, so two plans without a change are equal.
-"""
+"""Explain one path of a plan (`plan.explain`), and compare two plans field by field (`plan.diff`)."""
 
 from __future__ import annotations
 
@@ -77,7 +68,7 @@ def _about_entry(plan: Plan, entry: Entry, parameter: str) -> Iterable[tuple[str
     yield "because", entry.reason.splitlines()
     yield "costs", list(map(str, entry.reduces))
     yield "running", _running(plan, entry.pattern)
-    yield "proof", [entry.proof]
+    yield "proof", [entry.proof if plan.proof.was_asked else ""]
 
 
 def _running(plan: Plan, pattern: str) -> list[str]:

@@ -282,10 +282,13 @@ def made_with(plan: Plan) -> str:
 
 def made_anew(plan: Plan) -> str:
     """The command that does it, and the line of Python."""
-    size = f"--tp {plan.tp_size}" + (f" --ep {plan.ep_size}" if plan.ep_size > 1 else "")
+    sizes = {"tp": plan.tp_size, "ep": plan.ep_size, "cp": plan.cp_size}
+    sizes = {name: size for name, size in sizes.items() if size > 1} or {"tp": 1}
+    along = plan.sequence_parallel and plan.cp_size == 1
     return (
-        f"autoplan plan {plan.model} {size}{' --sequence-parallel' * plan.sequence_parallel} -o FILE, or in Python "
-        f"autoplan.plan(model, {plan.tp_size}).save(FILE)"
+        f"autoplan plan {plan.model} {' '.join(f'--{name} {size}' for name, size in sizes.items())}"
+        f"{' --sequence-parallel' * along} -o FILE, or in Python "
+        f"autoplan.plan(model, {', '.join(f'{name}_size={size}' for name, size in sizes.items())}).save(FILE)"
     )
 
 

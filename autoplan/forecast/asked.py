@@ -1,7 +1,4 @@
-"""One question: the mesh, and how a step is run on it. What cannot be answered is refused when it is asked.
-
-A mesh is names of dims and their sizes, as `parallelize` would read them.
-"""
+"""The mesh and how a step is run on it; what cannot be answered is refused here."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ _HINT = "write it like dp_shard=8,tp=8"
 def mesh_sizes(
     mesh: DeviceMesh | Mapping[str, int] | str, *, priced: tuple[str, ...] = ()
 ) -> tuple[tuple[str, int], ...]:
-    """("dp_shard", 8), ("tp", 8) of a mesh, of {"dp_shard": 8, "tp": 8}, or of "dp_shard=8,tp=8".
-
-    `priced`: dims that others run, and that may be there all the same.
-    """
+    """Return (("dp_shard", 8), ("tp", 8)) of a mesh, a dict, or "dp_shard=8,tp=8". `priced`: dims that others run."""
     if isinstance(mesh, DeviceMesh):
         sizes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     elif isinstance(mesh, Mapping):
@@ -76,15 +70,15 @@ def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
             known = ", ".join(name for aliases in ALIASES.values() for name in aliases)
             what = f"the mesh dim {name!r} of {size} ranks has no known purpose"
             raise AutoplanError(what, hint=f"known are {known}")
-    found = {purpose: size for purpose, aliases in ALIASES.items() for name, size in sizes if name in aliases}
-    if found.get("dp_replicate", 1) > 1 and "dp_shard" not in found:
+    purposes = {purpose: size for purpose, aliases in ALIASES.items() for name, size in sizes if name in aliases}
+    if purposes.get("dp_replicate", 1) > 1 and "dp_shard" not in purposes:
         raise AutoplanError("the mesh has 'dp_replicate' and no dim to shard over", hint="add dp_shard=1, or more")
-    if found.get("tp", 1) > 1 and found.get("ep", 1) > 1:
+    if purposes.get("tp", 1) > 1 and purposes.get("ep", 1) > 1:
         raise AutoplanError(
-            f"the mesh has {found['tp']} ranks in 'tp' and {found['ep']} in 'ep'",
+            f"the mesh has {purposes['tp']} ranks in 'tp' and {purposes['ep']} in 'ep'",
             hint="experts lie on the ranks of tp (ep_size=), or on ranks of their own with tp=1",
         )
-    check_context_size(dict(sizes).get("cp", 1), found.get("tp", 1), found.get("ep", 1))
+    check_context_size(dict(sizes).get("cp", 1), purposes.get("tp", 1), purposes.get("ep", 1))
     shard = next((name for name in names if name in ALIASES["dp_shard"]), None)
     if "cp" in names and shard is not None and names.index("cp") != names.index(shard) + 1:
         raise AutoplanError(
@@ -238,10 +232,7 @@ class Asked:
 
     @property
     def ranks(self) -> int:
-        total = 1
-        for _, size in self.mesh:
-            total *= size
-        return total
+        return prod(size for _, size in self.mesh)
 
     @property
     def shards(self) -> int:

@@ -1,9 +1,5 @@
-"""Devices and the links between them: data in rules/devices/*.toml, each figure with its source; and measured ones.
-
-Data sheets give peaks; a step reaches a share of them. So this machine can be measured, and written as a device file:
-matmuls, attention, copies, and messages under torchrun. What cannot be measured here (links, without other ranks) is
-taken from a known device, and the file says so.
-"""
+"""Devices and their links: data sheets in rules/devices/*.toml, or measured on this machine, with the source of each
+figure."""
 
 from __future__ import annotations
 

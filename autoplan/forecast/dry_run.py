@@ -1,8 +1,4 @@
-"""One step of a sharded model at its full size and depth, without storage and without other ranks.
-
-It is a proof of shapes, and the list of every collective that a rank takes part in: what `estimate` counts is counted
-here by running it.
-"""
+"""One step of a sharded model at full size, without storage and without other ranks, with every collective it takes."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autoplan.api import parallelize
 from autoplan.capture.dry_run import fake_mode, quiet
@@ -28,7 +23,7 @@ from autoplan.forecast.devices import load_device
 from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.recording.record import Marks, record_step
 from autoplan.forecast.recording.tape import Message
-from autoplan.forecast.sharded import as_on_a_gpu, fake_mesh, faker
+from autoplan.forecast.sharded import as_on_a_gpu, fake_mesh, faker, local_piece
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
 from autoplan.hf.source import Model, resolve
 from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
@@ -40,9 +35,8 @@ _ESTIMATED = {"activation_checkpointing", "mp_policy", "reshard_after_forward", 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What came out of one step: shapes, bytes of this rank's parameters, gradients and AdamW's states, each collective
-    in order. `peak`: of this step as `estimate` has it, without what a device and its libraries take; None where it has
-    none for these options."""
+    """Shapes, bytes of this rank's parameters, gradients and AdamW's states, and each collective in order. `peak`: as
+    `estimate` has it, without what device and libraries take; None where it has none for these options."""
 
     model: str
     mesh: tuple[tuple[str, int], ...]
@@ -70,12 +64,12 @@ def group_names(mesh: DeviceMesh) -> dict[str, str]:
 
 def summed(messages: tuple[Message, ...]) -> tuple[Sent, ...]:
     """How many of each kind over each dim, with the bytes of their whole values."""
-    found: dict[tuple[str, str], list[int]] = {}
+    totals: dict[tuple[str, str], list[int]] = {}
     for message in messages:
-        one = found.setdefault((message.dim, message.kind), [0, 0])
+        one = totals.setdefault((message.dim, message.kind), [0, 0])
         one[0] += 1
         one[1] += max(message.sent, message.received)
-    return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in found.items())
+    return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in totals.items())
 
 
 def dry_run(
@@ -94,8 +88,7 @@ def dry_run(
 ) -> DryRun:
     """Run `parallelize`, a forward, a backward and an optimizer step as rank `rank` of `mesh` would, on shapes alone.
 
-    `ep_size`: whole experts lie on the ranks of tp. `options` are those of `parallelize`. Raises what would be raised
-    there.
+    `ep_size`: whole experts lie on the ranks of tp. `options` are those of `parallelize`.
     """
     sizes = dict(mesh_sizes(mesh))
     check_argument("rank", rank, int, "give a whole number from 0 on")
@@ -146,9 +139,9 @@ def _run(
             tape = record_step(model, keywords, Marks(), group_names(mesh), loss_of=loss, whole=whole)
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
             optimizer.step()
-        held = [_local(p) for p in model.parameters()]
-        grown = [_local(p.grad) for p in model.parameters() if p.grad is not None]
-    states = [_local(one) for state in optimizer.state.values() for one in state.values()]
+        held = [local_piece(p) for p in model.parameters()]
+        grown = [local_piece(p.grad) for p in model.parameters() if p.grad is not None]
+    states = [local_piece(one) for state in optimizer.state.values() for one in state.values()]
     messages = tuple(item for item in tape.items if isinstance(item, Message))
     return DryRun(steps.source.name, tuple(sizes.items()), rank, tuple(shapes.items()), _bytes(held), _bytes(grown),
                   messages, _bytes([one for one in states if one.dim()]))  # fmt: skip
@@ -162,14 +155,10 @@ def _peak(
     asked = Asked(tuple(sizes.items()), setting.batch, setting.sequence, sequence_parallel=setting.sequence_parallel,
                   experts=ep_size == setting.tp > 1, **options)  # fmt: skip
     try:
-        found = estimate_with(steps, asked, load_device("h100"))
+        priced = estimate_with(steps, asked, load_device("h100"))
     except AutoplanError:  # what runs whole may not run folded
         return None
-    return found.peak - found.parts.overhead
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return priced.peak - priced.parts.overhead
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

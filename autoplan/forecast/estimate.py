@@ -111,7 +111,7 @@ def estimate(
     autoplan made name the class: give the model itself, and `plan=`.
     """
     given = model if isinstance(model, Plan) else plan
-    found = model.model if isinstance(model, Plan) else model
+    named = model.model if isinstance(model, Plan) else model
     if isinstance(model, Plan) and not _says_where(model.model):
         raise SourceError(
             f"the plan names the class {model.model}, and not where its config is",
@@ -119,7 +119,7 @@ def estimate(
         )
     check_count("lora_rank", lora_rank)
     rank = lora_rank if train == "lora" else 0
-    source = resolve(found, trust_remote_code=trust_remote_code, inputs=inputs)
+    source = resolve(named, trust_remote_code=trust_remote_code, inputs=inputs)
     source = source if weights is None else source.stored_as(weights)
     steps = Steps(source, given, inputs, rank, targets_of(lora_targets))
     sizes = mesh_sizes(mesh, priced=("pp",))

@@ -1,8 +1,8 @@
-"""Memory of one rank through a step: the recording, at full depth, with data parallelism laid over it.
+"""Memory of one rank through a step: the recording at full depth, with FSDP2 laid over it.
 
-What FSDP2 does around each unit follows from the unit's size: it gathers parameters into one flat buffer and copies
-them out, frees them after the forward, gathers the next unit while a unit's backward runs, and sums gradients from a
-flat buffer that lives until the next one's. (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.)
+FSDP2 gathers a unit into one flat buffer and copies it out, frees it after the forward, gathers the next unit while
+one's backward runs, and sums gradients from a flat buffer that lives until the next one's. (torch 2.13,
+torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.)
 """
 
 from __future__ import annotations
@@ -170,37 +170,34 @@ class Walk:
                 if isinstance(step, UnitEvent):
                     self._event(step, block, phase)
                 elif isinstance(step, Stretch):
-                    self._stretch(step, block, phase)
+                    ours = self.ours.get(block, 1.0)
+                    at = {kind: size * (ours if kind == "gradient" else 1) for kind, size in step.at.items()}
+                    total = sum(self.live.values()) + sum(at.values())
+                    if step.at:
+                        moment = phase, _place(block, step.module)
+                        self.moments[moment] = max(int(total), self.moments.get(moment, 0))
+                    if total > self.peak.total and step.at:
+                        parts = dict(self.live)
+                        for kind, size in at.items():
+                            parts[_KINDS_OF_PART[kind]] += int(size)
+                        self.peak = Peak(int(total), parts, _place(block, step.module), phase)
+                    for kind, size in step.net.items():
+                        if kind == "gradient" and self.adding and not self.data.on:
+                            continue  # added to what is there
+                        self.live[_KINDS_OF_PART[kind]] += int(size * (ours if kind == "gradient" else 1))
+                    if block and phase == "forward":
+                        self.waiting = max(self.waiting, self.live["kept"])
+                        self.expert_flops += int(step.layers.get("experts", 0))
+                    if block:
+                        for layer, flops in step.layers.items():
+                            self.layers[layer] = self.layers.get(layer, 0) + int(flops)
+                    for (dim, kind), (number, size) in step.sent.items():
+                        self._add(dim, kind, number, int(size))
+                    for dtype, flops in step.flops.items():
+                        self.flops[dtype] = self.flops.get(dtype, 0) + int(flops)
+                        self.ahead += int(flops) if phase == "forward" else 0
+                    self.moved += int(step.moved)
         return self.peak
-
-    def _stretch(self, step: Stretch, block: str, phase: str) -> None:
-        ours = self.ours.get(block, 1.0)
-        at = {kind: size * (ours if kind == "gradient" else 1) for kind, size in step.at.items()}
-        total = sum(self.live.values()) + sum(at.values())
-        if step.at:
-            moment = phase, _place(block, step.module)
-            self.moments[moment] = max(int(total), self.moments.get(moment, 0))
-        if total > self.peak.total and step.at:
-            parts = dict(self.live)
-            for kind, size in at.items():
-                parts[_KINDS_OF_PART[kind]] += int(size)
-            self.peak = Peak(int(total), parts, _place(block, step.module), phase)
-        for kind, size in step.net.items():
-            if kind == "gradient" and self.adding and not self.data.on:
-                continue  # added to what is there
-            self.live[_KINDS_OF_PART[kind]] += int(size * (ours if kind == "gradient" else 1))
-        if block and phase == "forward":
-            self.waiting = max(self.waiting, self.live["kept"])
-            self.expert_flops += int(step.layers.get("experts", 0))
-        if block:
-            for layer, flops in step.layers.items():
-                self.layers[layer] = self.layers.get(layer, 0) + int(flops)
-        for (dim, kind), (number, size) in step.sent.items():
-            self._add(dim, kind, number, int(size))
-        for dtype, flops in step.flops.items():
-            self.flops[dtype] = self.flops.get(dtype, 0) + int(flops)
-            self.ahead += int(flops) if phase == "forward" else 0
-        self.moved += int(step.moved)
 
     def _check(self, where: str, phase: str) -> None:
         total = sum(self.live.values())
@@ -218,7 +215,19 @@ class Walk:
         if event.phase == "forward":
             (self._before_forward if event.when == "before" else self._after_forward)(unit)
         elif event.when == "before":
-            self._before_backward(unit)
+            if unit.name not in self.gathered:
+                self._prefetch(unit)
+                size = self._sizes(unit).gathered
+                turned = self._sizes(unit).turned
+                self._give("unsharded", size + turned)
+                self._check(f"{unit.name} is gathered", "backward")
+                self._give("unsharded", -size - turned)
+                self.gathered.add(unit.name)
+                self.prefetched.discard(unit.name)
+            if unit.name in self.order:
+                place = self.order.index(unit.name)
+                if place:
+                    self._prefetch(self.units[self.order[place - 1]])
         elif unit.name:
             self._after_backward(unit)
         else:
@@ -252,21 +261,6 @@ class Walk:
         """Of the last gather's buffer."""
         self._give("unsharded", -self.pending)
         self.pending = 0
-
-    def _before_backward(self, unit: UnitSize) -> None:
-        if unit.name not in self.gathered:
-            self._prefetch(unit)
-            size = self._sizes(unit).gathered
-            turned = self._sizes(unit).turned
-            self._give("unsharded", size + turned)
-            self._check(f"{unit.name} is gathered", "backward")
-            self._give("unsharded", -size - turned)
-            self.gathered.add(unit.name)
-            self.prefetched.discard(unit.name)
-        if unit.name in self.order:
-            place = self.order.index(unit.name)
-            if place:
-                self._prefetch(self.units[self.order[place - 1]])
 
     def _prefetch(self, unit: UnitSize) -> None:
         if unit.name not in self.gathered and unit.name not in self.prefetched:
@@ -324,18 +318,18 @@ class Walk:
         self._add(dim, kind, 1, size)
 
     def _add(self, dim: str, kind: str, number: int, size: int) -> None:
-        found = self.sent.setdefault((self.phase, dim, kind), [0, 0])
-        found[0] += number
-        found[1] += size
+        total = self.sent.setdefault((self.phase, dim, kind), [0, 0])
+        total[0] += number
+        total[1] += size
 
     def messages(self, phase: str = "") -> tuple[Sent, ...]:
         """Of the step, or of one phase of it."""
-        found: dict[tuple[str, str], list[int]] = {}
+        totals: dict[tuple[str, str], list[int]] = {}
         for (when, dim, kind), (number, size) in self.sent.items():
             if phase in ("", when):
-                one = found.setdefault((dim, kind), [0, 0])
+                one = totals.setdefault((dim, kind), [0, 0])
                 one[0], one[1] = one[0] + number, one[1] + size
-        return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in found.items())
+        return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in totals.items())
 
 
 def _ours(unit: UnitSize, data: DataRanks) -> float:

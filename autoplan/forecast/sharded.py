@@ -1,12 +1,7 @@
-"""A folded copy of a model without storage, sharded by its plan: what a step is recorded on.
+"""A folded copy of a model without storage, sharded by its plan, in a world of fake ranks: what a step is recorded on.
 
-Few blocks of each kind are kept, under their own names, so the plan's patterns fit; what the plan says of blocks that
-were left out is said of those that stand for them too. Data parallelism is not applied: it is laid over the recording
-(memory.py), for any number of ranks.
-
-The world around it has as many ranks as wanted, in one process, and sends nothing: shapes, messages and memory of one
-rank need the mesh, not the other ranks. torch's fake process group answers every collective at once; whatever process
-group is alive meanwhile is set aside, and put back.
+Few blocks of each kind are kept, under their own names; what the plan says of others is said of those that stand for
+them. Data parallelism is laid over the recording (memory.py).
 """
 
 from __future__ import annotations
@@ -43,9 +38,7 @@ from autoplan.values import Fold, Plan
 @contextmanager
 def fake_mesh(dims: Mapping[str, int], rank: int = 0, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     """A mesh of these dims ({"dp_shard": 8, "tp": 8}) as rank `rank` sees it."""
-    ranks = 1
-    for size in dims.values():
-        ranks *= size
+    ranks = math.prod(dims.values())
     if not 0 <= rank < ranks:
         raise AutoplanError(f"there is no rank {rank}: the mesh has {ranks}", hint=f"choose 0 to {ranks - 1}")
     enter_first_in_a_lasting_thread()
@@ -115,14 +108,11 @@ def sharded_copy(
     compute_dtype: torch.dtype | None = None,
     checkpointing: Checkpointing = Checkpointing(),  # noqa: B008 - frozen
     tensor: TensorParallel = TensorParallel(),  # noqa: B008 - frozen
-    frozen: str = "units",
     folded: Folded | None = None,
     averaged: bool = False,
 ) -> Copy:
-    """Copy `model`, or its blocks that are `folded`, without storage and shard the copy; `model` stays as it is.
-
-    `averaged`: gradients over ranks of cp are FSDP2's to sum.
-    """
+    """Copy `model`, or its blocks that are `folded`, without storage and shard the copy. `averaged`: FSDP2 sums
+    gradients over ranks of cp."""
     mode = fake_mode()
     module = fold(folded.module if folded else model, faker(mode, compute_dtype), fold=False).module
     folds = folded.folds if folded else ()
@@ -132,7 +122,7 @@ def sharded_copy(
     fitted = _fitted(plan, module)
     options = Options(tensor=tensor, checkpointing=checkpointing)
     shard_model(module, mesh, fitted, options, averaged=averaged)
-    units = choose_units(module, fitted.layers, frozen=frozen)
+    units = choose_units(module, fitted.layers, frozen="units")
     named = [*((unit.names[0], unit.names) for unit in units.units), ("", ("",))]
     recorded = list(_sizes(module, named, units, stored))
     left_out = _left_out(model, folds)
@@ -140,7 +130,7 @@ def sharded_copy(
     inside = tuple(f"{name}." for name in (*blocks, *(n for stack in fitted.layers for n in stack.fqns)))
     places = tuple(name for name, part in module.named_modules() if not f"{name}.".startswith(inside)
                    and name and not any(True for _ in part.children()))  # fmt: skip
-    buffers = sum(_local(b).numel() * b.element_size() for b in module.buffers())
+    buffers = sum(local_piece(b).numel() * b.element_size() for b in module.buffers())
     lasts = {stack.fqns[-1] for stack in plan.layers if stack.fqns}
     everything = (*recorded, *_units_left_out(recorded, left_out, lasts))
     return Copy(module, mode, Marks(tuple(named), blocks, places), everything, left_out, buffers, flash)
@@ -184,7 +174,7 @@ def _fitted(plan: Plan, module: nn.Module) -> Plan:
     return replace(plan, runtime=runtime, layers=tuple(stack for stack in layers if stack.fqns))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_piece(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -216,23 +206,23 @@ def _inside(name: str, module: nn.Module, own: set[int]) -> Iterator[tuple[str, 
 
 
 def _held(name: str, parameter: torch.Tensor, stored: Mapping[str, int]) -> Held:
-    local = _local(parameter)
+    local = local_piece(parameter)
     size = stored.get(name, local.element_size())
     return Held(name, tuple(local.shape), size, parameter.requires_grad, is_stack(parameter))
 
 
 def _left_out(model: nn.Module, folds: tuple[Fold, ...]) -> LeftOut:
-    found: dict[str, tuple[tuple[str, str], ...]] = {}
+    left_out: dict[str, tuple[tuple[str, str], ...]] = {}
     for one in folds:
         stands = dict(one.members)
         last = ""
         for key in model.get_submodule(one.container)._modules:
             if key in stands:
                 pair = (f"{one.container}.{key}", f"{one.container}.{stands[key]}")
-                found[last] = (*found.get(last, ()), pair)
+                left_out[last] = (*left_out.get(last, ()), pair)
             else:
                 last = f"{one.container}.{key}"
-    return found
+    return left_out
 
 
 def _units_left_out(recorded: list[UnitSize], left_out: LeftOut, lasts: set[str]) -> Iterator[UnitSize]:

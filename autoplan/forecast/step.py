@@ -1,8 +1,7 @@
-"""Recordings of one model's step, made when asked for and kept: a sweep over meshes asks for few different ones.
+"""Recordings of one model's step, kept: a sweep over meshes asks for few different ones.
 
-A recording depends on how the model is split (tp, ep, along the sequence), on checkpointing, on dtypes and on
-the batch. It does not depend on data parallelism. Bytes grow evenly with the batch, so two recordings tell all other
-batches, where both did the same in the same order.
+They depend on the split, checkpointing, dtypes and the batch, not on data parallelism. Bytes grow evenly with the
+batch, so two recordings tell all other batches where both did the same in the same order.
 """
 
 from __future__ import annotations
@@ -159,11 +158,8 @@ class Steps:
         return self.plans[key]
 
     def split(self, tp: int, ep: int = 1, sequence_parallel: bool = False, cp: int = 1) -> Plan:
-        """The plan, as far as a recording needs it: few blocks of each kind.
-
-        Along the sequence the first and the last block are not like those between, so all of them would be read one by
-        one; here only those that are recorded are.
-        """
+        """The plan of few blocks of each kind, as far as a recording needs it (under sequence parallelism no two are
+        alike)."""
         if not (sequence_parallel or cp > 1) or self.given is not None:
             return self.plan(tp, ep, sequence_parallel, cp)
         if (tp, ep, cp) not in self.few:
@@ -189,15 +185,15 @@ class Steps:
         return self.known[setting]
 
     def scaled(self, setting: Setting) -> Recorded:
-        """The step at any batch, from the recordings of one and of two sequences where these did the same, and over any
-        ranks of tp, from those over half as many and a quarter."""
+        """The step at any batch from recordings of one and two sequences, and over any tp from half as many and a
+        quarter."""
         if setting in self.known:
             return self.known[setting]
         if setting not in self.derived:
-            found = self._thinner(setting) if setting.batch <= 2 else self._thicker(setting)
-            if found is None:
+            derived = self._thinner(setting) if setting.batch <= 2 else self._thicker(setting)
+            if derived is None:
                 return self.at(setting)
-            self.derived[setting] = found
+            self.derived[setting] = derived
         return self.derived[setting]
 
     def _thicker(self, setting: Setting) -> Recorded | None:
@@ -230,14 +226,14 @@ class Steps:
         for folded, how in sorted(ways, key=lambda way: way != before):
             plan = self.split(*size) if folded else self.plan(*size)
             try:
-                found = self._recorded(setting, plan, folded, how)
+                recorded = self._recorded(setting, plan, folded, how)
             except AutoplanError:
                 raise
             except Exception as error:  # someone else's forward may raise anything
                 problem = problem or error
             else:
                 self.worked[setting.training] = folded, how
-                return found
+                return recorded
         raise CaptureError(
             f"a step of {self.source.name} cannot be run without storage: {type(problem).__name__}: {problem}"[:400],
             hint="pass inputs={argument: tensor} with which its forward runs",

@@ -1,11 +1,7 @@
 """Seconds of one step, by a roofline: operations at the device's rate, bytes at its memory's, messages at the links'.
 
-Messages of tensor parallelism delay what comes after them. Those of FSDP2 run beside the compute of the same phase:
-what compute does not hide is exposed, and so are the first gather and the last sum, which nothing runs beside.
-
-What others run around the tp and data-parallel part that autoplan plans (a stage of a pipeline, experts on
-data-parallel ranks that exchange tokens, products in float8) is priced by arithmetic on its recordings:
-docs/estimate.md says by which formulas.
+Messages of tensor parallelism delay what follows; FSDP2's are exposed where the compute of their phase does not hide
+them. What others run (pipelines, exchanged experts, float8) is priced by the formulas in docs/estimate.md.
 """
 
 from __future__ import annotations
@@ -57,9 +53,7 @@ def step_time(
     *,
     summed_once: bool = False,
 ) -> StepTime:
-    """A step of `accumulate` micro-batches. Each of several `stages` waits for the others at its begin and its end.
-
-    `summed_once`: data parallelism talks once a step, not in each micro-batch."""
+    """Time `accumulate` micro-batches through `stages`. `summed_once`: data parallelism talks once a step."""
     compute = _computing(load, device)
     memory = load.moved / device.bandwidth
     seconds: dict[str, float] = {}
@@ -80,8 +74,7 @@ def step_time(
 def decoding_time(
     load: Load, device: Device, mesh: tuple[tuple[str, int], ...], read: int, share: float
 ) -> float:  # fmt: skip
-    """Seconds in which each sequence gets one token. `load`: of the prompts, `share`: one token's part of it; `read`:
-    bytes of weights and caches, each read once."""
+    """Seconds for one token of each sequence. `share`: a token's part of `load`; `read`: bytes read once."""
     sent = sum(_seconds(replace(one, bytes=int(one.bytes * share)), device, mesh) for one in load.sent)
     return max(_computing(load, device) * share, read / device.bandwidth) + sent
 
@@ -107,11 +100,8 @@ def _not_hidden(load: Load, computing: float, device: Device, mesh: tuple[tuple[
 
 
 def _seconds(sent: Sent, device: Device, mesh: tuple[tuple[str, int], ...]) -> float:
-    """A ring: each rank passes all but its own part on, twice where the sum goes back to all.
-
-    Between nodes a ring is laid for each port, so a group has as many ports as it has ranks in a node. A tree sums
-    with few steps; a gather passes each node in turn. What all send to all passes each rank's own port.
-    """
+    """A ring: each rank passes all but its own part on, twice for an all-reduce. Between nodes there is a ring for each
+    port; a tree sums in few steps; an all-to-all passes each rank's own port."""
     place = _place(sent.dim, mesh)
     # FSDP2 shards over the ranks of context parallelism, too.
     end = place + 1 + (sent.dim == "dp_shard" and [name for name, _ in mesh[place + 1 :]][:1] == ["cp"])

@@ -2,11 +2,9 @@
 
     splits (tp, experts apart, cp) ── along the sequence ── checkpointing ── micro-batch ── FSDP2 or HSDP ── resharding
 
-A recording is made once for each split and each way of checkpointing; data parallelism, micro-batches and resharding
-are arithmetic on it, and so is tp where recordings over fewer ranks tell it (step.py). Three bounds save recordings.
-What does not fit with one sequence and all blocks checkpointed is not looked at further. Nor is a split that is larger
-and slower so than the same split cut along the sequence, nor are those over more ranks then. Less checkpointing cannot
-fit where weights, states and what more checkpointing keeps do not.
+Each split and way of checkpointing is recorded once; all else is arithmetic. Not recorded: less checkpointing where a
+bound says that it cannot fit, splits that do not fit with one checkpointed sequence, and splits that are larger and
+slower than the same one cut along the sequence.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from typing import Any
 from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
 from autoplan.common.stages import stage
 from autoplan.decide.rulebook.read import rule_named
+from autoplan.emit.tables.estimate_table import PARTS
 from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import Device
 from autoplan.forecast.estimate import estimate_with
@@ -34,15 +33,11 @@ _MOST_GPUS = 1 << 16
 _DOUBLED = (1, 2, 4, 8, 16, 32, 64)  # stages of a pipeline, ranks that exchange tokens
 LONG = 1 << 15  # tokens of a sequence from which it is cut over ranks of cp, too
 _MUCH_SLOWER = 0.9  # than the fastest with fewer replicas: more replicas are not looked at
-_PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states", "kept": "activations kept",
-          "temporary": "temporary buffers", "unsharded": "units that are gathered", "communication": "messages",
-          "cache": "keys and values", "overhead": "context, libraries, communicators"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a model is cut: over `tp` ranks, with experts placed whole on `ep` different ones (of tp, or others); or its
-    sequence over `cp`."""
+    """Over `tp` ranks, with experts placed whole on `ep` (of tp, or others); or the sequence over `cp`."""
 
     tp: int
     ep: int = 1
@@ -100,8 +95,7 @@ class Sweep:
         return gpus if self.train == "inference" else min(gpus, self.per_node)
 
     def splits(self, gpus: int) -> Iterator[Split]:
-        """Sizes of tp with experts cut inside, of cp where sequences are long, sizes of tp with whole experts apart on
-        those ranks, and experts alone."""
+        """Sizes of tp with experts cut inside, of cp for long sequences, of tp with whole experts, experts alone."""
         sizes = self.tensor_sizes(gpus)
         for tp in sizes:
             yield Split(tp)
@@ -146,7 +140,7 @@ class Sweep:
             return (False,)
 
     def _of_split(self, copies: int, split: Split, each: int) -> list[Row]:
-        found: list[Row] = []
+        rows: list[Row] = []
         cut: Row | None = None
         for along in self._along(split):
             if cut is not None and split.shared in self.cut_pays:
@@ -168,11 +162,11 @@ class Sweep:
                 self.cut_pays.add(split.shared)
                 alone = True
             if alone:
-                found.append(smallest)
+                rows.append(smallest)
             else:
-                found += self._ways(copies, split, along, each)
+                rows += self._ways(copies, split, along, each)
             cut = smallest if along else None
-        return found
+        return rows
 
     def _smallest(self, copies: int, split: Split, along: bool, each: int) -> Row:
         """One sequence at a time with all blocks checkpointed; for inference, all that are held at once."""
@@ -202,10 +196,7 @@ class Sweep:
         self, copies: int, split: Split, micro: int, checkpointing: bool | str, along: bool, reshard: bool | None,
         each: int,
     ) -> Iterator[Row]:  # fmt: skip
-        """With more and more replicas, as long as it fits and the next is not slower than the last by far.
-
-        Fewer ranks that share parameters need more memory of each, and gather over fewer nodes.
-        """
+        """With more and more replicas, as long as it fits and the next is not much slower than the last."""
         fastest = 0.0
         for mesh in self._meshes(copies, split):
             row = self._row(self._asked(mesh, micro, checkpointing, along, reshard, each, split))
@@ -231,20 +222,18 @@ class Sweep:
         )  # fmt: skip
 
     def _row(self, asked: Asked) -> Row:
-        found = estimate_with(self.steps, asked, self.device)
-        self.asked[id(found)] = asked
-        missing = max(0, found.peak - self.memory)
-        binds = _biggest(found.parts) if missing else _slowest(found)
-        said: Any = asked.activation_checkpointing
-        return Row(found, said, asked.sequence_parallel, asked.reshard_after_forward, asked.accumulate, not missing,
+        priced = estimate_with(self.steps, asked, self.device)
+        self.asked[id(priced)] = asked
+        missing = max(0, priced.peak - self.memory)
+        binds = _biggest(priced.parts) if missing else _slowest(priced)
+        again: Any = asked.activation_checkpointing
+        return Row(priced, again, asked.sequence_parallel, asked.reshard_after_forward, asked.accumulate, not missing,
                    binds, missing, asked.experts)  # fmt: skip
 
     def elsewhere(self, gpus: int, batch: int, most: int = 3) -> list[Row]:
-        """The fastest that fit of those that others would run: stages of a pipeline, experts that exchange tokens.
-
-        Prices come from recordings that are there, so they cost little.
-        """
-        found: list[Row] = []
+        """The fastest that fit of pipelines and exchanged experts, which others run; their prices come from known
+        recordings."""
+        rows: list[Row] = []
         known = [s for s in self.steps.known if s.ep == s.cp == 1 and s.training]
         ways: dict[tuple[int, bool, Any], set[int]] = {}
         for s in known:
@@ -259,10 +248,10 @@ class Sweep:
             for micro in (n for n in sizes if each % n == 0 and each // n >= stages):
                 asked = self._asked(mesh, micro, checkpointing, along, None, each, Split(tp))
                 try:
-                    found.append(self._row(replace(asked, exchange_experts=ranks)))
+                    rows.append(self._row(replace(asked, exchange_experts=ranks)))
                 except AutoplanError:  # more stages than blocks, or experts that are not divisible
                     break
-        return sorted((row for row in found if row.fits), key=lambda row: -row.estimate.tokens_per_second)[:most]
+        return sorted((row for row in rows if row.fits), key=lambda row: -row.estimate.tokens_per_second)[:most]
 
     def settled(self, rows: list[Row]) -> list[Row]:
         """In order. The first row is recorded itself, until one that was stays first."""
@@ -276,12 +265,9 @@ class Sweep:
             exact.add(id(rows[0]))
 
     def enough(self, gpus: int, batch: int = 0) -> int | None:
-        """The smallest number of GPUs above `gpus`, in whole nodes where there are several, for which `rows` has one
-        that fits. `batch`: of a step, 0: as many as there are GPUs.
-
-        Of one split, more copies need less of a rank until parameters are cut so thin that they are padded: so a first
-        one that fits is looked for by doubling, and refined among legal numbers. Splits differ in which are legal.
-        """
+        """The smallest number of GPUs above `gpus`, in whole nodes, for which `rows` has one that fits. `batch`: of a
+        step; 0: as many as GPUs. More copies need less of a rank until padding counts, so it is looked for by
+        doubling, then refined."""
         sizes = (tp for tp in self.steps.plan(1).legal_tp if tp <= self.per_node)
         best: int | None = None
         for split in self.splits(lcm(1 << self.per_node.bit_length(), *sizes)):
@@ -331,8 +317,8 @@ def _held(parts: MemoryParts) -> int:
 
 
 def _biggest(parts: MemoryParts) -> str:
-    name = max(_PARTS, key=lambda part: getattr(parts, part))
-    return f"memory: {_PARTS[name]} take {getattr(parts, name) / 2**30:.1f} GiB"
+    name = max(PARTS, key=lambda part: getattr(parts, part))
+    return f"memory: {PARTS[name]} take {getattr(parts, name) / 2**30:.1f} GiB"
 
 
 def _slowest(found: Estimate) -> str:

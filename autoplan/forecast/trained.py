@@ -1,12 +1,7 @@
-"""What a step trains: low-rank adapters for a model that has none, and the bytes that optimizers keep.
+"""What a step trains: low-rank adapters put into a model that has none, and the bytes that optimizers keep.
 
-What fine-tuning with adapters costs can be asked before they are put in. Beside each target are two thin linear layers,
-A and B, that alone are trained; all else is frozen. Modules of plain torch replace those of any library: what a step
-keeps, sends and updates is the same. Targets are named as peft names them: endings of module names, a pattern for whole
-names, or "all-linear" (of the blocks). Experts that lie in one tensor and routers that are no linear layers get none.
-
-The table of optimizers is what `optimizer=` and `--optimizer` choose from: bytes of state for each number of a trained
-parameter as it lies on a rank, inside a block or outside.
+Adapters are two thin linear layers of plain torch beside each target; all else is frozen. Targets are named as peft
+names them. Experts in one tensor get none. OPTIMIZERS is the table behind `optimizer=`.
 """
 
 from __future__ import annotations
@@ -44,8 +39,8 @@ class Adapted(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            found: torch.Tensor | nn.Module = getattr(super().__getattr__("inner"), name)
-            return found
+            value: torch.Tensor | nn.Module = getattr(super().__getattr__("inner"), name)
+            return value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.inner(x) + self.up(self.down(x))

@@ -1,7 +1,4 @@
-"""Models that peft changed: another with the same adapters, and what checkpoints of the model inside call its tensors.
-
-The class and config of the model inside still say how to build it; what was added to it stands in `peft_config`.
-"""
+"""Models that peft changed: put the same adapters on another, and map names to those of the model inside."""
 
 from __future__ import annotations
 
@@ -97,8 +94,8 @@ def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -
 
 
 def usual_targets(model_type: str, config: PretrainedConfig | None) -> tuple[str, ...] | str:
-    """The layers that peft's LoRA is put beside where none are named, for this type of model or a part of it. Raises
-    SourceError where peft has no answer: what would be trained is then for the user to say."""
+    """The layers that peft's LoRA is put beside by default, for this type of model. Raises SourceError where peft has
+    none."""
     hint = "name them: --lora-targets q_proj,v_proj (lora_targets=), or all-linear"
     try:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual

@@ -21,10 +21,7 @@ from autoplan.hf.quantised.schemes import Plain, is_for_linears, packed_weight, 
 from autoplan.hf.quantised.weights import is_transposed
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
-# How transformers names the tensors of a checkpoint, and makes a model's tensors out of them.
-#
-# It renames, merges and splits checkpoint tensors on the way in (one file entry per expert becomes one packed weight).
-# Its own rules are applied unchanged, where a model is one of its own.
+# Make a model's tensors out of a checkpoint's by transformers' own rules, which rename, merge and split them.
 
 _MOVING = frozenset(("Chunk", "Concatenate", "Conv3dToLinear", "ErnieFuseAndSplitTextVisionExperts", "Interleave",
                      "LinearToConv3d", "MergeModulelist", "PermuteForRope", "Split", "SplitModulelist",
@@ -129,16 +126,16 @@ def _for_stored(rule: Any, names: frozenset[str]) -> Iterator[Any]:
 
 
 def _for_lists(model: nn.Module, known: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
-    """Converters for stacks of experts that the library reads as stacks, and tools that pack linears write one by one.
-    With each: do rows of an entry become columns of the stack?"""
+    """Converters for stacks of experts that tools write one by one, and whether rows of an entry become the stack's
+    columns."""
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
     covered = {target for rule in known for target in rule.target_patterns}
     owners: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if path.endswith("experts") and getattr(module, "is_concatenated", True):
-            found = (_STACK.match(name) for name in module._parameters)
-            owners |= {match[0]: module for match in found if match is not None}
+            stacks = (_STACK.match(name) for name in module._parameters)
+            owners |= {match[0]: module for match in stacks if match is not None}
     for stack, owner in owners.items():
         if not any(target.endswith(f"experts.{stack}") for target in covered):
             sources = [f".experts.*.{part}.weight" for part in listed(stack)]
@@ -173,11 +170,8 @@ def _rules(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], d
     return lambda key: rename_source_key(key, renamings, converters), by_pattern, turned
 
 
-# How transformers writes a checkpoint: which names, which layouts, and the settings that lie beside the weights.
-#
-# A model in memory is not what its checkpoint holds: experts are stacked, projections are packed, names have changed.
-# transformers reverses that with a whole state dict in hand. Here the same reversal is asked for group by group: the
-# tensors that one conversion needs, so that the others need not be held.
+# Write a checkpoint: transformers reverses its conversions with a whole state dict in hand; here it is asked group by
+# group, with the tensors that one conversion needs.
 
 Stored = Mapping[str, tuple[PackedWeight, PackedTensor]]
 
@@ -185,8 +179,8 @@ Stored = Mapping[str, tuple[PackedWeight, PackedTensor]]
 def checkpoint_writer(
     model: nn.Module, original: bool = True, stored: Stored = MappingProxyType({})
 ) -> CheckpointWriter:
-    """Of any model; one that is not transformers' own is written under its own names, and has no settings. `stored`:
-    the packed tensors among those to write."""
+    """Of any model; one that is not transformers' own has no settings. `stored`: the packed tensors among those to
+    write."""
     if not _is_theirs(model):
         return CheckpointWriter(lambda names: [(name,) for name in names], lambda tensors: tensors)
     group_of = _group_names(model) if original else None
@@ -242,8 +236,8 @@ def _alone(
 def _apart(
     model: Any, name: str, whole: torch.Tensor, weight: PackedWeight, tensor: PackedTensor
 ) -> dict[str, torch.Tensor]:
-    """A packed stack as checkpoints hold it: an entry for each expert and each matrix that was quantised for itself.
-    Which entries there are, and what they are called, is asked with numbers in place of the plain stack."""
+    """A packed stack as checkpoints hold it, with an entry for each expert and quantised matrix. Names are found by
+    running the conversion on numbers in place of the plain stack."""
     experts, segments = weight.shape[0], max(1, len(weight.segments))
     plain = name.removesuffix(tensor.attribute) + weight.parameter
     asked = _reverted(model, {plain: torch.arange(experts * segments).reshape(experts, segments, 1)})
@@ -263,11 +257,11 @@ def _apart(
     mine = one.tensors[weight.tensors.index(tensor)]
     place = next((place for place, dim in enumerate(tensor.dims) if weight.rows in dim.of), 1)
     parts = whole.chunk(segments, place) if whole.dim() > 1 else (whole,) * segments
-    found = {}
+    entries = {}
     for entry, number in asked.items():
         expert, segment = divmod(int(number), segments)
-        found[entry.removesuffix("weight") + mine.name] = parts[segment][expert].reshape(mine.shape)
-    return found
+        entries[entry.removesuffix("weight") + mine.name] = parts[segment][expert].reshape(mine.shape)
+    return entries
 
 
 def _group_names(model: Any) -> Callable[[str], str]:
@@ -288,10 +282,10 @@ def _group_names(model: Any) -> Callable[[str], str]:
 
 
 def _groups(names: Iterable[str], group_of: Callable[[str], str] | None) -> list[tuple[str, ...]]:
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(name if group_of is None else group_of(name), []).append(name)
-    return [tuple(members) for members in found.values()]
+        groups.setdefault(name if group_of is None else group_of(name), []).append(name)
+    return [tuple(members) for members in groups.values()]
 
 
 def _write_settings(model: Any, folder: str | os.PathLike[str], cls: type) -> None:

@@ -21,11 +21,8 @@ from autoplan.hf.quantised.methods import USUAL_CONFIGS, quantization_config_of
 from autoplan.hf.shrink import all_configs
 from autoplan.hf.tiny_sizes import field_rule, is_layer_count, is_token_id
 
-# A config before anything is built from it: are its values of the right kinds, and its sizes not absurd?
-#
-# A config is somebody's file. Classes of configs and models trust it: a `model_type` that is a list, a negative width
-# or a billion layers end in an error from deep inside, or do not end at all. What can be told from the values is told
-# first; what can only be told by building is counted while it is built.
+# Check the kinds and sizes of a config, which is somebody's file, before anything is built from it; what only building
+# shows is counted meanwhile.
 
 _OPEN = type(None)
 _SHAPE = {
@@ -131,19 +128,16 @@ def limited_modules(name: str) -> Iterator[None]:
             handle.remove()
 
 
-# Attention as a GPU runs it in models that have no path through scaled_dot_product_attention (gpt-oss: learned sinks).
-#
-# transformers builds these with eager attention, which keeps all scores; on a GPU they are run with the flash kernel
-# that their class says it supports. For a step without storage torch's own flash op stands for that kernel: the same
-# shapes are kept, and what a bias of a head adds is not seen in them.
+# Models without a path through scaled_dot_product_attention (gpt-oss: learned sinks) are built with eager attention,
+# which keeps all scores, and run with a flash kernel on a GPU. Without storage torch's own flash op stands for that
+# kernel.
 
 _NAME = "autoplan_flash"
 _WIDEST = 256  # of a head, in the flash kernel
 
 
 def take_flash_attention(model: nn.Module) -> bool:
-    """Let a copy without storage take the flash kernel, where its class supports that and not SDPA; did any? Who sets
-    eager attention for a class that has SDPA wants it, and keeps it."""
+    """Let a copy without storage take the flash kernel, where its class supports that and not SDPA; did any?"""
     changed = False
     for part in model.modules():
         if not isinstance(part, PreTrainedModel) or part._supports_sdpa or not part._supports_flash_attn:
@@ -171,17 +165,14 @@ def _flash(
 
 
 # Which dtype weights have: what the config says, else the checkpoint beside it, else the library's default.
-#
-# A config without a dtype is built in float32, which no released model is stored in: a figure must say where its dtype
-# is from. `stored_as` answers for a config how it would be stored otherwise.
 
 DTYPES = ("float32", "bfloat16", "float16")
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
 
 
 def settled_dtype(config: PretrainedConfig, where: str) -> tuple[PretrainedConfig, str]:
-    """The config with a dtype, if anything says one, and who said it. `where`: the folder of the checkpoint, if any.
-    Quantised checkpoints without one compute in bfloat16: no kernel for them takes float32."""
+    """Return the config with a dtype, and who said it. `where`: the folder of the checkpoint. Quantised checkpoints
+    without one compute in bfloat16: no kernel for them takes float32."""
     parts = tuple(all_configs(config))
     dtype = next((part.dtype for part in parts if getattr(part, "dtype", None) is not None), None)
     origin = "from the config"
@@ -216,8 +207,8 @@ def stored_as(config: PretrainedConfig | None, weights: str) -> PretrainedConfig
     if weights in DTYPES:
         asked.dtype = getattr(torch, weights)
     else:
-        said: dict[str, Any] = copy.deepcopy(USUAL_CONFIGS[weights])
-        asked.quantization_config = said
+        quantisation: dict[str, Any] = copy.deepcopy(USUAL_CONFIGS[weights])
+        asked.quantization_config = quantisation
     return asked
 
 

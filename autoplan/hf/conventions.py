@@ -1,7 +1,6 @@
-"""transformers' words and ways, as the value that rooms below this one read (common/conventions.py).
+"""transformers' words and ways, as the value that rooms below read (common/conventions.py).
 
-Importing this imports neither torch nor transformers: it is handed in whenever the package is imported. Functions look
-transformers up only where it is loaded: before that no module or config of its own can exist.
+Importing this loads neither torch nor transformers: functions look transformers up only where it is loaded.
 """
 
 from __future__ import annotations
@@ -9,29 +8,22 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autoplan.common.conventions import BaseName, CheckpointNames, CheckpointWriter, Conventions, PlanPart
+from autoplan.common.conventions import BaseName, CheckpointNames, Conventions, PlanPart
 from autoplan.hf.own_sharding import no_plan_because, plan_parts, shipped_plan
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import nn
     from transformers import PretrainedConfig
 
-    from autoplan.values.quantised import PackedTensor, PackedWeight
-
 
 def _config_of(module: nn.Module) -> PretrainedConfig | None:
-    """The transformers config of a module; None where `.config` is nothing, or anything else.
-
-    `.config` is a name that everybody uses: nanoGPT keeps a dataclass there, others a dict or what argparse read, and
-    none of them has a model type, sub-configs or an attention implementation.
-    """
+    """The transformers config of a module; None where `.config` is anything else (a dataclass, a dict, argparse's)."""
     library = sys.modules.get("transformers.configuration_utils")
-    found = getattr(module, "config", None)
-    return found if library is not None and isinstance(found, library.PretrainedConfig) else None
+    config = getattr(module, "config", None)
+    return config if library is not None and isinstance(config, library.PretrainedConfig) else None
 
 
 def _builder_of(cls: Any, model: nn.Module) -> Callable[[], nn.Module] | None:
@@ -52,24 +44,9 @@ def _checkpoint_names(model: nn.Module) -> CheckpointNames:
     return checkpoint_names(_base_of(model))
 
 
-def _checkpoint_writer(
-    model: nn.Module, original: bool, stored: Mapping[str, tuple[PackedWeight, PackedTensor]]
-) -> CheckpointWriter:
-    from autoplan.hf.checkpoints import checkpoint_writer
-
-    return checkpoint_writer(model, original, stored)
-
-
-def _stored_aliases(folder: Path, keys: tuple[str, ...]) -> Mapping[str, str]:
-    from autoplan.hf.quantised.weights import stored_aliases
-
-    return stored_aliases(folder, keys)
-
-
-def _stored_weights(*what: Any) -> tuple[PackedWeight, ...]:
-    from autoplan.hf.quantised.weights import stored_weights
-
-    return stored_weights(*what)
+def _later(module: str, name: str) -> Callable[..., Any]:
+    """A function of this room whose module is imported when it is called."""
+    return lambda *args: getattr(import_module(f"autoplan.hf.{module}"), name)(*args)
 
 
 def _shipped_parts(model: Any) -> tuple[tuple[PlanPart, ...], tuple[str, ...]]:
@@ -88,20 +65,14 @@ def _adapters_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def _base_of(module: nn.Module) -> nn.Module:
-    found: nn.Module = module.get_base_model() if _adapters_of(module) else module
-    return found
+    base: nn.Module = module.get_base_model() if _adapters_of(module) else module
+    return base
 
 
 def _base_names(module: nn.Module) -> Mapping[str, BaseName]:
     from autoplan.hf.adapters import base_names
 
     return base_names(module) if "peft" in sys.modules else {}
-
-
-def _adapted_as(model: nn.Module, base: nn.Module) -> nn.Module:
-    from autoplan.hf.adapters import adapted_as
-
-    return adapted_as(model, base)
 
 
 def _parts_to_save(model: nn.Module, options: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -115,8 +86,8 @@ def _parts_to_save(model: nn.Module, options: Mapping[str, Any]) -> tuple[str, .
     layers = {key: value for key, value in options.items() if key == "save_embedding_layers"}
     kept: set[int] = set()
     for name in names:
-        found = get_peft_model_state_dict(model, state_dict=state, adapter_name=name, **layers)
-        kept |= {id(tensor) for tensor in found.values()}
+        own_state = get_peft_model_state_dict(model, state_dict=state, adapter_name=name, **layers)
+        kept |= {id(tensor) for tensor in own_state.values()}
     if not names:
         own: Any = model
         kept = {id(tensor) for tensor in own.get_adapter_state_dict(state_dict=state).values()}
@@ -172,18 +143,18 @@ TRANSFORMERS = Conventions(
     builder_of=_builder_of,
     base_path=_base_path,
     checkpoint_names=_checkpoint_names,
-    checkpoint_writer=_checkpoint_writer,
+    checkpoint_writer=_later("checkpoints", "checkpoint_writer"),
     shipped_plan=shipped_plan,
     shipped_parts=_shipped_parts,
     is_base=_is_base,
     is_transposed_linear=_is_transposed_linear,
-    stored_aliases=_stored_aliases,
-    stored_weights=_stored_weights,
+    stored_aliases=_later("quantised.weights", "stored_aliases"),
+    stored_weights=_later("quantised.weights", "stored_weights"),
     saves=_saves,
     adapters_of=_adapters_of,
     base_of=_base_of,
     base_names=_base_names,
-    adapted_as=_adapted_as,
+    adapted_as=_later("adapters", "adapted_as"),
     parts_to_save=_parts_to_save,
     no_plan_because=no_plan_because,
 )

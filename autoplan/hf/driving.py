@@ -19,8 +19,7 @@ PRELOADED = "transformers.modeling_utils"  # what takes long to import
 
 
 def note_what_is_collected(model: nn.Module) -> None:
-    """transformers notes, while it builds a model, which inner outputs it may collect. One that was sent to this
-    process was not built here."""
+    """Tell transformers which inner outputs may be collected of a model that was built in another process."""
     library = sys.modules.get("transformers.utils.output_capturing")
     notes = getattr(library, "_CAN_RECORD_REGISTRY", {})
     for module in model.modules():

@@ -104,8 +104,7 @@ def _training_trainer(base: Any, sharded: Sharded) -> Any:
                 self._seed_copies_alike(host.process_index, self._sharded_sizes[2])
 
         def _seed_copies_alike(self, process: int, tp: int) -> None:
-            """Trainers that draw tokens seed each process by its number: ranks of one tp group must draw the same.
-            The first of a group goes on with the stream that it has."""
+            """Seed ranks of one tp group alike where a Trainer draws tokens; the first of a group keeps its stream."""
             if process % tp and torch.initial_seed() == self.args.seed + process:
                 import_module("accelerate.utils").set_seed(self.args.seed + process - process % tp)
 
@@ -171,13 +170,10 @@ def _saving_trainer(base: Any, sharded: Sharded) -> Any:
                 super()._load_optimizer_and_scheduler(checkpoint)
             elif checkpoint is not None:
                 with sharded.together(self.model, "loading the optimizer"):
-                    self._load_sharded_optimizer(checkpoint, folder)
-
-        def _load_sharded_optimizer(self, checkpoint: str, folder: str) -> None:
-            if os.path.isdir(folder):
-                sharded.load_optimizer(self.model, _plain(self.optimizer), folder)
-                state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
-                self.lr_scheduler.load_state_dict(state)
+                    if os.path.isdir(folder):
+                        sharded.load_optimizer(self.model, _plain(self.optimizer), folder)
+                        state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
+                        self.lr_scheduler.load_state_dict(state)
 
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
             if self._sharded_sizes is None:
@@ -274,11 +270,11 @@ def _saving_accelerator(base: Any, sharded: Sharded, model: Any) -> Any:
             self._models: Any = []
             self._optimizers: Any = []
             try:
-                found = rest()
+                result = rest()
             finally:
                 self._models, self._optimizers = held
-            own(folder if folder is not None else found)
-            return found
+            own(folder if folder is not None else result)
+            return result
 
         def _save_sharded(self, folder: str) -> None:
             sharded.save_weights(model, os.path.join(folder, _WEIGHTS))

@@ -208,9 +208,9 @@ def _call_of_user(module_name: str, function_name: str, what: str) -> Any:
 
 def transformers_class(name: str, config: PretrainedConfig, where: str, trust_remote_code: bool) -> type:
     """The model class of that name, from transformers or, when trusted, from the code next to the config."""
-    found = getattr(transformers, name, None)
-    if isinstance(found, type):
-        return found
+    cls = getattr(transformers, name, None)
+    if isinstance(cls, type):
+        return cls
     references = getattr(config, "auto_map", None) or {}
     reference = next((r for r in references.values() if isinstance(r, str) and r.endswith(f".{name}")), None)
     if reference is None:

@@ -1,10 +1,7 @@
 """Public names of transformers that the code rests on, and what each was called in which version.
 
-A name that is missing has three meanings: this model has none; this version uses another name; the name is unknown to
-version. Under versions that were tested, the first holds: a test looks every name up in the installed library. Under a
-newer one, `not_known` looks whether any class of a mapping still has it. Undocumented names are in autoplan/doctor.
-
-Only text is read here, so that `autoplan doctor` and the tests can ask without an import of every model.
+Under untested versions `not_known` looks whether any class of a mapping still has a name. Only text is read, so that
+`autoplan doctor` imports no model. Undocumented names are in autoplan/doctor.
 """
 
 from __future__ import annotations
@@ -38,8 +35,8 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class ForeignName:
-    """A name and its spellings, the newest first, each with the versions that have it ("": all that were tested).
-    `mapping`: the auto mapping of which at least one class has it in every version; "": any model, or the library."""
+    """A name and its spellings, the newest first, with the versions that have each. `mapping`: the auto mapping of
+    which some class must have it; "": any model, or the library."""
 
     kind: Kind
     spellings: tuple[tuple[str, str], ...]

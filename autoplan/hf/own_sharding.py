@@ -1,9 +1,6 @@
-"""How transformers itself shards a model: plans and claims that its classes ship, and its own code that applies them.
+"""How transformers shards a model: the plans and claims that its classes ship, and its own code that applies them.
 
-The plan is told part by part: where a key was written (a class, a config, an instance) decides what it means. What the
-styles mean to us is read elsewhere (decide/written_plans/dialects.py), as for plans of any other origin. Plans are
-judged by what its code really does. Claims besides the tensor-parallel plan are read as they stand; whether they hold
-is tried elsewhere (check/audit/claims.py).
+A plan is told part by part: where a key was written (a class, a config, an instance) decides what it means.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""From the config of a real model to the config of a tiny one that is built the same way.
-
-A tiny clone stands for the real model only if every choice of its config survives: one kv head stays one, as many kv
-heads as heads stay as many, tied stays tied, every type of layer still occurs. So the given config is shrunk, not the
-class's default, and a field that the class derived from others is left out, so that the class derives it again.
-"""
+"""Shrink the config of a real model to a tiny one that makes the same choices (one kv head stays one, tied stays tied,
+every type of layer occurs). A field that the class derives from others is left out, to be derived again."""
 
 from __future__ import annotations
 
@@ -81,11 +77,10 @@ class _Shrinking:
 def tiny_config(
     config: PretrainedConfig, variant: int = 0, shrink: str = "all", ranks: tuple[int, int] | None = None
 ) -> PretrainedConfig:
-    """A tiny config of the same class that makes the same choices. `config` is not touched. `ranks`: those of the plan,
-    and those on which the clone is tried: it leaves on each of them what the plan leaves (`tiny_sizes.fitted`).
+    """A tiny config of the same class. `ranks`: of the plan, and of the trial, whose clone leaves on each what the plan
+    does.
 
-    `shrink="related"` leaves widths multiples of each other (see tiny_sizes.py), "depth" leaves every width as it is,
-    "nothing" the layers too: for models whose sizes depend on each other in ways that no field tells. Raises
+    `shrink="related"` keeps widths multiples of each other, "depth" every width, "nothing" the layers too. Raises
     SourceError when the class refuses the shrunk fields.
     """
     if shrink == "nothing":
@@ -101,7 +96,13 @@ def tiny_config(
         depth = _depth(tower) if isinstance(tower, PretrainedConfig) else None
         for name, value in vision_layers(vars(section), depth).items() if depth else ():
             setattr(section, name, value)
-    _fit_tiles(config, tiny)
+    # Resolutions in whole tiles, each as long as the vision tower's image: as many tiny tiles
+    old, new = (next((n for c in all_configs(one) if isinstance(n := _read(c, "image_size"), int)), 0)
+                for one in (config, tiny))  # fmt: skip
+    pinpoints = vars(tiny).get("image_grid_pinpoints")
+    if pinpoints and old:
+        given = vars(config)["image_grid_pinpoints"]
+        tiny.image_grid_pinpoints = _map_ints(given, lambda pixels: max(1, pixels // old) * new)
     return tiny
 
 
@@ -170,17 +171,17 @@ def _built(config: PretrainedConfig, keywords: dict[str, Any], layers: list[int]
 
 def _defaults(cls: type) -> dict[str, Any]:
     """Every field that the class can be built with, and its default."""
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for item in dataclasses.fields(cls):
         default = item.default
         if item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
-        found[item.name] = None if default is dataclasses.MISSING else default
+        defaults[item.name] = None if default is dataclasses.MISSING else default
     for parameter in inspect.signature(cls).parameters.values():  # remote code often has an __init__ of its own
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            found.setdefault(parameter.name, None if parameter.default is parameter.empty else parameter.default)
+            defaults.setdefault(parameter.name, None if parameter.default is parameter.empty else parameter.default)
     aliases = getattr(cls, "attribute_map", {})  # a value is stored under the name that an alias stands for
-    return {aliases.get(name, name): default for name, default in found.items()}
+    return {aliases.get(name, name): default for name, default in defaults.items()}
 
 
 def _chosen_fields(config: PretrainedConfig) -> dict[str, Any]:
@@ -387,16 +388,6 @@ def _read_sizes(value: Any, sizes: Sizes) -> Any:
 def _widths(config: PretrainedConfig) -> tuple[int, ...]:
     """The widths of the model and its towers."""
     return tuple(dict.fromkeys(w for section in all_configs(config) if (w := _first_int(section, HIDDEN))))
-
-
-def _fit_tiles(config: PretrainedConfig, tiny: PretrainedConfig) -> None:
-    """Resolutions in whole tiles, each as long as the vision tower's image: as many tiny tiles."""
-    old, new = (next((n for c in all_configs(one) if isinstance(n := _read(c, "image_size"), int)), 0)
-                for one in (config, tiny))  # fmt: skip
-    pinpoints = vars(tiny).get("image_grid_pinpoints")
-    if pinpoints and old:
-        given = vars(config)["image_grid_pinpoints"]
-        tiny.image_grid_pinpoints = _map_ints(given, lambda pixels: max(1, pixels // old) * new)
 
 
 def all_configs(config: PretrainedConfig) -> list[PretrainedConfig]:

@@ -1,9 +1,5 @@
-"""What the user pointed at, as one value: a module, a config, or a MODEL string.
-
-Everything later needs two things from a model: the module itself (its own, or built on meta from a config: weights
-are never needed), and a tiny clone with real random numbers on which a plan can be proven. A `Source` gives both and
-leaves what it was given untouched: the module, its config, and every random number generator.
-"""
+"""What the user pointed at, as one value: a `Source` gives the module (its own, or on meta from a config) and a tiny
+clone with random numbers, and leaves what it was given untouched, random number generators included."""
 
 from __future__ import annotations
 
@@ -37,12 +33,6 @@ from autoplan.hf.tiny_sizes import leaves_single_units
 from autoplan.hf.type_rules import class_name_of
 from autoplan.values import IntegerEdit, LocalExperts, Runtime
 from autoplan.values.quantised import PackedWeight
-
-# What the user pointed at, as one value: a module, a config, or a MODEL string.
-#
-# Everything later needs two things from a model: the module itself (its own, or built on meta from a config: weights
-# are never needed), and a tiny clone with real random numbers on which a plan can be proven. A `Source` gives both and
-# leaves what it was given untouched: the module, its config, and every random number generator.
 
 Model: TypeAlias = nn.Module | PretrainedConfig | ExportedProgram | str
 
@@ -112,10 +102,11 @@ class Source:
         experts: str | None = "eager",
         attention: str | None = None,
     ) -> nn.Module:
-        """A real tiny clone on the CPU in eval mode, with random numbers everywhere, norms and biases too.
+        """A real tiny clone on the CPU in eval mode, with random numbers everywhere; the same arguments give the same
+        ones.
 
-        The same arguments give the same numbers. `variant=1` has other sizes where a config says what they are;
-        `experts` and `attention` choose transformers' implementations, None leaves the config's choice.
+        `variant=1` has other sizes where a config has them; `experts` and `attention` choose transformers'
+        implementations.
         """
         if self._described_by_config:
             model = self._tiny_from_config(variant, dtype, experts, attention)
@@ -165,11 +156,8 @@ class Source:
         return model
 
     def ever_larger(self) -> Iterator[Source]:
-        """This source, then the same with clones that are shrunk less, while they can be run in seconds.
-
-        Stages, patches and grids of some models fit each other in ways that no field of their config tells, and only
-        their own sizes are known to fit.
-        """
+        """Yield this source, then ones with clones that are shrunk less (some sizes fit each other in ways no config
+        tells)."""
         yield self
         if self._described_by_config and self.shrink == "all":
             yield replace(self, shrink="related")
@@ -226,11 +214,11 @@ def resolve(model: Model, *, trust_remote_code: bool = False, inputs: Mapping[st
         check_argument("inputs", inputs, Mapping, "give a mapping: argument of the forward -> example")
     check_argument("trust_remote_code", trust_remote_code, bool, "choose True or False")
     if isinstance(model, str):
-        found = from_string(model, trust_remote_code=trust_remote_code)
-        if found.module is not None:
-            return _from_module(found.module, inputs if inputs is not None else found.inputs, trust_remote_code)
-        assert found.config is not None
-        return _from_config(found.config, inputs, trust_remote_code, found.class_name, found.where)
+        target = from_string(model, trust_remote_code=trust_remote_code)
+        if target.module is not None:
+            return _from_module(target.module, inputs if inputs is not None else target.inputs, trust_remote_code)
+        assert target.config is not None
+        return _from_config(target.config, inputs, trust_remote_code, target.class_name, target.where)
     if isinstance(model, PretrainedConfig):
         return _from_config(model, inputs, trust_remote_code, None, "")
     if isinstance(model, ExportedProgram):
@@ -333,10 +321,8 @@ def _qualname(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-# Which attribute of an experts' module counts its experts, where another attribute happens to be the same number.
-#
-# They are distinguished on a tiny clone of the model, which has other sizes: there only one of them equals the number
-# of matrices in the stack. The clone is built and looked at, never run.
+# Which attribute of an experts' module counts its experts: on a tiny clone, which has other sizes, only one equals the
+# number of matrices in the stack.
 
 
 def without_namesakes(source: Source, runtime: Runtime, classes: dict[str, str]) -> Runtime:

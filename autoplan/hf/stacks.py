@@ -24,11 +24,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# Read a model's modules into plain data (`analyse.module_tree`), without running anything and for any device.
-#
-# What a module is fed cannot be seen from the modules alone, so three facts are taken from torch and from interfaces:
-# the torch layer that could stand first (a table of ids, a convolution), the argument names of forward signatures, and
-# which mask builders the code of a class refers to (compared as objects, so renaming them changes nothing).
+# Read a model's modules into plain data. What a module is fed shows in the torch layer that could stand first, the
+# argument names of its forward, and the mask builders that its class refers to (as objects: renaming changes nothing).
 
 # What arguments of a public forward carry: an interface that is the same for all models of a kind.
 ARGUMENTS: dict[str, Feed] = {
@@ -162,8 +159,8 @@ def _masks(kind: type[nn.Module]) -> Iterator[Mask]:
 def layers(model: nn.Module, trace: Trace | None = None, *, causal: frozenset[str] = frozenset()) -> tuple[Stack, ...]:
     """All repeated stacks of `model`, blocks in call order; works on meta models and runs nothing.
 
-    With a `trace`, blocks are ordered and counted as they were called; without, as they are defined. `causal` are
-    modules that called a causal attention (`calls_causal`).
+    With a `trace`, blocks are ordered and counted as they were called. `causal`: modules that called a causal
+    attention.
     """
     from torch import nn
 
@@ -173,8 +170,8 @@ def layers(model: nn.Module, trace: Trace | None = None, *, causal: frozenset[st
 
 def stacks_of(tree: ModuleTree, trace: Trace | None = None, causal: frozenset[str] = frozenset()) -> tuple[Stack, ...]:
     """`layers` on plain data."""
-    found = find_blocks(tree)
-    return tuple(_stack(blocks, found, tree, trace, causal) for blocks in found)
+    block_lists = find_blocks(tree)
+    return tuple(_stack(blocks, block_lists, tree, trace, causal) for blocks in block_lists)
 
 
 def calls_causal(trace: Trace) -> frozenset[str]:

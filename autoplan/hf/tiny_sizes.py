@@ -12,14 +12,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-# How small is tiny: the sizes of a tiny clone, and which config field takes which of them.
-#
-# A clone must be small enough to run in milliseconds and yet show everything: were two of its sizes equal, or one of
-# them 1, a layout could hide behind the coincidence. So heads, kv heads, groups, experts and widths all differ, heads
-# and kv heads divide by 2 and 4, and there are two variants, so that what one hides the other shows.
-#
-# This is the one place that knows the names of config fields. A pattern is a regular expression; the first one that
-# matches a field decides; what no pattern names keeps its value.
+# Sizes of a tiny clone, and which config field takes which. Sizes all differ, so that no layout hides behind a
+# coincidence; heads divide by 2 and 4; what one variant hides the other shows. The first pattern that matches decides.
 
 
 @dataclass(frozen=True)
@@ -150,8 +144,9 @@ def leaves_single_units(fields: Mapping[str, object], ranks: int) -> bool:
 
 
 def fitted(sizes: Sizes, fields: Mapping[str, object], ranks: int, tried: int) -> Sizes:
-    """Sizes that leave on each of `tried` ranks what the fields of a config leave on each of `ranks`: one unit, or
-    several, or one that it holds together with others.
+    """Sizes that leave on each of `tried` ranks what a config leaves on each of `ranks`: one unit, several, or a shared
+    one.
+
 
     >>> fitted(VARIANTS[0], {"num_attention_heads": 32}, 32, 4).heads
     4
@@ -221,14 +216,8 @@ def amount(text: str, sizes: Sizes) -> int:
     return result
 
 
-# Relations between the sizes of a config that a tiny clone must keep, where the code relies on them.
-#
-# Some hold by their meaning: layers that are read must exist, rotary sections must fill half a head.
-#
-# A tiny clone's widths differ from each other on purpose: a layout cannot hide behind a coincidence. But some code
-# needs an inner width of four times the outer one, or the width of another tower, and its config says so only by its
-# numbers. So where a clone with free widths does not run, another is tried in which widths that are multiples of one
-# another stay such multiples, and stages whose widths are listed one by one keep all their widths.
+# Relations that a tiny clone must keep. Where one with free widths does not run, another is tried in which widths that
+# are multiples of each other stay so, and widths of stages listed one by one are kept.
 
 HIDDEN = ("hidden_size", "d_model", "n_embd", "hidden_dim", "dim", "embed_dim")
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "attention_heads")
@@ -264,8 +253,7 @@ def has_listed_stages(fields: Mapping[str, Any]) -> bool:
 
 
 def sections_of_depth(fields: Mapping[str, Any], depth: int) -> dict[str, int]:
-    """The counts of layers that make up the depth among themselves, where there are three or more: the layers before
-    a loop, in it and after it. Two numbers may sum to a third by chance."""
+    """Counts of layers that sum to the depth, where there are three or more (before, in and after a loop)."""
     counts = {name: value for name, value in fields.items() if type(value) is int and is_layer_count(name) == "depth"}
     sections = {name: count for name, count in counts.items() if 0 < count < depth}
     return sections if len(sections) > 2 and sum(sections.values()) == depth else {}

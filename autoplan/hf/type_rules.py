@@ -48,29 +48,8 @@ def class_name_of(model_type: str) -> str | None:
     return None
 
 
-# Help that a model type needs to be built small or fed: `rules/inputs/<type>.toml`, data only.
-#
-#     applies_to = ["a", "b"]        # the model types it is for; without it the type that the file is named after
-#     why = "..."                    # required: what goes wrong without the file
-#     [tiny]                         # fields of the tiny clone; "=2*heads" is a product of numbers and sizes,
-#     [tiny.text_config]             #   "=default" leaves the field to its class; tables reach into sub-configs
-#     [inputs.pixel_values]          # one argument of the first feed: kind, shape, low, high; or drop = true
-#     kind = "normal"                # ids | normal | uniform | zeros | ones | rows (one `row`, repeated) | or `value`
-#     shape = ["batch", 3, "config.vision_config.image_size"]
-#     [prompts.image.pixel_values]   # one argument of the feed with a picture (audio, video) in its prompts: as above;
-#     kind = "normal"                #   placeholder tokens are counted and put into the text by autoplan, unless
-#                                    #   [prompts.image.placeholders] says how many: size = "batch*16"
-#     [parts."codec.decoder".latents]   # one argument of a part that forward does not run and that is called alone
-#     shape = ["batch", 3, 28, 28]
-#
-# What the default config of a type leaves open stands in `rules/defaults.toml`, used where a type alone is given:
-#
-#     [[defaults]]
-#     applies_to = ["a", "b"]
-#     why = "..."
-#     [defaults.fields]              # fields without which nothing can be built
-#
-# A file may name a model type; it never makes a decision.
+# `rules/inputs/<type>.toml` helps a model type to be built small or fed, and `rules/defaults.toml` says what the
+# default config of a type leaves open. docs/howto/feed-a-model.md explains the keys. A file never makes a decision.
 
 _KEYS = {"applies_to", "why", "tiny", "inputs", "prompts", "parts"}
 _DEFAULT_KEYS = {"applies_to", "why", "fields"}
@@ -160,8 +139,8 @@ def _listed(path: Path) -> list[dict[str, Any]]:
     data = _read(path)
     if problem := misshapen(data, {"defaults": [{}]}):
         raise SourceError(f"{path}: {problem}", hint="write [[defaults]] before each")
-    found: list[dict[str, Any]] = data.get("defaults", [])
-    return found
+    listed: list[dict[str, Any]] = data.get("defaults", [])
+    return listed
 
 
 def _checked(path: Path, data: dict[str, Any], keys: set[str]) -> dict[str, Any]:

@@ -87,10 +87,7 @@ python_call("as_tensor", becomes="tensor")
 python_call("vander", "linalg_vander", sizes=NO_SIZES, linear=Linear.NO, random=NEVER, follows="long")
 
 
-# Ops that draw random numbers: always, or in training and where a rate says so.
-#
-# Ranks must draw alike where a value is whole, and each for itself where it is split; so whoever asks whether a module
-# draws must get one answer, for ops and for the calls that Python makes.
+# Ops that draw random numbers. Ranks draw alike where a value is whole, and each for itself where it is split.
 
 
 @op("randperm",

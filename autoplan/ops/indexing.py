@@ -72,8 +72,8 @@ def takes_bags(name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Lookup:
-    """x[indices] taken apart: dims before and after the looked-up ones, and what each index tensor brings. Integer
-    tensors bring their dims, a mask brings one: how many positions it keeps (`None` until a shape tells)."""
+    """x[indices]: dims before and after, and what each index brings: its dims, or one of unknown size (None) for a
+    mask."""
 
     before: Dims
     after: Dims

@@ -115,8 +115,7 @@ def group_norm(site: Site) -> Answer:
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     drawn=Drawn.NORM)  # fmt: skip
 def batch_norm(site: Site) -> Answer:
-    """Each channel for itself. In training, which this may be a recording in eval mode of, the statistics run over
-    everything else."""
+    """Each channel for itself; in training the statistics run over everything else."""
     dims = site.terms(site.inputs[0])
     _scale(site, dims, [site.tensor(position) for position in range(1, 5)])
     for term in (dims[0], *dims[2:]):

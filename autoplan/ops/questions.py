@@ -24,13 +24,9 @@ op("_local_scalar_dense",
 
 
 def literals_say(name: str) -> Literal["nothing", "elementwise", "function", "numbers", "pieces", "all"]:
-    """What decides about the result of a call of this name on a rank's part of a value, beside the value.
-
-    What an op does to each element it does with any number, and where one such op is right, so is another (unless it
-    draws); that one which scales or adds is called at all says nothing either. A layer that draws at a rate is told
-    whether it trains, and is tried in both modes. "pieces": the first number says how many or how long they are, and a
-    dim may follow.
-    """
+    """Whether literals of a call of this name decide about its result on a rank's part. Elementwise ops are alike for
+    any number; rates are tried in both modes. "pieces": the first number says how many or how long they are, and a dim
+    may follow."""
     record = call_record(name)
     if isinstance(record.sizes, Lengths) or (isinstance(record.sizes, PieceCount) and record.sizes.dim is None):
         return "pieces"

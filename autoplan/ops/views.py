@@ -89,16 +89,12 @@ def reshape(site: Site) -> Answer:
     """Same elements in the same order: factors are distributed anew."""
     source = site.inputs[0]
     if site.op.name == "view" and site.op.overload == "dtype":
-        return _reinterpret(site)
+        # Bits read as another type: only the last dim may change
+        dims = site.terms(site.inputs[0])
+        if site.shape(site.inputs[0]) != site.out_shape:
+            dims[-1] = site.replaced(dims[-1:], site.out_shape[-1], Event.OPAQUE)
+        return [dims]
     return [site.reshape(site.terms(source), site.out_shape)]
-
-
-def _reinterpret(site: Site) -> Answer:
-    """Bits read as another type: only the last dim may change."""
-    dims = site.terms(site.inputs[0])
-    if site.shape(site.inputs[0]) != site.out_shape:
-        dims[-1] = site.replaced(dims[-1:], site.out_shape[-1], Event.OPAQUE)
-    return [dims]
 
 
 @op("t", "mT", "adjoint", "matrix_H",

@@ -113,6 +113,11 @@ class Proof:
     wrong: tuple[str, ...] = ()
 
     @property
+    def was_asked(self) -> bool:
+        """Was the plan to be proven?"""
+        return self.method != "none" or self.trial.outcome != "unasked"
+
+    @property
     def failed(self) -> bool:
         """Did the plan fail verification?"""
         if self.wrong or self.trial.outcome == "wrong":

@@ -112,7 +112,7 @@ def test_an_edited_plan_is_refused(name: str) -> None:
     said = refusal(data, made.build())
     assert "plan" in said
     if "was edited" in said:
-        assert "LlamaForCausalLM --tp 2 " in said and "autoplan.plan(model, 2)" in said and "follow" in said
+        assert "LlamaForCausalLM --tp 2 " in said and "autoplan.plan(model, tp_size=2)" in said and "follow" in said
 
 
 def test_without_the_second_derivation_an_edit_is_silently_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,3 +298,12 @@ def test_a_plan_from_python_that_was_changed_there_is_held_against_the_model_too
     runtime = replace(made.plan.runtime, instructions=made.plan.runtime.instructions[1:])
     with pytest.raises(PlanMismatchError, match="was edited"):
         gate.held_against_model(made.model, replace(made.plan, runtime=runtime))
+
+
+def test_a_plan_for_context_parallelism_is_derived_as_one() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=128))
+    plan = autoplan.plan(model, cp_size=2, prove="none")
+    older = replace(plan, made_for=replace(plan.made_for, model="other code"))
+    derived = gate.held_against_model(model, older)
+    assert (derived.tp_size, derived.cp_size) == (1, 2) and derived.runtime == plan.runtime

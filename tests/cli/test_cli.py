@@ -82,7 +82,7 @@ PLANNED = OFF | {"trial_seconds": 300.0, "uneven": "never", "rules": None, "cach
 def test_plan_prints_the_table(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("plan", "llama", "--tp", "8") == 0
     out, err = capsys.readouterr()
-    assert out.startswith(f"{llama_plan()}\n") and "Valid tp sizes: " in out
+    assert out.startswith(f"{llama_plan()}\n") and "Valid tp: " in out
     assert err == ""  # no progress where nobody watches
     assert asked.calls == [("plan", ("llama",), {"tp_size": 8, "source": "auto", "prove": "graph", **PLANNED})]
 

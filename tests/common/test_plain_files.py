@@ -123,11 +123,10 @@ def test_no_other_file_parses_what_others_wrote() -> None:
         for path in package.rglob("*.py")
         if parsing.search(path.read_text("utf-8"))
     }
-    ours = {"emit/exports/configs.py"}  # a plan in a module that we wrote
     weights = {
         "execute/weights/files.py",
         "execute/quantised/files.py",
         "hf/quantised/weights.py",
     }  # of what tensors hold
     ranks = {"execute/agreement.py"}  # what another rank of ours has written
-    assert found == {"common/files/plain.py"} | ours | weights | ranks
+    assert found == {"common/files/plain.py"} | weights | ranks

@@ -17,11 +17,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import autoplan
 from autoplan.common.requirements import OWN_SHARDING
+from autoplan.common.rules_folder import VARIABLE
 from autoplan.decide.written_plans.choices import CUTS, check_style
 from autoplan.decide.written_plans.dialects import ALIASES
 from autoplan.hf.source import resolve
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of one's own with a plan for llamas."""
+    monkeypatch.setenv(VARIABLE, str(Path(__file__).parent / "pinned"))
 
 
 def llama(**changes: Any) -> transformers.LlamaConfig:
@@ -292,7 +299,8 @@ def test_heads_that_do_not_divide() -> None:
     with pytest.raises(autoplan.AutoplanError, match="is not divisible by tp=3"):
         planned(attention, tp=3)
     plan = planned("auto", tp=3)  # a hand-written plan is for every size: what does not divide stays whole
-    assert plan.source == "handwritten" and any("not divisible" in f.message for f in plan.findings)
+    assert plan.source == "handwritten" and any("not divisible" in whole.reason for whole in plan.replicated)
+    assert not [f for f in plan.findings if f.check == "written plan"]  # nothing that is not said there
 
 
 def test_listing_instead_of_refusing() -> None:
@@ -303,7 +311,7 @@ def test_listing_instead_of_refusing() -> None:
 
 def test_a_plan_of_another_size(tmp_path: Path) -> None:
     planned("inferred").save(tmp_path / "plan.json")
-    with pytest.raises(autoplan.AutoplanError, match="is a plan for tp=2, not 4"):
+    with pytest.raises(autoplan.AutoplanError, match="is a plan for tp=2, not tp=4"):
         planned(str(tmp_path / "plan.json"), tp=4)
 
 

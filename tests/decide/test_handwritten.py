@@ -16,13 +16,20 @@ from torch import nn
 
 import autoplan
 from autoplan.common.patterns import matches
+from autoplan.common.rules_folder import VARIABLE
 from autoplan.decide.written_plans.foreign import ancestors_of
 from autoplan.decide.written_plans.handwritten import find_plan, load_plans, plan_by_id, read_plan
 from autoplan.values import SplitLogits
 
 torch.set_num_threads(1)
 LOOKALIKES = {"baichuan": "baichuan", "decilm": "decilm", "nemotron-labs-diffusion": "nemotron_labs_diffusion"}
-PLANS = {plan.id: plan for plan in load_plans()}
+PINNED = Path(__file__).parent / "pinned"  # plans that make the same cuts as analysis, which they hold to it
+PLANS = {plan.id: plan for plan in (*load_plans(), *load_plans(PINNED / "plans"))}
+
+
+@pytest.fixture(autouse=True)
+def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(PINNED))
 
 
 QUICK = ("llama", "gemma3", "falcon-h1", "phi3", "baichuan", "qwen3-sequence-classification", "gemma4-multimodal")

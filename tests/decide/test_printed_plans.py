@@ -57,8 +57,7 @@ Findings
 note  tied-weights · lm_head
       the head is not tied to the embedding
 
-Proven on the graph at tp 2 by permutation law, graph replay: 27 of 27 axes pass; 402 of 402 values
-replayed"""
+Proven on the graph by permutation law, graph replay: 27 of 27 axes pass; 402 of 402 values replayed"""
 
 
 def test_the_table_to_the_letter() -> None:
@@ -127,7 +126,7 @@ def test_markup_in_names_is_text() -> None:
     ("proof", "words"),
     [
         (Proof("none", 1, False), "Not proven."),
-        (Proof("graph", 2, True), "Proven on the graph at tp 2."),
+        (Proof("graph", 2, True), "Proven on the graph."),
         (Proof("ranks", 4, False, ("forward",), "off"), "Proof failed on 4 simulated ranks by forward: off"),
     ],
 )

@@ -28,7 +28,7 @@ def _toys(monkeypatch: pytest.MonkeyPatch) -> None:
         replace(PATCH, name="a lesser toy", without="no play"),
         Private("torch._gone", "it counts", lambda: [].x),
     )  # type: ignore[attr-defined]
-    monkeypatch.setattr(doctor, "_TABLES", (("toys", "TOYS"), ("autoplan.nowhere", "NONE")))
+    monkeypatch.setattr(doctor, "TABLES", (("toys", "TOYS"), ("autoplan.nowhere", "NONE")))
     real = doctor.import_module
     monkeypatch.setattr(
         doctor, "import_module", lambda name: SimpleNamespace(TOYS=held) if name == "toys" else real(name)

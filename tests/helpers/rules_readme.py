@@ -73,15 +73,14 @@ come from analysis, and a contradiction between the two is an error.
 |---|---|
 | `qualname` | the class it is for: `package.module.Class` |
 | `why` | why inference alone is not enough |
-| `gains` | what it gains over the inferred plan, or "pins it" |
+| `gains` | what it gains over the inferred plan |
 | `entries` | `{ "pattern" = "style" }`; `*` stands for one path segment |
 | `sequence_parallel` | the same for sequence parallel, or the reason why there is none |
 """
 
 
-_WHY_PINNED = """A plan that makes the same cuts as inference is kept where people name it: by its class, by its id
-(`--source ID`), or as `source="handwritten"`; each has a sequence-parallel variant of its own. Tests hold every plan
-to what its file says: the same cuts as inference, or the difference. A new one is worth a file only if it differs.
+_WHY_PINNED = """A plan is found by its class, by its id (`--source ID`), or as `source="handwritten"`. It is worth
+a file only where it differs from the inferred one: plans that make the same cuts are tests (tests/decide/pinned).
 """
 
 

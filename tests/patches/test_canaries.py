@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from canaries.limits import entry_of, generated, with_generated
+from canaries.limits import ENTRIES, entry_of, generated, with_generated
 from canaries.uses import files, private_uses
 
 from autoplan.common.errors import AutoplanError
-from autoplan.doctor.examine import ENTRIES
 from autoplan.doctor.private import Private, require
 
 ROOT = Path(__file__).resolve().parents[2]

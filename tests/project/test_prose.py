@@ -28,7 +28,6 @@ ALLOWED = {
         "decide/rulebook/rule_tests.py",
         "example.because in refusal.because",
     ): "an example of a rule says how its own rule refuses",
-    ("emit/tables/scoreboard_table.py", "blocks again"): "the heading of a column that is flush right",
     ("forecast/recording/fused.py", " or "): "the notation of kernel files: forms that a tensor may have",
     ("forecast/recording/fused.py", " if "): "the notation of kernel files: what is made where an argument is given",
 }

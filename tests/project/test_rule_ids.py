@@ -90,7 +90,7 @@ def test_every_folder_of_rules_is_looked_for() -> None:
         ('if weight.scheme.id == "gptq":\n    pass', "execute/a.py", 1),
         ('if data["quant_method"] == "gptq":\n    pass', "hf/quantised/a.py", 0),
         ('_READ = {"fp8-blocks": 1}', "hf/quantised/a.py", 1),
-        ('if plan.id == "falcon-h1":\n    pass', "hf/a.py", 1),
+        ('if plan.id == "qwen2-sequence-classification":\n    pass', "hf/a.py", 1),
     ],
 )
 def test_the_scan_can_fail(text: str, place: str, count: int) -> None:

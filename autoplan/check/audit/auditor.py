@@ -2,9 +2,7 @@
 
     read the plan → analyse the model → run the plan on simulated ranks → the checks → a verdict for each entry
 
-Most published failures of tensor parallelism are silent: keys that match nothing, gradients that nobody sums, packed
-weights cut across their segments. Each check here knows one of them (`checks/`, in the order of the list there), and
-the run decides what is an error: a finding at error level is numerically wrong, or cannot run at this size.
+The run decides what is an error: a finding at error level is numerically wrong, or cannot run at this size.
 """
 
 from __future__ import annotations
@@ -71,13 +69,12 @@ def audit(
 def audit_source(
     source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True, correct: bool = True
 ) -> Report:
-    """`audit` for a source that is already resolved. Without `run` nothing is tried on ranks; without `correct` no
-    correction is looked for."""
+    """`audit` of a resolved source. Not `run`: no trial on ranks; not `correct`: no search for a correction."""
     start = time.perf_counter()
     subject = subject_of(source, plan, tp_size, settings, run=run)
-    found = tuple(_findings(subject))
-    found, fixed = _corrected(subject, source, found) if run and correct else (found, None)
-    findings = sorted(found, key=lambda finding: (_ORDER[finding.level], finding.is_consequence))
+    noted = tuple(_findings(subject))
+    noted, fixed = _corrected(subject, source, noted) if run and correct else (noted, None)
+    findings = sorted(noted, key=lambda finding: (_ORDER[finding.level], finding.is_consequence))
     held, possible = held_bytes(subject)
     numbers = subject.numbers
     return Report(
@@ -126,11 +123,11 @@ def _ran(subject: Audited) -> str:
 
 def _findings(subject: Audited) -> Iterable[Finding]:
     """Of all checks. Hints about rows are marked: a repair replaces them by changes whose plan passed its audit."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for check in CHECKS:
-        told = check.run(subject, tuple(found))
-        found += [replace(one, hint=f"{one.hint} (not audited)") if check.rows and one.hint else one for one in told]
-    return found
+        own = check.run(subject, tuple(findings))
+        findings += [replace(one, hint=f"{one.hint} (not audited)") if check.rows and one.hint else one for one in own]
+    return findings
 
 
 def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True) -> Audited:
@@ -179,7 +176,7 @@ def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
         return replace(foreign_of(made), name=f"the {foreign} plan")
     if foreign.plan is not None and foreign.plan.tp_size != tp_size:
         raise PlanMismatchError(
-            f"{foreign.name} is a plan for tp={foreign.plan.tp_size}, not {tp_size}",
+            f"{foreign.name} is a plan for {foreign.plan.over}, not tp={tp_size}",
             hint=f"audit it at tp_size={foreign.plan.tp_size}, or plan again",
         )
     return foreign
@@ -187,13 +184,11 @@ def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
 
 def _right(source: Any, plan: Plan, module: Any) -> Plan | None:
     """What the choices of a plan of ours give when everything but the choices is derived again."""
-    from autoplan.common.options import Wish
-    from autoplan.decide.plan.chosen import choices_of_plan
+    from autoplan.decide.plan.chosen import choices_of_plan, wish_of_plan
     from autoplan.planning import draft_plan
 
     try:
-        wish = Wish(plan.tp_size, plan.ep_size, plan.sequence_parallel, uneven=plan.uneven)
-        return draft_plan(source, wish, choices=choices_of_plan(plan), module=module).plan
+        return draft_plan(source, wish_of_plan(plan), choices=choices_of_plan(plan), module=module).plan
     except AutoplanError:
         return None
 

@@ -1,10 +1,5 @@
-"""Hold everything that a class claims against the model: plans for tp, ep and pp, context parallelism, blocks,
-checkpointing.
-
-Each claim is tried where it can be: plans by transformers' own code on simulated ranks, checkpointing by a step with
-and without it. Context parallelism is tried by no run: it can only work where attention is called as a function that
-exchanges keys and values, and whether that is called is recorded.
-"""
+"""Hold what a class claims against the model: plans for tp, ep and pp and checkpointing are run; for context
+parallelism it is read off the recording whether attention is called as a function that exchanges keys and values."""
 
 from __future__ import annotations
 

@@ -1,21 +1,13 @@
-"""Who would carry a foreign plan out? That library's own code, so that its plan is judged by what it really does.
+"""Carry a foreign plan out by its own library's code, as a `Sharding` for `check_sharding`.
 
-DeepSpeed brings its own launcher and engine, so it cannot run inside simulated ranks. Its layers can be said in a few
-lines, and are, here, after release 0.19:
+DeepSpeed's engine cannot run inside simulated ranks, so its layers are imitated here, after release 0.19:
 
-    column   the rows of the weight are sharded; the input's gradient is summed; the output stays split (or is
-             gathered, `gather_output`)
-    row      the columns of the weight are sharded; the output is summed; then the bias, which is whole, is added
+    column   rows of the weight are sharded; the input's gradient is summed; the output stays split (or is gathered)
+    row      columns of the weight are sharded; the output is summed, then the whole bias is added
     skip     whole; with `grad_allreduce` its gradient is summed
     counts   a module over cut layers whose attribute is called `num_heads`, `hidden_size` or the like gets its shard
 
-What is not imitated is named by `not_imitated`, and such a plan is not run: tables, tied weights, heads cut along their
-input, layers that are no `nn.Linear`, sizes that do not divide.
-
-The same words do different things in different hands: transformers' styles know weights whose gradient is summed, and
-packed weights, and experts; torch's styles know none of them. A plan is therefore never judged by what its words should
-mean. Each function here gives a `Sharding` for `check_sharding`: how the library shards a live model, and how its
-parameters and gradients come back whole.
+What is not imitated is named by `not_imitated`, and such a plan is not run.
 """
 
 from __future__ import annotations
@@ -79,12 +71,12 @@ def _dim(spec: Mapping[str, Any]) -> int:
 def _parts(size: int, spec: Mapping[str, Any]) -> list[int] | None:
     """The packed segments of the cut dim; None where the shape does not fit it."""
     shape = spec.get("shape")
-    said = shape[_dim(spec)] if shape else 1
-    if isinstance(said, (list, tuple)):
-        return list(said) if sum(said) == size else None
-    if said == -1:
+    segments = shape[_dim(spec)] if shape else 1
+    if isinstance(segments, (list, tuple)):
+        return list(segments) if sum(segments) == size else None
+    if segments == -1:
         return [size]
-    return [size // said] * said if size % said == 0 else None
+    return [size // segments] * segments if size % segments == 0 else None
 
 
 def _shard(model: nn.Module, mesh: Any, *, config: Mapping[str, Any]) -> nn.Module:
@@ -155,14 +147,14 @@ def _deal_counts(model: nn.Module, held: Mapping[str, Any], tp: int) -> None:
 def _gather(model: nn.Module, grads: bool) -> dict[str, torch.Tensor]:
     """Every parameter or gradient, whole, under each of its names."""
     held = model.__dict__[_HELD]
-    found = {}
+    whole = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tensor = parameter.grad if grads else parameter.detach()
         if tensor is None:
             continue
         dim, rows, group = held.get(name, (0, None, None))
-        found[name] = tensor if rows is None else gather_over_ranks(tensor.detach(), group, dim, rows)
-    return found
+        whole[name] = tensor if rows is None else gather_over_ranks(tensor.detach(), group, dim, rows)
+    return whole
 
 
 def transformers_sharding(plan: Mapping[str, str]) -> Sharding:
@@ -190,12 +182,12 @@ def _shard_as_torch(model: Any, mesh: Any, *, plan: dict[str, Any]) -> Any:
 
 def _gathered(model: Any, grads: bool) -> dict[str, Any]:
     """Every parameter or gradient, whole, under each of its names."""
-    found = {}
+    whole = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tensor = parameter.grad if grads else parameter.detach()
         if tensor is not None:
-            found[name] = _whole(tensor)
-    return found
+            whole[name] = _whole(tensor)
+    return whole
 
 
 def _whole(tensor: Any) -> Any:

@@ -1,14 +1,7 @@
-"""No plan that somebody wrote or edited is applied unchecked: one is audited first, the other is derived once more.
+"""Check plans that somebody wrote or edited before they are applied.
 
-A dict of styles says little of what its author meant. So what their own library would make of it is tried on simulated
-ranks first (`auditor.py`), and a plan that is wrong there, or cannot run, is refused with the proof, before anything of
-the model is touched. Plans of ours are not foreign: they say themselves how they did when they were made.
-
-The problem: a plan file is edited, by hand or by accident, or the model that it was made for is another one by now.
-Most such plans load, match and run, and some give other numbers. No look at the plan alone can tell. So a plan says
-what it was when it was made (`made_for.content`), and for which model (`made_for.model`). Where one of the two is not
-so, only what follows from the model now is applied: the plan is made once more, under the choices that it holds, and
-must be the same in everything that steers the model.
+A foreign plan is audited first and refused if wrong. A plan of ours that was edited since it was made, or made for
+another model (`made_for`), is made once more under its choices, and must be the same in all that steers the model.
 """
 
 from __future__ import annotations
@@ -24,8 +17,7 @@ from autoplan.check.audit.auditor import audit_source
 from autoplan.check.audit.lines import read_foreign
 from autoplan.check.pipeline import TRIED, proven_plan
 from autoplan.common.errors import AutoplanError, PlanMismatchError, PlanRefusedError, UnprovenPlanWarning
-from autoplan.common.options import Wish
-from autoplan.decide.plan.chosen import choices_of_plan
+from autoplan.decide.plan.chosen import choices_of_plan, wish_of_plan
 from autoplan.execute.fits import made_anew, made_with, model_hash
 from autoplan.execute.tensor_parallel import check_matches
 from autoplan.hf.source import Source, resolve
@@ -75,12 +67,8 @@ def refuse_unproven(plan: Plan) -> None:
 
 
 def warn_unproven(plan: Plan) -> None:
-    """A plan that could not be proven is applied with a warning that it is unproven.
-
-    One that nobody asked to prove (`prove="none"`) passes in silence: who made it knows.
-    """
-    unasked = plan.proof.method == "none" and plan.proof.trial.outcome == "unasked"
-    if plan.ranks > 1 and not (plan.proof.ok or unasked or plan.proof.failed):
+    """Warn that a plan is unproven, unless nobody asked to prove it (`prove="none"`)."""
+    if plan.ranks > 1 and plan.proof.was_asked and not (plan.proof.ok or plan.proof.failed):
         why, hint = _why_unproven(plan)
         text = f"the plan for {plan.model} at {plan.over} is not proven: {why}"
         warnings.warn(
@@ -92,7 +80,7 @@ def _why_unproven(plan: Plan) -> tuple[str, str]:
     trial = plan.proof.trial
     if trial.outcome == "skipped":
         return f"not verified on simulated ranks: {trial.why}", f"to verify it: {trial.hint}"
-    if trial.outcome == "unasked" and plan.proof.method == "none":
+    if not plan.proof.was_asked:
         return "nobody asked for a proof when it was made", 'make it with prove="graph" (the default) or "ranks"'
     why = trial.why or plan.proof.text or "nothing says how it did"
     return why, 'see its findings; autoplan.plan(…, prove="ranks") tries more'
@@ -108,10 +96,8 @@ _SHOWN_PLACES = 3
 
 
 def held_against_model(model: nn.Module, plan: Plan, source: Source | None = None) -> Plan:
-    """The plan, if nothing has changed since it was made, or if what is made now is the same; raises else.
-
-    One that was put together in Python says nothing of how it was made, and passes.
-    """
+    """Return the plan if nothing has changed since it was made, or the same is made now; raise else. Plans put together
+    in Python pass."""
     if not plan.made_for.content:
         return plan
     changed = _changed(model, plan)
@@ -120,8 +106,7 @@ def held_against_model(model: nn.Module, plan: Plan, source: Source | None = Non
     check_matches(model, plan)
     try:
         source = resolve(model) if source is None else source
-        wish = Wish(plan.tp_size, plan.ep_size, plan.sequence_parallel, uneven=plan.uneven)
-        derived = proven_plan(source, wish, choices_of_plan(plan), source.module())
+        derived = proven_plan(source, wish_of_plan(plan), choices_of_plan(plan), source.module())
     except AutoplanError as error:
         raise PlanMismatchError(
             f"{changed}, and it cannot be derived once more: {error.message}", hint=_remedy(plan, error.hint)

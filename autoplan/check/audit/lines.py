@@ -1,8 +1,7 @@
-"""A foreign plan as lines: which key says what, in whose words, where in its file, and which parameters it reaches.
+"""A foreign plan as lines, each with the parameters that it reaches by its own library's rules of matching.
 
-The same key reaches different parameters in different hands. transformers takes `*` for a block's number, and looks for
-a parameter's own key before its module's; torch matches path segment by path segment and touches modules only; our own
-plans name modules and parameters alike. A line keeps its key as it was written, so that findings can quote it.
+transformers takes `*` for a block's number and a parameter's own key first; torch matches path segments of modules; our
+own plans name modules and parameters alike.
 """
 
 from __future__ import annotations
@@ -165,10 +164,8 @@ _LARGEST = 4 << 20
 
 
 def plan_file_of(plan: str) -> str:
-    """The file that a plan is written in, as people named it or relative to here; "" for a plan that no file holds.
-
-    A dotted path was imported when the plan was read.
-    """
+    """The file that holds a plan, as named or relative to here; "" if none (a dotted path was imported when it was
+    read)."""
     if is_file(plan):
         return Path(plan).as_posix()
     parts = plan.replace(":", ".").split(".") if looks_dotted(plan) else []
@@ -188,10 +185,10 @@ def lines_of(file: str, patterns: Iterable[str]) -> dict[str, int]:
     except AutoplanError:
         return {}
     wanted = tuple(patterns)
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         words = {word.strip("{}[](),:") for word in line.replace('"', " ").replace("'", " ").split()}
         for pattern in wanted:
             if pattern in words:
-                found.setdefault(pattern, number)
-    return found
+                numbers.setdefault(pattern, number)
+    return numbers

@@ -1,8 +1,4 @@
-"""Do the tensors of a quantised weight part when a foreign plan cuts them?
-
-Libraries cut every stored tensor for itself: the weight in equal pieces, its scales in equal pieces. What a rank then
-holds fits only where pieces are whole blocks. That is arithmetic: no run is needed to prove it.
-"""
+"""Do the tensors of a quantised weight part when a foreign plan cuts each of them by itself? Arithmetic proves it."""
 
 from __future__ import annotations
 
@@ -29,15 +25,15 @@ def partings(
     plan: ForeignPlan, packed: tuple[PackedWeight, ...], modules: Mapping[str, Any], tp: int
 ) -> tuple[Parting, ...]:
     """The weights that part at a size, each with its first tensor that does."""
-    found = []
+    parted = []
     for weight in packed:
         line = plan.line_for(weight.name)
         if line is not None:
             said = said_by(plan, line, weight.name, weight.shape, modules, tp)
             one = parting(weight, said, tp)
             if one is not None:
-                found.append(one)
-    return tuple(found)
+                parted.append(one)
+    return tuple(parted)
 
 
 def parting(weight: PackedWeight, said: Said, tp: int) -> Parting | None:

@@ -1,11 +1,7 @@
-"""Everything a check may look at: the plan's lines, what analysis proved of the model, and what the ranks showed.
+"""Everything a check may look at, put together once (`auditor.py`).
 
-The pieces are put together once (`auditor.py`), so that a check is a function from a `Audited` to findings. What a line
-does to a parameter is said in the terms of what analysis would do to it: which dim is cut, which rows a rank holds.
-
-Whether a suspicion is an error is not a check's to say. `Audited.suspect` gives the level: an error where the plan, run
-by its own library on simulated ranks, is wrong or cannot run; a note where it ran and was exact; a warning where it
-could not be tried.
+`Audited.suspect` gives a suspicion its level: an error where the plan was wrong or could not run on simulated ranks; a
+note where it was exact; a warning where it was not tried.
 """
 
 from __future__ import annotations
@@ -73,10 +69,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class Audited:
-    """See above. `solution` is what analysis does on its own; `numbers` what running the plan showed (None: not run).
-
-    `made` is a plan of ours under audit, `right` what the same choices give when everything else is derived.
-    """
+    """`solution`: what analysis does; `numbers`: the run (None: not run); `right`: our plan when all but choices is
+    derived."""
 
     model: Any
     name: str
@@ -200,11 +194,8 @@ class Audited:
         names: Iterable[str] = (),
         bytes: int = 0,
     ) -> Finding:
-        """A finding that is an error only if the run says so.
-
-        `where`: the pattern that it is about, or all of them. `names` are the tensors that it is about: where every
-        output is exact, theirs must be among the wrong gradients.
-        """
+        """A finding that is an error only if the run says so. `where`: the patterns that it is about; `names`: the
+        tensors, whose gradients must be among the wrong ones where every output is exact."""
         level: Level = "note" if self.is_wrong and self._cleared(names) else self.level
         text = {
             "error": message,

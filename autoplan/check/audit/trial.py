@@ -1,8 +1,4 @@
-"""The plan, carried out by its own library (DeepSpeed's is imitated) on simulated ranks, against the unsharded model.
-
-A tiny clone in double precision runs forward and backward under the plan; outputs and every gradient are compared
-(`check/verify/sharded.py`). This is what decides between a suspicion and an error.
-"""
+"""Run a plan by its own library (DeepSpeed's is imitated) on simulated ranks, against the unsharded model."""
 
 from __future__ import annotations
 
@@ -25,11 +21,8 @@ _CHECKS = ("forward",)
 
 @dataclass(frozen=True)
 class AuditRun:
-    """What the ranks showed; without a report, why there is none.
-
-    `tiny` is the model that ran; `full_size`: it has the sizes of the model itself, so that units are the same too.
-    `thawed`: parameters that were frozen, and ask for gradients after sharding.
-    """
+    """What the ranks showed, or why there is no report. `full_size`: the clone has the model's sizes; `thawed`: frozen
+    parameters that ask for gradients after sharding."""
 
     report: Report | None = None
     reason: str = ""
@@ -69,7 +62,12 @@ def run_on(clone: Any, model: Any, plan: ForeignPlan, tp_size: int) -> AuditRun:
     if plan.dialect == "deepspeed" and (why := not_imitated(clone.model, plan.raw, size)):
         return AuditRun(reason=why, tiny=clone)
     thawed: dict[str, None] = {}
-    _freeze_alike(clone.model, model)
+    # A clone is built anew: what is frozen in every block of the model is frozen in it too
+    trained = {starred(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    known = {starred(name) for name, _ in model.named_parameters()}
+    for name, parameter in clone.model.named_parameters():
+        if starred(name) in known - trained:
+            parameter.requires_grad_(False)
     sharding = _noticing(sharding_for(plan), thawed)
     with quiet():  # torch logs what cannot run with its traceback: here that is an answer
         report = check_sharding(clone.model, clone.feeds, sharding, size, checks=_CHECKS)
@@ -83,15 +81,6 @@ def sharding_for(plan: ForeignPlan) -> Sharding:
 
         return sharding_of(plan.plan)
     return _LIBRARIES[plan.dialect](plan.raw)
-
-
-def _freeze_alike(clone: Any, model: Any) -> None:
-    """A clone is built anew: what is frozen in every block of the model is frozen in it too."""
-    trained = {starred(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
-    known = {starred(name) for name, _ in model.named_parameters()}
-    for name, parameter in clone.named_parameters():
-        if starred(name) in known - trained:
-            parameter.requires_grad_(False)
 
 
 def _noticing(sharding: Sharding, thawed: dict[str, None]) -> Sharding:

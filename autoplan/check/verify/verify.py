@@ -172,9 +172,8 @@ def verify_source(
         )
     details = {
         **report.details,
-        **({"cp": sizes.cp} if sizes.cp > 1 else {}),
         "model": source.name,
-        "plan_tp": (plan or applied).tp_size,
+        **({"cp": sizes.cp} if sizes.cp > 1 else {"plan_tp": (plan or applied).tp_size}),
         "capabilities": capabilities,
         # what its plan was not made from, and came out right all the same
         "ways": others_of(report.details["ways"], clone.recorded.get("ways", {})),
@@ -238,8 +237,8 @@ def _verify_mesh(
     trained, done = check_training(clone.model, clone.feeds, clone.others, applied, mesh, engine=engine)
     findings = [*report.findings, *findings, *trained]
     details = {k: v for k, v in report.details.items() if k != "blocks"}
-    details |= {"cp": mesh.cp_size} if mesh.cp_size > 1 else {}
-    details |= {"mesh": str(mesh), "model": source.name, "plan_tp": (plan or applied).tp_size}
+    details |= {"cp": mesh.cp_size} if mesh.cp_size > 1 else {"plan_tp": (plan or applied).tp_size}
+    details |= {"mesh": str(mesh), "model": source.name}
     details |= {"checked": (*report.details["checked"], *done), "clone": clone.note}
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
 

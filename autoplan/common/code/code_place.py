@@ -1,10 +1,7 @@
-"""What a torch call is called, and where in a module's own Python it stands, in words that hold on every run.
+"""Name a torch call by the way to it through the source, so that it is found again on every run.
 
-The few calls that must run differently on a rank have to be found again when the sharded model runs: with a cache, with
-another mask, with more rounds of a loop than when it was planned. Counting calls is not enough, for such runs have more
-or fewer of them. So a call is known by the way to it through the source, from the module's `forward` down:
 "forward:12:8-30>repeat_kv:3:20-41" is the call in columns 20 to 41 of the third line of `repeat_kv`, called from line
-twelve of `forward`. Lines count from where the function begins.
+twelve of `forward`. Counting calls would not do: runs with a cache, a mask or more rounds have more or fewer of them.
 """
 
 from __future__ import annotations
@@ -74,14 +71,8 @@ def outer_stores(code: CodeType) -> tuple[str, ...]:
     return tuple(name for name in code.co_freevars if name in bound)
 
 
-# A hash of the source of a module's forward, and of what it calls on the way to places that a plan knows.
-#
-# A plan knows calls by lines and columns of source ("forward:12:8-30>repeat_kv:3:20-41"). In a forward that was edited
-# since, the same place may be another call. So the plan keeps a hash of every function that such a place goes through,
-# as far as they can be found by name: the forward itself, methods of the class, functions of the files they stand in.
-#
-# Wrappers (decorators, compiled functions) are looked through. Where no source can be had (a model typed at a prompt)
-# the compiled code is hashed; where there is none of that either, nothing is said.
+# Hash the source of a module's forward and of the functions that a plan's places go through: in an edited forward the
+# same place may be another call. Wrappers are looked through; without source the compiled code is hashed.
 
 
 _LENGTH = 16  # hexadecimal digits: enough to tell edits apart, short enough to read
@@ -89,13 +80,13 @@ _LENGTH = 16  # hexadecimal digits: enough to tell edits apart, short enough to 
 
 def forward_code(kind: type[Any], places: Iterable[str]) -> str:
     """The hash for a class, given the places inside its forward; "" where there is no Python code to hash."""
-    found = list(_functions(kind, places))
-    sources = [source_of(function) for function in found]
-    if not found:
+    functions = list(_functions(kind, places))
+    sources = [source_of(function) for function in functions]
+    if not functions:
         return ""
     if all(source is not None for source in sources):
         return f"source:{_digest(map(str, sources))}"
-    return f"compiled:{_digest(line for function in found for line in _compiled(function.__code__))}"
+    return f"compiled:{_digest(line for function in functions for line in _compiled(function.__code__))}"
 
 
 def code_hash(code: CodeType) -> str:

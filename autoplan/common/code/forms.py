@@ -1,8 +1,7 @@
-"""The forms of torch calls, written and compared: which function, with which literals, on tensors of how many dims.
+"""The forms of torch calls: which function, with which literals, on tensors of how many dims: "softmax(T3,-1)".
 
-The path guard (execute/guard/) compares those of a sharded model's calls with those that its plan has seen. A form is
-one word, "softmax(T3,-1)". A size is "*" in it and a factor "~": these may differ from call to call without another
-proof. A number that is kept as an attribute stands there with its name ("@dim:1"): sharding may have set another.
+The path guard compares them with those that a plan has seen. A size is "*" and a factor "~", which may differ from call
+to call; "@dim:1" is a number kept as an attribute, which sharding may have set.
 """
 
 from __future__ import annotations
@@ -193,9 +192,9 @@ def _covers(wide: tuple[str, str, tuple[_Word, ...]], narrow: tuple[str, str, tu
 
 def unlike(ways: Collection[str], known: Collection[str]) -> set[str]:
     """The ways that are not known. Numbers in a call of which nothing is known may be sizes: they are any."""
-    found = set(ways) - set(known)
-    skeletons = {_skeleton(way) for way in known if "=" in way} if found else set()
-    return {way if "=" not in way or _skeleton(way) in skeletons else _skeleton(way) for way in found}
+    new = set(ways) - set(known)
+    skeletons = {_skeleton(way) for way in known if "=" in way} if new else set()
+    return {way if "=" not in way or _skeleton(way) in skeletons else _skeleton(way) for way in new}
 
 
 def _skeleton(way: str) -> str:

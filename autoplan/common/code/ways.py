@@ -1,16 +1,9 @@
-"""Which ways through a model's own Python a run takes: the functions it enters and the outcomes of their branches.
+"""Record which ways a run takes through a model's own Python: functions entered and outcomes of branches.
 
-The problem: a plan is proven for the code that ran. A flag, a length, a dtype or what an earlier call left behind may
-send another call through other code, of which nobody knows what it needs on ranks. So what ran is written down by code
-object and instruction, and a sharded model compares (execute/guard/).
-
-`sys.settrace` tells of every instruction of a frame that asks for it. Only frames of the model's code ask: those
-outside of the standard library, torch and the packages that are trusted (`Conventions.trusted`). While a torch function
-runs the trace is off, so what is inside of it costs nothing. A trace function that is set already (a debugger,
-coverage) is left alone: nothing is recorded then.
-
-No branch need be there: `h.softmax(dim)` is another function for another `dim`. So the torch calls of the model's code
-are written down too, with the literals that they are given (forms.py).
+A plan is proven for the code that ran; a sharded model compares (execute/guard/). `sys.settrace` follows frames of the
+model's code alone (not the standard library, torch, or `Conventions.trusted`), is off while a torch function runs, and
+yields to a debugger. Torch calls are recorded with their literals (forms.py): `h.softmax(dim)` needs no branch to be
+another function.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Plain data back into frozen values, checked against their type hints.
-
-Files are written by people and programs that get things wrong. Reading them through the dataclasses' own annotations
-keeps one description of the format (`autoplan.values`), and lets every error name the exact place: `entries[3].units`.
-"""
+"""Decode plain data into frozen values by their type hints; errors name the exact place (`entries[3].units`)."""
 
 from __future__ import annotations
 
@@ -18,7 +14,13 @@ from autoplan.common.patterns import matches, nearest
 from autoplan.values import Plan
 from autoplan.values.plain import FAMILIES, Family
 
-_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
+_NAMES: dict[type, str] = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    NoneType: "null",
+}
 
 
 def decode(hint: Any, data: Any, where: str) -> Any:
@@ -176,20 +178,8 @@ def _of_shapes(where: str, dim: int, text: str, shapes: tuple[tuple[int, ...], .
             yield f"{where}: layout {text!r} is for {size} rows, dim {dim} of the parameter has {shape[dim]}"
 
 
-# Do plain values have the kinds that their reader expects? Asked once, before anything reads them.
-#
-# A shape is written as what it describes: `str`; `[str]`, a list of text; `{"*": int}`, a mapping with any keys;
-# `{"flow!": str, "where": [str]}`, a mapping in which the marked keys must be there (keys that are not named are the
-# reader's business); a tuple says that one of several will do.
-
-
-_NOTATION: dict[type, str] = {
-    type(None): "null",
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-}
+# Do plain values have the kinds that their reader expects? A shape is written as what it describes: `str`; `[str]`;
+# `{"*": int}`, any keys; `{"flow!": str}`, "!" marks needed keys, others are the reader's business; a tuple of several.
 
 
 def misshapen(value: Any, shape: Any, where: str = "") -> str:
@@ -247,4 +237,4 @@ def _wrong(value: Any, shape: Any, where: str) -> str:
 def _name(shape: Any) -> str:
     if isinstance(shape, list):
         return "a list"
-    return "a mapping" if isinstance(shape, dict) else _NOTATION[shape]
+    return "a mapping" if isinstance(shape, dict) else _NAMES[shape]

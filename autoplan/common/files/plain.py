@@ -1,9 +1,7 @@
-"""Text that nobody vouches for, as plain values: mappings with text for keys, lists, text, numbers, true, false, null.
+"""Read text that nobody vouches for as plain values, under limits of size, depth, values and digits.
 
-Plans, configs and rules come from people, programs and the net. A file of a few bytes can name a billion values
-(aliases of aliases), nest so deep that a parser runs out of stack, hold a number that takes minutes to read, or ask for
-an object to be made. So every such file is read here, under limits of size, depth, values and digits, and whatever is
-not plain is refused with the file and the place. A limit is far above what honest files need.
+A small file can name a billion values, nest until the stack ends, or ask for an object to be made: whatever is not
+plain, or beyond what honest files need, is refused with file and place.
 """
 
 from __future__ import annotations
@@ -93,16 +91,16 @@ def read_text(path: str | PathLike[str], refusal: NotPlain, limit: int) -> str:
         if Path(path).exists() and not Path(path).is_file():
             refusal.refuse(f"{name} cannot be read: it is no file", "check the path")
         with open(path, "rb") as file:
-            found = file.read(limit + 1)
+            content = file.read(limit + 1)
     except (OSError, ValueError) as error:
         if isinstance(error, AutoplanError):
             raise
         said = getattr(error, "strerror", None) or error
         raise refusal.error(f"{name} cannot be read: {said}", hint="check the path") from error
-    if len(found) > limit:
+    if len(content) > limit:
         refusal.refuse(f"{name} is larger than {limit:,} bytes, which is more than such a file needs")
     try:
-        return found.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         hint = f"is this really a {refusal.what}?" if refusal.what else refusal.hint
         raise refusal.error(f"{name} is not text: byte {error.start} is not UTF-8", hint=hint) from error

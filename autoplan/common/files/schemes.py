@@ -1,8 +1,5 @@
-"""The documents of `rules/quantised`: how each scheme stores a weight, and by which words others ask for it.
-
-No code names a scheme by its id. Who reads a config asks for a method and a form of it; who computes with stored
-tensors asks by which way they are read. Both stand in the document, so that one can be renamed, or added, alone.
-"""
+"""The documents of `rules/quantised`: how each scheme stores a weight, and by which words others ask for it. No code
+names a scheme by its id."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def scheme_files() -> Mapping[str, Mapping[str, Any]]:
 
 @lru_cache(maxsize=4)
 def _files(folder: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    files: dict[str, dict[str, Any]] = {}
     for path in sorted((folder / "quantised").glob("*.toml")):
         data = read_plain(path, NotPlain(error=SourceError, hint="fix the TOML"), notation="toml")
         if problem := misshapen(data, {"tensors": [{}]}):
@@ -37,5 +34,5 @@ def _files(folder: Path) -> dict[str, dict[str, Any]]:
         odd = missing | set(data) - _KEYS | {key for one in data.get("tensors", ()) for key in set(one) - _TENSOR_KEYS}
         if odd:
             raise SourceError(f"{path}: unknown or missing {', '.join(sorted(odd))}", hint="see rules/quantised")
-        found[path.stem] = data
-    return found
+        files[path.stem] = data
+    return files

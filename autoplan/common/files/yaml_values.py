@@ -1,9 +1,4 @@
-"""YAML as plain values, event by event.
-
-PyYAML's own loaders build what a text asks for: an alias is expanded as often as it is named, tags choose types, dates
-become objects, and a deep text runs out of stack. Here values are built from the parser's events under limits, and the
-first event that goes beyond them ends the reading, with its line and column.
-"""
+"""YAML as plain values, built from the parser's events under limits: no tags, no expanded aliases, bounded depth."""
 
 from __future__ import annotations
 
@@ -120,11 +115,8 @@ class YamlReader:
 
 
 def stops_in_a_nest(text: str, mark: yaml.Mark | None, most_depth: int, most_digits: int) -> bool:
-    """Did a parser give up at `mark` because of how deep the text is nested there, before it gave an event for it?
-
-    libyaml looks ahead on a line, and has a limit of its own (since 0.2.6). What the line holds is read once more by
-    Python's own parser, which has none, and counted here.
-    """
+    """Did libyaml give up at `mark` because of the depth of its line? Python's own parser, which has no limit, counts
+    it."""
     if mark is None:
         return False
     line = text[max(0, mark.index - _AHEAD) : mark.index].rpartition("\n")[2]

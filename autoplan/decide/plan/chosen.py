@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoplan.analyse.solve import Solution
 from autoplan.analyse.splits.experts import Experts, solve_experts
 from autoplan.analyse.splits.packed import NO_DEMANDS, Demands, packed_layouts, stay_whole
 from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
+from autoplan.common.options import Wish
 from autoplan.common.patterns import fold_names, matches
 from autoplan.decide.plan.folding import Names, starred
 from autoplan.decide.plan.planner import make_plan
@@ -32,17 +33,8 @@ from autoplan.values import (
 from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import DifferedOnRanks, InsideQuantisedBlock, MadeAnewInTraining, Reason
 
-if TYPE_CHECKING:
-    from autoplan.analyse.solve import Solution
-    from autoplan.analyse.splits.experts import Experts
-
-
-# Quantised weights in a plan: how the tensors that are stored in their place are cut, and what to do where not.
-#
-# A stored tensor is cut with the weight that it stands for: its layout is the weight's, in blocks. Where a size would
-# part a block, the weight stays whole with whatever shares its cut, and the ways out are said in order: whole experts
-# on different ranks, fewer ranks, uneven cuts between blocks, leaving it whole; each with the bytes that a rank would
-# hold.
+# Quantised weights: a stored tensor is cut as the weight that it stands for, in blocks. Where a size would part a
+# block, the weight stays whole with whatever shares its cut, and a finding lists the ways out with their bytes.
 
 _PACKED_CHECK = "quantised"
 
@@ -56,13 +48,13 @@ class WayOut:
     bytes: int
 
     def __str__(self) -> str:
-        said = {
+        texts = {
             "experts apart": f"ep_size={self.size} (whole experts on different ranks)",
             "smaller tp": f"tp_size={self.size}",
             "uneven": 'uneven="blocks" (cut between blocks, some ranks hold one more)',
             "whole": "leave them whole or gather (strict=False)",
         }
-        return f"{said[self.kind]}: {self.bytes / 2**20:,.1f} MiB of them per rank"
+        return f"{texts[self.kind]}: {self.bytes / 2**20:,.1f} MiB of them per rank"
 
 
 def packed_in_trace(packed: tuple[PackedWeight, ...], trace: Trace) -> dict[str, tuple[PackedWeight, ...]]:
@@ -174,15 +166,15 @@ def ways_out(facts: Sequence[ClassFact], solution: Solution, packed: tuple[Packe
     held = {name for fact in facts for parameter, _ in fact.parameters for name in names.expand(parameter)}
     mine = [weight for weight in packed if weight.name in held]
     size = sum(weight.bytes for weight in mine)
-    found = []
+    ways = []
     if mine and all(len(weight.shape) == 3 and weight.shape[0] % tp == 0 for weight in mine):
-        found.append(WayOut("experts apart", tp, size // tp))
+        ways.append(WayOut("experts apart", tp, size // tp))
     smaller = max((legal for legal in solution.legal_tp if legal < tp), default=1)
-    found.append(WayOut("smaller tp", smaller, size // smaller))
+    ways.append(WayOut("smaller tp", smaller, size // smaller))
     uneven = [fact.reason for fact in facts if isinstance(fact.reason, InsideQuantisedBlock) and fact.reason.uneven]
     if uneven:
-        found.append(WayOut("uneven", tp, size * uneven[0].uneven // uneven[0].size))
-    return (*found, WayOut("whole", tp, size))
+        ways.append(WayOut("uneven", tp, size * uneven[0].uneven // uneven[0].size))
+    return (*ways, WayOut("whole", tp, size))
 
 
 def refuse_parted_blocks(name: str, solution: Solution, packed: tuple[PackedWeight, ...]) -> None:
@@ -309,11 +301,9 @@ def plan_chosen(
     made = make_plan(
         solution, model=model, layers=layers, sequence_parallel=sequence_parallel, source_of=choices.source_of
     )
-    first, others = f"chosen by {choices.name}", solution.notes
-    if choices.source == "handwritten" and others and others[:1] == choices.notes[:1]:
-        first, others = f"{first}: {others[0]}", others[1:]
-    found = tuple(Finding("written plan", "note", "", note) for note in (first, *others))
-    return replace(made, source=_origin(choices), findings=made.findings + found)
+    origin = () if choices.optional else (f"chosen by {choices.name}",)
+    notes = tuple(Finding("written plan", "note", "", note) for note in (*origin, *solution.notes))
+    return replace(made, source=_origin(choices), findings=made.findings + notes)
 
 
 def _origin(choices: ChosenCuts) -> str:
@@ -321,6 +311,12 @@ def _origin(choices: ChosenCuts) -> str:
     if choices.complete or choices.source == "handwritten":
         return choices.source
     return choices.under.source if choices.under is not None else "inferred"
+
+
+def wish_of_plan(plan: Plan) -> Wish:
+    """What a plan was wanted for, to make it again."""
+    along = plan.sequence_parallel and plan.cp_size == 1  # under context parallelism that follows
+    return Wish(plan.tp_size, plan.ep_size, along, uneven=plan.uneven, cp_size=plan.cp_size)
 
 
 def choices_of_plan(plan: Plan, name: str = "") -> ChosenCuts | None:
@@ -360,13 +356,13 @@ def _findings(plan: Plan, solution: Solution) -> Iterator[Finding]:
     for reason, modules in reasons.items():
         for pattern in names.fold(modules):
             yield Finding(_CHECK, "warn", pattern, f"not placed on different ranks: {reason}", _HINT)
-    told = [module for module, _ in solution.experts_inside]
+    inside_experts = [module for module, _ in solution.experts_inside]
     for entry in plan.entries:
         owner = entry.pattern if entry.pattern in names.modules else entry.pattern.rpartition(".")[0]
         inside = (rule := rule_named(entry.rule)) is not None and rule.holds_experts
-        if inside and not any(matches(owner, module) for module in told):
+        if inside and not any(matches(owner, module) for module in inside_experts):
             text = "these experts are no stack of weights that is told by number who goes where: each is cut inside"
             yield Finding(_CHECK, "warn", entry.pattern, text)
-    if not plan.runtime.of(LocalExperts) and not told:
+    if not plan.runtime.of(LocalExperts) and not inside_experts:
         text = "expert parallelism was asked for and is not applied: no module holds its experts in a stack of weights"
         yield Finding(_CHECK, "warn", "", text)

@@ -27,10 +27,7 @@ from autoplan.values import (
 )
 from autoplan.values.reasons import CutOfRecurrent, Reason, sentence
 
-# The style of a parameter, from what was proven: which dim is cut, how, and what reads it.
-#
-# Rules name what is split and say which styles they expect; the style itself is read off the facts, so that a rule can
-# never make a split that was not proven.
+# The style of a parameter is read off the facts, so that a rule can never make a split that was not proven.
 
 _BY_FIELD = {
     ("linear", "out"): "colwise",
@@ -88,22 +85,19 @@ def communication(
     for one in found:
         same = replace(one, block="")
         alike.setdefault(repr(same), (same, []))[1].append(one.block)
-    said: dict[str, list[str]] = {}
+    blocks_by_excess: dict[str, list[str]] = {}
     for excess in excesses:
-        said.setdefault(excess.reason, []).append(excess.block)
+        blocks_by_excess.setdefault(excess.reason, []).append(excess.block)
     traffic = [replace(same, block=pattern) for same, members in alike.values() for pattern in names.fold(members)]
     notes = [
         Finding("communication", "note", pattern, reason)
-        for reason, members in said.items()
+        for reason, members in blocks_by_excess.items()
         for pattern in names.fold(members)
     ]
     return tuple(traffic), tuple(notes)
 
 
-# What a module's split costs at run time: which sums and gathers happen because of it.
-#
-# A sum of input gradients often sits upstream of the module, shared by several projections that read one value (the
-# norm before q, k and v): it is told at each of them, with the others named.
+# What a module's split costs at run time. A sum of input gradients that several projections share is said at each.
 
 
 class Costs:
@@ -138,14 +132,14 @@ class Costs:
         """Every cost of one module, forward ones first. `ends_here`: the module's output is these parameters' product.
         (Of experts' two weights only the second's is.)"""
         here = (instruction for instruction in self.runtime.instructions if instruction.pattern == module)
-        found = [one.cost for one in here if one.cost is not None and self._is_of_product(one, ends_here)]
-        found += self._sum_further_out(module) if ends_here else []
-        found += self._input_gradient(module, readings)
+        costs = [one.cost for one in here if one.cost is not None and self._is_of_product(one, ends_here)]
+        costs += self._sum_further_out(module) if ends_here else []
+        costs += self._input_gradient(module, readings)
         for name, fact in facts:
             if fact.gradient != "local":
                 own, shared = name.rpartition(".")[2], fact.gradient == "shared"
-                found.append(Cost("sum", "parameter-gradient", parameter=own, shared_rows=shared))
-        return tuple(dict.fromkeys(found))
+                costs.append(Cost("sum", "parameter-gradient", parameter=own, shared_rows=shared))
+        return tuple(dict.fromkeys(costs))
 
     def _is_of_product(self, one: Instruction, ends_here: bool) -> bool:
         """Does an instruction at a module belong to the product of the parameters that are asked about?"""

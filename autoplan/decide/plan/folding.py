@@ -1,8 +1,4 @@
-"""Fold the names of repeated blocks into patterns, and say in which order one block of each kind runs its modules.
-
-A trace says which weight was read when. Blocks that run the same modules in the same order are one kind; a block that
-was not traced is of the kind of the one that stands for it.
-"""
+"""Fold the names of repeated blocks into patterns, and order the modules that one block of each kind runs."""
 
 from __future__ import annotations
 
@@ -30,10 +26,7 @@ from autoplan.values import (
     refs,
 )
 
-# One line for many blocks: what was decided for a representative is said for every block it stands for.
-#
-# A trace may hold a few blocks of an 80-layer stack (`Trace.folds` says which block stands for which). Names are first
-# expanded to all blocks, then written as few patterns that match those and no other name of the model.
+# What was decided for a representative is said for every block that it stands for (`Trace.folds`), in few patterns.
 
 Item = TypeVar("Item")
 
@@ -252,15 +245,15 @@ def _bits(number: int) -> Iterator[int]:
 
 def _parts(modules: Iterable[str], blocks: dict[str, str]) -> Iterable[Part]:
     """Runs of modules in one block, or in none."""
-    found: dict[str, list[str]] = {}
+    kinds: dict[str, list[str]] = {}
     outside = 0
     last = None
     for module in modules:
         block = _block_of(module, blocks)
         outside += block == "" and last != ""
-        found.setdefault(block or f"\0{outside}", []).append(module)
+        kinds.setdefault(block or f"\0{outside}", []).append(module)
         last = block
-    return [("" if block.startswith("\0") else block, members) for block, members in found.items()]
+    return [("" if block.startswith("\0") else block, members) for block, members in kinds.items()]
 
 
 def _block_of(module: str, blocks: dict[str, str]) -> str:
@@ -277,6 +270,6 @@ def _folded(steps: list[str]) -> tuple[tuple[str, ...], list[int]]:
         groups.setdefault(starred(step), []).append(step)
     many = {step: members for members in groups.values() if len(members) > _FEW for step in members}
     folded = {step: fold_names(many[step], steps) if step in many else (step,) for step in steps}
-    found = tuple(dict.fromkeys(pattern for step in steps for pattern in folded[step]))
+    patterns = tuple(dict.fromkeys(pattern for step in steps for pattern in folded[step]))
     of = [next(pattern for pattern in folded[step] if matches(pattern, step)) for step in steps]
-    return found, list(map(found.index, of))
+    return patterns, list(map(patterns.index, of))

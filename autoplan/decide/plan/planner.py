@@ -1,7 +1,5 @@
-"""From what analysis proved and rules named to the plan: one entry per module that is split, and nothing left out.
-
-Axes prove, rules decide names. Every parameter ends in an entry, or in the list of what stays whole, with its reason.
-"""
+"""Write the plan from what analysis proved and rules named: every parameter ends in an entry, or in the list of what
+stays whole, with its reason."""
 
 from __future__ import annotations
 

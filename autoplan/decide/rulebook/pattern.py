@@ -85,17 +85,17 @@ class _Box:
 
 
 def _read_box(text: str, line: str) -> _Box:
-    found = _BOX.fullmatch(text.strip())
-    if not found:
+    box = _BOX.fullmatch(text.strip())
+    if not box:
         raise AutoplanError(f"{text.strip()!r} is not a box, in the line {line.strip()!r}", hint="write name:kind.port")
-    kinds = frozenset((found["kinds"] or "").split("|")) - {""}
+    kinds = frozenset((box["kinds"] or "").split("|")) - {""}
     unknown = sorted(kinds - FIELDS.keys() - PLAIN_KINDS)
     if unknown:
         raise AutoplanError(
             f"{unknown[0]!r} is not a kind of box, in the line {line.strip()!r}",
             hint=f"kinds are {', '.join(sorted(PLAIN_KINDS | FIELDS.keys()))}",
         )
-    return _Box(found["name"], kinds, found["dims"], found["shared"], bool(found["gathered"]), found["port"] or "")
+    return _Box(box["name"], kinds, box["dims"], box["shared"], bool(box["gathered"]), box["port"] or "")
 
 
 def _chains(text: str) -> list[tuple[list[_Box], list[bool]]]:

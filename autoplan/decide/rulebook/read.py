@@ -1,9 +1,5 @@
-"""Rules are documents: one TOML file each in rules/roles, read into frozen values.
-
-A rule says what it recognises (a flow over boxes and guards over facts), what it calls the boxes and which style each
-takes, why that is right, where it stops, and shows itself on examples: at least one that must match and one that
-must be refused. A rule without `match` is a document only: it explains what applies when no other rule does.
-"""
+"""Read rules (rules/roles/*.toml) into frozen values. A rule without `match` is a document: it explains what applies
+when no other does."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Do the rules do what their examples say? And would the examples notice if a rule were weaker?
-
-The second question is the mutation check: each guard, flow line and yield is dropped in turn, and at least one example
-must fail. A survivor is a guard nobody needs, or a refusal nobody wrote. It is asked only of rules that pass: a broken
-rule would fail every example and seem well guarded.
-"""
+"""Test rules by their examples; strictly, that some example fails when a guard, flow line or yield is dropped."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""A plan that somebody wrote, in one vocabulary: which weights of which modules are cut, and in which direction.
-
-Plans come as dicts of torch styles, as transformers' strings, as our own files, as DeepSpeed patterns. `read.py`
-turns each of them into `ChosenCuts`. A chosen cut says which side of a weight is cut, never how many heads there are or
-where ranks must sum: that is for the analysis, so that a written plan can be refused but not made wrong.
-"""
+"""A written plan in one vocabulary: which weights of which modules are cut, in which direction. Units and sums are left
+to the analysis, so that a plan can be refused but not made wrong."""
 
 from __future__ import annotations
 
@@ -124,11 +120,11 @@ class ChosenCuts:
     def _find(self, parameter: str) -> ChosenCut | None:
         module = parameter.rpartition(".")[0]
         for name in (parameter, module):
-            found = [c for c in self.choices if matches(c.pattern, name) and (name == parameter or c.cut != "nothing")]
-            if found:
+            meant = [c for c in self.choices if matches(c.pattern, name) and (name == parameter or c.cut != "nothing")]
+            if meant:
                 # Several patterns may mean one module if they say the same of it
-                first = found[0]
-                for other in found[1:]:
+                first = meant[0]
+                for other in meant[1:]:
                     if other.cut != first.cut:
                         raise WrittenPlanError(
                             f"{self.name}: two keys with different styles match {name!r}: {first} and {other}",

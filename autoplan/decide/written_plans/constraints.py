@@ -1,9 +1,7 @@
-"""From a written plan to what the solver may and may not split, and back: did every line get what it asks for?
+"""Turn a written plan into demands on the solver, and check that each line got the cut it asks for.
 
-A plan chooses cuts, weight by weight. Axes run through several weights, so not every choice is possible: an axis is
-cut in all of its weights or in none. `demands_of` refuses the axes of everything that the plan leaves whole;
-`check_choices` then looks whether each weight that the plan wants cut is cut, and explains what stands in the way, with
-the line that would fix it.
+Axes run through several weights: one is cut in all of them or in none, so `demands_of` refuses the axes of everything
+that the plan leaves whole, and `check_choices` explains what stands in the way, with the line that would fix it.
 """
 
 from __future__ import annotations
@@ -47,16 +45,16 @@ def demands_of(choices: ChosenCuts, trace: Trace) -> Demands:
 
 def _choice(choices: ChosenCuts, info: TensorInfo | ParameterFact) -> ChosenCut | None:
     """What is said of a parameter under any of its names: a tied one may be named by either, or by both alike."""
-    said = {choice.cut: choice for name in info.names if (choice := choices.of(name)) is not None}
+    by_cut = {choice.cut: choice for name in info.names if (choice := choices.of(name)) is not None}
     # A tied table's rows are its head's columns
-    cuts = {{"rows": "out", "width": "in"}.get(cut, cut) for cut in said}
+    cuts = {{"rows": "out", "width": "in"}.get(cut, cut) for cut in by_cut}
     if len(cuts) > 1:
-        one, other = list(said.values())[:2]
+        one, other = list(by_cut.values())[:2]
         raise WrittenPlanError(
             f"{choices.name}: {' and '.join(info.names)} are one tied parameter, but {one} and {other} differ",
             hint="give both the same cut: embedding_rowwise for the table is colwise for the head",
         )
-    return next(iter(said.values()), None)
+    return next(iter(by_cut.values()), None)
 
 
 def _kept_dims(choice: ChosenCut | None, choices: ChosenCuts, info: TensorInfo, fields: Fields) -> dict[int, Reason]:
@@ -125,6 +123,8 @@ def check_choices(choices: ChosenCuts, solution: Solution) -> tuple[str, ...]:
         wanted = _wanted_dim(choice, fact, fields)
         if len(fact.shape) < 2 or wanted is None:
             continue
+        if fact.dim is None and choices.optional and not choices.trial:
+            continue  # the list of what is replicated says why
         if fact.dim != wanted:
             notes.append(_missed(choices, choice, fact, wanted, solution))
         elif fact.layout is not None and not choices.trial:

@@ -16,11 +16,8 @@ from autoplan.common.rules_folder import importable_here
 from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError, check_key, check_style
 from autoplan.values import Plan
 
-# Dotted paths: `pkg.module.NAME`, `pkg.module.Class.attribute`, `pkg.module:function`.
-#
-# The value is a plan, or a function that returns one and takes nothing, the model, or the model and whether sequence
-# parallelism is wanted. An import that fails says which part failed; a value that is no plan says what it is. Importing
-# and calling run a stranger's code, which may raise anything: what it raises is the message.
+# Dotted paths: `pkg.module.NAME`, `pkg.module.Class.attribute`, `pkg.module:function`. The value is a plan, or a
+# function of nothing, the model, or the model and `sequence_parallel` that returns one.
 
 
 def looks_dotted(text: str) -> bool:
@@ -113,11 +110,8 @@ def _described(value: Any) -> str:
     return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
 
 
-# Dicts of `ParallelStyle` objects, as torch's `parallelize_module` and the frameworks on top of it take them.
-#
-# A style object says two things at once: which side of the weight is cut, and which layouts go in and out. Only the
-# first is a choice here; layouts follow from it. Frameworks subclass torch's styles (LoRA variants, vocabulary
-# embeddings), so a class is recognised by its ancestors; a class with none that is known is refused with its path.
+# Dicts of `ParallelStyle` objects. Only the side of the weight that is cut is a choice; layouts follow from it.
+# Frameworks subclass torch's styles, so a class is recognised by its ancestors.
 
 _LAYOUT_ONLY = ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
 
@@ -172,10 +166,8 @@ def _written(style: Any) -> str:
     return f"{type(style).__name__}({', '.join(layouts)})"
 
 
-# transformers' plans: strings by module or parameter, old and new spelling, spread over classes and configs.
-#
-# A model's plan is put together from parts (hf/own_sharding.py), each with keys relative to a module. Where a key was
-# written decides what it means, so each choice keeps that. Prefixes come from the module tree, not from a table.
+# transformers' plans: strings by module or parameter. A model's plan is put together from parts (hf/own_sharding.py);
+# where a key was written decides what it means, so each choice keeps that.
 
 # Names that transformers used before, or uses besides; ours are its newest.
 ALIASES = {
@@ -204,19 +196,19 @@ def read_strings(plan: Mapping[str, Any], name: str, *, by_position: bool) -> tu
 def hf_plan(model: object, name: str) -> ChosenCuts:
     """The plan that transformers itself would apply to a model, every key with its origin."""
     parts, parts_notes = conventions().shipped_parts(model)
-    found: dict[str, tuple[str, str]] = {}
+    styles: dict[str, tuple[str, str]] = {}
     for part in parts:
         for key, style in part.styles.items():
             check_key(key, part.origin)
-            found[f"{part.prefix}.{key}" if part.prefix else key] = (style, part.origin)
-    if not found:
+            styles[f"{part.prefix}.{key}" if part.prefix else key] = (style, part.origin)
+    if not styles:
         raise WrittenPlanError(
             f"{name} has no transformers plan: {conventions().no_plan_because()}",
             hint="use source='inferred' (analysis), source='auto', or write one: source={pattern: style}",
         )
     choices = tuple(
         ChosenCut(key, check_style(style, key, origin, ALIASES), origin, style, by_position=True)
-        for key, (style, origin) in found.items()
+        for key, (style, origin) in styles.items()
     )
     notes = tuple(f"{c.pattern}: {c.written} comes from {c.origin}" for c in choices)
     return ChosenCuts(f"transformers' plan of {name}", "hf", choices, notes=(*notes, *parts_notes))

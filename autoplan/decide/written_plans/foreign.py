@@ -12,13 +12,10 @@ from autoplan.common.patterns import fold_names
 from autoplan.decide.written_plans.choices import ChosenCut, WrittenPlanError
 from autoplan.values.module_tree import NamedModules
 
-# DeepSpeed's `tensor_parallel.partition_config`: regular expressions on parameter names, and how to cut what matches.
+# DeepSpeed's `tensor_parallel.partition_config`. Expressions match from the start of a parameter's name, the first spec
+# that matches counts, and a `shape` says that the cut dim is packed:
 #
 #     {"layer_specs": [{"patterns": [".*\.qkv_proj\.weight$"], "partition_type": "column", "shape": [3, -1]}]}
-#
-# A `shape` says that the cut dim is packed. An expression must match from the start of the name (`re.match`), and the
-# first spec that matches counts. Expressions are resolved on the model's own names, so one that matches nothing is
-# found.
 
 # Attributes that AutoTP divides, by name, on every module above a layer that it cuts (release 0.19).
 COUNTS = (
@@ -45,8 +42,8 @@ def specs_of(data: Any) -> list[Any] | None:
     for key in ("tensor_parallel", "partition_config"):
         if isinstance(data, Mapping) and key in data:
             data = data[key]
-    found = data.get("layer_specs") if isinstance(data, Mapping) else None
-    return found if isinstance(found, list) else None
+    specs = data.get("layer_specs") if isinstance(data, Mapping) else None
+    return specs if isinstance(specs, list) else None
 
 
 def spec_for(data: Any, parameter: str) -> Mapping[str, Any] | None:
@@ -131,11 +128,8 @@ def _matches(expression: str, parameter: str, where: str) -> bool:
         raise WrittenPlanError(problem, hint="fix the pattern") from error
 
 
-# Whose plan is it? Wrappers (PEFT, `torch.compile`, FSDP, checkpointing) are looked through to the model inside.
-#
-# A wrapper changes the paths of parameters: a plan written for the inner class then has keys relative to it. What a
-# wrapper is, is read off the tree: it holds the model as the one child that has (nearly) all parameters, under one of
-# the names that wrapping libraries use.
+# Wrappers (PEFT, `torch.compile`, FSDP, checkpointing) hold the model as the one child that has (nearly) all
+# parameters, under one of these names; plans for the model inside have keys relative to it.
 
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_model", "module", "model")
 _LIBRARIES = ("peft.", "torch.", "accelerate.", "deepspeed.")

@@ -1,18 +1,12 @@
-"""Hand-written plans, found by the qualified name of a model's class.
+"""Hand-written plans (rules/plans/*.toml), found by the qualified name of a model's class or of its nearest ancestor.
 
-A class may be made anew with the same name (`type(name, (Mixin, cls), {...})` keeps `__module__` and `__qualname__`),
-may be subclassed, or come from the hub in a module whose path holds a hash. So plans are keyed by text, looked up along
-the classes a model descends from, nearest first; and by bare name only for modules that transformers made for remote
-code, where nothing else can be known. Two unrelated classes of one name never meet.
-
-A plan pins what it names; what it does not name (a vision tower, adapters) is decided by analysis, so that no plan
-can be worse than none. A plan file is data: `qualname` (or several), `why`, `gains` over inference, `entries`, and
-`sequence_parallel`: the entries that differ then, or the reason there are none.
+Classes are often made anew under one name, so plans are keyed by text; by bare name only for transformers' remote code.
+What a plan does not name (a vision tower, adapters) is left to analysis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -149,19 +143,15 @@ def _entries(table: Mapping[str, Any], where: str) -> tuple[tuple[str, str], ...
     return tuple((pattern, check_style(str(style), pattern, where)) for pattern, style in table.items())
 
 
-def find_plan(
-    ancestors: Sequence[tuple[str, str]], plans: Iterable[HandwrittenPlan] | None = None
-) -> tuple[HandwrittenPlan, str] | None:
+def find_plan(ancestors: Sequence[tuple[str, str]]) -> tuple[HandwrittenPlan, str] | None:
     """The plan for a class given as its ancestors' (module, qualname), nearest first; with how it was found."""
-    plans = load_plans() if plans is None else tuple(plans)
-    first = tuple(reversed(plans))
+    first = tuple(reversed(load_plans()))
     by_name = {name: plan for plan in first for name in plan.qualnames}
     by_bare = {name.rpartition(".")[2]: plan for plan in first for name in plan.qualnames if name.startswith(_REMOTE)}
     own = ".".join(ancestors[0]) if ancestors else ""
     for module, qualname in ancestors:
         full = f"{module}.{qualname}"
-        plan = by_name.get(full)
-        how = f"{full} has a plan of its own"
+        plan, how = by_name.get(full), ""
         if plan is None and module.startswith(_REMOTE):
             plan, how = by_bare.get(qualname.rpartition(".")[2]), f"{full} is remote code, found by its bare name"
         if plan is not None:
@@ -169,6 +159,6 @@ def find_plan(
     return None
 
 
-def plan_by_id(name: str, plans: Iterable[HandwrittenPlan] | None = None) -> HandwrittenPlan | None:
+def plan_by_id(name: str) -> HandwrittenPlan | None:
     """The plan that a user names: by file name or by one of its aliases."""
-    return next((p for p in (load_plans() if plans is None else plans) if name == p.id or name in p.aliases), None)
+    return next((plan for plan in load_plans() if name == plan.id or name in plan.aliases), None)

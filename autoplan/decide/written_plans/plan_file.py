@@ -1,28 +1,7 @@
-"""Plan files: a plan as data that people can read, keep under version control and load again exactly.
+"""Read and write plan files: versioned, executing nothing, checked against the types of `autoplan.values` when read.
 
-A plan is made once, reviewed, and used for months, by other people and other versions of autoplan. So a file begins
-with the version of its format, holds everything `parallelize` needs, executes nothing when it is read, and is checked
-against the types of `autoplan.values` on the way in: a wrong key, a missing one or a wrong type is an error that says
-where.
-
-`autoplan.values` is the description of the format; a new field there needs a default, or old files stop loading.
-
-    autoplan: 2
-    model: LlamaForCausalLM
-    tp_size: 8
-    sequence_parallel: false
-    entries: [...]        # what is split, how and why; then: replicated, layers, proof, source, legal_tp, findings
-    runtime: {...}        # what `parallelize` does: how parameters lie, and instructions (defaults are left out)
-    made_for: {...}       # the versions, the forwards and the sizes that it was made for
-    fed: [...]            # what an unfamiliar forward was given while the plan was made
-    ep_size: 8            # where whole experts are placed on different ranks
-    cp_size: 8            # where the sequence is cut
-    packed: [...]         # of a quantised model: the tensors that are stored in place of its weights
-    flow: [...]           # the order in which modules run, for drawings
-    paths: [...]          # the ways through the model's own code that were recorded and tried
-
-`autoplan plan --json` prints the same keys; docs/plan-format.md explains them. Format 1, which had strings in place of
-instructions, is refused: what its places in code were made for is not in it.
+A new field in `autoplan.values` needs a default, or old files stop loading. docs/plan-format.md explains the keys.
+Format 1, which had strings in place of instructions, is refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Where a plan comes from, in one explicit order; nothing falls through.
+"""Where a plan comes from: the user's (dict, file, id, dotted path), else a hand-written one, else inferred.
 
-    user's plan (dict, file, plan id, dotted path)  →  hand-written, by the class's qualified name  →  inferred
-
-transformers' own plan is used only when asked for. A source that does not lead to a plan raises and names the next
-options. `overrides` are laid over whatever the source gives.
+transformers' own plan is used only when asked for. `overrides` are laid over whatever the source gives.
 """
 
 from __future__ import annotations
@@ -56,12 +53,12 @@ def read_source(
     if unmatched not in ("error", "list"):
         raise WrittenPlanError(f"unmatched={unmatched!r}", hint="choose 'error' or 'list'")
     reader = _Reader(model, name, tp_size, ep_size, sequence_parallel, lenient=unmatched == "list")
-    found = reader.read(source)
+    written = reader.read(source)
     if overrides is None:
-        return found
+        return written
     if not isinstance(overrides, Mapping) or not overrides:
         raise WrittenPlanError(f"overrides={overrides!r} say nothing", hint="give {pattern: style}, or leave them out")
-    under = choices_of_plan(found, f"the plan of {found.model}") if isinstance(found, Plan) else found
+    under = choices_of_plan(written, f"the plan of {written.model}") if isinstance(written, Plan) else written
     return replace(reader.of_dict(overrides, "overrides", by_position=False), complete=False, under=under)
 
 
@@ -144,7 +141,7 @@ class _Reader:
     def _for_size(self, plan: Plan, name: str) -> Plan:
         if plan.tp_size != self.tp_size:
             raise PlanMismatchError(
-                f"{name} is a plan for tp={plan.tp_size}, not {self.tp_size}", hint="plan again at this size"
+                f"{name} is a plan for {plan.over}, not tp={self.tp_size}", hint="plan again at this size"
             )
         if self.ep_size not in (None, plan.ep_size):
             raise PlanMismatchError(
@@ -155,15 +152,15 @@ class _Reader:
 
     def _handwritten(self, *, wanted: bool) -> ChosenCuts | None:
         path, inner = unwrapped(self.model)
-        found = find_plan(ancestors_of(type(inner)))
-        if found is None:
+        match = find_plan(ancestors_of(type(inner)))
+        if match is None:
             if wanted:
                 raise WrittenPlanError(
                     f"there is no hand-written plan for {type(inner).__module__}.{type(inner).__qualname__}",
                     hint=f"use {_NEXT}",
                 )
             return None
-        plan, how = found
+        plan, how = match
         if not wanted and self.sequence_parallel and isinstance(plan.sequence_parallel, str):
             return None
         choices = plan.choices(sequence_parallel=self.sequence_parallel, matched=how)

@@ -1,13 +1,7 @@
-"""A plan as files of other systems: a configuration where they take a part of it, or a Python module for torch.
+"""Write plans for DeepSpeed, vLLM, accelerate and Megatron-FSDP, and as a Python module for torch.
 
-DeepSpeed's AutoTP cuts linear layers by regular expressions on parameter names. accelerate and Megatron-FSDP take the
-classes of the blocks that become units; they do not split tensors. vLLM's transformers backend takes transformers' dict
-without the table and the head, which it always splits itself.
-
-For torch: a dict of styles and a function `parallelize(model, mesh)`, to keep under version control. Where its styles
-suffice the module needs torch alone. They do when every split is a column or a row layer and nothing else is
-needed: no edited integer, no packed weight, no gradient summed on a whole parameter. Otherwise the module carries the
-plan itself and hands it to autoplan: a dict of stock styles would run and be wrong.
+The torch module needs torch alone where every split is a column or row layer and nothing else is done; otherwise it
+carries the plan and hands it to autoplan, since a dict of stock styles would run and be wrong.
 """
 
 from __future__ import annotations
@@ -18,6 +12,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from autoplan.common.patterns import matches
+from autoplan.common.templates import template
 from autoplan.decide.plan.folding import starred
 from autoplan.decide.rulebook.read import exported_as
 from autoplan.decide.written_plans.foreign import COUNTS
@@ -99,29 +94,25 @@ def _expression(pattern: str) -> str:
 
 
 def to_vllm(plan: Plan, *, shipped: Iterable[str] = (), base: str = "", drop: bool = False) -> dict[str, str]:
-    """The dict of vLLM's transformers backend, in the spelling that it has always taken: for `base_model_tp_plan`.
-
-    vLLM builds the model without its head, so keys begin inside it (`base` is where it stands). A key matches whatever
-    begins as it does, and the first that matches counts: longer ones come first.
-    """
-    found, refused = hf_entries(plan, obstacles=_WITHOUT_VIEWS)
+    """Return vLLM's `base_model_tp_plan`: keys begin inside the model without its head (`base`), longer ones first."""
+    styles, refused = hf_entries(plan, obstacles=_WITHOUT_VIEWS)
     ends = {e.pattern for e in plan.entries if is_end(e)}
     # No gradients in vLLM: what is whole is whole. Packed layers are gathered, which is exact too.
-    found = {k: s for k, s in found.items() if k not in ends and s != "replicated_with_grad_allreduce"}
+    styles = {k: s for k, s in styles.items() if k not in ends and s != "replicated_with_grad_allreduce"}
     inside = f"{base}." if base else ""
-    outside = {key for key in found if not key.startswith(inside)}
-    packed = {key.rpartition(".")[0] for key, style in found.items() if style == "packed_colwise"}
-    odd = {key.rpartition(".")[0] for key, style in found.items() if style not in (*_VLLM, "packed_colwise")}
+    outside = {key for key in styles if not key.startswith(inside)}
+    packed = {key.rpartition(".")[0] for key, style in styles.items() if style == "packed_colwise"}
+    odd = {key.rpartition(".")[0] for key, style in styles.items() if style not in (*_VLLM, "packed_colwise")}
     kept = {}
-    for key, style in found.items():
+    for key, style in styles.items():
         container = key.rpartition(".")[0]
         if container not in odd and key not in odd and key not in outside:
             kept[key] = _GATHERED[style] if container in packed else OLD_NAMES.get(style, style)
     refused = [item for item in refused if item.pattern not in ends]
     refused += [
-        Refused(e.pattern, e.bytes, _not_for_vllm(e.pattern, found[e.pattern], outside))
+        Refused(e.pattern, e.bytes, _not_for_vllm(e.pattern, styles[e.pattern], outside))
         for e in plan.entries
-        if e.pattern in found and e.pattern not in kept
+        if e.pattern in styles and e.pattern not in kept
     ]
     check_nothing_lost(refused, "vLLM", drop)
     unused = {key: "replicate" for key in shipped if key not in kept and key not in ends and key.startswith(inside)}
@@ -135,7 +126,7 @@ def _not_for_vllm(pattern: str, style: str, outside: Container[str]) -> str:
     return f"vLLM has no {style}, for it or for its partner"
 
 
-def to_accelerate(plan: Plan, classes: Iterable[str], *, activation_checkpointing: bool = False) -> dict[str, Any]:
+def to_accelerate(plan: Plan, classes: Iterable[str]) -> dict[str, Any]:
     """accelerate's config for FSDP2. `classes` are those of the blocks."""
     names = _class_names(plan, classes)
     return {
@@ -144,7 +135,7 @@ def to_accelerate(plan: Plan, classes: Iterable[str], *, activation_checkpointin
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_transformer_layer_cls_to_wrap": ",".join(name.rpartition(".")[2] for name in names),
-            "fsdp_activation_checkpointing": activation_checkpointing,
+            "fsdp_activation_checkpointing": False,
             "fsdp_reshard_after_forward": True,
         },
     }
@@ -203,7 +194,7 @@ def torch_module(plan: Plan) -> str:
 
 def automodel_module(plan: Plan) -> str:
     """The same with the two ways into Automodel and NeMo-RL: a dotted path to `plan`, and `register()`."""
-    return torch_module(plan) + _REGISTER.format(model=plan.model)
+    return torch_module(plan) + template("automodel.py.txt").format(model=plan.model)
 
 
 def _heading(plan: Plan, more: str) -> str:
@@ -223,7 +214,9 @@ def _stock(plan: Plan) -> str:
         "    # parallelize_module makes two parameters of a tied one: both ends share one layout, so tie them again.\n"
     )
     heading = _heading(plan, "It needs torch alone. Every rank must hold the same weights before it is called.")
-    return heading + _STOCK_TEXT.format(lines=lines, tp=plan.tp_size, again=(note + again) if again else "")
+    return heading + template("torch_styles.py.txt").format(
+        lines=lines, tp=plan.tp_size, again=(note + again) if again else ""
+    )
 
 
 def _style(entry: Entry) -> str:
@@ -243,61 +236,4 @@ def _tied(plan: Plan) -> Iterator[tuple[str, str]]:
 def _with_autoplan(plan: Plan, why: str) -> str:
     text = json.dumps(plan.to_dict(), ensure_ascii=True, indent=1)
     heading = _heading(plan, f"It needs autoplan: {why}.")
-    return heading + _PLAN_TEXT.format(text=text.replace("\\", "\\\\"))
-
-
-_STOCK_TEXT = '''from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-
-
-def plan(gather_logits: bool = False) -> dict[str, ParallelStyle]:
-    """Styles by module; fresh objects each call. Logits stay split over the vocabulary unless they are gathered."""
-    logits = Replicate() if gather_logits else Shard(-1)
-    return {{
-{lines}
-    }}
-
-
-def parallelize(model: nn.Module, mesh: DeviceMesh, gather_logits: bool = False) -> nn.Module:
-    """Shard `model` in place over a mesh of one dim and return it."""
-    if mesh.size() != {tp}:
-        raise ValueError(f"this plan is for {tp} ranks, the mesh has {{mesh.size()}}")
-    parallelize_module(model, mesh, plan(gather_logits))
-{again}    return model
-'''
-
-_PLAN_TEXT = '''import json
-
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-
-from autoplan.decide.written_plans.plan_file import plan_from_dict
-
-
-def plan(gather_logits: bool = False) -> dict[str, ParallelStyle]:
-    """Styles by module; fresh objects each call. Logits stay split over the vocabulary unless they are gathered."""
-    return plan_from_dict(json.loads(PLAN)).to_torch(gather_logits=gather_logits)
-
-
-def parallelize(model: nn.Module, mesh: DeviceMesh, gather_logits: bool = False) -> nn.Module:
-    """Shard `model` in place over a mesh of one dim and return it."""
-    parallelize_module(model, mesh, plan(gather_logits))
-    return model
-
-
-PLAN = """
-{text}
-"""
-'''
-
-_REGISTER = '''
-
-def register() -> None:
-    """Make this the plan that Automodel finds for the class. (Or give it the dotted path of `plan`.)"""
-    from nemo_automodel.components.distributed.optimized_tp_plans import PARALLELIZE_FUNCTIONS
-
-    PARALLELIZE_FUNCTIONS["{model}"] = lambda model, sequence_parallel=False: plan()
-'''
+    return heading + template("torch_plan.py.txt").format(text=text.replace("\\", "\\\\"))

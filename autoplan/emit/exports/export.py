@@ -24,23 +24,16 @@ from autoplan.emit.exports.expressible import ExportError
 from autoplan.emit.exports.hf import to_hf
 from autoplan.values import Plan
 
-# What of an export its host will find, by the host's own matching rule.
-#
-# The problem: hosts look a module up in a plan by rules of their own (a regular expression from the start of a name,
-# the name with its numbers replaced, each segment by itself), on the model as they build it. A plan whose keys fit
-# none of that is accepted in silence, and nothing is split. So every export says how many of the model's linear
-# layers its host will cut, and one that would find nothing, or something else than it means, is refused here.
+# What a host finds of an export by its own matching rule, on the model as it builds it. An export that would find
+# nothing, or something else than it means, is refused: hosts accept such plans in silence, and split nothing.
 
 Finds = Callable[[str], bool]  # does the host cut the linear layer of this name?
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
 
 
 class Exported(str):
-    """The text of an export, which also knows how many of the model's `linears` its host cuts (`reached`).
-
-    `whole`: patterns of the others. `besides`: what else must be done for that. Without a model, or for a host that
-    cuts no layers, both counts are None.
-    """
+    """The text of an export, with how many of the model's `linears` its host cuts (`reached`; None: not known),
+    patterns of the others (`whole`), and what else must be done for that (`besides`)."""
 
     linears: int | None = None
     reached: int | None = None
@@ -90,8 +83,8 @@ def by_specs(config: Mapping[str, Any]) -> Finds:
 
 
 def vllm_style(written: Mapping[str, str], name: str) -> str:
-    """vLLM: the first key that, after `model.`, matches as a regular expression from the start of a base model's name.
-    Its transformers backend builds the base model (`AutoModel`) and calls it `model`."""
+    """Return the style of the first key that matches, from the start, a name of the base model, as vLLM's backend looks
+    it up."""
     key = next((key for key in written if re.match(f"model.{key}", f"model.{name}")), None)
     return "replicate" if key is None else written[key]
 
@@ -101,10 +94,10 @@ def vllm_finds(written: Mapping[str, str], linears: Iterable[str], base: str) ->
     inside = f"{base}." if base else ""
     names = [name.removeprefix(inside) for name in linears if name.startswith(inside)]
     for name in names:
-        meant, found = written.get(starred(name), "replicate"), vllm_style(written, name)
-        if meant != found:
+        meant, reads = written.get(starred(name), "replicate"), vllm_style(written, name)
+        if meant != reads:
             raise ExportError(
-                f"vLLM takes keys for regular expressions, and would read {found} for {name}, not {meant}",
+                f"vLLM takes keys for regular expressions, and would read {reads} for {name}, not {meant}",
                 hint="say which of the keys may go with overrides={key: 'replicate'}",
             )
     cut = any(style not in _WHOLE for style in written.values())
@@ -117,11 +110,7 @@ def vllm_finds(written: Mapping[str, str], linears: Iterable[str], base: str) ->
 
 
 def vllm_besides(written: Mapping[str, str], linears: Iterable[str], base: str, inner: Mapping[str, str]) -> str:
-    """What an inner model ships wins in vLLM over what its outer config says: those plans must go where they differ.
-
-    vLLM takes the plan that transformers puts together for the base model: the config's, then, over it, those of the
-    models inside, which are `inner`.
-    """
+    """Name inner configs whose own plans (`inner`) would win in vLLM over what the outer config says."""
     inside = f"{base}." if base else ""
     names = [name.removeprefix(inside) for name in linears if name.startswith(inside)]
     both = {**written, **inner}
@@ -136,11 +125,8 @@ def vllm_besides(written: Mapping[str, str], linears: Iterable[str], base: str, 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What an export must know of the model besides its plan: the keys it ships, the classes of its blocks.
-
-    `linears`: the names of its linear layers. `base`: where the model without its head stands in it. `inner`: what the
-    models inside that one ship themselves, keys from there on.
-    """
+    """What an export needs of the model: `shipped` keys, classes of `blocks`, names of `linears`, where the model
+    without its head stands (`base`), and what the models inside that one ship (`inner`)."""
 
     shipped: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()

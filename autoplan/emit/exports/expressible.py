@@ -10,14 +10,12 @@ from autoplan.common.layout import Layout
 from autoplan.common.patterns import is_under, matches
 from autoplan.decide.plan.folding import starred
 from autoplan.decide.rulebook.read import exported_as
+from autoplan.emit.words import bytes_text
 from autoplan.values import Entry, Plan
 from autoplan.values.quantised import PackedWeight
 
-# Plans of quantised models for other systems: each entry by the plain weight that its stored tensors stand for.
-#
-# Other systems are told how a module is cut, and cut what they hold in its place themselves. Whether that ends at whole
-# blocks our plan has settled. One system cuts every stored tensor along the dim of the plain weight: what is stored
-# along other dims it is unknown.
+# Plans of quantised models: each entry by the plain weight that its stored tensors stand for, since other systems cut
+# what they hold in its place themselves.
 
 
 def in_plain_weights(plan: Plan) -> Plan:
@@ -59,22 +57,17 @@ def _stored(plan: Plan, entry: Entry) -> list[PackedWeight]:
 
 def _cut(plan: Plan, weight: PackedWeight) -> tuple[int | None, str | None]:
     rules = plan.runtime.parameters
-    found = next((rule for rule in rules if matches(rule.pattern, weight.name) or rule.pattern == weight.name), None)
-    return (None, None) if found is None else (found.dim, found.layout)
+    rule_of_weight = next(
+        (rule for rule in rules if matches(rule.pattern, weight.name) or rule.pattern == weight.name), None
+    )
+    return (None, None) if rule_of_weight is None else (rule_of_weight.dim, rule_of_weight.layout)
 
 
-# What of a plan another system can say, block part by block part.
+# What of a plan another system can say, part by part of a block (its attention, its MLP), each whole or not at all:
 #
-# Other systems split one linear layer at a time: a column layer sums its input's gradient, a row layer its output. Our
-# plans may also edit integers, cut packed weights segment by segment, sum elsewhere. So the parts of a block (its
-# attention, its MLP) are looked at one by one:
-#
-#     plain     column and row layers, as everybody writes them
-#     gathered  every layer computes its shard and gathers at once: exact too, and costs more; used where a plain cut
-#               would need what the other system cannot do
+#     plain     column and row layers
+#     gathered  every layer computes its shard and gathers at once: exact too, costlier; used where plain cannot be
 #     refused   neither: the part stays whole there, and its bytes are named
-#
-# A part is written whole or not at all, so half a column/row pair is never written.
 
 
 # Words of EXPORTS.
@@ -145,8 +138,7 @@ class Part:
 
 
 def parts_of(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[Part, ...]:
-    """The planned modules by the container they stand in. Blocks that are planned alike are one part. `obstacles` are
-    the kinds that hinder the other system."""
+    """Group planned modules by container. `obstacles`: the kinds that hinder the other system."""
     plan = in_plain_weights(plan)
     parents = {entry.pattern.rpartition(".")[0] for entry in plan.entries}
     groups: dict[str, list[Entry]] = {}
@@ -224,8 +216,8 @@ def _needs(
 
 def _home(pattern: str, containers: Iterable[str]) -> str | None:
     """The innermost container that a module is in, or is. Patterns are compared as written."""
-    found = [c for c in containers if pattern == c or is_under(c, pattern) or matches(c, pattern)]
-    return max(found, key=lambda container: container.count("."), default=None)
+    around = [c for c in containers if pattern == c or is_under(c, pattern) or matches(c, pattern)]
+    return max(around, key=lambda container: container.count("."), default=None)
 
 
 def _is_uneven(entry: Entry) -> bool:
@@ -257,19 +249,9 @@ def check_nothing_lost(refused: list[Refused], dialect: str, drop: bool) -> None
     """Raise on what a dialect cannot say, unless the caller agrees to leave it whole."""
     if refused and not drop:
         lost = sum(item.bytes for item in refused)
-        lines = "\n".join(f"    {r.pattern}: {size_text(r.bytes)} ({r.why})" for r in refused)
+        lines = "\n".join(f"    {r.pattern}: {bytes_text(r.bytes)} ({r.why})" for r in refused)
         raise ExportError(
-            f"{dialect} cannot say {len(refused)} entries of the plan; {size_text(lost)} would stay whole on every "
+            f"{dialect} cannot say {len(refused)} entries of the plan; {bytes_text(lost)} would stay whole on every "
             f"rank:\n{lines}",
             hint="export with drop=True (--drop) to leave them whole, or to torch, where the plan itself is applied",
         )
-
-
-def size_text(count: int) -> str:
-    """Bytes for people."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"
-        size /= 1024
-    raise AssertionError

@@ -1,9 +1,6 @@
-"""A plan as transformers writes it: {pattern: style name}, for `DistributedConfig(tp_plan=...)` or a config.
+"""Write a plan as transformers does: {pattern: style name}, with `*` for every number in a name.
 
-transformers lays a given plan over the one it ships: a shipped key that is not named stays in force. So every shipped
-key that we do not use is written as `replicate`, or an unchecked rule would survive among ours.
-
-Keys mean every layer: transformers replaces numbers in names by `*` before it looks them up.
+transformers lays a plan over the one it ships, so shipped keys that are not used are written as `replicate`.
 """
 
 from __future__ import annotations
@@ -44,16 +41,16 @@ _NOT_IN_OLD = (
 
 
 def to_hf(plan: Plan, *, shipped: Iterable[str] = (), old: bool = False, drop: bool = False) -> dict[str, str]:
-    """The dict. `shipped` are the keys of transformers' own plan of the model; `old` is the spelling before 5.1. Raises
-    ExportError on what transformers cannot say; with `drop` that stays whole."""
-    found, refused = _as_stored(plan, *hf_entries(plan))
+    """Return the dict, in the spelling before 5.1 if `old`. Raises ExportError on what transformers cannot say, unless
+    `drop`."""
+    styles, refused = _as_stored(plan, *hf_entries(plan))
     if old:
-        found, more = _in_old_spelling(found, plan)
+        styles, more = _in_old_spelling(styles, plan)
         refused += more
     check_nothing_lost(refused, "transformers (old spelling)" if old else "transformers", drop)
     if not old:
-        found |= {key: "replicate" for key in shipped if starred(key) not in found}
-    return found
+        styles |= {key: "replicate" for key in shipped if starred(key) not in styles}
+    return styles
 
 
 def _as_stored(plan: Plan, found: dict[str, str], refused: list[Refused]) -> tuple[dict[str, str], list[Refused]]:
@@ -71,12 +68,12 @@ def _home(entry: Entry) -> str:
 
 def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[str, str], list[Refused]]:
     """What transformers can say of a plan, and what it cannot. `obstacles` are the kinds that hinder the reader."""
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     refused: list[Refused] = []
     for part in _merged(parts_of(plan, obstacles), _kept_whole(plan)):
         lines = dict(_lines(part, plan))
         if lines:
-            found |= lines
+            styles |= lines
             hindered = dict(part.hindered)
             refused += [
                 Refused(e.pattern, e.bytes, hindered.get(e.pattern, "no style of transformers cuts it in this place"))
@@ -87,7 +84,7 @@ def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[
         else:
             why = str(part.needs[0]) if part.needs else f"no style of transformers does it ({part.entries[0].style})"
             refused += part.refused(why)
-    return found, refused
+    return styles, refused
 
 
 def _kept_whole(plan: Plan) -> set[str]:

@@ -1,8 +1,5 @@
-"""Where each box, edge and text of a drawing stands, for a given width, and the drawing as SVG.
-
-A test can so assert that nothing overlaps. Texts are set in a monospaced typeface: their extent is known without a
-browser. Boxes link to their explanation; colours are in markup.py, for light and for dark.
-"""
+"""Place boxes, edges and texts of a drawing for a given width, and write it as SVG. Type is monospaced, so that extents
+are known without a browser."""
 
 from __future__ import annotations
 
@@ -165,9 +162,9 @@ def _box(drawing: Drawing, box: Box, x: float, y: float, width: float) -> float:
     for line in wrapped(letter + box.name, room, _LARGE):
         below += _LINE
         drawing.words.append(Words(x + _PAD, below, line, _LARGE, "name", box))
-    said = [*box.lines, *([f"finding {', '.join(map(str, box.findings))}"] if box.findings else [])]
-    for place, text in enumerate(said):
-        kind = "pin" if box.findings and place == len(said) - 1 else "line"
+    texts = [*box.lines, *([f"finding {', '.join(map(str, box.findings))}"] if box.findings else [])]
+    for place, text in enumerate(texts):
+        kind = "pin" if box.findings and place == len(texts) - 1 else "line"
         for line in wrapped(text, room, _SMALL):
             below += _LINE
             drawing.words.append(Words(x + _PAD, below, line, _SMALL, kind, box))
@@ -238,11 +235,11 @@ def _box_svg(shape: Shape, drawing: Drawing) -> Safe:
     rect = el("rect", x=_number(shape.x), y=_number(shape.y), width=_number(shape.width),
               height=_number(shape.height), rx=4)  # fmt: skip
     texts = [_words_svg(w) for w in drawing.words if w.box is box and _within(w, shape)]
-    said = f"{box.path}: {', '.join(box.lines)}"
-    inside = (el("title", said), rect, *texts)
+    label = f"{box.path}: {', '.join(box.lines)}"
+    inside = (el("title", label), rect, *texts)
     pinned = " pinned" if box.findings else ""
     made = el("g", *inside, class_=f"box {tone}{pinned}", data_path=box.path)
-    return el("a", made, href=f"#{box.link}", aria_label=said) if box.link else made
+    return el("a", made, href=f"#{box.link}", aria_label=label) if box.link else made
 
 
 def _within(words: Words, shape: Shape) -> bool:

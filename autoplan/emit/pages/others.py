@@ -1,8 +1,4 @@
-"""Pages of an audit, of two plans side by side and of a choice among meshes, and the cells of a notebook.
-
-A cell of a notebook shows the same parts, small, in a frame of its own, where its styles touch nothing else and no
-script runs.
-"""
+"""Pages of an audit, of two plans side by side and of a choice among meshes, and the cells of a notebook."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Any
 
 from autoplan.common.patterns import matches
 from autoplan.emit.pages.drawing import tone_of
-from autoplan.emit.pages.markup import Content, Safe, WhatIf, cases, chooser, el, styles, table, written_here
+from autoplan.emit.pages.markup import Content, Safe, WhatIf, cases, chooser, el, section, styles, table, written_here
 from autoplan.emit.pages.page import cause_first, links_of, pictures, plan_parts, whole_page
 from autoplan.emit.pages.picture import Block, Box, BoxRow, Scene, branches, scene_of
 from autoplan.emit.pages.sections import (
@@ -56,26 +52,26 @@ def _box(
     name: str, path: str, side: CutsOf, other: CutsOf | None, words: Mapping[str, str], findings: Sequence[Finding]
 ) -> Box:
     cuts, others = _cuts(side, path), _cuts(other, path) if other is not None else None
-    said = list(dict.fromkeys(word for pattern, word in words.items() if _about(pattern, path)))
+    verdicts = list(dict.fromkeys(word for pattern, word in words.items() if _about(pattern, path)))
     lit = others is not None and cuts != others
-    tone = next((_TONES[word] for word in said if word in _TONES), _tone(cuts)) + " lit" * lit
-    found = tuple(n for n, one in enumerate(findings, 1) if any(_about(about, path) for about in one.about))
+    tone = next((_TONES[word] for word in verdicts if word in _TONES), _tone(cuts)) + " lit" * lit
+    numbers = tuple(n for n, one in enumerate(findings, 1) if any(_about(about, path) for about in one.about))
     lines = (
         *dict.fromkeys(text for _, text in cuts.values()),
-        *(f"plan: {word}" for word in said),
+        *(f"plan: {word}" for word in verdicts),
         *(("differs",) if lit else ()),
     )
-    return Box(name, path, lines, findings=found, tone=tone)
+    return Box(name, path, lines, findings=numbers, tone=tone)
 
 
 def _cuts(side: CutsOf, path: str) -> dict[str, Cut]:
     """What is done to each parameter of a module."""
-    found = {}
+    cuts = {}
     for pattern, dim, text in side.cuts:
         module, _, name = pattern.rpartition(".")
         if matches(module, path):
-            found[name] = (dim, text)
-    return found
+            cuts[name] = (dim, text)
+    return cuts
 
 
 def _about(pattern: str, path: str) -> bool:
@@ -107,15 +103,15 @@ def audit_parts(report: Report) -> list[Content]:
 
 def _facts(report: Report) -> Safe:
     details = report.details
-    said = [str(details["plan"])] if "plan" in details else []
+    texts = [str(details["plan"])] if "plan" in details else []
     if "bytes_per_rank" in details:
         held, least = details["bytes_per_rank"], details["bytes_per_rank_inferred"]
-        said.append(f"{bytes_text(held)} of weights on a rank ({bytes_text(least)} if all that can is split)")
+        texts.append(f"{bytes_text(held)} of weights on a rank ({bytes_text(least)} if all that can is split)")
     for side in ("a", "b"):
         if side in details:
             one = details[side]
-            said.append(f"{side}: {one['plan']}, {one['ran']}, {bytes_text(one['bytes_per_rank'])} on a rank")
-    return el("ul", *(el("li", one) for one in said), class_="facts")
+            texts.append(f"{side}: {one['plan']}, {one['ran']}, {bytes_text(one['bytes_per_rank'])} on a rank")
+    return el("ul", *(el("li", one) for one in texts), class_="facts")
 
 
 def _drawing(report: Report) -> Iterable[Safe]:
@@ -140,16 +136,14 @@ def _drawing(report: Report) -> Iterable[Safe]:
         " Where the plans differ, the box has a thick edge." if len(sides) == 2 else ""
     )
     title = "Side by side" if len(sides) == 2 else "What the plan does"
-    yield el("section", el("h2", title, id="drawing"), el("p", about, more, class_="soft"), *figures,
-             aria_labelledby="drawing")  # fmt: skip
+    yield section(title, "drawing", *figures, about=about + more)
 
 
 def _verdicts(report: Report) -> Safe | None:
     rows = [(el("code", pattern), word) for pattern, word in report.details.get("verdicts", {}).items()]
     if not rows:
         return None
-    return el("section", el("h2", "Entries", id="entries"), table(("entry", "verdict"), rows, "What came of each"),
-              aria_labelledby="entries")  # fmt: skip
+    return section("Entries", "entries", table(("entry", "verdict"), rows, "What came of each"))
 
 
 def _numbers(report: Report) -> Safe | None:
@@ -159,8 +153,7 @@ def _numbers(report: Report) -> Safe | None:
     rows += [(f"gradient of {name}", f"{error:.1e}") for name, error in worst]
     if not rows:
         return None
-    return el("section", el("h2", "Numbers", id="numbers"), table(("of", "error"), rows, "The largest errors"),
-              aria_labelledby="numbers")  # fmt: skip
+    return section("Numbers", "numbers", table(("of", "error"), rows, "The largest errors"))
 
 
 def choice_page(choice: Any, plan: Plan | None, known: Mapping[int, WhatIf] = MappingProxyType({})) -> str:
@@ -179,24 +172,23 @@ def _looked_at(choice: Any, known: Mapping[int, WhatIf]) -> Safe:
     labels = {_CASE + n: f"{n}. {choice.rows[n - 1]}" for n in known}
     memory = {_CASE + n: memory_section(one.estimate, choice.memory, alone=False) for n, one in known.items()}
     drawn = pictures({_CASE + n: one.plan for n, one in known.items()}, numbers, numbers[0], {})
-    about = "Rows that cut along the sequence too are drawn without."
-    told = (el("h2", "What if: a row", id="row"), chooser(labels, numbers[0], "Look at"))
-    return el("section", *told, cases(memory, numbers, numbers[0]), el("p", about, class_="soft"), drawn,
-              aria_labelledby="row")  # fmt: skip
+    about = el("p", "Rows that cut along the sequence too are drawn without.", class_="soft")
+    look = chooser(labels, numbers[0], "Look at")
+    return section("What if: a row", "row", look, cases(memory, numbers, numbers[0]), about, drawn)
 
 
 def choice_parts(choice: Any, most: int = _MOST) -> list[Content]:
     state = "ok" if choice.fits else "bad"
     fitting = sum(row.fits for row in choice.rows)
-    said = f"{fitting} of {len(choice.rows)} configurations fit {bytes_text(choice.memory)}."
-    bar = el("p", said, class_=f"verdict {state}", role="status")
+    summary = f"{fitting} of {len(choice.rows)} configurations fit {bytes_text(choice.memory)}."
+    bar = el("p", summary, class_=f"verdict {state}", role="status")
     reasons = el("ul", *(el("li", text) for text in choice_reasons(choice)))
     shown = list(choice.rows[:most])
     if choice.nearest is not None and choice.nearest not in shown:
         shown.append(choice.nearest)
     scale = max((row.estimate.peak for row in shown), default=1)
-    told = [_row(choice, row, scale) for row in shown]
-    return [bar, reasons, el("section", el("h2", "Ways to run it", id="ways"), *told, aria_labelledby="ways")]
+    details = [_row(choice, row, scale) for row in shown]
+    return [bar, reasons, section("Ways to run it", "ways", *details)]
 
 
 def _row(choice: Any, row: Row, scale: int) -> Safe:

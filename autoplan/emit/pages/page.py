@@ -1,8 +1,4 @@
-"""A plan as one HTML file: everything that is known of it, from the verdict down to each decision's reason.
-
-It needs no network and, for reading, no script: explanations open as `details`, sizes switch by style. The script only
-searches, and opens what a click leads to.
-"""
+"""A plan as one HTML file. It needs no network and, for reading, no script: the script searches and opens targets."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autoplan.emit.explain import explain
-from autoplan.emit.pages.markup import Content, Safe, WhatIf, cases, data, el, script, styles, written_here
+from autoplan.emit.pages.markup import Content, Safe, WhatIf, cases, data, el, script, section, styles, written_here
 from autoplan.emit.pages.picture import scene_of
 from autoplan.emit.pages.sections import (
     drawing_section,
@@ -41,22 +37,21 @@ def plan_page(
     memory: int = 0,
     what_if: Mapping[int, WhatIf] = MappingProxyType({}),
 ) -> str:
-    """The page. `data_of`: the plan as plain data; `memory`: bytes of the GPU that the estimate is held against;
-    `what_if`: plans at other sizes of tp, to which the page can be switched."""
-    said = {"plan": data_of, "estimate": None if estimate is None else estimate.to_dict()}
+    """Return the page. `data_of`: the plan as plain data; `memory`: bytes of the GPU; `what_if`: plans at other sizes
+    of tp."""
+    values = {"plan": data_of, "estimate": None if estimate is None else estimate.to_dict()}
     known = {**what_if, plan.ranks: WhatIf(plan, estimate)}
     sizes = tuple(sorted(known))
     parts = plan_parts(plan, memory_cases(known, memory, sizes, plan.ranks), known)
-    return whole_page(f"{plan.model} at {plan.over.replace('=', ' ')}", *parts, held=said, sizes=sizes)
+    return whole_page(f"{plan.model} at {plan.over.replace('=', ' ')}", *parts, held=values, sizes=sizes)
 
 
 def memory_cases(known: Mapping[int, WhatIf], memory: int, numbers: Sequence[int], own: int) -> Safe | None:
     """The memory of a rank in each case; nothing where no case has an estimate."""
     if all(one.estimate is None for one in known.values()):
         return None
-    told = {n: memory_section(one.estimate, memory, alone=False) for n, one in known.items()}
-    head = el("h2", "Memory of a rank", id="memory")
-    return el("section", head, cases(told, numbers, own), aria_labelledby="memory")
+    sections = {n: memory_section(one.estimate, memory, alone=False) for n, one in known.items()}
+    return section("Memory of a rank", "memory", cases(sections, numbers, own))
 
 
 def pictures(known: Mapping[int, Plan], numbers: Sequence[int], own: int, links: dict[str, str]) -> Safe:
@@ -82,7 +77,7 @@ def plan_parts(
         facts(plan),
         switch(plans, own),
         after_verdict,
-        drawing_section(scene_of(plan, links, findings), drawn=pictures(plans, sizes, own, links)),
+        drawing_section(scene_of(plan, links, findings), pictures(plans, sizes, own, links)),
         weights_section(plans, own),
         messages_section(plans, sizes, own),
         whole_section(plans, sizes, own),
@@ -118,14 +113,14 @@ def cause_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 def links_of(plan: Plan) -> dict[str, str]:
     """Where the page explains a pattern of an entry, or a parameter that stays whole."""
-    found = {entry.pattern: f"e{number}" for number, entry in enumerate(plan.entries)}
-    return found | {one.fqn: f"w{number}" for number, one in enumerate(plan.replicated)}
+    links = {entry.pattern: f"e{number}" for number, entry in enumerate(plan.entries)}
+    return links | {one.fqn: f"w{number}" for number, one in enumerate(plan.replicated)}
 
 
 def explanations(plan: Plan, links: dict[str, str]) -> Safe:
     """What `explain` says of each entry and of each parameter that stays whole."""
-    told = [_explained(plan, path, link) for path, link in links.items()]
-    return el("section", el("h2", "Explained, one by one", id="explained"), *told, aria_labelledby="explained")
+    details = [_explained(plan, path, link) for path, link in links.items()]
+    return section("Explained, one by one", "explained", *details)
 
 
 def _explained(plan: Plan, path: str, link: str) -> Safe:

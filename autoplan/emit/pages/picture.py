@@ -1,13 +1,9 @@
-"""What the drawing of a model shows, before anything has a place: boxes in the order in which data flows.
+"""What the drawing of a model shows: boxes in the order in which data flows, before anything has a place.
 
     Scene ── Block (one of a kind, ×N) ── BoxRow (branches that read one value, side by side) ── Box (a module)
-                                            └── Mark (what ranks do together before or after)
+                                            └── Mark (a collective before or after, in bytes for one token)
 
-A plan says in `flow` in which order modules run, and which feeds which. Plan files of a time before that have none:
-there the order of entries stands in, and what shares a sum of gradients reads one value.
-
-Marks give bytes for one token of the value that moves, an all-reduce counted twice as everywhere, where the shapes in
-the plan tell them; the table of messages has each block's sums.
+Plan files without `flow` are drawn in the order of their entries.
 """
 
 from __future__ import annotations
@@ -41,13 +37,13 @@ class Mark:
 
 def marks_at(plan: Plan, path: str, entries: tuple[Entry, ...]) -> tuple[Mark, ...]:
     """Of the module, once each."""
-    found: dict[Mark, None] = {}
+    marks: dict[Mark, None] = {}
     for one in plan.runtime.instructions:
         if matches(one.pattern, path):
             before = isinstance(one, Boundary) and one.side == "input"
             for move in one.moves:
-                found[_mark(one, move, before, output_bytes(plan, entries) if not before else 0)] = None
-    return tuple(found)
+                marks[_mark(one, move, before, output_bytes(plan, entries) if not before else 0)] = None
+    return tuple(marks)
 
 
 def _mark(one: Instruction, move: Move, before: bool, size: int) -> Mark:
@@ -61,10 +57,7 @@ def _mark(one: Instruction, move: Move, before: bool, size: int) -> Mark:
 
 
 def output_bytes(plan: Plan, entries: tuple[Entry, ...]) -> int:
-    """Bytes for a token of the sum that a module gives, where its matrix tells: 0 where not.
-
-    A sum is as wide as the dim of the matrix that is not cut.
-    """
+    """Bytes for a token of a module's sum, as wide as the dim of its matrix that is not cut; 0 where unknown."""
     for entry in entries:
         for parameter, segment in zip(entry.parameters, entry.segments, strict=False):
             dim, _, _ = segment.partition(":")
@@ -82,8 +75,7 @@ def _shape(plan: Plan, module: str, parameter: str) -> tuple[int, ...]:
 
 
 def _item_size(entry: Entry, plan: Plan, width: int) -> int:
-    """Of a number of the weight: all bytes of the entry by how many numbers there are; 0 where unclear. A parameter
-    without a shape is whole: a bias, as wide as the output."""
+    """Bytes of a number of the weight; 0 where unclear. Without a shape it is a bias, as wide as the output."""
     owner, _, name = entry.pattern.rpartition(".")
     module = owner if entry.parameters == (name,) else entry.pattern
     modules = sum(
@@ -109,10 +101,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Box:
-    """A module: its name in the block, its whole name, lines under the name, what it links to and what is found.
-
-    `gives`: how its output lies on ranks until they do something about it: "cut", "partial", or "" for whole.
-    """
+    """A module: name, path, lines, link and findings. `gives`: its output lies "cut", "partial", or whole ("")."""
 
     name: str
     path: str
@@ -153,15 +142,15 @@ class Scene:
 def axes_of(entries: Iterable[Entry]) -> dict[str, Axis]:
     """The axis of each entry by its pattern; entries that are cut together share one."""
     known: dict[object, Axis] = {}
-    found = {}
+    axes = {}
     for entry in entries:
         if not any(":" in segment for segment in entry.segments):
             continue
         units = entry.counted or entry.units
         key: object = entry.axes or (entry.pattern.rpartition(".")[0], units)
         axis = known.setdefault(key, Axis(len(known), _letter(len(known)), units))
-        found[entry.pattern] = axis
-    return found
+        axes[entry.pattern] = axis
+    return axes
 
 
 def _letter(number: int) -> str:
@@ -174,15 +163,15 @@ def flow_parts(plan: Plan) -> tuple[FlowPart, ...]:
     if plan.flow:
         return plan.flow
     blocks = {f"{stack.name}.*": len(stack.fqns) for stack in plan.layers}
-    found: dict[str, list[str]] = {}
+    patterns: dict[str, list[str]] = {}
     for pattern in (entry.pattern for entry in plan.entries):
         block = next((block for block in blocks if is_under(block, pattern)), "")
-        found.setdefault(block or f"\0{pattern if found else ''}", []).append(pattern)
+        patterns.setdefault(block or f"\0{pattern if patterns else ''}", []).append(pattern)
     return tuple(
         FlowPart("", 1, tuple(steps))
         if block.startswith("\0")
         else FlowPart(block, blocks[block], tuple(step[len(block) + 1 :] for step in steps))
-        for block, steps in found.items()
+        for block, steps in patterns.items()
     )
 
 
@@ -197,8 +186,8 @@ def scene_of(plan: Plan, links: dict[str, str], findings: Sequence[Finding] = ()
 
 
 def branches(part: FlowPart) -> Iterator[tuple[str, list[list[str]]]]:
-    """The rows of a part: (parent, columns). What reads the same stands side by side, and under each step what alone
-    reads it; where branches meet again, a new row begins.
+    """Yield rows of (parent, columns): readers of one value side by side, and under each step what alone reads it.
+
 
     >>> part = FlowPart("", 1, ("a.q", "a.q_norm", "a.k", "a.v", "a.o"), ((-1,), (0,), (-1,), (-1,), (1, 2, 3)))
     >>> list(branches(part))
@@ -294,16 +283,16 @@ class _Boxes:
         return tuple(one for one in self.plan.replicated if matches(one.fqn.rpartition(".")[0], path))
 
     def _box(self, name: str, path: str, entries: tuple[Entry, ...]) -> Box:
-        found = self._found(path)
+        numbers = self._found(path)
         if entries:
             axis = next((self.axes[entry.pattern] for entry in entries if entry.pattern in self.axes), None)
             lines = [line for entry in entries for line in (entry.role, f"{entry.style} · {entry.units}".strip(" ·"))]
             link = next((self.links[e.pattern] for e in entries if e.pattern in self.links), "")
-            return Box(name, path, tuple(dict.fromkeys(filter(None, lines))), axis, link, found, _gives(entries))
+            return Box(name, path, tuple(dict.fromkeys(filter(None, lines))), axis, link, numbers, _gives(entries))
         whole = self._whole(path)
         size = bytes_text(sum(one.bytes for one in whole)) if whole else ""
         link = next((self.links[one.fqn] for one in whole if one.fqn in self.links), "")
-        return Box(name, path, (f"whole · {size} in all" if size else "whole",), None, link, found)
+        return Box(name, path, (f"whole · {size} in all" if size else "whole",), None, link, numbers)
 
     def _found(self, path: str) -> tuple[int, ...]:
         """Numbers of the findings that are about the module or a parameter of it."""

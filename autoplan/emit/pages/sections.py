@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 
 from autoplan.emit.pages.drawing import draw_block, svg_of, tone_of
-from autoplan.emit.pages.markup import Content, Safe, WhatIf, cases, chooser, el, join, table
+from autoplan.emit.pages.markup import Content, Safe, WhatIf, cases, chooser, el, join, section, table
 from autoplan.emit.pages.picture import Axis, Block, Scene, axes_of
 from autoplan.emit.pages.weights import weight_figure, weights_of
-from autoplan.emit.tables.estimate_table import PARTS, messages_of_a_block, rank_weights, tokens_text
+from autoplan.emit.tables.estimate_table import PARTS, messages_of_a_block, rank_weights, tokens_text, valid_sizes
 from autoplan.emit.tables.terminal import proof_text
 from autoplan.emit.words import bytes_text, count
 from autoplan.values import Finding, Plan, Proof, Traffic
@@ -20,31 +20,21 @@ _WIDTH, _HEIGHT = 330.0, 26.0
 
 
 def memory_section(found: Estimate | None, memory: int = 0, *, alone: bool = True) -> Safe:
-    """The stack, its parts as a table, and where the peak is; a sentence where a page has other estimates.
-
-    Not `alone`: without a heading.
-    """
+    """The stack, its parts as a table, and where the peak is. Not `alone`: without a heading."""
     head = el("h2", "Memory of a rank", id="memory") if alone else None
     if found is None:
         return el("section", head, el("p", NO_ESTIMATE, class_="soft"), aria_labelledby="memory")
     where = f"The peak, {bytes_text(found.peak)}, is reached in the {found.phase}, at {found.where}."
     on = f"{mesh_text(found.mesh)}: micro-batch {found.batch} × {tokens_text(found)}, {found.train}"
     limit = f" The line is the GPU's {bytes_text(memory)}: {_room(found.peak, memory)}." if memory else ""
-    rows = [
-        (
-            el("span", f"{n + 1}", class_=f"chip {tone_of(n)}"),
-            PARTS[name],
-            bytes_text(size),
-            f"{size / max(found.peak, 1):.0%}",
-        )
-        for n, name, size in _parts(found)
-    ]
+    rows = [(el("span", f"{n + 1}", class_=f"chip {tone_of(n)}"), PARTS[name], bytes_text(size),
+             f"{size / max(found.peak, 1):.0%}") for n, name, size in _parts(found)]  # fmt: skip
     parts = table(("", "part", "size", "share"), rows, "What fills it at the peak")
     bars = [f"{name} ± {bar:.0%} ({against})" for name, bar, against in found.bars]
     sure = el("p", f"How sure: {'; '.join(bars)}.", class_="soft") if bars else None
     peak = el("p", where + limit)
-    told = (el("p", on, class_="soft"), stack(found, memory), peak, parts, sure, _step_messages(found))
-    return el("section", head, *told, aria_labelledby="memory" if alone else None)
+    content = (el("p", on, class_="soft"), stack(found, memory), peak, parts, sure, _step_messages(found))
+    return el("section", head, *content, aria_labelledby="memory" if alone else None)
 
 
 def stack(found: Estimate, memory: int = 0, scale: int = 0) -> Safe:
@@ -54,8 +44,8 @@ def stack(found: Estimate, memory: int = 0, scale: int = 0) -> Safe:
     drawn: list[Safe] = []
     for n, name, size in _parts(found):
         width = size / most * _WIDTH
-        said = el("title", f"{PARTS[name]}: {bytes_text(size)}")
-        bar = el("rect", said, x=f"{x:.2f}", y=4, width=f"{width:.2f}", height=18, class_=f"bar {tone_of(n)}")
+        title = el("title", f"{PARTS[name]}: {bytes_text(size)}")
+        bar = el("rect", title, x=f"{x:.2f}", y=4, width=f"{width:.2f}", height=18, class_=f"bar {tone_of(n)}")
         wide = width > 10 * len(str(n + 1))
         drawn += [bar, *([el("text", str(n + 1), x=f"{x + 2:.2f}", y=17, class_="t11")] if wide else [])]
         x += width
@@ -84,8 +74,8 @@ def _step_messages(found: Estimate) -> Safe:
         return join([sent])
     bar = next((f" ± {bar:.0%}" for name, bar, _ in found.bars if name == "time"), "")
     speed = f"{found.tokens_per_second:,.0f} tokens a second"
-    told = f"A step takes about {found.time.total:.3g} s{bar} on {found.device}: {speed}."
-    return join([sent, el("p", told)])
+    sentence = f"A step takes about {found.time.total:.3g} s{bar} on {found.device}: {speed}."
+    return join([sent, el("p", sentence)])
 
 
 WIDTH = 342.0  # of a block's drawing: a telephone's 390 less its margins; wider screens show blocks side by side
@@ -107,31 +97,29 @@ def _sentence(text: str) -> str:
 
 
 def facts(plan: Plan) -> Safe:
-    said = [
+    texts = [
         plan.over.replace("=", " "),
         f"ep {plan.ep_size}" if plan.ep_size > 1 else "",
         plan.source,
     ]
-    said += ["sequence parallel" if plan.sequence_parallel else "", f"valid tp: {', '.join(map(str, plan.legal_tp))}"]
+    texts += ["sequence parallel" if plan.sequence_parallel else "", *valid_sizes(plan)]
     size, whole = rank_weights(plan)
-    said.append(f"{bytes_text(size)} of weights on a rank, {bytes_text(whole)} of them replicated")
-    return el("ul", *(el("li", one) for one in said if one), class_="facts")
+    texts.append(f"{bytes_text(size)} of weights on a rank, {bytes_text(whole)} of them replicated")
+    return el("ul", *(el("li", one) for one in texts if one), class_="facts")
 
 
-def drawing_section(scene: Scene, title: str = "One block of each kind", drawn: Safe | None = None) -> Safe:
+def drawing_section(scene: Scene, drawn: Safe | None = None) -> Safe:
     """Blocks beside each other, in the order in which the model runs them. `drawn`: pictures of several cases."""
     about = (
         "From top to bottom as data flows, branches side by side. A box's colour and letter say which axis cuts it; "
-    )
-    edges = (
         "grey is whole on every rank. A dashed red edge carries parts of a sum, which ranks add up where it says so."
     )
     turned = el("label", el("input", type="checkbox", id="gradients"), " show what moves for gradients")
     search = el("label", "Search ", el("input", type="search", id="search"))
-    found = el("span", search, " ", el("span", id="hits", aria_live="polite"), id="searching", hidden=True)
-    tools = el("p", turned, found, class_="noprint explore")
-    head = (el("h2", title, id="drawing"), el("p", about, edges, class_="soft"), legend(scene.axes), tools)
-    return el("section", *head, picture(scene) if drawn is None else drawn, aria_labelledby="drawing")
+    searching = el("span", search, " ", el("span", id="hits", aria_live="polite"), id="searching", hidden=True)
+    tools = el("p", turned, searching, class_="noprint explore")
+    shown = picture(scene) if drawn is None else drawn
+    return section("One block of each kind", "drawing", legend(scene.axes), tools, shown, about=about)
 
 
 def picture(scene: Scene) -> Safe:
@@ -152,11 +140,11 @@ def block_figure(block: Block, side: str = "") -> Safe:
 
 def switch(plans: Mapping[int, Plan], own: int) -> Safe:
     """The sizes between which the page can be switched, by style alone."""
-    told = [
+    sizes = [
         el("span", f"{bytes_text(rank_weights(plan)[0])} of weights on a rank", class_=f"tp tp-{n}")
         for n, plan in plans.items()
     ]
-    return join([chooser({n: f"tp {n}" for n in plans}, own, "What if: a rank at"), el("p", *told)])
+    return join([chooser({n: f"tp {n}" for n in plans}, own, "What if: a rank at"), el("p", *sizes)])
 
 
 def weights_section(plans: Mapping[int, Plan], own: int) -> Safe:
@@ -170,14 +158,12 @@ def weights_section(plans: Mapping[int, Plan], own: int) -> Safe:
         "Shaded is what rank 0 holds; a line parts packed pieces, each of which is cut by itself. Sides are drawn "
         "as the root of their rows."
     )
-    return el("section", el("h2", "Weights, to scale", id="weights"), el("p", about, class_="soft"),
-              cases(drawn, list(plans), own), aria_labelledby="weights")  # fmt: skip
+    return section("Weights, to scale", "weights", cases(drawn, list(plans), own), about=about)
 
 
 def messages_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> Safe:
-    head = el("h2", "Messages of a block, and the least needed", id="messages")
     tables = {n: _messages(plan.communication) for n, plan in plans.items()}
-    return el("section", head, cases(tables, sizes, own), aria_labelledby="messages")
+    return section("Messages of a block, and the least needed", "messages", cases(tables, sizes, own))
 
 
 def _messages(traffic: Sequence[Traffic]) -> Safe:
@@ -225,8 +211,8 @@ def _least(one: Traffic) -> int:
 
 def whole_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> Safe:
     """Heaviest first; after some, the rest on demand."""
-    told = cases({n: _whole(plan) for n, plan in plans.items()}, sizes, own)
-    return el("section", el("h2", "What stays whole", id="whole"), told, aria_labelledby="whole")
+    tables = cases({n: _whole(plan) for n, plan in plans.items()}, sizes, own)
+    return section("What stays whole", "whole", tables)
 
 
 def _whole(plan: Plan) -> Safe:
@@ -253,23 +239,14 @@ def sizes_section(plans: Mapping[int, Plan], own: int, what_if: Mapping[int, Wha
         rows.append((label, bytes_text(size), share, messages_of_a_block(plan), *peak))
     others = [str(n) for n in plans[own].legal_tp if n not in plans]
     more = el("p", f"Valid too: {', '.join(others)}.", class_="soft") if others else None
-    heads = (
-        "size",
-        "weights of a rank",
-        "replicated",
-        "messages of a block",
-        *(["peak of a step"] if peaks else []),
-    )
-    made = table(heads, rows, "Valid sizes of tp")
-    return el("section", el("h2", "What if", id="sizes"), made, more, aria_labelledby="sizes")
+    heads = ("size", "weights of a rank", "replicated", "messages of a block", *(["peak of a step"] if peaks else []))
+    return section("What if", "sizes", table(heads, rows, "Valid sizes of tp"), more)
 
 
-def findings_section(findings: Sequence[Finding], title: str = "Findings") -> Safe:
+def findings_section(findings: Sequence[Finding]) -> Safe:
     """Numbered as boxes name them."""
     if not findings:
-        return el(
-            "section", el("h2", title, id="findings"), el("p", "None.", class_="soft"), aria_labelledby="findings"
-        )
+        return section("Findings", "findings", about="None.")
     items = [
         el("li", el("b", finding.level), f" {finding.check} · ", el("code", ", ".join(finding.about)),
            f" ({bytes_text(finding.bytes)})" if finding.bytes else "", el("br"), finding.message,
@@ -277,6 +254,5 @@ def findings_section(findings: Sequence[Finding], title: str = "Findings") -> Sa
            *([el("br"), f"→ {finding.hint}"] if finding.hint else []), class_=finding.level)
         for finding in findings
     ]  # fmt: skip
-    said = f"{count(len(findings), 'finding')}, what is wrong before what follows from it."
-    told = (el("h2", title, id="findings"), el("p", said, class_="soft"), el("ol", *items, class_="findings"))
-    return el("section", *told, aria_labelledby="findings")
+    about = f"{count(len(findings), 'finding')}, what is wrong before what follows from it."
+    return section("Findings", "findings", el("ol", *items, class_="findings"), about=about)

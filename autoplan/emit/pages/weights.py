@@ -1,8 +1,5 @@
-"""Weights drawn to scale, with what rank 0 holds shaded and packed pieces parted by lines, at each size of tp.
+"""Weights drawn to scale at each size of tp: rank 0's part shaded, packed pieces parted by lines.
 
-Each weight is a rectangle of its two longest dims, all of a page to one scale (a root of it, or tables would hide all
-else). All sizes are in the page; the one that is chosen shows, by a style and without script. Which stretches of a dim
-a rank holds is computed without listing every row.
 
 >>> runs(Layout.parse("32!*128|8!*128"), rank=0, ranks=4)
 ((0, 1024), (4096, 4352))
@@ -31,8 +28,8 @@ MOST = 96  # stretches; a finer pattern is drawn as its share
 
 def runs(layout: Layout, rank: int, ranks: int) -> tuple[Run, ...] | None:
     """From and up to which row; None where there are more than `MOST`."""
-    found = _runs(layout, rank, ranks)
-    return None if found is None else tuple(found)
+    held = layout.runs(rank, ranks)
+    return tuple((run.start, run.stop) for run in held) if len(held) <= MOST else None
 
 
 def segments(layout: Layout) -> tuple[Run, ...]:
@@ -50,53 +47,6 @@ def divides(layout: Layout, ranks: int) -> bool:
     if layout.split is not None:
         return layout.size % (layout.split[0] or ranks) == 0
     return all(divides(part, ranks) for part in layout.parts)
-
-
-def _runs(layout: Layout, rank: int, ranks: int) -> list[Run] | None:
-    if not layout.parts:
-        if layout.split is None:
-            return [(0, layout.size)]
-        held = layout.piece(rank, ranks)
-        return [(held.start, held.stop)] if held else []
-    parts = [_runs(part, rank, ranks) for part in layout.parts]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    return _product(layout, known) if layout.kind == "product" else _concatenation(layout, known)
-
-
-def _concatenation(layout: Layout, parts: list[list[Run]]) -> list[Run] | None:
-    found: list[Run] = []
-    offset = 0
-    for part, held in zip(layout.parts, parts, strict=True):
-        found += [(offset + start, offset + stop) for start, stop in held]
-        offset += part.size
-    return _merged(found)
-
-
-def _product(layout: Layout, parts: list[list[Run]]) -> list[Run] | None:
-    found: list[Run] | None = [(0, 1)]
-    for part, held in zip(layout.parts, parts, strict=True):
-        if found is None:
-            return None
-        if held == [(0, part.size)]:
-            found = [(start * part.size, stop * part.size) for start, stop in found]
-            continue
-        if sum(stop - start for start, stop in found) * len(held) > MOST:
-            return None
-        rows = [row for start, stop in found for row in range(start, stop)]
-        found = _merged([(row * part.size + start, row * part.size + stop) for row in rows for start, stop in held])
-    return found
-
-
-def _merged(found: list[Run]) -> list[Run] | None:
-    merged: list[Run] = []
-    for start, stop in found:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return merged if len(merged) <= MOST else None
 
 
 _SIDE = 120.0  # of the longest dim
@@ -165,8 +115,8 @@ def weight_figure(weight: Weight, axis: Axis | None, longest: int, sizes: Iterab
     view = f"0 0 {size['width']} {size['height']}"
     svg = el("svg", el("title", label), outline, *held, *parts, viewBox=view, **size, class_=tone, role="img")
     letter = el("b", f"{axis.letter} ") if axis else None
-    told = el("figcaption", letter, el("code", name), el("br"), shape, el("br"), bytes_text(weight.entry.bytes))
-    return el("figure", svg, told)
+    caption = el("figcaption", letter, el("code", name), el("br"), shape, el("br"), bytes_text(weight.entry.bytes))
+    return el("figure", svg, caption)
 
 
 def _held(weight: Weight, ranks: int, along: float, width: float, height: float) -> Safe:
@@ -174,12 +124,12 @@ def _held(weight: Weight, ranks: int, along: float, width: float, height: float)
     chosen = f"tp tp-{ranks}"
     if not divides(weight.layout, ranks):
         return el("g", class_=chosen)
-    found = runs(weight.layout, 0, ranks)
-    if found is None:
+    stretches = runs(weight.layout, 0, ranks)
+    if stretches is None:
         return el("rect", x=1, y=1, width=_n(width), height=_n(height), class_=f"{chosen} held fine")
     scale = along / weight.layout.size
     rects = []
-    for start, stop in found:
+    for start, stop in stretches:
         place = {"x": 1.0, "y": 1 + start * scale, "width": width, "height": (stop - start) * scale}
         if not weight.upright:
             place = {"x": 1 + start * scale, "y": 1.0, "width": (stop - start) * scale, "height": height}

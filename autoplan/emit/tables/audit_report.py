@@ -1,8 +1,4 @@
-"""An audit, for the three places where it is read: a terminal, a pull request, a code-review tool.
-
-The report is one value; each form here says the same of it. Markdown is for comments on pull requests; SARIF 2.1.0 is
-what code hosts read to annotate reviews.
-"""
+"""An audit for a terminal, as Markdown for pull requests, and as SARIF 2.1.0 for code-review tools."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoplan.common.patterns import is_under
-from autoplan.emit.tables.terminal import findings_view
+from autoplan.emit.tables.terminal import findings_view, heading
 from autoplan.emit.words import bytes_text
 from autoplan.values import Finding, Report
 from autoplan.version import __version__
@@ -39,12 +35,12 @@ def audit_view(report: Report) -> RenderableType:
     for pattern, word in report.details["verdicts"].items():
         table.add_row(Text(word, _COLOURS[word]), Text(pattern, "cyan"))
     if table.row_count:
-        lines += [Padding(Text("Entries", "bold"), (1, 0, 0, 0)), table]
+        lines += [heading("Entries"), table]
     causes, consequences = _by_cause(report)
     if causes:
-        lines += [Padding(Text("Findings", "bold"), (1, 0, 0, 0)), *findings_view(causes)]
+        lines += [heading("Findings"), *findings_view(causes)]
     if consequences:
-        lines.append(Padding(Text("What follows", "bold"), (1, 0, 0, 0)))
+        lines.append(heading("What follows"))
         lines += [
             Padding(Text(f"{_where(finding)}{finding.message}: {_sentence(finding.proof)}"), (0, 0, 0, 2))
             for finding in consequences
@@ -60,7 +56,7 @@ def claims_view(report: Report) -> RenderableType:
         table.add_row(Text(claim, "cyan"), Text(word, colours[word]))
     lines: list[RenderableType] = [Text(f"{report.details['model']} · {report.details['verdict']}", "bold"), table]
     if report.findings:
-        lines += [Padding(Text("Findings", "bold"), (1, 0, 0, 0)), *findings_view(report.findings)]
+        lines += [heading("Findings"), *findings_view(report.findings)]
     return Group(*lines)
 
 
@@ -117,10 +113,8 @@ def _cell(text: str) -> str:
 def sarif(
     report: Report, checks: Mapping[str, str], artifact: str = "plan", lines: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """For code-review tools. `checks` are names and documentation; `artifact` is the file the plan came from.
-
-    `lines`: the line of that file on which each pattern of the plan stands.
-    """
+    """For code-review tools. `checks`: names and documentation; `artifact`: the plan's file; `lines`: where patterns
+    stand."""
     names = list(checks)
     rules = [
         {"id": name, "shortDescription": {"text": text.splitlines()[0]}, "fullDescription": {"text": text}}
@@ -136,9 +130,9 @@ def sarif(
 def _line_of(finding: Finding, lines: Mapping[str, int]) -> int:
     """The line of the entry that a finding is about; the first line where it is about no single one."""
     for place in (place.strip() for about in finding.about for place in about.split(",")):
-        found = [p for p in lines if p == place or is_under(p, place) or is_under(place, p)]
-        if found:
-            return lines[max(found, key=lambda pattern: (pattern == place, len(pattern)))]
+        near = [p for p in lines if p == place or is_under(p, place) or is_under(place, p)]
+        if near:
+            return lines[max(near, key=lambda pattern: (pattern == place, len(pattern)))]
     return 1
 
 

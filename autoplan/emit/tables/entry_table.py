@@ -1,10 +1,5 @@
-"""The table of a plan's entries: one row per module pattern, as many columns as the terminal has room for.
-
-Module paths are long and mostly alike. Neighbours with one parent stand indented under it, as in a file tree, so that
-the columns that differ stay in sight. On a narrow terminal the exact cut and the role step aside (`explain` and
-`--json` have them), and what is left wraps between words. Below it: what blocks move between ranks, compared with the
-least they need.
-"""
+"""The table of a plan's entries, grouped by parent. On a narrow terminal the cut and the role are left out, which
+`explain` and `--json` have."""
 
 from __future__ import annotations
 
@@ -57,9 +52,9 @@ class EntryTable:
 def _groups(entries: Iterable[Entry]) -> Iterator[tuple[str, list[Entry]]]:
     """Neighbours under the parent they share; a module alone keeps its path while that is short."""
     for parent, members in groupby(entries, key=lambda entry: entry.pattern.rpartition(".")[0]):
-        found = list(members)
-        alone = len(found) == 1 and len(found[0].pattern) <= _LONG_PATH
-        yield ("" if alone else parent), found
+        group = list(members)
+        alone = len(group) == 1 and len(group[0].pattern) <= _LONG_PATH
+        yield ("" if alone else parent), group
 
 
 def _rows(members: Iterable[Entry], parent: str) -> list[Cells]:
@@ -87,9 +82,9 @@ def _row(entry: Entry, module: str, above: Sequence[str]) -> Cells:
 
 def _sum(cost: Cost, above: Sequence[str]) -> str:
     """Short, as the column says "sums"; one that several projections share is told at the first of them."""
-    told = [other for other in cost.shared_with if other in above]
-    if told:
-        return f"shared with {told[0]}"
+    sharers = [other for other in cost.shared_with if other in above]
+    if sharers:
+        return f"shared with {sharers[0]}"
     return cost.what if cost.does == "sum" and cost.of != "call" else cost.done
 
 

@@ -58,11 +58,11 @@ def estimate_view(found: Estimate) -> RenderableType:
     lines.append(Text(f"peak: {found.phase}, at {found.where}"))
     lines += [Text(""), sent_table(found.messages)]
     if found.time is not None:
-        told = ", ".join(f"{seconds:.2f} s {part}" for part, seconds in found.time.parts.items() if seconds)
+        shares = ", ".join(f"{seconds:.2f} s {part}" for part, seconds in found.time.parts.items() if seconds)
         bar = f" ± {bars['time'][0]:.0%}" if bars else ""
         what = "tokens" if found.sequence else "samples"
         step = f"a step: {found.flops / 1e12:.1f} TFLOP a rank, {found.time.total:.2f} s{bar} on {found.device}"
-        lines += [Text(""), Text(f"{step} ({told}): {found.tokens_per_second:,.0f} {what} a second")]
+        lines += [Text(""), Text(f"{step} ({shares}): {found.tokens_per_second:,.0f} {what} a second")]
     if found.decoded_per_second:
         held = f"{found.concurrency} sequences a rank, {found.sequence} tokens held of each"
         lines += [Text(f"decoding: {found.decoded_per_second:,.0f} tokens a second ({held})")]
@@ -77,11 +77,11 @@ def memory_bar(found: Estimate, memory: int, width: int = 36) -> Text:
     scale = max(found.peak, memory, 1)
     sizes = {letter: sum(getattr(found.parts, part) for part in parts) for letter, parts in _LETTERS.items()}
     stack = "".join(letter * round(width * size / scale) for letter, size in sizes.items())[:width]
-    told = ", ".join(f"{_WORDS[letter]} {size / 2**30:.1f}" for letter, size in sizes.items() if size >= 0.05 * 2**30)
+    legend = ", ".join(f"{_WORDS[letter]} {size / 2**30:.1f}" for letter, size in sizes.items() if size >= 0.05 * 2**30)
     fits = "" if found.peak <= memory else ", does not fit"
     of = f"{found.peak / 2**30:.1f} of {memory / 2**30:.1f} GiB{fits}"
     step = f"a step of {found.batch}" + (f" × {found.sequence:,} tokens" if found.sequence else " samples")
-    return Text(f"Memory of a rank [{stack:·<{width}}] {of} ({step})\n  {told}")
+    return Text(f"Memory of a rank [{stack:·<{width}}] {of} ({step})\n  {legend}")
 
 
 def sent_table(sent: Iterable[Sent]) -> Table:
@@ -101,14 +101,14 @@ def choice_view(choice: Any) -> RenderableType:
     ties = sum(row.ties(choice.rows[0]) for row in choice.rows) if choice.fits else 0
     for row in shown:
         place = choice.rows.index(row) + 1
-        found = row.estimate
+        priced = row.estimate
         again = {True: "blocks", False: "none"}.get(row.checkpointing, str(row.checkpointing))
         kept = (", experts apart" if row.experts else "") + (", no reshard" if row.reshard is False else "")
-        speed = f"{found.tokens_per_second:,.0f}{'?' * row.narrow(choice.memory)}" if row.fits else "does not fit"
-        cells = (mesh_text(found.mesh) + kept, f"{found.batch} × {row.accumulate}", again)
-        cut = f"{found.own_tokens} a rank" if "cp" in row.mesh else "cut" if row.sequence_parallel else ""
+        speed = f"{priced.tokens_per_second:,.0f}{'?' * row.narrow(choice.memory)}" if row.fits else "does not fit"
+        cells = (mesh_text(priced.mesh) + kept, f"{priced.batch} × {row.accumulate}", again)
+        cut = f"{priced.own_tokens} a rank" if "cp" in row.mesh else "cut" if row.sequence_parallel else ""
         tie = "=" if row.fits and ties > 1 and row.ties(choice.rows[0]) else ""
-        table.add_row(f"{place}{tie}", *cells, cut, f"{found.peak / 2**30:.1f}", speed, row.binds)
+        table.add_row(f"{place}{tie}", *cells, cut, f"{priced.peak / 2**30:.1f}", speed, row.binds)
     fitting = sum(row.fits for row in choice.rows)
     head = f"{choice.source.name} on {choice.gpus} × {choice.device.name} with {_gib(choice.memory)}"
     head += f" ({choice.margin:.0%} left free)" if choice.margin else ""
@@ -156,8 +156,8 @@ def against_view(place: int, row: Row, more: dict[str, float]) -> str:
         return f"{mesh_text(row.estimate.mesh)} is the first row"
     parts = ", ".join(f"{share:+.0%} {name}" for name, share in sorted(more.items(), key=lambda pair: -abs(pair[1]))
                       if abs(share) >= 0.005)  # fmt: skip
-    told = f"a step takes {sum(more.values()):+.0%} ({parts})" if row.fits else f"it does not fit ({row.binds})"
-    return f"row {place} is {row}: against the first, {told}"
+    verdict = f"a step takes {sum(more.values()):+.0%} ({parts})" if row.fits else f"it does not fit ({row.binds})"
+    return f"row {place} is {row}: against the first, {verdict}"
 
 
 def row_view(row: Row) -> RenderableType:
@@ -235,6 +235,14 @@ def messages_of_a_block(plan: Plan) -> str:
     return str(max(sums)) if sums else "0" if plan.ranks == 1 else "-"
 
 
+def valid_sizes(plan: Plan) -> list[str]:
+    """The sizes of tp at which every axis is divisible; nothing where it is the sequence that is cut."""
+    sizes = ", ".join(map(str, plan.legal_tp))
+    if plan.cp_size > 1:
+        return []
+    return [f"valid tp: {sizes}" if plan.tp_size in plan.legal_tp else f"every axis is divisible at tp {sizes}"]
+
+
 def shown_sizes(plan: Plan) -> tuple[int, ...]:
     """Powers of two among the legal sizes, and the plan's own."""
     return tuple(tp for tp in plan.legal_tp if tp & (tp - 1) == 0 or tp == plan.tp_size)[:_MOST]
@@ -247,12 +255,12 @@ def sizes_view(
     memory: int = 0,
     why: str = "",
 ) -> RenderableType | None:
-    """A line for each size in `plans`; None where nothing is split. `estimates`: a training step at some of them,
-    against the `memory` of a device; `why` there is none."""
+    """A line for each size in `plans`; None where nothing is split. `estimates`: steps held against a device's
+    `memory`; `why` some are missing."""
     known = estimates or {}
     bar = memory_bar(known[plan.tp_size], memory) if plan.tp_size in known else None
-    said = [Text(f"a training step was not estimated{': ' if not known else ' '}{why}")] if why else []
-    if not plan.entries or len(plan.legal_tp) < 2:
+    missing = [Text(f"a training step was not estimated{': ' if not known else ' '}{why}")] if why else []
+    if not plan.entries or len(plan.legal_tp) < 2 or plan.cp_size > 1:
         return Group(bar) if bar is not None else None
     heads = ("tp", "weights of a rank", "replicated", "messages of a block")
     table = Table(*heads, *(("of a step", "memory of a step") if known else ()), box=None, pad_edge=False)
@@ -262,8 +270,8 @@ def sizes_view(
         share = f"{_gib(whole)}, {whole / max(size, 1):.0%}"
         step = _step(known.get(tp), memory) if known else ()
         table.add_row(f"{tp}{mark}", _gib(size), share, messages_of_a_block(made), *step)
-    head = Text(f"Valid tp sizes: {', '.join(map(str, plan.legal_tp))}", style="bold")
-    return Group(*([bar, Text("")] if bar is not None else []), head, table, *said)
+    head = Text("".join(valid_sizes(plan)).capitalize(), style="bold")
+    return Group(*([bar, Text("")] if bar is not None else []), head, table, *missing)
 
 
 def _step(found: Estimate | None, memory: int) -> tuple[str, str]:

@@ -1,8 +1,4 @@
-"""Rules as pages: what `autoplan rules` prints is what the rule files say, and nothing that they do not.
-
-A rule is a document for the person who doubts a decision: what it recognises, why its styles are right, where it stops,
-and pictures of what it takes and refuses.
-"""
+"""Print rules as the rule files say them."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ from rich.text import Text
 
 from autoplan.decide.rulebook.read import Example, Rule
 from autoplan.decide.rulebook.rule_tests import RuleResult
+from autoplan.emit.tables.terminal import heading
 from autoplan.emit.words import count
 from autoplan.values.plain import plain
 
@@ -87,8 +84,8 @@ def _columns() -> Table:
     return Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
 
 
-def _section(heading: str, body: RenderableType) -> tuple[RenderableType, RenderableType]:
-    return Padding(Text(heading, "bold"), (1, 0, 0, 0)), Padding(body, (0, 0, 0, 2))
+def _section(title: str, body: RenderableType) -> tuple[RenderableType, RenderableType]:
+    return heading(title), Padding(body, (0, 0, 0, 2))
 
 
 def _example(example: Example) -> RenderableType:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from autoplan.emit.tables.entry_table import TRAFFIC_COLUMNS, traffic_row
+from autoplan.emit.tables.terminal import heading, plain_table
 from autoplan.values import Score, Scoreboard
 
 _COLOURS = {"exact": "green", "wrong": "bold red", "failed": "bold red", "refused": "yellow"}
@@ -31,13 +31,13 @@ def scoreboard_view(board: Scoreboard) -> RenderableType:
     sections: list[RenderableType] = [Text.assemble((board.mapping, "bold"), title), _scores(board)]
     spoken = [(score, score.reason) for score in board.scores if score.reason]
     if spoken:
-        sections += [_heading("Why not"), _reasons(spoken)]
+        sections += [heading("Why not"), _reasons(spoken)]
     uncut = [(score, score.uncut) for score in board.scores if score.uncut]
     if uncut:
-        sections += [_heading("Not cut along the sequence"), _reasons(uncut)]
+        sections += [heading("Not cut along the sequence"), _reasons(uncut)]
     if any(score.communication for score in board.scores):
-        sections += [_heading("Communication of a block, in bytes for each token"), _communication(board)]
-    return Group(*sections, _heading("Totals"), *_totals(board))
+        sections += [heading("Communication of a block, in bytes for each token"), _communication(board)]
+    return Group(*sections, heading("Totals"), *_totals(board))
 
 
 def score_line(score: Score) -> str:
@@ -120,27 +120,9 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:g}" if value == int(value) else f"{value:.1f}"
 
 
-def _heading(text: str) -> RenderableType:
-    return Padding(Text(text, "bold"), (1, 0, 0, 0))
-
-
-_RIGHT = {
-    "share",
-    "split",
-    "unused",
-    "forward",
-    "backward",
-    "regions",
-    "blocks again",
-    "moved/least",
-    "error",
-    "seconds",
-    "number",
-}
+_RIGHT = ("share", "split", "unused", "forward", "backward", "regions", "blocks again", "moved/least", "error",
+          "seconds", "number")  # fmt: skip
 
 
 def _table(*columns: str, header: bool = True) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=header, header_style="dim", padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right" if column in _RIGHT else "left", overflow="fold")
-    return table
+    return plain_table(*columns, header=header, right=_RIGHT)

@@ -1,9 +1,4 @@
-"""What a person sees: a plan and a report, as tables for a terminal.
-
-A plan answers, in this order: which model and size; what is split, and how; why; what stays whole and what that weighs;
-the stacks of blocks; what was found; what was proven. Repeated blocks are folded by the plan's own patterns, and each
-reason is said once. The same renderables are printed in colour on a terminal and as plain text by `str(plan)`.
-"""
+"""A plan and a report as tables: the same renderables in colour on a terminal and as plain text by `str(plan)`."""
 
 from __future__ import annotations
 
@@ -18,6 +13,7 @@ from rich.text import Text
 
 from autoplan.common.patterns import fold_counted, fold_names
 from autoplan.emit.tables.entry_table import TRAFFIC_COLUMNS, EntryTable, traffic_lines, traffic_row
+from autoplan.emit.tables.estimate_table import valid_sizes
 from autoplan.emit.words import bytes_text, count
 from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report, Stack, Traffic
 
@@ -39,14 +35,14 @@ def plan_view(plan: Plan) -> RenderableType:
     """The whole plan."""
     sections: list[RenderableType] = [_headline(plan)]
     if plan.entries:
-        sections += [_heading("Split"), EntryTable(plan.entries), _heading("Why"), _reasons(plan.entries)]
+        sections += [heading("Split"), EntryTable(plan.entries), heading("Why"), _reasons(plan.entries)]
     if plan.replicated:
         total = bytes_text(sum(item.bytes for item in plan.replicated))
-        sections += [_heading(f"Replicated on every rank: {total}"), *_replicated(plan.replicated)]
+        sections += [heading(f"Replicated on every rank: {total}"), *_replicated(plan.replicated)]
     if plan.layers:
-        sections += [_heading("Layers"), _layers(plan)]
+        sections += [heading("Layers"), _layers(plan)]
     if plan.communication:
-        sections += [_heading("Communication of a block, in bytes for each token"), _communication(plan.communication)]
+        sections += [heading("Communication of a block, in bytes for each token"), _communication(plan.communication)]
     if plan.fed:
         # What the forward was given in two calls, and what told so
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
@@ -56,9 +52,9 @@ def plan_view(plan: Plan) -> RenderableType:
         for one in plan.fed:
             also = f", then {one.also}" if one.also and one.also != one.given else ""
             table.add_row(Text(one.argument), Text(f"{one.given}{also}"), Text(one.why))
-        sections += [_heading("Example inputs (inferred; override with inputs=)"), table]
+        sections += [heading("Example inputs (inferred; override with inputs=)"), table]
     if plan.findings:
-        sections += [_heading("Findings"), *findings_view(plan.findings)]
+        sections += [heading("Findings"), *findings_view(plan.findings)]
     return Group(*sections, Text(), proof_text(plan.proof))
 
 
@@ -66,7 +62,7 @@ def report_view(report: Report, title: str = "") -> RenderableType:
     """The outcome of a check: verdict first, then what was compared, then the findings."""
     title = title or str(report.details.get("model", "report"))
     verdict = (report.verdict, "bold green" if report.ok else "bold red")
-    facts = _table("what", "value", header=False)
+    facts = plain_table("what", "value", header=False)
     if report.forward is not None:
         facts.add_row("forward", f"off by {report.forward:.1e}")
     if report.gradients:
@@ -81,7 +77,7 @@ def report_view(report: Report, title: str = "") -> RenderableType:
     if facts.row_count:
         lines.append(Padding(facts, (0, 0, 0, 2)))
     if report.findings:
-        lines += [_heading("Findings"), *findings_view(report.findings)]
+        lines += [heading("Findings"), *findings_view(report.findings)]
     return Group(*lines)
 
 
@@ -104,14 +100,12 @@ def _in_line(value: object) -> str:
 
 
 def _headline(plan: Plan) -> RenderableType:
-    facts = [f"tp {plan.tp_size}", plan.source]
-    if plan.cp_size > 1:
-        facts[0] = f"cp {plan.cp_size}"
+    facts = [plan.over.replace("=", " "), plan.source]
     if plan.ep_size > 1:
         facts.insert(1, f"ep {plan.ep_size}")
     if plan.sequence_parallel:
         facts.append("sequence parallel")
-    facts.append(f"valid tp: {', '.join(map(str, plan.legal_tp))}")
+    facts += valid_sizes(plan)
     if plan.proof.failed:
         facts.append("verification failed")
     elif plan.proof.trial.outcome == "skipped":
@@ -120,7 +114,7 @@ def _headline(plan: Plan) -> RenderableType:
 
 
 def _communication(traffic: tuple[Traffic, ...]) -> RenderableType:
-    table = _table(*TRAFFIC_COLUMNS, right=("moved/least",))
+    table = plain_table(*TRAFFIC_COLUMNS, right=("moved/least",))
     for one in traffic:
         table.add_row(*map(Text, traffic_row(one)))
     return table
@@ -128,13 +122,13 @@ def _communication(traffic: tuple[Traffic, ...]) -> RenderableType:
 
 def _reasons(entries: tuple[Entry, ...]) -> RenderableType:
     """Each rule's reasons, once each, with the roles it gave."""
-    said: dict[tuple[str, str], dict[str, None]] = {}
+    roles_by_reason: dict[tuple[str, str], dict[str, None]] = {}
     for entry in entries:
         if entry.reason:
-            said.setdefault((entry.rule or entry.source, entry.reason), {})[entry.role] = None
-    table = _table("rule", "roles", "reason")
+            roles_by_reason.setdefault((entry.rule or entry.source, entry.reason), {})[entry.role] = None
+    table = plain_table("rule", "roles", "reason")
     previous = ""
-    for (rule, reason), roles in said.items():
+    for (rule, reason), roles in roles_by_reason.items():
         table.add_row(rule if rule != previous else "", ", ".join(filter(None, roles)), reason)
         previous = rule
     return table
@@ -153,7 +147,7 @@ def _replicated(items: tuple[Replicated, ...]) -> Iterable[RenderableType]:
             for size, fqns in by_reason[reason].items()
             for pattern, members in fold_counted(fqns, names)
         ]
-        table = _table("bytes", "parameter", header=False, right=("bytes",))
+        table = plain_table("bytes", "parameter", header=False, right=("bytes",))
         for members, size, pattern in sorted(rows, key=lambda row: -row[0] * row[1]):
             table.add_row(bytes_text(members * size), Text(pattern, "cyan"))
         yield Text(reason or "(no reason given)")
@@ -172,7 +166,7 @@ def _layers(plan: Plan) -> RenderableType:
 
 
 def _stacks(stacks: tuple[Stack, ...]) -> RenderableType:
-    table = _table("stack", "kind", "blocks", "paths", "note", header=False, right=("blocks",))
+    table = plain_table("stack", "kind", "blocks", "paths", "note", header=False, right=("blocks",))
     for stack in stacks:
         paths = ", ".join(fold_names(stack.fqns))
         table.add_row(Text(stack.name, "cyan"), stack.kind, count(len(stack.fqns), "block"), paths, stack.note)
@@ -181,10 +175,10 @@ def _stacks(stacks: tuple[Stack, ...]) -> RenderableType:
 
 def findings_view(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
     """By check; where one check says much alike, its first findings stand for the rest (`--json` has all)."""
-    said: dict[tuple[str, str], list[Finding]] = {}
+    by_check: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
-        said.setdefault((finding.check, finding.level), []).append(finding)
-    for alike in said.values():
+        by_check.setdefault((finding.check, finding.level), []).append(finding)
+    for alike in by_check.values():
         yield from _findings_in_full(alike[:_ALIKE])
         if rest := alike[_ALIKE:]:
             places = ", ".join(fold_names(finding.where for finding in rest))
@@ -207,13 +201,13 @@ def proof_text(proof: Proof) -> Text:
     if proof.trial.outcome == "wrong" and proof.method != "ranks":
         return Text.assemble(("Proof failed", "bold red"), f" on simulated ranks: {proof.trial.why}")
     if proof.trial.outcome == "skipped" and not proof.failed:
-        said = Text.assemble(("Not verified on simulated ranks", "bold yellow"), f": {proof.trial.why}")
-        said.append(f"; {proof.trial.hint}" if proof.trial.hint else "")
-        return said if proof.method == "none" else said.append(f". On the graph: {proof.text}")
+        text = Text.assemble(("Not verified on simulated ranks", "bold yellow"), f": {proof.trial.why}")
+        text.append(f"; {proof.trial.hint}" if proof.trial.hint else "")
+        return text if proof.method == "none" else text.append(f". On the graph: {proof.text}")
     if proof.method == "none":
         same = "; on simulated ranks the tiny clone gave the same" if proof.trial.outcome == "passed" else ""
         return Text(f"Not proven{same}.", "yellow")
-    where = {"graph": f"on the graph at tp {proof.tp_size}", "ranks": f"on {count(proof.tp_size, 'simulated rank')}"}
+    where = {"graph": "on the graph", "ranks": f"on {count(proof.tp_size, 'simulated rank')}"}
     verdict = Text.assemble(("Proven", "bold green") if proof.ok else ("Proof failed", "bold red"))
     verdict.append(f" {where[proof.method]}")
     if proof.checked:
@@ -226,11 +220,11 @@ def proof_text(proof: Proof) -> Text:
 # ------------------------------------------------------------------------------------------------ one look for all
 
 
-def _heading(text: str) -> RenderableType:
+def heading(text: str) -> RenderableType:
     return Padding(Text(text, "bold"), (1, 0, 0, 0))
 
 
-def _table(*columns: str, header: bool = True, right: tuple[str, ...] = ()) -> Table:
+def plain_table(*columns: str, header: bool = True, right: tuple[str, ...] = ()) -> Table:
     table = Table(box=None, pad_edge=False, show_header=header, header_style="dim", padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")

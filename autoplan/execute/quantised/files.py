@@ -1,9 +1,5 @@
-"""A folder of a quantised checkpoint, read as if its weights were plain.
-
-The problem: whoever fills a plain model asks for rows of a weight, and the files hold packed numbers with a scale for
-each block. Here each packed weight is one key with the shape of the plain one. What is asked for is read block by
-block: the packed tensors of the blocks that hold these rows, and no others.
-"""
+"""Read a folder of a quantised checkpoint as if its weights were plain, dequantising only the blocks that are asked
+for."""
 
 from __future__ import annotations
 
@@ -37,11 +33,11 @@ class _Files(CheckpointFiles):
         return torch.float32 if key in self._nested else super().dtype(key)
 
     def read(self, key: str, rows: Mapping[int, Sequence[int]] | None = None) -> torch.Tensor:
-        found = super().read(key, rows)
+        rows_read = super().read(key, rows)
         if key not in self._nested:
-            return found
-        places = torch.tensor(list((rows or {}).get(0, range(len(found)))), dtype=torch.long)
-        return self._twice(key.removesuffix(".absmax")).numbers(found, places)
+            return rows_read
+        places = torch.tensor(list((rows or {}).get(0, range(len(rows_read)))), dtype=torch.long)
+        return self._twice(key.removesuffix(".absmax")).numbers(rows_read, places)
 
     def _twice(self, weight: str) -> QuantisedTwice:
         known, read = super().keys, super().read

@@ -13,11 +13,8 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.files.schemes import scheme_files
 from autoplan.values.quantised import PackedWeight, Scheme
 
-# bitsandbytes' double quantisation: the largest number of each block is a code, in blocks with numbers of their own.
-#
-# A packed model holds these largest numbers as float32, since a block of them (16384 weights) would hardly ever be a
-# rank's own. Codes become numbers where files are read, and the same codes where they are written. (Not in formats.py:
-# what is here is no way to store a weight, and goes both ways.)
+# bitsandbytes' double quantisation: the largest number of each block is a code. A packed model holds them as float32,
+# since a block of them (16384 weights) would hardly ever be a rank's own.
 
 _STATE = ".quant_state."
 _ENDS = (_STATE, ".absmax")
@@ -25,8 +22,7 @@ _ENDS = (_STATE, ".absmax")
 
 @dataclass(frozen=True)
 class QuantisedTwice:
-    """How the largest numbers of one weight are stored: the largest of each block of them, what codes mean, and the
-    weight's state as it is stored, of which it is told where numbers begin and how many share a block."""
+    """How the largest numbers of a weight's blocks are themselves quantised, and where its stored state begins."""
 
     largest: torch.Tensor
     values: torch.Tensor
@@ -58,25 +54,22 @@ class QuantisedTwice:
 
 def stored_twice(entries: Mapping[str, Any], known: Mapping[str, QuantisedTwice]) -> dict[str, Any]:
     """Tensors of a checkpoint, those of weights that are quantised twice as bitsandbytes writes them."""
-    found: dict[str, Any] = {}
+    stored: dict[str, Any] = {}
     for entry, value in entries.items():
         weight, end = next(((entry[: entry.index(end)], end) for end in _ENDS if end in entry), (entry, ""))
         twice = known.get(weight)
         if twice is None or not end:
-            found[entry] = value
+            stored[entry] = value
         elif end == _STATE:
-            found[entry] = twice.state
+            stored[entry] = twice.state
         else:
-            found |= {entry: twice.codes(value), f"{weight}.nested_absmax": twice.largest}
-            found[f"{weight}.nested_quant_map"] = twice.values
-    return found
+            stored |= {entry: twice.codes(value), f"{weight}.nested_absmax": twice.largest}
+            stored[f"{weight}.nested_quant_map"] = twice.values
+    return stored
 
 
-# The numbers that packed tensors stand for, one function for each way to store them.
-#
-# Each takes the stored tensors by role and the shape of the plain piece, and gives that piece in float32 or in the
-# dtype in which the library that writes such checkpoints computes it. Every number depends on its own block only, so
-# what is made of some blocks is bit for bit what is made of all of them: that is why shards are exact.
+# One function for each way to store weights: stored tensors by role and the shape of the plain piece -> that piece.
+# Every number depends on its own block only, which is why shards are exact.
 
 Parts = Mapping[str, torch.Tensor]
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -84,8 +77,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the first, second, … output of 
 
 
 def dequantise(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
-    """The plain piece of `shape` (the first blocks along each dim are whole) that these stored tensors stand for.
-    `parts`: by the names that `weight` has for them."""
+    """The plain piece of `shape` that these stored tensors (`parts`, by `weight`'s names) stand for."""
     decode = _decoder(weight.scheme)
     if decode is None:
         raise AutoplanError(
@@ -126,8 +118,7 @@ def _turned(weight: PackedWeight) -> PackedWeight:
 
 
 def _spread(scales: torch.Tensor, shape: tuple[int, ...], blocks: Mapping[int, int], parts: int = 1) -> torch.Tensor:
-    """One scale for each element: repeated over its block along each dim. A dim of size 1 is left to broadcasting.
-    `parts`: of how many matrices, quantised each for itself, the rows of a stack are."""
+    """One scale for each element, repeated over its block; size 1 broadcasts. `parts`: matrices in a stack's rows."""
     for dim, block in blocks.items():
         if scales.shape[dim] > 1 and block > 1:
             scales = scales.repeat_interleave(block, dim)

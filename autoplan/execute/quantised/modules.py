@@ -1,10 +1,8 @@
-"""A model whose weights are stored packed: modules hold the tensors of the checkpoint, and compute with plain numbers.
+"""Models whose weights stay packed: each module gets a subclass of its class whose weight is a property that
+dequantises.
 
-The problem: kernels that multiply packed weights need a GPU and the package of their method. What they compute is
-defined without them: the product with the numbers that packed tensors stand for. So each module that has a quantised
-weight gets a subclass of its own class in which the weight's name is a property that makes these numbers when the
-module's code reads it. Its parameters are the packed tensors, under the names that checkpoints have for them, frozen:
-they are sharded, loaded, saved and wrapped like any others, and gradients pass through to the input and to adapters.
+Packed tensors are frozen parameters under their names in checkpoints: sharded, loaded and saved like any others.
+Gradients pass to the input and to adapters. No GPU kernel is needed.
 """
 
 from __future__ import annotations
@@ -33,11 +31,7 @@ _PLAIN = "_autoplan_plain"  # what has been made of stacks in the call that runs
 
 
 def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
-    """Give `model`, in place, the packed tensors that `plan` says its weights are stored as; they have no numbers yet.
-
-    `model` is the plain one that the plan was made for, best on meta; packed tensors are on meta in any case.
-    `load_weights` fills it, before or after `parallelize`.
-    """
+    """Give the plain `model`, in place, the packed tensors of `plan`, on meta; `load_weights` fills them."""
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     check_argument("plan", plan, Plan, "give a plan that autoplan.plan made of a quantised model")
     chosen = _chosen(model, plan)
@@ -92,7 +86,7 @@ def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWe
     """The modules with their packed weights. Raises before anything is changed."""
     if not plan.packed:
         raise PlanMismatchError("the plan knows of no quantised weights", hint="plan a config with quantization_config")
-    found = []
+    chosen = []
     unknown = next((weight for weight in plan.packed if not can_dequantise(weight.scheme)), None)
     if unknown is not None:
         raise PlanMismatchError(
@@ -112,8 +106,8 @@ def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWe
                 )
             weights.append(weight)
         if weights:
-            found.append((module, weights))
-    return found
+            chosen.append((module, weights))
+    return chosen
 
 
 @cache

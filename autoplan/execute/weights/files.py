@@ -1,9 +1,4 @@
-"""A folder of safetensors files, read by pieces.
-
-The problem: a rank needs a few rows of each weight, and reading whole weights to cut them makes every rank read the
-whole model. safetensors can read ranges; a packed layout is a handful of ranges. Pickle files are never opened: they
-run code.
-"""
+"""Read a folder of safetensors files by ranges of rows. Pickle files are never opened: they run code."""
 
 from __future__ import annotations
 
@@ -19,25 +14,6 @@ import torch
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import SourceError
 
-_DTYPES = {  # as safetensors calls them
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 _MANY_RUNS = 64  # beyond this, one read of the whole span and an index are faster than a read per run
 
 
@@ -79,10 +55,8 @@ class CheckpointFiles:
         return tuple(self._slice(key).get_shape())
 
     def dtype(self, key: str) -> torch.dtype:
-        kept = self._slice(key).get_dtype()
-        if kept not in _DTYPES:
-            raise SourceError(f"{key} is kept as {kept}, of which torch knows nothing", hint="update torch")
-        return _DTYPES[kept]
+        source = self._slice(key)  # a part without numbers has the dtype of the whole
+        return (source[:0] if source.get_shape() else self.read(key)).dtype
 
     def says_nothing(self, key: str) -> bool:
         """May a tensor be left out without a loss?"""
@@ -111,10 +85,10 @@ class CheckpointFiles:
         if not scattered:
             return source[tuple(index)]
         first, *others = scattered
-        found = _read_scattered(source, index, first, rows[first])
+        rows_read = _read_scattered(source, index, first, rows[first])
         for dim in others:
-            found = found.index_select(dim, torch.tensor([row - min(rows[dim]) for row in rows[dim]]))
-        return found
+            rows_read = rows_read.index_select(dim, torch.tensor([row - min(rows[dim]) for row in rows[dim]]))
+        return rows_read
 
     def _slice(self, key: str) -> Any:
         return self._handle(key).get_slice(self._stored_as.get(key, key))
@@ -152,8 +126,8 @@ def _read_scattered(source: Any, index: list[Any], dim: int, rows: Sequence[int]
 
 
 def _find(folder: Path) -> dict[str, str]:
-    """Name of each tensor -> file that has it, as transformers reads a folder: model.safetensors if it is there (and no
-    index counts it among others), else what an index says, else all files. `save.py` relies on that order."""
+    """Map tensors to files as transformers does: model.safetensors alone, else what an index says, else all files
+    (`save.py` relies on that order)."""
     if not folder.is_dir():
         raise SourceError(f"no folder {folder}", hint="give the folder that holds the .safetensors files")
     indexes, single = sorted(folder.glob("*.safetensors.index.json")), folder / "model.safetensors"
@@ -192,8 +166,8 @@ def _opened(file: Path) -> Any:
 
 
 def _from_index(index: Path) -> dict[str, str]:
-    found = _weight_map(index)
-    for key, file in found.items():
+    files = _weight_map(index)
+    for key, file in files.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
             raise SourceError(f"{index} says that {key} is in {file!r}, which is no .safetensors file")
         if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file or "\0" in file:
@@ -201,32 +175,32 @@ def _from_index(index: Path) -> dict[str, str]:
                 f"{index} says that {key} is in {file!r}, which is outside of its folder",
                 hint="a checkpoint is one folder; do not load this one unless you know who made it",
             )
-    absent = sorted({file for file in found.values() if not (index.parent / file).is_file()})
+    absent = sorted({file for file in files.values() if not (index.parent / file).is_file()})
     if absent:
         raise SourceError(
-            f"{index.name} lists {len(set(found.values()))} files, of which {len(absent)} are absent: {absent[0]}",
+            f"{index.name} lists {len(set(files.values()))} files, of which {len(absent)} are absent: {absent[0]}",
             hint="complete the download",
         )
-    return found
+    return files
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     """What an index says: {name of a tensor: file}."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        weight_map = dict(pairs)
+        if len(weight_map) != len(pairs):
             raise ValueError("a key stands twice")
-        return found
+        return weight_map
 
     try:
         data = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=once)
     except (OSError, ValueError, RecursionError) as error:
         raise SourceError(f"{index} is not a safetensors index: {error}", hint="complete the download") from error
-    found = data.get("weight_map") if isinstance(data, dict) else None
-    if not isinstance(found, dict) or not found:
+    weight_map = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f'{index} is not a safetensors index: it has no "weight_map" of tensors to files')
-    return found
+    return weight_map
 
 
 def _from_files(files: list[Path]) -> dict[str, str]:

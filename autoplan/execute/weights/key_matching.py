@@ -16,12 +16,9 @@ from autoplan.common.conventions import CheckpointNames, Conversion, Join, conve
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.execute.weights.files import runs
 
-# Tensors of a model that a checkpoint holds in pieces: an entry for each expert, gate apart from up.
-#
-# The problem: a rank that holds an eighth of a stack of experts would read all of it, if the stack were put together
-# first. So what a library does by stacking and by setting side by side is done here by places: each entry is asked for
-# the rows that end up on this rank, and for no others. How entries lie in the whole is read off their shapes, so that
-# scales, zero points and indices of groups, each with dims of its own, are joined in the same way as their weight.
+# Tensors that a checkpoint holds in pieces (an entry for each expert, gate apart from up): each entry is asked only for
+# the rows that end up on this rank. Shapes tell how entries lie, so that scales and indices are joined like their
+# weight.
 
 Rows = Mapping[int, Sequence[int]]
 Read = Callable[..., torch.Tensor]  # (rows of an entry by dim, or nothing for all of it)
@@ -68,7 +65,7 @@ class Joined:
         """What a rank holds of the whole of this shape: these rows, by dim; absent dims are held whole."""
         places, stacked = self._places(shape), int(self.join.stacked)
         sizes = [len(rows[dim]) if dim in rows else size for dim, size in enumerate(shape)]
-        found = torch.empty(sizes if len(sizes) > stacked else [*sizes, 1], dtype=dtype)
+        assembled = torch.empty(sizes if len(sizes) > stacked else [*sizes, 1], dtype=dtype)
         numbers = rows.get(0, range(shape[0])) if stacked else (0,)
         inner = {dim - stacked: held for dim, held in rows.items() if dim >= stacked}
         for part, entries in enumerate(self._parts()):
@@ -78,12 +75,12 @@ class Joined:
             for slot, number in enumerate(numbers):
                 read = _read(entries[number], places.shapes[part], wanted)
                 # Row by row of `source` to these places; whole runs at once
-                target = found[slot] if stacked else found
+                target = assembled[slot] if stacked else assembled
                 done = 0
                 for run in runs(where):
                     target.narrow(places.dim, run.start, len(run)).copy_(read.narrow(places.dim, done, len(run)))
                     done += len(run)
-        return found.reshape(sizes)
+        return assembled.reshape(sizes)
 
     def _parts(self) -> list[list[_Entry]]:
         absent = [pattern for pattern in self.join.patterns if pattern not in self._entries]
@@ -146,26 +143,22 @@ def _within(places: _Places, part: int, rows: Rows) -> tuple[list[int], dict[int
 
 
 def _turned(read: Read, rows: Rows | None = None) -> torch.Tensor:
-    found = read({1 - dim: held for dim, held in rows.items()}) if rows else read()
-    return found.transpose(0, 1)
+    turned = read({1 - dim: held for dim, held in rows.items()}) if rows else read()
+    return turned.transpose(0, 1)
 
 
 def _read(entry: _Entry, shape: tuple[int, ...], rows: Rows) -> torch.Tensor:
     rows = {dim: held for dim, held in rows.items() if len(held) != shape[dim] or list(held) != list(range(shape[dim]))}
     if entry.shape == shape:
         return entry.read(rows) if rows else entry.read()
-    found = entry.read().reshape(shape)  # a number, or a row
+    tensor = entry.read().reshape(shape)  # a number, or a row
     for dim, held in rows.items():
-        found = found.index_select(dim, torch.tensor(list(held), dtype=torch.long))
-    return found
+        tensor = tensor.index_select(dim, torch.tensor(list(held), dtype=torch.long))
+    return tensor
 
 
-# Which tensor of a checkpoint becomes which tensor of a model.
-#
-# The problem: names differ. Tied weights are stored once; a base model's checkpoint lacks the prefix its user adds, or
-# has one too many; and libraries rename, merge and split checkpoint tensors on the way in (one file entry per expert
-# becomes one packed weight). The first two are settled here; the last by the library's own rules, unchanged
-# (`conventions().checkpoint_names`). Whatever then has no partner is listed, never guessed.
+# Which tensor of a checkpoint becomes which of a model: tied weights are stored once, a base model's checkpoint lacks a
+# prefix or has one, and conversions are the library's own (`conventions().checkpoint_names`). The rest is listed.
 
 _SHOWN = 5  # names printed per kind of mismatch
 
@@ -192,8 +185,8 @@ def match_keys(
     read: Callable[..., torch.Tensor],
     shape: Callable[[str], tuple[int, ...]],
 ) -> Matched:
-    """Find a source for each group of names (one tensor each). `passing`: names of buffers that are not saved. A group
-    is served by the first of its names that the checkpoint has. `read` and `shape` are asked with a key."""
+    """Find a source for each group of names (one tensor each): the first name that the checkpoint has. `passing`:
+    buffers that are not saved."""
     names = {name for group in groups for name in group}
     known = conventions().checkpoint_names(model)
     prefix = known.prefix
@@ -223,8 +216,8 @@ def match_keys(
             matched.converted.append(conversion)
         else:
             matched.unexpected += conversion.keys
-    found = set(matched.direct) | matched.converted_names()
-    matched.missing = [group[0] for group in groups if not found & set(group)]
+    matched_names = set(matched.direct) | matched.converted_names()
+    matched.missing = [group[0] for group in groups if not matched_names & set(group)]
     _forget_ignored(known, matched, set(passing))
     return matched
 

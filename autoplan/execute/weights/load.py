@@ -1,14 +1,8 @@
 """Fill a sharded model from a folder of safetensors, each rank reading only what it holds.
 
-The problem: a planned model on the meta device has shapes and layouts but no numbers, and no rank may ever hold a whole
-weight. Everything is matched and measured first (`key_matching.py`), conversions and kinds of numbers too, so that a
-checkpoint of another model changes nothing; then each parameter's piece is read (`files.py`), moved to the mesh's
-device, cast to the parameter's dtype and put in place, under all the names it has. Buffers that no checkpoint holds are
-built again (`parameters/buffers.py`). Ranks exchange no numbers, only whether all of them can fill their part.
-
-A model with adapters is filled from the checkpoint of the model inside, whose tensors have names without the levels
-that adapters bring. The adapters stay as they are; those on meta become new ones as their library makes them, the same
-on every rank: drawn from the first rank's stream, which then is where it was.
+All is matched and measured first (`key_matching.py`), so that a checkpoint of another model changes nothing. Buffers
+that no checkpoint holds are built again. A model with adapters may be filled from one of the model inside: adapters on
+meta are then made anew, the same on every rank.
 """
 
 from __future__ import annotations
@@ -47,11 +41,11 @@ from autoplan.execute.weights.moved import Make, Moved, follow
 def load_weights(
     model: nn.Module, folder: str | Path, *, strict: bool = True, dequantise: bool = False
 ) -> _IncompatibleKeys:
-    """Fill `model`, on meta or holding numbers already, from the safetensors files in `folder`.
+    """Fill `model`, on meta or holding numbers, from the safetensors files in `folder`; returns missing and unexpected
+    names.
 
-    Returns the missing and unexpected names, which `strict` makes an error; what is missing stays as it was. Shapes
-    must agree in any case. A model with adapters may be filled from a folder of the model inside; its adapters stay as
-    they were. `dequantise` fills a plain model from a quantised checkpoint, block by block.
+    `strict` makes these an error. Shapes must agree in any case. Adapters stay as they were. `dequantise` fills a plain
+    model from a quantised checkpoint.
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     with fail_together(voters_of(model), "load_weights"):

@@ -22,12 +22,8 @@ from autoplan.execute.agreement import Voters, fail_together, meet, same_model, 
 from autoplan.execute.parameters.held import record_of
 from autoplan.execute.weights.save import replace_files, save_weights, whole_on_writer, writes
 
-# Methods of a sharded model that its library knows nothing better about, done the sharded way or refused.
-#
-# The problem: `save_pretrained` writes from one rank what one rank holds; `resize_token_embeddings` copies rows of a
-# part; an adapter that is added later is whole beside a layer that is cut; DistributedDataParallel sends parts to ranks
-# that hold other ones. They fail with an error of torch's, or go on. So a sharded model, and each model inside it, has
-# these methods on itself: saving writes the whole together, and the others say what to do.
+# Methods that would fail or go wrong on a sharded model (`save_pretrained`, `resize_token_embeddings`, adding adapters,
+# DistributedDataParallel) stand on the model itself: saving writes the whole together, the others say what to do.
 
 _NOTHING_TO_US = ("safe_serialization", "save_function", "save_peft_format", "token")  # how others would write
 _CHOICES = ("selected_adapters", "save_embedding_layers")  # of adapters, and of what is written beside them
@@ -184,10 +180,8 @@ def _fill_adapter(model: nn.Module, method: str, at: int, *args: Any, **options:
         return getattr(type(model), method)(model, *args, **options)
 
 
-# The state of a sharded optimizer in a folder: what a run needs besides its weights to go on, at any number of ranks.
-#
-# Saved with torch.distributed.checkpoint, by names of parameters and in the checkpoint's order
-# (`parameters/optimizer.py`), so that each rank writes its own shards and a run may go on at another tp size.
+# The state of a sharded optimizer in a folder, saved with torch.distributed.checkpoint by names of parameters and in
+# the checkpoint's order, so that a run may go on at another tp size.
 
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:

@@ -1,9 +1,7 @@
-"""Tensors that a library's conversion makes by moving numbers: a fused matrix cut in three, rows in another order.
+"""Follow where a library's conversion moves numbers, so that a rank reads only the rows it needs.
 
-The problem: such a conversion takes whole tensors, and a rank that holds some rows should read these and no others.
-Where a number goes does not depend on the numbers, and along most dims none moves. So the conversion is run once on
-places, each a number that says where it comes from, with one row along every dim where nothing moves; each rank then
-reads what its rows are made of. `key_matching.py` knows the joins that are known without a run, and those of scales.
+The conversion is run once on places (each a number that says where it comes from), with one row along every dim where
+nothing moves.
 """
 
 from __future__ import annotations
@@ -26,11 +24,8 @@ _MOST_PLACES = 2**24  # of one conversion
 
 @dataclass(frozen=True)
 class Moved:
-    """One tensor of a model out of some of a checkpoint.
-
-    `still`: dims along which nothing moves, each with the dim of the checkpoint's tensors that it is. `places`: where
-    each number comes from, with one row along these; places of a source begin at its number in `begins`.
-    """
+    """A tensor made of some of a checkpoint. `still`: dims along which nothing moves, with the dim of the source;
+    `places`: where each number comes from, counted from `begins` of its source."""
 
     shape: Shape
     still: Mapping[int, int]
@@ -80,8 +75,7 @@ class Moved:
 
 
 def follow(make: Make, shapes: Mapping[str, Shape]) -> dict[str, Moved] | None:
-    """Each tensor that a conversion makes of tensors of these shapes; None where the places do not determine that.
-    `make` runs the conversion with tensors by their keys, and only moves numbers."""
+    """Follow a conversion (`make`) of tensors of these shapes; None where places do not tell."""
     ranks = {len(shape) for shape in shapes.values()}
     if len(ranks) != 1:
         return None
@@ -116,7 +110,7 @@ def _still(make: Make, shapes: Mapping[str, Shape], whole: Mapping[str, Shape], 
     if thin == shapes:
         return None
     two = {key: (*shape[:dim], 2, *shape[dim + 1 :]) for key, shape in shapes.items()}
-    found: dict[str, int] = {}
+    still: dict[str, int] = {}
     try:
         ones, twos = _shapes(make, thin), _shapes(make, two)
     except AutoplanError:  # a conversion that wants other sizes: what moves along this dim is read off its places
@@ -128,8 +122,8 @@ def _still(make: Make, shapes: Mapping[str, Shape], whole: Mapping[str, Shape], 
         place = next((place for place, size in enumerate(shape) if other[place] != size), 0)
         if (other, more) != tuple((*shape[:place], few, *shape[place + 1 :]) for few in (1, 2)):
             return None
-        found[name] = place
-    return found
+        still[name] = place
+    return still
 
 
 def _agrees(moved: Moved) -> bool:
@@ -143,8 +137,8 @@ def _agrees(moved: Moved) -> bool:
 
 
 def _unravelled(places: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    found = []
+    indices = []
     for size in reversed(sizes):
-        found.append(places % size)
+        indices.append(places % size)
         places = torch.div(places, size, rounding_mode="floor")
-    return found[::-1]
+    return indices[::-1]

@@ -26,18 +26,12 @@ from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.quantised.formats import stored_twice
 from autoplan.execute.quantised.modules import kept_beside, stored_tensors
 
-# New files of a checkpoint next to the old ones, and one switch from these to those.
-#
-# The problem: whoever is killed while a checkpoint is written over an older one must be left with one of the two,
-# whole. So new files are written under names that nothing reads, brought to the disk, and given names that the old
-# checkpoint does not have. Then one operation on one name decides what the folder holds, as `files.py` and
-# transformers read it (`model.safetensors` if it is there, else the files that the index names):
+# Replace an older checkpoint so that whoever is killed leaves one of the two, whole. New files get names that the old
+# one does not have; then one operation on one name decides, as `files.py` and transformers read a folder:
 #
 #     to one file           model.safetensors is replaced, or appears
 #     to many, from many    the index is replaced
 #     to many, from one     the index is written, then model.safetensors is removed
-#
-# Only afterwards is what the old checkpoint had removed. What a killed run left over is removed by the next one.
 
 _FILE = "model.safetensors"
 _INDEX = f"{_FILE}.index.json"
@@ -154,8 +148,7 @@ class NewFiles:
 
 
 def replace_files(folder: Path, write: Callable[[Path], Any], read: Sequence[str] = ()) -> None:
-    """Let `write` write files into a folder of its own, and move each over its namesake in `folder`. `read`: files of
-    `folder` that it looks at."""
+    """Let `write` fill a folder of its own, then move its files over those in `folder`. `read`: what it looks at."""
     folder.mkdir(parents=True, exist_ok=True)
     unread = folder / _PART.format("settings")
     with told_as_unwritten(folder):
@@ -199,13 +192,8 @@ def _is_part(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
-# Write a sharded model as a checkpoint of the unsharded one: its names, layouts and shapes, in safetensors files.
-#
-# The problem: whoever gathers a model to save it holds all of it on one rank. Here one tensor (or the few that one
-# conversion of the library takes together) is gathered at a time, on every rank; the first rank converts it and
-# writes a file whenever enough has come together. No rank ever holds more than a file's worth beside its own shards,
-# and what fails on one rank is known to all ranks before any goes on: no rank is left waiting, and the files that were
-# there stay.
+# One tensor, or the few of one conversion, is gathered at a time, on every rank; the first converts and writes a file
+# whenever enough has come together. What fails on one rank is known to all before any goes on.
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -277,7 +265,7 @@ def _bytes(size: int | str) -> int:
     """A number of bytes, or "5GB"."""
     if isinstance(size, int):
         return size
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMG]i?B)\s*", size, re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]i?B)\s*", size, re.IGNORECASE)
+    if match is None:
         raise AutoplanError(f"max_shard_size={size!r}", hint='give a number of bytes, or "200MB", "5GB", "2GiB"')
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -1,8 +1,7 @@
-"""Fused kernels that come with libraries of their own: what each makes, keeps and holds, read from rules/kernels.
+"""Fused kernels of other libraries: what each makes, keeps and holds, read from rules/kernels.
 
-Scans, delta rules and causal convolutions have a reference in plain torch, which keeps a hundred times what the kernel
-keeps. No such kernel runs without a GPU, so a file says what it would do, and `KernelFile.run` does that on tensors
-without storage: it makes what the kernel makes, and autograd keeps what the kernel saves.
+No such kernel runs without a GPU. `KernelFile.run` makes what the kernel makes on tensors without storage, and autograd
+keeps what the kernel saves; the reference in plain torch would keep a hundred times as much.
 """
 
 from __future__ import annotations
@@ -183,8 +182,8 @@ def kernel_files() -> Mapping[tuple[str, str], KernelFile]:
 @lru_cache(maxsize=8)
 def _read(folders: tuple[Path, ...]) -> Mapping[tuple[str, str], KernelFile]:
     paths = [path for folder in reversed(folders) for path in sorted((folder / "kernels").glob("*.toml"))]
-    found = map(_of_file, paths)
-    return {(one.package, one.kernel): one for one in found}
+    kernels = map(_of_file, paths)
+    return {(one.package, one.kernel): one for one in kernels}
 
 
 def _of_file(path: Path) -> KernelFile:

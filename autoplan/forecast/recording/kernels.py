@@ -1,10 +1,6 @@
-"""Kernels that a GPU has and CPU tensors do not, and the floating-point operations of an op.
+"""Kernels of a GPU in the place of CPU references that keep far more, and the floating-point operations of an op.
 
-A recording runs on tensors of the CPU without storage. Where torch would take a reference there that keeps far more
-(all scores of attention), the op that a GPU takes is put in its place; its shapes are known without a GPU. `KERNELS` is
-the table of those that torch has: what is called, what is recorded for it, and where that is written. Those of other
-libraries (scans, delta rules, convolutions) are files in rules/kernels. Operations are counted on one rank, by the
-formulas of torch's flop counter and a few more.
+`KERNELS` is the table of torch's own; those of other libraries are files in rules/kernels.
 """
 
 from __future__ import annotations
@@ -159,10 +155,8 @@ _recording: ContextVar[_Recording | None] = ContextVar("autoplan_kernels", defau
 def kernels_of_a_gpu(
     model: nn.Module, whole: bool = False, work: Callable[[int, str], None] | None = None
 ) -> Iterator[set[str]]:
-    """While a step of `model` runs on tensors without storage: what of it would run as kernels of a GPU does so.
-
-    Gives the names of libraries whose kernels were met. `work` is told operations and their dtype.
-    """
+    """Record a GPU's kernels for what `model` runs; gives the libraries of those met. `work` is told operations and
+    dtype."""
     known = kernel_files()
     there = ((one, known.get((one.package, one.function))) for one in optional_kernels(model))
     places = [Place(one.home, one.name, _stand_in(one, kernel)) for one, kernel in there if kernel is not None]

@@ -1,9 +1,4 @@
-"""One step of a sharded copy without storage, written down: what memory comes and goes, what is computed and sent.
-
-The copy runs on fake tensors in a world of fake ranks, so every value has the size that it has on one rank, and what
-autograd keeps for backward is kept here too. A dispatch mode sees each op and each storage that it makes; when the last
-holder of a storage lets go, that is written down too.
-"""
+"""Record one step of a sharded copy on fake tensors in a world of fake ranks: each op, each storage made and freed."""
 
 from __future__ import annotations
 
@@ -336,17 +331,14 @@ def record_step(
     groups: Mapping[str, str],
     *,
     loss_of: Callable[[Any], torch.Tensor | None] | None,
-    standing: Iterable[torch.Tensor] = (),
     whole: bool = False,
 ) -> Tape:
-    """Run one step inside whatever fake mode is on. `loss_of` None: forward only, what it returns is kept.
+    """Run one step in the active fake mode. `loss_of` None: forward only, what it returns is kept.
 
-    `groups`: names of process groups, and the dim of the mesh that each is of. `standing`: tensors that are there
-    before the step. `whole`: no layer is cut over ranks.
+    `groups`: names of process groups, and the dim of the mesh of each. `whole`: no layer is cut over ranks.
     """
     log = _Log()
-    standing = [*map(_local, model.parameters()), *map(_local, model.buffers()), *tensors_within(inputs), *standing]
-    for tensor in standing:
+    for tensor in (*map(_local, model.parameters()), *map(_local, model.buffers()), *tensors_within(inputs)):
         log.known[tensor.untyped_storage()._cdata] = -1
     with (
         kernels_of_a_gpu(model, whole, log.worked) as used, _Watching(log, groups), _followed(model, marks, log),

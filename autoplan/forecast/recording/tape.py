@@ -1,11 +1,7 @@
-"""What one step of a model did with memory and messages, in order; and the same by stretches, at full depth.
+"""What one step did with memory and messages, in order; and by stretches, at full depth.
 
-The recorded model holds few blocks of each kind. A tape knows where each block begins and ends, forward and backward,
-so the steps of a block that was left out are those of the block that stands for it, at its own place.
-
-A program holds of each stretch between two events what it leaves, its highest moment, what it computes and sends. A
-walk through a step asks for no more, and two recordings of unlike batches can be blended: their stretches are in the
-same order, even where one of them does a thing more often (a loss that is computed in chunks).
+The steps of a block that was left out are those of the recorded block that stands for it. A program holds of each
+stretch what it leaves, its highest moment, what it computes and sends; two recordings of unlike batches can be blended.
 """
 
 from __future__ import annotations
@@ -217,10 +213,8 @@ def _line(one: Numbers, two: Numbers, more: float) -> Numbers:
 
 
 def expanded(program: Program, stands_for: LeftOut) -> Iterator[tuple[Phase, tuple[Step, ...], str]]:
-    """The stretches of a whole step, in order: phase, steps, and which block they are said of ("" outside of blocks).
-
-    `stands_for`: the blocks that were left out after each recorded one, in the order of the forward.
-    """
+    """Yield the stretches of a whole step: phase, steps, block ("" outside). `stands_for`: blocks left out after each
+    one."""
     for phase, items in (
         ("forward", program.steps[: program.end_of_forward]),
         ("backward", program.steps[program.end_of_forward :]),
@@ -246,14 +240,14 @@ def _expanded(
 
 def _with_what_lies_between(phase: Phase, spans: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     """Each block with what is done between it and the next one of its stack: inputs are let go there."""
-    found = []
+    wider = []
     for place, (name, first, last) in enumerate(spans):
         other = place + (1 if phase == "forward" else -1)
         near = spans[other] if 0 <= other < len(spans) else None
         if near is not None and near[0].rpartition(".")[0] == name.rpartition(".")[0]:
             first, last = (first, near[1]) if phase == "forward" else (near[2], last)
-        found.append((name, first, last))
-    return found
+        wider.append((name, first, last))
+    return wider
 
 
 def _spans(items: tuple[Step, ...]) -> list[tuple[str, int, int]]:

@@ -1,9 +1,4 @@
-"""What arguments usually are, by the names that transformers gives them: several ways each, the likeliest first.
-
-A waveform comes with a channel or without, a spectrogram either way round with a mask of its frames or without, a
-picture alone, in pairs, as a film, as patches with a grid or as tiles; and which of it a model takes is said in prose.
-So the ways are tried, one after the other, on a copy of the model.
-"""
+"""What arguments usually are, by transformers' names: several shapes each, the likeliest first, tried on a copy."""
 
 from __future__ import annotations
 
@@ -47,8 +42,8 @@ def spectrum(configs: Sequence[Any]) -> int:
 
 def bands_of(configs: Sequence[Any]) -> list[int]:
     """What the configs may mean by the number of bands, the likeliest first."""
-    found = [v for names in (_BANDS, _BANDS_LATER) for c in configs for n in names if (v := positive_int(c, n))]
-    return list(dict.fromkeys(found)) or [80]
+    bands = [v for names in (_BANDS, _BANDS_LATER) for c in configs for n in names if (v := positive_int(c, n))]
+    return list(dict.fromkeys(bands)) or [80]
 
 
 def positive_int(config: Any, name: str) -> int | None:
@@ -201,10 +196,10 @@ def _drawn(way: Way, batch: int, draw: Draw) -> torch.Tensor:
 
 
 def _widths(configs: Sequence[Any]) -> list[int]:
-    found = [
+    widths = [
         n
         for c in configs
         for field in ("hidden_size", "codebook_dim", "latent_dim", "d_model")
         if (n := positive_int(c, field))
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(widths))

@@ -1,14 +1,8 @@
-"""Example inputs: what to call a model with so that its forward runs and touches what there is to plan.
+"""Make example inputs: feeds (named keyword arguments of the forward) that run and touch what there is to plan.
 
-A *feed* is one way to call a model: keyword arguments for its forward, under a name. The text pass comes first;
-models with several towers get one feed more per tower, because a text pass never touches a vision tower. Inputs are
-real CPU tensors also for models on meta, ids are below the vocabulary and are no special tokens, no size is 1, and
-the same arguments give the same numbers without touching any global random state.
-
-Where the inputs come from, first that applies: the user's; a transformers config and the forward's signature; the
-forward's own signature and code (`capture/derive_inputs.py`). The config says what ids there are and which of them mean
-something else; `main_input_name` and the signature say what the forward takes. What neither says is in
-`rules/inputs/<type>.toml`.
+The text pass comes first; models with several towers get one feed more per tower. Inputs are real CPU tensors also for
+models on meta; no id is special and no size is 1; the same arguments give the same numbers. They come from the user, a
+config with the forward's signature (and `rules/inputs/<type>.toml`), or `capture/derive_inputs.py`.
 """
 
 from __future__ import annotations
@@ -259,10 +253,7 @@ class _Maker:
 
 @dataclass(frozen=True)
 class Feeds:
-    """Feed name -> keyword arguments, and a note for each feed that could not be made.
-
-    `others`: the same calls in other sizes, where it is known that they may change: paths that depend on sizes show.
-    """
+    """Keyword arguments by feed, and a note for each that is missing. `others`: the same calls in other sizes."""
 
     feeds: dict[str, dict[str, Any]]
     notes: tuple[str, ...] = ()
@@ -296,10 +287,8 @@ def make_inputs(
     seed: int = 0,
     recipe: Recipe | None = None,
 ) -> Feeds:
-    """`feeds_for` with notes on what is missing. The user's inputs are taken as they are, at any size asked.
-
-    A `recipe` has two sizes: its first for the usual batch and length, else the other.
-    """
+    """`feeds_for` with notes. The user's inputs are taken at any size; a `recipe` has one for the usual size, else
+    another."""
     if inputs is not None:
         return Feeds(users_feeds(inputs, arguments_of(model)))
     core = core_of(model)

@@ -1,9 +1,7 @@
-"""A prompt with a picture, a sound or a film in it: what makes a text model's towers and projectors run.
+"""Put a picture, a sound or a film into a prompt, so that a text model's towers and projectors run.
 
-The prompt must hold exactly as many placeholder tokens as the tower makes features. How many that is, only the model
-knows: so its own `get_image_features` (or `get_audio_features`, …) is run on a copy, and the whole call is tried on
-that copy before it is offered as a feed. What is handed to the tower is described in `rules/inputs/<type>.toml`, or
-guessed (`guesses.py`).
+The prompt must hold as many placeholder tokens as the tower makes features, which the model's own `get_image_features`
+(or its like) tells when it is run on a copy.
 """
 
 from __future__ import annotations
@@ -66,10 +64,10 @@ def prompt_feed(
     for folded in (True, False):
         twin = Twin(model, folded=folded)
         for given in tried:
-            found = _tried(modality, twin, token, text, dict(given), takes)
-            if not isinstance(found, Exception):
-                return found
-            first = first or found
+            feed = _tried(modality, twin, token, text, dict(given), takes)
+            if not isinstance(feed, Exception):
+                return feed
+            first = first or feed
     if first is None:
         raise CaptureError(f"nothing is known about {modality.argument!r}")
     reason = " ".join(str(first).split())[:200]
@@ -83,8 +81,8 @@ def together(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]]) -> dict[s
         for name, value in feed.items():
             joins = name in merged and name in _ALONG_TEXT
             merged[name] = torch.cat([merged[name], value], dim=1) if joins else value
-    found = tried(model, merged, *feeds.values())
-    return {"_".join(feeds): merged} if found.failure is None and found.used else {}
+    merged_run = tried(model, merged, *feeds.values())
+    return {"_".join(feeds): merged} if merged_run.failure is None and merged_run.used else {}
 
 
 def labels_of(ids: torch.Tensor, config: PretrainedConfig | None) -> torch.Tensor:
@@ -99,8 +97,8 @@ def labels_of(ids: torch.Tensor, config: PretrainedConfig | None) -> torch.Tenso
 
 def _token(modality: Modality, config: PretrainedConfig) -> int | None:
     """The placeholder: said by the config, else by the one of a tower."""
-    said = (getattr(one, name, None) for one in all_configs(config) for name in modality.tokens)
-    return next((value for value in said if isinstance(value, int)), None)
+    tokens = (getattr(one, name, None) for one in all_configs(config) for name in modality.tokens)
+    return next((value for value in tokens if isinstance(value, int)), None)
 
 
 def _tried(
@@ -135,8 +133,8 @@ def _tried(
 
 def _maker(twin: nn.Module, modality: Modality, given: Mapping[str, Any]) -> Callable[..., Any] | None:
     """The method that makes the features: of the outermost module that takes most of what is given."""
-    found = [method for part in twin.modules() if callable(method := getattr(part, modality.features or "-", None))]
-    return max(found, key=lambda method: len(_named(method) & given.keys()), default=None)
+    methods = [method for part in twin.modules() if callable(method := getattr(part, modality.features or "-", None))]
+    return max(methods, key=lambda method: len(_named(method) & given.keys()), default=None)
 
 
 def _named(method: Callable[..., Any]) -> set[str]:

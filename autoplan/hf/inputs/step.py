@@ -1,10 +1,7 @@
-"""What one step is called with, at a batch and length that are asked for: training with labels, or filling a cache.
+"""Keyword arguments of one step at a given batch and length: training with labels, or filling a cache.
 
-A user's example inputs say the kinds of arguments, the question says the sizes. Rows are the first dim of tensors that
-have as many of them as the ids; tokens are the dims of ids, masks, positions and embeddings that are as long. All rows
-become the first one, longer sequences repeat the last token: a step without storage looks at shapes. What has no such
-dim stays as it is, and `size_of` tells which size was taken. A sequence that a model has no positions for is refused: a
-learned table would be read past its end, which shapes alone do not show.
+A user's inputs give the kinds of arguments. Rows and tokens are found by size: all rows become the first one, longer
+sequences repeat the last token. More tokens than a learned table of positions has rows are refused.
 """
 
 from __future__ import annotations
@@ -138,8 +135,7 @@ def _masks_nothing(mask: Any) -> bool:
 
 
 def _tells_each_token(module: nn.Module) -> bool:
-    """Or is it one class of a whole sequence that is learned? Then a model has a classifier, and no embeddings that it
-    puts out."""
+    """Is a label learned of each token? A classifier of sequences has no output embeddings."""
     core: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
     asked = getattr(core, "get_output_embeddings", None)
     return asked is None or asked() is not None or not type(core).__name__.endswith(_OF_A_SEQUENCE)

@@ -96,17 +96,17 @@ _PER_MODULE = ("ModuleFqnToConfig", "FqnToConfig")
 
 def torchao(data: Mapping[str, Any]) -> Method:
     """The configuration is a dict {"_type", "_data"} under "default"."""
-    said = data["quant_type"]
-    if isinstance(said, str):
+    configuration = data["quant_type"]
+    if isinstance(configuration, str):
         raise SourceError(
-            f"torchao's quantization type {said!r} is only a name, which newer versions do not read",
+            f"torchao's quantization type {configuration!r} is only a name, which newer versions do not read",
             hint="save the checkpoint again with a configuration object",
         )
-    said = said.get("default", said)
+    configuration = configuration.get("default", configuration)
     skipped = tuple(map(str, data.get("modules_to_not_convert") or ()))
     groups: list[Group] = []
-    if said["_type"] in _PER_MODULE:
-        table = next(iter(said["_data"].values()))
+    if configuration["_type"] in _PER_MODULE:
+        table = next(iter(configuration["_data"].values()))
         for name, one in table.items():
             if name != "_default" and one is None:
                 skipped += (name,)
@@ -114,7 +114,7 @@ def torchao(data: Mapping[str, Any]) -> Method:
                 groups.append(Group(_torchao_scheme(one), () if name == "_default" else (name,), experts=None))
         groups.sort(key=lambda group: not group.names)
     else:
-        groups.append(Group(_torchao_scheme(said), experts=None))
+        groups.append(Group(_torchao_scheme(configuration), experts=None))
     heads = not data.get("include_input_output_embeddings")
     return Method("torchao", tuple(groups), skipped, default_skips=heads)
 
@@ -165,14 +165,10 @@ def _scaled(said: Any, group: int) -> tuple[int, int]:
     return (0, 0) if kind == "PerTensor" else (1, 0 if kind in ("PerRow", "PerAxis") else group)
 
 
-# What a `quantization_config` says: which schemes there are, and which modules each of them is for.
-#
-# One function for each method, by the name that transformers' configs have for it. Which scheme a method and a form
-# of it mean, the documents of rules/quantised say. No function needs the method's package: a config is plain data.
-# Methods whose packed tensors are not described are refused by name, never read as unquantised.
+# One function for each method, by transformers' name for it. Methods whose packed tensors rules/quantised does not
+# describe are refused by name, never read as unquantised.
 
-# What a checkpoint of a method usually says. Names of methods are transformers' words, not ids of our schemes, though
-# some schemes are called alike.
+# What a checkpoint of a method usually says.
 USUAL_CONFIGS: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
@@ -190,9 +186,9 @@ _BNB_BLOCK = 64
 def quantization_config_of(configs: tuple[Any, ...]) -> dict[str, Any] | None:
     """The `quantization_config` of a config, or of the first of its parts that has one, as plain data."""
     for config in configs:
-        found = getattr(config, "quantization_config", None)
-        if found is not None:
-            data = dict(found) if isinstance(found, Mapping) else found.to_dict()
+        quantisation = getattr(config, "quantization_config", None)
+        if quantisation is not None:
+            data = dict(quantisation) if isinstance(quantisation, Mapping) else quantisation.to_dict()
             return data or None
     return None
 

@@ -50,10 +50,9 @@ class Method:
 
 
 def named(pattern: str, name: str) -> bool:
-    """Does a pattern of a config mean the module of this name?
+    """Does a pattern of a config ("re:…", else a name, a dotted part of it, or an expression for its beginning) mean
+    `name`?
 
-    "re:…" is a regular expression from the beginning; anything else is a name, or its end, its beginning or its middle
-    from dot to dot, or an expression for its beginning.
 
     >>> named("visual", "model.visual.blocks.0.attn"), named("re:.*mlp.gate$", "layers.0.mlp.gate_proj")
     (True, False)
@@ -74,10 +73,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-# How a scheme stores one weight: `rules/quantised/<scheme>.toml`, with the numbers of a config put in.
-#
-# rules/quantised/README.md says what a file holds. A dim like "in/{group}" becomes a `PackedDim`: its size, the dim of
-# the plain weight that it stands for, and how many elements of that make one of its own.
+# How a scheme stores one weight: `rules/quantised/<scheme>.toml` (see the README there) with the numbers of a config
+# put in.
 
 Values = Mapping[str, int | str | bool]
 _DIM = re.compile(r"(whole )?(out\*in|out|in)(?:/(\d+)(?:\*(\d+))?)?")

@@ -21,10 +21,8 @@ from autoplan.hf.quantised.schemes import Method, Plain, announced, named, packe
 from autoplan.hf.shrink import all_configs
 from autoplan.values.quantised import PackedTensor, PackedWeight, Scheme
 
-# Which weights of a model are quantised, and what a checkpoint holds in place of each.
-#
-# Asked of the plain model on meta: linear layers, and stacks of experts. transformers' own answer, where it has one,
-# to what is left as it is (the head, tied tables, what a config names) is taken over.
+# Which weights of a plain model on meta are quantised: linear layers and stacks of experts, but for what a config or
+# transformers itself leaves as it is.
 
 # Where the blocks of language models are, for methods that quantise nothing else and do not say which.
 _BLOCKS = ("model.language_model.layers", "model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers",
@@ -129,8 +127,7 @@ def _stack(name: str, shape: tuple[int, ...], module: nn.Module) -> Plain:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Does a stack of experts hold what a product sums over before what it does not? Few modules say so. What goes in
-    is as wide as what comes out: the shapes of both stacks say it, too."""
+    """Does a stack of experts hold [in, out]? Shapes of both stacks tell: what goes in is as wide as what comes out."""
     both, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
     if both is not None and down is not None and both.dim() == down.dim() == 3:
         return both.shape[1] == down.shape[2]
@@ -158,14 +155,11 @@ def _renamed(model: Any, name: str) -> str:
 def _blocks(model: nn.Module, method: Method) -> tuple[str, ...]:
     lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     wanted = method.within or tuple(path for path in _BLOCKS if path in lists)[:1]
-    found = tuple(path for path in lists if any(path == one or path.endswith(f".{one}") for one in wanted))
-    return found or tuple(sorted(lists))
+    blocks = tuple(path for path in lists if any(path == one or path.endswith(f".{one}") for one in wanted))
+    return blocks or tuple(sorted(lists))
 
 
-# What the files of a quantised checkpoint hold: which tensors are one weight, by the config that lies beside them.
-#
-# The config says how modules are stored, the files say which tensors there are. Where the two contradict each other
-# nothing is guessed: unannounced tensors, announced ones that are absent, and other shapes are an error each.
+# What the files of a quantised checkpoint hold. Where config and files contradict each other nothing is guessed.
 
 Shape = Callable[[str], tuple[int, ...]]
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -200,22 +194,21 @@ def stored_weights(
 
 
 def stored_aliases(folder: Path, keys: tuple[str, ...]) -> dict[str, str]:
-    """Stored tensors that files call otherwise than their scheme does, each with the name that it has there. "" for
-    what is no part of a weight: scales of the cache, how a kernel of bitsandbytes orders rows."""
+    """Map stored tensors to their scheme's names where these differ; "" for what is no part of a weight."""
     if not (folder / "config.json").is_file():
         return {}
     data = _quantization_config(folder)
     if data is None:
         return {}
-    known, found = set(keys), dict[str, str]()
+    known, names = set(keys), dict[str, str]()
     aliases = _ALIASES if data.get("quant_method") in _METHODS_WITH_ALIASES else {}
     for key in keys:
         owner, _, name = key.rpartition(".")
         if name in aliases and f"{owner}.weight" in known and f"{owner}.{aliases[name]}" not in known:
-            found[key] = f"{owner}.{aliases[name]}"
+            names[key] = f"{owner}.{aliases[name]}"
         elif name in _OF_THE_CACHE or (name == "weight_format" and f"{owner}.SCB" in known):
-            found[key] = ""
-    return found
+            names[key] = ""
+    return names
 
 
 def _quantization_config(folder: Path) -> dict[str, Any] | None:
@@ -228,10 +221,12 @@ def _quantization_config(folder: Path) -> dict[str, Any] | None:
     if not isinstance(config, dict):
         raise SourceError(f"{path} holds a {type(config).__name__}, no settings by name", hint="fetch it again")
     parts = (config, *(value for value in config.values() if isinstance(value, dict)))
-    found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
-    if found is not None and not isinstance(found, dict):
-        raise SourceError(f"{path}: quantization_config is {found!r}, no settings by name", hint="fetch it again")
-    return found
+    quantisation = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    if quantisation is not None and not isinstance(quantisation, dict):
+        raise SourceError(
+            f"{path}: quantization_config is {quantisation!r}, no settings by name", hint="fetch it again"
+        )
+    return quantisation
 
 
 def _checkpoint_weights(
@@ -263,8 +258,8 @@ def _plain(
 ) -> Plain:
     state = next((key for key in known if key.startswith(f"{name}.quant_state.")), None)
     if state is not None:
-        said = json.loads(bytes(read(state).tolist()).decode("utf-8"))
-        return Plain(name, tuple(said["shape"]))
+        state_data = json.loads(bytes(read(state).tolist()).decode("utf-8"))
+        return Plain(name, tuple(state_data["shape"]))
     if packed_weight(Plain(name, (1, 1)), scheme).is_flat:
         raise SourceError(
             f"{name} is stored as {scheme.title}, row after row; {name}.quant_state…, which says its shape, is absent",

@@ -77,8 +77,7 @@ class Random:
         return bool(rate != 0.0)
 
     def has_rate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Could the op draw if it were called again from here? In eval mode the recorded rate is 0, and in training it
-        could be non-zero; where none is given, the default stays."""
+        """Could the op draw if called again? In eval mode the recorded rate is 0; it could be non-zero in training."""
         position, name, default = self.rate
         told = len(args) > position >= 0 or name in kwargs
         return self.when == "always" or (self.when == "rate" and (told or default != 0.0))
@@ -95,11 +94,8 @@ def by_rate(position: int, name: str = "p", default: float = 0.5, *, along: int 
 
 @dataclass(frozen=True)
 class Product:
-    """Where the operands of a product are that sums over their common dim, and the bias if it takes one.
-
-    `out`: the dim of the weight that the result has, and where the result has it. None: no such product is gathered.
-    `inner`: the dim of the weight that is summed over.
-    """
+    """Which operands sum over their common dim, and the bias. `out`: the weight's dim that the result has, and where
+    (None: such a product is never gathered); `inner`: the dim that is summed over."""
 
     value: int
     weight: int
@@ -115,8 +111,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """A recurrent network: how many gates lie behind one another in the rows of its weights, how many states a step
-    hands to the next, and whether a call is one step, not all of them."""
+    """How many gates lie in the rows of a recurrent weight, how many states a step hands on, and whether a call is one
+    step."""
 
     gates: int
     states: int
@@ -133,8 +129,8 @@ class Supposed(StrEnum):
 
 @dataclass(frozen=True)
 class Along:
-    """What an op does to positions along a dim: it "picks" some, "parts" them, or "scatters" them to other places.
-    `dim`: which argument says the dim."""
+    """What an op does to positions along a dim: "picks", "parts" or "scatters" them. `dim`: the argument that says the
+    dim."""
 
     what: str
     dim: int = 1

@@ -1,9 +1,4 @@
-"""One op under a set of splits: what a record's functions see of it, before it runs and while a rank runs it.
-
-`SplitOp` answers for the whole model: which dims of which arguments are split. `Local` is the same op on one rank, with
-that rank's shards as arguments; a record's `runs` computes from it what the rank gets. Both know tensors by what they
-can do, so that nothing here needs torch.
-"""
+"""One op under splits: `SplitOp` tells which dims of its arguments are split, `Local` runs it on one rank's shards."""
 
 from __future__ import annotations
 
@@ -81,8 +76,8 @@ class SplitOp:
 class Local(SplitOp):
     """One op on one rank. What leaves a partial result sets `reducing`, and `weight` for its part in the sum.
 
-    `exchanged`: ranks had to talk, but not to sum the result. `recorded` is what the op gave on whole inputs.
-    `on_ranks`: the position-th argument as each of the ranks has it.
+    `exchanged`: ranks exchange, but the result is no sum. `recorded`: the result on whole inputs. `on_ranks`: an
+    argument of each rank.
     """
 
     function: Any

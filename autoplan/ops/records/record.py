@@ -1,12 +1,7 @@
-"""All that is known of an op, in one record, and the two tables of records.
+"""All that is known of an op, in one record, and the two tables of records: of aten ops and of Python's calls.
 
-Analysis asks how dims follow, which literals are sizes, where ranks must sum, whether a sum can wait, what is random.
-Replay asks how the op runs on shards. If each of them kept lists of its own, the lists would drift; so each op has one
-record, in the file of its family, and whoever asks reads it there. The in-place form of an op (`add_`) has the
-record of the plain form.
-
-A model's Python calls torch by other names than those of the ops it becomes (`x @ w`, `F.linear`, `F.layer_norm`).
-`PythonCall` says what is different about such a call; a call without one is answered for by the op of its name.
+An in-place op (`add_`) has the record of its plain form. `PythonCall` says where a call of torch differs from the op
+that it becomes; a call without one is answered for by the op of its name.
 """
 
 from __future__ import annotations
@@ -171,8 +166,8 @@ def op(
 
 
 def python_call(*names: str, becomes: str = "", **said: Unpack[_OfCall]) -> None:
-    """Register calls by these names. What is not said is as the op says that they become; if they become several ops,
-    sizes, linear and random must be said."""
+    """Register calls by these names, as the op that they become unless said otherwise. Calls that become several ops
+    must say sizes, linear and random."""
     for name in names:
         assert name not in CALLS, f"two records of the call {name}"
         assert becomes in OPS or {"sizes", "linear", "random"} <= said.keys(), f"{name}: no op answers for it"
@@ -206,15 +201,13 @@ def _plain(name: str) -> str:
 
 @cache
 def op_record(name: str) -> OpRecord:
-    """The record of an op; an in-place op has that of its plain form. Of an op without one nothing is known: all dims
-    that it touches stay whole."""
+    """The record of an op or of its plain form. Without one, all dims that the op touches stay whole."""
     return OPS.get(name) or OPS.get(_plain(name)) or replace(_UNKNOWN_OP, name=name)
 
 
 @cache
 def call_record(name: str) -> PythonCall:
-    """What is known of a call by its name: its own record, or that of the op of this name. Never None: of a call that
-    nobody knows nothing is known."""
+    """The record of a call, or that of the op of this name; a blank one for unknown calls."""
     for form in (name, _plain(name)):
         if form in CALLS:
             return CALLS[form]

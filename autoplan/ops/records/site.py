@@ -1,8 +1,6 @@
-"""What a dim rule gets to see.
+"""What a dim rule gets to see: how output dims follow from input dims, and which events happen to them.
 
-A rule says, for one family of aten ops, how the dimensions of the outputs follow from those of the inputs, which of
-them are one and the same, and which events happen to them. It is the `dims` of a record; an op without a record, or one
-whose rule answers None, is treated as opaque by `analyse.infer.infer_axes`.
+An op whose record has no rule, or whose rule answers None, is treated as opaque.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
-"""Which of the numbers that an op is told are sizes, and of what.
-
-A model's Python passes literals to torch: the shape of a view, the lengths of a split, the groups of a convolution.
-Where one of them follows a split dim, a rank must pass another number. A record says with one of these values where
-such numbers stand and what they mean; `analyse/splits/literal_sizes.py` works out what each rank must pass.
-Positions count the arguments as the caller passes them; `names` are what they are called otherwise.
-"""
+"""Which literals of a call are sizes, and of what: where one follows a split dim, a rank must pass another number
+(`analyse/splits/literal_sizes.py`). Positions count arguments as passed; `names` are their keywords."""
 
 from __future__ import annotations
 
@@ -34,8 +29,7 @@ class Unflattened:
 
 @dataclass(frozen=True)
 class Filled:
-    """The shape of a value that is alike everywhere: a rank makes its shard of it by itself. `defined`: its contents
-    are known, unlike those of empty memory."""
+    """The shape of a value that is alike everywhere. `defined`: its contents are known (not: empty memory)."""
 
     first: int = 0
     defined: bool = True
@@ -63,8 +57,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class PieceCount:
-    """How many pieces are made. `dim`: the dim that is meant where no argument tells it; `even`: none is shorter than
-    another by more than one (otherwise the last has what is left)."""
+    """How many pieces are made. `dim`: the default dim; `even`: sizes differ by at most one (else the last piece takes
+    the remainder)."""
 
     at: int = 1
     dim: int | None = None
@@ -95,8 +89,7 @@ class Repeats:
 
 @dataclass(frozen=True)
 class RepeatEach:
-    """How often each element is repeated along a dim: it says how long the result is there. `length`: where that may
-    be told, too."""
+    """How often each element is repeated along a dim. `length`: the argument that may tell the result's length."""
 
     at: int = 1
     dim: int = 2
@@ -105,8 +98,7 @@ class RepeatEach:
 
 @dataclass(frozen=True)
 class Groups:
-    """The number of groups of channels, the second dim. `weight`: where the weight is that has the channels of a group
-    as its second dim: groups of which each keeps a shard stay as many."""
+    """The number of groups of channels. `weight`: the weight that has a group's channels as its second dim."""
 
     at: int
     weight: int | None = None

@@ -13,12 +13,16 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from autoplan.doctor.examine import PATCHES, PRIVATE
+from autoplan.doctor.examine import TABLES, entries_of
 from autoplan.doctor.private import Private
 from autoplan.patches.patched import Patch
 from canaries.uses import files, private_uses
 
 __all__ = ["entry_of", "generated", "with_generated"]
+
+ENTRIES = [entry for table in TABLES for entry in entries_of(*table)]
+PATCHES = [entry for entry in ENTRIES if isinstance(entry, Patch)]
+PRIVATE = [entry for entry in ENTRIES if isinstance(entry, Private)]
 
 _BEGIN = "<!-- Written by `PYTHONPATH=tests/helpers python -m canaries.limits docs/limits.md`. Do not edit by hand. -->"
 _END = "<!-- Written by hand from here on. -->"

@@ -1,9 +1,7 @@
-"""Say what is wrong by what repairs it: a finding for each row to change, first; what follows from it beneath.
+"""Turn a repair into findings: one for each row to change, first, and what follows from it beneath.
 
-A check that named the row has said why; where none did, the change itself says it.
-
-Everything in such a plan follows from its choices, so it is made again under them; where they cannot be kept, under
-those of analysis. Of the plans that pass, the one that differs in the fewest places is the correction.
+A plan of ours is made again under its own choices, else under those of analysis; of the plans that pass, the one that
+differs in the fewest places is the correction.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from autoplan.check.audit.repair.rows import Change
 from autoplan.check.audit.repair.search import Repair
 from autoplan.check.audit.subject import Audited, Level, few
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import Wish
 from autoplan.common.patterns import best_match, is_under, matches
+from autoplan.decide.plan.chosen import wish_of_plan
 from autoplan.decide.plan.folding import starred
 from autoplan.values import Finding, Plan
 
@@ -166,8 +164,9 @@ def candidates(subject: Audited, source: Any) -> tuple[Plan, ...]:
     plan = subject.plan.plan
     assert plan is not None
     try:
-        wish = Wish(plan.tp_size, plan.ep_size, plan.sequence_parallel, uneven=plan.uneven)
-        inferred = draft_plan(source, wish, module=subject.model, captured=subject.extra.get("captured")).plan
+        inferred = draft_plan(
+            source, wish_of_plan(plan), module=subject.model, captured=subject.extra.get("captured")
+        ).plan
     except AutoplanError:
         inferred = None
     return tuple(

@@ -1,7 +1,5 @@
-"""What a repair must know of a dialect: how a cut is said there, whether two values say the same, how a row reads.
-
-A value is what stands at a key: transformers' style name, torch's style object, DeepSpeed's spec without its patterns.
-"""
+"""How a cut is said in a dialect, whether two values say the same, and how a row reads. A value is what stands at a
+key."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""The parts of a model that a plan treats by themselves, what the plan says in each, and how each may be said right.
+"""The parts of a model (an attention, an MLP, the table, the head), what the plan says in each, and how it may be said.
 
-A part is what stands together in a container (an attention, an MLP, the table, the head), in all blocks where the plan
-says the same of it: one layer of four that is written otherwise is a part of its own. Parts meet only in the residual
-stream, which every rank holds whole, so each of them is right or wrong by itself.
-
-People write it in three ways, and a plan is corrected in its own: norms that hand on the whole sequence (Automodel),
-inputs of attention and MLP that are gathered (`PrepareModuleInput`, torchtitan), or column layers that gather.
+Parts meet only in the residual stream, which every rank holds whole, so each is right or wrong by itself. Sequence
+parallelism is corrected in the plan's own way: gathering norms, gathered inputs (`PrepareModuleInput`), or column
+layers that gather.
 """
 
 from __future__ import annotations
@@ -46,22 +43,22 @@ def parts_of(subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...
     ways: dict[str, list[Values]] = {}
     for container, part in exported.items():
         ways.setdefault(starred(container), []).extend(_ways(subject, right, part, dialect))
-    said: dict[str, dict[str, Any]] = {}
+    styles: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys([*subject.modules, *subject.parameters]):
         if name and not (isinstance(dialect, DeepSpeed) and name not in subject.parameters):
             module = name.removesuffix(".weight") if isinstance(dialect, DeepSpeed) else name
             value = dialect.value_at(name)
             place = _place(module, ways)
-            said.setdefault(place, {})
+            styles.setdefault(place, {})
             if value is not None:
-                said[place][module] = value
+                styles[place][module] = value
     groups: dict[tuple[str, Any], list[str]] = {}
-    for place, values in said.items():
+    for place, values in styles.items():
         signature = tuple(sorted((name[len(place) :], repr(dialect.key_of(value))) for name, value in values.items()))
         if values or starred(place) in ways:
             groups.setdefault((starred(place), signature), []).append(place)
     parts = [
-        Part(container, tuple(places), _starred(said[places[0]]), (*ways.get(container, ()), {}))
+        Part(container, tuple(places), _starred(styles[places[0]]), (*ways.get(container, ()), {}))
         for (container, _), places in groups.items()
     ]
     return _joined(parts, subject, right, dialect)

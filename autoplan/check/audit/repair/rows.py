@@ -1,8 +1,4 @@
-"""The rows of a plan as they were written, the same rows with changes put in, and the corrected plan as a file.
-
-Torch's style objects are Python, so they become a module with `PLAN`; names and specs are JSON, YAML or Python, by the
-suffix of the file; a plan of ours is a plan file.
-"""
+"""The rows of a plan as written, the same with changes, and the corrected plan as a file of its own kind."""
 
 from __future__ import annotations
 

@@ -72,10 +72,8 @@ class Trials:
 
 @dataclass(frozen=True)
 class Repair:
-    """The changes, by the part of the model that they correct, and the corrected plan, which passes its audit.
-
-    `written` are the rows as they were; `proof` is what running the first wrong part by itself showed.
-    """
+    """The changes by part, and the corrected plan, which passes its audit. `proof`: what running the first wrong part
+    showed."""
 
     dialect: Dialect
     changes: tuple[tuple[Change, ...], ...]
@@ -141,8 +139,7 @@ def _inferred(subject: Audited, source: Any) -> Plan | None:
 
 
 def _whole_plan(rows: Sequence[PlanRow], subject: Audited, dialect: Dialect, right: Plan) -> Part:
-    """Under sequence parallelism the stream between parts is cut too: they are right or wrong together. It may also be
-    the sequence that should not have been cut."""
+    """Take the plan as one part: under sequence parallelism parts are right or wrong together."""
     says = {starred(name): row.value for row in rows for name in row.names}
     whole = {name: value for part in parts_of(subject, right, dialect) for name, value in part.ways[0].items()}
     return Part("", ("",), says, tuple(sequence_ways(subject, dialect, says, right, whole)))

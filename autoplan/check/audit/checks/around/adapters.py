@@ -1,8 +1,6 @@
-"""adapters: the weight has moved below the module that the plan names.
+"""adapters: the weight has moved below the module that the plan names (`q_proj` holds `q_proj.base_layer`).
 
-An adapter library wraps a projection: `q_proj` becomes a module that holds `q_proj.base_layer` and small matrices of
-its own. The key still matches a module, and reaches no weight: the base weight stays whole, or is cut apart from the
-adapter's. The finding says where the weights are now.
+The key still matches a module and reaches no weight: the base weight stays whole, or is cut apart from the adapter's.
 """
 
 from __future__ import annotations

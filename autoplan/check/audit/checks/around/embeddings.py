@@ -1,7 +1,7 @@
 """embeddings: a token table that stays whole, or a table of positions that is cut.
 
-The token table is looked up by index: cut by rows, a rank looks its own rows up and the results are summed. Left whole
-it costs its bytes on every rank. A position or type table is small and has no such axis: a cut there breaks the lookup.
+A token table cut by rows is looked up on each rank and summed; whole, it costs its bytes on every rank. A position or
+type table has no such axis: a cut there breaks the lookup.
 """
 
 from __future__ import annotations

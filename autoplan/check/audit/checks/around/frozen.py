@@ -1,9 +1,7 @@
 """frozen: parameters that were frozen become trainable when the plan is carried out.
 
-A style replaces each parameter by a new one, and a new parameter asks for gradients unless it is told otherwise. Frozen
-base weights under adapters, frozen norms, frozen towers then train: the optimizer that is made afterwards takes them,
-memory grows, and the run is another one than was asked for. (torch's `SequenceParallel` does it to norms; styles of
-one's own do it easily.) The finding comes from carrying the plan out on simulated ranks, and names what thawed.
+A style replaces each parameter by a new one, which asks for gradients unless told otherwise (torch's `SequenceParallel`
+does so to norms). The optimizer then trains base weights, norms or towers. Seen on simulated ranks.
 """
 
 from __future__ import annotations

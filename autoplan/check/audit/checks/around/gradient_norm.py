@@ -1,8 +1,6 @@
-"""gradient-norm: a norm for clipping that counts replicated parameters once per rank.
+"""gradient-norm: a norm for clipping that counts replicated parameters once per rank, and so clips early.
 
-Summing squares over all ranks counts every replicated gradient tp times: the norm is inflated (1.4 times at tp 8), and
-clipping bites early. Given the function that computes the norm, it is called on simulated ranks with the plan applied
-and compared with the norm of the unsharded model's gradients.
+The given function is called on simulated ranks with the plan applied, and compared with the unsharded model's norm.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """heads-gather: the vocabulary head gathers its logits on every rank, or stays whole.
 
-[tokens, vocabulary] is often the largest tensor of a step. Kept split, each rank holds 1/tp of it, and the loss can be
-computed so. Gathered, the head's forward alone costs two whole copies in the model's dtype, and a loss in float32 keeps
-about five more through backward: 16 GB at 8,192 tokens and 128,256 rows, in a report about a plan that was lost on the
-way. The count of copies depends on the loss, and is an estimate.
+Split logits are 1/tp of what is often a step's largest tensor, and the loss can be computed on them. Gathered, the
+head's forward makes two whole copies, and a float32 loss keeps about five more through backward (an estimate).
 """
 
 from __future__ import annotations

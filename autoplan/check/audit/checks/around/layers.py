@@ -1,9 +1,7 @@
 """layers: what FSDP wraps and checkpointing recomputes, against the blocks that the model has.
 
-Most memory bugs of this kind are silent: the list of layers was `[ModuleList]` and nothing was wrapped; each child of a
-block was wrapped instead of the block; a class name is not in this instance; one tower was found and the other fell
-into the root unit; the experts of one layer were taken for layers; a unit held parameters of two dtypes. Settings may
-be class names, paths or patterns, modules, or a function of the model; findings count blocks.
+Such mistakes are silent: nothing was wrapped, or children of blocks were; a class is not in this instance; a tower was
+missed; a unit holds two dtypes. Settings are class names, paths, patterns, modules, or a function of the model.
 """
 
 from __future__ import annotations
@@ -93,8 +91,8 @@ def _mixed_dtypes(subject: Audited, purpose: str, blocks: list[str]) -> Iterator
         for name, parameter in subject.modules[block].named_parameters():
             dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), name)
         if len(dtypes) > 1:
-            said = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
-            text = f"{purpose}: the unit {block} holds parameters of {len(dtypes)} dtypes ({said})"
+            held_in = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+            text = f"{purpose}: the unit {block} holds parameters of {len(dtypes)} dtypes ({held_in})"
             yield Finding(NAME, "warn", purpose, text, "give each dtype a unit of its own, or one dtype to all")
             return
 
@@ -117,7 +115,7 @@ def _bytes(subject: Audited, names: list[str]) -> int:
 
 
 def _blocks_hint(subject: Audited) -> str:
-    said = [
+    blocks = [
         f"{subject.folded(stack.fqns)} ({type(subject.modules[stack.fqns[0]]).__name__})" for stack in subject.stacks
     ]
-    return f"the blocks are {', '.join(said)}" if said else "the model has no repeated blocks"
+    return f"the blocks are {', '.join(blocks)}" if blocks else "the model has no repeated blocks"

@@ -1,8 +1,7 @@
 """mixed-parameters: some parameters become DTensors and others stay plain tensors.
 
-torch's own styles shard what the plan names and leave the rest as it was. `clip_grad_norm_` and the foreach optimizers
-then refuse ("got mixed torch.Tensor and DTensor"), or count a replicated weight once per rank. Every parameter should
-end on the mesh, whole ones as replicated (autoplan.parallelize does that).
+`clip_grad_norm_` and the foreach optimizers then refuse, or count a replicated weight once per rank. Every parameter
+should end on the mesh, whole ones as replicated.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""quantised: a weight and its scales must be cut together, between blocks.
+"""quantised: a weight and its scales must be cut together, between blocks; else numbers are rescaled by the wrong
+block.
 
-A quantised weight comes with tensors that describe it: one scale for a block of 128 × 128, a zero point for a group of
-64 columns. Cut the weight inside a block, or cut it and leave the scales whole, and numbers are rescaled by the wrong
-block. Weight, scale and zero point are one unit. Where the config says how weights are stored, arithmetic proves what
-parts; in other models companions are recognised by shape: along a dim they have the weight's size divided by a block
-size.
+Where the config says how weights are stored, arithmetic proves what parts; else companions are recognised by shape.
 """
 
 from __future__ import annotations

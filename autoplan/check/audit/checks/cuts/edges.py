@@ -1,10 +1,7 @@
 """edges: what one layer hands on is not what the next one takes.
 
-Every style says how its input and its output lie on the ranks: whole, this rank's shard of the features, or this rank's
-positions of the sequence. Along the dataflow, from a weight to the next weights that contract the same axis, the two
-must agree: a column layer's shard read by a layer that takes it for whole, a whole output read by a row layer as if it
-were a shard, a reduce-scattered sequence read as a full one. Where shapes fit by chance nothing raises. The finding
-names both ends and both layouts.
+Each style says how its input and output lie on ranks (whole, a shard, a part of the sequence). From a weight to the
+next that contract the same axis the two must agree; where shapes fit by chance nothing raises.
 """
 
 from __future__ import annotations

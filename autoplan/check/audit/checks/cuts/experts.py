@@ -1,9 +1,7 @@
 """experts: partial sums of experts, router and shared expert must each be summed once.
 
-Experts that are cut inside give every rank a part of the output; the router's weights, applied to parts, get partial
-gradients; a shared expert next to them is summed on its own path. A plan that cuts expert weights must say what sums
-their output (in transformers' words: `moe_tp_experts` on the module that holds them), and leave the router whole: which
-expert is taken must be decided from all scores.
+A plan that cuts expert weights must say what sums their output (`moe_tp_experts` on the module that holds them), and
+leave the router whole: which expert is taken must be decided from all scores.
 """
 
 from __future__ import annotations

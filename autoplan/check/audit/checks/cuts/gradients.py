@@ -1,8 +1,7 @@
 """gradients: a gradient that ranks must sum and do not, or sum twice.
 
-A weight that every rank holds whole but that meets only this rank's heads (query and key norms, per-head scalars,
-activation parameters) gets a part of its gradient on each rank. Forward is exact, and training drifts in silence. A sum
-that is paid although each rank has the whole gradient already is as wrong: the gradient is tp times too large.
+A whole weight that meets only this rank's heads (query and key norms, per-head scalars) gets a part of its gradient on
+each rank: forward is exact, and training drifts. A sum of whole gradients makes them tp times too large.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """head-counts: an integer in the model's own code and the split disagree.
 
-`view(b, t, self.num_heads, head_dim)` on a rank that holds half of the heads raises, or runs and is wrong. The other
-way round is as bad: heads halved although the fused projection stayed whole. The integer and the split are one
-decision. The finding names the module, the attribute, and both numbers.
+`view(b, t, self.num_heads, head_dim)` on a rank with half of the heads raises, or runs and is wrong; so do heads that
+were halved although the projection stayed whole.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """layouts: a weight is cut along a dim that cannot be cut, or into other rows than its neighbours.
 
-Each dim of a weight is an axis that other tensors share: the residual stream, which every rank holds whole; the heads;
-the features inside an MLP. A cut along the wrong one meets its neighbours with other rows, or with a part where all was
-expected. The finding says what analysis knows about the dim.
+Each dim is an axis that other tensors share; a cut along the wrong one meets them with other rows, or with a part where
+all was expected.
 """
 
 from __future__ import annotations

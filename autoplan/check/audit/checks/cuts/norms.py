@@ -1,8 +1,7 @@
-"""norms: a statistic (norm, softmax, top-k, mean) over an axis that is split.
+"""norms: a statistic (norm, softmax, top-k, mean) over an axis that is split, so that each rank normalises by its
+shard.
 
-Each rank then normalises by its own shard. OLMo2's query and key norms run over all heads at once: cut by heads, a rank
-knows only half of the mean square. Shapes fit, and the numbers are wrong. The statistic must be summed over ranks, or
-the axis gathered before.
+OLMo2's query and key norms run over all heads at once. The statistic must be summed over ranks, or the axis gathered.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""packed: a fused weight is cut as if it were one.
+"""packed: a fused weight (query, key, value; gate, up) is cut as if it were one.
 
-Query, key and value (or gate and up) in one weight: a plain cut gives rank 0 all of the queries and no value, shapes
-stay legal, and the local `split` or `chunk` pairs gate with gate. The output is wrong by more than 100 %. Each segment
-must be cut by itself; the finding shows the segments as the forward reads them. (transformers' packed styles know two
-equal segments, no more.)
+A plain cut gives rank 0 all queries and no value; shapes stay legal and the output is wrong. Each segment must be cut
+by itself. (transformers' packed styles know two equal segments, no more.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """pairing: one side of a column/row pair is cut and the other is not.
 
-A column-wise projection leaves each rank with a part of its features; whoever reads them must hold the matching part.
-So all weights along one axis are cut, or none (or the output is gathered, or the input split first, which costs a
-collective). The finding names the axis' weights that were forgotten.
+All weights along one axis are cut, or none of them; or the output is gathered, or the input split first, which costs a
+collective. Forgotten weights are named.
 """
 
 from __future__ import annotations

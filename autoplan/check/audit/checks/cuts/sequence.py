@@ -1,9 +1,7 @@
 """sequence: sequence-parallel styles, and who reads the sequence that they cut.
 
-Under sequence parallelism the stream between split regions holds this rank's positions only. Everyone who reads it must
-know: rotary tables and masks derive their length from it, a norm in the middle of a region gets heads, not positions. A
-plan that marks some norms and forgets a consumer runs on sequences of two lengths. The findings list what would have
-to see the whole sequence, and a plan of ours that promises sequence parallelism and does not do it.
+Between split regions the stream holds this rank's positions only: rotary tables and masks derive their length from it.
+A plan that marks some norms and forgets a consumer runs on sequences of two lengths.
 """
 
 from __future__ import annotations
@@ -28,7 +26,12 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if not lines:
         return
     reached = [name for line in lines for name in subject.modules if subject.plan.reaches(line, name)]
-    reason = _whole_sequence(subject)
+    # What analysis says of cutting this model's stream
+    from autoplan.analyse.solve import solve
+
+    stacks = tuple(stack.fqns for stack in subject.stacks)
+    solution = solve(subject.solution.trace, subject.tp_size, sequence_stacks=stacks)
+    reason = "; ".join(map(str, solution.whole_sequence[:2]))
     text = f"{len(reached)} modules take their input for a part of the sequence"
     if reason:
         text += f"; the whole sequence is needed: {reason}"
@@ -36,12 +39,3 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     hint = "sequence_parallel=True cuts the stream only where every consumer is known"
     names = [name for line in lines for weight in subject.of_line(line) for name in weight.names]
     yield subject.suspect(NAME, where, text, hint, names=names)
-
-
-def _whole_sequence(subject: Audited) -> str:
-    """What analysis says of cutting this model's stream."""
-    from autoplan.analyse.solve import solve
-
-    stacks = tuple(stack.fqns for stack in subject.stacks)
-    solution = solve(subject.solution.trace, subject.tp_size, sequence_stacks=stacks)
-    return "; ".join(map(str, solution.whole_sequence[:2]))

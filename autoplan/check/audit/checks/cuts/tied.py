@@ -1,8 +1,7 @@
 """tied: one parameter under two names, and the two are treated differently.
 
-A table and the head that shares it are one tensor: cut by rows for one, it is cut by rows for the other. Plans that
-name both with different cuts shard it twice, and torch's `parallelize_module` unties the two without a word: forward
-stays right, the gradient does not, and the weights drift apart.
+A plan that names both with different cuts shards it twice, and torch's `parallelize_module` unties the two without a
+word: forward stays right, the gradient does not.
 """
 
 from __future__ import annotations

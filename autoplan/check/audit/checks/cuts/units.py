@@ -1,8 +1,7 @@
-"""units: what is cut does not divide by the tensor-parallel size.
+"""units: what is cut is not divisible by the tensor-parallel size.
 
-Features may divide where heads do not: 2 key/value heads of 128 features divide by 4 as features, and each rank is left
-with half a head. The unit of a cut is the head, the group, the expert, the channel; the finding gives unit, numbers and
-the sizes at which everything divides.
+Features may be divisible where heads are not: 2 key/value heads of 128 features over 4 ranks leave half a head each.
+The unit is the head, the group, the expert, the channel.
 """
 
 from __future__ import annotations

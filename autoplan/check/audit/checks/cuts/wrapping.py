@@ -1,9 +1,7 @@
 """wrapping: the code around a layer forbids to wrap it.
 
-torch's and transformers' styles wrap the call of a layer: its weight becomes a DTensor, and what it returns is a view
-of one. Code that changes the output in place, or reads the weight by itself (`F.linear(x, self.proj.weight)`), then
-raises in training, and a convolution has no `in_features` to cut by. Nothing in the plan shows it; the finding names
-the line, and the module whose code is to blame.
+torch's and transformers' styles make the weight a DTensor and the output a view of one. Code that changes the output in
+place, or reads the weight by itself, then raises in training; a convolution has no `in_features` to cut by.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """numbers: the plan, run on simulated ranks, does not compute what the model computes.
 
-Whatever the other checks recognise, this is the measure: outputs and every gradient of a tiny clone under the plan, by
-the plan's own library, against the unsharded model in double precision. One finding for what cannot run, for outputs
-that are wrong, or for gradients that are wrong while every output is exact.
+Outputs and every gradient of a tiny clone under the plan, by the plan's own library, against the unsharded model in
+double precision.
 """
 
 from __future__ import annotations

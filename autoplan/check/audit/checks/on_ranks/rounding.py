@@ -1,8 +1,7 @@
 """rounding: is a difference between sizes a bug, or the order of sums?
 
-A sum over ranks adds in another order than one rank does, and in bfloat16 that alone moves logits in the third digit. A
-bug looks the same from outside. The plan is run in double precision, where a right one is exact, and then in the dtype
-asked for: exact there and different here is rounding, and its size is said.
+A sum over ranks adds in another order, which in bfloat16 alone moves logits in the third digit. Exact in double
+precision and different in the dtype asked for is rounding, and its size is said.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """runtime: a plan of ours does something else than its choices need.
 
-A Plan carries all that is done on a rank: how each parameter lies, which sums happen where, which integers are edited.
-All of it follows from which weights are cut. It is derived again from the plan's own choices and compared piece by
-piece; what is missing, added or changed (an edited file, a plan for another release of the model) is listed.
+All that a Plan does on a rank follows from which weights are cut: it is derived again from the plan's own choices, and
+what is missing, added or changed (an edited file, another release of the model) is listed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""coverage: how much of what could be split is split.
+"""coverage: how much of what could be split is split, and the largest weights that the plan leaves whole.
 
-A plan may be right and still leave most of the model whole on every rank (a plan that covers 14 % of a 34B hybrid runs
-out of memory at tp 4). Counted are weights with two dims or more that analysis can split at this size; named are the
-largest that the plan leaves whole. Bytes are what a rank holds for nothing.
+A plan may be right and still run out of memory. Counted are weights with two dims or more that analysis can split.
 """
 
 from __future__ import annotations

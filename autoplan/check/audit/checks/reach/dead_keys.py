@@ -1,8 +1,7 @@
 """dead-keys: a key that matches nothing in the model.
 
-Libraries skip such a key with a log line at best, and the weights it was written for stay whole on every rank: a model
-that fits on paper runs out of memory (Mixtral's experts under `tp_plan="auto"`; a whole custom pattern set in
-DeepSpeed). The hint names the nearest path that exists, and the bytes are those that this path holds.
+Libraries skip such a key with a log line at best, and the weights it was written for stay whole on every rank. The hint
+names the nearest path that exists.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """dialects: words that the plan's own library does not know, or knows under another name.
 
-One unknown style may discard a whole plan (and a fallback with other names then matches nothing), a style object of an
-unknown class cannot be judged, and a string among torch's style objects is taken for one. Old names of transformers'
-styles (`colwise_rep`, `local_packed_rowwise`, `gather`) are gone or going: the current one is named. And a dict handed
-to transformers' `DistributedConfig(tp_plan=…)` is laid over the shipped plan, whose other rules stay in force.
+One unknown style may discard a whole plan; old names of transformers' styles are gone or going; and a dict handed to
+`DistributedConfig(tp_plan=…)` is laid over the shipped plan, whose other rules stay in force.
 """
 
 from __future__ import annotations

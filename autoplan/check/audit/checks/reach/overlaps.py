@@ -1,7 +1,7 @@
 """overlaps: two keys that say different things of one module or parameter.
 
-Which of them counts depends on the library and on the order of the dict: torch applies both, one after the other;
-transformers takes the more exact one. Either way one of the two lines is not what happens.
+torch applies both styles, one after the other; transformers takes the more exact key. Either way one of the two lines
+is not what happens.
 """
 
 from __future__ import annotations

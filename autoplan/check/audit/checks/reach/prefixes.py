@@ -1,8 +1,6 @@
-"""prefixes: keys that are right but for the path in front of them.
+"""prefixes: keys that are right but for the path in front of them (`model.`, `model.language_model.`).
 
-A plan written for a text model, given to a multimodal one, lacks `model.language_model.`; a plan relative to the base
-model lacks `model.`; a release moves a tower. Nothing matches, nothing is split, and nothing is said. Where one prefix
-fixes several keys, it is named.
+Nothing matches, nothing is split, and nothing is said. Where one prefix fixes several keys, it is named.
 """
 
 from __future__ import annotations
