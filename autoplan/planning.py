@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
+from autoplan.analyse.sequence.beside import beside
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
 from autoplan.capture.feeding.other_paths import with_other_paths
@@ -141,7 +143,21 @@ def solve_source(
     packed: tuple[PackedWeight, ...] = (),
     remade: tuple[str, ...] = (),
 ) -> Solution:
-    """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing."""
+    """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing.
+
+    Where context parallelism stands beside another split each is solved, that one first."""
+    if wish.cp_size > 1 and wish.splits > 1:
+        how: dict[str, Any] = {"choices": choices, "packed": packed, "remade": remade}
+        split = solve_source(source, captured, replace(wish, cp_size=1), capabilities=capabilities, **how)
+        both = replace(wish, tp_size=1, ep_size=1, cp_size=wish.ranks)
+        cut = solve_source(source, captured, both, capabilities=capabilities, sequence_stacks=sequence_stacks, **how)
+        if cut.trace.folds != split.trace.folds:
+            raise IndivisibleError(
+                f"{source.name}: blocks that are alike over tp={wish.tp_size} are not over {wish.ranks} ranks",
+                hint="plan with tp_size= or cp_size= alone",
+            )
+        runtime = beside(split.runtime, cut.runtime, wish.splits, wish.cp_size)
+        return replace(split, runtime=runtime, sequence_parallel=True, whole_sequence=cut.whole_sequence)
     solved = partial(
         solve_chosen,
         tp=wish.ranks,
