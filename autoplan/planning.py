@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from autoplan.analyse.sequence.beside import beside
+from autoplan.analyse.shards import Shards
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
 from autoplan.capture.feeding.other_paths import with_other_paths
@@ -142,15 +143,18 @@ def solve_source(
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
     packed: tuple[PackedWeight, ...] = (),
     remade: tuple[str, ...] = (),
+    both: Shards | None = None,
 ) -> Solution:
     """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing.
 
-    Where context parallelism stands beside another split each is solved, that one first."""
+    Where context parallelism stands beside another split each is solved, that one as what both split asks for (`both`).
+    """
     if wish.cp_size > 1 and wish.splits > 1:
         how: dict[str, Any] = {"choices": choices, "packed": packed, "remade": remade}
-        split = solve_source(source, captured, replace(wish, cp_size=1), capabilities=capabilities, **how)
-        both = replace(wish, tp_size=1, ep_size=1, cp_size=wish.ranks)
-        cut = solve_source(source, captured, both, capabilities=capabilities, sequence_stacks=sequence_stacks, **how)
+        how |= {"capabilities": capabilities}
+        together = replace(wish, tp_size=1, ep_size=1, cp_size=wish.ranks)
+        cut = solve_source(source, captured, together, sequence_stacks=sequence_stacks, **how)
+        split = solve_source(source, captured, replace(wish, cp_size=1), both=cut.shards, **how)
         if cut.trace.folds != split.trace.folds:
             raise IndivisibleError(
                 f"{source.name}: blocks that are alike over tp={wish.tp_size} are not over {wish.ranks} ranks",
@@ -170,6 +174,7 @@ def solve_source(
         uneven=wish.uneven == "blocks",
         remade=remade,
         context=wish.cp_size > 1,
+        both=both,
     )
     solution = solved(captured.trace)
     if captured.unfold and not same_in_like_blocks(solution.parameters, solution.runtime, captured.trace.folds):

@@ -139,6 +139,10 @@ def apply_plan(
     if applied(model) is not None:
         raise PlanMismatchError("the model is already parallelized", hint="build a fresh one")
     check_matches(model, plan)
+    if plan.cp_size not in (1, plan.ranks) and not beside:
+        raise PlanMismatchError(
+            f"the plan is for {plan.over} together", hint="autoplan.parallelize takes a mesh with both dims"
+        )
     group = RankGroup.of(mesh)
     modules = dict(model.named_modules(remove_duplicate=False))
     rules = parameter_rules(model, plan)

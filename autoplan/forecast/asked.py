@@ -84,7 +84,12 @@ def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
             f"the mesh has {found['tp']} ranks in 'tp' and {found['ep']} in 'ep'",
             hint="experts lie on the ranks of tp (ep_size=), or on ranks of their own with tp=1",
         )
-    check_context_size(dict(sizes).get("cp", 1), found.get("tp", 1), found.get("ep", 1))
+    cut = dict(sizes).get("cp", 1)
+    check_context_size(cut, found.get("tp", 1), found.get("ep", 1))
+    if cut > 1 and found.get("tp", 1) > 1:
+        raise AutoplanError(
+            f"nothing is forecast of the mesh dims cp={cut} and tp={found['tp']} together", hint="ask for one of them"
+        )
     shard = next((name for name in names if name in ALIASES["dp_shard"]), None)
     if "cp" in names and shard is not None and names.index("cp") != names.index(shard) + 1:
         raise AutoplanError(

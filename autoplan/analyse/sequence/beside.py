@@ -147,9 +147,6 @@ class _Beside:
         if isinstance(one, SequenceBoundary):
             return replace(one, over="cp")
         if isinstance(one, IntegerEdit):
-            before = one.old if not isinstance(own, IntegerEdit) else own.new
-            if one.per_rank is None and before % max(one.new, 1):
-                _refuse(one.pattern, f"{one.name} counts what is cut over tp and what is cut over both")
             return replace(one, over="all")
         if isinstance(one, CallRewrite):
             return self._call(own if isinstance(own, CallRewrite) else None, one)

@@ -120,7 +120,7 @@ def held_against_model(model: nn.Module, plan: Plan, source: Source | None = Non
     check_matches(model, plan)
     try:
         source = resolve(model) if source is None else source
-        wish = Wish(plan.tp_size, plan.ep_size, plan.sequence_parallel, uneven=plan.uneven)
+        wish = Wish(plan.tp_size, plan.ep_size, plan.sequence_parallel, uneven=plan.uneven, cp_size=plan.cp_size)
         derived = proven_plan(source, wish, choices_of_plan(plan), source.module())
     except AutoplanError as error:
         raise PlanMismatchError(

@@ -143,7 +143,7 @@ class MeshSizes:
 
 
 def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
-    """`dp=2,tp=2` as names and sizes; tp (or ep, or cp) comes last.
+    """`dp=2,tp=2` as names and sizes; cp comes after data-parallel ranks, and tp (or ep) last.
 
     >>> parse_mesh("tp=2,dp=4")
     MeshSizes(names=('dp', 'tp'), sizes=(4, 2))
@@ -163,7 +163,7 @@ def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
             hint="leave ep out and pass ep_size, or leave tp out",
         )
     check_context_size(pairs.get("cp", 1), pairs.get("tp", 1), pairs.get("ep", 1))
-    order = sorted(pairs, key=lambda name: (name in ("tp", "ep", "cp"), name != "dp_replicate"))
+    order = sorted(pairs, key=lambda name: (name in ("tp", "ep"), name == "cp", name != "dp_replicate"))
     return MeshSizes(tuple(order), tuple(pairs[name] for name in order))
 
 

@@ -99,10 +99,10 @@ def _without_ways(report: Report) -> Report:
 
 
 def _voters(mesh: Any) -> Any:
-    """The ranks that verify together on a real mesh: those of its dim "tp", or "ep"."""
+    """The ranks that verify together on a real mesh: those of its dims "tp", or "ep", and "cp"."""
     names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
-    name = next((name for name in ("tp", "ep") if name in names), None)
-    return Voters.of(None if name is None else mesh[name])
+    split = [name for name in ("tp", "ep") if name in names][:1]
+    return Voters.of(*(mesh[name] for name in (*split, *(["cp"] if "cp" in names else []))))
 
 
 def _check_arguments(plan: Any, mesh: Any, checks: Any, switches: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ def verify_source(
         )
     details = {
         **report.details,
-        **({"cp": sizes.cp} if sizes.cp > 1 else {}),
+        **({"ranks": str(sizes)} if sizes.cp > 1 else {}),
         "model": source.name,
         "plan_tp": (plan or applied).tp_size,
         "capabilities": capabilities,
@@ -238,7 +238,7 @@ def _verify_mesh(
     trained, done = check_training(clone.model, clone.feeds, clone.others, applied, mesh, engine=engine)
     findings = [*report.findings, *findings, *trained]
     details = {k: v for k, v in report.details.items() if k != "blocks"}
-    details |= {"cp": mesh.cp_size} if mesh.cp_size > 1 else {}
+    details |= {"ranks": str(sizes)} if mesh.cp_size > 1 else {}
     details |= {"mesh": str(mesh), "model": source.name, "plan_tp": (plan or applied).tp_size}
     details |= {"checked": (*report.details["checked"], *done), "clone": clone.note}
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)

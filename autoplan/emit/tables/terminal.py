@@ -74,9 +74,9 @@ def report_view(report: Report, title: str = "") -> RenderableType:
         largest = f"the largest error {report.gradients[worst]:.1e} at {worst}"
         facts.add_row("gradients", f"{len(report.gradients)} compared, {largest}")
     for name, value in report.details.items():
-        if name != "verdict" and (value or value == 0) and (text := _detail(value)):
+        if name not in ("verdict", "ranks") and (value or value == 0) and (text := _detail(value)):
             facts.add_row(name.replace("_", " "), text)
-    ranks = f"cp {report.details['cp']}" if "cp" in report.details else f"tp {report.tp_size}"
+    ranks = str(report.details.get("ranks", f"tp {report.tp_size}")).replace("=", " ")
     lines: list[RenderableType] = [Text.assemble((title, "bold"), f" · {ranks} · ", verdict)]
     if facts.row_count:
         lines.append(Padding(facts, (0, 0, 0, 2)))
@@ -106,7 +106,7 @@ def _in_line(value: object) -> str:
 def _headline(plan: Plan) -> RenderableType:
     facts = [f"tp {plan.tp_size}", plan.source]
     if plan.cp_size > 1:
-        facts[0] = f"cp {plan.cp_size}"
+        facts[0] = plan.over.replace("=", " ")
     if plan.ep_size > 1:
         facts.insert(1, f"ep {plan.ep_size}")
     if plan.sequence_parallel:
