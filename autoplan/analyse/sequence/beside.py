@@ -73,7 +73,7 @@ class _Beside:
         read = {rule.pattern: rule for rule in self.context.parameters}
         for name in dict.fromkeys((*own, *read)):
             rule = own.get(name, ParameterRule(name))
-            yield replace(rule, read=self._read(rule, read[name])) if name in read else rule
+            yield replace(rule, read=replace(self._read(rule, read[name]), pattern="")) if name in read else rule
 
     def _read(self, own: ParameterRule, read: ParameterRule) -> ParameterRule:
         """What a rank reads of the rows that its rank of tp holds."""

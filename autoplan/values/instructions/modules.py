@@ -173,7 +173,8 @@ Kind = TypeVar("Kind", bound=Instruction)
 class ParameterRule:
     """How parameters matching `pattern` lie on ranks. `layout` is the notation of `common/layout.py`; None: whole.
 
-    `read`: what ranks of context parallelism beside that split read of what is held, and how its gradient lies on them.
+    `read`: what ranks of context parallelism beside that split read of what is held, and how its gradient lies on them
+    (its own pattern is empty).
     """
 
     pattern: str
