@@ -154,12 +154,11 @@ def solve_source(
         how |= {"capabilities": capabilities}
         together = replace(wish, tp_size=1, ep_size=1, cp_size=wish.ranks)
         cut = solve_source(source, captured, together, sequence_stacks=sequence_stacks, **how)
-        split = solve_source(source, captured, replace(wish, cp_size=1), both=cut.shards, **how)
-        if cut.trace.folds != split.trace.folds:
-            raise IndivisibleError(
-                f"{source.name}: blocks that are alike over tp={wish.tp_size} are not over {wish.ranks} ranks",
-                hint="plan with tp_size= or cp_size= alone",
-            )
+        unfolded = captured.unfold() if captured.unfold and not cut.trace.folds else captured
+        split = solve_source(source, unfolded, replace(wish, cp_size=1), both=cut.shards, **how)
+        if captured.unfold and split.trace.folds != cut.trace.folds:
+            how["sequence_stacks"] = sequence_stacks
+            return solve_source(source, captured.unfold(), wish, **how)
         runtime = beside(split.runtime, cut.runtime, wish.splits, wish.cp_size)
         return replace(split, runtime=runtime, sequence_parallel=True, whole_sequence=cut.whole_sequence)
     solved = partial(
