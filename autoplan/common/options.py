@@ -244,10 +244,10 @@ def check_ranks(name: str, size: Any) -> None:
 def check_context_size(cp_size: int, tp_size: int = 1, ep_size: int = 1) -> None:
     """Raise for a number of ranks of context parallelism that is none, or stands beside another split."""
     check_ranks("cp_size", cp_size)
-    if cp_size > 1 and ep_size > 1:
+    if cp_size > 1 and ep_size not in (1, tp_size):
         raise AutoplanError(
-            f"cp_size={cp_size} with ep_size={ep_size}: experts are not placed apart beside context parallelism",
-            hint="leave ep_size at 1; tensor parallelism (tp_size) and data-parallel ranks may stand beside it",
+            f"cp_size={cp_size} with ep_size={ep_size}: beside context parallelism experts live on the ranks of tp",
+            hint="legal are ep_size=1 (experts are cut inside) and ep_size=tp_size",
         )
 
 

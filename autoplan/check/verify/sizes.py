@@ -45,7 +45,9 @@ class Sizes:
         if cp_size > 1 or (plan is not None and plan.cp_size > 1):
             alone = plan is None or plan.cp_size == plan.ranks
             cut = cp_size if cp_size > 1 or plan is None else max(tp_size, 2) if alone else plan.cp_size
-            return Sizes(1 if plan is not None and alone else tp_size, 1, cut)
+            tp_size = 1 if plan is not None and alone else tp_size
+            apart = (ep_size or 1) > 1 or (plan is not None and plan.ep_size > 1)
+            return Sizes(tp_size, tp_size if apart else 1, cut)
         if ep_size is not None:
             check_count("ep_size", ep_size)
         if plan is not None and plan.ep_size > 1:

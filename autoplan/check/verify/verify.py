@@ -347,10 +347,8 @@ def capabilities_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) ->
         return (
             Capabilities(bool(plan.runtime.of(CallRewrite)) or not plan.runtime.of(Boundary), plan.sequence_parallel),
         )
-    if sizes.cp > 1:
-        return Capabilities(True, True), Capabilities(False, True)
-    cut = (Capabilities(True, True),) if sequence_parallel else ()
-    found = (*cut, Capabilities(True, False), Capabilities(False, False))
+    cut = (Capabilities(True, True),) if sequence_parallel or sizes.cp > 1 else ()
+    found = (*cut, Capabilities(False, True)) if sizes.cp > 1 else (*cut, Capabilities(True), Capabilities(False))
     inside = (
         tuple(replace(capabilities, experts=False) for capabilities in found) if sizes.ep > 1 and sizes.tp > 1 else ()
     )
