@@ -186,12 +186,9 @@ class _Builder:
     def buffer(self, fqn: str, buffer: torch.Tensor) -> tuple[torch.Tensor, Held | None]:
         """The local piece of a split buffer; a whole one as it is, but on the mesh's device."""
         held = self._held(fqn, buffer)
-        local, read = held.cut(buffer.detach()), held.read
-        if read is not None and read.dim is not None:
-            raise PlanMismatchError(f"{fqn} is a buffer, cut over two kinds of ranks")
-        if held.dim is None:
+        if held.dim is None and (held.read is None or held.read.dim is None):
             return self._to_device(buffer), None
-        return self._to_device(local), held
+        return self._to_device(held.buffer(buffer.detach())), held
 
     def _held(self, fqn: str, tensor: torch.Tensor) -> Held:
         rule = self.rules.get(id(tensor), ParameterRule(fqn))
