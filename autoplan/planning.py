@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from autoplan.analyse.sequence.beside import beside
+from autoplan.analyse.sequence.combined import combined
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
@@ -159,7 +159,7 @@ def solve_source(
         if captured.unfold and split.trace.folds != cut.trace.folds:
             how["sequence_stacks"] = sequence_stacks
             return solve_source(source, captured.unfold(), wish, **how)
-        runtime = beside(split.runtime, cut.runtime, wish.splits, wish.cp_size)
+        runtime = combined(split.runtime, cut.runtime, wish.splits, wish.cp_size)
         return replace(split, runtime=runtime, sequence_parallel=True, whole_sequence=cut.whole_sequence)
     solved = partial(
         solve_chosen,

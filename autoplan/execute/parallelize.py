@@ -40,8 +40,8 @@ def shard_model(
         refuse_differing_plans(model, plan, options.tensor)
         if tp_mesh is not None and plan.ranks > 1:
             averaged = (averaged or dims.data is not None) and plan.cp_size > 1
-            beside = context_of(mesh, plan, dims.names)
-            apply_plan(model, tp_mesh, plan, **vars(options.tensor), averaged=averaged, beside=beside)
+            groups = context_of(mesh, plan, dims.names)
+            apply_plan(model, tp_mesh, plan, **vars(options.tensor), averaged=averaged, more_groups=groups)
         record(model, plan, notes=dims.notes, voters=dims.voters)
         if options.checkpointing.blocks:
             from autoplan.execute.checkpointing.choose import checkpoint_blocks

@@ -132,14 +132,14 @@ def apply_plan(
     reproducible_forward: bool = False,
     path_guard: str = "refuse",
     averaged: bool = False,
-    beside: dict[str, RankGroup] | None = None,
+    more_groups: dict[str, RankGroup] | None = None,
 ) -> nn.Module:
     """Shard `model` in place over a 1-D mesh and return it. `averaged`: FSDP2 will average gradients over its ranks.
-    `beside`: what `context_of` said."""
+    `more_groups`: what `context_of` said."""
     if applied(model) is not None:
         raise PlanMismatchError("the model is already parallelized", hint="build a fresh one")
     check_matches(model, plan)
-    if plan.cp_size not in (1, plan.ranks) and not beside:
+    if plan.cp_size not in (1, plan.ranks) and not more_groups:
         raise PlanMismatchError(
             f"the plan is for {plan.over} together", hint="autoplan.parallelize takes a mesh with both dims"
         )
@@ -151,8 +151,8 @@ def apply_plan(
     running = Running(
         mesh, group, gather_logits, SharedRandomness(group, mesh_device(mesh)), sequence_padding=sequence_padding
     )
-    running.context, running.beside = plan.cp_size > 1, dict(beside or {})
-    running.randomness.apart = running.sequence.rank if running.beside else 0
+    running.context, running.more_groups = plan.cp_size > 1, dict(more_groups or {})
+    running.randomness.apart = running.sequence.rank if running.more_groups else 0
     running.split_loss = not reproducible_forward  # its sums are over ranks too
     running.branches.apart = reproducible_forward  # added in the order in which the model adds them
     works = _works(modules, plan)
@@ -162,7 +162,7 @@ def apply_plan(
         _localise_padding(modules, works, group, undo)
         gathering = {name for name, work in works.items() if work.of(RecurrentCall)}
         whole = ("averaged" if averaged else "summed") if plan.cp_size > 1 else ""
-        prepared = prepare_parameters(model, mesh, rules, gathering, whole=whole, beside=running.beside.get("cp"))
+        prepared = prepare_parameters(model, mesh, rules, gathering, whole=whole, context=running.more_groups.get("cp"))
         undo.append(prepared.undo)
         prepared.commit()
         for name, work in works.items():

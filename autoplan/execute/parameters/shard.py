@@ -53,17 +53,17 @@ def prepare_parameters(
     gathering: Container[str] = (),
     *,
     whole: str = "",
-    beside: RankGroup | None = None,
+    context: RankGroup | None = None,
 ) -> Prepared:
     """Check `rules` (by full name of a parameter or buffer; absent or None: whole) and cut all pieces.
 
     Collective: ranks compare samples of their weights, for pieces of differently seeded models would train silently.
     `gathering`: modules that compute with more than what lies here, since their weights are gathered for a call.
     `whole`: parameters stay what they are, and code of the model reads its rank's part of them; their gradients are
-    "summed" over ranks here, or "averaged" elsewhere. `beside`: they lie on ranks of tp, and that is so of what a rank
+    "summed" over ranks here, or "averaged" elsewhere. `context`: they lie on ranks of tp, and that is so of what a rank
     holds, over these ranks.
     """
-    builder = _Builder(tp_mesh, RankGroup.of(tp_mesh), _by_tensor(model, rules), whole, beside)
+    builder = _Builder(tp_mesh, RankGroup.of(tp_mesh), _by_tensor(model, rules), whole, context)
     prepared = Prepared(model)
     reading = Reading(summing=whole == "summed")
     for path, module in model.named_modules():
@@ -147,8 +147,8 @@ class _Builder:
     """Makes each tensor's piece once, however many names it has."""
 
     def __init__(self, mesh: DeviceMesh, group: RankGroup, rules: dict[int, ParameterRule], whole: str,
-                 beside: RankGroup | None) -> None:  # fmt: skip
-        self.mesh, self.group, self.rules, self.whole, self.beside = mesh, group, rules, whole, beside
+                 context: RankGroup | None) -> None:  # fmt: skip
+        self.mesh, self.group, self.rules, self.whole, self.context = mesh, group, rules, whole, context
         self.device = mesh_device(mesh)
         self.made: dict[int, tuple[nn.Parameter, Held]] = {}
         self.originals: list[tuple[str, torch.Tensor]] = []
@@ -177,7 +177,7 @@ class _Builder:
                 )
             self.made[id(parameter)] = (
                 (parameter, Held(held.shape, self.group, read=replace(held, averaged=self.whole == "averaged")))
-                if self.whole and self.beside is None
+                if self.whole and self.context is None
                 else (self._distribute(parameter, held), held)
             )
             self.originals.append((fqn, parameter))
@@ -193,10 +193,10 @@ class _Builder:
     def _held(self, fqn: str, tensor: torch.Tensor) -> Held:
         rule = self.rules.get(id(tensor), ParameterRule(fqn))
         held = self._laid(fqn, tuple(tensor.shape), rule, self.group)
-        if rule.read is None or self.beside is None:
+        if rule.read is None or self.context is None:
             return held
         shape = tuple(held.own if dim == held.dim else size for dim, size in enumerate(held.shape))
-        read = self._laid(fqn, shape, rule.read, self.beside)
+        read = self._laid(fqn, shape, rule.read, self.context)
         return replace(held, read=replace(read, averaged=self.whole == "averaged"))
 
     def _laid(self, fqn: str, shape: tuple[int, ...], rule: ParameterRule, group: RankGroup) -> Held:

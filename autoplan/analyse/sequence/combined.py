@@ -37,12 +37,12 @@ from autoplan.values import (
     WithholdPartial,
 )
 
-__all__ = ["beside"]
+__all__ = ["combined"]
 
 
-def beside(tp: Runtime, context: Runtime, tp_size: int, cp_size: int) -> Runtime:
+def combined(tp: Runtime, context: Runtime, tp_size: int, cp_size: int) -> Runtime:
     """One runtime of the solution over ranks of tp (or of ep), and that of context parallelism over all."""
-    return _Beside(tp, context, tp_size, cp_size).runtime()
+    return _Combined(tp, context, tp_size, cp_size).runtime()
 
 
 def _refuse(where: str, why: str) -> NoReturn:
@@ -51,7 +51,7 @@ def _refuse(where: str, why: str) -> NoReturn:
     )
 
 
-class _Beside:
+class _Combined:
     def __init__(self, tp: Runtime, context: Runtime, tp_size: int, cp_size: int) -> None:
         self.tp, self.context, self.tp_size, self.cp_size = tp, context, tp_size, cp_size
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
-from autoplan.analyse.sequence.beside import beside
+from autoplan.analyse.sequence.combined import combined
 from autoplan.check.ranks.run import run_ranks
 from autoplan.check.scoreboard.run import scoreboard
 from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
@@ -158,7 +158,7 @@ LAYOUTS = {  # over tp=2 and cp=2: what a rank of tp holds, and how that lies on
 def test_what_ranks_of_cp_read_of_what_is_held(layouts: tuple[str, str]) -> None:
     own, both = layouts
     rules = tuple(Runtime(parameters=(ParameterRule("w", 0, layout),)) for layout in layouts)
-    (found,) = beside(*rules, 2, 2).parameters
+    (found,) = combined(*rules, 2, 2).parameters
     assert found.layout == own and found.read is not None and found.read.layout == LAYOUTS[layouts]
     for number in range(4):
         held = Layout.parse(own).rows(number // 2, 2)
@@ -170,10 +170,10 @@ def test_what_ranks_of_cp_read_of_what_is_held(layouts: tuple[str, str]) -> None
 def test_parts_that_do_not_lie_within_each_other_are_refused(own: str, both: str) -> None:
     rules = (Runtime(parameters=(ParameterRule("w", 0, layout),)) for layout in (own, both))
     with pytest.raises(IndivisibleError, match="w: "):
-        beside(*rules, 2, 2)
+        combined(*rules, 2, 2)
 
 
 def test_numbers_of_both_replace_those_of_one() -> None:
     edits = (IntegerEdit("m", "heads", None, 8, new) for new in (4, 2))
-    found = beside(*(Runtime(instructions=(one,)) for one in edits), 2, 2).instructions
+    found = combined(*(Runtime(instructions=(one,)) for one in edits), 2, 2).instructions
     assert [(one.new, one.over) for one in found if isinstance(one, IntegerEdit)] == [(2, "all")]
