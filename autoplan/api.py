@@ -72,8 +72,9 @@ def plan(
     `ep_size` places whole experts on different ranks rather than cut each inside: over those of tp (`ep_size=tp_size`),
     or with `tp_size=1` over a mesh dim "ep". Experts that are modules of their own stay as they are; a finding says so.
 
-    `cp_size` cuts the sequence over ranks, with whole weights: what mixes positions (attention, scans) runs on all of
-    them for a rank's own heads, all else on the rank's own positions. It is planned by itself, with tp_size=1.
+    `cp_size` cuts the sequence over ranks: what mixes positions (attention, scans) runs on all of them for a rank's own
+    heads, all else on the rank's own positions. Beside `tp_size` those are some of the heads of a rank of tp, which are
+    ranks of their own; with tp_size=1 weights are whole.
 
     `inputs` are example arguments of the forward, where autoplan cannot make them itself. `sequence_parallel` cuts the
     stream between split regions along the sequence too; where a model does not allow it, a finding says why and the

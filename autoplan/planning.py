@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
+from autoplan.analyse.sequence.combined import combined
+from autoplan.analyse.shards import Shards
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
 from autoplan.capture.feeding.other_paths import with_other_paths
@@ -151,8 +154,24 @@ def solve_source(
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
     packed: tuple[PackedWeight, ...] = (),
     remade: tuple[str, ...] = (),
+    both: Shards | None = None,
 ) -> Solution:
-    """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing."""
+    """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing.
+
+    Where context parallelism stands beside another split each is solved, that one as what both split asks for (`both`).
+    """
+    if wish.cp_size > 1 and wish.splits > 1:
+        how: dict[str, Any] = {"choices": choices, "packed": packed, "remade": remade}
+        how |= {"capabilities": capabilities}
+        together = replace(wish, tp_size=1, ep_size=1, cp_size=wish.ranks)
+        cut = solve_source(source, captured, together, sequence_stacks=sequence_stacks, **how)
+        unfolded = captured.unfold() if captured.unfold and not cut.trace.folds else captured
+        split = solve_source(source, unfolded, replace(wish, cp_size=1), both=cut.shards, **how)
+        if captured.unfold and split.trace.folds != cut.trace.folds:
+            how["sequence_stacks"] = sequence_stacks
+            return solve_source(source, captured.unfold(), wish, **how)
+        runtime = combined(split.runtime, cut.runtime, wish.splits, wish.cp_size)
+        return replace(split, runtime=runtime, sequence_parallel=True, whole_sequence=cut.whole_sequence)
     solved = partial(
         solve_chosen,
         tp=wish.ranks,
@@ -165,6 +184,7 @@ def solve_source(
         uneven=wish.uneven == "blocks",
         remade=remade,
         context=wish.cp_size > 1,
+        both=both,
     )
     solution = solved(captured.trace)
     if captured.unfold and not same_in_like_blocks(solution.parameters, solution.runtime, captured.trace.folds):

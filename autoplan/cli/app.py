@@ -343,7 +343,8 @@ def _make_plan(
 
     how |= {"source": source, "prove": prove, "trust_remote_code": trust_remote_code}
     how |= ({"ep_size": ep} if ep > 1 else {}) | ({"cp_size": cp} if cp > 1 else {})
-    with progress(f"planning {model} for {f'cp {cp}' if cp > 1 else f'tp {tp}'}"):
+    sizes = " ".join(f"{name} {size}" for name, size in (("tp", tp), ("cp", cp)) if size > 1)
+    with progress(f"planning {model} for {sizes or 'one rank'}"):
         return autoplan.plan(model, tp_size=tp, **how)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli.shared import FINDINGS, OK, AsJson, CpSize, Cut, Engine, EpSize, Output, TpSize, emit, note, progress
+from autoplan.cli.shared import FINDINGS, OK, AsJson, CpSize, Cut, Engine, EpSize, Output, emit, note, progress
 from autoplan.common.errors import AutoplanError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def scoreboard(
         str, typer.Argument(metavar="MAPPING", help="causal_lm, image_text, seq2seq, masked_lm, speech or base.")
     ],
     only: Annotated[list[str] | None, typer.Option(metavar="TYPE", help="Only this model type; repeatable.")] = None,
-    tp: TpSize = 2,
+    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Ranks to split over; 2 unless --cp is given.")] = None,
     ep: EpSize = 1,
     cp: CpSize = 1,
     engine: Annotated[Engine, typer.Option(help="Ranks as threads, or as processes that talk over gloo.")] = (
@@ -144,7 +144,7 @@ def scoreboard(
     with _bar() as progress:
         board = run(
             mapping,
-            1 if cp > 1 else tp,
+            tp or (1 if cp > 1 else 2),
             only=only or (),
             engine=engine.value,
             checks=checks.value,

@@ -40,9 +40,7 @@ TpSize = Annotated[int, typer.Option("--tp", min=1, help="Ranks to split over.")
 EpSize = Annotated[
     int, typer.Option("--ep", min=1, help="Place whole experts on so many different ranks: --tp's, or with --tp 1 any.")
 ]
-CpSize = Annotated[
-    int, typer.Option("--cp", min=1, help="Cut the sequence over so many ranks, with whole weights; without --tp.")
-]
+CpSize = Annotated[int, typer.Option("--cp", min=1, help="Cut the sequence over so many ranks; alone, or beside --tp.")]
 LongCut = Annotated[
     int, typer.Option("--cp", min=1, help="Cut the sequence over so many ranks; alone it is --mesh dp_shard=1,cp=N.")
 ]

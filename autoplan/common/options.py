@@ -56,8 +56,13 @@ class Wish:
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks parameters, or the sequence, are cut."""
-        return max(self.tp_size, self.ep_size, self.cp_size)
+        """Over how many ranks parameters and the sequence are cut."""
+        return self.splits * self.cp_size
+
+    @property
+    def splits(self) -> int:
+        """Over how many ranks parameters are."""
+        return max(self.tp_size, self.ep_size)
 
 
 @dataclass(frozen=True)
@@ -236,10 +241,10 @@ def check_ranks(name: str, size: Any) -> None:
 def check_context_size(cp_size: int, tp_size: int = 1, ep_size: int = 1) -> None:
     """Raise for a number of ranks of context parallelism that is none, or stands beside another split."""
     check_ranks("cp_size", cp_size)
-    if cp_size > 1 and (tp_size > 1 or ep_size > 1):
+    if cp_size > 1 and ep_size not in (1, tp_size):
         raise AutoplanError(
-            f"cp_size={cp_size} with tp_size={tp_size}, ep_size={ep_size}: context parallelism is planned by itself",
-            hint="leave tp_size and ep_size at 1; data-parallel ranks (FSDP2) may stand beside it",
+            f"cp_size={cp_size} with ep_size={ep_size}: beside context parallelism experts live on the ranks of tp",
+            hint="legal are ep_size=1 (experts are cut inside) and ep_size=tp_size",
         )
 
 

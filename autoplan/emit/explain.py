@@ -64,7 +64,7 @@ def _about_entry(plan: Plan, entry: Entry, parameter: str) -> Iterable[tuple[str
     yield "style", [entry.style]
     yield "role", [f"{entry.role} (rule {entry.rule}, source {entry.source})"]
     yield "units", [entry.units]
-    yield "cut", [f"{name} {segment_text(segment, plan.ranks)}" for name, segment in cuts]
+    yield "cut", [f"{name} {segment_text(segment, plan.cut_over)}" for name, segment in cuts]
     yield "because", entry.reason.splitlines()
     yield "costs", list(map(str, entry.reduces))
     yield "running", _running(plan, entry.pattern)
@@ -84,11 +84,15 @@ def _running(plan: Plan, pattern: str) -> list[str]:
         if rule.gradient != "local" and near(rule.pattern)
     ]
     biases = [
-        f"{rule.pattern}: each rank adds 1/{plan.ranks} of it"
+        f"{rule.pattern}: each rank adds 1/{plan.cut_over} of it"
         for rule in runtime.parameters
         if rule.divide and near(rule.pattern)
     ]
-    done = [one.said(plan.ranks) for one in runtime.instructions if near(one.pattern)]
+    done = [
+        one.said({"": plan.cut_over, "cp": plan.cp_size}.get(one.over, plan.ranks))
+        for one in runtime.instructions
+        if near(one.pattern)
+    ]
     return done + gradients + biases
 
 

@@ -135,6 +135,7 @@ class SharedRandomness:
         self.outside: list[Any] = []
         self.switched: list[_Switch] = []  # innermost last
         self.always = False
+        self.apart = 0  # which of several groups it is that hold other positions, and draw other numbers
 
     @torch.compiler.disable
     def agree(self) -> _Shared:
@@ -146,8 +147,18 @@ class SharedRandomness:
         if self.stream is None or not self.stream.watch.held:
             self.stream = _of_groups[key] = _Shared()
         self.stream.state = state_of_the_first(random_streams.get_state(), self.group, self.device)
+        if self.apart and detect_fake_mode() is None:
+            self.stream.state = self._moved_apart(self.stream.state)
         self.stream.seeding = seeding()
         return self.stream
+
+    def _moved_apart(self, state: random_streams.Generators) -> random_streams.Generators:
+        """A stream that follows from this one."""
+        mine = random_streams.get_state()
+        random_streams.switch((random_streams.number_of(state) + self.apart) % 2**32)
+        moved = random_streams.get_state()
+        random_streams.set_state(mine)
+        return moved
 
     @torch.compiler.disable
     def begin(self) -> None:

@@ -12,7 +12,7 @@ known then is worked out then. What it returns runs on every call of the model:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -33,10 +33,11 @@ class At:
     name: str
     names: tuple[str, ...]
     running: Running
+    over: str = ""  # between which ranks: see `Instruction`
 
     @property
     def group(self) -> RankGroup:
-        return self.running.group
+        return self.running.groups[self.over]
 
     @property
     def where(self) -> str:
@@ -86,7 +87,7 @@ def execute(instruction: Instruction, at: At) -> Any:
             f"nothing carries out {type(instruction).__name__}, which the plan wants at {at.where}",
             hint="import what registers its executor (docs/howto/add-an-instruction.md)",
         )
-    return executor(instruction, at)
+    return executor(instruction, replace(at, over=instruction.over) if instruction.over else at)
 
 
 def other_branch(what: str) -> PlanMismatchError:

@@ -13,7 +13,7 @@ from autoplan.common.options import Options
 from autoplan.execute.agreement import fail_together, refuse_differing_plans
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.parameters.optimizer import mark_parameters
-from autoplan.execute.tensor_parallel import apply_plan, record, tp_mesh_of
+from autoplan.execute.tensor_parallel import apply_plan, context_of, record, tp_mesh_of
 from autoplan.execute.weights.methods import take_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.values import Plan
@@ -39,8 +39,9 @@ def shard_model(
         options.data.check(0 if dims.data is None else dims.data.size(dims.data.ndim - 1))
         refuse_differing_plans(model, plan, options.tensor)
         if tp_mesh is not None and plan.ranks > 1:
-            averaged = averaged or dims.data is not None
-            apply_plan(model, tp_mesh, plan, **vars(options.tensor), averaged=averaged and plan.cp_size > 1)
+            averaged = (averaged or dims.data is not None) and plan.cp_size > 1
+            groups = context_of(mesh, plan, dims.names)
+            apply_plan(model, tp_mesh, plan, **vars(options.tensor), averaged=averaged, more_groups=groups)
         record(model, plan, notes=dims.notes, voters=dims.voters)
         if options.checkpointing.blocks:
             from autoplan.execute.checkpointing.choose import checkpoint_blocks

@@ -82,23 +82,41 @@ def applied(model: nn.Module) -> Applied | None:
 
 def tp_mesh_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None) -> DeviceMesh | None:
     """The 1-D mesh over which the plan splits; None when there is nothing to split over. That is "tp", "ep" where the
-    plan only places experts on different ranks, or "cp" where it cuts the sequence."""
-    purpose = "cp" if plan.cp_size > 1 else "ep" if plan.tp_size == 1 < plan.ep_size else "tp"
+    plan only places experts on different ranks, or "cp" where it cuts the sequence alone."""
+    purpose = "cp" if plan.cp_size == plan.ranks > 1 else "ep" if plan.tp_size == 1 < plan.ep_size else "tp"
+    return _mesh_for(mesh, purpose, plan.cut_over, names)
+
+
+def context_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None) -> dict[str, RankGroup]:
+    """Where the plan cuts the sequence beside another split: its ranks ("cp"), and those of both ("all"), of which the
+    ranks of cp that belong to one of the split have numbers one after the other."""
+    split = tp_mesh_of(mesh, plan, names)
+    if plan.cp_size in (1, plan.ranks) or split is None:
+        return {}
+    cut = _mesh_for(mesh, "cp", plan.cp_size, names)
+    assert cut is not None and cut.mesh_dim_names is not None and split.mesh_dim_names is not None
+    both = tuple(name for name in mesh.mesh_dim_names or () if name in (*cut.mesh_dim_names, *split.mesh_dim_names))
+    every = RankGroup.of(mesh[both]._flatten("_".join(both)))
+    one, other = RankGroup.of(split), RankGroup.of(cut)
+    return {"cp": other, "all": RankGroup(every.name, every.size, one.rank * other.size + other.rank)}
+
+
+def _mesh_for(mesh: DeviceMesh, purpose: str, size: int, names: dict[str, str] | None) -> DeviceMesh | None:
     wanted = (names or {}).get(purpose, purpose)
     dims = mesh.mesh_dim_names or ()
     if wanted in dims:
         found = mesh[wanted] if mesh.ndim > 1 else mesh
-    elif plan.ranks == 1:
+    elif size == 1:
         return None
     else:
         raise PlanMismatchError(
-            f"the plan is for {purpose}={plan.ranks}, but the mesh has no dim named {wanted!r} (it has {list(dims)})",
+            f"the plan is for {purpose}={size}, but the mesh has no dim named {wanted!r} (it has {list(dims)})",
             hint=f'name it: init_device_mesh(device, shape, mesh_dim_names=("{purpose}",)), or pass '
             f'mesh_dims={{"{purpose}": name}}',
         )
-    if found.size() != plan.ranks:
+    if found.size() != size:
         raise PlanMismatchError(
-            f"the plan is for {purpose}={plan.ranks}, but the mesh's {wanted!r} dim has {found.size()} ranks",
+            f"the plan is for {purpose}={size}, but the mesh's {wanted!r} dim has {found.size()} ranks",
             hint=f"plan again with {purpose}_size={found.size()}",
         )
     return found
@@ -114,11 +132,17 @@ def apply_plan(
     reproducible_forward: bool = False,
     path_guard: str = "refuse",
     averaged: bool = False,
+    more_groups: dict[str, RankGroup] | None = None,
 ) -> nn.Module:
-    """Shard `model` in place over a 1-D mesh and return it. `averaged`: FSDP2 will average gradients over its ranks."""
+    """Shard `model` in place over a 1-D mesh and return it. `averaged`: FSDP2 will average gradients over its ranks.
+    `more_groups`: what `context_of` said."""
     if applied(model) is not None:
         raise PlanMismatchError("the model is already parallelized", hint="build a fresh one")
     check_matches(model, plan)
+    if plan.cp_size not in (1, plan.ranks) and not more_groups:
+        raise PlanMismatchError(
+            f"the plan is for {plan.over} together", hint="autoplan.parallelize takes a mesh with both dims"
+        )
     group = RankGroup.of(mesh)
     modules = dict(model.named_modules(remove_duplicate=False))
     rules = parameter_rules(model, plan)
@@ -127,7 +151,8 @@ def apply_plan(
     running = Running(
         mesh, group, gather_logits, SharedRandomness(group, mesh_device(mesh)), sequence_padding=sequence_padding
     )
-    running.context = plan.cp_size > 1
+    running.context, running.more_groups = plan.cp_size > 1, dict(more_groups or {})
+    running.randomness.apart = running.sequence.rank if running.more_groups else 0
     running.split_loss = not reproducible_forward  # its sums are over ranks too
     running.branches.apart = reproducible_forward  # added in the order in which the model adds them
     works = _works(modules, plan)
@@ -136,9 +161,8 @@ def apply_plan(
         edits = _edit_integers(modules, plan, running, undo)
         _localise_padding(modules, works, group, undo)
         gathering = {name for name, work in works.items() if work.of(RecurrentCall)}
-        prepared = prepare_parameters(
-            model, mesh, rules, gathering, whole=("averaged" if averaged else "summed") if plan.cp_size > 1 else ""
-        )
+        whole = ("averaged" if averaged else "summed") if plan.cp_size > 1 else ""
+        prepared = prepare_parameters(model, mesh, rules, gathering, whole=whole, context=running.more_groups.get("cp"))
         undo.append(prepared.undo)
         prepared.commit()
         for name, work in works.items():
@@ -296,7 +320,7 @@ def _edit_integers(
                 continue
             seen.add(key)
             undo.append(execute(edit, At(modules[name], name, (), running)))
-            done.append((name, edit.name, edit.old, edit.on_rank(running.group.rank)))
+            done.append((name, edit.name, edit.old, edit.on_rank(running.groups[edit.over].rank)))
     return tuple(done)
 
 

@@ -223,7 +223,7 @@ class Plan:
 
     `ep_size`: over how many ranks experts are placed whole; 1: they are cut inside. It is the tp size, or with
     tp_size 1 any other. `made_for`: the code and the sizes of the model that it was made for; it is refused for others.
-    `cp_size`: over how many ranks the sequence is cut, with whole weights of which each rank reads what is its own.
+    `cp_size`: over how many ranks the sequence is cut; of what weights a rank of it holds it reads what is its own.
     `fed`: what its forward was given, where nothing said so and it was derived.
     `packed`: how the weights of a quantised model are stored, by pattern, and how the stored tensors are cut with them.
     `flow`: in which order its modules run, for drawings; no part of what is compared.
@@ -253,13 +253,19 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks it is: those of tp, or those of ep where nothing but experts is split, or those of cp."""
-        return max(self.tp_size, self.ep_size, self.cp_size)
+        """Over how many ranks it is: those of tp, or of ep where nothing but experts is split, times those of cp."""
+        return max(self.tp_size, self.ep_size) * self.cp_size
+
+    @property
+    def cut_over(self) -> int:
+        """Over how many ranks weights are cut; with context parallelism alone, over how many they are read in parts."""
+        return self.ranks if 1 in (self.cp_size, max(self.tp_size, self.ep_size)) else self.ranks // self.cp_size
 
     @property
     def over(self) -> str:
         """Those ranks in words: "tp=8", "cp=2"."""
-        return f"cp={self.cp_size}" if self.cp_size > 1 else f"tp={self.tp_size}"
+        sizes = [f"{name}={size}" for name, size in (("tp", self.tp_size), ("cp", self.cp_size)) if size > 1]
+        return ", ".join(sizes) or f"tp={self.tp_size}"
 
     @property
     def uneven(self) -> str:

@@ -40,6 +40,7 @@ __all__ = [
     "MadeAnewInTraining",
     "Exchanged",
     "MixesNothing",
+    "CutOtherwiseOverBoth",
     "OnlyExperts",
     "ReadAcross",
     "Reason",
@@ -325,6 +326,12 @@ class Exchanged(Reason):
 class MixesNothing(Reason):
     def __str__(self) -> str:
         return "no call that mixes positions treats its units apart: each rank runs all of it on its own positions"
+
+
+@dataclass(frozen=True)
+class CutOtherwiseOverBoth(Reason):
+    def __str__(self) -> str:
+        return "ranks of tp and cp together hold other units, of which a rank of tp holds some"
 
 
 # ------------------------------------------------------------------------------------------------ of experts

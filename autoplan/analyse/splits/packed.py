@@ -8,12 +8,12 @@ from math import gcd, lcm, prod
 
 from autoplan.analyse.infer import Axes
 from autoplan.analyse.shards import Shards
-from autoplan.axes.terms import Term, find, leaves
+from autoplan.axes.terms import Term, find, leaves, segments
 from autoplan.common.layout import Layout, even_blocks, in_blocks, joined
 from autoplan.common.patterns import is_under
 from autoplan.values import Trace
 from autoplan.values.quantised import PackedTensor, PackedWeight
-from autoplan.values.reasons import InsideQuantisedBlock, Reason
+from autoplan.values.reasons import CutOtherwiseOverBoth, InsideQuantisedBlock, Reason
 
 # Cuts of quantised weights: between blocks of numbers that share a scale, or not at all.
 #
@@ -153,7 +153,8 @@ class Demands:
     """`whole`: why no axis in a (parameter, dim) may be split. `gathered`: weights whose product is to be gathered.
 
     Of the other products analysis gathers what it likes, unless `only_those`. `packed`: quantised weights, whose blocks
-    are not parted; `uneven`: where blocks do not divide, some ranks have one more.
+    are not parted; `uneven`: where blocks do not divide, some ranks have one more. `inside`: of the axes in a
+    (parameter, dim) these, by number, may not be split, where over ranks of context parallelism too others are.
     """
 
     whole: Mapping[tuple[str, int], Reason] = field(default_factory=dict)
@@ -161,6 +162,7 @@ class Demands:
     only_those: bool = False
     packed: Packed = field(default_factory=dict)
     uneven: bool = False
+    inside: frozenset[tuple[str, int, int]] = frozenset()
 
     def with_whole(self, trace: Trace, tensors: Iterable[int], why: Reason) -> Demands:
         """These tensors stay whole too."""
@@ -172,7 +174,8 @@ class Demands:
         """Both: what either keeps whole stays whole, for its own reason where it has one."""
         whole, packed = {**other.whole, **self.whole}, {**other.packed, **self.packed}
         uneven = self.uneven or other.uneven
-        return replace(self, whole=whole, gathered=self.gathered | other.gathered, packed=packed, uneven=uneven)
+        gathered, inside = self.gathered | other.gathered, self.inside | other.inside
+        return replace(self, whole=whole, gathered=gathered, packed=packed, uneven=uneven, inside=inside)
 
     def refused(self, trace: Trace, axes: Axes) -> dict[Term, Reason]:
         """The axes that may not be split, as the solver wants them."""
@@ -181,6 +184,8 @@ class Demands:
             if name in trace.by_name:
                 for leaf in leaves(axes.of(trace.by_name[name])[dim]):
                     found.setdefault(find(leaf), why)
+        for name, dim, number in self.inside:
+            found.setdefault(find(leaves(axes.of(trace.by_name[name])[dim])[number]), CutOtherwiseOverBoth())
         return found
 
     def may_gather(self, names: tuple[str, ...]) -> bool:
@@ -188,6 +193,19 @@ class Demands:
         if not self.gathered.isdisjoint(names):
             return True
         return not self.only_those and not any(name in names for name, _ in self.whole)
+
+
+def as_over_both(shards: Shards) -> Demands:
+    """Demands that split no axis beside one that is split over these ranks, of which a part stand for one rank."""
+    found = set[tuple[str, int, int]]()
+    for tensor, info in enumerate(shards.trace.tensors):
+        for dim, term in enumerate(shards.axes.of(tensor)) if info.kind == "parameter" and info.names else ():
+            for part in segments(term):
+                held = [find(leaf) for leaf in leaves(part)]
+                if any(leaf in shards.marks for leaf in held):
+                    numbers = [find(leaf) for leaf in leaves(term)]
+                    found |= {(info.names[0], dim, numbers.index(leaf)) for leaf in held if leaf not in shards.marks}
+    return Demands(inside=frozenset(found))
 
 
 def stay_whole(trace: Trace, patterns: tuple[str, ...], why: Reason) -> Demands:

@@ -60,7 +60,7 @@ def scoreboard(
     `checks` is "fast" (parameters, outputs and every gradient in eval mode) or "all". With `sequence_parallel` plans
     are made so wherever it applies. `lengths` are the sequence lengths to run, where a model's inputs leave a choice.
     `ep_size=tp_size` places whole experts on different ranks instead of cutting them inside, where a model has such.
-    `cp_size` cuts the sequence in place of weights (tp_size is 1 then).
+    `cp_size` cuts the sequence, in place of weights (tp_size=1) or beside them.
     `checkpointing` ("block", "submodule", "selective") has every block checkpointed; on a `mesh` ("dp=2,tp=2") the
     models train, too.
     """
@@ -77,7 +77,7 @@ def scoreboard(
     check_context_size(cp_size, tp_size, ep_size)
     if checkpointing and checkpointing not in MODES:
         raise AutoplanError(f"checkpointing={checkpointing!r}", hint=f"choose one of {', '.join(MODES)}")
-    if mesh and (parse_mesh(mesh).tp_size, parse_mesh(mesh).ep_size) != (tp_size, 1):
+    if mesh and (parse_mesh(mesh).tp_size, parse_mesh(mesh).ep_size, parse_mesh(mesh).cp_size) != (tp_size, 1, cp_size):
         raise AutoplanError(f"mesh {mesh!r} does not have tp={tp_size}", hint=f"write dp=2,tp={tp_size}, or change tp")
     wanted = _chosen(mapping, only)
     how = How(

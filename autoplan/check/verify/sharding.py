@@ -21,7 +21,10 @@ from autoplan.values import Plan, Stack
 
 def mesh_of(plan: Plan) -> dict[str, int]:
     """The mesh to simulate for a plan."""
-    return {"cp" if plan.cp_size > 1 else "ep" if plan.tp_size < plan.ep_size else "tp": plan.ranks}
+    split = {"ep" if plan.tp_size < plan.ep_size else "tp": max(plan.tp_size, plan.ep_size)}
+    if plan.cp_size == 1:
+        return split
+    return {"cp": plan.cp_size, **(split if plan.ranks > plan.cp_size else {})}
 
 
 def sharding_of(plan: Plan, *, gather_logits: bool = False, checkpointing: str = "", traffic: bool = True) -> Sharding:
@@ -82,7 +85,7 @@ def unread_parts(gradients: Iterable[Mapping[str, torch.Tensor]], *, plan: Plan)
             if layout.size == gradient.shape[rule.dim]:
                 others = [dim for dim in range(gradient.dim()) if dim != rule.dim % gradient.dim()]
                 read = (gradient != 0).sum(others) if others else gradient != 0
-                rows = {rank: list(layout.rows(rank, plan.ranks)) for rank in range(plan.ranks)}
+                rows = {rank: list(layout.rows(rank, plan.cut_over)) for rank in range(plan.cut_over)}
                 zero = {rank for rank, held in rows.items() if held and not bool(read[held].any())}
             unread[name] = unread.get(name, zero) & zero
     return {name: tuple(sorted(ranks)) for name, ranks in unread.items() if ranks}

@@ -26,7 +26,7 @@ _LARGEST = 60_000_000  # numbers in the copies of all ranks, of a model that is 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Over how many ranks the clone is sharded, and what they are: of tp, holding whole experts or not, or of cp."""
+    """Over how many ranks the clone is sharded, and what they are: of tp, holding whole experts or not, and of cp."""
 
     tp: int
     ep: int = 1
@@ -43,7 +43,11 @@ class Sizes:
         check_count("tp_size", tp_size)
         check_count("cp_size", cp_size)
         if cp_size > 1 or (plan is not None and plan.cp_size > 1):
-            return Sizes(1, 1, cp_size if cp_size > 1 else max(tp_size, 2))
+            alone = plan is None or plan.cp_size == plan.ranks
+            cut = cp_size if cp_size > 1 or plan is None else max(tp_size, 2) if alone else plan.cp_size
+            tp_size = 1 if plan is not None and alone else tp_size
+            apart = (ep_size or 1) > 1 or (plan is not None and plan.ep_size > 1)
+            return Sizes(tp_size, tp_size if apart else 1, cut)
         if ep_size is not None:
             check_count("ep_size", ep_size)
         if plan is not None and plan.ep_size > 1:
@@ -54,24 +58,25 @@ class Sizes:
     @staticmethod
     def of_mesh(mesh: Any, ep_size: int | None, plan: Plan | None) -> Sizes:
         """The sizes of real ranks: of a dim "tp", of a dim "ep" where nothing but experts is split, or of "cp"."""
-        if "cp" in mesh.mesh_dim_names and "tp" not in mesh.mesh_dim_names:
-            return Sizes(1, 1, mesh["cp"].size())
+        if "cp" in mesh.mesh_dim_names:
+            return Sizes(mesh["tp"].size() if "tp" in mesh.mesh_dim_names else 1, 1, mesh["cp"].size())
         if "tp" in mesh.mesh_dim_names or "ep" not in mesh.mesh_dim_names:
             return Sizes.of(mesh["tp"].size(), ep_size, plan)
         return Sizes(1, mesh["ep"].size())
 
     @property
     def ranks(self) -> int:
-        return max(self.tp, self.ep, self.cp)
+        return max(self.tp, self.ep) * self.cp
 
     def __str__(self) -> str:
-        if self.cp > 1:
-            return f"cp={self.cp}"
-        return f"tp={self.tp}" + (f", ep={self.ep}" if self.ep > 1 else "")
+        sizes = {"tp": self.tp, "ep": self.ep, "cp": self.cp}
+        return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or f"tp={self.tp}"
 
     def at(self, ranks: int) -> Sizes:
-        """The same kinds of ranks, and so many of them."""
-        return Sizes(*(one if one == 1 else ranks for one in (self.tp, self.ep, self.cp)))
+        """The same kinds of ranks, and so many of each; of two kinds at least two of each."""
+        both = self.cp > 1 and self.ranks > self.cp
+        each = max(2, ranks // 2) if both else ranks
+        return Sizes(*(one if one == 1 else min(one, each) if both else each for one in (self.tp, self.ep, self.cp)))
 
 
 def tried_sizes(source: Source, sizes: Sizes, *, own: bool = False) -> tuple[tuple[Source, Sizes], ...]:
@@ -140,7 +145,7 @@ class MeshSizes:
 
 
 def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
-    """`dp=2,tp=2` as names and sizes; tp (or ep, or cp) comes last.
+    """`dp=2,tp=2` as names and sizes; cp comes after data-parallel ranks, and tp (or ep) last.
 
     >>> parse_mesh("tp=2,dp=4")
     MeshSizes(names=('dp', 'tp'), sizes=(4, 2))
@@ -160,7 +165,7 @@ def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
             hint="leave ep out and pass ep_size, or leave tp out",
         )
     check_context_size(pairs.get("cp", 1), pairs.get("tp", 1), pairs.get("ep", 1))
-    order = sorted(pairs, key=lambda name: (name in ("tp", "ep", "cp"), name != "dp_replicate"))
+    order = sorted(pairs, key=lambda name: (name in ("tp", "ep"), name == "cp", name != "dp_replicate"))
     return MeshSizes(tuple(order), tuple(pairs[name] for name in order))
 
 

@@ -99,10 +99,10 @@ def _without_ways(report: Report) -> Report:
 
 
 def _voters(mesh: Any) -> Any:
-    """The ranks that verify together on a real mesh: those of its dim "tp", or "ep"."""
+    """The ranks that verify together on a real mesh: those of its dims "tp", or "ep", and "cp"."""
     names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
-    name = next((name for name in ("tp", "ep") if name in names), None)
-    return Voters.of(None if name is None else mesh[name])
+    split = [name for name in ("tp", "ep") if name in names][:1]
+    return Voters.of(*(mesh[name] for name in (*split, *(["cp"] if "cp" in names else []))))
 
 
 def _check_arguments(plan: Any, mesh: Any, checks: Any, switches: Mapping[str, Any]) -> None:
@@ -173,7 +173,7 @@ def verify_source(
     details = {
         **report.details,
         "model": source.name,
-        **({"cp": sizes.cp} if sizes.cp > 1 else {"plan_tp": (plan or applied).tp_size}),
+        **({"ranks": str(sizes)} if sizes.cp > 1 else {"plan_tp": (plan or applied).tp_size}),
         "capabilities": capabilities,
         # what its plan was not made from, and came out right all the same
         "ways": others_of(report.details["ways"], clone.recorded.get("ways", {})),
@@ -237,7 +237,7 @@ def _verify_mesh(
     trained, done = check_training(clone.model, clone.feeds, clone.others, applied, mesh, engine=engine)
     findings = [*report.findings, *findings, *trained]
     details = {k: v for k, v in report.details.items() if k != "blocks"}
-    details |= {"cp": mesh.cp_size} if mesh.cp_size > 1 else {"plan_tp": (plan or applied).tp_size}
+    details |= {"ranks": str(sizes)} if mesh.cp_size > 1 else {"plan_tp": (plan or applied).tp_size}
     details |= {"mesh": str(mesh), "model": source.name}
     details |= {"checked": (*report.details["checked"], *done), "clone": clone.note}
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
@@ -346,10 +346,8 @@ def capabilities_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) ->
         return (
             Capabilities(bool(plan.runtime.of(CallRewrite)) or not plan.runtime.of(Boundary), plan.sequence_parallel),
         )
-    if sizes.cp > 1:
-        return Capabilities(True, True), Capabilities(False, True)
-    cut = (Capabilities(True, True),) if sequence_parallel else ()
-    found = (*cut, Capabilities(True, False), Capabilities(False, False))
+    cut = (Capabilities(True, True),) if sequence_parallel or sizes.cp > 1 else ()
+    found = (*cut, Capabilities(False, True)) if sizes.cp > 1 else (*cut, Capabilities(True), Capabilities(False))
     inside = (
         tuple(replace(capabilities, experts=False) for capabilities in found) if sizes.ep > 1 and sizes.tp > 1 else ()
     )

@@ -124,21 +124,23 @@ def inconsistencies(plan: Plan) -> Iterator[str]:
     for number, rule in enumerate(plan.runtime.parameters):
         where = f"runtime.parameters[{number}]"
         yield from _of_pattern(where, rule.pattern)
-        yield from _of_layout(f"{where}.layout", rule.layout, plan.ranks)
-        if (rule.dim is None) != (rule.layout is None):
-            yield f"{where}: a cut needs both a dim and a layout"
+        for one, ranks in ((rule, plan.cut_over), (rule.read, plan.cp_size)):
+            yield from _of_layout(f"{where}.layout", one.layout if one is not None else None, ranks)
+            if one is not None and (one.dim is None) != (one.layout is None):
+                yield f"{where}: a cut needs both a dim and a layout"
         if rule.dim is None or rule.layout is None:
             continue
         for size in sizes:
             if size.pattern == rule.pattern:
                 yield from _of_shapes(where, rule.dim, rule.layout, size.shapes)
-    for number, one in enumerate(plan.runtime.instructions):
-        where = f"runtime.instructions[{number}]"
-        yield from _of_pattern(where, one.pattern)
-        for layout in one.layouts():
-            yield from _of_layout(f"{where}.layout", layout, plan.ranks)
-        if problem := one.problem(plan.ranks):
-            yield f"{where} ({type(one).__name__} at {one.pattern or 'the model'}): {problem}"
+    sizes_over = {"": plan.cut_over, "cp": plan.cp_size, "all": plan.ranks}
+    for number, done in enumerate(plan.runtime.instructions):
+        where, over = f"runtime.instructions[{number}]", sizes_over[done.over]
+        yield from _of_pattern(where, done.pattern)
+        for layout in done.layouts():
+            yield from _of_layout(f"{where}.layout", layout, over)
+        if problem := done.problem(over):
+            yield f"{where} ({type(done).__name__} at {done.pattern or 'the model'}): {problem}"
 
 
 def _of_pattern(where: str, pattern: str) -> Iterator[str]:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoplan.analyse.shards import Shards
 from autoplan.analyse.solve import Solution
 from autoplan.analyse.splits.experts import Experts, solve_experts
-from autoplan.analyse.splits.packed import NO_DEMANDS, Demands, packed_layouts, stay_whole
+from autoplan.analyse.splits.packed import NO_DEMANDS, Demands, as_over_both, packed_layouts, stay_whole
 from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
 from autoplan.common.options import Wish
@@ -244,16 +245,20 @@ def solve_chosen(
     packed: tuple[PackedWeight, ...] = (),
     uneven: bool = False,
     context: bool = False,
+    both: Shards | None = None,
 ) -> Solution:
     """The solution under a written plan, with notes on it. Raises where the plan asks for what cannot be.
 
     `packed`: the quantised weights of the model, whose blocks stay together; `uneven`: some ranks may have one more of
     them than others. `remade`: where weights lie that are made
-    otherwise in training. `context`: split only what calls that mix positions treat apart.
+    otherwise in training. `context`: split only what calls that mix positions treat apart. `both`: how that was split
+    over ranks of context parallelism too.
     """
     how: dict[str, Any] = {"scoped": scoped, "sequence_stacks": sequence_stacks, "experts": experts, "context": context}
     tried = stay_whole(trace, whole, DifferedOnRanks()) if whole else NO_DEMANDS
     blocks = Demands(packed=packed_in_trace(packed, trace), uneven=uneven) if packed else NO_DEMANDS
+    if both is not None:
+        blocks = as_over_both(both).and_also(blocks)
     if remade:
         blocks = stay_whole(trace, remade, MadeAnewInTraining()).and_also(blocks)
     if choices is None:

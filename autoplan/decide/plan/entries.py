@@ -79,6 +79,8 @@ def communication(
     """What blocks move compared with the least they need, and findings that explain each excess."""
     if solution.shards is None or solution.tp_size == 1:
         return (), ()
+    if any(one.over for one in solution.runtime.instructions):  # values lie on ranks in two ways
+        return (), ()
     blocks = [fqn for stack in layers for fqn in stack.fqns]
     found, excesses = block_traffic(solution.shards, solution.runtime, solution.reductions, blocks)
     alike: dict[str, tuple[Traffic, list[str]]] = {}

@@ -50,7 +50,9 @@ def make_plan(
     choice its cut is, where it is not that of `source`."""
     picture = with_facts(dataflow(solution.trace), solution)
     matching = match_rules(picture, load_rules() if rules is None else rules, refused=False)
-    desk = _Desk(solution, picture, matching, sequence_parallel)
+    desk = _Desk(
+        solution, picture, matching, sequence_parallel and not any(one.over for one in solution.runtime.instructions)
+    )
     names = Names(solution.trace)
     drafts = [_sourced(draft, source_of) for draft in desk.drafts(source)]
     traffic, excess = communication(solution, layers, names)

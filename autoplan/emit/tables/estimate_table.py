@@ -225,8 +225,9 @@ _MOST = 12  # sizes that are shown
 def rank_weights(plan: Plan) -> tuple[int, int]:
     """Bytes of weights on a rank, and how many of them are replicated."""
     whole = sum(one.bytes for one in plan.replicated)
-    cut = sum(-(-entry.bytes // (1 if plan.cp_size > 1 else plan.ranks)) for entry in plan.entries)
-    return whole + cut, whole + (cut if plan.cp_size > 1 else 0)
+    over = 1 if plan.cp_size == plan.ranks else plan.cut_over
+    cut = sum(-(-entry.bytes // over) for entry in plan.entries)
+    return whole + cut, whole + (cut if over == 1 else 0)
 
 
 def messages_of_a_block(plan: Plan) -> str:

@@ -19,7 +19,11 @@ def scoreboard_view(board: Scoreboard) -> RenderableType:
     """The whole board."""
     experts = f" · ep {board.ep_size}" if board.ep_size > 1 else ""
     facts = [
-        f"cp {board.cp_size}" if board.cp_size > 1 else f"tp {board.tp_size}{experts}",
+        f"tp {board.tp_size}, cp {board.cp_size}"
+        if min(board.cp_size, board.tp_size) > 1
+        else f"cp {board.cp_size}"
+        if board.cp_size > 1
+        else f"tp {board.tp_size}{experts}",
         board.engine,
         ", ".join(board.checks),
     ]

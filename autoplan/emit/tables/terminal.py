@@ -70,9 +70,9 @@ def report_view(report: Report, title: str = "") -> RenderableType:
         largest = f"the largest error {report.gradients[worst]:.1e} at {worst}"
         facts.add_row("gradients", f"{len(report.gradients)} compared, {largest}")
     for name, value in report.details.items():
-        if name != "verdict" and (value or value == 0) and (text := _detail(value)):
+        if name not in ("verdict", "ranks") and (value or value == 0) and (text := _detail(value)):
             facts.add_row(name.replace("_", " "), text)
-    ranks = f"cp {report.details['cp']}" if "cp" in report.details else f"tp {report.tp_size}"
+    ranks = str(report.details.get("ranks", f"tp {report.tp_size}")).replace("=", " ")
     lines: list[RenderableType] = [Text.assemble((title, "bold"), f" · {ranks} · ", verdict)]
     if facts.row_count:
         lines.append(Padding(facts, (0, 0, 0, 2)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class _PlannedCall:
     """One call that runs otherwise, with all that can be known before it runs."""
 
     def __init__(self, planned: CallRewrite, at: At) -> None:
+        at = replace(at, over=planned.over)
         rank, size = at.group.rank, at.group.size
         self.planned, self.site, self.at = planned, planned.site, at
         self.literals = [

@@ -31,8 +31,19 @@ from autoplan.execute.hooks.sequence import SequenceShard, gather_shard, shards_
 from autoplan.execute.hooks.unseen import UnseenOutputs
 from autoplan.execute.vocabulary.leaving import leaving
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
-from autoplan.values import AllGatherPicked, AroundModule, Boundary, CallRewrite, Instruction, Runtime
+from autoplan.values import (
+    AllGatherPicked,
+    AroundModule,
+    Boundary,
+    CallRewrite,
+    Instruction,
+    ReduceScatterSequence,
+    Runtime,
+    SequenceBoundary,
+)
 from autoplan.values import SplitLogits as LogitsHead
+
+_AFTER = 10  # turns
 
 
 @dataclass
@@ -87,7 +98,7 @@ class Worker:
         at = At(module, work.name, signature_names(module), running)
         boundaries: list[Boundary] = work.of(Boundary)
         around = [(instruction.turn, execute(instruction, at)) for instruction in work.of(AroundModule)]
-        steps = [(boundary.turn, _at_boundary(boundary, at)) for boundary in boundaries] + around
+        steps = [(_turn_of(boundary), _at_boundary(boundary, at)) for boundary in boundaries] + around
         self.entering = [step.enter for _, step in steps if step.enter is not None]
         self.leaving = [step.leave for _, step in sorted(steps, key=_turn) if step.leave is not None]
         self.beginning = [step.begin for _, step in steps if step.begin is not None]
@@ -193,6 +204,14 @@ def _copied(hooks: Any, memo: dict[int, Any]) -> Any:
 
 def _turn(step: tuple[int, Around]) -> int:
     return step[0]
+
+
+def _turn_of(planned: Boundary) -> int:
+    """Beside another split, a sum over ranks of cp that leaves fewer positions comes first, and all else along the
+    sequence when that split has done its part."""
+    if not (isinstance(planned, SequenceBoundary) and planned.over):
+        return planned.turn
+    return -_AFTER if isinstance(planned, ReduceScatterSequence) else planned.turn + _AFTER
 
 
 def _at_boundary(planned: Boundary, at: At) -> Around:

@@ -144,6 +144,17 @@ class Running:
     depth: int = 0
     context: bool = False  # do outputs leave as each rank's own positions?
     picks: str = ""  # an argument of this call that may say which positions to go on with
+    more_groups: dict[str, RankGroup] = field(default_factory=dict)  # beside another split: of "cp", of "all"
+
+    @property
+    def groups(self) -> dict[str, RankGroup]:
+        """By what instructions say that they are over."""
+        return {"": self.group, **self.more_groups}
+
+    @property
+    def sequence(self) -> RankGroup:
+        """The ranks over which sequences are cut."""
+        return self.more_groups.get("cp", self.group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise cannot_be_pickled()

@@ -333,7 +333,7 @@ def _note(planned: NoteShard, at: At) -> Change:
 def gather_shard(x: torch.Tensor, shard: SequenceShard, running: Running) -> torch.Tensor:
     """The whole sequence of a value that says that it is a shard."""
     planned = AllGatherSequence("", "output", (), shard.dim, shard.sequence)
-    group = running.group
+    group = running.sequence
     return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, running, of_shards=True)(x)
 
 
@@ -346,7 +346,7 @@ def _move(move: Move, planned: SequenceBoundary, running: Running, *, of_shards:
 
 def _flattened(move: Move, planned: SequenceBoundary, running: Running, *, of_shards: bool) -> Change:
     """Batch times sequence in one dim: the sequence is its minor part. `of_shards`: what comes in is a shard."""
-    dim, name, size = planned.dim, planned.sequence.name, running.group.size
+    dim, name, size = planned.dim, planned.sequence.name, running.sequence.size
 
     def run(x: torch.Tensor) -> torch.Tensor:
         length = running.lengths[name]
@@ -369,5 +369,5 @@ def zeros_of_a_shard(planned: WithholdPartial, running: Running) -> Change:
 def _zeros(x: torch.Tensor, dim: int, sequence: SequenceName, running: Running) -> torch.Tensor:
     length = running.lengths[sequence.name]
     shape = list(x.shape)
-    shape[dim] = shape[dim] // length * -(-length // running.group.size)
+    shape[dim] = shape[dim] // length * -(-length // running.sequence.size)
     return x.new_zeros(shape)

@@ -122,7 +122,7 @@ def _rebuilt(model: nn.Module, wanted: list[tuple[str, nn.Module, str]], device:
         if name in module._buffers:
             record, old = record_of(module), module._buffers[name]
             held = record.buffers.get(name) if record is not None else None
-            value = held.cut(value) if held is not None else value
+            value = held.buffer(value) if held is not None else value
             places.append(Rebuilt(module._buffers, name, value.to(old.dtype) if old is not None else value))
         else:
             places.append(Rebuilt(module.__dict__, name, value))

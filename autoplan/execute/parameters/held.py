@@ -111,6 +111,10 @@ class Held:
         """This rank's piece of the checkpoint's tensor, as a new tensor; `whole` itself when it is not split."""
         return whole if self.dim is None else take_rows(whole, self.dim, self.rows[self.group.rank])
 
+    def buffer(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a buffer, of which it holds no more than its code reads."""
+        return self.cut(whole) if self.read is None else self.read.cut(self.cut(whole))
+
     def to_checkpoint_order(self, ranked: torch.Tensor) -> torch.Tensor:
         """The inverse; a row that several ranks hold is taken from the first."""
         if self.dim is None:

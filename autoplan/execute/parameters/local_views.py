@@ -60,8 +60,17 @@ def local_view(
     parameter: torch.Tensor | None, held: Held | None, summed: Mapping[int, torch.Tensor] = NOTHING
 ) -> torch.Tensor | None:
     """The plain tensor this rank computes with."""
-    if held is not None and held.read is not None:
-        return part_of_whole(parameter, held, summed)
+    if parameter is None or held is None or held.read is None:
+        return _held_view(parameter, held)
+    if id(parameter) in summed:
+        return part_of_whole(parameter, held, summed[id(parameter)])
+    if isinstance(parameter, DTensor) and (parameter.device_mesh.ndim != 1 or held.read.group == held.group):
+        return parameter  # as FSDP2 keeps it
+    return part_of_whole(_held_view(parameter, held), held, None)
+
+
+def _held_view(parameter: Any, held: Held | None) -> Any:
+    """What this rank of tp holds of it."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != 1:
         return parameter
     local = _local(parameter)
@@ -266,7 +275,7 @@ def _reading_call(cls: type) -> Callable[..., Any]:
         guard = None if torch.compiler.is_compiling() else reading.guard
         reading.new_forward = not torch.compiler.is_compiling() and _has_new_forward(self)
         reading.inside = True
-        reading.summed = summed_together(self) if reading.summing else {}
+        reading.summed = summed_together(self, _held_view) if reading.summing else {}
         try:
             if guard is None:
                 return base(self, *args, **kwargs)

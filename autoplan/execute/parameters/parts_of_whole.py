@@ -8,30 +8,35 @@ in another order, or not at all, since experts that get no token of a rank are n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autoplan.common.layout import Layout
-from autoplan.execute.collectives import copies_to_ranks, copy_to_ranks, part_of_sum, scale_gradient, take_rows
+from autoplan.execute.collectives import (
+    RankGroup,
+    copies_to_ranks,
+    copy_to_ranks,
+    part_of_sum,
+    scale_gradient,
+    take_rows,
+)
 from autoplan.execute.parameters.held import Held, record_of
 
 NOTHING: Mapping[int, torch.Tensor] = MappingProxyType({})
 
 
-def part_of_whole(
-    parameter: torch.Tensor | None, whole: Held, summed: Mapping[int, torch.Tensor]
-) -> torch.Tensor | None:
-    """What a rank of context parallelism reads of a whole parameter, whose gradient is the sum over ranks."""
+def part_of_whole(part: torch.Tensor, whole: Held, summed: torch.Tensor | None) -> torch.Tensor:
+    """What a rank of context parallelism reads of a parameter, or of what its rank of another split holds of it, and
+    whose gradient is the sum over ranks. `summed`: the same, where the sum is made at the end of the backward."""
     held = whole.read
-    if parameter is None or held is None or isinstance(parameter, DTensor) or held.group.size == 1:
-        return parameter
-    part, size = parameter, held.group.size
-    if whole.is_summed and id(parameter) in summed:
-        part = summed[id(parameter)]
+    if held is None or held.group.size == 1:
+        return part
+    size = held.group.size
+    if whole.is_summed and summed is not None:
+        part = summed
     elif whole.is_summed:
         part = scale_gradient(part, float(size)) if held.averaged else copy_to_ranks(part, held.group)
     if held.dim is not None and held.layout is not None:
@@ -42,18 +47,23 @@ def part_of_whole(
     return part_of_sum(part, size) if held.divide else part
 
 
-def summed_together(module: nn.Module) -> dict[int, torch.Tensor]:
-    """Of the parameters of a module that is called: those whose gradients ranks sum, at the end of its backward."""
+def summed_together(module: nn.Module, view: Callable[[nn.Parameter, Held], torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Of the parameters of a module that is called: those whose gradients ranks sum, at the end of its backward.
+    `view`: what a rank holds of one."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return {}
-    found: dict[int, tuple[torch.Tensor, Held]] = {}
+    found: dict[int, torch.Tensor] = {}
+    groups = set[RankGroup]()
     for inner in module.modules():
         record = record_of(inner)
         for name, parameter in inner._parameters.items() if record is not None else ():
             held = record.parameters.get(name) if record is not None else None
-            if parameter is not None and parameter.requires_grad and held is not None and held.is_summed:
-                found[id(parameter)] = parameter, held
+            if parameter is None or not parameter.requires_grad or held is None or held.read is None:
+                continue
+            if held.is_summed and id(parameter) not in found:
+                found[id(parameter)] = view(parameter, held)
+                groups.add(held.read.group)
     if not found:
         return {}
-    copies = copies_to_ranks([x for x, _ in found.values()], next(iter(found.values()))[1].group)
+    copies = copies_to_ranks(list(found.values()), groups.pop())
     return dict(zip(found, copies, strict=True))

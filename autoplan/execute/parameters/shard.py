@@ -47,16 +47,23 @@ def shard_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules) -> Pre
 
 
 def prepare_parameters(
-    model: nn.Module, tp_mesh: DeviceMesh, rules: Rules, gathering: Container[str] = (), *, whole: str = ""
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    rules: Rules,
+    gathering: Container[str] = (),
+    *,
+    whole: str = "",
+    context: RankGroup | None = None,
 ) -> Prepared:
     """Check `rules` (by full name of a parameter or buffer; absent or None: whole) and cut all pieces.
 
     Collective: ranks compare samples of their weights, for pieces of differently seeded models would train silently.
     `gathering`: modules that compute with more than what lies here, since their weights are gathered for a call.
     `whole`: parameters stay what they are, and code of the model reads its rank's part of them; their gradients are
-    "summed" over ranks here, or "averaged" elsewhere.
+    "summed" over ranks here, or "averaged" elsewhere. `context`: they lie on ranks of tp, and that is so of what a rank
+    holds, over these ranks.
     """
-    builder = _Builder(tp_mesh, RankGroup.of(tp_mesh), _by_tensor(model, rules), whole)
+    builder = _Builder(tp_mesh, RankGroup.of(tp_mesh), _by_tensor(model, rules), whole, context)
     prepared = Prepared(model)
     reading = Reading(summing=whole == "summed")
     for path, module in model.named_modules():
@@ -139,8 +146,9 @@ def _refresh_flat_weights(module: nn.Module) -> None:
 class _Builder:
     """Makes each tensor's piece once, however many names it has."""
 
-    def __init__(self, mesh: DeviceMesh, group: RankGroup, rules: dict[int, ParameterRule], whole: str) -> None:
-        self.mesh, self.group, self.rules, self.whole = mesh, group, rules, whole
+    def __init__(self, mesh: DeviceMesh, group: RankGroup, rules: dict[int, ParameterRule], whole: str,
+                 context: RankGroup | None) -> None:  # fmt: skip
+        self.mesh, self.group, self.rules, self.whole, self.context = mesh, group, rules, whole, context
         self.device = mesh_device(mesh)
         self.made: dict[int, tuple[nn.Parameter, Held]] = {}
         self.originals: list[tuple[str, torch.Tensor]] = []
@@ -169,7 +177,7 @@ class _Builder:
                 )
             self.made[id(parameter)] = (
                 (parameter, Held(held.shape, self.group, read=replace(held, averaged=self.whole == "averaged")))
-                if self.whole
+                if self.whole and self.context is None
                 else (self._distribute(parameter, held), held)
             )
             self.originals.append((fqn, parameter))
@@ -178,19 +186,27 @@ class _Builder:
     def buffer(self, fqn: str, buffer: torch.Tensor) -> tuple[torch.Tensor, Held | None]:
         """The local piece of a split buffer; a whole one as it is, but on the mesh's device."""
         held = self._held(fqn, buffer)
-        if held.dim is None:
+        if held.dim is None and (held.read is None or held.read.dim is None):
             return self._to_device(buffer), None
-        return self._to_device(held.cut(buffer.detach())), held
+        return self._to_device(held.buffer(buffer.detach())), held
 
     def _held(self, fqn: str, tensor: torch.Tensor) -> Held:
         rule = self.rules.get(id(tensor), ParameterRule(fqn))
-        shape, tp = tuple(tensor.shape), self.group.size
+        held = self._laid(fqn, tuple(tensor.shape), rule, self.group)
+        if rule.read is None or self.context is None:
+            return held
+        shape = tuple(held.own if dim == held.dim else size for dim, size in enumerate(held.shape))
+        read = self._laid(fqn, shape, rule.read, self.context)
+        return replace(held, read=replace(read, averaged=self.whole == "averaged"))
+
+    def _laid(self, fqn: str, shape: tuple[int, ...], rule: ParameterRule, group: RankGroup) -> Held:
+        tp = group.size
         if rule.dim is None or rule.layout is None or not Layout.parse(rule.layout).is_split:
-            return Held(shape, self.group, gradient=rule.gradient, divide=rule.divide)
+            return Held(shape, group, gradient=rule.gradient, divide=rule.divide)
         if not -len(shape) <= rule.dim < len(shape):
             raise PlanMismatchError(f"{fqn} has {len(shape)} dims; the plan cuts dim {rule.dim}")
         dim = rule.dim % len(shape)
-        held = Held(shape, self.group, dim, rule.layout, rule.gradient, rule.divide)
+        held = Held(shape, group, dim, rule.layout, rule.gradient, rule.divide)
         # Does the layout fit the tensor, cover it, and give each rank what an ordinary `Shard` gives it?
         layout = Layout.parse(rule.layout)
         assert held.dim is not None
@@ -254,7 +270,8 @@ def _by_tensor(model: nn.Module, rules: Rules) -> dict[int, ParameterRule]:
 
 
 def _meaning(rule: ParameterRule) -> tuple[Any, ...]:
-    return rule.dim, rule.layout, rule.gradient, rule.divide
+    read = None if rule.read is None else _meaning(rule.read)
+    return rule.dim, rule.layout, rule.gradient, rule.divide, read
 
 
 def _refuse_differing_ranks(builder: _Builder) -> None:

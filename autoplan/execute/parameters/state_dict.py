@@ -108,8 +108,9 @@ def _put_together(tensor: DTensor, rows: Sequence[int] | None) -> torch.Tensor:
 
 def whole_buffer(local: torch.Tensor, held: Held) -> torch.Tensor:
     """The checkpoint's buffer from the ranks' pieces. Collective."""
-    assert held.dim is not None
-    if held.group.size == 1:
+    if held.read is not None and held.read.dim is not None:
+        local = whole_buffer(local, held.read)
+    if held.dim is None or held.group.size == 1:
         return held.to_checkpoint_order(local)
     ranked = all_gather_rows(local.detach(), held.group, held.dim, [len(rows) for rows in held.rows])
     return held.to_checkpoint_order(ranked)
@@ -142,7 +143,7 @@ def _from_checkpoint(
             elif isinstance(current, DTensor):
                 state_dict[prefix + name] = as_held(value, current, held)
             elif name in record.buffers:
-                state_dict[prefix + name] = held.cut(_plain(value))
+                state_dict[prefix + name] = held.buffer(_plain(value))
 
 
 def _size_mismatch(key: str, value: torch.Tensor, held: Held) -> str:

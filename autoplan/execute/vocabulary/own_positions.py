@@ -326,7 +326,7 @@ def _at_the_head(planned: LogitsOfPositions, at: At) -> Callable[[torch.Tensor],
     def change(x: torch.Tensor) -> torch.Tensor:
         if not running.loss or running.picks:
             return x
-        own = position_logits(x, dim, running.lengths[name], running.group)
+        own = position_logits(x, dim, running.lengths[name], running.sequence)
         return whole_logits(own) if torch.compiler.is_compiling() else own
 
     return change
@@ -337,5 +337,5 @@ def leave_positions(x: torch.Tensor, dim: int, length: int, running: Running) ->
     it was gathered before some of it was picked."""
     if running.picks or (running.loss and torch.compiler.is_compiling()):
         return x
-    logits = x if isinstance(x, PositionLogits) else position_logits(x, dim, length, running.group)
+    logits = x if isinstance(x, PositionLogits) else position_logits(x, dim, length, running.sequence)
     return whole_logits(logits) if running.returns_whole_logits or torch.compiler.is_compiling() else logits

@@ -118,6 +118,10 @@ class _Saved:
         rows: dict[int, Sequence[int]] = {}
         if self.held is not None and self.held.dim is not None:
             rows[self.held.dim] = self.held.rows[self.held.group.rank]
+        read = None if self.held is None or isinstance(self.tensor, nn.Parameter) else self.held.read
+        if read is not None and read.dim is not None:
+            held_here = rows.get(read.dim, range(self.shape[read.dim]))
+            rows[read.dim] = [held_here[row] for row in read.rows[read.group.rank]]
         if isinstance(self.tensor, DTensor):
             mesh = self.tensor.device_mesh
             cut_further = self.tensor.placements if self.held is None else self.tensor.placements[:-1]
@@ -141,7 +145,7 @@ class _Saved:
             return whole
         if isinstance(self.tensor, DTensor):
             return local_piece(whole, self.held, self.tensor.device_mesh, self.tensor.placements)
-        return self.held.cut(whole)
+        return self.held.cut(whole) if isinstance(self.tensor, nn.Parameter) else self.held.buffer(whole)
 
     def fill(self, piece: torch.Tensor) -> None:
         """Copy into the memory there is; on meta, put a new tensor at every place."""

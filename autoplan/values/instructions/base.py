@@ -11,9 +11,9 @@ exports and plan files are the same for a kind that was added today.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from autoplan.values.estimate import Cost
 
@@ -76,9 +76,12 @@ class Instruction:
     A kind says of itself, once for all of its instructions: `takes` and `gives` (how the value lies on ranks before and
     after), `says` (what it does, as `explain` tells it), `cost` (what it costs a module that it stands at, None where
     that is told elsewhere), `in_styles` (do the styles of other systems do this by themselves?) and `collectives`.
+
+    `over`: between which ranks, where context parallelism stands beside another split: "": of that one, "cp", or "all".
     """
 
     pattern: str
+    over: Literal["", "cp", "all"] = field(default="", kw_only=True)
 
     takes: ClassVar[Spread]
     gives: ClassVar[Spread]

@@ -245,7 +245,7 @@ class WholeLength(SequenceBoundary):
     gives = Spread.SEQUENCE_SHARD
     says = "{what} has a rank's own positions and the length of the whole sequence"
     cost = None
-    turn = 2
+    turn = 6
     collectives = ()
 
 

@@ -171,13 +171,18 @@ Kind = TypeVar("Kind", bound=Instruction)
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """How parameters matching `pattern` lie on ranks. `layout` is the notation of `common/layout.py`; None: whole."""
+    """How parameters matching `pattern` lie on ranks. `layout` is the notation of `common/layout.py`; None: whole.
+
+    `read`: what ranks of context parallelism beside that split read of what is held, and how its gradient lies on them
+    (its own pattern is empty).
+    """
 
     pattern: str
     dim: int | None = None
     layout: str | None = None
     gradient: Literal["local", "sum", "shared"] = "local"
     divide: bool = False
+    read: ParameterRule | None = None
 
 
 @dataclass(frozen=True)

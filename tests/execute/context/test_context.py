@@ -376,7 +376,6 @@ def test_a_plan_file_keeps_the_size(plan: autoplan.Plan, tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("how", "error"),
     [
-        ({"tp_size": 2}, "tp_size"),
         ({"ep_size": 2}, "ep_size"),
         ({"source": "hf"}, "source"),
         ({"overrides": {"model.layers.*.mlp.up_proj": "colwise"}}, "overrides"),

@@ -1,0 +1,179 @@
+"""Context parallelism beside tensor parallelism: some of the heads of a rank of tp, on all positions."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autoplan
+from autoplan.analyse.sequence.combined import combined
+from autoplan.check.ranks.run import run_ranks
+from autoplan.check.scoreboard.run import scoreboard
+from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
+from autoplan.common.layout import Layout
+from autoplan.decide.written_plans.plan_file import load_plan
+from autoplan.execute.parameters.buffers import full_tensors
+from autoplan.execute.tensor_parallel import apply_plan
+from autoplan.values import AllReduce, ExchangeToPieces, IntegerEdit, ParameterRule, Runtime, SplitLogits
+
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    vocab_size=64,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(CONFIG).eval().double()
+
+
+@pytest.fixture(scope="module")
+def plan(model: Any) -> autoplan.Plan:
+    return autoplan.plan(model, tp_size=2, cp_size=2)
+
+
+def test_the_plan_is_that_of_both(plan: autoplan.Plan) -> None:
+    """Weights are cut over tp; between exchanges a rank has a part of its rank of tp's heads."""
+    assert plan.proof.ok
+    assert (plan.tp_size, plan.cp_size, plan.ranks, plan.cut_over) == (2, 2, 4, 2)
+    rules = {rule.pattern: rule for rule in plan.runtime.parameters}
+    assert rules["model.layers.*.self_attn.q_proj.weight"].layout == "4!*16"
+    assert {one.layout for one in plan.runtime.of(ExchangeToPieces)} == {"2!*8", "2!*16"}
+    assert {one.over for one in plan.runtime.of(ExchangeToPieces)} == {"cp"}
+    assert {one.over for one in plan.runtime.of(AllReduce)} == {""}
+    assert not plan.runtime.of(SplitLogits)  # a rank has all logits of its positions
+
+
+@pytest.mark.parametrize("length", (8, 11))
+@pytest.mark.parametrize("names", (("cp", "tp"), ("tp", "cp")))
+def test_a_step_is_that_of_one_device(model: Any, plan: autoplan.Plan, names: tuple[str, str], length: int) -> None:
+    ids = torch.randint(3, CONFIG.vocab_size, (2, length))
+    labels = ids.clone()
+    labels[0, : length // 2 + 1] = -100  # ranks have different numbers of labels
+
+    def loss_of(of: Any) -> torch.Tensor:
+        logits = of(ids).logits
+        return F.cross_entropy(logits[:, :-1].reshape(-1, CONFIG.vocab_size), labels[:, 1:].reshape(-1))
+
+    whole = copy.deepcopy(model)
+    expected = loss_of(whole)
+    expected.backward()
+    copies = [copy.deepcopy(model) for _ in range(4)]
+
+    def rank(number: int) -> Any:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        split = autoplan.parallelize(copies[number], mesh, plan)
+        local = split.get_parameter("model.layers.0.self_attn.q_proj.weight").to_local().shape
+        loss = loss_of(split)
+        loss.backward()
+        return loss.detach(), full_tensors(split, True), local, autoplan.clip_gradients(split, 0.1)
+
+    norm = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None])
+    for loss, gradients, local, clipped in run_ranks(rank, 4):
+        assert local == (32, 64)
+        assert torch.allclose(loss, expected.detach(), atol=1e-12)
+        assert torch.allclose(clipped, norm)
+        for name, parameter in whole.named_parameters():
+            assert torch.allclose(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12), name  # type: ignore[arg-type]
+
+
+KINDS = {  # what each has beside the others
+    "mixtral": "experts, cut inside over tp",
+    "gpt_oss": "sinks of heads",
+    "mamba2": "groups of heads that both kinds of ranks share out",
+    "qwen3_next": "delta nets, a gated attention",
+    "deepseek_v3": "latents, whose weights are cut over tp alone",
+    "bloom": "slopes of heads made in the model's code",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_mixers(kind: str) -> None:
+    board = scoreboard("causal_lm", 2, cp_size=2, only=[kind], lengths=(16, 13))
+    assert [score.verdict for score in board.scores] == ["exact"], board.scores[0].reason
+
+
+@pytest.mark.long
+def test_it_trains_beside_fsdp() -> None:
+    """And with activation checkpointing."""
+    report = autoplan.verify("llama", mesh="dp_shard=2,cp=2,tp=2", checks=["forward", "loss"])
+    assert report.ok, report.findings
+    assert {"training", "training with checkpointing"} <= set(report.details["checked"])
+
+
+@pytest.mark.gloo
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ("llama", "mamba2"))
+def test_processes_agree_with_one_device(kind: str) -> None:
+    checks = ["parameters", "state_dict", "forward", "second_shape", "loss", "dropout", "optimizer"]
+    report = autoplan.verify(kind, tp_size=2, cp_size=2, engine="gloo", checks=checks)
+    assert report.ok, report.findings
+
+
+def test_a_plan_file_keeps_both(plan: autoplan.Plan, tmp_path: Any) -> None:
+    plan.save(tmp_path / "plan.yaml")
+    loaded = load_plan(tmp_path / "plan.yaml")
+    assert loaded == plan
+    assert (loaded.tp_size, loaded.cp_size) == (2, 2)
+
+
+def test_a_mesh_with_one_of_them_is_refused(model: Any, plan: autoplan.Plan) -> None:
+    def run(number: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        with pytest.raises(PlanMismatchError, match="'cp'"):
+            autoplan.parallelize(copy.deepcopy(model), mesh, plan)
+        with pytest.raises(PlanMismatchError, match="cp=2"):
+            apply_plan(copy.deepcopy(model), mesh, plan)
+
+    run_ranks(run, 2)
+
+
+def test_nothing_is_forecast_of_both() -> None:
+    with pytest.raises(AutoplanError, match="cp=2"):
+        autoplan.estimate("llama", mesh="dp_shard=1,cp=2,tp=2")
+
+
+LAYOUTS = {  # over tp=2 and cp=2: what a rank of tp holds, and how that lies on its ranks of cp
+    ("8!*64", "8!*64"): "4!*64",
+    ("(16!|1)*64", "(16!|1)*64"): "(8!|1)*64",
+    ("2!*64", "2!2@2*64"): None,  # a key head of each rank of tp, whole on its ranks of cp
+    ("2!*4*16", "2!2@2*4!2@1*16"): "1*4!*16",
+    ("8!|8!", "8!|8!"): "4!|4!",
+}
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_what_ranks_of_cp_read_of_what_is_held(layouts: tuple[str, str]) -> None:
+    own, both = layouts
+    rules = tuple(Runtime(parameters=(ParameterRule("w", 0, layout),)) for layout in layouts)
+    (found,) = combined(*rules, 2, 2).parameters
+    assert found.layout == own and found.read is not None and found.read.layout == LAYOUTS[layouts]
+    for number in range(4):
+        held = Layout.parse(own).rows(number // 2, 2)
+        rows = Layout.parse(found.read.layout).rows(number % 2, 2) if found.read.layout else range(len(held))
+        assert tuple(held[row] for row in rows) == Layout.parse(both).rows(number, 4)
+
+
+@pytest.mark.parametrize(("own", "both"), [("2!*8", "2*8!"), ("8", "8!"), ("6!", "6!")])
+def test_parts_that_do_not_lie_within_each_other_are_refused(own: str, both: str) -> None:
+    rules = (Runtime(parameters=(ParameterRule("w", 0, layout),)) for layout in (own, both))
+    with pytest.raises(IndivisibleError, match="w: "):
+        combined(*rules, 2, 2)
+
+
+def test_numbers_of_both_replace_those_of_one() -> None:
+    edits = (IntegerEdit("m", "heads", None, 8, new) for new in (4, 2))
+    found = combined(*(Runtime(instructions=(one,)) for one in edits), 2, 2).instructions
+    assert [(one.new, one.over) for one in found if isinstance(one, IntegerEdit)] == [(2, "all")]
