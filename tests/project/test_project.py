@@ -115,6 +115,7 @@ PUBLIC = (
     "rebuild_buffers",
     "register_plan",
     "save_weights",
+    "shard_batch",
     "to_local",
     "unshard",
     "verify",

@@ -35,10 +35,10 @@ def shard_batch(batch: _Batch, mesh: DeviceMesh, *, length: int | None = None, d
     takes none for the whole. With `length` the batch holds this rank's positions already, of sequences of so many.
     Tensors with fewer dims are left as they are.
     """
-    names = mesh.mesh_dim_names or ()
-    if "cp" not in names:
+    dims = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
+    if "cp" not in dims:
         raise PlanMismatchError(
-            f"the mesh has no dim named 'cp' (it has {list(names)})",
+            f"the mesh has no dim named 'cp' (it has {list(dims)})",
             hint='give the mesh that the model was parallelised on, with a dim "cp"',
         )
     group = RankGroup.of(mesh["cp"])
