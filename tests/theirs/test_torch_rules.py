@@ -1,7 +1,7 @@
 """torch's own check of sharding rules, applied to what `autoplan/ops` says of each op of torch's op database.
 
 An op is asked of alone: its tensors are activations that nothing made. Along each axis that no event forbids to split,
-its record says where the axis comes out, or that ranks sum. torch's `_ops/strategy_validation.py` shards the operands,
+its record says where the axis comes out, or that ranks sum. torch's `strategy_validation` shards the operands,
 runs the op, puts the results together and compares. Left to our own law (`tests/ops`) are ops that a rank runs in
 another way than as written, ops that are told sizes, and axes that are not the leading factor of a dim. OPS= names some
 ops, SAMPLES= says how many samples of each.

@@ -1,7 +1,7 @@
 """transformers' own tests of tensor and expert parallelism, over every type that has a plan, on models that we load.
 
 The tests come out of transformers' source archive (`make test-theirs` fetches the one of the installed version; THEIRS=
-names a folder that holds test_tensor_parallel_mixin.py). What is replaced: where they load a model with a
+names a folder that holds test_tensor_parallel_mixin). What is replaced: where they load a model with a
 `distributed_config`, it is made on meta, parallelised by autoplan and filled from their checkpoint; what a rank holds
 of a gradient is what autoplan says it holds; ranks are forks. What reads transformers' own tables of styles is left
 out: two tests, and a check of shapes that rows on several ranks do not pass. TYPES= names some types.
