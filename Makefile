@@ -36,7 +36,7 @@ DEEPSPEED_NEEDS ?= hjson msgpack ninja psutil py-cpuinfo pydantic einops wheel s
 # stays as it is.
 WILD   ?= $(shell sed 's/\#.*//' tests/outside/wild/packages.txt)
 
-.PHONY: help demo test test-long test-all test-hosts test-newest test-oldest test-wild test-redteam lint format types docs fuzz bench bench-gpu wheel relock clean
+.PHONY: help demo test test-long test-all test-hosts test-newest test-oldest test-wild test-theirs test-redteam lint format types docs fuzz bench bench-gpu wheel relock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -109,6 +109,19 @@ test-oldest: $(VENV)/dev  ## run tests at the lower bounds of pyproject.toml: BU
 test-wild: $(VENV)/dev  ## plan and verify models of other code bases, without inputs; build/wild.jsonl keeps the lines
 	@for one in $(WILD); do $(PIP) --no-deps $$one $(SHOWN) || echo "NOT INSTALLED: $$one; its models are listed so"; done
 	$(BIN)/python tests/outside/wild/sweep.py
+
+# transformers' source archive holds its top-level tests, in the version that is installed; THEIRS= names a folder of
+# one's own. The plans that ranks make are kept beside it.
+THEIRS ?= build/theirs
+test-theirs: $(VENV)/hosts  ## run tests that transformers and torch wrote, on our plans: TYPES=, OPS= name some
+	@mkdir -p $(THEIRS)
+	@find $(THEIRS) -name test_tensor_parallel_mixin.py | grep -q . || { \
+		version=$$($(BIN)/python -c "from importlib.metadata import version; print(version('transformers'))"); \
+		$(PIP) --no-deps --target $(THEIRS) parameterized $(SHOWN); \
+		$(BIN)/python -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: --dest $(THEIRS) \
+			transformers==$$version && tar -xzf $(THEIRS)/transformers-$$version.tar.gz -C $(THEIRS) --wildcards '*/tests/*' || \
+		echo "NOT TRIED: the sources of transformers $$version could not be fetched"; }
+	PYTHONPATH=$(THEIRS) THEIRS=$(THEIRS) AUTOPLAN_CACHE=$(THEIRS)/plans $(BIN)/python -m pytest tests/theirs
 
 test-redteam: $(VENV)/dev  ## hostile small models on real ranks, a table by class: CASES='flags/* norms/*@tp2+sp'
 	$(BIN)/python tests/redteam $(foreach one,$(CASES),'$(one)')

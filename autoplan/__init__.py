@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         vocab_parallel_logprobs,
         vocab_parallel_logprobs_from_hidden,
     )
+    from autoplan.execute.vocabulary.own_batch import shard_batch
     from autoplan.execute.vocabulary.sampling import (
         TopLogits,
         vocab_parallel_argmax,
@@ -170,6 +171,7 @@ __all__ = [
     "rebuild_buffers",
     "register_plan",
     "save_weights",
+    "shard_batch",
     "to_local",
     "unshard",
     "verify",
@@ -225,6 +227,7 @@ _HOMES = {
     "rebuild_buffers": "autoplan.execute.parameters.buffers",
     "register_plan": "autoplan.decide.written_plans.handwritten",
     "save_weights": "autoplan.execute.weights.save",
+    "shard_batch": "autoplan.execute.vocabulary.own_batch",
     "to_local": "autoplan.execute.data_parallel.gradients",
     "unshard": "autoplan.execute.data_parallel.gradients",
     "verify": "autoplan.check.verify.verify",

@@ -58,12 +58,9 @@ def _sizes(model: nn.Module) -> tuple[int, int, int] | None:
     known = applied(getattr(model, "_orig_mod", model))
     if known is None:
         return None
-    if known.plan.cp_size > 1:
-        raise AutoplanError(
-            "a host would give other batches to the ranks that share a sequence: nothing is handed over yet",
-            hint="train in a loop of your own: each rank of cp is given the whole batch",
-        )
-    return (*known.data_parallel, max(known.plan.tp_size, known.plan.ep_size))
+    plan, (replicas, shards) = known.plan, known.data_parallel
+    # FSDP2 shards over the ranks of cp too, which are given the same batches as those of tp are
+    return replicas, max(1, shards // plan.cp_size), max(plan.tp_size, plan.ep_size) * plan.cp_size
 
 
 def _load(model: nn.Module, folder: str | os.PathLike[str]) -> Any:

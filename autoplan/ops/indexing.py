@@ -51,10 +51,12 @@ def embedding(site: Site) -> Answer:
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def embedding_bag(site: Site) -> Answer:
     """The sum, mean or maximum of some rows of a table for each bag. Which rows, the data say."""
-    table, _, offsets = site.inputs[:3]
+    table, *others = site.inputs
     rows, width = site.terms(table)
     site.mark(rows, Event.EMBED_INDEX)
-    bags = site.terms(offsets)[0]
+    for term in (term for ref in others for term in site.terms(ref)):  # an offset counts from the first id of all
+        site.mark(term, Event.INDEX)
+    bags = site.terms(others[1])[0]
     if bags.size != site.out_shape[0]:  # the last offset may be an end
         bags = site.fresh(site.out_shape[0], data=True)
     return [[bags, site.from_weight(width)], *(None for _ in site.outputs[1:])]
@@ -117,6 +119,8 @@ def index_put(site: Site) -> Answer:
     if not site.broadcasts([[term.size for term in values]], shape):
         return None
     site.broadcast([dims, values], shape)
+    for term in dims[len(lookup.before) : len(dims) - len(lookup.after)]:
+        site.mark(term, Event.SCATTER)
     return [site.terms(site.inputs[0])]
 
 
@@ -254,7 +258,7 @@ def scatter(site: Site) -> Answer:
     operands = [site.terms(ref) for ref in site.inputs[1:]]
     for operand in operands:
         site.unify_equal_sizes(dims, operand, skip=dim)
-    for term in dims[dim : dim + 1]:
+    for term in (term for given in (dims, *operands) for term in given[dim : dim + 1]):
         site.mark(term, Event.SCATTER)
     if len(operands) == 2 and operands[0] and operands[0][dim].size == operands[1][dim].size:
         site.unify(operands[0][dim], operands[1][dim])
@@ -279,6 +283,7 @@ def index_add(site: Site) -> Answer:
     given = site.terms(source) if source is not None else []
     if len(given) == len(dims) and given:
         site.unify_equal_sizes(dims, given, skip=dim)
+        site.mark(given[dim], Event.SCATTER)
         if site.shape(positions) and site.shape(positions)[0] == given[dim].size:
             site.unify(site.terms(positions)[0], given[dim])
     return [site.terms(site.inputs[0])]

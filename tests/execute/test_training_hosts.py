@@ -19,7 +19,10 @@ from training_hosts import alone, built, fed, trained
 pytestmark = [pytest.mark.hosts, pytest.mark.gloo]
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
+MESHES = [{"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"cp": 2}, {"dp_shard": 2, "cp": 2}]
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_trained_saved_and_resumed(sizes: dict[str, int], tmp_path: Path) -> None:
     wanted = {steps: alone(steps) for steps in (1, 2)}
     for found in run_processes(trained, (sizes, tmp_path, wanted), prod(sizes.values())):

@@ -70,7 +70,7 @@ ROWS = (
         "transformers",
         "`Trainer`: train, accumulate, clip, evaluate, `save_model`, resume",
         "one line",
-        "`autoplan.hand_over(Trainer)(model, args, ...)`",
+        "`autoplan.hand_over(Trainer)(model, args, ...)`; ranks of one cp group are given the same batches, as of tp",
         _HOSTED,
     ),
     Row(

@@ -80,16 +80,24 @@ def announce(rank: int, size: int) -> None:
 def trainer_of(model: Any, folder: Path, accumulate: int, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    replicas, shards = autoplan.applied(model).data_parallel
+    batch = BATCH // data_ranks(model)
     arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=BATCH // (replicas * shards), num_train_epochs=1,
-        per_device_eval_batch_size=BATCH // (replicas * shards), gradient_accumulation_steps=accumulate,
+        output_dir=str(folder), per_device_train_batch_size=batch, num_train_epochs=1,
+        per_device_eval_batch_size=batch, gradient_accumulation_steps=accumulate,
         lr_scheduler_type="constant", max_grad_norm=0.5, save_strategy="steps", save_steps=2, report_to=[],
         use_cpu=True, ddp_backend="gloo", train_sampling_strategy="sequential", disable_tqdm=True, logging_steps=1,
         logging_strategy="no", **options,
     )  # fmt: skip
     hosted = autoplan.hand_over(Trainer)
     return hosted(model, arguments, train_dataset=Texts(), eval_dataset=Texts(), optimizers=(optimizer_of(model), None))
+
+
+def data_ranks(model: nn.Module) -> int:
+    """How many ranks are given batches of their own: those of cp share one."""
+    done = autoplan.applied(model)
+    assert done is not None
+    replicas, shards = done.data_parallel
+    return replicas * max(1, shards // done.plan.cp_size)
 
 
 def worst(model: nn.Module, wanted: dict[str, torch.Tensor]) -> float:
@@ -103,7 +111,7 @@ def trained(rank: int, sizes: dict[str, int], folder: Path, wanted: dict[int, An
 
     announce(rank, dist.get_world_size())
     mesh, found = mesh_of(**sizes), {}
-    plan = autoplan.plan(built(), sizes.get("tp", 1), prove="none")
+    plan = autoplan.plan(built(), sizes.get("tp", 1), cp_size=sizes.get("cp", 1), prove="none")
     for accumulate in (1, 2):
         model = autoplan.parallelize(built(), mesh, plan)
         trainer = trainer_of(model, folder / str(accumulate), accumulate)
@@ -193,9 +201,8 @@ def accelerated(rank: int, mesh: Any, plan: Any, folder: Path, wanted: dict[str,
     found = {}
     for model, begin in ((built(), 0), (other(), 2)):
         model = autoplan.parallelize(model, mesh, plan)
-        replicas, shards = autoplan.applied(model).data_parallel
         accelerator = autoplan.hand_over(Accelerator, model)(cpu=True)
-        loader = torch.utils.data.DataLoader(Texts(), batch_size=BATCH // (replicas * shards))
+        loader = torch.utils.data.DataLoader(Texts(), batch_size=BATCH // data_ranks(model))
         model, optimizer, loader = accelerator.prepare(model.train(), optimizer_of(model), loader)
         if begin:
             accelerator.load_state(str(folder / "state"))

@@ -240,6 +240,18 @@ def test_masks_and_index_assignment() -> None:
     assert not events(axes, weight, 0) and is_data(axes.of(flags.id)[0])
 
 
+@pytest.mark.parametrize(("name", "named"), [("scatter_add", False), ("index_add", False), ("index_put", True)])
+def test_what_is_put_at_places_is_summed_over_all_of_them(name: str, named: bool) -> None:
+    """A rank that holds some of the sources knows its own part of each place only."""
+    w = Writer()
+    source = w.linear(w.hidden(), w.weight(8, D))
+    table = w.op("zeros", [B, S, 3], shape=(B, S, 3))
+    places = w.tensor((B, S, 8) if name == "scatter_add" else (8,), "constant", dtype="int64")
+    given = ((None, None, places), source) if named else (-1, places, source)
+    w.op(name, table, *given, shape=(B, S, 3))
+    assert Event.SCATTER in w.axes().of(source.id)[-1].events
+
+
 def test_what_is_written_in_place_becomes_equal() -> None:
     w = Writer()
     weight, other = w.weight(8, D), w.weight(8)

@@ -118,6 +118,7 @@ PUBLIC = (
     "rebuild_buffers",
     "register_plan",
     "save_weights",
+    "shard_batch",
     "to_local",
     "unshard",
     "verify",

@@ -71,6 +71,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "full_tensors": (autoplan.full_tensors, NONE),
     "load_weights(model)": (lambda odd: autoplan.load_weights(odd, "/"), NONE),
     "load_weights(folder)": (lambda odd: autoplan.load_weights(MODEL, odd), NONE),
+    "shard_batch(mesh)": (lambda odd: autoplan.shard_batch(INPUTS, odd), NONE),
     "clip_gradients(source)": (lambda odd: autoplan.clip_gradients(odd, 1.0), NONE),
     "clip_gradients(max_norm)": (lambda odd: autoplan.clip_gradients(MODEL, odd), (-1, *NONE[3:])),
     "global_norm(source)": (autoplan.global_norm, NONE),

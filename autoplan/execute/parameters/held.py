@@ -12,13 +12,14 @@ is left over is zero, and no code of the model sees it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor.placement_types import Placement
 
 from autoplan.common.layout import Layout, chunk
 from autoplan.execute.collectives import RankGroup, take_rows, whole_order
@@ -128,6 +129,11 @@ class Held:
 
 
 @lru_cache(maxsize=4096)
+def fsdp_placements(placements: Sequence[Placement], held: Held | None) -> Sequence[Placement]:
+    """Those that FSDP2 made: its mesh dims come before the one over which a tensor was cut already."""
+    return placements if held is None or held.dim is None else placements[:-1]
+
+
 def _shared(rows: tuple[tuple[int, ...], ...], rank: int) -> SharedRows:
     holders = Counter(row for held in rows for row in held)
     places = {row: place for place, row in enumerate(sorted(row for row, n in holders.items() if n > 1))}

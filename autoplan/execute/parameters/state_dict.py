@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autoplan.common.layout import chunk
 from autoplan.execute.collectives import RankGroup, all_gather_rows
-from autoplan.execute.parameters.held import Held, record_of
+from autoplan.execute.parameters.held import Held, fsdp_placements, record_of
 
 
 def register_hooks(module: nn.Module) -> list[RemovableHandle]:
@@ -172,10 +172,10 @@ def as_held(value: torch.Tensor, parameter: DTensor, held: Held) -> DTensor:
 
 
 def local_piece(whole: torch.Tensor, held: Held, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """This rank's piece: its rows on the tp mesh, and of those its shard where FSDP2 has cut them further. FSDP2 puts
-    its mesh dims before tp's, and cuts what a tp rank holds into consecutive pieces."""
+    """This rank's piece: its rows on the tp mesh, and of those its shard where FSDP2 has cut them further, into
+    consecutive pieces."""
     local = held.roomy(held.cut(whole.detach()))
-    for mesh_dim, placement in enumerate(placements[:-1]):
+    for mesh_dim, placement in enumerate(fsdp_placements(placements, held)):
         dim = getattr(placement, "dim", None)
         if dim is not None:
             mine = chunk(local.size(dim), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))

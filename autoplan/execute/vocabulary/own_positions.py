@@ -89,10 +89,12 @@ def _class(
     return type(base.__name__, (base,), names)
 
 
-def position_logits(local: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
+def position_logits(
+    local: torch.Tensor, dim: int, length: int, group: RankGroup, base: Kind = PositionLogits
+) -> torch.Tensor:
     """A rank's (padded) piece along `dim`, from the end, as whole logits of so many positions."""
     pieces = (chunk(length, group.size, rank) for rank in range(group.size))
-    kind = _class(group, tuple((piece.start, piece.stop) for piece in pieces), length, dim)
+    kind = _class(group, tuple((piece.start, piece.stop) for piece in pieces), length, dim, base=base)  # type: ignore[arg-type]
     start, stop = kind.bounds[group.rank]
     return as_kind(local.narrow(dim, 0, stop - start), kind)
 
@@ -110,8 +112,15 @@ class Own(NamedTuple):
 
 
 def own_of(x: torch.Tensor) -> Own | None:
-    """What `own_stream` was given, None of anything else."""
-    return Own(_raw(x), type(x).length) if isinstance(x, OwnStream) else None
+    """What `own_stream` was given, own positions of anything else padded as that is, None of what is whole."""
+    if not isinstance(x, PositionLogits):
+        return None
+    kind, own = type(x), _raw(x)
+    piece = -(-kind.length // kind.group.size)
+    if not isinstance(x, OwnStream) and own.size(kind.dim_from_end) < piece:
+        rows = own.movedim(kind.dim_from_end, 0)
+        own = torch.cat([rows, rows.new_zeros(piece - len(rows), *rows.shape[1:])]).movedim(0, kind.dim_from_end)
+    return Own(own, kind.length)
 
 
 def whole_logits(x: torch.Tensor) -> torch.Tensor:

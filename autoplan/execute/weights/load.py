@@ -29,7 +29,7 @@ from autoplan.execute.agreement import Alike, Voters, fail_together, meet, voter
 from autoplan.execute.collectives import mesh_device
 from autoplan.execute.dropout import state_of_the_first
 from autoplan.execute.parameters.buffers import new_adapters, rebuilt_passing_tensors
-from autoplan.execute.parameters.held import Held, plain_name, record_of
+from autoplan.execute.parameters.held import Held, fsdp_placements, plain_name, record_of
 from autoplan.execute.parameters.state_dict import local_piece
 from autoplan.execute.quantised.files import DequantisedFiles, StoredFiles
 from autoplan.execute.quantised.modules import keep_beside
@@ -124,8 +124,7 @@ class _Saved:
             rows[read.dim] = [held_here[row] for row in read.rows[read.group.rank]]
         if isinstance(self.tensor, DTensor):
             mesh = self.tensor.device_mesh
-            cut_further = self.tensor.placements if self.held is None else self.tensor.placements[:-1]
-            for mesh_dim, placement in enumerate(cut_further):  # by FSDP2
+            for mesh_dim, placement in enumerate(fsdp_placements(self.tensor.placements, self.held)):
                 dim = getattr(placement, "dim", None)
                 if dim is not None:
                     held = rows.get(dim, range(self.shape[dim]))

@@ -27,7 +27,16 @@ from autoplan.values.quantised import PackedTensor, PackedWeight, Scheme
 # Where the blocks of language models are, for methods that quantise nothing else and do not say which.
 _BLOCKS = ("model.language_model.layers", "model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers",
            "language_model.model.layers", "language_model.layers", "backbone.layers", "layers", "h")  # fmt: skip
-_PACKERS = frozenset({"bitsandbytes", "gptqmodel", "auto_gptq", "awq", "hqq", "eetq"})
+_PACKERS = (
+    "bitsandbytes.",
+    "gptqmodel.",
+    "auto_gptq.",
+    "awq.",
+    "hqq.",
+    "eetq.",
+    "torchao.quantization",
+    "torchao.dtypes",
+)
 _ADAPTER = re.compile(r"\.lora_|\.modules_to_save\.")  # adapters are plain
 _EXPERTS = ("0.gate_proj", "0.up_proj", "0.down_proj", "0.w1", "0.w2", "0.w3")  # what checkpoints call their linears
 
@@ -51,10 +60,14 @@ def quantised_weights(config: PretrainedConfig | None, model: nn.Module) -> tupl
 def refuse_packed_by_others(model: nn.Module) -> None:
     """Raise for a model whose modules hold weights as a package packed them for its own kernels."""
     for path, module in model.named_modules():
-        package = type(module).__module__.partition(".")[0]
-        if package in _PACKERS and any(True for _ in module.named_parameters(recurse=False)):
+        for name, weight in module.named_parameters(recurse=False):
+            packers = [one for one in (module, weight) if type(one).__module__.startswith(_PACKERS)]
+            if not packers:
+                continue
+            packer, package = packers[0], type(packers[0]).__module__.partition(".")[0]
+            where = path if packer is module else f"{path}.{name}"
             raise SourceError(
-                f"{path} is a {type(module).__name__} of {package}: it holds its weight as its own kernel wants it",
+                f"{where} is a {type(packer).__name__} of {package}: it holds its weight as its own kernel wants it",
                 hint="plan the plain model on meta (with its adapters), whose config has the quantization_config; "
                 "autoplan.packed_model gives it packed tensors, and load_weights fills them from the checkpoint",
             )

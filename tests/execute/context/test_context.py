@@ -102,6 +102,53 @@ def test_a_step_is_that_of_one_device(model: Any, plan: autoplan.Plan, way: str,
             assert torch.allclose(found[name], gradient, rtol=1e-9, atol=1e-6 if single else 1e-12), name
 
 
+@pytest.mark.parametrize("given", ("whole", "cut"))
+def test_a_batch_of_own_positions_is_that_of_one_device(model: Any, plan: autoplan.Plan, given: str) -> None:
+    """Whole on each rank and cut by us, or read by a loader that has a rank's own positions alone."""
+    length = 11
+    ids = torch.randint(3, CONFIG.vocab_size, (2, length))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+    def step(of: Any, given: Any) -> Any:
+        loss = of(**given).loss
+        loss.backward()
+        return loss.detach(), {name: parameter.grad.clone() for name, parameter in of.named_parameters()}
+
+    def sharded(of: Any) -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        if given == "whole":
+            own = autoplan.shard_batch(batch, mesh)
+        else:
+            first, last = ((0, 6), (6, 11))[mesh.get_local_rank()]
+            own = autoplan.shard_batch({k: v[:, first:last] for k, v in batch.items()}, mesh, length=length)
+        with pytest.raises(AutoplanError, match="input_ids is cut already"):
+            autoplan.shard_batch(own, mesh)
+        assert own["input_ids"].shape == (2, length)
+        return step(of, own)
+
+    loss, gradients = step(copy.deepcopy(model), batch)
+    for other, found in on_ranks(model, plan, sharded):
+        assert torch.allclose(other, loss, atol=1e-5)
+        assert all(torch.allclose(found[name], gradients[name], atol=1e-6) for name in gradients)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused() -> None:
+    ids = torch.ones(2, 8, dtype=torch.long)
+
+    def rank(_: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        with pytest.raises(AutoplanError, match="has 8 positions, where rank . of 2 has 4 of 8"):
+            autoplan.shard_batch(ids, mesh, length=8)
+        with pytest.raises(AutoplanError, match="8 long in ids, and 3 in pixels"):
+            autoplan.shard_batch({"ids": ids, "pixels": torch.ones(2, 3, 4)}, mesh)
+        with pytest.raises(PlanMismatchError, match="no dim named 'cp'"):
+            autoplan.shard_batch(ids, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+
+    run_ranks(rank, 2)
+
+
 def packed(model: Any, ids: torch.Tensor) -> None:
     positions = torch.arange(ids.shape[1])[None] % (ids.shape[1] // 2)
     model(ids[:1], position_ids=positions, labels=ids[:1]).loss.backward()

@@ -163,6 +163,16 @@ def _four_bits(model: Any, nested: bool) -> Any:
     return model
 
 
+@needs("torchao")
+def test_weights_of_a_package_are_refused_by_name() -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = built(tiny(METHODS["bnb nf4"]))
+    quantize_(model, Int8WeightOnlyConfig(version=2))
+    with pytest.raises(SourceError, match=r"(?s)q_proj.weight is a \w+ of torchao.*packed_model"):
+        autoplan.plan(model, tp_size=2, prove="none")
+
+
 @needs("bitsandbytes")
 def test_modules_of_a_package_are_refused_by_name() -> None:
     """What to do instead is said where such a model is planned, and where it is sharded."""

@@ -1,0 +1,75 @@
+"""A batch of which each rank of context parallelism has its own positions, for a model that is given whole ones.
+
+The model is told the whole length, and reads what it needs: token ids, labels and masks are small, so they are gathered
+where they are read. What this saves is the loading: a rank need not have the others' tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoplan.common.errors import AutoplanError, PlanMismatchError
+from autoplan.common.layout import chunk
+from autoplan.execute.collectives import RankGroup
+from autoplan.execute.vocabulary.own_positions import OwnStream, PositionLogits, Rule, position_logits
+
+_Batch = TypeVar("_Batch")
+
+
+class OwnBatch(PositionLogits):
+    """A rank's own positions of a tensor of a batch. All that is known without the others is how long it is."""
+
+    rules: ClassVar[dict[Any, Rule]] = OwnStream.rules
+    what, way_out = "tensors of a batch", ""
+
+
+def shard_batch(batch: _Batch, mesh: DeviceMesh, *, length: int | None = None, dim: int = 1) -> _Batch:
+    """The own positions of this rank of the mesh dim "cp" of every tensor in `batch` that has the dim `dim`.
+
+    Pass what it returns to a model that was parallelised with `plan(cp_size=N)`, as you would pass a whole batch (which
+    such a model takes as well: then shard nothing). Each tensor says by itself that it is a part, so that the model
+    takes none for the whole. With `length` the batch holds this rank's positions already, of sequences of so many.
+    Tensors with fewer dims are left as they are.
+    """
+    dims = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
+    if "cp" not in dims:
+        raise PlanMismatchError(
+            f"the mesh has no dim named 'cp' (it has {list(dims)})",
+            hint='give the mesh that the model was parallelised on, with a dim "cp"',
+        )
+    group = RankGroup.of(mesh["cp"])
+    lengths: dict[int, str] = {}
+
+    def own(value: Any, path: str) -> Any:
+        if isinstance(value, PositionLogits):
+            raise AutoplanError(f"{path or 'the batch'} is cut already", hint="shard a batch once, before the model")
+        if isinstance(value, Mapping):
+            return type(value)({key: own(item, f"{path}.{key}".strip(".")) for key, item in value.items()})  # type: ignore[call-arg]
+        if type(value) in (tuple, list):
+            return type(value)(own(item, f"{path}.{place}".strip(".")) for place, item in enumerate(value))
+        if not isinstance(value, torch.Tensor) or value.dim() <= dim:
+            return value
+        lengths.setdefault(value.shape[dim], path)
+        if len(lengths) > 1:
+            (one, first), (other, second) = lengths.items()
+            raise AutoplanError(
+                f"dim {dim} is {one} long in {first or 'the batch'}, and {other} in {second}",
+                hint="shard only tensors that lie along one sequence; pass the others to the model as they are",
+            )
+        whole = value.shape[dim] if length is None else length
+        mine = chunk(whole, group.size, group.rank)
+        if length is not None and value.shape[dim] != len(mine):
+            raise AutoplanError(
+                f"{path or 'the batch'} has {value.shape[dim]} positions, where rank {group.rank} of {group.size} has "
+                f"{len(mine)} of {length}",
+                hint="leave length out if the batch is whole",
+            )
+        part = value if length is not None else value.narrow(dim, mine.start, len(mine)).contiguous()
+        return position_logits(part, dim - value.dim(), whole, group, OwnBatch)
+
+    result: _Batch = own(batch, "")
+    return result
