@@ -231,15 +231,16 @@ def sort(site: Site) -> Answer:
     supposed=Supposed.POSITIONS)  # fmt: skip
 def topk(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
+    if not dims:
+        return [[] for _ in site.outputs]
     dim = site.arg(2, "dim", -1)
-    if dims:
-        site.mark(dims[dim], Event.TOPK)
+    site.mark(dims[dim], Event.TOPK)
     if site.op.name == "kthvalue":
         if len(site.out_shape) == len(dims):
             dims[dim] = ONE
         else:
             dims.pop(dim)
-    elif dims and site.out_shape[dim] != dims[dim].size:
+    elif site.out_shape[dim] != dims[dim].size:
         dims[dim] = site.fresh(site.out_shape[dim], Event.TOPK)
     return [list(dims) for _ in site.outputs]
 

@@ -225,6 +225,13 @@ def test_reductions_name_themselves(name: str, overload: str, args: tuple[Any, .
     assert events(w.axes(), weight, 0) == {event}
 
 
+@pytest.mark.parametrize("name", ["kthvalue", "topk"])
+def test_the_largest_of_a_number_is_itself(name: str) -> None:
+    w = Writer()
+    w.op(name, w.tensor(()), 1, shape=())
+    assert not w.axes().unknown
+
+
 def test_masks_and_index_assignment() -> None:
     w = Writer()
     weight = w.weight(8, D)
