@@ -31,6 +31,7 @@ CARRYING = {
     *("statistic",),
 }
 ENDS = 4  # of a weight's runs, at each end: these are bound
+MOST_STEPS = 300_000  # from box to box, in the search for one rule: architectures of transformers need 2,200 at most
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Matching:
     found: tuple[Found, ...]
     refusals: tuple[Refusal, ...]
     contests: tuple[Contest, ...]
+    given_up: tuple[str, ...] = ()  # rules whose search was ended before it had seen all
 
 
 def match_rules(flow: Flow, rules: Iterable[Rule], tp: int | None = None, *, refused: bool = True) -> Matching:
@@ -84,7 +86,7 @@ def match_rules(flow: Flow, rules: Iterable[Rule], tp: int | None = None, *, ref
         matched += some
         refusals += not_held
     agreed, contests = _settled(_without_beaten(matched))
-    return Matching(tuple(agreed), tuple(refusals), tuple(contests))
+    return Matching(tuple(agreed), tuple(refusals), tuple(contests), tuple(reach.given_up))
 
 
 def _settled(found: list[Found]) -> tuple[list[Found], list[Contest]]:
@@ -135,7 +137,7 @@ def match_rule(reach: _Reach, rule: Rule, tp: int | None = None) -> tuple[list[F
     matched: list[Found] = []
     refusals: list[Refusal] = []
     seen: set[frozenset[int]] = set()
-    for bound in _bindings(reach, rule.match.pattern, _order(reach, rule.match.pattern)):
+    for bound in _bindings(reach, rule, _order(reach, rule.match.pattern)):
         claimed = frozenset(bound[name] for name, _ in rule.yields)
         boxes = tuple(bound.items())
         nodes = {name: node_of(reach.flow, box) for name, box in boxes}
@@ -171,7 +173,7 @@ def _found(reach: _Reach, rule: Rule, tp: int | None) -> list[Found]:
         nodes = {name: node_of(reach.flow, box) for name, box in bound.items()}
         return not any(one.check(nodes, tp) for one in checks[position])
 
-    bindings = sorted(_bindings(reach, pattern, early, allowed), key=lambda bound: [bound[name] for name in order])
+    bindings = sorted(_bindings(reach, rule, early, allowed), key=lambda bound: [bound[name] for name in order])
     matches_by_claims: dict[frozenset[int], Found] = {}
     for bound in bindings:
         matches_by_claims.setdefault(
@@ -205,6 +207,8 @@ class _Reach:
         self.flow = flow
         self.between = _between(flow)
         self.by_kind: dict[str, list[int]] = {}
+        self.given_up: list[str] = []
+        self.steps = 0
         for box in flow:
             if box not in self.between:
                 self.by_kind.setdefault(node_of(flow, box).kind, []).append(box)
@@ -223,6 +227,7 @@ class _Reach:
         waiting, seen = [box], {box}
         while waiting:
             current = waiting.pop()
+            self.steps += 1
             for reader in self.flow.successors(current):
                 reached[reader] = reached.get(reader, frozenset()) | self.flow.edges[current, reader]["ports"]
                 if reader not in seen and node_of(self.flow, reader).kind in through:
@@ -244,6 +249,7 @@ class _Reach:
         seen: set[tuple[int, frozenset[str] | None]] = set(waiting)
         while waiting:
             current, ports = waiting.pop()
+            self.steps += 1
             for source in self.flow.predecessors(current):
                 arriving = self.flow.edges[source, current]["ports"] if ports is None else ports
                 reached[source] = reached.get(source, frozenset()) | arriving
@@ -264,10 +270,12 @@ def _between(flow: Flow) -> frozenset[int]:
 
 
 def _bindings(
-    reach: _Reach, pattern: Pattern, order: list[str], allowed: Callable[[int, dict[str, int]], bool] | None = None
+    reach: _Reach, rule: Rule, order: list[str], allowed: Callable[[int, dict[str, int]], bool] | None = None
 ) -> Iterator[dict[str, int]]:
-    """Yield every binding of the pattern's names under which all arrows hold and nothing inside is read from outside;
-    `allowed(place, bound)` cuts the search."""
+    """Yield every binding of a rule's names under which all arrows hold and nothing inside is read from outside, as far
+    as the bound on the search allows; `allowed(place, bound)` cuts it."""
+    assert rule.match is not None
+    pattern, most = rule.match.pattern, reach.steps + MOST_STEPS
 
     def extend(position: int, bound: dict[str, int]) -> Iterator[dict[str, int]]:
         if position == len(order):
@@ -276,19 +284,24 @@ def _bindings(
             return
         name = order[position]
         taken = set(bound.values())
-        for box in _candidates(reach, pattern, name, bound):
+        candidates = _candidates(reach, pattern, name, bound)
+        reach.steps += 1 + len(candidates)
+        for box in candidates if reach.steps <= most else ():
             more = {**bound, name: box}
             if box not in taken and (allowed is None or allowed(position, more)):
                 yield from extend(position + 1, more)
 
     yield from extend(0, {})
+    if reach.steps > most:
+        reach.given_up.append(rule.id)
 
 
 def _order(reach: _Reach, pattern: Pattern) -> list[str]:
     """Rarest kind first, then always a name joined by an arrow to one already placed."""
 
     def number(name: str) -> int:
-        return sum(len(reach.by_kind.get(kind, ())) for kind in pattern.kinds_of(name)) or len(reach.flow)
+        kinds = pattern.kinds_of(name)
+        return len(reach.flow) if "any" in kinds else sum(len(reach.by_kind.get(kind, ())) for kind in kinds)
 
     left = sorted(pattern.names, key=number)
     order = [left.pop(0)]

@@ -183,6 +183,16 @@ def test_guards_are_checked_before_the_flow_is_followed_on(monkeypatch) -> None:
     assert counts[1] * 5 < counts[0], counts
 
 
+def test_a_search_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It grows with the boxes that a rule's names may be: a scan of a thousand steps has millions of bindings."""
+    flow = draw("\n".join(f"i{n}:linear[4, 8!] -> m{n}:mul -> o{n}:linear[8!, 4]" for n in range(60)))
+    whole = match_rules(flow, [RULES["plain-mlp"]], refused=False)
+    assert len(whole.found) == 60 and not whole.given_up
+    monkeypatch.setattr("autoplan.decide.match.MOST_STEPS", 200)
+    matching = match_rules(flow, [RULES["plain-mlp"]], refused=False)
+    assert matching.given_up == ("plain-mlp",) and 0 < len(matching.found) < 60
+
+
 def test_a_weight_that_runs_often_is_bound_in_its_first_and_last_runs() -> None:
     """A recurrence, step by step: the search grows with its weights, not with its steps."""
     steps, rule = 40, parse_rule(rule_text(), "pair")

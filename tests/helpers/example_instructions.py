@@ -26,6 +26,7 @@ def filled(hint: Any, **given: Any) -> Any:
         return OfDim(7, 7, ReadAcross(("softmax",)))
     if is_dataclass(hint):
         hints = get_type_hints(hint)
+        given |= {name: None for name, own in hints.items() if own == hint | None and name not in given}
         values = {field.name: filled(hints[field.name]) for field in fields(hint) if field.name not in given}
         if "layout" in values:
             values["layout"] = "8!*2"

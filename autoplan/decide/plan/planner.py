@@ -12,7 +12,7 @@ from autoplan.analyse.picture.flow import Flow
 from autoplan.analyse.picture.obstacles import obstacles
 from autoplan.analyse.solve import Solution
 from autoplan.common.patterns import matches
-from autoplan.decide.match import Matching, match_rules
+from autoplan.decide.match import MOST_STEPS, Matching, match_rules
 from autoplan.decide.naming import Naming, gathered_parameters, name_parameters, readings, with_facts
 from autoplan.decide.plan.entries import Costs, communication, reason_text, style_of, units_text, whole_text
 from autoplan.decide.plan.folding import Names, flow_of, fold_runtime, starred
@@ -255,6 +255,9 @@ def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Name
     for (check, text), patterns in seen.items():
         for pattern in names.fold(list(dict.fromkeys(patterns))):
             yield Finding(check, "warn", pattern, text)
+    for rule_id in desk.matching.given_up:
+        text = f"the search for rule {rule_id!r} was ended after {MOST_STEPS:,} steps: its roles may be missing"
+        yield Finding("rule-search", "note", "", text)
     contested: dict[str, list[str]] = {}
     for contest in desk.matching.contests:
         text = f"rules {contest.winner!r} and {contest.loser!r} both claim it; {contest.winner!r} says more of it"

@@ -202,7 +202,7 @@ class Watch(Tracer):
 
     def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = getattr(function, "__name__", "")
-        self.reads_values |= name in _VALUES_READ or (name == "__getitem__" and _by_mask(args[1]))
+        self.reads_values |= name in _VALUES_READ or (function is torch.Tensor.__getitem__ and _by_mask(args[1]))
         with torch._C.DisableTorchFunction():
             kind = self.marks.kind_in((args, kwargs))
             if not kind:

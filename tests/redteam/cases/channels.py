@@ -371,7 +371,7 @@ class Prototypes(nn.Module):
         return torch.einsum("bnk,bkhw->bnhw", k, self.proto(h).relu())
 
 
-@case(call(M), tp=BOTH, allowed=HOSTILE)
+@case(call(M), inputs={"x": M}, tp=BOTH, allowed=HOSTILE)
 class Snake(Attention):
     """Visual state space: four orders of pixels, a scan along each, folded into the batch."""
 
