@@ -61,7 +61,7 @@ def test_sizes_that_do_not_divide_at_all() -> None:
 def test_fewer_blocks_than_ranks_stay_whole() -> None:
     made = autoplan.plan(model("dense", blocks=2), tp_size=4, prove="none", uneven="blocks")
     whole = {item.fqn: item for item in made.replicated}
-    item = whole["model.layers.*.mlp.down_proj.weight"]
+    item = whole["model.layers.*.mlp.gate_proj.weight"]
     why = [one.why for one in item.why if isinstance(one, OfDim)]
     assert item.bytes and any(isinstance(one, InsideQuantisedBlock) and not one.uneven for one in why)
     (found,) = [f for f in made.findings if f.level == "warn"]
