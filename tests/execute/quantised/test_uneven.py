@@ -35,7 +35,7 @@ def cuts(made: autoplan.Plan, ending: str) -> dict[str, str]:
 
 def test_nothing_is_uneven_unless_asked_for() -> None:
     made = autoplan.plan(model("dense"), tp_size=2, prove="none")
-    assert made.uneven == "never" and cuts(made, "down_proj.weight")["weight"] == "whole"
+    assert made.uneven == "never" and cuts(made, "gate_proj.weight")["weight"] == "whole"
     (found,) = [f for f in made.findings if f.level == "warn"]
     assert 'uneven="blocks"' in found.hint and found.bytes
     asked = autoplan.plan(model("dense"), tp_size=2, prove="none", uneven="blocks")
