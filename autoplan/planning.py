@@ -227,7 +227,7 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tupl
         if not solution.sequence_parallel:
             told = "; ".join(map(str, solution.whole_sequence))
             raise IndivisibleError(
-                f"{source.name}: the sequence cannot be cut over cp={wish.cp_size} ranks: {told}",
+                f"{source.name}: the sequence cannot be cut over {wish.cp_size} ranks: {told}",
                 hint="choose a size that divides its heads or channels, or data-parallel ranks in its place",
             )
         return

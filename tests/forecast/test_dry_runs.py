@@ -100,7 +100,7 @@ def test_every_rank_runs_and_holds_its_piece() -> None:
         ({"mesh": "foo=2"}, "no known purpose"),
         ({"mesh": "dp_shard=100000"}, "100000 ranks"),
         ({"mesh": "tp=２"}, "no size"),
-        ({"mesh": "dp_shard=2,cp=3"}, "cp=3"),
+        ({"mesh": "dp_shard=2,cp=3"}, "over 3 ranks"),
         ({"mesh": "tp=2,cp=2"}, "nothing is forecast of"),
         ({"mesh": "cp=2,dp_shard=2"}, "apart"),
         ({"rank": "x"}, "rank is"),

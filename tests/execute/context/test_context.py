@@ -444,7 +444,7 @@ def test_a_mesh_without_the_dim_is_refused(model: Any, plan: autoplan.Plan) -> N
 
 def test_a_model_without_positions_is_refused() -> None:
     blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU()) for _ in range(3)))
-    with pytest.raises(IndivisibleError, match="the sequence cannot be cut over cp=2 ranks"):
+    with pytest.raises(IndivisibleError, match="the sequence cannot be cut over 2 ranks"):
         autoplan.plan(blocks, cp_size=2, inputs={"input": torch.randn(4, 16)})
 
 
