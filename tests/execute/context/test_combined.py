@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autoplan
 from autoplan.analyse.sequence.combined import combined
 from autoplan.check.ranks.run import run_ranks
-from autoplan.check.scoreboard.run import scoreboard
 from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
 from autoplan.common.layout import Layout
 from autoplan.decide.written_plans.plan_file import load_plan
@@ -86,31 +85,6 @@ def test_a_step_is_that_of_one_device(model: Any, plan: autoplan.Plan, names: tu
         assert torch.allclose(clipped, norm)
         for name, parameter in whole.named_parameters():
             assert torch.allclose(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12), name  # type: ignore[arg-type]
-
-
-KINDS = {  # what each has beside the others
-    "mixtral": "experts, cut inside over tp",
-    "gpt_oss": "sinks of heads",
-    "mamba2": "groups of heads that both kinds of ranks share out",
-    "qwen3_next": "delta nets, a gated attention",
-    "deepseek_v3": "latents, whose weights are cut over tp alone",
-    "bloom": "slopes of heads made in the model's code",
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_mixers(kind: str) -> None:
-    board = scoreboard("causal_lm", 2, cp_size=2, only=[kind], lengths=(16, 13))
-    assert [score.verdict for score in board.scores] == ["exact"], board.scores[0].reason
-
-
-@pytest.mark.long
-def test_it_trains_beside_fsdp() -> None:
-    """And with activation checkpointing."""
-    report = autoplan.verify("llama", mesh="dp_shard=2,cp=2,tp=2", checks=["forward", "loss"])
-    assert report.ok, report.findings
-    assert {"training", "training with checkpointing"} <= set(report.details["checked"])
 
 
 @pytest.mark.gloo

@@ -232,7 +232,12 @@ def test_positions_that_a_call_picks_are_those_of_the_whole(model: Any, plan: au
 
 
 @pytest.mark.parametrize(
-    "mesh", ["dp_shard=2,cp=2", pytest.param("dp_replicate=2,dp_shard=1,cp=2", marks=pytest.mark.long)]
+    "mesh",
+    [
+        "dp_shard=2,cp=2",
+        pytest.param("dp_replicate=2,dp_shard=1,cp=2", marks=pytest.mark.long),
+        pytest.param("dp_shard=2,cp=2,tp=2", marks=pytest.mark.long),
+    ],
 )
 def test_it_trains_beside_fsdp(mesh: str) -> None:
     report = autoplan.verify("llama", mesh=mesh, checks=["forward", "loss"])
@@ -250,12 +255,20 @@ KINDS = {  # what each has beside the others
     "zamba2": "a second stream into its blocks",
     "minimax": "lightning attention in blocks",
 }
+BESIDE_TP = {
+    "mixtral": "experts, cut inside over tp",
+    "gpt_oss": "sinks of heads",
+    "mamba2": "groups of heads that both kinds of ranks share out",
+    "qwen3_next": "delta nets, a gated attention",
+    "deepseek_v3": "latents, whose weights are cut over tp alone",
+    "bloom": "slopes of heads made in the model's code",
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_mixers(kind: str) -> None:
-    board = scoreboard("causal_lm", 1, cp_size=2, only=[kind], lengths=(16, 13))
+@pytest.mark.parametrize(("kind", "tp"), [*((kind, 1) for kind in KINDS), *((kind, 2) for kind in BESIDE_TP)])
+def test_kinds_of_mixers(kind: str, tp: int) -> None:
+    board = scoreboard("causal_lm", tp, cp_size=2, only=[kind], lengths=(16, 13))
     assert [score.verdict for score in board.scores] == ["exact"], board.scores[0].reason
 
 
