@@ -18,6 +18,7 @@ from torch import nn
 from autoplan.analyse.sequence.combined import combined
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.solve import Solution
+from autoplan.analyse.splits.packed import divides_one_only, split_otherwise
 from autoplan.capture.capture import Captured, capture_any, capture_fake
 from autoplan.capture.feeding.other_paths import with_other_paths
 from autoplan.capture.forward_hooks import made_anew_in_training
@@ -166,6 +167,11 @@ def solve_source(
         together = replace(wish, tp_size=1, ep_size=1, cp_size=wish.ranks)
         cut = solve_source(source, captured, together, sequence_stacks=sequence_stacks, **how)
         unfolded = captured.unfold() if captured.unfold and not cut.trace.folds else captured
+        if cut.shards is not None and divides_one_only(cut.shards, wish.splits):
+            alone = solve_source(source, unfolded, replace(wish, cp_size=1), **how)
+            if alone.shards is not None and (other := split_otherwise(cut.shards, alone.shards)):
+                kept = {**how, "capabilities": replace(capabilities, whole=(*capabilities.whole, *other))}
+                cut = solve_source(source, unfolded, together, sequence_stacks=sequence_stacks, **kept)
         split = solve_source(source, unfolded, replace(wish, cp_size=1), both=cut.shards, **how)
         if captured.unfold and split.trace.folds != cut.trace.folds:
             how["sequence_stacks"] = sequence_stacks

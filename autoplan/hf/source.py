@@ -29,7 +29,7 @@ from autoplan.hf.inputs.make import arguments_of, core_of, users_feeds
 from autoplan.hf.model_string import from_string, transformers_class
 from autoplan.hf.quantised.weights import quantised_weights, refuse_packed_by_others
 from autoplan.hf.shrink import all_configs, tiny_config
-from autoplan.hf.tiny_sizes import leaves_single_units
+from autoplan.hf.tiny_sizes import leaves_single_units, parts_units
 from autoplan.hf.type_rules import class_name_of
 from autoplan.values import IntegerEdit, LocalExperts, Runtime
 from autoplan.values.quantised import PackedWeight
@@ -90,9 +90,16 @@ class Source:
 
     def leaves_single_units(self, ranks: int) -> bool:
         """Does one of so many ranks hold a single head or expert, as far as configs tell, or hold it with others?"""
+        return any(leaves_single_units(vars(section), ranks) for section in self._sections())
+
+    def parts_units(self, ranks: int) -> bool:
+        """Are heads not divisible by so many ranks, as far as configs tell?"""
+        return any(parts_units(vars(section), ranks) for section in self._sections())
+
+    def _sections(self) -> list[PretrainedConfig]:
         given: Any = self.given
         config = given.get_base_model().config if self.config is None and self._adapted else self.config
-        return config is not None and any(leaves_single_units(vars(section), ranks) for section in all_configs(config))
+        return [] if config is None else all_configs(config)
 
     def tiny(
         self,

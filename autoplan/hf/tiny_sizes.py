@@ -143,21 +143,38 @@ def leaves_single_units(fields: Mapping[str, object], ranks: int) -> bool:
     return any(count == ranks or unit != "experts" and ranks % count == 0 for unit, count in _counts(fields).items())
 
 
-def fitted(sizes: Sizes, fields: Mapping[str, object], ranks: int, tried: int) -> Sizes:
-    """Sizes that leave on each of `tried` ranks what a config leaves on each of `ranks`: one unit, several, or a shared
-    one.
+def parts_units(fields: Mapping[str, object], ranks: int) -> bool:
+    """Has a config heads that are not divisible by so many ranks, and that ranks cannot share?
 
+    >>> parts_units({"num_attention_heads": 12}, 8)
+    True
+    """
+    return any(_parted(count, ranks) for unit, count in _counts(fields).items() if unit != "experts")
+
+
+def _parted(count: int, ranks: int) -> bool:
+    return count % ranks != 0 and ranks % count != 0
+
+
+def fitted(sizes: Sizes, fields: Mapping[str, object], ranks: int, tried: int) -> Sizes:
+    """Sizes that leave on each of `tried` ranks what a config leaves on each of `ranks`: one unit, several, a shared
+    one, or a number that is not divisible.
 
     >>> fitted(VARIANTS[0], {"num_attention_heads": 32}, 32, 4).heads
     4
+    >>> fitted(VARIANTS[0], {"num_attention_heads": 12}, 8, 2).heads
+    5
     """
     counts = _counts(fields)
     chosen = {unit: _alike(real, getattr(sizes, unit), ranks, tried) for unit, real in counts.items()}
-    if counts.get("experts", ranks) < ranks:
+    if counts.get("experts", ranks) < ranks or _parted(counts.get("experts", ranks), ranks):
         chosen["experts"] = sizes.experts  # they are cut inside
     for unit, leading in _LEADING.items():
-        if unit in counts and counts[unit] < counts.get(leading, 0) and chosen[leading] % (2 * chosen[unit]):
-            chosen[leading] = 2 * chosen[unit]
+        if unit in counts and counts[unit] < counts.get(leading, 0):
+            several = (chosen[unit] * times for times in range(2, 9))
+            even = not _parted(counts[leading], ranks)
+            if chosen[leading] % (chosen[unit] * (2 if even else 1)) or even == _parted(chosen[leading], tried):
+                chosen[leading] = next(n for n in several if even != _parted(n, tried))
     heads = chosen.get("heads", sizes.heads)
     hidden = sizes.hidden if heads < sizes.heads and sizes.hidden % heads == 0 else heads * sizes.head_dim
     if heads != sizes.heads:
@@ -172,8 +189,8 @@ def _counts(fields: Mapping[str, object]) -> dict[str, int]:
 
 
 def _alike(real: int, tiny: int, ranks: int, tried: int) -> int:
-    if real % ranks and ranks % real:
-        return tiny  # nothing is split
+    if _parted(real, ranks):
+        return (tiny // 4 * 2 + 1) * tried // 2
     if real == ranks:
         return tried
     if real < ranks:

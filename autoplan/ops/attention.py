@@ -35,14 +35,14 @@ def attended(local: Local) -> Any:
 
 
 @op("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    sizes=NO_SIZES, reduces=_widths, linear=Linear.NO, random=by_rate(3, "dropout_p", 0.0),
+    sizes=NO_SIZES, reduces=_widths, linear=Linear.NO, random=by_rate(3, "dropout_p", 0.0, along=-1),
     runs=attended, drawn=Drawn.ATTENTION)  # fmt: skip
 @op("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-    sizes=NO_SIZES, reduces=_widths, linear=Linear.NO, random=by_rate(5, "dropout_p", 0.0),
+    sizes=NO_SIZES, reduces=_widths, linear=Linear.NO, random=by_rate(5, "dropout_p", 0.0, along=-1),
     runs=attended, drawn=Drawn.ATTENTION)  # fmt: skip
 @op("_scaled_dot_product_attention_math", "_scaled_dot_product_attention_math_for_mps",
     "scaled_dot_product_attention", "_scaled_dot_product_fused_attention_overrideable",
-    sizes=NO_SIZES, reduces=_widths, linear=Linear.NO, random=by_rate(4, "dropout_p", 0.0),
+    sizes=NO_SIZES, reduces=_widths, linear=Linear.NO, random=by_rate(4, "dropout_p", 0.0, along=-1),
     runs=attended, drawn=Drawn.ATTENTION)  # fmt: skip
 def attention(site: Site) -> Answer:
     """Batch x heads x positions x width. Fewer key heads than query heads: each serves a run of query heads."""

@@ -19,8 +19,10 @@ import autoplan
 from autoplan.check.audit.gate import refuse_disproven, refuse_unproven, warn_unproven
 from autoplan.check.ranks.run import run_ranks
 from autoplan.check.verify import verify
+from autoplan.check.verify.sizes import Sizes, tried_sizes
 from autoplan.common.errors import AutoplanError, PlanRefusedError, UnprovenPlanWarning
 from autoplan.common.options import Options
+from autoplan.hf.source import resolve
 from autoplan.values import Proof, Trial, replace
 
 torch.set_num_threads(1)
@@ -302,3 +304,16 @@ def test_what_the_caller_has_switched_on_is_no_fault_of_the_plan(around: Any, gi
     with around():
         plan = autoplan.plan(LlamaForCausalLM(config) if given == "module" else config, 2)
     assert plan.proof.ok, plan.proof
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (9, 3)])
+def test_heads_that_are_not_divisible_are_tried_so(heads: int, kv_heads: int) -> None:
+    """Their values are split instead: ranks have the same attention weights, and must drop the same ones."""
+    sizes: dict[str, Any] = dict(hidden_size=8 * heads, intermediate_size=48, num_hidden_layers=1, vocab_size=64)
+    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    ((clone, _), _) = tried_sizes(resolve(config), Sizes(2, 1))
+    tiny: Any = clone.tiny().config
+    assert (tiny.num_attention_heads % 2, tiny.num_key_value_heads % 2) == (1, 1)
+    plan = autoplan.plan(config, 2, prove="ranks")
+    assert plan.proof.ok and "dropout" in plan.proof.checked, plan.findings
+    assert not plan.runtime.random

@@ -109,6 +109,7 @@ class Stream(CutStream):
             result.scatters[(start, "input")] = start_dim
         scattered_out = {self.tensor_at(b, "output") for b, side in result.scatters if side == "output"}
         scattered_in = [(self.tensor_at(b, "input"), b) for b, side in result.scatters if side == "input"]
+        self.cut |= {self.tensor_at(b, s) for b, s in result.scatters if s == "output" and b.last <= self.first_call}
         for index in range(self.first_call, len(self.trace.calls)):
             self._visit(index, scattered_in)
             for tensor in self.flow.outputs[index]:
@@ -302,15 +303,25 @@ class Stream(CutStream):
     def _gather_around(self, index: int, reason: WholeSequence) -> None:
         """Give the whole sequence to the innermost module around a call that takes in a cut value."""
         around = [(i, v) for i, v in enumerate(self.trace.visits) if v.calls[0] <= index < v.calls[1]]
+        undone = False
         for number, visit in sorted(around, key=lambda item: item[1].calls[1] - item[1].calls[0]):
             if visit.module in self.names or visit.parent is None:
                 return
+            given = {tensor for _, tensor in visit.inputs}
+            for crossing, side in tuple(self.result.scatters):  # what was cut for calls that get the whole now
+                here = crossing.visit == number if side == "input" else crossing.last <= self.first_call
+                if here and crossing not in self.starts and self.tensor_at(crossing, side) in given:
+                    del self.result.scatters[crossing, side]
+                    self.closed.add((crossing.module, side, crossing.path))
+                    undone = True
             for _, tensor in visit.inputs:
                 dim = self.positions.plain_dim(tensor)
                 if dim is not None and self.is_cut(tensor, *visit.calls):
                     twins = [p for p, t in visit.inputs if t == tensor]
                     crossings = [Crossing(number, visit.module, twin, *visit.calls) for twin in twins]
                     self._add(self.result.gathers, [(crossing, "input") for crossing in crossings], dim, reason)
+            if undone:
+                raise Again
 
     def _add(
         self,

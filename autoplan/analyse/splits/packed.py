@@ -208,6 +208,27 @@ def as_over_both(shards: Shards) -> Demands:
     return Demands(inside=frozenset(found))
 
 
+def divides_one_only(both: Shards, size: int) -> bool:
+    """May ranks of one of two dims, of this size, split an axis beside that which ranks of both split?"""
+    axes, names = both.axes, both.trace.by_name
+    sizes = {leaves(axes.of(names[name])[dim])[number].size for name, dim, number in as_over_both(both).inside}
+    return any(number % both.tp and number % size == 0 for number in sizes)
+
+
+def split_otherwise(both: Shards, alone: Shards) -> tuple[str, ...]:
+    """Modules in whose weights ranks of one dim alone split another axis than ranks of both."""
+    axes, names = alone.axes, alone.trace.by_name
+    return tuple(
+        sorted(
+            {
+                name.rpartition(".")[0]
+                for name, dim, number in as_over_both(both).inside
+                if find(leaves(axes.of(names[name])[dim])[number]) in alone.marks
+            }
+        )
+    )
+
+
 def stay_whole(trace: Trace, patterns: tuple[str, ...], why: Reason) -> Demands:
     """Demands that keep every parameter under some modules whole."""
     names = [(n, t) for t in trace.tensors if t.kind == "parameter" for n in t.names]

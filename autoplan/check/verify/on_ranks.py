@@ -36,7 +36,7 @@ from autoplan.patches.seeding import is_simulated
 from autoplan.values import Finding
 
 _TIMEOUT = 120.0  # seconds for all that ranks do at one go
-_VARIANTS = ("attention",)  # of the model that was planned: to refuse one by name is no mistake
+_VARIANTS = ("attention", "cache")  # of the run that was planned: to refuse one by name is no mistake
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def tried_sizes(source: Source, sizes: Sizes, *, own: bool = False) -> tuple[tup
         return ((source, sizes), few) if fits else (few,)
     single = source.leaves_single_units(sizes.ranks)
     ranks = 2 ** (min(sizes.ranks, _MOST).bit_length() - 1) if own else _FEW if single else 2
-    if not single and ranks == 2:
+    if ranks == 2 and not single and not source.parts_units(sizes.ranks):
         return (few,)
     return (replace(source, ranks=(sizes.ranks, ranks)), sizes.at(ranks)), few
 

@@ -50,9 +50,9 @@ class Shows(StrEnum):
 class Random:
     """When an op draws random numbers: never, always, or where a rate says so (dropout, in training).
 
-    `along`: it draws along so many dims from the front, and the others share what was drawn; 0: along all. `batched`:
-    how many dims it takes a batch with; given fewer, it draws along one less. `jointly`: its numbers depend on each
-    other, so that a part of them is no draw by itself.
+    `along`: it draws along so many dims from the front (negative: along all but so many at the end), and the others
+    share what was drawn; 0: along all. `batched`: how many dims it takes a batch with; given fewer, it draws along one
+    less. `jointly`: its numbers depend on each other, so that a part of them is no draw by itself.
     """
 
     when: Literal["never", "always", "rate"]
@@ -63,7 +63,8 @@ class Random:
 
     def draws_along(self, dim: int, rank: int) -> bool:
         """Are other numbers drawn for each position of this dim, of so many dims?"""
-        return not self.along or dim < self.along - (rank < self.batched)
+        front = self.along + rank if self.along < 0 else self.along - (rank < self.batched)
+        return not self.along or dim < front
 
     def __bool__(self) -> bool:
         return self.when != "never"
