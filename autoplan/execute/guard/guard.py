@@ -198,7 +198,7 @@ class PathGuard:
             if module is None:
                 continue
             holder, _, key = attribute.rpartition(".")
-            state = vars(vars(module)[holder]) if holder else vars(module)
+            state: dict[str, Any] = vars(vars(module)[holder] if holder else module)
             self.counts.append((state, key, state.get(key), f"{name}.{attribute}".lstrip(".")))
 
     def _check_counts(self) -> None:

@@ -77,8 +77,8 @@ class Picked(torch.Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         picked = (one for _, one in flatten_tensors((args, kwargs)) if isinstance(one, Picked))
         first = next(picked, None)
-        beside = None if first is None else held_of_memory(first.base)
-        plain_args, plain_kwargs = _plain((args, kwargs or {}), beside)
+        used_on = None if first is None else held_of_memory(first.base)
+        plain_args, plain_kwargs = _plain((args, kwargs or {}), used_on)
         with torch._C.DisableTorchFunction():
             result = function(*plain_args, **plain_kwargs)
         name = getattr(function, "__name__", "")
@@ -91,15 +91,15 @@ class Picked(torch.Tensor):
         return first
 
 
-def _plain(x: Any, beside: Held | None) -> Any:
+def _plain(x: Any, used_on: Held | None) -> Any:
     """The whole plain tensor. What is computed of a weight in rank order (`bias > 0`) lies as what it is used on."""
     if isinstance(x, Picked):
         return x.as_subclass(torch.Tensor)  # the same memory
     if not isinstance(x, DTensor):
-        return changed_inside(x, partial(_plain, beside=beside))
+        return changed_inside(x, partial(_plain, used_on=used_on))
     held, dim = held_of_memory(x), getattr(x.placements[-1], "dim", None)
-    if held is None and dim is not None and beside is not None and x.shape[dim] == sum(beside.room):
-        held = replace(beside, dim=dim)
+    if held is None and dim is not None and used_on is not None and x.shape[dim] == sum(used_on.room):
+        held = replace(used_on, dim=dim)
     return whole_tensor(x, held)
 
 
