@@ -157,7 +157,7 @@ class SetToSet(Graph):
         return self.out(q)
 
 
-@case(call(N, G), tp=BOTH, inputs={"x": N, "graph": G})
+@case(call(N, G), tp=BOTH, inputs={"x": N, "graph": G}, allowed=HOSTILE)
 class TopNodes(Graph):
     """The nodes of the highest scores are kept, and gated by them."""
 
@@ -172,7 +172,7 @@ class TopNodes(Graph):
         return self.out(h[top.indices] * top.values.sigmoid()[:, None]), graph[top.indices]
 
 
-@case(call(N, G), tp=BOTH, inputs={"x": N, "graph": G})
+@case(call(N, G), tp=BOTH, inputs={"x": N, "graph": G}, allowed=HOSTILE)
 class NormOfGraph(Graph):
     """GraphNorm: each unit over the nodes of its graph, with a learned share of the mean."""
 
@@ -188,7 +188,7 @@ class NormOfGraph(Graph):
         return self.out((self.scale * h / (spread + 1e-5).sqrt()).relu())
 
 
-@case(call(N), tp=BOTH, inputs={"x": N})
+@case(call(N), tp=BOTH, inputs={"x": N}, allowed=HOSTILE)
 class PairNorm(Graph):
     """All nodes and all units are scaled by one number."""
 
@@ -198,7 +198,7 @@ class PairNorm(Graph):
         return self.out(h / (1e-6 + h.pow(2).sum(1).mean()).sqrt())
 
 
-@case(call(N), tp=BOTH, inputs={"x": N})
+@case(call(N), tp=BOTH, inputs={"x": N}, allowed=HOSTILE)
 class NearestNeighbours(Graph):
     """DGCNN: edges to the nearest in the space of hidden units, the largest message."""
 

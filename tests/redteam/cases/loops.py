@@ -320,14 +320,6 @@ def Compiled(m, ids, labels):
     return loss.detach(), m(ids)
 
 
-@partial(loop, options={"gather_logits": True})
-def CompiledGathered(m, ids, labels):
-    compiled = torch.compile(m, backend="eager")
-    loss = loss_of(compiled, ids, labels)
-    loss.backward()
-    return loss.detach(), m(ids)
-
-
 @hostile
 def AdapterPutIn(m, ids, labels):
     """LoRA by hand, after sharding: a layer is wrapped."""
