@@ -326,6 +326,11 @@ TORCH.extend(
             ),
         ),
         (
+            "torch.ops.aten._local_scalar_dense",
+            "Python asks a tensor for a number by it",
+            lambda: torch.ops.aten._local_scalar_dense(torch.ones(())) == 1,
+        ),
+        (
             "torch.ops.aten._is_any_true",
             "torch looks for NaN in gradients by it, and DTensor does not know it",
             lambda: bool(torch.ops.aten._is_any_true.default(torch.tensor([True, False]))),

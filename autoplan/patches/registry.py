@@ -11,17 +11,26 @@ from autoplan.patches.classes import CLASSES, UNCACHED, UNSCRIPTED
 from autoplan.patches.kernels import KERNEL_GUARDS, KERNEL_STAND_INS, REFERENCE_PATH, UNPACKED
 from autoplan.patches.patched import Patch
 from autoplan.patches.seeding import DOUBLE_PRECISION, SEEDING
-from autoplan.patches.sharding_rules import COMPILED_LOSS, SHARDING_RULES, UNTRACED_LOGITS
+from autoplan.patches.sharding_rules import COMPILED_LOSS, OPS_BY_WHOLE, SHARDING_RULES, UNTRACED_LOGITS
 from autoplan.patches.simulated_ranks import GENERATOR, HOST_GENERATORS, PROCESS_GROUP, RANK_BACKEND, WORLD
-from autoplan.patches.tensors import FULL_STATE_DICTS, OPTIMIZERS, PARAMETER_DATA, SAFETENSORS_STORAGE, TOTAL_NORM
+from autoplan.patches.tensors import (
+    FULL_STATE_DICTS,
+    OPTIMIZERS,
+    PARAMETER_DATA,
+    PICKED_ROWS,
+    SAFETENSORS_STORAGE,
+    TOTAL_NORM,
+)
 
 PATCHES: tuple[Patch, ...] = (
     OPTIMIZERS,
     TOTAL_NORM,
     PARAMETER_DATA,
+    PICKED_ROWS,
     FULL_STATE_DICTS,
     SAFETENSORS_STORAGE,
     SHARDING_RULES,
+    OPS_BY_WHOLE,
     COMPILED_LOSS,
     UNTRACED_LOGITS,
     CLASSES,

@@ -93,6 +93,68 @@ SHARDING_RULES = Patch(
 )
 
 
+# Ops of which a DTensor answers for one rank's part: numbers for Python, and random draws in place.
+#
+# It reads a rank's own number where others have theirs (`float(gradient.norm())`), and on CPUs draws the same numbers
+# for the parts of all ranks.
+
+Handler = Callable[[Any, Any, Any], Any]  # an op, its arguments
+
+
+def numbers_and_draws(number: Handler, draw: Handler, patch: Patch | None = None) -> Hold:
+    """Until the hold is released, `number` answers for a number in a DTensor that is cut, and `draw` draws in place."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    drawing = (Registered(handlers, op, draw) for op in _DRAWS)
+    return hold(patch or OPS_BY_WHOLE, (Registered(handlers, _NUMBER, number), *drawing))
+
+
+def answered_by_torch(op: Any, args: Any, kwargs: Any) -> Any:
+    """What torch does for it, from within a handler."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = handler
+
+
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+_DRAWS = (
+    torch.ops.aten.uniform_.default,
+    torch.ops.aten.normal_.default,
+    torch.ops.aten.bernoulli_.float,
+    torch.ops.aten.exponential_.default,
+)
+
+
+def _ops_by_whole_canary() -> bool:
+    """Does DTensor have such handlers, and no handlers of its own for these ops?"""
+    apart = replace(OPS_BY_WHOLE, name="canary of ops by the whole")  # sharded models may hold the patch itself
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    before = dict(handlers)
+
+    def answer(op: Any, args: Any, kwargs: Any) -> Any:
+        return op
+
+    held = numbers_and_draws(answer, answer, apart)
+    try:
+        inside = all(handlers.get(op) is answer or op in before for op in (_NUMBER, *_DRAWS))
+    finally:
+        held.release()
+    return inside and dict(handlers) == before
+
+
+OPS_BY_WHOLE = Patch(
+    name="ops by the whole",
+    replaces="entries of DTensor._op_dispatcher._custom_op_handlers",
+    why="a DTensor that is cut gives Python a rank's own number, and draws the same numbers for the parts of all ranks",
+    scope="while a model that `parallelize` has split lives, or one of its parameters",
+    undone="taken out when the last such model is collected or undone",
+    where="autoplan/execute/parameters/optimizer.py",
+    canary=_ops_by_whole_canary,
+)
+
+
 # Split logits in compiled code: `nn.CrossEntropyLoss` that it makes and calls, and logits that come from outside.
 #
 # torch's compiler puts the function in its place, and hands it the tensors past what their classes say of it. Logits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -122,14 +122,17 @@ OPTIMIZERS = Patch(
 _PLAIN: Any = torch.Tensor.data
 
 
-def data_assigned(assign: Callable[[DTensor, Any], bool], patch: Patch | None = None) -> Hold:
-    """Until the hold is released, `assign` carries out `x.data = y` of DTensors; where it says False, torch does."""
+def data_assigned(
+    assign: Callable[[DTensor, Any], bool], read: Callable[[DTensor, Any], Any], patch: Patch | None = None
+) -> Hold:
+    """Until the hold is released, `assign` carries out `x.data = y` of DTensors; where it says False, torch does.
+    `read` is given a DTensor and its data, and returns that."""
 
     def write(self: DTensor, value: Any) -> None:
         if not assign(self, value):
             _PLAIN.__set__(self, value)
 
-    made = property(_PLAIN.__get__, write)
+    made = property(lambda self: read(self, _PLAIN.__get__(self)), write)
     return hold(patch or PARAMETER_DATA, [Place(DTensor, "data", lambda _: made, inherited=True)])
 
 
@@ -143,14 +146,20 @@ def _parameter_data_canary() -> bool:
         seen.append(value)
         return True
 
-    held = data_assigned(assign, apart)
+    def read(x: DTensor, data: Any) -> Any:
+        seen.append(float(data))
+        return data
+
+    held = data_assigned(assign, read, apart)
     try:
         DTensor.data.__set__(torch.ones(2), 3)
+        DTensor.data.__get__(torch.ones(()))
     finally:
         held.release()
     plain = torch.ones(2)
     _PLAIN.__set__(plain, torch.zeros(2))
-    return seen == [3] and vars(DTensor).get("data") is before and not plain.any() and not _PLAIN.__get__(plain).any()
+    found = seen == [3, 1] and vars(DTensor).get("data") is before
+    return found and not plain.any() and not _PLAIN.__get__(plain).any()
 
 
 PARAMETER_DATA = Patch(
@@ -161,6 +170,66 @@ PARAMETER_DATA = Patch(
     undone="taken away when the last such model is collected or undone",
     where="autoplan/execute/parameters/optimizer.py",
     canary=_parameter_data_canary,
+)
+
+
+# Rows and pieces of parameters that lie on ranks: `weight[3]`, `weight[3] = 0`, `bias.chunk(4)`.
+#
+# DTensor copies what is picked along a dim that is cut, so what is written into it is lost without a word, and has no
+# rule to set rows. And the sum in a penalty cannot be added to a loss: its gradient would meet plain tensors.
+
+_PICKS = ("__getitem__", "chunk", "diagonal", "narrow", "select", "split", "unbind")
+_TOTALS = ("mean", "norm", "sum")
+_METHODS = ("__setitem__", *_PICKS, *_TOTALS)
+
+
+def picked(
+    pick: Callable[..., Any], set_item: Callable[..., Any], total: Callable[..., Any], patch: Patch | None = None
+) -> Hold:
+    """Until the hold is released, they are given torch's method and what it is called with, for a DTensor."""
+
+    def places() -> Iterator[Place]:
+        for name in _METHODS:
+            plain = getattr(torch.Tensor, name)
+            function = set_item if name == "__setitem__" else pick if name in _PICKS else total
+            made = functools.partialmethod(_handed_on, function, plain)
+            yield Place(DTensor, name, lambda _, made=made: made, inherited=True)  # type: ignore[misc]
+
+    return hold(patch or PICKED_ROWS, places())
+
+
+def _handed_on(x: DTensor, function: Callable[..., Any], plain: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(plain, x, *args, **kwargs)
+
+
+def _picked_rows_canary() -> bool:
+    """Does a DTensor inherit these methods from Tensor?"""
+    apart = replace(PICKED_ROWS, name="canary of picked rows")  # sharded models may hold the patch itself
+    before = {name: vars(DTensor).get(name) for name in _METHODS}
+    seen: list[Any] = []
+
+    def told(plain: Any, x: Any, *args: Any) -> None:
+        seen.append((plain.__name__, *args))
+
+    held = picked(told, told, told, apart)
+    made: Any = DTensor.__new__  # methods are asked of the class: no ranks are needed
+    try:
+        for name in _METHODS:
+            vars(DTensor)[name].__get__(made, DTensor)(1)
+    finally:
+        held.release()
+    return seen == [(name, 1) for name in before] and before == {name: vars(DTensor).get(name) for name in before}
+
+
+PICKED_ROWS = Patch(
+    name="picked rows",
+    replaces="__getitem__, __setitem__, chunk, diagonal, mean, narrow, norm, select, split, sum and unbind of "
+    "torch.distributed.tensor.DTensor",
+    why="what is written into rows of a parameter that lies on ranks is lost, and a penalty cannot be added to a loss",
+    scope="while a model that `parallelize` has split lives, or one of its parameters",
+    undone="taken away when the last such model is collected or undone",
+    where="autoplan/execute/parameters/optimizer.py",
+    canary=_picked_rows_canary,
 )
 
 

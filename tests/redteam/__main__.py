@@ -43,10 +43,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("patterns", nargs="*", help='ids such as "flags/*@tp2"')
     parser.add_argument("--verify", choices=("wrong", "all", "no"), default="wrong", help="whom verify is asked about")
+    parser.add_argument("--setting", help='one for all, whatever is written at the cases: "cp2", "tp2+sp", "tp2+cp2"')
     parser.add_argument("--out", help="a file of JSON lines")
     asked = parser.parse_args()
     names = [name for case in CASES.values() for name in case.ids()]
     names = [name for name in names if not asked.patterns or any(fnmatch(name, p) for p in asked.patterns)]
+    if asked.setting:
+        names = list(dict.fromkeys(f"{name.partition('@')[0]}@{asked.setting}" for name in names))
     outcomes = []
     for one in run_all(names, asked.verify):
         outcomes.append(one)

@@ -30,13 +30,29 @@ class Call:
 
 @dataclass(frozen=True)
 class Setting:
-    """A size of the mesh, and whether the stream is cut along the sequence too."""
+    """Sizes of the mesh, and whether the stream is cut along the sequence too: "tp2", "tp4+sp", "cp2", "tp2+cp2"."""
 
     tp: int = 2
     sequence: bool = False
+    cp: int = 1
+
+    @classmethod
+    def parse(cls, told: str) -> Setting:
+        sizes = {part[:2]: int(part[2:]) for part in told.split("+") if part != "sp"}
+        return cls(sizes.get("tp", 1), "sp" in told.split("+"), sizes.get("cp", 1))
 
     def __str__(self) -> str:
-        return f"tp{self.tp}" + ("+sp" if self.sequence else "")
+        sizes = [f"{name}{size}" for name, size in (("tp", self.tp), ("cp", self.cp)) if size > 1]
+        return "+".join([*sizes, "sp"] if self.sequence else sizes)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Its dims, outermost first."""
+        return {name: size for name, size in (("cp", self.cp), ("tp", self.tp)) if size > 1}
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.cp
 
 
 @dataclass(frozen=True)
@@ -80,15 +96,20 @@ def call(*args: Any, **kwargs: Any) -> Call:
 
 
 def case(
-    *calls: Call, tp: int | tuple[int, ...] = 2, sequence: bool | None = False, **options: Any
+    *calls: Call,
+    tp: int | tuple[int, ...] = 2,
+    sequence: bool | None = False,
+    cp: int | None = None,
+    **options: Any,
 ) -> Callable[..., Any]:
     """Register the decorated class or function, which builds the model, as a case of its file's class.
 
-    `sequence`: True: with sequence parallelism; None: with and without it.
+    `sequence`: True: with sequence parallelism; None: with and without it. `cp`: with context parallelism too.
     """
     sizes = (tp,) if isinstance(tp, int) else tp
     kinds = (False, True) if sequence is None else (sequence,)
     settings = tuple(Setting(size, kind) for size in sizes for kind in kinds)
+    settings += (Setting(1, cp=cp),) if cp else ()
 
     def register(build: Any) -> Any:
         kind = build.__module__.rpartition(".")[2]

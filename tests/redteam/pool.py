@@ -81,8 +81,8 @@ def pools() -> Iterator[dict[int, Pool]]:
 
 def run_all(names: Iterable[str], verify: str = "wrong") -> Iterator[Outcome]:
     with pools() as ranks:
-        for name in sorted(names, key=lambda name: setting_of(name)[1].tp):
-            yield ranks[setting_of(name)[1].tp].run(name, verify=verify)
+        for name in sorted(names, key=lambda name: setting_of(name)[1].ranks):
+            yield ranks[setting_of(name)[1].ranks].run(name, verify=verify)
 
 
 def _over_ranks(name: str, answers: dict[int, Outcome], ranks: int) -> Outcome:

@@ -67,8 +67,7 @@ class Outcome:
 def setting_of(name: str) -> tuple[Case, Setting]:
     """The case and the setting that an id such as "flags/Norm@tp2+sp" means."""
     stem, _, told = name.partition("@")
-    case = CASES[stem]
-    return case, next(setting for setting in case.settings if str(setting) == told)
+    return CASES[stem], Setting.parse(told)
 
 
 def judge(name: str, rank: int, store: str, fault: str = "", verify: str = "wrong") -> Outcome:
@@ -82,8 +81,8 @@ def judge(name: str, rank: int, store: str, fault: str = "", verify: str = "wron
     dist.init_process_group(
         "gloo",
         rank=rank,
-        world_size=setting.tp,
-        store=dist.FileStore(store, setting.tp),
+        world_size=setting.ranks,
+        store=dist.FileStore(store, setting.ranks),
         timeout=timedelta(seconds=_GROUP_SECONDS),
     )
     try:
@@ -106,7 +105,7 @@ def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: s
         made = _plan(case, setting)
         proven = made.proof.ok if hasattr(made, "proof") else None
         where = "parallelize"
-        mesh = init_device_mesh("cpu", (setting.tp,), mesh_dim_names=("tp",))
+        mesh = init_device_mesh("cpu", tuple(setting.mesh.values()), mesh_dim_names=tuple(setting.mesh))
         unguarded = {"path_guard": "off"} if fault else {}  # a planted fault is code that the plan never saw
         sharded = autoplan.parallelize(build(case), mesh, made, **case.options, **unguarded)
         split = sum(isinstance(p, DTensor) and not p.placements[0].is_replicate() for p in sharded.parameters())
@@ -123,13 +122,14 @@ def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: s
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}"
         return Outcome(name, "raw", 0.0, where, text, proven, None, split)
     kind = "wrong" if worst > case.tolerance else "exact"
-    idle = not split or (setting.sequence and not made.sequence_parallel)
+    idle = not (split or setting.tp == 1) or (setting.sequence and not made.sequence_parallel)
     left = _changed(before, _surroundings())
     return Outcome(name, kind, worst, at, "", proven, None, split, idle, surroundings=left)
 
 
 def _plan(case: Case, setting: Setting, **more: Any) -> autoplan.Plan:
-    wishes = {"tp_size": setting.tp, "sequence_parallel": setting.sequence, "inputs": case.inputs} | more
+    sizes = {"tp_size": setting.tp, "cp_size": setting.cp, "sequence_parallel": setting.sequence}
+    wishes = sizes | {"inputs": case.inputs} | more
     if case.plan_for is None:
         return autoplan.plan(build(case), **wishes)
     other = build(case, case.plan_for)

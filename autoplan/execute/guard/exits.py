@@ -126,7 +126,10 @@ class Kept:
 
     def hold(self, model: nn.Module) -> None:
         """No code of the model runs from now on."""
+        there = dict(model.named_modules()) if self.places else {}  # some may have been taken out
         for name, kind, attribute in dict.fromkeys(place[:3] for place in self.places):
+            if kind not in self.around and name not in there:
+                continue
             state = model.get_submodule(name)._buffers if kind == _BUFFERS else self._state(model, name, kind)
             for path, where, under, own in list(_slots(state, attribute, ())) if attribute in state else ():
                 words = self.places.get((name, kind, attribute, path))

@@ -192,10 +192,13 @@ class PathGuard:
         return any(module not in self.planned for module in self.model.modules())
 
     def _note_counts(self) -> None:
-        for name, attribute in self.edited if self.compares else ():
-            module = self.model.get_submodule(name)
+        modules = dict(self.model.named_modules()) if self.edited and self.compares else {}
+        for name, attribute in self.edited:
+            module = modules.get(name)
+            if module is None:
+                continue
             holder, _, key = attribute.rpartition(".")
-            state = vars(vars(module)[holder]) if holder else vars(module)
+            state: dict[str, Any] = vars(vars(module)[holder] if holder else module)
             self.counts.append((state, key, state.get(key), f"{name}.{attribute}".lstrip(".")))
 
     def _check_counts(self) -> None:

@@ -64,8 +64,9 @@ class Watch(Tracer):
         self.guard, self.marks = guard, Marks()
         self.know(guard.model)
         self.counts: dict[int, set[str]] = {}
+        modules = dict(guard.model.named_modules()) if guard.edited else {}  # some may have been taken out
         for name, attribute in guard.edited:
-            self.counts.setdefault(id(guard.model.get_submodule(name)), set()).add(attribute)
+            self.counts.setdefault(id(modules.get(name)), set()).add(attribute)
         self.strays: dict[str, None] = {}
         self.exits: dict[str, str] = {}  # sentences, with hints
         self.escaping: dict[int, tuple[torch.Tensor, str]] = {}  # whole values that a hook was given, and its words

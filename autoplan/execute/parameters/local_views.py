@@ -86,7 +86,7 @@ def _held_view(parameter: Any, held: Held | None) -> Any:
     return part_of_sum(local, held.group.size) if held.divide and held.group.size > 1 else local
 
 
-def _whole_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tensor | None:
+def whole_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tensor | None:
     """The whole tensor, for code that computes the same with it on every rank of tp."""
     if not isinstance(parameter, DTensor) or held is None:
         return parameter
@@ -368,7 +368,7 @@ def _parameter_property(name: str, computed: Any = None) -> property:
             return computed.fget(self)
         held = record.parameters.get(name)
         if record.reading.new_forward and not torch.compiler.is_compiling() and _is_read_by_a_new_forward(self):
-            return _whole_view(parameters[name], held)
+            return whole_view(parameters[name], held)
         if not torch._C._is_torch_function_mode_enabled():
             return local_view(parameters[name], held, record.reading.summed)
         with torch._C.DisableTorchFunction():  # a scoped function mode counts the module's calls, not ours

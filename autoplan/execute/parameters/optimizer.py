@@ -17,9 +17,17 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.execute.collectives import index_of
 from autoplan.execute.parameters.held import Held, Mark, held_by, held_parameters, mark_of
+from autoplan.execute.parameters.picked import draw, note_marked, number_in, pick, set_item, total, with_mark
 from autoplan.execute.parameters.state_dict import as_held, in_checkpoint_order
-from autoplan.patches.sharding_rules import asked_of_all, heard_by_classes
-from autoplan.patches.tensors import data_assigned, left_whole, norm_of, told_of_new_optimizers, told_of_stored
+from autoplan.patches.sharding_rules import asked_of_all, heard_by_classes, numbers_and_draws
+from autoplan.patches.tensors import (
+    data_assigned,
+    left_whole,
+    norm_of,
+    picked,
+    told_of_new_optimizers,
+    told_of_stored,
+)
 
 # Rows of a gradient that several ranks hold, each counted once: by us, and by torch's own norms.
 #
@@ -300,7 +308,9 @@ class _Following:
         self.holds = (
             told_of_new_optimizers(follow),
             norm_of(count_once),
-            data_assigned(_assigned),
+            data_assigned(_assigned, with_mark),
+            picked(pick, set_item, total),
+            numbers_and_draws(number_in, draw),
             left_whole(_lies_otherwise),
             told_of_stored(_refuse_stored),
             heard_by_classes(),
@@ -326,6 +336,7 @@ def mark_parameters(model: nn.Module) -> None:
             Mark(held, following).put(parameter)
     if following is None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         asked_of_all().until_gone(model)  # FSDP2 alone has cut it
+    note_marked(model)
     note_repeating(model)
 
 
