@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from corpus.toys import GOOD, Attention, FusedAttention, decoder
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
+from transformers import LlamaConfig
 from wrong_plans import DIALECTS, MUTATIONS, SEQUENCE_MUTATIONS, Mutation, as_torch, sequence_plan, wrong_plan
 
 import autoplan
@@ -123,6 +124,12 @@ def without_instruction(plan: Plan, kind: type, name: str) -> Plan:
     return replace(plan, runtime=replace(plan.runtime, instructions=kept))
 
 
+def doubled(plan: Plan, kind: type) -> Plan:
+    """The first instruction of a kind is there twice."""
+    again = replace(plan.runtime.of(kind)[0])
+    return replace(plan, runtime=replace(plan.runtime, instructions=(*plan.runtime.instructions, again)))
+
+
 def with_rule(plan: Plan, name: str, **changes: Any) -> Plan:
     rules = tuple(replace(rule, **changes) if name in rule.pattern else rule for rule in plan.runtime.parameters)
     assert rules != plan.runtime.parameters
@@ -140,6 +147,7 @@ def with_rule(plan: Plan, name: str, **changes: Any) -> Plan:
             lambda plan: without_instruction(plan, IntegerEdit, ""), "attn", id="count", marks=pytest.mark.slow
         ),
         pytest.param(lambda plan: without_instruction(plan, AllReduce, "w2"), "w2", id="sum", marks=pytest.mark.slow),
+        pytest.param(lambda plan: doubled(plan, AllReduce), "o_proj", id="twice"),
     ],
 )
 def test_a_plan_file_that_was_spoiled(spoil: Callable[[Plan], Plan], cause: str) -> None:
@@ -147,6 +155,17 @@ def test_a_plan_file_that_was_spoiled(spoil: Callable[[Plan], Plan], cause: str)
     report = autoplan.audit(model, spoil(autoplan.plan(model, tp_size=2, prove="none")), 2)
     assert not report.ok and cause in report.findings[0].where, report
     assert autoplan.audit(model, report.fixed, 2).ok
+
+
+def test_an_edited_plan_that_cannot_be_tried_is_an_error() -> None:
+    """The tiny clone has other sizes than the model, so its numbers say nothing; `parallelize` refuses the plan."""
+    config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=16)
+    right = autoplan.plan(config, 2, prove="none")
+    assert autoplan.audit(config, right, 2).ok
+    report = autoplan.audit(config, without_instruction(right, AllReduce, "down_proj"), 2)
+    assert not report.ok and "down_proj" in report.findings[0].where, report
+    assert report.findings[0].hint.startswith("add {do: AllReduce,")
+    assert report.fixed.runtime == right.runtime and autoplan.audit(config, report.fixed, 2).ok
 
 
 WRONG = wrong_plan(next(m for m in MUTATIONS if m.name == "o_proj the other way"), "torch")

@@ -36,7 +36,7 @@ class Change:
     """One row to change: `names` get `new` (None: no row) in place of `old`. `key`: the row that reaches them now.
 
     `patterns` are the names as few patterns; `renames`: the new row has the value of a key that matches nothing;
-    `covered`: another row says so already, once this one is gone.
+    `covered`: keys of other rows, which say so already, once this one is gone.
     """
 
     names: tuple[str, ...]
@@ -45,7 +45,7 @@ class Change:
     new: Any
     key: Any = None
     renames: Any = None
-    covered: Any = None
+    covered: tuple[Any, ...] = ()
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -88,9 +88,9 @@ def changed(rows: Iterable[PlanRow], changes: Iterable[Change], subject: Audited
     for change in changes:
         if change.renames is not None:
             result = [row for row in result if row.key != change.renames]
-        done = change.covered is not None
+        done = bool(change.covered)
         for row in list(result):
-            if done and row.key == change.covered:
+            if row.key in change.covered:
                 continue
             common = set(row.names) & set(change.names)
             if not common:
@@ -110,21 +110,34 @@ def changed(rows: Iterable[PlanRow], changes: Iterable[Change], subject: Audited
     return tuple(result)
 
 
-def covered_by(rows: Iterable[PlanRow], change: Change, subject: Audited, dialect: Dialect) -> Any:
+def covered_by(rows: Iterable[PlanRow], change: Change, subject: Audited, dialect: Dialect) -> tuple[Any, ...]:
     """The key of another row that means all of these names, and says of them what the change wants."""
     if change.new is None or change.key is None:
-        return None
+        return ()
     return next(
         (
-            row.key
+            (row.key,)
             for row in rows
             if row.key != change.key
             and isinstance(row.key, str)
             and dialect.key_of(row.value) == dialect.key_of(change.new)
             and all(subject.plan.reaches(Line(row.key, "", ""), name) for name in change.names)
         ),
-        None,
+        (),
     )
+
+
+def overlapping(rows: Iterable[PlanRow], subject: Audited) -> tuple[Change, ...]:
+    """Of rows that mean the same modules (torch applies them all), the wider ones without these."""
+    rows, known = tuple(rows), [*subject.modules, *subject.parameters]
+    changes = []
+    for row in rows:
+        narrower = [other for other in rows if len(other.names) < len(row.names) and set(other.names) & set(row.names)]
+        names = tuple(name for name in row.names if any(name in other.names for other in narrower))
+        if names:
+            keys = tuple(other.key for other in narrower)
+            changes.append(Change(names, fold_names(names, known), row.value, None, row.key, covered=keys))
+    return tuple(changes)
 
 
 def _means(pattern: str, name: str) -> bool:
