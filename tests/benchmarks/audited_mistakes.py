@@ -128,10 +128,9 @@ def one_plan(model: Model, dialect: str, options: Any, counts: Counter[str], end
         counts["exact" if marks[0] == "exact," else "wrong"] += 1
         counts.update(marks)
         good = outcome in ("rejected cause words fixed", "exact, said", "exact, silent")
+        mark = "ok " if good else "BAD"
         causes = "" if good else f" {mistake.causes[0][:3]}"
-        print(
-            f"{'ok ' if good else 'BAD'} {model.name:12} {dialect:10} {mistake.kind:28} {outcome:30} {took:5.1f}s{causes}"
-        )
+        print(f"{mark} {model.name:12} {dialect:10} {mistake.kind:28} {outcome:30} {took:5.1f}s{causes}")
         print("" if good else f"      {said}\n", end="", flush=True)
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus.toys import GOOD, Attention, FusedAttention, decoder
+import torch
+from corpus.toys import GOOD, MLP, Attention, FusedAttention, decoder
+from torch import nn
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 from transformers import LlamaConfig
 from wrong_plans import DIALECTS, MUTATIONS, SEQUENCE_MUTATIONS, Mutation, as_torch, sequence_plan, wrong_plan
@@ -122,6 +124,26 @@ def without_instruction(plan: Plan, kind: type, name: str) -> Plan:
     kept = tuple(i for i in plan.runtime.instructions if not (isinstance(i, kind) and name in i.pattern))
     assert kept != plan.runtime.instructions
     return replace(plan, runtime=replace(plan.runtime, instructions=kept))
+
+
+class Inside(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_a_row_for_modules_of_one_layer_has_no_layer_number() -> None:
+    """transformers looks up every number as `*`: a key with one in it would match nothing."""
+    model = decoder()
+    model.layers[1].mlp = Inside(model.layers[1].mlp)
+    right = {**GOOD, **{key.replace("mlp.", "mlp.inner."): style for key, style in MLP.items()}}
+    wrong = {key: style for key, style in right.items() if key != "layers.*.mlp.inner.w3"}
+    report = autoplan.audit(model, wrong, 2)
+    assert report.findings[0].about == ("layers.*.mlp.inner.w3",), report
+    assert report.fixed == right
 
 
 def doubled(plan: Plan, kind: type) -> Plan:

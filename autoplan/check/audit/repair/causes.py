@@ -220,6 +220,12 @@ def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
             fixes = [f"remove one of {text}" if text in needed else f"remove {text}" for text in extra[:1]]
             fixes += [f"add {text}" for text in missing[:1]]
             apart[name] = Difference("; ".join(parts), "; ".join(fixes))
+    for field in ("random", "random_whole", "draws"):
+        drawn, wanted = (getattr(p.runtime, field) for p in (plan, other))
+        if drawn != wanted:
+            rows = [_row({field: value}) for value in (drawn, wanted)]
+            text = f"random numbers are drawn otherwise than the split needs: the plan has {rows[0]}"
+            apart[f"runtime.{field}"] = Difference(text, f"write {rows[1]}")
     return apart
 
 
@@ -239,7 +245,8 @@ def with_differences(subject: Audited, findings: Sequence[Finding], other: Plan)
         groups.setdefault(difference, []).append(name)
     causes = []
     for difference, names in groups.items():
-        places, proof = subject.patterns(names), subject.proof(names)
+        known = [name for name in names if name in subject.modules or name in subject.parameters]
+        places, proof = subject.patterns(known) or tuple(names), subject.proof(names)
         causes.append(
             Finding("runtime", "error", few(places), difference.text, difference.fix, 0, proof, places=places)
         )

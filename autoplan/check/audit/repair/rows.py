@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pprint import pformat
@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from autoplan.check.audit.lines import Line, read_foreign
+from autoplan.check.audit.lines import Line, numbers_starred, read_foreign
 from autoplan.check.audit.repair.dialects import LAYOUTS, DeepSpeed, Dialect, dialect_of
 from autoplan.check.audit.subject import Audited
 from autoplan.common.errors import AutoplanError
@@ -81,10 +81,16 @@ def rows_of(subject: Audited, dialect: Dialect) -> tuple[PlanRow, ...]:
     return tuple(PlanRow(key, subject.plan.raw[key], tuple(found)) for key, found in reached.items())
 
 
+def patterns_of(subject: Audited, names: Sequence[str]) -> tuple[str, ...]:
+    """Modules and parameters as few keys; where a dialect knows no layer numbers, with none."""
+    if subject.plan.dialect == "transformers":
+        return tuple(dict.fromkeys(map(numbers_starred, names)))
+    return tuple(fold_names(names, [*subject.modules, *subject.parameters]))
+
+
 def changed(rows: Iterable[PlanRow], changes: Iterable[Change], subject: Audited) -> tuple[PlanRow, ...]:
     """The rows with these changes. A row that says more than what changes is written out for the rest of it."""
     result = list(rows)
-    universe = [*subject.modules, *subject.parameters]
     for change in changes:
         if change.renames is not None:
             result = [row for row in result if row.key != change.renames]
@@ -103,7 +109,7 @@ def changed(rows: Iterable[PlanRow], changes: Iterable[Change], subject: Audited
                 new = [PlanRow(key, change.new, change.names)] if key is not None else _new(change)
                 done = True
             kept = [PlanRow(p, row.value, tuple(n for n in rest if starred(n) == starred(p) and _means(p, n)))
-                    for p in fold_names(rest, universe)]  # fmt: skip
+                    for p in patterns_of(subject, rest)]  # fmt: skip
             result[place : place + 1] = [*new, *kept]
         if not done and change.new is not None:
             result += _new(change)
@@ -129,14 +135,14 @@ def covered_by(rows: Iterable[PlanRow], change: Change, subject: Audited, dialec
 
 def overlapping(rows: Iterable[PlanRow], subject: Audited) -> tuple[Change, ...]:
     """Of rows that mean the same modules (torch applies them all), the wider ones without these."""
-    rows, known = tuple(rows), [*subject.modules, *subject.parameters]
+    rows = tuple(rows)
     changes = []
     for row in rows:
         narrower = [other for other in rows if len(other.names) < len(row.names) and set(other.names) & set(row.names)]
         names = tuple(name for name in row.names if any(name in other.names for other in narrower))
         if names:
             keys = tuple(other.key for other in narrower)
-            changes.append(Change(names, fold_names(names, known), row.value, None, row.key, covered=keys))
+            changes.append(Change(names, patterns_of(subject, names), row.value, None, row.key, covered=keys))
     return tuple(changes)
 
 

@@ -23,6 +23,7 @@ from autoplan.check.audit.repair.rows import (
     covered_by,
     effective_key,
     overlapping,
+    patterns_of,
     plain_key,
     rows_of,
 )
@@ -213,8 +214,7 @@ def _change(subject: Audited, part: Part, name: str, value: Any) -> Change:
     names = tuple(full for full in part.names(name) if full in known)
     if part.container == "" and part.places == ("",):
         names = tuple(full for full in known if starred(full) == name)
-    universe = list(subject.parameters if name in map(starred, subject.parameters) else subject.modules)
-    return Change(names, fold_names(names, universe), part.says.get(name), value)
+    return Change(names, patterns_of(subject, names), part.says.get(name), value)
 
 
 def _as_written(
@@ -262,8 +262,7 @@ def _renamed(
             names = [name for name in known if close and starred(name) == starred(close[0])]
         if names and not taken & set(names):
             taken |= set(names)
-            patterns = fold_names(names, known)
-            result.append((Change(tuple(names), patterns, None, row.value, None, row.key),))
+            result.append((Change(tuple(names), patterns_of(subject, names), None, row.value, None, row.key),))
     return result
 
 
