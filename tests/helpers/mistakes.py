@@ -185,7 +185,14 @@ class Maker:
     def with_value(self, key: str | None, value: Any, *, kind: str) -> Iterator[Mistake]:
         """One row says something else."""
         if key is not None and value is not None:
-            yield Mistake(kind, self.right.written({**self.right.rows, key: value}), ((key,),))
+            either = self.other_end(key) if "missing" in kind else ()
+            yield Mistake(kind, self.right.written({**self.right.rows, key: value}), ((key, *either),))
+
+    def other_end(self, key: str) -> tuple[str, ...]:
+        """The one other row of a container of two: where a whole value meets a split one, either may be the mistake."""
+        home = key.rpartition(".")[0]
+        others = tuple(k for k in self.right.says if k.rpartition(".")[0] == home and k != key)
+        return others if len(others) == 1 else ()
 
     def without(self, *keys: str | None, kind: str) -> Iterator[Mistake]:
         """Rows are missing: one mistake."""
@@ -271,8 +278,11 @@ class Maker:
         if norms:
             yield from self.with_value(self.chance.choice(norms), self.right.value("colwise"), kind="norm split")
         free = sorted(linears - set(self.right.says) - set(routers))
-        if free:
-            yield from self.with_value(self.chance.choice(free), self.right.value("colwise"), kind="lone column")
+        value = self.right.value("colwise")
+        if free and value is not None:  # it, or the row that would complete it
+            key = self.chance.choice(free)
+            beside = tuple(sorted(n for n in linears if n.rpartition(".")[0] == key.rpartition(".")[0] and n != key))
+            yield Mistake("lone column", self.right.written({**self.right.rows, key: value}), ((key, *beside),))
 
     def pairs(self) -> Iterator[Mistake]:
         """Two mistakes: two findings."""
