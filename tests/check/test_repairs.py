@@ -5,21 +5,26 @@ Wrong plans are made of right ones (`helpers/wrong_plans.py`). The sample here i
 
 from __future__ import annotations
 
+import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mistakes
 import pytest
 import torch
 from corpus.toys import GOOD, MLP, Attention, FusedAttention, decoder
+from scored_audits import score
 from torch import nn
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 from transformers import LlamaConfig
 from wrong_plans import DIALECTS, MUTATIONS, SEQUENCE_MUTATIONS, Mutation, as_torch, sequence_plan, wrong_plan
 
 import autoplan
+from autoplan.check.audit import audit_source
 from autoplan.cli.app import main
 from autoplan.values import AllReduce, IntegerEdit, Plan, Report, replace
 
@@ -124,6 +129,25 @@ def without_instruction(plan: Plan, kind: type, name: str) -> Plan:
     kept = tuple(i for i in plan.runtime.instructions if not (isinstance(i, kind) and name in i.pattern))
     assert kept != plan.runtime.instructions
     return replace(plan, runtime=replace(plan.runtime, instructions=kept))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", mistakes.DIALECTS)
+def test_mistakes_in_plans_of_real_models(dialect: str) -> None:
+    """Drawn at random; `benchmarks/audited_mistakes.py` makes them all, in more architectures."""
+    marks: Counter[str] = Counter()
+    for name in ("llama", "phi3", "deepseek_v3"):
+        model = mistakes.Model.of(name)
+        right = None if dialect == "plan file" else mistakes.right_plan(model, dialect)
+        if right is None and dialect != "plan file":
+            continue  # it is for decoders in the shape of llama alone
+        made = mistakes.mistakes_in_file(model, 0) if right is None else mistakes.mistakes(model, right, 0)
+        assert audit_source(model.source, model.plan if right is None else right.written(right.rows), 2).ok
+        for mistake in random.Random(name).sample(made, 3):
+            outcome = score(model, dialect, mistake)[0].split()
+            marks.update(["exact"] if outcome[0] == "exact," else ["wrong", *outcome])
+    assert marks["wrong"] and marks["rejected"] == marks["wrong"], marks
+    assert min(marks["cause"], marks["words"], marks["fixed"]) >= 0.9 * marks["wrong"] - 1, marks
 
 
 class Inside(nn.Module):
