@@ -5,18 +5,26 @@ Wrong plans are made of right ones (`helpers/wrong_plans.py`). The sample here i
 
 from __future__ import annotations
 
+import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mistakes
 import pytest
-from corpus.toys import GOOD, Attention, FusedAttention, decoder
+import torch
+from corpus.toys import GOOD, MLP, Attention, FusedAttention, decoder
+from scored_audits import score
+from torch import nn
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
+from transformers import LlamaConfig
 from wrong_plans import DIALECTS, MUTATIONS, SEQUENCE_MUTATIONS, Mutation, as_torch, sequence_plan, wrong_plan
 
 import autoplan
+from autoplan.check.audit import audit_source
 from autoplan.cli.app import main
 from autoplan.values import AllReduce, IntegerEdit, Plan, Report, replace
 
@@ -123,6 +131,51 @@ def without_instruction(plan: Plan, kind: type, name: str) -> Plan:
     return replace(plan, runtime=replace(plan.runtime, instructions=kept))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", mistakes.DIALECTS)
+def test_mistakes_in_plans_of_real_models(dialect: str) -> None:
+    """Drawn at random; `benchmarks/audited_mistakes.py` makes them all, in more architectures."""
+    marks: Counter[str] = Counter()
+    for name in ("llama", "phi3", "deepseek_v3"):
+        model = mistakes.Model.of(name)
+        right = None if dialect == "plan file" else mistakes.right_plan(model, dialect)
+        if right is None and dialect != "plan file":
+            continue  # it is for decoders in the shape of llama alone
+        made = mistakes.mistakes_in_file(model, 0) if right is None else mistakes.mistakes(model, right, 0)
+        assert audit_source(model.source, model.plan if right is None else right.written(right.rows), 2).ok
+        for mistake in random.Random(name).sample(made, 3):
+            outcome = score(model, dialect, mistake)[0].split()
+            marks.update(["exact"] if outcome[0] == "exact," else ["wrong", *outcome])
+    assert marks["wrong"] and marks["rejected"] == marks["wrong"], marks
+    assert min(marks["cause"], marks["words"], marks["fixed"]) >= 0.9 * marks["wrong"] - 1, marks
+
+
+class Inside(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_a_row_for_modules_of_one_layer_has_no_layer_number() -> None:
+    """transformers looks up every number as `*`: a key with one in it would match nothing."""
+    model = decoder()
+    model.layers[1].mlp = Inside(model.layers[1].mlp)
+    right = {**GOOD, **{key.replace("mlp.", "mlp.inner."): style for key, style in MLP.items()}}
+    wrong = {key: style for key, style in right.items() if key != "layers.*.mlp.inner.w3"}
+    report = autoplan.audit(model, wrong, 2)
+    assert report.findings[0].about == ("layers.*.mlp.inner.w3",), report
+    assert report.fixed == right
+
+
+def doubled(plan: Plan, kind: type) -> Plan:
+    """The first instruction of a kind is there twice."""
+    again = replace(plan.runtime.of(kind)[0])
+    return replace(plan, runtime=replace(plan.runtime, instructions=(*plan.runtime.instructions, again)))
+
+
 def with_rule(plan: Plan, name: str, **changes: Any) -> Plan:
     rules = tuple(replace(rule, **changes) if name in rule.pattern else rule for rule in plan.runtime.parameters)
     assert rules != plan.runtime.parameters
@@ -140,6 +193,7 @@ def with_rule(plan: Plan, name: str, **changes: Any) -> Plan:
             lambda plan: without_instruction(plan, IntegerEdit, ""), "attn", id="count", marks=pytest.mark.slow
         ),
         pytest.param(lambda plan: without_instruction(plan, AllReduce, "w2"), "w2", id="sum", marks=pytest.mark.slow),
+        pytest.param(lambda plan: doubled(plan, AllReduce), "o_proj", id="twice"),
     ],
 )
 def test_a_plan_file_that_was_spoiled(spoil: Callable[[Plan], Plan], cause: str) -> None:
@@ -147,6 +201,17 @@ def test_a_plan_file_that_was_spoiled(spoil: Callable[[Plan], Plan], cause: str)
     report = autoplan.audit(model, spoil(autoplan.plan(model, tp_size=2, prove="none")), 2)
     assert not report.ok and cause in report.findings[0].where, report
     assert autoplan.audit(model, report.fixed, 2).ok
+
+
+def test_an_edited_plan_that_cannot_be_tried_is_an_error() -> None:
+    """The tiny clone has other sizes than the model, so its numbers say nothing; `parallelize` refuses the plan."""
+    config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=16)
+    right = autoplan.plan(config, 2, prove="none")
+    assert autoplan.audit(config, right, 2).ok
+    report = autoplan.audit(config, without_instruction(right, AllReduce, "down_proj"), 2)
+    assert not report.ok and "down_proj" in report.findings[0].where, report
+    assert report.findings[0].hint.startswith("add {do: AllReduce,")
+    assert report.fixed.runtime == right.runtime and autoplan.audit(config, report.fixed, 2).ok
 
 
 WRONG = wrong_plan(next(m for m in MUTATIONS if m.name == "o_proj the other way"), "torch")

@@ -152,6 +152,7 @@ def test_what_a_dialect_cannot_say_is_named_with_its_bytes() -> None:
         export(plan_of("llama"), "deepspeed")
     with pytest.raises(ExportError, match="old spelling"):
         to_hf(plan_of("mixtral"), old=True)
+    assert to_hf(plan_of("gpt2"), old=True, drop=True) == {}  # nor the head alone, which is tied to the table
 
 
 def test_packed_segments_for_deepspeed() -> None:

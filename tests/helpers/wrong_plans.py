@@ -101,6 +101,7 @@ MUTATIONS = (
     Mutation("full norms", lambda plan: plan, (f"{A}q_norm", f"{A}k_norm", f"{A}q_proj", f"{A}k_proj"), model=_FULL),
     Mutation("norm cut", having({"norm": "colwise"}), ("norm",), dialects=("transformers",)),
     Mutation("wildcard too wide", having({f"{A}*": "colwise"}), (f"{A}*", f"{A}o_proj"), dialects=("torch",)),
+    Mutation("wildcard among others", moved(f"{A}v_proj", f"{A}*"), (f"{A}*",), dialects=("torch",)),
     Mutation("tied", lambda plan: plan, ("embed", "head"), model=partial(decoder, tied=True), dialects=("torch",)),
     Mutation("unknown word", having({f"{M}w1": "columnwise"}), (f"{M}w1",), dialects=("transformers",)),
 )  # fmt: skip

@@ -23,6 +23,7 @@ from autoplan.common.options import check_count
 from autoplan.common.patterns import fold_names
 from autoplan.decide.plan.chosen import experts_of
 from autoplan.values import Capabilities, Finding, Plan, Report
+from autoplan.values.plan import digest
 
 DEFAULT = Settings()
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -158,6 +159,7 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
         numbers=trial.numbers,
         unproven=trial.reason or "the unsharded model's numbers are NaN",
         right=right,
+        refused=_refused(foreign.plan, right) if run and trial.numbers is None else "",
         ran_at_full_size=trial.full_size,
         extra={"clone": trial.tiny, "thawed": trial.thawed, "captured": captured},
         packed=source.packed(module),
@@ -191,6 +193,15 @@ def _right(source: Any, plan: Plan, module: Any) -> Plan | None:
         return draft_plan(source, wish_of_plan(plan), choices=choices_of_plan(plan), module=module).plan
     except AutoplanError:
         return None
+
+
+def _refused(plan: Plan | None, right: Plan | None) -> str:
+    """Why `parallelize` would not apply a plan of ours that was not run; "" where it would."""
+    if plan is None or right is None or plan.ranks == 1 or plan.runtime == right.runtime:
+        return ""
+    if not plan.made_for.content or digest(plan) == plan.made_for.content:
+        return ""
+    return "the plan was edited since it was made, and is not what follows from its choices: `parallelize` refuses it"
 
 
 def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:

@@ -84,6 +84,7 @@ class Audited:
     unproven: str = ""
     ran_at_full_size: bool = False
     right: Plan | None = None
+    refused: str = ""  # why `parallelize` would not apply the plan, where it was not run
     extra: Mapping[str, Any] = field(default_factory=dict)
     packed: tuple[PackedWeight, ...] = ()  # what is stored in place of weights, where the model is quantised
 
@@ -158,7 +159,7 @@ class Audited:
 
     @property
     def is_wrong(self) -> bool:
-        return self.numbers is not None and not self.numbers.ok
+        return bool(self.refused) or (self.numbers is not None and not self.numbers.ok)
 
     @property
     def outcome(self) -> Literal["untried", "exact", "wrong"]:
@@ -174,7 +175,7 @@ class Audited:
     def proof(self, names: Iterable[str] = ()) -> str:
         """The finding of the run that concerns these tensors, else its first, as a sentence."""
         if self.numbers is None or not self.wrong_names:
-            return ""
+            return self.refused
         where = next((name for name in names if name in self.wrong_names), next(iter(self.wrong_names)))
         ranks = f"on {self.numbers.tp_size} simulated ranks"
         return f"{ranks}, {where}: {self.wrong_names[where]}" if where else f"{ranks}: {self.wrong_names[where]}"
@@ -182,7 +183,7 @@ class Audited:
     @property
     def level(self) -> Level:
         """How much a suspicion weighs, in the light of the run."""
-        return "warn" if self.numbers is None else "error" if self.is_wrong else "note"
+        return "error" if self.is_wrong else "warn" if self.numbers is None else "note"
 
     def suspect(
         self,
@@ -209,7 +210,8 @@ class Audited:
 
     def _cleared(self, names: Iterable[str]) -> bool:
         """Did the run show that these tensors are right, although others are wrong?"""
-        assert self.numbers is not None
+        if self.numbers is None:
+            return False
         errors = [finding for finding in self.numbers.findings if finding.level == "error"]
         if any(finding.check != "gradients" for finding in errors):
             return False  # an output is wrong, or nothing ran: everything may be to blame

@@ -205,6 +205,8 @@ def _is_half_and_half(entry: Entry) -> bool:
 def _in_old_spelling(found: dict[str, str], plan: Plan) -> tuple[dict[str, str], list[Refused]]:
     """Old names. A container in which one style has no old name is not written at all."""
     missing = {key for key, style in found.items() if style in _NOT_IN_OLD}
+    # A head goes with the table that it is tied to: one of them alone would cut the other
+    missing |= {starred(e.pattern) for e in plan.entries if exported_as(e.rule) == "tied_head"} & found.keys()
     containers = {key.rpartition(".")[0] for key in missing if found[key] != "embedding_rowwise"}
     dropped = {key for key in found if key in missing or key.rpartition(".")[0] in containers - {""}}
     refused = [

@@ -6,9 +6,12 @@ differs in the fewest places is the correction.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+import yaml
 
 from autoplan.check.audit.repair.rows import Change
 from autoplan.check.audit.repair.search import Repair
@@ -17,7 +20,8 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import best_match, is_under, matches
 from autoplan.decide.plan.chosen import wish_of_plan
 from autoplan.decide.plan.folding import starred
-from autoplan.values import Finding, Plan
+from autoplan.values import Finding, ParameterRule, Plan
+from autoplan.values.plain import plain
 
 # Checks that say why a row is wrong, the surest first. Those that hold two rows against each other come last: either
 # may be the wrong one.
@@ -141,7 +145,7 @@ def _told(repair: Repair, change: Change) -> tuple[str, str]:
 
 def _fix(repair: Repair, change: Change) -> str:
     """What to write, in the dialect's words. The plan that has it passed its audit."""
-    if change.new is None or change.covered is not None:
+    if change.new is None or change.covered:
         key = change.key if isinstance(change.key, str) else few(change.patterns)
         return (
             f"remove {key!r}"
@@ -177,48 +181,74 @@ def candidates(subject: Audited, source: Any) -> tuple[Plan, ...]:
     )
 
 
-def differences(subject: Audited, other: Plan) -> dict[str, str]:
-    """Each module or parameter that the two plans treat otherwise, and how."""
+@dataclass(frozen=True)
+class Difference:
+    """One place in which a plan file is wrong, and what to write there in the file's words."""
+
+    text: str
+    fix: str
+
+
+def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
+    """Each module or parameter that the two plans treat otherwise."""
     plan = subject.plan.plan
     assert plan is not None
-    apart: dict[str, str] = {}
+    apart: dict[str, Difference] = {}
     for name in subject.modules:
         mine, its = (best_match(p.entries, name) for p in (plan, other))
         if (mine and mine.style) != (its and its.style):
             says, must = mine.style if mine else "whole", its.style if its else "whole"
-            apart[name] = f"the plan says {says}, and {must} follows from the model"
+            fix = f"write `style: {must}`" if mine and its else f"add an entry of style {must}" if its else "remove it"
+            apart[name] = Difference(f"the plan says {says}, and {must} follows from the model", fix)
+    by_entry = set(apart)
     for name in subject.parameters:
         mine_rule, its_rule = (best_match(p.runtime.parameters, name) for p in (plan, other))
-        cuts = [(rule.dim, rule.layout) if rule is not None else (None, None) for rule in (mine_rule, its_rule)]
-        module = name.rpartition(".")[0]
-        if cuts[0] != cuts[1] and module not in apart:
-            says, must = ("whole" if dim is None else f"dim {dim}: {layout}" for dim, layout in cuts)
-            apart[name] = f"the plan cuts it as {says}, and {must} follows from the model"
+        rows = [None if rule is None else _row(replace(rule, pattern="")) for rule in (mine_rule, its_rule)]
+        if rows[0] != rows[1] and name.rpartition(".")[0] not in by_entry:
+            cuts = [_cut(rule) for rule in (mine_rule, its_rule)]
+            says, must = cuts if cuts[0] != cuts[1] else (str(row) for row in rows)
+            fix = "remove it" if its_rule is None else f"{'add' if mine_rule is None else 'write'} {_row(its_rule)}"
+            apart[name] = Difference(f"the plan cuts it as {says}, and {must} follows from the model", fix)
     for name in subject.modules:
         done, needed = (
-            frozenset(
-                repr(replace(one, pattern="")).replace("pattern='', ", "")
-                for one in p.runtime.instructions
-                if matches(one.pattern, name)
-            )
-            for p in (plan, other)
+            Counter(_row(one) for one in p.runtime.instructions if matches(one.pattern, name)) for p in (plan, other)
         )
-        if done != needed and not any(known == name or known.rpartition(".")[0] == name for known in apart):
-            extra, missing = sorted(done - needed), sorted(needed - done)
-            parts = [f"it has {text}" for text in extra[:1]] + [f"it lacks {text}" for text in missing[:1]]
-            apart[name] = "; ".join(parts)
+        extra, missing = sorted((done - needed).elements()), sorted((needed - done).elements())
+        if (extra or missing) and name not in by_entry:
+            again = [f"it has {text}" + (" twice" if text in needed else "") for text in extra[:1]]
+            parts = [*again, *(f"it lacks {text}" for text in missing[:1])]
+            fixes = [f"remove one of {text}" if text in needed else f"remove {text}" for text in extra[:1]]
+            fixes += [f"add {text}" for text in missing[:1]]
+            apart[name] = Difference("; ".join(parts), "; ".join(fixes))
+    for field in ("random", "random_whole", "draws"):
+        drawn, wanted = (getattr(p.runtime, field) for p in (plan, other))
+        if drawn != wanted:
+            rows = [_row({field: value}) for value in (drawn, wanted)]
+            text = f"random numbers are drawn otherwise than the split needs: the plan has {rows[0]}"
+            apart[f"runtime.{field}"] = Difference(text, f"write {rows[1]}")
     return apart
+
+
+def _cut(rule: ParameterRule | None) -> str:
+    return "whole" if rule is None or rule.dim is None else f"dim {rule.dim}: {rule.layout}"
+
+
+def _row(item: Any) -> str:
+    """A rule or an instruction as plan files write it."""
+    return str(yaml.safe_dump(plain(item, brief=True), default_flow_style=True, sort_keys=False, width=10**6)).strip()
 
 
 def with_differences(subject: Audited, findings: Sequence[Finding], other: Plan) -> tuple[Finding, ...]:
     """The places in which the plan is wrong, then all else, which follows from them."""
-    groups: dict[str, list[str]] = {}
-    for name, text in differences(subject, other).items():
-        groups.setdefault(text, []).append(name)
-    hint = "plan again, or let `autoplan audit --fix -o FILE` write it"
+    groups: dict[Difference, list[str]] = {}
+    for name, difference in differences(subject, other).items():
+        groups.setdefault(difference, []).append(name)
     causes = []
-    for text, names in groups.items():
-        places = subject.patterns(names)
-        causes.append(Finding("runtime", "error", few(places), text, hint, 0, subject.proof(names), places=places))
+    for difference, names in groups.items():
+        known = [name for name in names if name in subject.modules or name in subject.parameters]
+        places, proof = subject.patterns(known) or tuple(names), subject.proof(names)
+        causes.append(
+            Finding("runtime", "error", few(places), difference.text, difference.fix, 0, proof, places=places)
+        )
     rest = [replace(f, kind="follows", hint="") if f.level == "error" and not f.is_consequence else f for f in findings]
     return (*causes, *rest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pprint import pformat
@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from autoplan.check.audit.lines import Line, read_foreign
+from autoplan.check.audit.lines import Line, numbers_starred, read_foreign
 from autoplan.check.audit.repair.dialects import LAYOUTS, DeepSpeed, Dialect, dialect_of
 from autoplan.check.audit.subject import Audited
 from autoplan.common.errors import AutoplanError
@@ -36,7 +36,7 @@ class Change:
     """One row to change: `names` get `new` (None: no row) in place of `old`. `key`: the row that reaches them now.
 
     `patterns` are the names as few patterns; `renames`: the new row has the value of a key that matches nothing;
-    `covered`: another row says so already, once this one is gone.
+    `covered`: keys of other rows, which say so already, once this one is gone.
     """
 
     names: tuple[str, ...]
@@ -45,7 +45,7 @@ class Change:
     new: Any
     key: Any = None
     renames: Any = None
-    covered: Any = None
+    covered: tuple[Any, ...] = ()
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -81,16 +81,22 @@ def rows_of(subject: Audited, dialect: Dialect) -> tuple[PlanRow, ...]:
     return tuple(PlanRow(key, subject.plan.raw[key], tuple(found)) for key, found in reached.items())
 
 
+def patterns_of(subject: Audited, names: Sequence[str]) -> tuple[str, ...]:
+    """Modules and parameters as few keys; where a dialect knows no layer numbers, with none."""
+    if subject.plan.dialect == "transformers":
+        return tuple(dict.fromkeys(map(numbers_starred, names)))
+    return tuple(fold_names(names, [*subject.modules, *subject.parameters]))
+
+
 def changed(rows: Iterable[PlanRow], changes: Iterable[Change], subject: Audited) -> tuple[PlanRow, ...]:
     """The rows with these changes. A row that says more than what changes is written out for the rest of it."""
     result = list(rows)
-    universe = [*subject.modules, *subject.parameters]
     for change in changes:
         if change.renames is not None:
             result = [row for row in result if row.key != change.renames]
-        done = change.covered is not None
+        done = bool(change.covered)
         for row in list(result):
-            if done and row.key == change.covered:
+            if row.key in change.covered:
                 continue
             common = set(row.names) & set(change.names)
             if not common:
@@ -103,28 +109,41 @@ def changed(rows: Iterable[PlanRow], changes: Iterable[Change], subject: Audited
                 new = [PlanRow(key, change.new, change.names)] if key is not None else _new(change)
                 done = True
             kept = [PlanRow(p, row.value, tuple(n for n in rest if starred(n) == starred(p) and _means(p, n)))
-                    for p in fold_names(rest, universe)]  # fmt: skip
+                    for p in patterns_of(subject, rest)]  # fmt: skip
             result[place : place + 1] = [*new, *kept]
         if not done and change.new is not None:
             result += _new(change)
     return tuple(result)
 
 
-def covered_by(rows: Iterable[PlanRow], change: Change, subject: Audited, dialect: Dialect) -> Any:
+def covered_by(rows: Iterable[PlanRow], change: Change, subject: Audited, dialect: Dialect) -> tuple[Any, ...]:
     """The key of another row that means all of these names, and says of them what the change wants."""
     if change.new is None or change.key is None:
-        return None
+        return ()
     return next(
         (
-            row.key
+            (row.key,)
             for row in rows
             if row.key != change.key
             and isinstance(row.key, str)
             and dialect.key_of(row.value) == dialect.key_of(change.new)
             and all(subject.plan.reaches(Line(row.key, "", ""), name) for name in change.names)
         ),
-        None,
+        (),
     )
+
+
+def overlapping(rows: Iterable[PlanRow], subject: Audited) -> tuple[Change, ...]:
+    """Of rows that mean the same modules (torch applies them all), the wider ones without these."""
+    rows = tuple(rows)
+    changes = []
+    for row in rows:
+        narrower = [other for other in rows if len(other.names) < len(row.names) and set(other.names) & set(row.names)]
+        names = tuple(name for name in row.names if any(name in other.names for other in narrower))
+        if names:
+            keys = tuple(other.key for other in narrower)
+            changes.append(Change(names, patterns_of(subject, names), row.value, None, row.key, covered=keys))
+    return tuple(changes)
 
 
 def _means(pattern: str, name: str) -> bool:

@@ -16,7 +16,17 @@ from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.lines import ForeignPlan, read_foreign
 from autoplan.check.audit.repair.dialects import Dialect, dialect_of
 from autoplan.check.audit.repair.parts import Part, is_sequence_parallel, parts_of, sequence_ways
-from autoplan.check.audit.repair.rows import Change, PlanRow, changed, covered_by, effective_key, plain_key, rows_of
+from autoplan.check.audit.repair.rows import (
+    Change,
+    PlanRow,
+    changed,
+    covered_by,
+    effective_key,
+    overlapping,
+    patterns_of,
+    plain_key,
+    rows_of,
+)
 from autoplan.check.audit.subject import Audited
 from autoplan.check.audit.trial import run_on
 from autoplan.common.errors import AutoplanError
@@ -113,6 +123,9 @@ def repair(subject: Audited, source: Any) -> Repair | None:
         parts: tuple[Part, ...] = (_whole_plan(rows, subject, dialect, right),)
     else:
         parts = parts_of(subject, right, dialect)
+    tangled = [(change,) for change in overlapping(rows, subject)]
+    if (untangled := _together(tangled, rows, trials, subject, dialect)) is not None:
+        return untangled
     for trusting in (True, False):  # a part that says what analysis says is tried only where all together is wrong
         changes = [_least(part, trials, subject, dialect, trusting) for part in parts]
         groups = [_as_written(group, rows, subject, dialect) for group in changes if group]
@@ -120,7 +133,7 @@ def repair(subject: Audited, source: Any) -> Repair | None:
         for more in [renamed, []] if renamed else [[]]:  # a key that matches nothing may have been meant for nothing
             if (
                 None not in changes
-                and (corrected := _together([*groups, *more], rows, trials, subject, dialect)) is not None
+                and (corrected := _together([*tangled, *groups, *more], rows, trials, subject, dialect)) is not None
             ):
                 return corrected
     return None
@@ -201,8 +214,7 @@ def _change(subject: Audited, part: Part, name: str, value: Any) -> Change:
     names = tuple(full for full in part.names(name) if full in known)
     if part.container == "" and part.places == ("",):
         names = tuple(full for full in known if starred(full) == name)
-    universe = list(subject.parameters if name in map(starred, subject.parameters) else subject.modules)
-    return Change(names, fold_names(names, universe), part.says.get(name), value)
+    return Change(names, patterns_of(subject, names), part.says.get(name), value)
 
 
 def _as_written(
@@ -250,8 +262,7 @@ def _renamed(
             names = [name for name in known if close and starred(name) == starred(close[0])]
         if names and not taken & set(names):
             taken |= set(names)
-            patterns = fold_names(names, known)
-            result.append((Change(tuple(names), patterns, None, row.value, None, row.key),))
+            result.append((Change(tuple(names), patterns_of(subject, names), None, row.value, None, row.key),))
     return result
 
 

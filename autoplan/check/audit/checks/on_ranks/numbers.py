@@ -1,7 +1,8 @@
 """numbers: the plan, run on simulated ranks, does not compute what the model computes.
 
 Outputs and every gradient of a tiny clone under the plan, by the plan's own library, against the unsharded model in
-double precision.
+double precision. A plan of ours that was edited, and is not what follows from its choices, runs nowhere: `parallelize`
+refuses it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ NAME = "numbers"
 
 
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    if subject.refused:
+        yield Finding(NAME, "error", "", subject.refused, "see the other findings", kind="cannot-run")
+    elif subject.numbers is None and subject.plan.lines and subject.tp_size > 1:
+        yield Finding(NAME, "note", "", f"the plan was not run on ranks: {subject.unproven}")
     if subject.numbers is None:
-        if subject.plan.lines and subject.tp_size > 1:
-            yield Finding(NAME, "note", "", f"the plan was not run on ranks: {subject.unproven}")
         return
     errors = [finding for finding in subject.numbers.findings if finding.level == "error"]
     if not errors:
