@@ -171,7 +171,8 @@ def solve_source(
             how["sequence_stacks"] = sequence_stacks
             return solve_source(source, captured.unfold(), wish, **how)
         runtime = combined(split.runtime, cut.runtime, wish.splits, wish.cp_size)
-        return replace(split, runtime=runtime, sequence_parallel=True, whole_sequence=cut.whole_sequence)
+        more = {"sequence_parallel": True, "whole_sequence": cut.whole_sequence, "beside": cut}
+        return replace(split, runtime=runtime, **more)
     solved = partial(
         solve_chosen,
         tp=wish.ranks,

@@ -83,9 +83,10 @@ class _Blocks:
 
 
 def block_traffic(
-    shards: Shards, runtime: Runtime, reductions: dict[int, Reduction], blocks: Iterable[str]
+    shards: Shards, runtime: Runtime, reductions: dict[int, Reduction], blocks: Iterable[str], pieces: int = 1
 ) -> tuple[tuple[Traffic, ...], tuple[Excess, ...]]:
-    """The traffic of each block (of those that were traced), and what exceeds the least."""
+    """The traffic of each block (of those that were traced), and what exceeds the least. `pieces`: of which a rank
+    has one of each value, besides."""
     flow = CallFlow(shards.trace)
     names = set(blocks)
     moves = tuple(_moves(shards, flow, runtime, names))
@@ -96,7 +97,7 @@ def block_traffic(
         spans = [visit.calls for visit in visits]
         inside = [m for m in moves if _in_spans(spans, m.calls[0], m.calls[1] - 1) and _within(m.module, name)]
         needed = [payment for payment in payments if _is_due(payment, spans)]
-        one = _traffic(name, inside, needed, runs.tokens(visits[0]), _summed_once(shards, runtime, name), shards)
+        one = _traffic(name, inside, needed, pieces * runs.tokens(visits[0]), _summed_once(shards, runtime, name), shards)
         traffic.append(one)
         excess += [Excess(name, reason) for reason in _reasons(one, inside, needed, flow, reductions)]
     return tuple(traffic), tuple(excess)
@@ -208,11 +209,31 @@ def _elements(of: Amount, index: int, made: int, shards: Shards) -> int:
 
 
 def _summed_once(shards: Shards, runtime: Runtime, block: str) -> int:
-    """The bytes of parameters in a block whose gradients are summed."""
-    by_name = shards.trace.by_name
-    names = {rule.pattern for rule in runtime.parameters if rule.gradient != "local" and _within(rule.pattern, block)}
-    tensors = [shards.trace.tensors[by_name[name]] for name in names if name in by_name]
-    return sum(2 * prod(info.shape) * info.item_size for info in tensors)
+    """The bytes of parameters in a block whose gradients are summed; over ranks of cp, what a rank of tp holds of
+    them."""
+    total, by_name = 0, shards.trace.by_name
+    for rule in {rule.pattern: rule for rule in runtime.parameters if _within(rule.pattern, block)}.values():
+        if rule.pattern in by_name:
+            info = shards.trace.tensors[by_name[rule.pattern]]
+            size = 2 * prod(info.shape) * info.item_size
+            total += size if rule.gradient != "local" else 0
+            total += size // (1 if rule.dim is None else shards.tp) if rule.read and rule.read.gradient != "local" else 0
+    return total
+
+
+def both_traffics(split: Traffic, cut: Traffic) -> Traffic:
+    """What a block moves over the ranks that its weights are cut over, and over those of the sequence."""
+
+    def joined(direction: str) -> dict[str, tuple[int, int]]:
+        sides = ("tp", getattr(split, direction)), ("cp", getattr(cut, direction))
+        return {f"{kind} over {dim}": moved for dim, kinds in sides for kind, moved in kinds.items()}
+
+    def least(direction: str) -> tuple[int, int]:
+        (number, size), (more, other) = getattr(split, direction), getattr(cut, direction)
+        return number + more, size + other
+
+    least_both = least("least_forward"), least("least_backward")
+    return Traffic(split.block, joined("forward"), joined("backward"), *least_both, split.once)
 
 
 # ------------------------------------------------------------------------------------------------ side by side
