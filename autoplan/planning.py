@@ -171,8 +171,8 @@ def solve_source(
             how["sequence_stacks"] = sequence_stacks
             return solve_source(source, captured.unfold(), wish, **how)
         runtime = combined(split.runtime, cut.runtime, wish.splits, wish.cp_size)
-        more = {"sequence_parallel": True, "whole_sequence": cut.whole_sequence, "beside": cut}
-        return replace(split, runtime=runtime, **more)
+        split = replace(split, runtime=runtime, beside=cut)
+        return replace(split, sequence_parallel=True, whole_sequence=cut.whole_sequence)
     solved = partial(
         solve_chosen,
         tp=wish.ranks,

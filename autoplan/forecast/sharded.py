@@ -58,7 +58,7 @@ def group_names(mesh: DeviceMesh) -> dict[str, str]:
     dims = mesh.mesh_dim_names or ()
     names = {mesh.get_group(dim).group_name: dim for dim in dims}
     both = [dim for dim in dims if dim in ("cp", "tp")]
-    for flat, said in ((WITH_CONTEXT, "dp_shard"), ("_".join(both), JOINED.join(both))):
+    for flat, said in ((WITH_CONTEXT, "dp_shard"), ("_".join(both), JOINED.join(sorted(both)))):
         with suppress(KeyError):  # no dims were flattened
             names.setdefault(mesh[flat].get_group().group_name, said)
     return names

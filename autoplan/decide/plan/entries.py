@@ -103,14 +103,19 @@ def _traffic(solution: Solution, blocks: list[str]) -> tuple[tuple[Traffic, ...]
     if other is None or other.shards is None:
         return block_traffic(solution.shards, every, solution.reductions, blocks)
     cp = other.tp_size // solution.tp_size
-    split, cut = (
-        replace(every, instructions=tuple(one for one in every.instructions if bool(one.over) == over_cp))
-        for over_cp in (False, True)
+    split, cut, both = (
+        replace(every, instructions=tuple(one for one in every.instructions if one.over == over))
+        for over in ("", "cp", "all")
     )
-    found, excess = block_traffic(solution.shards, split, solution.reductions, blocks, cp)
-    more, beyond = block_traffic(other.shards, cut, other.reductions, blocks)
+    found, excess = block_traffic(solution.shards, split, solution.reductions, blocks, pieces=cp)
+    more, beyond = block_traffic(other.shards, cut, other.reductions, blocks, context=cp)
+    last, _ = block_traffic(other.shards, both, other.reductions, blocks)
     by_block = {one.block: one for one in found}
-    return tuple(both_traffics(by_block[one.block], one) for one in more if one.block in by_block), (*excess, *beyond)
+    sums = zip(more, last, strict=True)
+    return (
+        tuple(both_traffics(by_block[one.block], one, all_of) for one, all_of in sums if one.block in by_block),
+        (*excess, *beyond),
+    )
 
 
 # What a module's split costs at run time. A sum of input gradients that several projections share is said at each.
