@@ -77,6 +77,7 @@ class Sweep:
     chunked_loss: bool = False
     dropped: list[str] = field(default_factory=list)
     asked: dict[int, Asked] = field(default_factory=dict)  # by the id of the estimate that it led to
+    least: dict[Split, float] = field(default_factory=dict)  # bytes of the smallest step of a split, at the least
     cut_pays: set[bool] = field(default_factory=set)  # with experts cut inside, with experts apart: is it so?
 
     @cached_property
@@ -133,8 +134,16 @@ class Sweep:
             if batch % copies:
                 self.dropped.append(f"{split}: a global batch of {batch} does not divide by {copies}")
                 continue
+            if split.cp > 1 and self._at_least(split) > self.memory:
+                continue
             found += self._of_split(copies, split, batch // copies)
         return found
+
+    def _at_least(self, split: Split) -> float:
+        """Of its smallest step: twice the ranks need half the bytes at best."""
+        halves = replace(split, cp=split.cp // 2), replace(split, tp=split.tp // 2)
+        self.least[split] = max(self.least.get(half, 0.0) / 2 for half in halves)
+        return self.least[split]
 
     def _along(self, split: Split) -> tuple[bool, ...]:
         """Where that can be, cut along the sequence; and not cut."""
@@ -171,6 +180,8 @@ class Sweep:
             else:
                 rows += self._ways(copies, split, along, each)
             cut = smallest if along else None
+            held = smallest.estimate.peak - smallest.estimate.parts.overhead
+            self.least[split] = min(held, self.least.get(split, held)) if split.cp == 1 else held
         return rows
 
     def _smallest(self, copies: int, split: Split, along: bool, each: int) -> Row:

@@ -140,3 +140,21 @@ def test_a_dry_run_says_what_a_rank_needs() -> None:
     found = dry_run(config, mesh="dp_shard=2,tp=2", sequence=128)
     assert found.states == 2 * found.parameters
     assert found.peak is not None and found.peak > found.parameters + found.states
+
+
+@pytest.mark.long
+def test_activations_of_a_long_sequence_are_shared_out() -> None:
+    """One block of a 70B at 131,072 tokens: what it keeps over eight ranks of cp is a seventh at most."""
+    config = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=1,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=256,
+        max_position_embeddings=1 << 17,
+        dtype=torch.bfloat16,
+    )
+    one, eight = (autoplan.estimate(config, mesh=f"dp_shard=1,cp={cp}", sequence=1 << 17).parts for cp in (1, 8))
+    assert 7 * eight.kept <= one.kept
+    assert 7 * (eight.kept + eight.temporary + eight.communication) <= one.kept + one.temporary + one.communication
