@@ -99,7 +99,7 @@ def communication(
 
 def _traffic(solution: Solution, blocks: list[str]) -> tuple[tuple[Traffic, ...], tuple[Excess, ...]]:
     assert solution.shards is not None
-    other, every = solution.beside, solution.runtime
+    other, every = solution.over_all, solution.runtime
     if other is None or other.shards is None:
         return block_traffic(solution.shards, every, solution.reductions, blocks)
     cp = other.tp_size // solution.tp_size
