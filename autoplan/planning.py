@@ -177,7 +177,8 @@ def solve_source(
             how["sequence_stacks"] = sequence_stacks
             return solve_source(source, captured.unfold(), wish, **how)
         runtime = combined(split.runtime, cut.runtime, wish.splits, wish.cp_size)
-        return replace(split, runtime=runtime, sequence_parallel=True, whole_sequence=cut.whole_sequence)
+        split = replace(split, runtime=runtime, over_all=cut)
+        return replace(split, sequence_parallel=True, whole_sequence=cut.whole_sequence)
     solved = partial(
         solve_chosen,
         tp=wish.ranks,

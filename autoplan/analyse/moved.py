@@ -19,6 +19,7 @@ from autoplan.analyse.placement.call_instructions import call_instruction, lengt
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.minimum_cut import LEAVES_PARTS, Payment, least_sums
 from autoplan.analyse.shards import Shards
+from autoplan.common.layout import Layout
 from autoplan.ops.records.answers import Reduction
 from autoplan.values import (
     Amount,
@@ -32,6 +33,7 @@ from autoplan.values import (
     Runtime,
     Traffic,
 )
+from autoplan.values.estimate import JOINED
 
 _BOTH_WAYS = Collective.ALL_REDUCE  # costs twice what a gather or a reduce-scatter does
 _NEAR = 200  # values to look at in search of the one that is summed
@@ -83,12 +85,19 @@ class _Blocks:
 
 
 def block_traffic(
-    shards: Shards, runtime: Runtime, reductions: dict[int, Reduction], blocks: Iterable[str]
+    shards: Shards,
+    runtime: Runtime,
+    reductions: dict[int, Reduction],
+    blocks: Iterable[str],
+    *,
+    pieces: int = 1,
+    context: int = 0,
 ) -> tuple[tuple[Traffic, ...], tuple[Excess, ...]]:
-    """The traffic of each block (of those that were traced), and what exceeds the least."""
+    """The traffic of each block (of those that were traced), and what exceeds the least. `pieces`: of which a rank
+    has one of each value, besides; `context`: ranks that exchange, where those are not all."""
     flow = CallFlow(shards.trace)
     names = set(blocks)
-    moves = tuple(_moves(shards, flow, runtime, names))
+    moves = tuple(_moves(shards, flow, runtime, names, context or shards.tp))
     payments = (*least_sums(shards, flow, reductions), *_paid_in_calls(shards, flow, reductions))
     runs = _Blocks(shards, names)
     traffic, excess = [], []
@@ -96,7 +105,8 @@ def block_traffic(
         spans = [visit.calls for visit in visits]
         inside = [m for m in moves if _in_spans(spans, m.calls[0], m.calls[1] - 1) and _within(m.module, name)]
         needed = [payment for payment in payments if _is_due(payment, spans)]
-        one = _traffic(name, inside, needed, runs.tokens(visits[0]), _summed_once(shards, runtime, name), shards)
+        tokens = pieces * runs.tokens(visits[0])
+        one = _traffic(name, inside, needed, tokens, _summed_once(shards, runtime, name), shards)
         traffic.append(one)
         excess += [Excess(name, reason) for reason in _reasons(one, inside, needed, flow, reductions)]
     return tuple(traffic), tuple(excess)
@@ -121,7 +131,7 @@ def _within(module: str, block: str) -> bool:
 # ------------------------------------------------------------------------------------------------ what will be moved
 
 
-def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[str]) -> Iterator[_Moved]:
+def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[str], context: int) -> Iterator[_Moved]:
     """Every collective of the plan, but for those that begin and end a stream of shards: they are no block's."""
     trace, reached = shards.trace, flow.with_gradients()
     visits: dict[str, list[ModuleVisit]] = {}
@@ -140,9 +150,18 @@ def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[
                     instruction.path if isinstance(instruction, Boundary) else ()
                 )
                 if tensor is not None:
-                    elements = prod(trace.tensors[tensor].shape)
-                    elements //= shards.tp if isinstance(instruction, Exchange) else 1  # a rank has its own part alone
+                    shape = trace.tensors[tensor].shape
+                    elements = (
+                        _exchanged(instruction, shape, context) if (isinstance(instruction, Exchange)) else prod(shape)
+                    )
                     yield from _each(instruction.moves, visit.calls, visit.module, elements, tensor, reached)
+
+
+def _exchanged(one: Exchange, shape: tuple[int, ...], ranks: int) -> int:
+    """Of a value what a rank sends: its own positions of all that some rank holds, to each that does."""
+    layout = Layout.parse(one.layout)
+    held = sum(len(layout.rows(rank, ranks)) if layout.is_split else layout.size for rank in range(ranks))
+    return prod(shape) // shape[one.feature] * held // ranks
 
 
 def _crossing(visit: ModuleVisit, one: Instruction) -> tuple[tuple[tuple[object, ...], int], ...]:
@@ -208,11 +227,32 @@ def _elements(of: Amount, index: int, made: int, shards: Shards) -> int:
 
 
 def _summed_once(shards: Shards, runtime: Runtime, block: str) -> int:
-    """The bytes of parameters in a block whose gradients are summed."""
-    by_name = shards.trace.by_name
-    names = {rule.pattern for rule in runtime.parameters if rule.gradient != "local" and _within(rule.pattern, block)}
-    tensors = [shards.trace.tensors[by_name[name]] for name in names if name in by_name]
-    return sum(2 * prod(info.shape) * info.item_size for info in tensors)
+    """The bytes of parameters in a block whose gradients are summed; over ranks of cp, what a rank of tp holds of
+    them."""
+    total, by_name = 0, shards.trace.by_name
+    for rule in {rule.pattern: rule for rule in runtime.parameters if _within(rule.pattern, block)}.values():
+        if rule.pattern in by_name:
+            info = shards.trace.tensors[by_name[rule.pattern]]
+            size = 2 * prod(info.shape) * info.item_size
+            total += size if rule.gradient != "local" else 0
+            if rule.read is not None and rule.read.gradient != "local":
+                total += size if rule.dim is None else size // shards.tp
+    return total
+
+
+def both_traffics(split: Traffic, cut: Traffic, both: Traffic) -> Traffic:
+    """What a block moves over the ranks that its weights are cut over, over those of the sequence, and over both."""
+
+    def joined(direction: str) -> dict[str, tuple[int, int]]:
+        sides = {"tp": split, "cp": cut, f"cp{JOINED}tp": both}
+        return {f"{kind} over {dim}": n for dim, one in sides.items() for kind, n in getattr(one, direction).items()}
+
+    def least(direction: str) -> tuple[int, int]:
+        (number, size), (more, other) = getattr(split, direction), getattr(cut, direction)
+        return number + more, size + other
+
+    least_both = least("least_forward"), least("least_backward")
+    return Traffic(split.block, joined("forward"), joined("backward"), *least_both, split.once)
 
 
 # ------------------------------------------------------------------------------------------------ side by side

@@ -82,6 +82,7 @@ class Solution:
     parted: tuple[ClassFact, ...] = ()  # classes that would be cut inside a block of a quantised weight
     experts_inside: tuple[tuple[str, Reason], ...] = ()  # modules whose experts could not be placed apart, and why
     shards: Shards | None = field(default=None, compare=False, repr=False)
+    over_all: Solution | None = field(default=None, compare=False, repr=False)  # over all ranks, where cp is beside tp
 
 
 @dataclass

@@ -284,12 +284,12 @@ def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) 
     return sizes_view(plan, sizes.plans, sizes.estimates, device.memory, sizes.why)
 
 
-def on_mesh(mesh: str | None, cp: int) -> str:
-    """The mesh that is asked for; --cp alone has FSDP2 shard over its ranks."""
+def on_mesh(mesh: str | None, cp: int, tp: int = 1) -> str:
+    """The mesh that is asked for; --cp alone has FSDP2 shard over its ranks, and stands beside those of `tp`."""
     if mesh is None:
         if cp == 1:
             raise typer.BadParameter("needed unless --cp is given", param_hint="--mesh")
-        return f"dp_shard=1,cp={cp}"
+        return f"dp_shard=1,cp={cp}" + (f",tp={tp}" if tp > 1 else "")
     from autoplan.forecast.asked import mesh_sizes
 
     size = dict(mesh_sizes(mesh, priced=("pp",))).get("cp", 1)

@@ -45,7 +45,7 @@ def report(
     check_page(output)
     from autoplan.forecast.asked import mesh_sizes
 
-    mesh = mesh if mesh is None and cp == 1 else on_mesh(mesh, cp)
+    mesh = mesh if mesh is None and cp == 1 else on_mesh(mesh, cp, tp or 1)
     sizes = {} if mesh is None else dict(mesh_sizes(mesh))
     cp = sizes.get("cp", 1)
     how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "trust_remote_code": trust_remote_code}
@@ -82,7 +82,7 @@ def _others(model: str, made: Plan, sizes: dict[str, int], gpu: str, how: dict[s
     from autoplan.forecast.choose import other_sizes
     from autoplan.forecast.devices import load_device
 
-    if names_plan_file(model) or made.tp_size == 1:
+    if names_plan_file(model) or made.tp_size == 1 or made.cp_size > 1:
         return {}
     with progress(f"planning {model} at other sizes"):
         return other_sizes(model, made, load_device(gpu), sizes, **how)

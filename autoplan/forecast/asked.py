@@ -80,11 +80,6 @@ def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
         )
     cut = dict(sizes).get("cp", 1)
     check_context_size(cut, purposes.get("tp", 1), purposes.get("ep", 1))
-    if cut > 1 and purposes.get("tp", 1) > 1:
-        raise AutoplanError(
-            f"nothing is forecast of the mesh dims cp ({cut} ranks) and tp ({purposes['tp']}) together",
-            hint="ask for one of them",
-        )
     shard = next((name for name in names if name in ALIASES["dp_shard"]), None)
     if "cp" in names and shard is not None and names.index("cp") != names.index(shard) + 1:
         raise AutoplanError(

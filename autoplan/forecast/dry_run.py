@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.api import parallelize
 from autoplan.capture.dry_run import fake_mode, quiet
@@ -17,13 +15,12 @@ from autoplan.capture.known_values import KnownValues
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.options import check_argument, check_expert_size
 from autoplan.common.random_values import untouched_randomness
-from autoplan.execute.data_parallel.mesh_dims import WITH_CONTEXT
 from autoplan.forecast.asked import Asked, mesh_sizes
 from autoplan.forecast.devices import load_device
 from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.recording.record import Marks, record_step
 from autoplan.forecast.recording.tape import Message
-from autoplan.forecast.sharded import as_on_a_gpu, fake_mesh, faker, local_piece
+from autoplan.forecast.sharded import as_on_a_gpu, fake_mesh, faker, group_names, local_piece
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
 from autoplan.hf.source import Model, resolve
 from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
@@ -51,15 +48,6 @@ class DryRun:
     @property
     def sent(self) -> tuple[Sent, ...]:
         return summed(self.messages)
-
-
-def group_names(mesh: DeviceMesh) -> dict[str, str]:
-    """Process group -> the dim of the mesh that it is of. FSDP2 shards over "dp_shard" and "cp" together."""
-    dims = mesh.mesh_dim_names or ()
-    names = {mesh.get_group(dim).group_name: dim for dim in dims}
-    with suppress(KeyError):  # no dims were flattened
-        names.setdefault(mesh[WITH_CONTEXT].get_group().group_name, "dp_shard")
-    return names
 
 
 def summed(messages: tuple[Message, ...]) -> tuple[Sent, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Checkpointing, Options, TensorParallel
 from autoplan.common.patterns import matches
+from autoplan.execute.data_parallel.mesh_dims import WITH_CONTEXT
 from autoplan.execute.data_parallel.units import choose_units, cut_dim, is_stack
 from autoplan.execute.parallelize import shard_model
 from autoplan.forecast.recording.record import Marks
@@ -33,6 +34,7 @@ from autoplan.forecast.recording.tape import LeftOut
 from autoplan.hf.configs import take_flash_attention
 from autoplan.patches.simulated_ranks import world_per_thread
 from autoplan.values import Fold, Plan
+from autoplan.values.estimate import JOINED
 
 
 @contextmanager
@@ -48,6 +50,18 @@ def fake_mesh(dims: Mapping[str, int], rank: int = 0, device_type: str = "cpu") 
             yield init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
         finally:
             dist.destroy_process_group()
+
+
+def group_names(mesh: DeviceMesh) -> dict[str, str]:
+    """Process group -> the dim of the mesh that it is of, or the dims. FSDP2 shards over "dp_shard" and "cp" together,
+    and a plan that cuts weights and the sequence may sum over the ranks of both."""
+    dims = mesh.mesh_dim_names or ()
+    names = {mesh.get_group(dim).group_name: dim for dim in dims}
+    both = [dim for dim in dims if dim in ("cp", "tp")]
+    for flat, said in ((WITH_CONTEXT, "dp_shard"), ("_".join(both), JOINED.join(sorted(both)))):
+        with suppress(KeyError):  # no dims were flattened
+            names.setdefault(mesh[flat].get_group().group_name, said)
+    return names
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from autoplan.common.options import Checkpointing, Request, TensorParallel, Wish
 from autoplan.common.random_values import untouched_randomness
 from autoplan.forecast.recording.record import record_step
 from autoplan.forecast.recording.tape import LeftOut, Program, Tape, blended, program_of
-from autoplan.forecast.sharded import Copy, UnitSize, fake_mesh, sharded_copy
+from autoplan.forecast.sharded import Copy, UnitSize, fake_mesh, group_names, sharded_copy
 from autoplan.forecast.trained import Adapted, nothing_frozen, with_adapters
 from autoplan.hf.adapters import usual_targets
 from autoplan.hf.inputs.step import check_positions, size_of, step_inputs
@@ -60,13 +60,14 @@ class Setting:
     averaged: bool = False  # FSDP2 sums gradients over the ranks of cp
 
     @property
-    def dim(self) -> str:
-        """Over which the model is cut."""
-        return "cp" if self.cp > 1 else "ep" if self.tp == 1 < self.ep else "tp"
+    def dims(self) -> dict[str, int]:
+        """Over which the model and its sequences are cut."""
+        split = {"ep" if self.tp == 1 < self.ep else "tp": max(self.tp, self.ep)}
+        return {"cp": self.cp, **split} if self.cp > 1 else split
 
     @property
     def ranks(self) -> int:
-        return max(self.tp, self.ep, self.cp)
+        return max(self.tp, self.ep) * self.cp
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class Steps:
         if setting.tp % 4 or setting.tp < 8 or setting.ep > 1:
             return None
         half, quarter = (self.known.get(replace(setting, tp=setting.tp // n)) for n in (2, 4))
-        even = all(setting.tp // n in self.plan(1).legal_tp for n in (1, 2, 4))
+        even = all(setting.tp // n * setting.cp in self.plan(1).legal_tp for n in (1, 2, 4))
         if half is None or quarter is None or not even or half.left_out != quarter.left_out:
             return None
         program = blended(quarter.program, half.program, 2.5)  # 1/t = 1/2t + (1/2t - 1/4t) / 2, for the ranks of `half`
@@ -243,12 +244,12 @@ class Steps:
         checkpointing = Checkpointing(setting.checkpointing, setting.scope)
         tensor = TensorParallel(gather_logits=setting.gather_logits)
         given = inputs_of(self, setting)
-        with fake_mesh({setting.dim: setting.ranks}) as mesh, quiet():
+        with fake_mesh(setting.dims) as mesh, quiet():
             copy = sharded_copy(
                 self.module, plan, mesh, compute_dtype=setting.compute, checkpointing=checkpointing, tensor=tensor,
                 folded=self.folded if folded else None, averaged=setting.averaged,
             )  # fmt: skip
-            groups = {mesh.get_group().group_name: setting.dim}
+            groups = group_names(mesh)
             with untouched_randomness(), on_reference_path(), one_sequence_a_row():
                 tape = _run(copy, setting, given, groups, how)
         kernels = (*tape.kernels, *(["flash attention"] if copy.flash else []))

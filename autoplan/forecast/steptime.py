@@ -16,7 +16,7 @@ from autoplan.forecast.memory import Walk
 from autoplan.forecast.recording.tape import ATTENTION, Block, LeftOut
 from autoplan.forecast.sharded import UnitSize
 from autoplan.forecast.step import Recorded
-from autoplan.values.estimate import Sent, StepTime
+from autoplan.values.estimate import JOINED, Sent, StepTime
 
 HIDDEN = ("dp_shard", "dp", "fsdp", "dp_shard_cp", "dp_replicate")
 HOST_LINK = 25e9  # bytes a second of a rank, one way: half of PCIe 5.0 × 16, which two ranks often share
@@ -102,13 +102,14 @@ def _not_hidden(load: Load, computing: float, device: Device, mesh: tuple[tuple[
 def _seconds(sent: Sent, device: Device, mesh: tuple[tuple[str, int], ...]) -> float:
     """A ring: each rank passes all but its own part on, twice for an all-reduce. Between nodes there is a ring for each
     port; a tree sums in few steps; an all-to-all passes each rank's own port."""
-    place = _place(sent.dim, mesh)
-    # FSDP2 shards over the ranks of context parallelism, too.
-    end = place + 1 + (sent.dim == "dp_shard" and [name for name, _ in mesh[place + 1 :]][:1] == ["cp"])
-    # How far apart two ranks of a group are: those of the last dim are next to each other.
-    ranks, stride = sent.among or prod(size for _, size in mesh[place:end]), prod(size for _, size in mesh[end:])
+    places = {_place(dim, mesh) for dim in sent.dim.split(JOINED)}
+    if sent.dim == "dp_shard":  # FSDP2 shards over the ranks of context parallelism, too
+        places |= {place for place, (name, _) in enumerate(mesh) if name == "cp"}
+    ranks = sent.among or prod(mesh[place][1] for place in places)
     if ranks == 1:
         return 0.0
+    # How far apart two ranks of a group are: those of the last dim are next to each other.
+    stride = prod(size for _, size in mesh[max(places) + 1 :])
     near = max(1, min(ranks, device.per_node // stride))
     nodes = -(-ranks // near)
     back = sent.kind == "all-reduce"

@@ -37,7 +37,7 @@ _MUCH_SLOWER = 0.9  # than the fastest with fewer replicas: more replicas are no
 
 @dataclass(frozen=True)
 class Split:
-    """Over `tp` ranks, with experts placed whole on `ep` (of tp, or others); or the sequence over `cp`."""
+    """Over `tp` ranks, with experts placed whole on `ep` (of tp, or others); the sequence over `cp`."""
 
     tp: int
     ep: int = 1
@@ -45,7 +45,7 @@ class Split:
 
     @property
     def ranks(self) -> int:
-        return max(self.tp, self.ep, self.cp)
+        return max(self.tp, self.ep) * self.cp
 
     @property
     def shared(self) -> bool:
@@ -54,9 +54,8 @@ class Split:
 
     @property
     def dims(self) -> tuple[tuple[str, int], ...]:
-        if self.cp > 1:
-            return (("cp", self.cp),)
-        return (("ep", self.ep),) if self.tp == 1 < self.ep else (("tp", self.tp),)
+        split = ("ep", self.ep) if self.tp == 1 < self.ep else ("tp", self.tp)
+        return (("cp", self.cp), *([split] if self.tp > 1 else [])) if self.cp > 1 else (split,)
 
     def __str__(self) -> str:
         return " × ".join(f"{name} {size}" for name, size in self.dims) + (", experts apart" if self.shared else "")
@@ -78,6 +77,7 @@ class Sweep:
     chunked_loss: bool = False
     dropped: list[str] = field(default_factory=list)
     asked: dict[int, Asked] = field(default_factory=dict)  # by the id of the estimate that it led to
+    least: dict[Split, float] = field(default_factory=dict)  # bytes of the smallest step of a split, at the least
     cut_pays: set[bool] = field(default_factory=set)  # with experts cut inside, with experts apart: is it so?
 
     @cached_property
@@ -99,9 +99,9 @@ class Sweep:
         sizes = self.tensor_sizes(gpus)
         for tp in sizes:
             yield Split(tp)
-        if self.sequence >= LONG and self.train != "inference" and not self.chunked_loss:
-            doubled = (cp for cp in self.steps.plan(1).legal_tp if cp > 1 and cp & (cp - 1) == 0)
-            yield from (Split(1, cp=cp) for cp in doubled if gpus % cp == 0)
+        for tp, cp in product(sizes, self._context_sizes(gpus)):
+            if gpus % (tp * cp) == 0 and tp * cp in self.steps.plan(1).legal_tp:
+                yield Split(tp, cp=cp)
         if not self.has_experts:
             return
         most = self._most_ranks(gpus)
@@ -109,6 +109,12 @@ class Sweep:
         for split in (*(Split(tp, tp) for tp in sizes if tp > 1), *alone):
             if self._apart(split):
                 yield split
+
+    def _context_sizes(self, gpus: int) -> list[int]:
+        """Over how many ranks long sequences are cut."""
+        if self.sequence < LONG or self.train == "inference" or self.chunked_loss:
+            return []
+        return [cp for cp in self.steps.plan(1).legal_tp if cp > 1 and cp & (cp - 1) == 0 and gpus % cp == 0]
 
     @cached_property
     def has_experts(self) -> bool:
@@ -128,12 +134,20 @@ class Sweep:
             if batch % copies:
                 self.dropped.append(f"{split}: a global batch of {batch} does not divide by {copies}")
                 continue
+            if split.cp > 1 and self._at_least(split) > self.memory:
+                continue
             found += self._of_split(copies, split, batch // copies)
         return found
 
+    def _at_least(self, split: Split) -> float:
+        """Of its smallest step: twice the ranks need half the bytes at best."""
+        halves = replace(split, cp=split.cp // 2), replace(split, tp=split.tp // 2)
+        self.least[split] = max(self.least.get(half, 0.0) / 2 for half in halves)
+        return self.least[split]
+
     def _along(self, split: Split) -> tuple[bool, ...]:
         """Where that can be, cut along the sequence; and not cut."""
-        cut = split.tp > 1 and self.sequence % split.tp == 0 and self.train != "inference"
+        cut = split.tp > 1 == split.cp and self.sequence % split.tp == 0 and self.train != "inference"
         try:
             return (True, False) if cut and self.steps.split(split.tp, split.ep, True).sequence_parallel else (False,)
         except IndivisibleError:
@@ -166,6 +180,8 @@ class Sweep:
             else:
                 rows += self._ways(copies, split, along, each)
             cut = smallest if along else None
+            held = smallest.estimate.peak - smallest.estimate.parts.overhead
+            self.least[split] = min(held, self.least.get(split, held)) if split.cp == 1 else held
         return rows
 
     def _smallest(self, copies: int, split: Split, along: bool, each: int) -> Row:

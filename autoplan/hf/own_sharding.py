@@ -6,6 +6,7 @@ A plan is told part by part: where a key was written (a class, a config, an inst
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
+_IDS, _POSITIONS = "input_ids", "position_ids"
 _OTHER_MESHES = ("_ep_plan", "_fsdp_plan")
 
 
@@ -187,6 +189,28 @@ def unsplit_children(model: Any) -> tuple[str, ...]:
         for name, child in base.named_children()
         if name not in _HANDED_OUT and any(True for _ in child.parameters())
     )
+
+
+def context_hooks() -> Callable[[Any], None] | None:
+    """What accelerate does to a model before torch cuts its sequences: it refuses some, and drops masks. None where the
+    installed one does no such thing."""
+    if find_spec("accelerate") is None:
+        return None
+    found: Callable[[Any], None] | None = getattr(
+        importlib.import_module("accelerate.big_modeling"), "_attach_context_parallel_hooks", None
+    )
+    return found
+
+
+def with_all_positions(model: Any, feed: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """A call with the numbers of its positions, as transformers' Trainer passes them, where the model takes them."""
+    import torch
+
+    taken = inspect.signature(model.forward).parameters
+    ids = feed.get(_IDS)
+    if _POSITIONS not in taken or ids is None:
+        return dict(feed)
+    return {**feed, _POSITIONS: torch.arange(length).expand(len(ids), -1)}
 
 
 def checkpoint_its_blocks(model: Any) -> None:

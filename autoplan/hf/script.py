@@ -37,7 +37,7 @@ def script_text(
         model=f"sys.argv[1] if len(sys.argv) > 1 else {known!r}" if known else "sys.argv[1]  # a folder or a hub id",
         batch=one.batch, sequence=one.sequence, accumulate=row.accumulate, shape=tuple(sizes.values()),
         names=tuple(sizes), own="" if training else f"[{list(sizes)[-1]!r}]  # others hold copies",
-        kind=source.name.rpartition(".")[2], wish=wish, split=max(row.tp, row.ep, row.cp),
+        kind=source.name.rpartition(".")[2], wish=wish, split=max(row.tp, row.ep) * row.cp,
         options="".join(f", {name}={value!r}" for name, value in options.items()),
     )  # fmt: skip
 

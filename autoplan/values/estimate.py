@@ -25,6 +25,9 @@ def done_above(name: str, *args: Any, **kwargs: Any) -> Any:
     return _done_by[name](*args, **kwargs)
 
 
+JOINED = " × "  # between the names of the dims that one message is over
+
+
 # What a split costs when the model runs, as values: what ranks do together, of what, and with whom a module shares it.
 #
 # An entry of a plan holds them (`Entry.reduces`), instructions say theirs (`Instruction.cost`). Code asks the fields;

@@ -86,6 +86,9 @@ HOW: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "fsdp 8 × tp 2, selective": ({"dp_shard": 8, "tp": 2}, {"activation_checkpointing": "selective"}),
     "fsdp 2 × cp 2, blocks again": ({"dp_shard": 2, "cp": 2}, {"activation_checkpointing": True}),
     "fsdp 2 × cp 4, selective": ({"dp_shard": 2, "cp": 4}, {"activation_checkpointing": "selective"}),
+    "cp 2 × tp 2": ({"cp": 2, "tp": 2}, {}),
+    "fsdp 2 × cp 2 × tp 2, blocks again": ({"dp_shard": 2, "cp": 2, "tp": 2}, {"activation_checkpointing": True}),
+    "fsdp 2 × cp 4 × tp 2, selective": ({"dp_shard": 2, "cp": 4, "tp": 2}, {"activation_checkpointing": "selective"}),
     "lora, fsdp 4 × tp 4, submodules": ({"dp_shard": 4, "tp": 4}, {"activation_checkpointing": "submodule"}),
 }
 

@@ -6,10 +6,10 @@ import json
 import re
 
 import pytest
-import torch
 from corpus.toys import decoder
 
 from autoplan.check.audit import claims as tried
+from autoplan.check.verify.clone import clone_of
 from autoplan.cli.app import main
 from autoplan.hf.source import resolve
 
@@ -38,15 +38,35 @@ def test_a_model_without_layers_cannot_be_split() -> None:
     assert finding.level == "note" and "cannot be split" in finding.message
 
 
-def test_context_parallelism_without_attention() -> None:
-    from autoplan.planning import capture_source
+@pytest.mark.parametrize(("kind", "made_by"), [("bloom", "baddbmm"), ("mpt", "add"), ("gpt_neo", ""), ("xglm", "")])
+def test_context_parallelism_that_computes_something_else(kind: str, made_by: str) -> None:
+    """Attention that is no call of scaled_dot_product_attention sees the positions of its rank alone."""
+    source = resolve(kind)
+    (finding,) = tried._context(source, clone_of(source).model, True)
+    off = re.search(r"off by (\d[.\d]*)", finding.proof)
+    assert finding.level == "error" and finding.kind == "wrong-numbers"
+    assert off is not None and float(off[1]) > 0.01
+    assert made_by in finding.proof and f"modeling_{kind}.py:" in finding.proof
 
-    source = resolve(torch.nn.Sequential(torch.nn.Linear(8, 8)), inputs={"input": torch.randn(2, 4, 8)})
-    assert capture_source(source, source.module())
-    (finding,) = tried._context(source, source.module(), True)
-    assert finding.level == "error" and "no call" in finding.message
-    assert not list(tried._context(resolve(decoder()), decoder(), True)), "the toy calls it"
-    assert not list(tried._context(source, source.module(), False)), "nothing is claimed"
+
+@pytest.mark.parametrize(("kind", "raises"), [("mistral", "sliding_attention"), ("gpt2", "mask")])
+def test_context_parallelism_that_cannot_run(kind: str, raises: str) -> None:
+    """accelerate refuses windows, and torch a mask."""
+    source = resolve(kind)
+    (finding,) = tried._context(source, clone_of(source).model, True)
+    assert finding.level == "error" and finding.kind == "cannot-run" and raises in finding.message
+
+
+def test_context_parallelism_that_is_right() -> None:
+    """Where it is claimed nothing is said, and where it is refused that it need not be."""
+    source = resolve("llama")
+    model = clone_of(source).model
+    assert not list(tried._context(source, model, True)) and not list(tried._context(source, model, None))
+    (finding,) = tried._context(source, model, False)
+    assert finding.level == "note"
+    toy = decoder()
+    (untried,) = tried._context(resolve(toy), toy, True)
+    assert untried.level == "warn", "it returns no logits by that name"
 
 
 def test_blocks_that_no_class_names() -> None:

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "replicas": (LLAMA, "dp_replicate=2,dp_shard=4,tp=2", {"activation_checkpointing": "selective"}),
     "a cut sequence": (LLAMA, "dp_shard=2,cp=2", {}),
     "replicas of a cut sequence": (LLAMA, "dp_replicate=2,dp_shard=2,cp=2", {"activation_checkpointing": "selective"}),
+    "a cut sequence beside tp": (LLAMA, "dp_shard=2,cp=2,tp=2", {}),
     "a cut sequence alone": (LLAMA, "cp=4", {"activation_checkpointing": True}),
     "experts apart": (MIXTRAL, "dp_shard=4,tp=4", {"ep_size": 4}),
     "experts alone": (MIXTRAL, "dp_shard=2,ep=4", {}),
@@ -101,7 +102,6 @@ def test_every_rank_runs_and_holds_its_piece() -> None:
         ({"mesh": "dp_shard=100000"}, "100000 ranks"),
         ({"mesh": "tp=２"}, "no size"),
         ({"mesh": "dp_shard=2,cp=3"}, "over 3 ranks"),
-        ({"mesh": "tp=2,cp=2"}, "nothing is forecast of"),
         ({"mesh": "cp=2,dp_shard=2"}, "apart"),
         ({"rank": "x"}, "rank is"),
         ({"rank": 9}, "there is no rank 9"),
@@ -140,3 +140,21 @@ def test_a_dry_run_says_what_a_rank_needs() -> None:
     found = dry_run(config, mesh="dp_shard=2,tp=2", sequence=128)
     assert found.states == 2 * found.parameters
     assert found.peak is not None and found.peak > found.parameters + found.states
+
+
+@pytest.mark.long
+def test_activations_of_a_long_sequence_are_shared_out() -> None:
+    """One block of a 70B at 131,072 tokens: what it keeps over eight ranks of cp is a seventh at most."""
+    config = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=1,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=256,
+        max_position_embeddings=1 << 17,
+        dtype=torch.bfloat16,
+    )
+    one, eight = (autoplan.estimate(config, mesh=f"dp_shard=1,cp={cp}", sequence=1 << 17).parts for cp in (1, 8))
+    assert 7 * eight.kept <= one.kept
+    assert 7 * (eight.kept + eight.temporary + eight.communication) <= one.kept + one.temporary + one.communication

@@ -16,10 +16,11 @@ import autoplan
 from autoplan.check.ranks.run import run_processes
 from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import load_device
-from autoplan.forecast.dry_run import dry_run, group_names, summed
+from autoplan.forecast.dry_run import dry_run, summed
 from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.recording.record import Marks, record_step
 from autoplan.forecast.recording.tape import Message
+from autoplan.forecast.sharded import group_names
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
 from autoplan.hf.source import resolve
 
@@ -42,6 +43,8 @@ CASES: list[tuple[Any, dict[str, int], dict[str, Any]]] = [
     (_T5, {"dp_shard": 2, "tp": 2}, {"activation_checkpointing": True}),
     (_LLAMA, {"dp_shard": 2, "cp": 2}, {"activation_checkpointing": True}),
     (_LLAMA, {"cp": 4}, {}),
+    (_LLAMA, {"cp": 2, "tp": 2}, {}),
+    (_LLAMA, {"dp_shard": 1, "cp": 2, "tp": 2}, {"activation_checkpointing": True}),
 ]
 QUICK = (0, 3, 6)
 REST = tuple(n for n in range(len(CASES)) if n not in QUICK)

@@ -1,5 +1,5 @@
-"""Hold what a class claims against the model: plans for tp, ep and pp and checkpointing are run; for context
-parallelism it is read off the recording whether attention is called as a function that exchanges keys and values."""
+"""Hold what a class claims against the model: plans for tp, ep and pp, context parallelism and checkpointing are
+run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from autoplan.check.verify.on_ranks import said
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import holders, is_under
-from autoplan.ops import call_record
 from autoplan.values import Finding, Report
 
 _STAGES = 2
@@ -59,7 +58,7 @@ def audit_claims(source: Any, tp_size: int = 2) -> Report:
     noted("tp-plan", bool(shipped), _plan(source, shipped, tp_size))
     noted("ep-plan", bool(claims.expert_plan), _plan(source, claims.expert_plan, tp_size))
     noted("pp-plan", bool(claims.pipeline_plan), _pipeline(clone, claims.pipeline_plan, module))
-    noted("context-parallel", bool(claims.context_parallel), _context(source, module, claims.context_parallel))
+    noted("context-parallel", bool(claims.context_parallel), _context(source, clone.model, claims.context_parallel))
     noted("no-split-modules", bool(claims.no_split), _blocks(module, claims.no_split))
     noted("checkpointing", bool(claims.checkpointing), _checkpointing(clone, claims.checkpointing))
     order = {"error": 0, "warn": 1, "note": 2}
@@ -171,18 +170,35 @@ def _own(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ the other claims
 
 
-def _context(source: Any, module: Any, is_claimed: bool | None) -> Iterator[Finding]:
-    """Context parallelism works inside calls of attention: without one, each rank attends to its own positions."""
-    from autoplan.planning import capture_source
+def _context(source: Any, model: Any, is_claimed: bool | None) -> Iterator[Finding]:
+    """The model on two ranks as accelerate and torch would have it, against one device: logits alone."""
+    from autoplan.check.audit.others_context import ALLOWED, LENGTH, RANKS, outcome_of
+    from autoplan.check.verify.clone import feeds_at
+    from autoplan.hf.own_sharding import context_hooks
 
-    if not is_claimed:
+    if is_claimed is None:
         return
-    calls = capture_source(source, module).trace.calls
-    attending = [call for call in calls if call_record(call.name).causal is not None]
-    if not attending:
-        text = "the class claims context parallelism, and no call of scaled_dot_product_attention was recorded"
-        hint = "without it, ranks exchange no keys and values: each would attend to its own positions alone"
-        yield Finding("", "error", "", text, hint, proof=f"{len(calls)} calls recorded, none of attention")
+    if context_hooks() is None:
+        if is_claimed:
+            yield Finding("", "warn", "", "not tried: no accelerate is installed that cuts sequences")
+        return
+    feed: dict[str, Any] = next(iter(feeds_at(source, model, batch=2, length=LENGTH).values()), {})
+    found = outcome_of(model, feed)
+    if found is None:
+        if is_claimed:
+            yield Finding("", "warn", "", f"not tried: no call of {LENGTH} tokens returns logits")
+        return
+    over = f"over {RANKS} ranks of accelerate's context parallelism"
+    if found.error is None and is_claimed:
+        yield Finding("", "error", "", f"it cannot run {over}: {found.why}", kind="cannot-run")
+    elif found.error is not None and found.error > ALLOWED and is_claimed:
+        why = "" if found.attends else ", and attention is never called as scaled_dot_product_attention"
+        off = f"logits are off by {found.error:.2g} (allowed {ALLOWED:g})"
+        proof = f"{off}; the first value that differs: {found.first}"
+        text = f"{over}, it computes something else without an error{why}"
+        yield Finding("", "error", "", text, "autoplan.plan(model, cp_size=2)", proof=proof, kind="wrong-numbers")
+    elif found.error is not None and found.error <= ALLOWED and not is_claimed:
+        yield Finding("", "note", "", f"{over}, it computes what it does on one device, and it is not claimed")
 
 
 def _blocks(module: Any, names: tuple[str, ...]) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 
-from autoplan.analyse.moved import block_traffic
+from autoplan.analyse.moved import Excess, block_traffic, both_traffics
 from autoplan.analyse.picture.flow import Flow, Node, node_of
 from autoplan.analyse.solve import Solution
 from autoplan.common.layout import Layout
@@ -79,10 +79,8 @@ def communication(
     """What blocks move compared with the least they need, and findings that explain each excess."""
     if solution.shards is None or solution.tp_size == 1:
         return (), ()
-    if any(one.over for one in solution.runtime.instructions):  # values lie on ranks in two ways
-        return (), ()
     blocks = [fqn for stack in layers for fqn in stack.fqns]
-    found, excesses = block_traffic(solution.shards, solution.runtime, solution.reductions, blocks)
+    found, excesses = _traffic(solution, blocks)
     alike: dict[str, tuple[Traffic, list[str]]] = {}
     for one in found:
         same = replace(one, block="")
@@ -97,6 +95,27 @@ def communication(
         for pattern in names.fold(members)
     ]
     return tuple(traffic), tuple(notes)
+
+
+def _traffic(solution: Solution, blocks: list[str]) -> tuple[tuple[Traffic, ...], tuple[Excess, ...]]:
+    assert solution.shards is not None
+    other, every = solution.over_all, solution.runtime
+    if other is None or other.shards is None:
+        return block_traffic(solution.shards, every, solution.reductions, blocks)
+    cp = other.tp_size // solution.tp_size
+    split, cut, both = (
+        replace(every, instructions=tuple(one for one in every.instructions if one.over == over))
+        for over in ("", "cp", "all")
+    )
+    found, excess = block_traffic(solution.shards, split, solution.reductions, blocks, pieces=cp)
+    more, beyond = block_traffic(other.shards, cut, other.reductions, blocks, context=cp)
+    last, _ = block_traffic(other.shards, both, other.reductions, blocks)
+    by_block = {one.block: one for one in found}
+    sums = zip(more, last, strict=True)
+    return (
+        tuple(both_traffics(by_block[one.block], one, all_of) for one, all_of in sums if one.block in by_block),
+        (*excess, *beyond),
+    )
 
 
 # What a module's split costs at run time. A sum of input gradients that several projections share is said at each.

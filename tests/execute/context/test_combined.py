@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autoplan
 from autoplan.analyse.sequence.combined import combined
 from autoplan.check.ranks.run import run_ranks
-from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
+from autoplan.common.errors import IndivisibleError, PlanMismatchError
 from autoplan.common.layout import Layout
 from autoplan.decide.written_plans.plan_file import load_plan
 from autoplan.execute.parameters.buffers import full_tensors
@@ -125,9 +125,13 @@ def test_a_mesh_with_one_of_them_is_refused(model: Any, plan: autoplan.Plan) -> 
     run_ranks(run, 2)
 
 
-def test_nothing_is_forecast_of_both() -> None:
-    with pytest.raises(AutoplanError, match="nothing is forecast of"):
-        autoplan.estimate("llama", mesh="dp_shard=1,cp=2,tp=2")
+def test_a_block_sends_over_both(plan: autoplan.Plan) -> None:
+    """Over tp what own positions need, over cp what the heads of a rank of tp need."""
+    (moved,) = plan.communication
+    queries, keys, values, given_back = 64, 32, 32, 64  # numbers of eight bytes for each token
+    exchanged = 8 * (queries + keys + values + given_back) // 4
+    sums = 2 * 2 * 8 * 64 // 2
+    assert moved.forward == {"all_reduce over tp": (2, sums), "all_to_all over cp": (4, exchanged)} == moved.backward
 
 
 LAYOUTS = {  # over tp=2 and cp=2: what a rank of tp holds, and how that lies on its ranks of cp
