@@ -40,9 +40,9 @@ def _held(parameter: torch.Tensor | None) -> Held | None:
 
 def held_of_memory(x: DTensor) -> Held | None:
     """How it lies on ranks, if it is a marked parameter, its gradient, or the same memory under another name."""
-    own = held_by(x)
-    if own is not None or x.is_meta:
-        return None if x.is_meta else own
+    own = None if x.is_meta else held_by(x)
+    if own is not None or x.is_meta or x.grad_fn is not None:
+        return own
     place = _place(x)
     for parameter in (one for module in list(_marked) for one in module._parameters.values()):
         held = _held(parameter)
