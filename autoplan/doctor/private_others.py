@@ -84,6 +84,23 @@ def _pipeline_stage() -> bool:
 
 
 @OTHERS.hold(
+    "a claim of context parallelism is run as accelerate runs it",
+    "accelerate.big_modeling._attach_context_parallel_hooks",
+)
+def _context_hooks() -> bool:
+    """It takes the masks from modules called self_attn."""
+    from torch import nn
+
+    from autoplan.hf.own_sharding import context_hooks
+
+    attach, model = context_hooks(), nn.ModuleDict({"self_attn": nn.Identity()})
+    if attach is None:  # not installed, or without it: the claim is not tried then
+        return True
+    attach(model)
+    return bool(model["self_attn"]._forward_pre_hooks)
+
+
+@OTHERS.hold(
     "a step of a model without SDPA is priced with the flash kernel",
     f"{_MODEL}._supports_flash_attn",
     f"{_MODEL}._supports_sdpa",
