@@ -23,7 +23,9 @@ def test_claims_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert ended.value.code == 0 and report["ok"]
     claims = report["details"]["claims"]
-    assert claims.pop("context-parallel") == ("holds" if find_spec("accelerate") else "doubtful"), "not tried without it"
+    assert claims.pop("context-parallel") == ("holds" if find_spec("accelerate") else "doubtful"), (
+        "not tried without it"
+    )
     assert claims.pop("ep-plan") == "not claimed" and set(claims.values()) == {"holds"} and len(claims) == 4
 
 
