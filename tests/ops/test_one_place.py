@@ -26,6 +26,7 @@ AS_TEXT = {"strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "lower"}
 
 # Where which of them may stand, and why.
 _EXECUTOR = "what a rank computes in the place of the function, which is no fact of it but the code itself"
+_REPLACED = "methods of DTensor that are replaced while a sharded model lives: code outside of the model calls them"
 _OTHERS = "words of its own that are names of ops, too"
 ALLOWED: dict[str, tuple[set[str], str]] = {
     "capture/feeding/conditions.py": ({"all", "amax", "amin", "max", "min"}, "Python that is read as text"),
@@ -86,6 +87,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         "questions that Python asks of the numbers of a tensor",
     ),
     "hf/own_sharding.py": ({"norm"}, "a module that transformers' pipelines know by its name"),
+    "execute/parameters/picked.py": ({"__setitem__"}, _REPLACED),
     "execute/vocabulary/leaving.py": (
         {
             "__getitem__",
@@ -157,6 +159,10 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     ),  # fmt: skip
     "hf/stacks.py": ({"tril", "tril_", "triu", "triu_"}, "names in the code of a module that nobody has run"),
     "hf/quantised/weights.py": ({"q_scale"}, _OTHERS),
+    "patches/tensors.py": (
+        {"__getitem__", "__setitem__", "chunk", "diagonal", "narrow", "select", "split", "unbind"},
+        _REPLACED,
+    ),
 }
 
 
