@@ -8,7 +8,7 @@ simulated ranks before (what the trial left over, `Capabilities`, comes in here)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from autoplan.decide.plan.chosen import (
     solve_chosen,
     with_packed,
 )
-from autoplan.decide.plan.folding import Names, same_in_like_blocks, whole_blocks
+from autoplan.decide.plan.folding import Names, same_in_like_blocks, starred, whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.decide.written_plans.constraints import same_in_folded_blocks
 from autoplan.execute.fits import with_made_for
@@ -44,10 +44,10 @@ from autoplan.hf.source import Source, without_namesakes
 from autoplan.hf.stacks import calls_causal, layers
 from autoplan.ops.questions import literals_say
 from autoplan.patches.kernels import kernel_note
-from autoplan.values import Capabilities, Finding, LocalExperts, Plan, SeenCode, Stack, Trace
+from autoplan.values import Capabilities, ClassFact, Finding, LocalExperts, Plan, SeenCode, Stack, Trace
 from autoplan.values.plan import digest
 from autoplan.values.quantised import PackedWeight
-from autoplan.values.reasons import DoesNotDivide
+from autoplan.values.reasons import DoesNotDivide, MixedWhole
 from autoplan.values.whole_sequence import WholeSequence
 
 
@@ -172,6 +172,9 @@ def solve_source(
             if alone.shards is not None and (other := split_otherwise(cut.shards, alone.shards)):
                 kept = {**how, "capabilities": replace(capabilities, whole=(*capabilities.whole, *other))}
                 cut = solve_source(source, unfolded, together, sequence_stacks=sequence_stacks, **kept)
+                known = [c for c in alone.classes if any(n.rpartition(".")[0] in other for n, _ in c.parameters)]
+                alike = (replace(c, split=False, reason=MixedWhole(c.size, wish.ranks)) for c in known if c.split)
+                cut = replace(cut, classes=(*alike, *cut.classes))
         split = solve_source(source, unfolded, replace(wish, cp_size=1), both=cut.shards, **how)
         if captured.unfold and split.trace.folds != cut.trace.folds:
             how["sequence_stacks"] = sequence_stacks
@@ -277,6 +280,8 @@ def _findings(
         yield Finding("quantised", "note", "", text)
     if capabilities.sequence:
         yield from sequence_findings(solution)
+    if wish.cp_size > 1:
+        yield from _run_alike((solution.over_all or solution).classes)
     if wish.ep_size > 1 and capabilities.experts:
         yield from expert_findings(made, solution)
     yield from whole_blocks(made)
@@ -284,6 +289,14 @@ def _findings(
         names = ", ".join(made.runtime.idle[:3])
         text = f"{names} never ran while tracing, so it was neither planned nor verified"
         yield Finding("inputs", "warn", "", text, "pass inputs= that reach it")
+
+
+def _run_alike(classes: Iterable[ClassFact]) -> Iterator[Finding]:
+    """Where every rank of cp does the same work, on all positions."""
+    whole = [c for c in classes if not c.split and isinstance(c.reason, MixedWhole) and c.reason.size == c.size]
+    for where, why in dict.fromkeys((starred(c.parameters[0][0].rpartition(".")[0]), str(c.reason)) for c in whole):
+        hint = "choose a cp_size that divides them"
+        yield Finding("sequence", "warn", where, why, hint)
 
 
 def sequence_findings(solution: Solution) -> tuple[Finding, ...]:

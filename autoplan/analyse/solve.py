@@ -49,6 +49,7 @@ from autoplan.values.reasons import (
     AxisWhole,
     Exchanged,
     InsideQuantisedBlock,
+    MixedWhole,
     MixesNothing,
     NeedsRewriting,
     NothingToSplit,
@@ -140,11 +141,15 @@ def _whole_but_mixed(
     trace: Trace, flow: CallFlow, axes: Axes, tp: int, scoped: bool, demands: Demands, stacks: Iterable[tuple[str, ...]]
 ) -> Demands:  # fmt: skip
     """Demands that keep every weight whole whose split no call that mixes positions would know of."""
-    shards = _settle(trace, flow, axes, tp, [], scoped, demands).shards
-    mixed, held = mixed_leaves(shards, flow, stacks), occurrences(trace, axes)
-    apart = {tensor for leaf in mixed for tensor in held.get(leaf, ())}
-    others = (t for t, info in enumerate(trace.tensors) if info.kind == "parameter" and t not in apart)
-    return NO_DEMANDS.with_whole(trace, others, MixesNothing())
+    done, held = _settle(trace, flow, axes, tp, [], scoped, demands), occurrences(trace, axes)
+    apart = {tensor for leaf in mixed_leaves(done.shards, flow, stacks) for tensor in held.get(leaf, ())}
+    others = [t for t, info in enumerate(trace.tensors) if info.kind == "parameter" and t not in apart]
+    whole = NO_DEMANDS
+    if done.choice.indivisible:  # which calls treat apart what is split over one rank, and cannot be over these?
+        alone = _settle(trace, flow, axes, 1, [], scoped, demands).shards
+        for leaf in sorted(mixed_leaves(alone, flow, stacks) & done.choice.indivisible.keys(), key=str):
+            whole = whole.with_whole(trace, set(others) & set(held.get(leaf, ())), MixedWhole(leaf.size, tp))
+    return whole.with_whole(trace, others, MixesNothing())
 
 
 def _legal_sizes(

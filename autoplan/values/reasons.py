@@ -39,6 +39,7 @@ __all__ = [
     "OnBothDims",
     "MadeAnewInTraining",
     "Exchanged",
+    "MixedWhole",
     "MixesNothing",
     "CutOtherwiseOverBoth",
     "OnlyExperts",
@@ -326,6 +327,18 @@ class Exchanged(Reason):
 class MixesNothing(Reason):
     def __str__(self) -> str:
         return "no call that mixes positions treats its units apart: each rank runs all of it on its own positions"
+
+
+@dataclass(frozen=True)
+class MixedWhole(Reason):
+    size: int
+    ranks: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.size} units, which calls that mix positions treat apart, are not divisible by {self.ranks} ranks: "
+            "those of cp run the same ones, on all positions"
+        )
 
 
 @dataclass(frozen=True)

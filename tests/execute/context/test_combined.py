@@ -87,13 +87,15 @@ def test_a_step_is_that_of_one_device(model: Any, plan: autoplan.Plan, names: tu
             assert torch.allclose(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12), name  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("heads", "tp", "cp"), [(2, 2, 2), (1, 1, 2)])
+@pytest.mark.parametrize(("heads", "tp", "cp"), [(2, 2, 2), (4, 1, 3)])
 def test_where_heads_are_fewer_than_ranks_cp_gathers_the_stream(heads: int, tp: int, cp: int) -> None:
     """Ranks of tp split the heads, and ranks of cp run them on all positions."""
     sizes = CONFIG.to_dict() | {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 16 * heads}
     found = autoplan.plan(LlamaConfig(**sizes), tp_size=tp, cp_size=cp, prove="ranks")
     assert found.proof.ok and "dropout" in found.proof.checked, found.findings
     assert not found.runtime.of(ExchangeToPieces)
+    (warning,) = [finding for finding in found.findings if finding.level == "warn"]
+    assert warning.where.endswith("self_attn.q_proj") and warning.message.startswith(f"{heads} units")
     split = {rule.pattern for rule in found.runtime.parameters if rule.dim is not None}
     assert ("model.layers.*.self_attn.q_proj.weight" in split) == (tp > 1)
 
