@@ -92,12 +92,14 @@ def block_traffic(
     *,
     pieces: int = 1,
     context: int = 0,
+    within: Shards | None = None,
 ) -> tuple[tuple[Traffic, ...], tuple[Excess, ...]]:
     """The traffic of each block (of those that were traced), and what exceeds the least. `pieces`: of which a rank
-    has one of each value, besides; `context`: ranks that exchange, where those are not all."""
+    has one of each value, besides; `context`: ranks that exchange, where those are not all; `within`: what each of them
+    has of a value at all."""
     flow = CallFlow(shards.trace)
     names = set(blocks)
-    moves = tuple(_moves(shards, flow, runtime, names, context or shards.tp))
+    moves = tuple(_moves(shards, flow, runtime, names, context or shards.tp, within))
     payments = (*least_sums(shards, flow, reductions), *_paid_in_calls(shards, flow, reductions))
     runs = _Blocks(shards, names)
     traffic, excess = [], []
@@ -131,7 +133,9 @@ def _within(module: str, block: str) -> bool:
 # ------------------------------------------------------------------------------------------------ what will be moved
 
 
-def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[str], context: int) -> Iterator[_Moved]:
+def _moves(
+    shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[str], context: int, within: Shards | None
+) -> Iterator[_Moved]:
     """Every collective of the plan, but for those that begin and end a stream of shards: they are no block's."""
     trace, reached = shards.trace, flow.with_gradients()
     visits: dict[str, list[ModuleVisit]] = {}
@@ -151,9 +155,11 @@ def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[
                 )
                 if tensor is not None:
                     shape = trace.tensors[tensor].shape
-                    elements = (
-                        _exchanged(instruction, shape, context) if (isinstance(instruction, Exchange)) else prod(shape)
-                    )
+                    elements = prod(shape)
+                    if isinstance(instruction, Exchange):
+                        elements = _exchanged(instruction, shape, context)
+                    elif within is not None and within.is_split(tensor) and not shards.is_split(tensor):
+                        elements //= within.tp
                     yield from _each(instruction.moves, visit.calls, visit.module, elements, tensor, reached)
 
 

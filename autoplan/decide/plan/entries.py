@@ -108,7 +108,7 @@ def _traffic(solution: Solution, blocks: list[str]) -> tuple[tuple[Traffic, ...]
         for over in ("", "cp", "all")
     )
     found, excess = block_traffic(solution.shards, split, solution.reductions, blocks, pieces=cp)
-    more, beyond = block_traffic(other.shards, cut, other.reductions, blocks, context=cp)
+    more, beyond = block_traffic(other.shards, cut, other.reductions, blocks, context=cp, within=solution.shards)
     last, _ = block_traffic(other.shards, both, other.reductions, blocks)
     by_block = {one.block: one for one in found}
     sums = zip(more, last, strict=True)

@@ -37,6 +37,7 @@ from autoplan.values import (
     Boundary,
     CallRewrite,
     Instruction,
+    OwnPositions,
     ReduceScatterSequence,
     Runtime,
     SequenceBoundary,
@@ -207,11 +208,12 @@ def _turn(step: tuple[int, Around]) -> int:
 
 
 def _turn_of(planned: Boundary) -> int:
-    """Beside another split, a sum over ranks of cp that leaves fewer positions comes first, and all else along the
-    sequence when that split has done its part."""
+    """Beside another split, what leaves fewer positions comes first, and all else along the sequence when that split
+    has done its part."""
     if not (isinstance(planned, SequenceBoundary) and planned.over):
         return planned.turn
-    return -_AFTER if isinstance(planned, ReduceScatterSequence) else planned.turn + _AFTER
+    fewer = isinstance(planned, ReduceScatterSequence | OwnPositions) and planned.side == "output"
+    return -_AFTER if fewer else planned.turn + _AFTER
 
 
 def _at_boundary(planned: Boundary, at: At) -> Around:
