@@ -6,6 +6,7 @@ KNOWN: dict[str, str] = {
     "algebra/Rearranged@tp2": "a sound model is refused: functorch's rearrange takes plain integers alone",
     "algebra/RearrangedInnermost@tp2": "as Rearranged",
     "idioms/Decorated@tp2": "a sound model is refused: its wrapper takes by position what is given by name",
+    "idioms/JacobianVector@tp2": "a sound model is refused: nothing inside of a forward derivative is split",
     "idioms/FunctionalInside@tp2": "a sound model is refused: weights that functional_call gives stay whole",
     "lifecycle/CalledTwice@tp2": "a sound call is refused: its argument asks for a gradient, which no recorded one did",
     "lifecycle/MomentumEncoder@tp2": "a sound model is refused: get_parameter finds no nn.Parameter",
