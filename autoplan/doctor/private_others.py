@@ -88,16 +88,20 @@ def _pipeline_stage() -> bool:
     "accelerate.big_modeling._attach_context_parallel_hooks",
 )
 def _context_hooks() -> bool:
-    """It takes the masks from modules called self_attn."""
-    from torch import nn
+    """It takes the mask from attention."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from autoplan.hf.own_sharding import context_hooks
 
-    attach, model = context_hooks(), nn.ModuleDict({"self_attn": nn.Identity()})
+    attach = context_hooks()
     if attach is None:  # not installed, or without it: the claim is not tried then
         return True
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim"), 8)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1))
     attach(model)
-    return bool(model["self_attn"]._forward_pre_hooks)
+    return any(module._forward_pre_hooks for module in model.modules())
 
 
 @OTHERS.hold(
