@@ -174,7 +174,7 @@ def fitted(sizes: Sizes, fields: Mapping[str, object], ranks: int, tried: int) -
             several = (chosen[unit] * times for times in range(2, 9))
             even = not _parted(counts[leading], ranks)
             if chosen[leading] % (chosen[unit] * (2 if even else 1)) or even == _parted(chosen[leading], tried):
-                chosen[leading] = next(n for n in several if even != _parted(n, tried))
+                chosen[leading] = next((n for n in several if even != _parted(n, tried)), 2 * chosen[unit])
     heads = chosen.get("heads", sizes.heads)
     hidden = sizes.hidden if heads < sizes.heads and sizes.hidden % heads == 0 else heads * sizes.head_dim
     if heads != sizes.heads:

@@ -6,6 +6,7 @@ The modules here are those on which the trial was left out without a word, or on
 from __future__ import annotations
 
 import time
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from autoplan.check.verify.sizes import Sizes, tried_sizes
 from autoplan.common.errors import AutoplanError, PlanRefusedError, UnprovenPlanWarning
 from autoplan.common.options import Options
 from autoplan.hf.source import resolve
+from autoplan.hf.tiny_sizes import VARIANTS, fitted
 from autoplan.values import Proof, Trial, replace
 
 torch.set_num_threads(1)
@@ -317,3 +319,16 @@ def test_heads_that_are_not_divisible_are_tried_so(heads: int, kv_heads: int) ->
     plan = autoplan.plan(config, 2, prove="ranks")
     assert plan.proof.ok and "dropout" in plan.proof.checked, plan.findings
     assert not plan.runtime.random
+
+
+def test_sizes_of_a_clone_are_found_for_any_number_of_heads() -> None:
+    """Whatever is shared by fewer key heads, also numbers that are no multiples of each other."""
+    for heads, kv_heads, ranks, tried in product(range(1, 41), range(1, 41), (2, 3, 4, 8, 16), (2, 4, 8)):
+        fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+        sizes = fitted(VARIANTS[0], fields, ranks, tried)
+        assert sizes.hidden == sizes.heads * sizes.head_dim, (fields, ranks, tried)
+        if 1 < kv_heads < heads and heads % kv_heads == 0:
+            assert sizes.heads % sizes.kv_heads == 0, (fields, ranks, tried)
+            assert (heads % ranks != 0 and ranks % heads != 0) == (
+                sizes.heads % tried != 0 and tried % sizes.heads != 0
+            )
