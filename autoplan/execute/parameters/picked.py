@@ -82,7 +82,8 @@ class Picked(torch.Tensor):
         with torch._C.DisableTorchFunction():
             result = function(*plain_args, **plain_kwargs)
         name = getattr(function, "__name__", "")
-        written = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name[:3] == "__i"
+        in_place = name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}")  # __iadd__, and not __int__
+        written = in_place or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         first = args[0] if args else None
         if not written or not isinstance(first, Picked):
             return result

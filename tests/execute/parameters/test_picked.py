@@ -129,3 +129,17 @@ def test_torch_has_its_own_methods_again() -> None:
     assert all(run_ranks(rank, 2))
     gc.collect()
     assert replaced & set(vars(DTensor)) == before
+
+
+def test_what_only_reads_a_row_gives_what_torch_does() -> None:
+    model, plan = model_and_plan()
+
+    def rank(number: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        sharded: Any = autoplan.parallelize(copy.deepcopy(model), mesh, plan)
+        with torch.no_grad():
+            row = sharded.both.weight[3]
+            return int(100 * row[0]), int(row[0]), [float(one) for one in row]
+
+    row = model.both.weight[3].detach()
+    assert run_ranks(rank, 2) == [(int(100 * row[0]), int(row[0]), row.tolist())] * 2
