@@ -82,7 +82,8 @@ class Picked(torch.Tensor):
         with torch._C.DisableTorchFunction():
             result = function(*plain_args, **plain_kwargs)
         name = getattr(function, "__name__", "")
-        in_place = name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}")  # __iadd__, and not __int__
+        operator = name.replace("__i", "__", 1)  # of __iadd__ there is an __add__, and of __int__ no __nt__
+        in_place = operator != name and hasattr(torch.Tensor, operator)
         written = in_place or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         first = args[0] if args else None
         if not written or not isinstance(first, Picked):
