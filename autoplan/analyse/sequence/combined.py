@@ -33,7 +33,6 @@ from autoplan.values import (
     Runtime,
     ScaleGradient,
     SequenceBoundary,
-    SplitLogits,
     WithholdPartial,
 )
 
@@ -123,7 +122,6 @@ class _Combined:
         """In the order in which they come at the entry of a module: what makes own positions first."""
         kept: dict[tuple[object, ...], Instruction] = {}
         for one in self.tp.instructions:
-            one = self._gathered(one) if isinstance(one, SplitLogits) else one
             kept[_key(one)] = one
         found: list[Instruction] = []
         for one in self.context.instructions:
@@ -132,10 +130,6 @@ class _Combined:
         yield from (one for one in found if isinstance(one, OwnPositions))
         yield from kept.values()
         yield from (one for one in found if not isinstance(one, OwnPositions))
-
-    def _gathered(self, head: SplitLogits) -> AllGather:
-        """Logits of own positions have all columns."""
-        return AllGather(head.pattern, "output", (), head.dim, f"{head.columns}!")
 
     def _joined(self, own: Instruction | None, one: Instruction) -> Instruction | None:
         if isinstance(one, Exchange):

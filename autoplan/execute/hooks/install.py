@@ -30,6 +30,7 @@ from autoplan.execute.hooks.running import Running, copied_with_closure, unwatch
 from autoplan.execute.hooks.sequence import SequenceShard, gather_shard, shards_in
 from autoplan.execute.hooks.unseen import UnseenOutputs
 from autoplan.execute.vocabulary.leaving import leaving
+from autoplan.execute.vocabulary.own_positions import PositionLogits, with_columns
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
 from autoplan.values import (
     AllGatherPicked,
@@ -394,6 +395,8 @@ class Root:
     def _leaving(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         if self.running.returns_whole_logits:
             return gather_pieces(local, self.running.group, dim, size)
+        if isinstance(local, PositionLogits):
+            return with_columns(local, self.running.group, size, dim)
         return leaving(local, self.running.mesh, dim, size)
 
     def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

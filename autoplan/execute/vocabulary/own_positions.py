@@ -4,6 +4,9 @@ Under context parallelism each rank has the logits of its positions, and the who
 caller's, casts, shifts and flattens them and calls `cross_entropy`. That is done on a rank's rows: it takes the labels
 of its own positions, sums are over all ranks, and the count is that of all labels. Whatever else reads such logits gets
 them whole, gathered at that moment.
+
+Beside tensor parallelism a rank has some columns of its rows. The rows are `SplitLogits` then, so that what is done on
+them is what those know to do on columns.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from autoplan.common.layout import chunk
 from autoplan.execute.collectives import RankGroup, gather_over_ranks, sum_over_ranks
 from autoplan.execute.executors import At, executes
 from autoplan.execute.hooks.running import Running
-from autoplan.execute.vocabulary.split_logits import as_kind, no_base
+from autoplan.execute.vocabulary.split_logits import SplitLogits, as_kind, no_base, split_class, whole_columns
 from autoplan.ops.records.record import writes_in_place
 from autoplan.values import LogitsOfPositions
 
@@ -34,6 +37,8 @@ class PositionLogits(torch.Tensor):
     length: int
     dim_from_end: int  # of the positions
     batch: int  # how many sequences lie in that dim one after the other
+    base: Kind
+    columns: type[SplitLogits] | None  # beside tensor parallelism: which of the vocabulary, and over which ranks
     rules: ClassVar[dict[Any, Rule]]  # what can be done on own rows
     what, way_out = "logits", ", or ask for whole ones: autoplan.gather_logits(model, True)"
 
@@ -55,7 +60,7 @@ class PositionLogits(torch.Tensor):
     def gathered(cls, own: torch.Tensor) -> torch.Tensor:
         """All positions, for readers that every rank runs alike."""
         rows = tuple(tuple(range(start, stop)) for start, stop in cls.bounds)
-        whole = gather_over_ranks(_apart(own, cls), cls.group, cls.dim_from_end, rows)
+        whole = gather_over_ranks(_apart(whole_columns(own), cls), cls.group, cls.dim_from_end, rows)
         return whole.flatten(cls.dim_from_end - 1, cls.dim_from_end) if cls.batch > 1 else whole
 
 
@@ -84,9 +89,27 @@ def _class(
     dim: int,
     batch: int = 1,
     base: Kind = PositionLogits,
+    columns: type[SplitLogits] | None = None,
 ) -> Kind:
     names = {"group": group, "bounds": bounds, "length": length, "dim_from_end": dim, "batch": batch}
-    return type(base.__name__, (base,), names)
+    return type(base.__name__, (base,), {**names, "base": base, "columns": columns})
+
+
+def _like(
+    own: torch.Tensor,
+    cls: Kind,
+    dim: int | None = None,
+    batch: int | None = None,
+    bounds: tuple[tuple[int, int], ...] | None = None,
+) -> torch.Tensor:
+    """What was made of own rows, as whole logits again; `dim`, `batch`, `bounds`: where they differ from those of `cls`.
+
+    The bounds are of the positions that are left, all of them."""
+    dim, batch = cls.dim_from_end if dim is None else dim, cls.batch if batch is None else batch
+    length = cls.length if bounds is None else max(0, *(stop for _, stop in bounds))
+    bounds = cls.bounds if bounds is None else bounds
+    kind = _class(cls.group, bounds, length, dim, batch, cls.base, _columns(own))
+    return as_kind(_plain(own), kind)
 
 
 def position_logits(
@@ -94,9 +117,23 @@ def position_logits(
 ) -> torch.Tensor:
     """A rank's (padded) piece along `dim`, from the end, as whole logits of so many positions."""
     pieces = (chunk(length, group.size, rank) for rank in range(group.size))
-    kind = _class(group, tuple((piece.start, piece.stop) for piece in pieces), length, dim, base=base)  # type: ignore[arg-type]
+    bounds, columns = tuple((piece.start, piece.stop) for piece in pieces), _columns(local)
+    kind = _class(group, bounds, length, dim, base=base, columns=columns)  # type: ignore[arg-type]
     start, stop = kind.bounds[group.rank]
-    return as_kind(local.narrow(dim, 0, stop - start), kind)
+    return as_kind(_plain(local).narrow(dim, 0, stop - start), kind)
+
+
+def with_columns(x: PositionLogits, group: RankGroup, vocabulary: int, dim: int) -> torch.Tensor:
+    """The same where a rank has some columns of its rows."""
+    kind = type(x)
+    columns = split_class(group, vocabulary, dim)
+    return as_kind(
+        _plain(x), _class(kind.group, kind.bounds, kind.length, kind.dim_from_end, kind.batch, kind.base, columns)
+    )
+
+
+def _columns(x: torch.Tensor) -> type[SplitLogits] | None:
+    return type(x) if isinstance(x, SplitLogits) else None
 
 
 def own_stream(own: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
@@ -115,7 +152,7 @@ def own_of(x: torch.Tensor) -> Own | None:
     """What `own_stream` was given, own positions of anything else padded as that is, None of what is whole."""
     if not isinstance(x, PositionLogits):
         return None
-    kind, own = type(x), _raw(x)
+    kind, own = type(x), whole_columns(_raw(x))
     piece = -(-kind.length // kind.group.size)
     if not isinstance(x, OwnStream) and own.size(kind.dim_from_end) < piece:
         rows = own.movedim(kind.dim_from_end, 0)
@@ -128,11 +165,18 @@ def whole_logits(x: torch.Tensor) -> torch.Tensor:
     return _whole(x) if isinstance(x, PositionLogits) else x
 
 
-def _raw(x: Any) -> Any:
-    if not isinstance(x, PositionLogits):
-        return x
+def _plain(x: torch.Tensor) -> Any:
+    """A rank's rows and columns, which show nothing else."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.ops.aten.alias(x)
+
+
+def _raw(x: Any) -> Any:
+    """A rank's rows; beside tensor parallelism as logits of all columns."""
+    if not isinstance(x, PositionLogits):
+        return x
+    columns = type(x).columns
+    return _plain(x) if columns is None else as_kind(_plain(x), columns)
 
 
 def _whole(value: Any) -> Any:
@@ -199,7 +243,7 @@ def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         own.append(_raw(one))
     if kwargs.get("out") is not None or any(isinstance(one, PositionLogits) and type(one) is not cls for one in args):
         return NotImplemented
-    return as_kind(func(*own, **kwargs), cls)
+    return _like(func(*own, **kwargs), cls)
 
 
 def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -229,10 +273,8 @@ def _merged_sizes(cls: Kind, whole: list[int]) -> list[int]:
 
 def _merged(cls: Kind, x: torch.Tensor) -> torch.Tensor:
     raw = _raw(x)
-    kind = _class(
-        cls.group, cls.bounds, cls.length, cls.dim_from_end, cls.batch * prod(raw.shape[: cls.dim_from_end % raw.dim()])
-    )
-    return as_kind(raw.flatten(0, cls.dim_from_end % raw.dim()), kind)
+    at = cls.dim_from_end % raw.dim()
+    return _like(raw.flatten(0, at), cls, batch=cls.batch * prod(raw.shape[:at]))
 
 
 def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -252,9 +294,9 @@ def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     first, last, _ = taken.indices(cls.length)
     bounds = tuple((min(max(a, first), last) - first, min(max(b, first), last) - first) for a, b in cls.bounds)
     before, (start, stop) = cls.bounds[cls.group.rank], bounds[cls.group.rank]
-    kind = _class(cls.group, bounds, max(0, last - first), cls.dim_from_end)
-    own = _raw(x).narrow(cls.dim_from_end, start + first - before[0] if stop > start else 0, stop - start)
-    return as_kind(own, kind)
+    begin = start + first - before[0] if stop > start else 0
+    index = [slice(None)] * (cls.dim_from_end % dims) + [slice(begin, begin + stop - start)]
+    return _like(_raw(x)[tuple(index)], cls, bounds=bounds)
 
 
 def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -264,7 +306,7 @@ def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     raw = _raw(args[0])
     one, other, at = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
     at = other if at == one else one if at == other else at
-    return as_kind(raw.transpose(one, other), _class(cls.group, cls.bounds, cls.length, at - raw.dim()))
+    return _like(raw.transpose(one, other), cls, dim=at - raw.dim())
 
 
 def _cross_entropy(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -289,8 +331,7 @@ def _loss(
     how: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if reduction == "none":
         each = F.cross_entropy(raw, own, reduction="none", **how)
-        kind = _class(cls.group, cls.bounds, cls.length, at - (at > classes) - each.dim(), cls.batch)
-        return _whole(as_kind(each, kind))
+        return _whole(_like(each, cls, dim=at - (at > classes) - each.dim()))
     total = sum_over_ranks(F.cross_entropy(raw, own, reduction="sum", **how), cls.group)
     if reduction == "sum":
         return total

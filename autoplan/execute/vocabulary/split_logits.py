@@ -123,6 +123,12 @@ def _raw(x: Any) -> Any:
         return torch.ops.aten.alias(x)  # `as_subclass(torch.Tensor)` is the same, but torch.compile cannot trace it
 
 
+def whole_columns(x: torch.Tensor) -> torch.Tensor:
+    """The logits of all columns; of other tensors themselves."""
+    found: torch.Tensor = _gathered(type(x), x) if isinstance(x, SplitLogits) else x
+    return found
+
+
 def _gathered(cls: Kind, value: Any) -> Any:
     """Arguments with whole logits in the place of split ones; most of them are of the class `cls`."""
     if isinstance(value, SplitLogits):

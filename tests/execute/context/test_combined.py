@@ -51,7 +51,7 @@ def test_the_plan_is_that_of_both(plan: autoplan.Plan) -> None:
     assert {one.layout for one in plan.runtime.of(ExchangeToPieces)} == {"2!*8", "2!*16"}
     assert {one.over for one in plan.runtime.of(ExchangeToPieces)} == {"cp"}
     assert {one.over for one in plan.runtime.of(AllReduce)} == {""}
-    assert not plan.runtime.of(SplitLogits)  # a rank has all logits of its positions
+    assert [head.pattern for head in plan.runtime.of(SplitLogits)] == ["lm_head"]
 
 
 @pytest.mark.parametrize("length", (8, 11))
