@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
-from autoplan.check.ranks.run import run_ranks
+from autoplan.check.ranks.run import count_collectives, run_ranks
 from autoplan.check.scoreboard.run import scoreboard
 from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
 from autoplan.common.layout import Layout
@@ -28,6 +28,7 @@ from autoplan.execute.vocabulary.own_positions import (
     position_logits,
     whole_logits,
 )
+from autoplan.execute.vocabulary.split_logits import as_kind, split_class
 from autoplan.values import (
     AllGatherSequenceSumGradient,
     ExchangeToPieces,
@@ -464,8 +465,9 @@ def test_a_model_without_positions_is_refused() -> None:
 @pytest.mark.parametrize("length", (2, 7, 12))
 @pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
 @pytest.mark.parametrize("shape", ("flat", "classes second", "shifted"))
-def test_a_loss_of_own_positions(length: int, reduction: str, shape: str) -> None:
-    """Also where a rank has no positions, with weights, smoothed labels and such as do not count."""
+@pytest.mark.parametrize("tp", (1, 2))
+def test_a_loss_of_own_positions(length: int, reduction: str, shape: str, tp: int) -> None:
+    """Also where a rank has no positions, or some columns, with weights, smoothed labels and such as do not count."""
     torch.manual_seed(1)
     logits, weight = torch.randn(2, length, 5, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
     labels = torch.randint(0, 5, (2, length))
@@ -483,19 +485,24 @@ def test_a_loss_of_own_positions(length: int, reduction: str, shape: str) -> Non
     expected.sum().backward()
 
     def rank(number: int) -> Any:
-        group = RankGroup.of(init_device_mesh("cpu", (3,), mesh_dim_names=("cp",)))
-        each = -(-length // 3)
-        padded = F.pad(logits, (0, 0, 0, 3 * each - length))[:, number * each : (number + 1) * each]
-        own = padded.clone().requires_grad_()
-        found = loss(position_logits(own, -2, length, group))
+        mesh = init_device_mesh("cpu", (3, tp), mesh_dim_names=("cp", "tp"))
+        own = part(logits, number).clone().requires_grad_()
+        shown = as_kind(own, split_class(RankGroup.of(mesh["tp"]), 5)) if tp > 1 else own
+        with count_collectives() as counts:
+            found = loss(position_logits(shown, -2, length, RankGroup.of(mesh["cp"])))
         found.sum().backward()
-        return found.detach(), own.grad
+        return found.detach(), own.grad, dict(counts)
 
-    for number, (found, gradient) in enumerate(run_ranks(rank, 3)):
+    def part(x: Any, number: int) -> torch.Tensor:
+        """The positions of a rank, and its columns."""
+        each, (row, column) = -(-length // 3), divmod(number, tp)
+        columns = (slice(None), slice(0, 3), slice(3, 5))[0 if tp == 1 else 1 + column]
+        return F.pad(x, (0, 0, 0, 3 * each - length))[:, row * each : (row + 1) * each, columns]
+
+    for number, (found, gradient, gathered) in enumerate(run_ranks(rank, 3 * tp)):
         assert torch.allclose(found, expected.detach())
-        each = -(-length // 3)
-        wanted = F.pad(whole.grad, (0, 0, 0, 3 * each - length))[:, number * each : (number + 1) * each]  # type: ignore[arg-type]
-        assert torch.allclose(gradient, wanted)
+        assert torch.allclose(gradient, part(whole.grad, number))
+        assert reduction == "none" or not any("gather" in name for name in gathered)
 
 
 def test_a_loss_over_all_routers_is_that_of_one_device() -> None:
