@@ -131,7 +131,7 @@ class _Exchanges:
         for key in keys:
             cut.gathers.pop(key, None)
             if cut.gather_sums.pop(key, None) is not None:
-                cut.undone.add(self._done(key, AllReduceGradient))
+                cut.undone |= self._summed_gradients(key)
             cut.partial_gathers.discard(key)
         kept = {crossing.module for crossing, _ in cut.gathers}
         gone = {crossing.module for crossing, _ in keys} - kept
@@ -320,9 +320,13 @@ class _Exchanges:
     def _tensor(self, crossing: Crossing, side: str) -> int:
         return self.stream.tensor_at(crossing, side)
 
-    def _done(self, key: tuple[Crossing, str], kind: type[Boundary]) -> Boundary:
+    def _summed_gradients(self, key: tuple[Crossing, str]) -> set[Boundary]:
+        """What sums a gradient there; nothing where another run of the module wants the sum."""
         crossing, side = key
-        return (self.placement.outputs if side == "output" else self.placement.inputs)[crossing, kind]
+        done = (self.placement.outputs if side == "output" else self.placement.inputs).get(
+            (crossing, AllReduceGradient)
+        )
+        return set() if done is None else {done}
 
     def _check_runs(self, found: _Found) -> None:
         """A hook acts on every run of its module."""

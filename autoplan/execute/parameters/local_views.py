@@ -60,17 +60,23 @@ def local_view(
     parameter: torch.Tensor | None, held: Held | None, summed: Mapping[int, torch.Tensor] = NOTHING
 ) -> torch.Tensor | None:
     """The plain tensor this rank computes with."""
+    lies_on_tp = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
     if parameter is None or held is None or held.read is None:
-        return _held_view(parameter, held)
-    if id(parameter) in summed:
-        return part_of_whole(parameter, held, summed[id(parameter)])
-    if isinstance(parameter, DTensor) and (parameter.device_mesh.ndim != 1 or held.read.group == held.group):
+        local = _held_view(parameter, held)
+    elif id(parameter) in summed:
+        local = part_of_whole(parameter, held, summed[id(parameter)])
+    elif isinstance(parameter, DTensor) and (not lies_on_tp or held.read.group == held.group):
         return parameter  # as FSDP2 keeps it
-    return part_of_whole(_held_view(parameter, held), held, None)
+    else:
+        local = part_of_whole(_held_view(parameter, held), held, None)
+    # last of all: what is saved for it is saved where the module runs, and again where a checkpoint runs it again
+    if held is not None and held.divide and held.group.size > 1 and lies_on_tp:
+        return part_of_sum(local, held.group.size)
+    return local
 
 
 def _held_view(parameter: Any, held: Held | None) -> Any:
-    """What this rank of tp holds of it."""
+    """What this rank of tp holds of it, undivided."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != 1:
         return parameter
     local = _local(parameter)
@@ -83,7 +89,7 @@ def _held_view(parameter: Any, held: Held | None) -> Any:
         elif held.shared.count:
             shared = held.shared
             local = _SumSharedRows.apply(local, held.group, held.dim, shared.positions, shared.places, shared.count)
-    return part_of_sum(local, held.group.size) if held.divide and held.group.size > 1 else local
+    return local
 
 
 def whole_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tensor | None:

@@ -102,13 +102,12 @@ def _like(
     batch: int | None = None,
     bounds: tuple[tuple[int, int], ...] | None = None,
 ) -> torch.Tensor:
-    """What was made of own rows, as whole logits again; `dim`, `batch`, `bounds`: where they differ from those of `cls`.
-
-    The bounds are of the positions that are left, all of them."""
+    """What was made of own rows, as whole logits again. `dim`, `batch` and `bounds` (of the positions that are left):
+    where they differ from those of `cls`."""
     dim, batch = cls.dim_from_end if dim is None else dim, cls.batch if batch is None else batch
     length = cls.length if bounds is None else max(0, *(stop for _, stop in bounds))
     bounds = cls.bounds if bounds is None else bounds
-    kind = _class(cls.group, bounds, length, dim, batch, cls.base, _columns(own))
+    kind = _class(cls.group, bounds, length, dim, batch, cls.base, _columns(own))  # type: ignore[arg-type]
     return as_kind(_plain(own), kind)
 
 
@@ -125,11 +124,7 @@ def position_logits(
 
 def with_columns(x: PositionLogits, group: RankGroup, vocabulary: int, dim: int) -> torch.Tensor:
     """The same where a rank has some columns of its rows."""
-    kind = type(x)
-    columns = split_class(group, vocabulary, dim)
-    return as_kind(
-        _plain(x), _class(kind.group, kind.bounds, kind.length, kind.dim_from_end, kind.batch, kind.base, columns)
-    )
+    return _like(as_kind(_plain(x), split_class(group, vocabulary, dim)), type(x))
 
 
 def _columns(x: torch.Tensor) -> type[SplitLogits] | None:

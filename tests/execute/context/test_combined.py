@@ -96,6 +96,27 @@ def test_a_step_is_that_of_one_device(
             assert torch.allclose(gradients[name], parameter.grad, **near), name  # type: ignore[arg-type]
 
 
+def test_a_block_with_biases_is_run_again_as_it_ran() -> None:
+    """Ranks divide biases of sums between them; what is saved for that is saved inside of the block both times."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG.to_dict() | {"attention_bias": True, "mlp_bias": True})).double()
+    plan = autoplan.plan(model, tp_size=2, cp_size=2, prove="none")
+    copies, ids = [copy.deepcopy(model) for _ in range(4)], torch.randint(3, CONFIG.vocab_size, (2, 9))
+
+    def step(of: Any) -> Any:
+        F.cross_entropy(of(ids).logits.flatten(0, 1), ids.flatten()).backward()
+        return of
+
+    def rank(number: int) -> Any:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        return full_tensors(step(autoplan.parallelize(copies[number], mesh, plan, activation_checkpointing=True)), True)
+
+    wanted = {name: parameter.grad for name, parameter in step(model).named_parameters()}
+    for gradients in run_ranks(rank, 4):
+        for name, gradient in wanted.items():
+            assert torch.allclose(gradients[name], gradient, rtol=1e-9, atol=1e-12), name  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("heads", "tp", "cp"), [(2, 2, 2), (4, 1, 3)])
 def test_where_heads_are_fewer_than_ranks_cp_gathers_the_stream(heads: int, tp: int, cp: int) -> None:
     """Ranks of tp split the heads, and ranks of cp run them on all positions."""
