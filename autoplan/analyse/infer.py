@@ -29,9 +29,10 @@ class Axes:
     `conflicts` are those that touch an axis of a weight; the `harmless` ones lie between others (positions, mostly).
     `weights` are parameters, views of them, and what is computed from a quantised weight and its companions alone;
     `sources` says of which parameter (or buffer, if that is where a quantised weight is kept), and `companions`, by
-    weight, what was computed with it. `static` are tensors made in forward from nothing but constants, equal in every
-    run, `identities` identity matrices whose rows and columns are one axis; `marked_by` says which op left which event;
-    `unknown` counts ops that were treated as opaque.
+    weight, what was computed with it; `computed` are the weights, and what is made of parameters, buffers and constants
+    alone (a masked, scaled or standardised weight). `static` are tensors made in forward from nothing but constants,
+    equal in every run, `identities` identity matrices whose rows and columns are one axis; `marked_by` says which op
+    left which event; `unknown` counts ops that were treated as opaque.
     """
 
     dims: dict[int, tuple[Term, ...]]
@@ -40,6 +41,7 @@ class Axes:
     unknown: Counter[str] = field(default_factory=Counter)
     weights: set[int] = field(default_factory=set)
     sources: dict[int, int] = field(default_factory=dict)
+    computed: set[int] = field(default_factory=set)
     static: set[int] = field(default_factory=set)
     identities: set[int] = field(default_factory=set)
     companions: dict[int, set[int]] = field(default_factory=dict)
@@ -72,7 +74,7 @@ class _Reader:
         self.unknown: Counter[str] = Counter()
         self.views: dict[int, int] = {}  # view -> the tensor whose elements it shows
         self.shown_by: defaultdict[int, list[int]] = defaultdict(list)
-        self.kept: dict[int, frozenset[int]] = {}  # what is made of parameters, buffers and constants alone: of which
+        self.kept = self.state.kept
         self.companions: defaultdict[int, set[int]] = defaultdict(set)
         for tensor, info in enumerate(trace.tensors):
             if info.kind == "parameter" or info.quantised:
@@ -188,6 +190,7 @@ class _Reader:
             self.unknown,
             set(state.sources),
             state.sources,
+            set(state.sources) | set(filter(state.is_of_weights, state.kept)),
             state.static,
             state.identities,
             dict(self.companions),

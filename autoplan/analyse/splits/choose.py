@@ -152,7 +152,7 @@ def _contracts_weight(op: Op, tensors: tuple[int, ...], trace: Trace, axes: Axes
     if record.drawn is Drawn.CONVOLUTION and trace.tensors[op.args[1].id].shape[1] == 1 and groups_of(op) > 1:
         return False
     mixes = op.name == BOX or record.product is not None
-    return mixes and any(tensor in axes.weights for tensor in tensors)
+    return mixes and any(tensor in axes.computed for tensor in tensors)
 
 
 def choose(

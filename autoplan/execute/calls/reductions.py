@@ -191,9 +191,10 @@ def _variance(planned: VarianceCall, at: At) -> Callable[[Any, Any, Any], torch.
     return lambda func, args, kwargs: _over_ranks(planned, args[0] if args else kwargs["input"], group)
 
 
-def _over_ranks(planned: VarianceCall, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """`var` or `std` of the whole of which x is this rank's part."""
+def _over_ranks(planned: VarianceCall, x: torch.Tensor, group: RankGroup) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """`var` or `std` of the whole of which x is this rank's part, and its mean where the call returns that, too."""
     dims, held = planned.dims, planned.held
+    name, _, with_mean = planned.site.function.partition("_")
     wide = x.float() if x.dtype.itemsize < 4 else x
     spread, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
     own = torch.stack((mean, spread)).unsqueeze(0)
@@ -203,8 +204,9 @@ def _over_ranks(planned: VarianceCall, x: torch.Tensor, group: RankGroup) -> tor
     whole = (parts * means).sum(0)
     count = prod(x.size(dim) for dim in dims) * sum(held) / held[group.rank]
     variance = (parts * (spreads + (means - whole).square())).sum(0) * count / max(count - planned.correction, 0)
-    result = variance.sqrt() if planned.site.function == "std" else variance
-    return (result if planned.keepdim else result.squeeze(dims)).to(x.dtype)
+    results = (variance.sqrt() if name == "std" else variance, whole)[: 2 if with_mean else 1]
+    shaped = tuple((result if planned.keepdim else result.squeeze(dims)).to(x.dtype) for result in results)
+    return shaped if with_mean else shaped[0]
 
 
 # Lengths of vectors of which every rank holds a part: the squares are summed over ranks, then the root is taken.
