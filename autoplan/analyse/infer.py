@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from autoplan.axes.algebra import Conflict
 from autoplan.axes.events import Event
@@ -30,9 +31,9 @@ class Axes:
     `weights` are parameters, views of them, and what is computed from a quantised weight and its companions alone;
     `sources` says of which parameter (or buffer, if that is where a quantised weight is kept), and `companions`, by
     weight, what was computed with it; `computed` are the weights, and what is made of parameters, buffers and constants
-    alone (a masked, scaled or standardised weight). `static` are tensors made in forward from nothing but constants,
-    equal in every run, `identities` identity matrices whose rows and columns are one axis; `marked_by` says which op
-    left which event; `unknown` counts ops that were treated as opaque.
+    alone (a masked, scaled or standardised weight), with the largest parameter in each. `static` are tensors made in
+    forward from nothing but constants, equal in every run, `identities` identity matrices whose rows and columns are
+    one axis; `marked_by` says which op left which event; `unknown` counts ops that were treated as opaque.
     """
 
     dims: dict[int, tuple[Term, ...]]
@@ -41,7 +42,7 @@ class Axes:
     unknown: Counter[str] = field(default_factory=Counter)
     weights: set[int] = field(default_factory=set)
     sources: dict[int, int] = field(default_factory=dict)
-    computed: set[int] = field(default_factory=set)
+    computed: dict[int, int] = field(default_factory=dict)
     static: set[int] = field(default_factory=set)
     identities: set[int] = field(default_factory=set)
     companions: dict[int, set[int]] = field(default_factory=dict)
@@ -190,12 +191,21 @@ class _Reader:
             self.unknown,
             set(state.sources),
             state.sources,
-            set(state.sources) | set(filter(state.is_of_weights, state.kept)),
+            self._computed(),
             state.static,
             state.identities,
             dict(self.companions),
             state.algebra.marked_by,
         )
+
+    def _computed(self) -> dict[int, int]:
+        """What is made of weights alone, with the largest parameter in it; of a view, the parameter that it shows."""
+        largest = {
+            tensor: max(self.state.parameters_of(tensor), key=lambda root: prod(self.trace.tensors[root].shape))
+            for tensor in self.kept
+            if self.state.parameters_of(tensor)
+        }
+        return largest | self.state.sources
 
     def _mark_twice(self) -> None:
         """What is multiplied with itself has an axis in two dims: a rank would know only its own share's products."""

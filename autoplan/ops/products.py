@@ -86,9 +86,9 @@ def _product_of(site: Site, left: Ref, right: Ref, bias: Ref | None = None) -> D
     dims = [*a[:-2], a[-2], b[-1]]
     if bias is not None:
         site.broadcast([dims, site.terms(bias)], site.out_shape)
-    if site.is_weight(left):
+    if site.is_of_weights(left):
         dims[-2] = site.from_weight(dims[-2])
-    if site.is_weight(right):
+    if site.is_of_weights(right):
         dims[-1] = site.from_weight(dims[-1])
     return [find(term) for term in dims]
 
@@ -107,7 +107,7 @@ def matrix_vector(site: Site) -> Answer:
     site.contract(inner, Event.CONTRACT_W if weighted else Event.CONTRACT_A)
     if len(site.inputs) == 3:
         site.broadcast([[rows], site.terms(site.inputs[0])], site.out_shape)
-    return [[site.from_weight(rows) if site.is_weight(matrix) else rows]]
+    return [[site.from_weight(rows) if site.is_of_weights(matrix) else rows]]
 
 
 @op("dot", "vdot",

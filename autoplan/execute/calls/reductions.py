@@ -82,7 +82,7 @@ def _looked_up(planned: EmbeddingCall, at: At) -> Run:
 
 @executes(RowCall)
 def _row(planned: RowCall, at: At) -> Run:
-    """table[number] or table[number, …]: the rank that has the row gives it, the others zeros."""
+    """table[number], table[number, …] or table[ids]: the rank that has a row gives it, the others zeros."""
     group = at.group
     own = chunk(planned.rows, group.size, group.rank)
 
@@ -90,6 +90,11 @@ def _row(planned: RowCall, at: At) -> Run:
         table, index = args
         several = isinstance(index, tuple)
         number = (index[0] if several else index) % planned.rows
+        if isinstance(number, torch.Tensor):
+            foreign = (number < own.start) | (number >= own.stop)
+            held = (number - own.start).masked_fill(foreign, 0)
+            found = func(table, (held,) if several else held)
+            return sum_over_ranks(found.masked_fill(foreign.unsqueeze(-1), 0), group)
         table = table if number in own else table.new_zeros(1, *table.shape[1:])
         local = number - own.start if number in own else 0
         return sum_over_ranks(func(table, (local, *index[1:]) if several else local), group)

@@ -38,9 +38,9 @@ class Inference:
     contracted: dict[int, Term] = field(default_factory=dict)  # everything summed over
     gathered: bool = False  # the op at hand is followed by an all-gather
 
-    def is_of_weights(self, tensor: int) -> bool:
-        """Is a tensor a parameter, or made of parameters, buffers and constants alone?"""
-        return any(self.trace.tensors[root].kind == "parameter" for root in self.kept.get(tensor, ()))
+    def parameters_of(self, tensor: int) -> list[int]:
+        """The parameters in a tensor that is made of parameters, buffers and constants alone."""
+        return sorted(root for root in self.kept.get(tensor, ()) if self.trace.tensors[root].kind == "parameter")
 
     def terms(self, tensor: int) -> Dims:
         """The dims of a tensor. One that no op made is new here: a parameter, an input or a constant."""
@@ -95,7 +95,7 @@ class Site:
 
     def is_of_weights(self, ref: Ref | None) -> bool:
         """Is this a weight, or computed from weights alone (masked, scaled, standardised)?"""
-        return ref is not None and (ref.id in self.state.sources or self.state.is_of_weights(ref.id))
+        return ref is not None and (ref.id in self.state.sources or bool(self.state.parameters_of(ref.id)))
 
     def is_parameter(self, ref: Ref) -> bool:
         """Is this a whole parameter, not a part of one?"""

@@ -349,3 +349,54 @@ class SparseTables(nn.Module):
         h = self.table[(code,)] * 4
         h = h + self.back(self.mix(h).relu())
         return h @ self.table.T
+
+
+@case(call(S), tp=(2, 4))
+class ResidualNormed(nn.Module):
+    """Single weight-normed convolutions from residual to residual."""
+
+    normed = staticmethod(parametrizations.weight_norm)
+
+    def __init__(self):
+        super().__init__()
+        self.pre, self.post = nn.Conv1d(16, 32, 1), nn.Conv1d(32, 8, 1)
+        self.convs = nn.ModuleList(self.normed(nn.Conv1d(32, 32, 3, padding=1)) for _ in range(2))
+
+    def forward(self, x):
+        x = self.pre(x)
+        for conv in self.convs:
+            x = x + F.leaky_relu(conv(x), 0.1)
+        return self.post(x)
+
+
+@case(call(S), tp=(2, 4))
+class ResidualNormedByHooks(ResidualNormed):
+    normed = staticmethod(nn.utils.weight_norm)
+
+
+@case(call(ids(2, 6, below=64)), call(ids(2, 6, below=64, seed=3) - 64), tp=(2, 4))
+class TableByIndexing(nn.Module):
+    """recurrentgemma: rows by table[(ids,)], from the front or the end, and a tied head."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Parameter(torch.randn(64, 16)), nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, ids):
+        x = self.table[(ids,)] * 4
+        x = x + self.down(F.gelu(self.up(x)))
+        return self.norm(x) @ self.table.T
+
+
+@case(call(ids(2, 6, below=64), floats(2, 16)), tp=(2, 4))
+class LargeTableByIndexing(nn.Module):
+    """A large table that nothing else reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, 32))
+        self.inp, self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 64), nn.Linear(64, 8)
+
+    def forward(self, items, x):
+        return self.down(F.gelu(self.up(self.table[items].mean(1) + self.inp(x))))
