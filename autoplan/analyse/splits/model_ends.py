@@ -84,7 +84,8 @@ def vocabularies(trace: Trace, axes: Axes) -> set[Term]:
 
 def _table_rows(trace: Trace, axes: Axes) -> set[Term]:
     given = _given_ids(trace)
-    lookups = filter(None, map(rows_by_ids, trace.ops))
+    single = (op for op in trace.ops if op_record(op.name).drawn in (Drawn.LOOKUP, Drawn.ROWS))  # and no bags
+    lookups = filter(None, map(rows_by_ids, single))
     tables = [table for table, ids in lookups if table in axes.weights and ids in given]
     largest = max((prod(trace.tensors[t].shape) for t in tables), default=0)
     found = set()

@@ -237,10 +237,11 @@ def _scaled(planned: LengthCall, args: tuple[Any, ...], kwargs: dict[str, Any], 
     squares = sum_over_ranks(wide.square().sum(planned.dims, keepdim=True), group)
     lengths = torch.where(squares > 0, squares, 1.0).sqrt().mul(squares > 0).to(x.dtype)
     if name == "normalize":
-        return x / copy_to_ranks(lengths, group).clamp_min(given.get("eps", 1e-12))
+        normalized = x / copy_to_ranks(lengths, group).clamp_min(given.get("eps", 1e-12))
+        return normalized if given.get("out") is None else given["out"].copy_(normalized)
     if name == "_weight_norm":
         return x * (given["g"] / copy_to_ranks(lengths, group))
     return lengths if planned.keepdim else lengths.squeeze(planned.dims)
 
 
-_SIGNATURES = {"normalize": ("input", "p", "dim", "eps"), "_weight_norm": ("v", "g", "dim")}
+_SIGNATURES = {"normalize": ("input", "p", "dim", "eps", "out"), "_weight_norm": ("v", "g", "dim")}

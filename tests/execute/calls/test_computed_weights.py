@@ -61,6 +61,15 @@ def pruned() -> nn.Module:
     return model
 
 
+def spectral(convolutions: bool) -> nn.Module:
+    """In training the estimate of the norm goes on, and is written into buffers."""
+    model = TwoLayers()
+    if convolutions:
+        model.near, model.far = nn.Conv1d(WIDTH, INNER, 3, padding=1), nn.Conv1d(INNER, WIDTH, 3, padding=1)
+    model.near, model.far = map(parametrizations.spectral_norm, (model.near, model.far))
+    return model
+
+
 class CalledWithOthers(nn.Module):
     """A child is called with weights that are twice its own."""
 
@@ -119,6 +128,7 @@ class Case(NamedTuple):
 
 
 STREAM = {"x": torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0))}
+PICTURES = {"x": STREAM["x"].transpose(1, 2)}
 IDS = {"ids": torch.arange(12).view(2, 6) * 8}
 ORIGINALS = ("near.parametrizations.weight.original", "far.parametrizations.weight.original")
 INNER_BOTH = ("inner.near.weight", "inner.far.weight")
@@ -128,6 +138,8 @@ CASES = {
     "ternary": Case(partial(parametrized, Ternary), ORIGINALS, STREAM),
     "var_mean": Case(partial(parametrized, partial(Standardised, torch.var_mean)), ORIGINALS, STREAM),
     "std_mean": Case(partial(parametrized, partial(Standardised, torch.std_mean)), ORIGINALS, STREAM),
+    "spectral norm": Case(partial(spectral, False), ORIGINALS, STREAM),
+    "spectral norm of convolutions": Case(partial(spectral, True), ORIGINALS, PICTURES),
     "called with others": Case(CalledWithOthers, INNER_BOTH, STREAM),
     "penalised": Case(Penalised, INNER_BOTH, STREAM),
     "weight_norm, gathered": Case(
