@@ -9,7 +9,6 @@ KNOWN: dict[str, str] = {
     "idioms/JacobianVector@tp2": "a sound model is refused: nothing inside of a forward derivative is split",
     "lifecycle/CalledTwice@tp2": "a sound call is refused: its argument asks for a gradient, which no recorded one did",
     "lifecycle/MomentumEncoder@tp2": "a sound model is refused: get_parameter finds no nn.Parameter",
-    "parametrized/RowsThenMask@tp2": "a sound model is refused: it divides by the largest of a row that is split",
     "structures/OtherKeyWidths@tp2": "a sound model is refused: attention with a learned key and a mask of each head",
     "channels/StandardisedKernels@tp4": "as at tp 2",
     "conditioned/MixtureOfWeights@tp2": "a sound model is refused: three mixed weights are taken for units",

@@ -94,6 +94,17 @@ class Penalised(nn.Module):
         return self.inner(x), 1e-2 * (lasso + sum(one.square().sum() for one in self.parameters()))
 
 
+class TiedDecoder(nn.Module):
+    """The decoder is the encoder, transposed: one weight brings its rows in and sums over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.bias = nn.Linear(WIDTH, INNER), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(torch.tanh(self.encode(x)), self.encode.weight.T, self.bias)
+
+
 class OneConvolutionAtATime(nn.Module):
     """Single convolutions from residual to residual: their products are gathered."""
 
@@ -141,6 +152,7 @@ CASES = {
     "spectral norm": Case(partial(spectral, False), ORIGINALS, STREAM),
     "spectral norm of convolutions": Case(partial(spectral, True), ORIGINALS, PICTURES),
     "called with others": Case(CalledWithOthers, INNER_BOTH, STREAM),
+    "tied decoder": Case(TiedDecoder, ("encode.weight", "encode.bias"), STREAM),
     "penalised": Case(Penalised, INNER_BOTH, STREAM),
     "weight_norm, gathered": Case(
         partial(OneConvolutionAtATime, parametrizations.weight_norm),
