@@ -153,6 +153,9 @@ class _Reader:
             for tensor in made:
                 self.kept.pop(tensor, None)
             return
+        matrix = op_record(op.name).product is not None and len(self.trace.tensors[outputs[0].id].shape) > 1
+        if matrix or any(ref.id in self.state.multiplied for ref in inputs):  # a product of weights is none of them
+            self.state.multiplied |= made
         roots = frozenset(root for ref in inputs for root in self.kept[ref.id])
         self.kept |= dict.fromkeys(made, roots)
         sources = [self.state.sources[ref.id] for ref in inputs if ref.id in self.state.sources]

@@ -195,7 +195,17 @@ def product_weight(op: Op, axes: Axes) -> tuple[int, int] | None:
     other, weight = op.args[product.value], op.args[product.weight]
     if not isinstance(weight, Ref) or not isinstance(other, Ref) or _are_several(op, weight, axes):
         return None
-    return (weight.id, product.out[0]) if weight.id in axes.computed and other.id not in axes.computed else None
+    whole = weight.id in axes.weights or _is_one_weight(weight.id, axes)
+    return (weight.id, product.out[0]) if whole and other.id not in axes.computed else None
+
+
+def _is_one_weight(tensor: int, axes: Axes) -> bool:
+    """Is it a parameter that is scaled or masked, position by position, and no product of parameters?"""
+    if tensor not in axes.computed:
+        return False
+    one, other = (axes.of(t) for t in (tensor, axes.computed[tensor]))
+    made, stored = ({find(leaf) for term in terms for leaf in leaves(term)} for terms in (one, other))
+    return made == stored
 
 
 def _are_several(op: Op, weight: Ref, axes: Axes) -> bool:

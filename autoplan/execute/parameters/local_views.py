@@ -250,7 +250,6 @@ def _view_class(cls: type, names: tuple[str, ...]) -> type:
     namespace: dict[str, Any] = {
         "_call_impl": _reading_call(cls),
         "_apply": _keeping_attributes(cls),
-        "named_parameters": _reading_members(cls),
         "get_parameter": _reading_by_name(cls),
         "__reduce_ex__": _reduce_to(cls, names),
     }
@@ -309,22 +308,6 @@ def _keeping_attributes(cls: type) -> Callable[..., Any]:
         return made
 
     return _apply
-
-
-def _reading_members(cls: type) -> Callable[..., Any]:
-    """`parameters()` in a forward (a penalty on all weights, a moving average) gives what an attribute would."""
-    base: Any = cls.named_parameters  # type: ignore[attr-defined]
-
-    def named_parameters(self: nn.Module, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[Any]:
-        for name, value in base(self, prefix, *args, **kwargs):
-            record = record_of(self) if isinstance(value, DTensor) else None
-            if record is None or not record.reading.inside or torch.compiler.is_compiling():
-                yield name, value
-                continue
-            path, _, last = name[len(prefix) + 1 if prefix else 0 :].rpartition(".")
-            yield name, getattr(self.get_submodule(path), last)
-
-    return named_parameters
 
 
 def _reading_by_name(cls: type) -> Callable[..., Any]:

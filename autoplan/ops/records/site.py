@@ -33,13 +33,16 @@ class Inference:
     dims: dict[int, Dims] = field(default_factory=dict)
     sources: dict[int, int] = field(default_factory=dict)  # weights: tensor -> the parameter it shows
     kept: dict[int, frozenset[int]] = field(default_factory=dict)  # what holds no input: the parameters, buffers in it
+    multiplied: set[int] = field(default_factory=set)  # of these, what is made of a product of matrices
     static: set[int] = field(default_factory=set)
     identities: set[int] = field(default_factory=set)  # identity matrices, whose dims are one axis
     contracted: dict[int, Term] = field(default_factory=dict)  # everything summed over
     gathered: bool = False  # the op at hand is followed by an all-gather
 
     def parameters_of(self, tensor: int) -> list[int]:
-        """The parameters in a tensor that is made of parameters, buffers and constants alone."""
+        """The parameters in a tensor that is made of them, buffers and constants alone, by no product of matrices."""
+        if tensor in self.multiplied:
+            return []
         return sorted(root for root in self.kept.get(tensor, ()) if self.trace.tensors[root].kind == "parameter")
 
     def terms(self, tensor: int) -> Dims:
