@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from autoplan.axes.algebra import Conflict
 from autoplan.axes.events import Event
@@ -29,9 +30,10 @@ class Axes:
     `conflicts` are those that touch an axis of a weight; the `harmless` ones lie between others (positions, mostly).
     `weights` are parameters, views of them, and what is computed from a quantised weight and its companions alone;
     `sources` says of which parameter (or buffer, if that is where a quantised weight is kept), and `companions`, by
-    weight, what was computed with it. `static` are tensors made in forward from nothing but constants, equal in every
-    run, `identities` identity matrices whose rows and columns are one axis; `marked_by` says which op left which event;
-    `unknown` counts ops that were treated as opaque.
+    weight, what was computed with it; `computed` are the weights, and what is made of parameters, buffers and constants
+    alone (a masked, scaled or standardised weight), with the largest parameter in each. `static` are tensors made in
+    forward from nothing but constants, equal in every run, `identities` identity matrices whose rows and columns are
+    one axis; `marked_by` says which op left which event; `unknown` counts ops that were treated as opaque.
     """
 
     dims: dict[int, tuple[Term, ...]]
@@ -40,6 +42,7 @@ class Axes:
     unknown: Counter[str] = field(default_factory=Counter)
     weights: set[int] = field(default_factory=set)
     sources: dict[int, int] = field(default_factory=dict)
+    computed: dict[int, int] = field(default_factory=dict)
     static: set[int] = field(default_factory=set)
     identities: set[int] = field(default_factory=set)
     companions: dict[int, set[int]] = field(default_factory=dict)
@@ -72,7 +75,7 @@ class _Reader:
         self.unknown: Counter[str] = Counter()
         self.views: dict[int, int] = {}  # view -> the tensor whose elements it shows
         self.shown_by: defaultdict[int, list[int]] = defaultdict(list)
-        self.kept: dict[int, frozenset[int]] = {}  # what is made of parameters, buffers and constants alone: of which
+        self.kept = self.state.kept
         self.companions: defaultdict[int, set[int]] = defaultdict(set)
         for tensor, info in enumerate(trace.tensors):
             if info.kind == "parameter" or info.quantised:
@@ -150,6 +153,9 @@ class _Reader:
             for tensor in made:
                 self.kept.pop(tensor, None)
             return
+        matrix = op_record(op.name).product is not None and len(self.trace.tensors[outputs[0].id].shape) > 1
+        if matrix or any(ref.id in self.state.multiplied for ref in inputs):  # a product of weights is none of them
+            self.state.multiplied |= made
         roots = frozenset(root for ref in inputs for root in self.kept[ref.id])
         self.kept |= dict.fromkeys(made, roots)
         sources = [self.state.sources[ref.id] for ref in inputs if ref.id in self.state.sources]
@@ -188,11 +194,21 @@ class _Reader:
             self.unknown,
             set(state.sources),
             state.sources,
+            self._computed(),
             state.static,
             state.identities,
             dict(self.companions),
             state.algebra.marked_by,
         )
+
+    def _computed(self) -> dict[int, int]:
+        """What is made of weights alone, with the largest parameter in it; of a view, the parameter that it shows."""
+        largest = {
+            tensor: max(self.state.parameters_of(tensor), key=lambda root: prod(self.trace.tensors[root].shape))
+            for tensor in self.kept
+            if self.state.parameters_of(tensor)
+        }
+        return largest | self.state.sources
 
     def _mark_twice(self) -> None:
         """What is multiplied with itself has an axis in two dims: a rank would know only its own share's products."""

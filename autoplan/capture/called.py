@@ -89,10 +89,15 @@ def _has_code(module: nn.Module) -> bool:
     return any(all(_may_hold(other, module) for other in others) for others in _choices(cls))
 
 
+def _of_torch(module: str) -> bool:
+    """Is it torch's own code? What makes weights (a spectral norm) counts as the model's."""
+    return module.startswith("torch.") and not module.startswith("torch.nn.utils.")
+
+
 @lru_cache(maxsize=4096)
 def _choices(cls: Any) -> tuple[tuple[ast.expr, ...], ...]:
     """For each choice by the mode in the code of a class, what else must hold for it."""
-    bases = (base for base in cls.__mro__ if base is not object and not base.__module__.startswith("torch."))
+    bases = (base for base in cls.__mro__ if base is not object and not _of_torch(base.__module__))
     functions = (f for base in bases if not conventions().is_base(base) for f in vars(base).values())
     asking = (f for f in functions if inspect.isfunction(f) and _MODE in inspect.unwrap(f).__code__.co_names)
     return tuple(found for f in asking for node in _nodes(f) if (found := _chosen(node)) is not None)

@@ -7,7 +7,8 @@ too, for the model reads there what the hook saw; and those of torch that make a
 `weight_norm` and `spectral_norm`, pruning), which hold no more than its name.
 
 What makes a weight may do something else in training: a spectral norm goes on with its estimate then, and writes it
-into a buffer. Recordings are of eval mode, so such weights are named, and stay whole.
+into a buffer. A parametrization is a module, and recorded in that mode too; a hook is not, so its weights are named,
+and stay whole.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections.abc import Container, Iterator
 from typing import Any
 
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList
 
 from autoplan.capture.copies import PLAIN_CONTAINERS, Rebinding, containers_of, holds_weights
 
@@ -61,14 +61,11 @@ def keep_hooks_of_forward(model: nn.Module, rebinding: Rebinding) -> None:
 
 
 def made_anew_in_training(model: nn.Module) -> tuple[str, ...]:
-    """Where weights lie that are made otherwise in training: by a parametrization, or a hook of torch's."""
+    """Where weights lie that a hook of torch's makes otherwise in training."""
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, ParametrizationList):
-            made = [type(part).forward for part in module]
-        else:
-            hooks = (type(hook) for _, _, hook in hooks_of_forward(module))
-            made = [hook.__call__ for hook in hooks if hook.__module__.startswith(_MAKING_WEIGHTS)]
+        hooks = (type(hook) for _, _, hook in hooks_of_forward(module))
+        made = [hook.__call__ for hook in hooks if hook.__module__.startswith(_MAKING_WEIGHTS)]
         if any("training" in inspect.unwrap(function).__code__.co_names for function in made):
             found.append(name)
     return tuple(found)

@@ -111,5 +111,5 @@ def gathered_parameters(solution: Solution) -> frozenset[str]:
     """Weights whose product is gathered from all ranks."""
     axes, tensors = solution.axes, solution.trace.tensors
     calls = [call for call in solution.trace.calls if not axes.gathered.isdisjoint(range(*call.ops))]
-    read = {axes.sources[t] for call in calls for t in refs((call.args, call.kwargs)) if t in axes.sources}
+    read = {axes.computed[t] for call in calls for t in refs((call.args, call.kwargs)) if t in axes.computed}
     return frozenset(name for weight in read if len(axes.of(weight)) > 1 for name in tensors[weight].names)

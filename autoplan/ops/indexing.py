@@ -15,8 +15,9 @@ from autoplan.ops.records.record import call_record, kept_whole, op, op_record, 
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES, Indexed
 from autoplan.ops.reductions import averaged
-from autoplan.values import Ref, refs
+from autoplan.values import Op, Ref, refs
 
+_IDS = ("int64", "int32")
 _STRETCHING = ("expand", "_to_copy", "clone", "alias", "detach", "to")
 
 
@@ -62,6 +63,16 @@ def embedding_bag(site: Site) -> Answer:
     return [[bags, site.from_weight(width)], *(None for _ in site.outputs[1:])]
 
 
+def rows_by_ids(op: Op) -> tuple[int, int] | None:
+    """The table and the ids of an op that takes rows of a table: of an embedding, and of table[ids]."""
+    table, ids = (*op.args, None, None)[:2]
+    if op_record(op.name).dims is index and isinstance(ids, (list, tuple)) and len(ids) == 1:
+        ids = ids[0]
+    elif not looks_up(op.name):
+        return None
+    return (table.id, ids.id) if isinstance(table, Ref) and isinstance(ids, Ref) else None
+
+
 def looks_up(name: str) -> bool:
     """Does an op take rows of a table, its first input, by ids, its second? (Python tells the ids first.)"""
     return op_record(name).dims in (embedding, embedding_bag)
@@ -90,8 +101,20 @@ class _Lookup:
         return [find(term) for term in (*self.before, *middle, *self.after)]
 
 
+def _taken(at: SplitOp) -> Reduction | None:
+    """table[ids] of a table whose rows are sharded: each rank gives the rows that it has."""
+    return Reduction.ROW if rows_by_ids(at.op) is not None and at.is_split(0, 0) else None
+
+
+def taken(local: Local) -> Any:
+    if _taken(local) is None:
+        return local.call()
+    local.args[1] = local.args[1][0] % local.size(0, 0)
+    return looked_up(local)
+
+
 @op("index", "_unsafe_index",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
+    sizes=NO_SIZES, reduces=_taken, linear=Linear.NO, random=NEVER, runs=taken,
     shows=Shows.PICKED, drawn=Drawn.ROWS)  # fmt: skip
 def index(site: Site) -> Answer:
     source = site.inputs[0]
@@ -99,9 +122,13 @@ def index(site: Site) -> Answer:
     run = _constant_run(site, site.terms(source), indices)
     if run is not None:
         return [run]
-    lookup = _look_up(site, indices, Event.INDEX_W if site.is_weight(source) else Event.INDEX)
+    event = Event.INDEX_W if site.is_weight(source) else Event.INDEX
+    by_ids = len(indices) == 1 and len(site.shape(source)) == 2 and site.is_parameter(source)
+    by_ids = by_ids and site.info(indices[0]).dtype in _IDS and bool(site.shape(indices[0]))
+    lookup = _look_up(site, indices, Event.EMBED_INDEX if by_ids else event)
     shape = site.out_shape
-    return [lookup.dims(site, shape[len(lookup.before) : len(shape) - len(lookup.after)])]
+    dims = lookup.dims(site, shape[len(lookup.before) : len(shape) - len(lookup.after)])
+    return [[*dims[:-1], site.from_weight(dims[-1])] if by_ids else dims]
 
 
 @op("index_put", "_index_put_impl", "_unsafe_index_put",

@@ -72,7 +72,7 @@ def matrix_product_with_bias(site: Site) -> Answer:
 def _product_of(site: Site, left: Ref, right: Ref, bias: Ref | None = None) -> Dims:
     """(batch) x rows x inner with (batch) x inner x columns, plus a bias that stretches."""
     a, b = site.terms(left), site.terms(right)
-    weighted = site.is_weight(left) or site.is_weight(right)
+    weighted = site.is_of_weights(left) or site.is_of_weights(right)
     site.unify(a[-1], b[-2])
     if left.id in site.state.identities:
         return [find(b[-2]), find(b[-1])]  # nothing is summed over: what comes out is what went in
@@ -86,9 +86,9 @@ def _product_of(site: Site, left: Ref, right: Ref, bias: Ref | None = None) -> D
     dims = [*a[:-2], a[-2], b[-1]]
     if bias is not None:
         site.broadcast([dims, site.terms(bias)], site.out_shape)
-    if site.is_weight(left):
+    if site.is_of_weights(left):
         dims[-2] = site.from_weight(dims[-2])
-    if site.is_weight(right):
+    if site.is_of_weights(right):
         dims[-1] = site.from_weight(dims[-1])
     return [find(term) for term in dims]
 
@@ -102,12 +102,12 @@ def _product_of(site: Site, left: Ref, right: Ref, bias: Ref | None = None) -> D
 def matrix_vector(site: Site) -> Answer:
     matrix, vector = site.inputs[-2:]
     rows, inner = site.terms(matrix)
-    weighted = site.is_weight(matrix) or site.is_weight(vector)
+    weighted = site.is_of_weights(matrix) or site.is_of_weights(vector)
     site.unify(inner, site.terms(vector)[0])
     site.contract(inner, Event.CONTRACT_W if weighted else Event.CONTRACT_A)
     if len(site.inputs) == 3:
         site.broadcast([[rows], site.terms(site.inputs[0])], site.out_shape)
-    return [[site.from_weight(rows) if site.is_weight(matrix) else rows]]
+    return [[site.from_weight(rows) if site.is_of_weights(matrix) else rows]]
 
 
 @op("dot", "vdot",
@@ -116,7 +116,7 @@ def matrix_vector(site: Site) -> Answer:
 def dot(site: Site) -> Answer:
     left, right = site.inputs
     site.unify(site.terms(left)[0], site.terms(right)[0])
-    weighted = site.is_weight(left) or site.is_weight(right)
+    weighted = site.is_of_weights(left) or site.is_of_weights(right)
     site.contract(site.terms(left)[0], Event.CONTRACT_W if weighted else Event.CONTRACT_A)
     return [[]]
 

@@ -92,7 +92,7 @@ _EVENTS = {
     "argmax": Event.REDUCE_ARG, "argmin": Event.REDUCE_ARG,
     "any": Event.REDUCE_LOGIC, "all": Event.REDUCE_LOGIC, "_is_all_true": Event.REDUCE_LOGIC,
     "_is_any_true": Event.REDUCE_LOGIC, "equal": Event.REDUCE_LOGIC, "count_nonzero": Event.REDUCE_LIN,
-    "var": Event.VARIANCE, "std": Event.VARIANCE, "var_mean": Event.REDUCE_VAR, "std_mean": Event.REDUCE_VAR,
+    "var": Event.VARIANCE, "std": Event.VARIANCE, "var_mean": Event.VARIANCE, "std_mean": Event.VARIANCE,
     "norm": Event.LENGTH, "linalg_vector_norm": Event.LENGTH, "frobenius_norm": Event.LENGTH,
     "logsumexp": Event.REDUCE_LOGSUMEXP, "prod": Event.REDUCE_PROD,
 }  # fmt: skip
@@ -104,13 +104,13 @@ _EVENTS = {
 @op("mean",
     sizes=NO_SIZES, reduces=summed_over(Reduction.MEAN), linear=Linear.WITHIN, random=NEVER,
     runs=part_of_a_mean, drawn=Drawn.STATISTIC, over=_reduced_dims)  # fmt: skip
-@op("var", "std",
+@op("var", "std", "var_mean", "std_mean",
     sizes=NO_SIZES, reduces=summed_over(Reduction.VARIANCE), linear=Linear.NO, random=NEVER,
     runs=exchanged, drawn=Drawn.STATISTIC, over=_reduced_dims)  # fmt: skip
 @op("linalg_vector_norm",
     sizes=NO_SIZES, reduces=summed_over(Reduction.LENGTH), linear=Linear.NO, random=NEVER,
     runs=exchanged, drawn=Drawn.STATISTIC, over=_reduced_dims)  # fmt: skip
-@op("var_mean", "std_mean", "norm",
+@op("norm",
     sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only,
     drawn=Drawn.STATISTIC, over=_reduced_dims)  # fmt: skip
 @op("amax",
@@ -195,7 +195,7 @@ def _along(site: Site, event: Event) -> Answer:
 
 for _name in ("norm", "linalg_vector_norm"):
     python_call(_name, becomes=_name, settles=Reduction.LENGTH)
-for _name in ("var", "std"):
+for _name in ("var", "std", "var_mean", "std_mean"):
     python_call(_name, becomes=_name, settles=Reduction.VARIANCE)
 python_call("sum_to_size", becomes="sum", sizes=SHAPE, linear=Linear.NO)
 python_call("linalg_norm", becomes="linalg_vector_norm", settles=Reduction.LENGTH)

@@ -30,6 +30,34 @@ from autoplan.values import Proof, Trial, replace
 torch.set_num_threads(1)
 
 
+class KeepsTable(nn.Module):
+    """A table is made in the first call, and kept for the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        if self.table is None or len(self.table) < x.shape[1]:
+            self.table = torch.outer(torch.arange(x.shape[1]), torch.linspace(0, 1, 64)).sin().to(x.dtype)
+        return x + self.table[: x.shape[1]] + self.down(torch.tanh(hidden))
+
+
+def test_a_call_after_the_first_is_tried_where_the_first_leaves_something() -> None:
+    x = torch.randn(2, 6, 64)
+    plan = autoplan.plan(KeepsTable(), 2, inputs={"x": x})
+    assert plan.proof.ok, plan
+
+    def twice(rank: int) -> None:
+        model = autoplan.parallelize(KeepsTable(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
+        for _ in range(2):  # the second takes another way through the forward
+            model(x)
+
+    run_ranks(twice, 2)
+
+
 class Single(nn.Module):
     """A convolution, which takes no other dtype than that of its weights, and then an MLP."""
 

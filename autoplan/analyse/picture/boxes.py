@@ -211,12 +211,16 @@ def contraction(canvas: Canvas, op: Op) -> Value:
         weight, data, transposed = left.weight, right, True
     else:
         return _product_of_values(canvas, op, left, right)
+    read = operands[0] if weight is right.weight else operands[1]
+    if data == Value() and len(canvas.shape(read)) < 2:  # with a buffer of one dim: an estimate of a norm, no layer
+        return Value()
     parameter, dims = weight.parameter, weight.dims
     contracted, free = (dims[-1], dims[-2]) if transposed and len(dims) > 1 else (dims[-2:][0], dims[-1])
     named = [("in", canvas.dim(parameter, contracted))]
     if len(dims) > 1:
         named.append(("out", canvas.dim(parameter, free)))
-    stacked = len(canvas.shape(parameter)) > 2
+    flattened = len(dims) == 2 and 0 in (contracted, free)  # a kernel read as one matrix, out x all that goes in
+    stacked = len(canvas.shape(parameter)) > 2 and not flattened
     if stacked:
         others = [dim for dim in dims if dim is not None and dim not in (contracted, free)]
         named.append(("stack", canvas.dim(parameter, others[0] if others else 0)))

@@ -18,7 +18,7 @@ from autoplan.ops.convolutions import groups_of
 from autoplan.ops.experts import BOX
 from autoplan.ops.records.answers import Drawn, Linear, Shows
 from autoplan.ops.records.record import nothing
-from autoplan.values import Op, Trace, refs
+from autoplan.values import Op, Ref, Trace, refs
 from autoplan.values.reasons import (
     AlreadySplit,
     DoesNotDivide,
@@ -152,7 +152,7 @@ def _contracts_weight(op: Op, tensors: tuple[int, ...], trace: Trace, axes: Axes
     if record.drawn is Drawn.CONVOLUTION and trace.tensors[op.args[1].id].shape[1] == 1 and groups_of(op) > 1:
         return False
     mixes = op.name == BOX or record.product is not None
-    return mixes and any(tensor in axes.weights for tensor in tensors)
+    return mixes and any(tensor in axes.computed for tensor in tensors)
 
 
 def choose(
@@ -210,7 +210,7 @@ def _candidates(
     inside = _inside_blocks(axes)
     candidates: list[_Candidate] = []
     for leaf, places in found.items():
-        reason = _why_not(leaf, places, trace, residual, refused)
+        reason = _why_not(leaf, places, trace, axes, residual, refused)
         if reason is not None or leaf in inside:
             choice.reasons[leaf] = reason if reason is not None else InsideScaledBlock()
             continue
@@ -293,7 +293,12 @@ def weights_of(leaf: Term, found: Occurrences, trace: Trace) -> set[int]:
 
 
 def _why_not(
-    leaf: Term, places: dict[int, set[int]], trace: Trace, residual: set[Term], refused: dict[Term, Reason]
+    leaf: Term,
+    places: dict[int, set[int]],
+    trace: Trace,
+    axes: Axes,
+    residual: set[Term],
+    refused: dict[Term, Reason],
 ) -> Reason | None:
     """The first reason against splitting a leaf, if there is one."""
     if leaf.data:
@@ -308,7 +313,7 @@ def _why_not(
         return NeedsSums(tuple(sorted(expensive)))
     if not leaf.events & {"contract_w", "batch_w"}:
         return NeverContracted()
-    if len([t for t in places if len(trace.tensors[t].shape) >= 2]) < 2:
+    if len([t for t in places if len(trace.tensors[t].shape) >= 2]) < 2 and not _made_and_summed(leaf, trace, axes):
         return SingleWeight()
     narrow = max(_width(trace.tensors[t].shape, d) for t, dims in places.items() for d in dims) < _WORTHWHILE
     if narrow and "experts" not in leaf.events:
@@ -316,6 +321,22 @@ def _why_not(
     if any(len(dims) > 1 for dims in places.values()):
         return OnBothDims()
     return refused.get(leaf)
+
+
+def _made_and_summed(leaf: Term, trace: Trace, axes: Axes) -> bool:
+    """Do products with one and the same weight bring a leaf in and sum over it? (A decoder that is its encoder,
+    transposed.)"""
+    summed: dict[int, set[bool]] = defaultdict(set)
+    for op in trace.ops:
+        product = op_record(op.name).product
+        if product is None:
+            continue
+        value, weight = (op.args[place] for place in (product.value, product.weight))
+        if isinstance(value, Ref) and isinstance(weight, Ref) and weight.id in axes.sources:
+            weights, values = ({find(x) for t in axes.of(one.id) for x in leaves(t)} for one in (weight, value))
+            if leaf in weights:
+                summed[axes.sources[weight.id]].add(leaf in values)
+    return any(len(ways) == 2 for ways in summed.values())
 
 
 def _width(shape: tuple[int, ...], dim: int) -> int:

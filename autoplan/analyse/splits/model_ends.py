@@ -17,7 +17,7 @@ from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout, chunk
 from autoplan.ops import call_record, op_record
 from autoplan.ops.convolutions import groups_of, transposed
-from autoplan.ops.indexing import looks_up
+from autoplan.ops.indexing import rows_by_ids
 from autoplan.ops.records.answers import Drawn, Linear, Shows
 from autoplan.ops.records.record import writes_in_place
 from autoplan.values import AllGather, Op, OutputShape, Ref, SplitLogits, Trace, VocabularyTable, refs
@@ -48,7 +48,7 @@ def tables_to_gather(
     found = {}
     for index, table in lookups.items():
         rows, width = trace.tensors[table].shape
-        ids = {trace.ops[other].args[1].id for other in readers[table] if other in lookups}
+        ids = {taken[1] for other in readers[table] if (taken := rows_by_ids(trace.ops[other])) is not None}
         large = rows >= _MANY_ROWS or (ids <= set(given) and rows * width >= _LARGE * total)
         alone = readers[table] <= lookups.keys() and not any(map(shards.is_split, ids))
         whole = not shards.is_split(table) and bool(chunk(width, shards.tp, shards.tp - 1))
@@ -59,10 +59,8 @@ def tables_to_gather(
 
 def looked_up_in(op: Op, axes: Axes) -> int | None:
     """The stored table that an op looks rows up in."""
-    if not looks_up(op.name) or not all(isinstance(arg, Ref) for arg in op.args[:2]):
-        return None
-    table: int = op.args[0].id
-    return table if axes.is_stored_weight(table) and len(axes.of(table)) == 2 else None
+    table, _ = rows_by_ids(op) or (None, None)
+    return table if table is not None and axes.is_stored_weight(table) and len(axes.of(table)) == 2 else None
 
 
 # The two ends of a model: tables looked up by token, heads whose product leaves the model, products worth gathering.
@@ -86,8 +84,9 @@ def vocabularies(trace: Trace, axes: Axes) -> set[Term]:
 
 def _table_rows(trace: Trace, axes: Axes) -> set[Term]:
     given = _given_ids(trace)
-    lookups = [op.args[:2] for op in trace.ops if op_record(op.name).drawn is Drawn.LOOKUP]
-    tables = [table.id for table, ids in lookups if table.id in axes.weights and ids.id in given]
+    single = (op for op in trace.ops if op_record(op.name).drawn in (Drawn.LOOKUP, Drawn.ROWS))  # and no bags
+    lookups = filter(None, map(rows_by_ids, single))
+    tables = [table for table, ids in lookups if table in axes.weights and ids in given]
     largest = max((prod(trace.tensors[t].shape) for t in tables), default=0)
     found = set()
     for table in tables:
@@ -142,14 +141,14 @@ def products_to_gather(
     branches = branch_weights(axes, {weight for weight, _ in products.values() if len(axes.of(weight)) == 2})
     ends = _ends_of_products(trace, axes, products)
     for index, (weight, out) in products.items():
-        inputs = {ref.id for ref in trace.ops[index].args if isinstance(ref, Ref)} - axes.weights
+        inputs = {ref.id for ref in trace.ops[index].args if isinstance(ref, Ref)} - axes.computed.keys()
         if index not in ends or weight in branches or any(map(shards.is_split, inputs)):
             continue
         if any(shards.layout_of(term) is not None for term in axes.of(weight)):
             continue
-        if not demands.may_gather(trace.tensors[axes.sources[weight]].names):
+        if not demands.may_gather(trace.tensors[axes.computed[weight]].names):
             continue
-        shape, stored = trace.tensors[weight].shape, trace.tensors[axes.sources[weight]].shape
+        shape, stored = trace.tensors[weight].shape, trace.tensors[axes.computed[weight]].shape
         odd = any(find(leaf) in indivisible for term in axes.of(weight) for leaf in leaves(term))
         size = min(prod(shape), prod(stored))
         if size >= _WORTH_GATHERING * total and not odd and (shape[out] % tp == 0 or shape[out] >= _UNEVEN * tp):
@@ -196,7 +195,17 @@ def product_weight(op: Op, axes: Axes) -> tuple[int, int] | None:
     other, weight = op.args[product.value], op.args[product.weight]
     if not isinstance(weight, Ref) or not isinstance(other, Ref) or _are_several(op, weight, axes):
         return None
-    return (weight.id, product.out[0]) if weight.id in axes.weights and other.id not in axes.weights else None
+    whole = weight.id in axes.weights or _is_one_weight(weight.id, axes)
+    return (weight.id, product.out[0]) if whole and other.id not in axes.computed else None
+
+
+def _is_one_weight(tensor: int, axes: Axes) -> bool:
+    """Is it a parameter that is scaled or masked, position by position, and no product of parameters?"""
+    if tensor not in axes.computed:
+        return False
+    one, other = (axes.of(t) for t in (tensor, axes.computed[tensor]))
+    made, stored = ({find(leaf) for term in terms for leaf in leaves(term)} for terms in (one, other))
+    return made == stored
 
 
 def _are_several(op: Op, weight: Ref, axes: Axes) -> bool:

@@ -108,12 +108,12 @@ def passed_on(function: Callable[..., Any], owner: nn.Module, depth: int = 0) ->
     stars = [p for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_POSITIONAL]
     found: dict[str, inspect.Parameter] = {}
     for call in _calls_with(function, rest[0].name) if rest and depth < _DEEPEST else ():
-        target = _target(call.func, owner)
+        target = _target(call.func, owner) or _wrapped(call.func, function)
         if target is None:
             continue
         given = {keyword.arg for keyword in call.keywords if keyword.arg}
         starred = [argument for argument in call.args if isinstance(argument, ast.Starred)]
-        placed = len(call.args) - len(starred)
+        placed = max(len(call.args) - len(starred), int(inspect.isfunction(target)))  # of a function the first is self
         free = not starred or bool(stars)  # what some other sequence fills is not asked for by name
         names = [p for p in _own(target) if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         for place, parameter in enumerate(names):
@@ -142,6 +142,16 @@ def _calls_with(function: Callable[..., Any], rest: str) -> Iterator[ast.Call]:
             for keyword in node.keywords
         ):
             yield node
+
+
+def _wrapped(func: ast.expr, wrapper: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The method that a decorator's wrapper runs: a function in its closure."""
+    try:
+        kept = inspect.getclosurevars(wrapper).nonlocals
+    except (TypeError, ValueError):  # no function of Python's own, or one that is not made yet
+        return None
+    found = kept.get(func.id) if isinstance(func, ast.Name) else None
+    return found if inspect.isfunction(found) else None
 
 
 def _target(func: ast.expr, owner: nn.Module) -> Callable[..., Any] | None:

@@ -21,6 +21,7 @@ from autoplan.check.verify.drawn import RUNS, Draws, FixedNoise, laws_of_draws
 from autoplan.check.verify.subject import CANNOT_RUN, SAME, Group, Observation, Subject, plain, tensors_in
 from autoplan.common.code.ways import uncompared
 from autoplan.common.conventions import conventions
+from autoplan.common.nested import flatten_tensors
 from autoplan.hf.driving import (
     attention_switched,
     decoded,
@@ -61,7 +62,27 @@ def parameters(subject: Subject) -> Observation:
 
 
 def forward(subject: Subject) -> Observation:
-    return _each(subject, subject.feeds)
+    """Once; and once more where the first run leaves tensors in the model: a table that is kept, a state."""
+    before = _kept_tensors(subject.model)
+    first = _each(subject, subject.feeds)
+    if _kept_tensors(subject.model) == before:
+        return first
+    again = _each(subject, subject.feeds)
+    return first | {replace(one, name=f"{one.name}, again"): seen for one, seen in again.items()}
+
+
+def _kept_tensors(model: torch.nn.Module) -> set[tuple[str, str, int]]:
+    """The tensors in plain attributes of modules, by identity."""
+    return {
+        (name, key, id(tensor))
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in _OF_TORCH and isinstance(value, (torch.Tensor, dict, list, tuple))
+        for _, tensor in flatten_tensors(value)
+    }
+
+
+_OF_TORCH = frozenset(vars(torch.nn.Module()))  # parameters, buffers, modules, hooks
 
 
 def second_shape(subject: Subject) -> Observation:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from autoplan.common.code.code_place import call_name, code_place
@@ -90,6 +91,14 @@ class PlannedCalls:
         self.names = frozenset(name for name, _ in self.by_place)
         self.required = [call for calls in self.by_place.values() for call in calls if call.must_be_reached]
 
+    def local(self, given: DTensor) -> Any:
+        """What an attribute gives of a parameter that `parameters()` gave as it is kept: a penalty on all weights."""
+        for module in self.at.module.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is given:
+                    return getattr(module, name)
+        return given
+
     def mode(self) -> ModuleMode:
         """For one run of the module."""
         return ModuleMode(self)
@@ -109,6 +118,8 @@ class ModuleMode(TorchFunctionMode):
         if not self.frames or self.frames[-1] != self.name:
             return func(*args, **kwargs)
         name = call_name(func)
+        if any(isinstance(one, DTensor) for one in args) and not name.endswith("_") and not name.startswith("attr:"):
+            args = tuple(self.calls.local(one) if isinstance(one, DTensor) else one for one in args)
         planned = self._planned(name, args) if name in self.calls.names else None
         if planned is None:
             return func(*args, **kwargs)

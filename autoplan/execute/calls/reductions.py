@@ -82,7 +82,7 @@ def _looked_up(planned: EmbeddingCall, at: At) -> Run:
 
 @executes(RowCall)
 def _row(planned: RowCall, at: At) -> Run:
-    """table[number] or table[number, …]: the rank that has the row gives it, the others zeros."""
+    """table[number], table[number, …] or table[ids]: the rank that has a row gives it, the others zeros."""
     group = at.group
     own = chunk(planned.rows, group.size, group.rank)
 
@@ -90,6 +90,11 @@ def _row(planned: RowCall, at: At) -> Run:
         table, index = args
         several = isinstance(index, tuple)
         number = (index[0] if several else index) % planned.rows
+        if isinstance(number, torch.Tensor):
+            foreign = (number < own.start) | (number >= own.stop)
+            held = (number - own.start).masked_fill(foreign, 0)
+            found = func(table, (held,) if several else held)
+            return sum_over_ranks(found.masked_fill(foreign.unsqueeze(-1), 0), group)
         table = table if number in own else table.new_zeros(1, *table.shape[1:])
         local = number - own.start if number in own else 0
         return sum_over_ranks(func(table, (local, *index[1:]) if several else local), group)
@@ -191,9 +196,10 @@ def _variance(planned: VarianceCall, at: At) -> Callable[[Any, Any, Any], torch.
     return lambda func, args, kwargs: _over_ranks(planned, args[0] if args else kwargs["input"], group)
 
 
-def _over_ranks(planned: VarianceCall, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """`var` or `std` of the whole of which x is this rank's part."""
+def _over_ranks(planned: VarianceCall, x: torch.Tensor, group: RankGroup) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """`var` or `std` of the whole of which x is this rank's part, and its mean where the call returns that, too."""
     dims, held = planned.dims, planned.held
+    name, _, with_mean = planned.site.function.partition("_")
     wide = x.float() if x.dtype.itemsize < 4 else x
     spread, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
     own = torch.stack((mean, spread)).unsqueeze(0)
@@ -203,8 +209,9 @@ def _over_ranks(planned: VarianceCall, x: torch.Tensor, group: RankGroup) -> tor
     whole = (parts * means).sum(0)
     count = prod(x.size(dim) for dim in dims) * sum(held) / held[group.rank]
     variance = (parts * (spreads + (means - whole).square())).sum(0) * count / max(count - planned.correction, 0)
-    result = variance.sqrt() if planned.site.function == "std" else variance
-    return (result if planned.keepdim else result.squeeze(dims)).to(x.dtype)
+    results = (variance.sqrt() if name == "std" else variance, whole)[: 2 if with_mean else 1]
+    shaped = tuple((result if planned.keepdim else result.squeeze(dims)).to(x.dtype) for result in results)
+    return shaped if with_mean else shaped[0]
 
 
 # Lengths of vectors of which every rank holds a part: the squares are summed over ranks, then the root is taken.
@@ -230,10 +237,11 @@ def _scaled(planned: LengthCall, args: tuple[Any, ...], kwargs: dict[str, Any], 
     squares = sum_over_ranks(wide.square().sum(planned.dims, keepdim=True), group)
     lengths = torch.where(squares > 0, squares, 1.0).sqrt().mul(squares > 0).to(x.dtype)
     if name == "normalize":
-        return x / copy_to_ranks(lengths, group).clamp_min(given.get("eps", 1e-12))
+        normalized = x / copy_to_ranks(lengths, group).clamp_min(given.get("eps", 1e-12))
+        return normalized if given.get("out") is None else given["out"].copy_(normalized)
     if name == "_weight_norm":
         return x * (given["g"] / copy_to_ranks(lengths, group))
     return lengths if planned.keepdim else lengths.squeeze(planned.dims)
 
 
-_SIGNATURES = {"normalize": ("input", "p", "dim", "eps"), "_weight_norm": ("v", "g", "dim")}
+_SIGNATURES = {"normalize": ("input", "p", "dim", "eps", "out"), "_weight_norm": ("v", "g", "dim")}

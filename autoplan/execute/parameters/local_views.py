@@ -256,6 +256,7 @@ def _view_class(cls: type, names: tuple[str, ...]) -> type:
     namespace: dict[str, Any] = {
         "_call_impl": _reading_call(cls),
         "_apply": _keeping_attributes(cls),
+        "get_parameter": _reading_by_name(cls),
         "__reduce_ex__": _reduce_to(cls, names),
     }
     namespace.update(_methods_that_read(cls, names))
@@ -313,6 +314,17 @@ def _keeping_attributes(cls: type) -> Callable[..., Any]:
         return made
 
     return _apply
+
+
+def _reading_by_name(cls: type) -> Callable[..., Any]:
+    base: Any = cls.get_parameter  # type: ignore[attr-defined]
+
+    def get_parameter(self: nn.Module, target: str) -> Any:
+        path, _, last = target.rpartition(".")
+        owner = self.get_submodule(path)
+        return getattr(owner, last) if last in owner._parameters else base(self, target)
+
+    return get_parameter
 
 
 def _methods_that_read(cls: type, names: tuple[str, ...]) -> dict[str, Any]:

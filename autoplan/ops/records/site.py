@@ -32,10 +32,18 @@ class Inference:
     algebra: Algebra = field(default_factory=Algebra)
     dims: dict[int, Dims] = field(default_factory=dict)
     sources: dict[int, int] = field(default_factory=dict)  # weights: tensor -> the parameter it shows
+    kept: dict[int, frozenset[int]] = field(default_factory=dict)  # what holds no input: the parameters, buffers in it
+    multiplied: set[int] = field(default_factory=set)  # of these, what is made of a product of matrices
     static: set[int] = field(default_factory=set)
     identities: set[int] = field(default_factory=set)  # identity matrices, whose dims are one axis
     contracted: dict[int, Term] = field(default_factory=dict)  # everything summed over
     gathered: bool = False  # the op at hand is followed by an all-gather
+
+    def parameters_of(self, tensor: int) -> list[int]:
+        """The parameters in a tensor that is made of them, buffers and constants alone, by no product of matrices."""
+        if tensor in self.multiplied:
+            return []
+        return sorted(root for root in self.kept.get(tensor, ()) if self.trace.tensors[root].kind == "parameter")
 
     def terms(self, tensor: int) -> Dims:
         """The dims of a tensor. One that no op made is new here: a parameter, an input or a constant."""
@@ -87,6 +95,10 @@ class Site:
     def is_weight(self, ref: Ref | None) -> bool:
         """Is this a parameter, or a view of one?"""
         return ref is not None and ref.id in self.state.sources
+
+    def is_of_weights(self, ref: Ref | None) -> bool:
+        """Is this a weight, or computed from weights alone (masked, scaled, standardised)?"""
+        return ref is not None and (ref.id in self.state.sources or bool(self.state.parameters_of(ref.id)))
 
     def is_parameter(self, ref: Ref) -> bool:
         """Is this a whole parameter, not a part of one?"""

@@ -233,7 +233,8 @@ class EmbeddingCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class RowCall(CallRewrite):
-    """table[number], of a table of which each rank holds a run of the `rows`: others than its owner give zeros."""
+    """table[number] or table[ids], of a table of which each rank holds a run of the `rows`: others than the owner of a
+    row give zeros."""
 
     rows: int
 
