@@ -60,7 +60,6 @@ REFERENCE_PATH = Patch(
     why="kernels for GPUs cannot run on a CPU or without storage; their reference in plain torch computes the same",
     scope="while a copy of a model is run on a CPU: recorded, tried, checked on ranks",
     undone="the function itself is put back",
-    where="autoplan/patches/kernels.py",
     canary=_takes_reference,
 )
 
