@@ -98,7 +98,18 @@ def _shard(model: nn.Module, mesh: Any, *, config: Mapping[str, Any]) -> nn.Modu
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (spec_for(config, name) or {}).get("grad_allreduce"):
             parameter.register_hook(partial(all_reduce, group=group))
-    _deal_counts(model, held, group.size)
+    # Attributes that look like counts of what is cut, by name, on every module over a cut layer.
+    for name, module in model.named_modules():
+        own = getattr(module, "weight", None)
+        is_layer = isinstance(own, torch.Tensor) and own.dim() == 2
+        near = [*module.parameters(recurse=False), *(p for c in module.children() for p in c.parameters(recurse=False))]
+        above = any(parameter.startswith(f"{name}.") for parameter in held)
+        if not name or is_layer or not above or any(parameter.dim() >= 3 for parameter in near):
+            continue
+        for attribute in COUNTS:
+            value = getattr(module, attribute, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                setattr(module, attribute, value // group.size)
     model.__dict__[_HELD] = held
     return model
 
@@ -127,21 +138,6 @@ def _column(module: nn.Linear, group: RankGroup, gathered: Rows | None, x: torch
 def _row(module: nn.Linear, group: RankGroup, x: torch.Tensor) -> torch.Tensor:
     out = sum_over_ranks(F.linear(x, module.weight), group)
     return out if module.bias is None else out + module.bias
-
-
-def _deal_counts(model: nn.Module, held: Mapping[str, Any], tp: int) -> None:
-    """Attributes that look like counts of what is cut, by name, on every module over a cut layer."""
-    for name, module in model.named_modules():
-        own = getattr(module, "weight", None)
-        is_layer = isinstance(own, torch.Tensor) and own.dim() == 2
-        near = [*module.parameters(recurse=False), *(p for c in module.children() for p in c.parameters(recurse=False))]
-        above = any(parameter.startswith(f"{name}.") for parameter in held)
-        if not name or is_layer or not above or any(parameter.dim() >= 3 for parameter in near):
-            continue
-        for attribute in COUNTS:
-            value = getattr(module, attribute, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                setattr(module, attribute, value // tp)
 
 
 def _gather(model: nn.Module, grads: bool) -> dict[str, torch.Tensor]:

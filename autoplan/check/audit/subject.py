@@ -130,24 +130,21 @@ class Audited:
 
     def _said(self, names: tuple[str, ...], fact: ParameterFact) -> Said:
         if self.plan.plan is not None:
-            return self._said_by_ours(names, fact)
+            from autoplan.common.patterns import best_match
+
+            assert self.plan.plan is not None
+            line = next((line for name in names if (line := self.plan.line_for(name)) is not None), None)
+            rule = best_match(self.plan.plan.runtime.parameters, names[0])
+            if rule is None or rule.dim is None or rule.layout is None:
+                return Said(line)
+            layout = Layout.parse(rule.layout)
+            rows = tuple(layout.rows(rank, self.tp_size) for rank in range(self.tp_size))
+            return Said(line, rule.dim, 1, rows)
         for name in names:
             line = self.plan.line_for(name)
             if line is not None:
                 return said_by(self.plan, line, name, fact.shape, self.modules, self.tp_size)
         return Said(None)
-
-    def _said_by_ours(self, names: tuple[str, ...], fact: ParameterFact) -> Said:
-        from autoplan.common.patterns import best_match
-
-        assert self.plan.plan is not None
-        line = next((line for name in names if (line := self.plan.line_for(name)) is not None), None)
-        rule = best_match(self.plan.plan.runtime.parameters, names[0])
-        if rule is None or rule.dim is None or rule.layout is None:
-            return Said(line)
-        layout = Layout.parse(rule.layout)
-        rows = tuple(layout.rows(rank, self.tp_size) for rank in range(self.tp_size))
-        return Said(line, rule.dim, 1, rows)
 
     def wanted_rows(self, weight: Weight) -> tuple[tuple[int, ...], ...]:
         """The rows that analysis gives each rank."""

@@ -99,7 +99,18 @@ def observe_all(job: Job, engine: Engine, mesh: Any, budget: Budget) -> tuple[li
 
 def _run(job: Job, engine: Engine, mesh: Any, timeout: float) -> list[Any]:
     if mesh is not None:
-        return _on_live_mesh(job, mesh)
+        # The ranks are real and every one of them is here: observe, then tell each other.
+        ((name, _),) = job.dims
+        group = mesh[name].get_group()
+        subject = copy_of(job.subject)
+        subject.model.to(mesh.device_type)
+        meet()
+        with random_streams.fork():
+            seen = _observe(dist.get_rank(group), replace(job, subject=subject), mesh)
+        meet()
+        everyone: list[Any] = [None] * job.tp_size
+        dist.all_gather_object(everyone, _on_host(seen), group=group)
+        return everyone
     if engine == "gloo":
         return run_processes(_on_rank, (job,), job.ranks, timeout=timeout)
     # Copies are made here: deepcopy is Python code of the model's own, and threads would run it at the same time.
@@ -115,21 +126,6 @@ def _on_rank(rank: int, job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     names, sizes = zip(*job.dims, strict=True)
     note_what_is_collected(job.subject.model)
     return _observe(rank, job, init_device_mesh("cpu", sizes, mesh_dim_names=names))
-
-
-def _on_live_mesh(job: Job, mesh: Any) -> list[Any]:
-    """The ranks are real and every one of them is here: observe, then tell each other."""
-    ((name, _),) = job.dims
-    group = mesh[name].get_group()
-    subject = copy_of(job.subject)
-    subject.model.to(mesh.device_type)
-    meet()
-    with random_streams.fork():
-        seen = _observe(dist.get_rank(group), replace(job, subject=subject), mesh)
-    meet()
-    everyone: list[Any] = [None] * job.tp_size
-    dist.all_gather_object(everyone, _on_host(seen), group=group)
-    return everyone
 
 
 def _on_host(seen: Any) -> Any:

@@ -85,7 +85,10 @@ def tried_sizes(source: Source, sizes: Sizes, *, own: bool = False) -> tuple[tup
     `own`: on as many as it is for, up to a bound; else a clone from a config is tried on as few as show the same.
     """
     few = (source, sizes.at(min(sizes.ranks, 2)))
-    if numbers := _own_clone(source):
+    # How many numbers a model has that is its own clone; 0: it is none.
+    given = source.given
+    itself = given is not None and (is_small_and_real(given) or source.own_clone)
+    if numbers := (sum(parameter.numel() for parameter in given.parameters()) if given is not None and itself else 0):
         fits = 2 < sizes.ranks <= _MOST and numbers * sizes.ranks <= _LARGEST
         return ((source, sizes), few) if fits else (few,)
     single = source.leaves_single_units(sizes.ranks)
@@ -93,13 +96,6 @@ def tried_sizes(source: Source, sizes: Sizes, *, own: bool = False) -> tuple[tup
     if ranks == 2 and not single and not source.parts_units(sizes.ranks):
         return (few,)
     return (replace(source, ranks=(sizes.ranks, ranks)), sizes.at(ranks)), few
-
-
-def _own_clone(source: Source) -> int:
-    """How many numbers a model has that is its own clone; 0: it is none."""
-    given = source.given
-    itself = given is not None and (is_small_and_real(given) or source.own_clone)
-    return sum(parameter.numel() for parameter in given.parameters()) if given is not None and itself else 0
 
 
 # ------------------------------------------------------------------------------- a mesh to simulate, as text

@@ -154,7 +154,16 @@ class PathGuard:
     def begin(self, model: nn.Module, given: dict[str, Any], by_itself: bool = False) -> None:
         """A call begins: it is followed if it is new, or has hooks that are. (One rank may have hooks of its own.)"""
         hooks = self.listeners.look()
-        self._check_counts()
+        # Raise where somebody set a count that the plan made a rank's own: a number for all ranks would be read as
+        # one for each.
+        if not self.counts:  # a copy
+            self._note_counts()
+        for state, key, value, words in self.counts:
+            if state.get(key) is not value and state.get(key) != value:
+                raise PlanMismatchError(
+                    f"{words} is {state.get(key)}; sharding had set it to {value}, this rank's own count",
+                    hint="set it before the model is sharded, and plan again",
+                )
         put_in = self._has_others()
         if self.running is not None or not (hooks or self.compares or by_itself or put_in):  # methods call models
             return
@@ -200,18 +209,6 @@ class PathGuard:
             holder, _, key = attribute.rpartition(".")
             state: dict[str, Any] = vars(vars(module)[holder] if holder else module)
             self.counts.append((state, key, state.get(key), f"{name}.{attribute}".lstrip(".")))
-
-    def _check_counts(self) -> None:
-        """Raise where somebody set a count that the plan made a rank's own: a number for all ranks would be read as one
-        for each."""
-        if not self.counts:  # a copy
-            self._note_counts()
-        for state, key, value, words in self.counts:
-            if state.get(key) is not value and state.get(key) != value:
-                raise PlanMismatchError(
-                    f"{words} is {state.get(key)}; sharding had set it to {value}, this rank's own count",
-                    hint="set it before the model is sharded, and plan again",
-                )
 
     def stop(self) -> Watch | None:
         """It is followed no longer: at its end, or on the way out of an error."""

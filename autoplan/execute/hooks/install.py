@@ -300,7 +300,15 @@ class Root:
             return
         given = dict(zip(self.names, args, strict=False)) | kwargs
         if (self.unsummed or self.running.context) and torch.is_grad_enabled():
-            self._refuse_gradients(given)
+            for name in given if self.running.context else self.unsummed:
+                if any(tensor.requires_grad for _, tensor in flatten_tensors(given.get(name))):
+                    raise PlanMismatchError(
+                        f"argument {name!r} asks for a gradient, of which each rank makes a part, and the plan sums "
+                        "none",
+                        hint=f"pass {name}.detach()"
+                        if self.running.context
+                        else f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
+                    )
         self.running.picks = self._picks(given) if self.running.context else ""
         targets = {name for name, value in given.items() if value is not None and self._is_target(name)}
         quiet = torch.compiler.is_compiling() and not self.running.draws_unseen  # a switch of streams breaks a graph
@@ -313,16 +321,6 @@ class Root:
             self.running.randomness.begin()
         if self.guard is not None and not torch.compiler.is_compiling():
             self.guard.begin(module, given)
-
-    def _refuse_gradients(self, given: dict[str, Any]) -> None:
-        for name in given if self.running.context else self.unsummed:
-            if any(tensor.requires_grad for _, tensor in flatten_tensors(given.get(name))):
-                raise PlanMismatchError(
-                    f"argument {name!r} asks for a gradient, of which each rank makes a part, and the plan sums none",
-                    hint=f"pass {name}.detach()"
-                    if self.running.context
-                    else f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
-                )
 
     def _picks(self, given: dict[str, Any]) -> str:
         """A number in place of another: it may say which positions to go on with, which a rank would count among its

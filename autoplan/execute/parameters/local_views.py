@@ -252,7 +252,18 @@ def _view_class(cls: type, names: tuple[str, ...]) -> type:
         "_apply": _keeping_attributes(cls),
         "__reduce_ex__": _reduce_to(cls, names),
     }
-    namespace.update(_methods_that_read(cls, names))
+    # Public methods besides forward whose code mentions one of the parameters: called from outside
+    # (`get_image_features`), they compute with local tensors too.
+    found: dict[str, Any] = {}
+    for name in dir(cls):
+        method: Any = getattr(cls, name, None)
+        if not isinstance(method, FunctionType) or hasattr(nn.Module, name) or name.startswith("_"):
+            continue
+        if len(inspect.signature(method).parameters) > 1:
+            code = getattr(inspect.unwrap(method), "__code__", None)
+            if code is not None and not set(names).isdisjoint(code.co_names):
+                found[name] = _reading_method(name, method)
+    namespace.update(found)
     namespace.update((name, _parameter_property(name, getattr(cls, name, None))) for name in names)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _flat_weights_property()
@@ -307,21 +318,6 @@ def _keeping_attributes(cls: type) -> Callable[..., Any]:
         return made
 
     return _apply
-
-
-def _methods_that_read(cls: type, names: tuple[str, ...]) -> dict[str, Any]:
-    """Public methods besides forward whose code mentions one of the parameters: called from outside
-    (`get_image_features`), they compute with local tensors too."""
-    found: dict[str, Any] = {}
-    for name in dir(cls):
-        method: Any = getattr(cls, name, None)
-        if not isinstance(method, FunctionType) or hasattr(nn.Module, name) or name.startswith("_"):
-            continue
-        if len(inspect.signature(method).parameters) > 1:
-            code = getattr(inspect.unwrap(method), "__code__", None)
-            if code is not None and not set(names).isdisjoint(code.co_names):
-                found[name] = _reading_method(name, method)
-    return found
 
 
 def _reading_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

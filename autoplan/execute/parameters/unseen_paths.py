@@ -69,7 +69,10 @@ _HINT = (
 def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
     """What to raise in place of an error of shapes that was raised below `model`; None: it is about something else."""
     steps = list(_steps(error.__traceback__))
-    if _is_of_ranks(steps):
+    # Did a collective of ours fail inside torch?
+    files = [step.tb_frame.f_code.co_filename for step in steps]
+    inside = files[len(files) - files[::-1].index(_COLLECTIVES) :] if _COLLECTIVES in files else []
+    if bool(inside) and all(file.startswith(_TORCH) for file in inside):
         return AutoplanError(
             f"ranks could not communicate inside of {type(model).__name__}: {str(error).strip()}",
             hint="another rank stopped or ran something else; look for its error first. "
@@ -102,13 +105,6 @@ def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
         f"{_place(place)}: {type(error).__name__}: {said}",
         hint=_HINT,
     )
-
-
-def _is_of_ranks(steps: list[TracebackType]) -> bool:
-    """Did a collective of ours fail inside torch?"""
-    files = [step.tb_frame.f_code.co_filename for step in steps]
-    inside = files[len(files) - files[::-1].index(_COLLECTIVES) :] if _COLLECTIVES in files else []
-    return bool(inside) and all(file.startswith(_TORCH) for file in inside)
 
 
 def _steps(trace: TracebackType | None) -> list[TracebackType]:

@@ -212,7 +212,8 @@ def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     sizes = [size if size != -1 else prod(whole) // max(1, -prod(shape)) for size in shape]
     if sizes == whole:
         return x
-    return _merged(cls, x) if sizes == _merged_sizes(cls, whole) else NotImplemented
+    at = cls.dim_from_end % len(whole)
+    return _merged(cls, x) if sizes == [prod(whole[: at + 1]), *whole[at + 1 :]] else NotImplemented
 
 
 def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -220,11 +221,6 @@ def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     dims = _raw(x).dim()
     asked = (rest.get("start_dim", 0) % dims, rest.get("end_dim", -1) % dims)
     return _merged(cls, x) if asked == (0, cls.dim_from_end % dims) else NotImplemented
-
-
-def _merged_sizes(cls: Kind, whole: list[int]) -> list[int]:
-    at = cls.dim_from_end % len(whole)
-    return [prod(whole[: at + 1]), *whole[at + 1 :]]
 
 
 def _merged(cls: Kind, x: torch.Tensor) -> torch.Tensor:

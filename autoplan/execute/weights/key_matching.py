@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from autoplan.common.conventions import CheckpointNames, Conversion, Join, conventions
+from autoplan.common.conventions import Conversion, Join, conventions
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.execute.weights.files import runs
 
@@ -218,7 +218,16 @@ def match_keys(
             matched.unexpected += conversion.keys
     matched_names = set(matched.direct) | matched.converted_names()
     matched.missing = [group[0] for group in groups if not matched_names & set(group)]
-    _forget_ignored(known, matched, set(passing))
+    # Old checkpoints hold buffers that are no longer saved; a model may name further keys as harmless.
+    passing = set(passing)
+    missing = [re.compile(text) for text in known.may_lack]
+    surplus = [re.compile(text) for text in known.may_exceed]
+    matched.missing = [name for name in matched.missing if not any(rule.search(name) for rule in missing)]
+    matched.unexpected = [
+        key
+        for key in matched.unexpected
+        if _with_or_without(known.prefix, key, passing) not in passing and not any(rule.search(key) for rule in surplus)
+    ]
     return matched
 
 
@@ -234,18 +243,6 @@ def _with_or_without(prefix: str, name: str, names: set[str]) -> str:
     if name.startswith(f"{prefix}.") and name.removeprefix(f"{prefix}.") in names:
         return name.removeprefix(f"{prefix}.")
     return f"{prefix}.{name}" if f"{prefix}.{name}" in names else name
-
-
-def _forget_ignored(known: CheckpointNames, matched: Matched, passing: set[str]) -> None:
-    """Old checkpoints hold buffers that are no longer saved; a model may name further keys as harmless."""
-    missing = [re.compile(text) for text in known.may_lack]
-    surplus = [re.compile(text) for text in known.may_exceed]
-    matched.missing = [name for name in matched.missing if not any(rule.search(name) for rule in missing)]
-    matched.unexpected = [
-        key
-        for key in matched.unexpected
-        if _with_or_without(known.prefix, key, passing) not in passing and not any(rule.search(key) for rule in surplus)
-    ]
 
 
 def refuse_unmatched(matched: Matched, wrong_shapes: Sequence[str], where: str) -> None:

@@ -91,7 +91,10 @@ def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) 
     twice = files.quantised_twice() if isinstance(files, StoredFiles) else {}
     twice |= {name: value for key, value in twice.items() if key in places for name in places[key].names}
     keep_beside(model, files.headers(), twice)
-    _tell_fsdp(model)
+    # FSDP2 keeps its own reference to each parameter and looks again after a load; this was one.
+    for module in model.modules():
+        for hook in list(module._load_state_dict_post_hooks.values()):
+            hook(module, _IncompatibleKeys([], []))
     return _IncompatibleKeys(matched.missing, matched.unexpected)
 
 
@@ -348,10 +351,3 @@ def _becomes(found: torch.dtype, wanted: torch.dtype) -> bool:
 
 def _said(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _tell_fsdp(model: nn.Module) -> None:
-    """FSDP2 keeps its own reference to each parameter and looks again after a load; this was one."""
-    for module in model.modules():
-        for hook in list(module._load_state_dict_post_hooks.values()):
-            hook(module, _IncompatibleKeys([], []))

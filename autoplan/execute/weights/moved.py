@@ -62,7 +62,13 @@ class Moved:
             key, at = list(self.sources)[number], (owners == number).nonzero().flatten()
             shape = self.sources[key]
             moved = [dim for dim in range(len(shape)) if dim not in self.still.values()]
-            index = _unravelled(wanted[at] - self.begins[number], [shape[dim] for dim in moved])
+            places = wanted[at] - self.begins[number]
+            sizes = [shape[dim] for dim in moved]
+            indices = []
+            for size in reversed(sizes):
+                indices.append(places % size)
+                places = torch.div(places, size, rounding_mode="floor")
+            index = indices[::-1]
             asked: dict[int, Sequence[int]] = {self.still[dim]: held for dim, held in rows.items() if dim in self.still}
             inner = []
             for dim, one in zip(moved, index, strict=True):
@@ -134,11 +140,3 @@ def _agrees(moved: Moved) -> bool:
     owners = torch.bucketize(moved.places.flatten(), torch.tensor(moved.begins), right=True) - 1
     used = [list(moved.sources.values())[number] for number in owners.unique().tolist()]
     return all(shape[source] == moved.shape[dim] for shape in used for dim, source in moved.still.items())
-
-
-def _unravelled(places: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    indices = []
-    for size in reversed(sizes):
-        indices.append(places % size)
-        places = torch.div(places, size, rounding_mode="floor")
-    return indices[::-1]
