@@ -18,7 +18,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
 from autoplan.check.verify.on_ranks import Sharding
@@ -143,14 +145,18 @@ def _row(module: nn.Linear, group: RankGroup, x: torch.Tensor) -> torch.Tensor:
 def _gather(model: nn.Module, grads: bool) -> dict[str, torch.Tensor]:
     """Every parameter or gradient, whole, under each of its names."""
     held = model.__dict__[_HELD]
-    whole = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tensor = parameter.grad if grads else parameter.detach()
-        if tensor is None:
-            continue
-        dim, rows, group = held.get(name, (0, None, None))
-        whole[name] = tensor if rows is None else gather_over_ranks(tensor.detach(), group, dim, rows)
+    whole = _tensors(model, grads)
+    for name, (dim, rows, group) in held.items():
+        if name in whole:
+            whole[name] = gather_over_ranks(whole[name].detach(), group, dim, rows)
     return whole
+
+
+def _tensors(model: nn.Module, grads: bool) -> dict[str, torch.Tensor]:
+    """Every parameter or gradient, as it lies on this rank, under each of its names."""
+    named = model.named_parameters(remove_duplicate=False)
+    tensors = {name: parameter.grad if grads else parameter.detach() for name, parameter in named}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def transformers_sharding(plan: Mapping[str, str]) -> Sharding:
@@ -164,26 +170,13 @@ def torch_sharding(plan: Mapping[str, Any]) -> Sharding:
     return Sharding(partial(_shard_as_torch, plan=dict(plan)), _gathered)
 
 
-# ------------------------------------------------------------------------------------------------ torch
-
-
 def _shard_as_torch(model: Any, mesh: Any, *, plan: dict[str, Any]) -> Any:
-    from torch.distributed.tensor.parallel import parallelize_module
-
     return parallelize_module(model, mesh, {pattern: copy.deepcopy(style) for pattern, style in plan.items()})
-
-
-# ------------------------------------------------------------------------------------------------ back again
 
 
 def _gathered(model: Any, grads: bool) -> dict[str, Any]:
     """Every parameter or gradient, whole, under each of its names."""
-    whole = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tensor = parameter.grad if grads else parameter.detach()
-        if tensor is not None:
-            whole[name] = _whole(tensor)
-    return whole
+    return {name: _whole(tensor) for name, tensor in _tensors(model, grads).items()}
 
 
 def _whole(tensor: Any) -> Any:
@@ -191,14 +184,7 @@ def _whole(tensor: Any) -> Any:
         return tensor
     if not any(type(placement).__name__ == "_StridedShard" for placement in tensor.placements):
         return tensor.full_tensor()
-    return _reassembled(tensor)
-
-
-def _reassembled(tensor: Any) -> Any:
-    """A weight sharded in interleaved pieces: every rank's rows, put back where they came from."""
-    import torch
-    import torch.distributed as dist
-
+    # A weight sharded in interleaved pieces: every rank's rows, put back where they came from
     local = tensor.to_local().contiguous()
     places = torch.arange(tensor.numel(), dtype=torch.int64).reshape(tensor.shape)
     mine = slice_of(tensor, places).contiguous()

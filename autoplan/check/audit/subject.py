@@ -138,7 +138,7 @@ class Audited:
             if rule is None or rule.dim is None or rule.layout is None:
                 return Said(line)
             layout = Layout.parse(rule.layout)
-            rows = tuple(layout.rows(rank, self.tp_size) for rank in range(self.tp_size))
+            rows = layout.rows_of_all(self.tp_size)
             return Said(line, rule.dim, 1, rows)
         for name in names:
             line = self.plan.line_for(name)
@@ -150,7 +150,7 @@ class Audited:
         """The rows that analysis gives each rank."""
         assert weight.fact.layout is not None
         layout = Layout.parse(weight.fact.layout)
-        return tuple(layout.rows(rank, self.tp_size) for rank in range(self.tp_size))
+        return layout.rows_of_all(self.tp_size)
 
     # -------------------------------------------------------------------------------------------- what the ranks showed
 

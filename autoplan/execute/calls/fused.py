@@ -99,18 +99,12 @@ def _added(mask: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 # each.
 
 Run = Callable[[Any, Any, Any], Any]  # of the torch function, its args, its kwargs
-Rows = tuple[tuple[int, ...], ...]
-
-
-def _rows(layout: str, group: RankGroup) -> Rows:
-    parsed = Layout.parse(layout)
-    return tuple(parsed.rows(rank, group.size) for rank in range(group.size))
 
 
 @executes(RecurrentCall)
 def _all_steps(planned: RecurrentCall, at: At) -> Run:
     group = at.group
-    weights = [(weight.path[1:], _rows(weight.layout, group)) for weight in planned.weights]
+    weights = [(weight.path[1:], Layout.parse(weight.layout).rows_of_all(group.size)) for weight in planned.weights]
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         given = list(args)
@@ -125,9 +119,9 @@ def _all_steps(planned: RecurrentCall, at: At) -> Run:
 
 @executes(CellCall)
 def _one_step(planned: CellCall, at: At) -> Run:
-    group, step = at.group, _STEPS[planned.site.function]
-    rows = _rows(planned.layout, group)
-    units = _rows(str(Layout.parse(planned.layout).parts[-1]), group) if "*" in planned.layout else rows
+    group, step, layout = at.group, _STEPS[planned.site.function], Layout.parse(planned.layout)
+    rows = layout.rows_of_all(group.size)
+    units = layout.parts[-1].rows_of_all(group.size) if "*" in planned.layout else rows
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         x, state, of_input, of_state, *biases = args

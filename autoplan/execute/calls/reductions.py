@@ -99,8 +99,8 @@ def _row(planned: RowCall, at: At) -> Run:
 
 @executes(GatherCall)
 def _gathered(planned: GatherCall, at: At) -> Run:
-    group, layout = at.group, Layout.parse(planned.layout)
-    rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
+    group = at.group
+    rows = Layout.parse(planned.layout).rows_of_all(group.size)
     return lambda func, args, kwargs: gather_over_ranks(func(*args, **kwargs), group, planned.dim, rows)
 
 

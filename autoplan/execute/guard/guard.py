@@ -43,7 +43,7 @@ from autoplan.common.code.ways import (
 )
 from autoplan.common.errors import PlanMismatchError, UnprovenPlanWarning
 from autoplan.common.nested import flatten_tensors
-from autoplan.execute.collectives import RankGroup, all_reduce
+from autoplan.execute.collectives import RankGroup, all_reduce, in_backward
 from autoplan.execute.guard.exits import Kept, Listeners
 from autoplan.execute.guard.marks import PART, this
 from autoplan.execute.guard.situations import Situations
@@ -118,7 +118,7 @@ class PathGuard:
         """Code outside of the model calls one of its modules, or a method that reads parameters. (Backward, which runs
         blocks again, is no such code.)"""
         self.kept.give_back()
-        if (module is self.model and not method) or torch._C._current_graph_task_id() != -1:
+        if (module is self.model and not method) or in_backward():
             return
         self.kept.note_given({f"argument {number}": value for number, value in enumerate(args)} | kwargs)
         self.begin(module, {f"{id(module)}.{method}": (args, kwargs)}, by_itself=True)

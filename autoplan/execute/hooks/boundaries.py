@@ -71,8 +71,8 @@ def _scale(planned: ScaleGradient, at: At) -> Change:
 
 @executes(AllGather)
 def _gather(planned: AllGather, at: At) -> Change:
-    group, layout = at.group, Layout.parse(planned.layout)
-    rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
+    group = at.group
+    rows = Layout.parse(planned.layout).rows_of_all(group.size)
     return lambda x: gather_over_ranks(x, group, planned.dim, rows)
 
 

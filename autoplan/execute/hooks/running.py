@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.errors import AutoplanError, PlanMismatchError
-from autoplan.execute.collectives import RankGroup
+from autoplan.execute.collectives import RankGroup, in_backward
 from autoplan.execute.dropout import SharedRandomness
 
 # Hooks that a compiler traces inside a checkpointed block.
@@ -98,7 +98,8 @@ class Branches:
     def withhold(self, part: torch.Tensor, summed: Action, zeros: Action) -> torch.Tensor:
         """Zeros, while the next branch is to come."""
         if self.apart or not self.running:
-            return part if not self.apart and _recomputing() else summed(part)
+            again = not self.apart and not torch.compiler.is_compiling() and in_backward()
+            return part if again else summed(part)
         self.running[-1].append(part)
         return zeros(part)
 
@@ -106,10 +107,6 @@ class Branches:
         """The part together with what was withheld."""
         held = self.running[-1] if self.running and not self.apart else []
         return part + held.pop() if held else part
-
-
-def _recomputing() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 # The state of one sharded model on one rank while its forward runs: what its hooks tell each other.

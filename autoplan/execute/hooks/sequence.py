@@ -318,7 +318,7 @@ def _whole_length(planned: WholeLength, at: At) -> Change:
 @executes(ExchangeToPieces, ExchangeToPositions)
 def _exchange(planned: Exchange, at: At) -> Change:
     running, group, dims, layout = at.running, at.group, (planned.dim, planned.feature), Layout.parse(planned.layout)
-    rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
+    rows = layout.rows_of_all(group.size)
     if isinstance(planned, ExchangeToPositions):
         return lambda x: _ToPositions.apply(x, dims, layout.size, group, rows, True)
     return lambda x: _ToPieces.apply(x, dims, running.lengths[planned.sequence.name], group, rows)

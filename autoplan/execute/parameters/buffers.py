@@ -19,7 +19,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.common.random_values import BUILDING
 from autoplan.execute.agreement import fail_together, meet, same_model, voters_of
-from autoplan.execute.collectives import RankGroup, all_reduce
+from autoplan.execute.collectives import all_reduce_over
 from autoplan.execute.parameters.held import held_parameters, plain_name, record_of
 from autoplan.execute.parameters.optimizer import mark_parameters
 from autoplan.execute.parameters.state_dict import whole_tensor
@@ -244,8 +244,5 @@ def _present(parameters: list[nn.Parameter]) -> list[bool]:
     meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
     mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
     if mesh is not None:
-        flags = flags.to(mesh.device_type)
-        for mesh_dim in range(mesh.ndim):
-            group = RankGroup.of(mesh.get_group(mesh_dim))
-            flags = all_reduce(flags, group, "max") if group.size > 1 else flags
+        flags = all_reduce_over(flags.to(mesh.device_type), mesh, "max")
     return [bool(flag) for flag in flags.tolist()]

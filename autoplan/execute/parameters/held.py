@@ -66,7 +66,7 @@ class Held:
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """For each rank, the checkpoint rows it holds along `dim`, in the order it holds them."""
         assert self.layout is not None
-        return _rows(self.layout, self.group.size)
+        return Layout.parse(self.layout).rows_of_all(self.group.size)
 
     @cached_property
     def own(self) -> int:
@@ -139,12 +139,6 @@ def _shared(rows: tuple[tuple[int, ...], ...], rank: int) -> SharedRows:
     places = {row: place for place, row in enumerate(sorted(row for row, n in holders.items() if n > 1))}
     here = [(position, places[row]) for position, row in enumerate(rows[rank]) if row in places]
     return SharedRows(tuple(position for position, _ in here), tuple(place for _, place in here), len(places))
-
-
-@lru_cache(maxsize=4096)
-def _rows(layout: str, tp: int) -> tuple[tuple[int, ...], ...]:
-    parsed = Layout.parse(layout)
-    return tuple(parsed.rows(rank, tp) for rank in range(tp))
 
 
 @dataclass

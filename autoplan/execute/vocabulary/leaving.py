@@ -14,7 +14,7 @@ from torch.nn.modules import module as calls
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
-from autoplan.common.nested import change_input, flatten_tensors
+from autoplan.common.nested import change_input, changed_inside, flatten_tensors
 from autoplan.common.requirements import older_than
 from autoplan.execute.collectives import RankGroup, gather_pieces, sum_over_ranks
 from autoplan.execute.executors import Around, At, executes
@@ -143,11 +143,7 @@ def _warn_once(func: Any) -> None:
 
 def _whole(value: Any) -> Any:
     """Arguments with whole logits in the place of split ones."""
-    if isinstance(value, LeavingLogits):
-        return value.full_tensor()
-    if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
-    return type(value)([_whole(item) for item in value]) if type(value) in (tuple, list) else value
+    return value.full_tensor() if isinstance(value, LeavingLogits) else changed_inside(value, _whole)
 
 
 def _write_whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -195,9 +191,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Excerpt):
         with torch._C.DisableTorchFunctionSubclass():
             return value.as_subclass(torch.Tensor)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return type(value)([_plain(item) for item in value]) if type(value) in (tuple, list) else value
+    return changed_inside(value, _plain)
 
 
 def _ours(found: DTensor) -> torch.Tensor:
@@ -221,9 +215,7 @@ def _spread(value: Any, mesh: DeviceMesh) -> Any:
     """Plain tensors, which every rank has alike, as DTensors: what is changed in place stays what it is."""
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and _counts(value):
         return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
-    if isinstance(value, dict):
-        return {key: _spread(item, mesh) for key, item in value.items()}
-    return type(value)([_spread(item, mesh) for item in value]) if type(value) in (tuple, list) else value
+    return changed_inside(value, lambda item: _spread(item, mesh))
 
 
 def _opened(value: Any) -> Any:
@@ -234,11 +226,7 @@ def _opened(value: Any) -> Any:
             return value.full_tensor()
         kind = split_class(group, value.shape[placed.dim], placed.dim - value.dim())
         return as_kind(value.to_local(), kind)
-    if isinstance(value, dict):
-        return {key: _opened(item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)([_opened(item) for item in value])
-    return value
+    return changed_inside(value, _opened)
 
 
 def _kept(found: Any, given: Any) -> Any:

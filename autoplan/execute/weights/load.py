@@ -26,7 +26,7 @@ from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
 from autoplan.execute import random_streams
 from autoplan.execute.agreement import Alike, Voters, fail_together, meet, voters_of
-from autoplan.execute.collectives import mesh_device
+from autoplan.execute.collectives import like, mesh_device
 from autoplan.execute.dropout import state_of_the_first
 from autoplan.execute.parameters.buffers import new_adapters, rebuilt_passing_tensors
 from autoplan.execute.parameters.held import Held, fsdp_placements, plain_name, record_of
@@ -162,9 +162,7 @@ class _Saved:
         new: torch.Tensor = piece.to(device=_device([self]), dtype=self.tensor.dtype).contiguous()
         old = self.tensor
         if isinstance(old, DTensor):
-            new = DTensor.from_local(
-                new, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
-            )
+            new = like(new, old)
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, requires_grad=old.requires_grad)
             for name, value in vars(old).items():

@@ -47,13 +47,6 @@ class Change:
     renames: Any = None
     covered: tuple[Any, ...] = ()
 
-    @property
-    def places(self) -> tuple[str, ...]:
-        """What a finding about it names: the row's own key where it has one."""
-        own = self.renames if self.renames is not None else self.key
-        written = (own,) if isinstance(own, str) else ()
-        return tuple(dict.fromkeys((*written, *self.patterns)))
-
 
 def rows_of(subject: Audited, dialect: Dialect) -> tuple[PlanRow, ...]:
     """Every row of the plan, dead ones too."""

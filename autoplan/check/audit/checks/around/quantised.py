@@ -91,5 +91,4 @@ def _cut(subject: Audited, name: str) -> Said | None:
     rule = best_match(subject.plan.plan.runtime.parameters, name)
     if rule is None or rule.dim is None or rule.layout is None:
         return None
-    layout = Layout.parse(rule.layout)
-    return Said(None, rule.dim, 1, tuple(layout.rows(rank, subject.tp_size) for rank in range(subject.tp_size)))
+    return Said(None, rule.dim, 1, Layout.parse(rule.layout).rows_of_all(subject.tp_size))
