@@ -77,7 +77,7 @@ def run_on(clone: Any, model: Any, plan: ForeignPlan, tp_size: int) -> AuditRun:
 def sharding_for(plan: ForeignPlan) -> Sharding:
     """How the plan's own library carries it out."""
     if plan.plan is not None:
-        from autoplan.check.verify.sharding import sharding_of
+        from autoplan.check.verify.on_ranks import sharding_of
 
         return sharding_of(plan.plan)
     return _LIBRARIES[plan.dialect](plan.raw)
@@ -97,7 +97,7 @@ def _noticing(sharding: Sharding, thawed: dict[str, None]) -> Sharding:
 
 
 def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: Plan | None) -> AuditRun:
-    from autoplan.check.verify.sharding import mesh_of
+    from autoplan.check.verify.on_ranks import mesh_of
     from autoplan.check.verify.verify import verify_source
 
     plan = foreign.plan

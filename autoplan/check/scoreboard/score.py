@@ -17,8 +17,8 @@ from autoplan.analyse.picture.dataflow import dataflow
 from autoplan.analyse.picture.flow import Flow, node_of
 from autoplan.analyse.solve import Solution
 from autoplan.check.ranks.run import Engine
+from autoplan.check.verify.clone import parse_mesh
 from autoplan.check.verify.sharded import CHECK_NAMES
-from autoplan.check.verify.sizes import parse_mesh
 from autoplan.common.errors import AutoplanError, IndivisibleError, SourceError
 from autoplan.common.patterns import matches
 from autoplan.decide.naming import Reading, readings

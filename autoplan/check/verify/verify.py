@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.check.ranks.common import GENERATORS, Budget, BudgetSpent
 from autoplan.check.ranks.run import Engine, travels
-from autoplan.check.verify.clone import Clone, clone_of
+from autoplan.check.verify.clone import Clone, MeshSizes, Sizes, clone_of, parse_mesh, tried_sizes
+from autoplan.check.verify.on_ranks import cut_together, mesh_of, sharding_of, wrong_cuts
 from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
-from autoplan.check.verify.sharding import cut_together, mesh_of, sharding_of, wrong_cuts
-from autoplan.check.verify.sizes import MeshSizes, Sizes, parse_mesh, tried_sizes
 from autoplan.check.verify.traffic import against_the_least
 from autoplan.common.code.ways import others_of, recording
 from autoplan.common.errors import AutoplanError

@@ -11,7 +11,7 @@ gradient ranks hold in parts: it hands one to a torch function or a module, or r
 a count that is a rank's own. Optional kernels have a guard of their own (execute/calls/kernel_guard.py): ways to them
 are left to it.
 
-What leaves the model by another way than its output is refused too, by name (exits.py), and so is a module that is
+What leaves the model by another way than its output is refused too, by name (marks.py), and so is a module that is
 called by itself and returns what a rank has of a value.
 
 Ranks may go different ways (a rank's part may be smaller). So nothing is raised in the middle: at the end of the call
@@ -44,8 +44,7 @@ from autoplan.common.code.ways import (
 from autoplan.common.errors import PlanMismatchError, UnprovenPlanWarning
 from autoplan.common.nested import flatten_tensors
 from autoplan.execute.collectives import RankGroup, all_reduce, in_backward
-from autoplan.execute.guard.exits import Kept, Listeners
-from autoplan.execute.guard.marks import PART, this
+from autoplan.execute.guard.marks import PART, Kept, Listeners, this
 from autoplan.execute.guard.situations import Situations
 from autoplan.execute.guard.watch import ONE_PART, PARTS_OF_GRADIENT, Watch
 from autoplan.execute.parameters.held import record_of

@@ -47,8 +47,7 @@ from autoplan.execute.collectives import (
     recorded_again,
 )
 from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
-from autoplan.execute.parameters.held import Held, record_of
-from autoplan.execute.parameters.parts_of_whole import NOTHING, part_of_whole, summed_together
+from autoplan.execute.parameters.held import NOTHING, Held, part_of_whole, record_of, summed_together
 from autoplan.execute.parameters.state_dict import gathered, local_piece
 from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, refuse_transforms, unseen_path
 from autoplan.patches.classes import subclass_of
