@@ -24,10 +24,12 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autoplan.patches.seeding import is_simulated, note_seed
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,12 @@ class Generators:
 
 
 def _on_host() -> torch.Generator:
-    import torch
-
     return torch.random.default_generator
 
 
 def _on_device() -> torch.Generator | None:
     """The generator of the current CUDA device, if CUDA is in use. A simulated rank draws on its own, and the device's
     is the caller's."""
-    import torch
-
-    from autoplan.patches.seeding import is_simulated
-
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()) or is_simulated():
         return None
     found: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -108,8 +104,6 @@ def switch(seed: int) -> Generators:
 
 def manual_seed(seed: int) -> None:
     """Seed this rank's generators, as `torch.manual_seed` does."""
-    from autoplan.patches.seeding import note_seed
-
     switch(seed)
     note_seed()
 
@@ -121,9 +115,6 @@ def number_of(state: Generators) -> int:
 
 def step(drawn: Generators) -> None:
     """Move those generators on by one draw that `drawn` has a state of."""
-    import torch
-    from torch.utils._python_dispatch import _disable_current_modes
-
     device = _on_device()
     if drawn.cpu is not None:
         with _disable_current_modes():  # a draw of ours, of which no recording or fake run need know

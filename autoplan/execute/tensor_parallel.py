@@ -21,7 +21,7 @@ from autoplan.common.options import check_argument
 from autoplan.common.patterns import matches, nearest
 from autoplan.execute.agreement import APPLIED, Voters, meet
 from autoplan.execute.calls.kernel_guard import guard_kernels
-from autoplan.execute.collectives import RankGroup
+from autoplan.execute.collectives import RankGroup, mesh_device
 from autoplan.execute.dropout import SharedRandomness, draws_in_code
 from autoplan.execute.executors import At, execute
 from autoplan.execute.fits import check_fits, is_stored_packed, stored_rules
@@ -31,7 +31,7 @@ from autoplan.execute.hooks.replaced import install_inner_entries, watch_childre
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.hooks.unseen import watch_unrecorded
 from autoplan.execute.parameters.optimizer import stop_following
-from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
+from autoplan.execute.parameters.shard import prepare_parameters
 from autoplan.execute.reproducible import make_reproducible
 from autoplan.execute.weights.methods import leave_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was

@@ -18,9 +18,9 @@ from autoplan.check.audit.repair import causes, needs_repair, repair, with_cause
 from autoplan.check.audit.subject import Audited, Said, Settings, Weight
 from autoplan.check.audit.trial import AuditRun, try_on_ranks
 from autoplan.common.errors import AutoplanError, PlanMismatchError
-from autoplan.common.options import check_count
+from autoplan.common.options import Wish, check_count
 from autoplan.common.patterns import Universe, fold_names, is_under, matches
-from autoplan.decide.plan.chosen import experts_of
+from autoplan.decide.plan.chosen import choices_of_plan, experts_of, wish_of_plan
 from autoplan.decide.plan.folding import Names, flow_of
 from autoplan.values import AllGather, Capabilities, CutsOf, Drawn, Finding, Plan, Report
 from autoplan.values.plan import digest
@@ -169,7 +169,6 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
 def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
     foreign = read_foreign(plan, module, source.name)
     if isinstance(foreign, str):
-        from autoplan.common.options import Wish
         from autoplan.decide.written_plans.read import read_source
         from autoplan.planning import draft_plan
 
@@ -186,7 +185,6 @@ def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
 
 def _right(source: Any, plan: Plan, module: Any) -> Plan | None:
     """What the choices of a plan of ours give when everything but the choices is derived again."""
-    from autoplan.decide.plan.chosen import choices_of_plan, wish_of_plan
     from autoplan.planning import draft_plan
 
     try:

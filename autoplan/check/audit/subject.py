@@ -16,7 +16,7 @@ from autoplan.analyse.picture.flow import Flow
 from autoplan.analyse.solve import Solution
 from autoplan.check.audit.lines import ForeignPlan, Line
 from autoplan.common.layout import Layout, chunk
-from autoplan.common.patterns import fold_names
+from autoplan.common.patterns import best_match, fold_names
 from autoplan.decide.plan.folding import Names, starred
 from autoplan.decide.written_plans.choices import CUTS
 from autoplan.values import Finding, ParameterFact, Plan, Report, Stack
@@ -130,8 +130,6 @@ class Audited:
 
     def _said(self, names: tuple[str, ...], fact: ParameterFact) -> Said:
         if self.plan.plan is not None:
-            from autoplan.common.patterns import best_match
-
             assert self.plan.plan is not None
             line = next((line for name in names if (line := self.plan.line_for(name)) is not None), None)
             rule = best_match(self.plan.plan.runtime.parameters, names[0])

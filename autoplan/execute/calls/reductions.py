@@ -331,8 +331,6 @@ def _added(mask: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 # where there is one), that is the weights, once. Where the model's own Python makes the steps, it is the new state of
 # each.
 
-Run = Callable[[Any, Any, Any], Any]  # of the torch function, its args, its kwargs
-
 
 @executes(RecurrentCall)
 def _all_steps(planned: RecurrentCall, at: At) -> Run:

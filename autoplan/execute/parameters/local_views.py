@@ -239,13 +239,9 @@ def reading_locally(model: nn.Module) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------ the subclass
 
 
+@cache
 def view_class(cls: type, names: tuple[str, ...]) -> type:
     """The subclass of `cls` whose parameters `names` read as local tensors while the model runs."""
-    return _view_class(cls, names)
-
-
-@cache
-def _view_class(cls: type, names: tuple[str, ...]) -> type:
     namespace: dict[str, Any] = {
         "_call_impl": _reading_call(cls),
         "_apply": _keeping_attributes(cls),
@@ -424,7 +420,7 @@ def _reduce_to(cls: type, names: tuple[str, ...]) -> Callable[..., Any]:
     """The subclass cannot be found by its name, so copies and pickles say how to make it again."""
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        made: Any = _view_class(cls, names)
+        made: Any = view_class(cls, names)
         how, what, *rest = super(made, self).__reduce_ex__(max(2, protocol))
         if getattr(how, "__name__", "") == "__newobj__" and what == (made,):
             return (_rebuild, (cls, names), *rest)

@@ -33,8 +33,6 @@ from autoplan.execute.parameters.state_dict import register_hooks
 from autoplan.patches.classes import give_class
 from autoplan.values import ParameterRule
 
-__all__ = ["Prepared", "mesh_device", "prepare_parameters", "shard_parameters"]
-
 Rules = Mapping[str, ParameterRule | None]
 _SAMPLES = 16  # elements of each parameter that ranks compare
 
