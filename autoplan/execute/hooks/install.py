@@ -23,10 +23,9 @@ from autoplan.common.nested import change_if_returned, change_input, change_outp
 from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.collectives import gather_pieces, mesh_device
 from autoplan.execute.dropout import may_draw
-from autoplan.execute.executors import Around, At, execute
+from autoplan.execute.executors import Around, At, Running, copied_with_closure, execute, unwatched
 from autoplan.execute.guard.guard import PathGuard
 from autoplan.execute.guard.marks import as_given, looking_on
-from autoplan.execute.hooks.running import Running, copied_with_closure, unwatched
 from autoplan.execute.hooks.sequence import SequenceShard, gather_shard, shards_in
 from autoplan.execute.hooks.unseen import UnseenOutputs
 from autoplan.execute.vocabulary.leaving import leaving

@@ -11,8 +11,7 @@ from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
 from autoplan.common.nested import flatten_tensors
 from autoplan.execute.collectives import RankGroup, Recorded, index_of, sent, take_rows, whole_order
-from autoplan.execute.executors import At, executes
-from autoplan.execute.hooks.running import Running
+from autoplan.execute.executors import At, Running, executes
 from autoplan.execute.vocabulary.own_positions import OwnStream, leave_positions, own_of, own_stream
 from autoplan.values import (
     AllGatherPicked,

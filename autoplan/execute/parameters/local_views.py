@@ -47,9 +47,9 @@ from autoplan.execute.collectives import (
     recorded_again,
 )
 from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
+from autoplan.execute.hooks.unseen import SHAPE_ERRORS, refuse_transforms, unseen_path
 from autoplan.execute.parameters.held import NOTHING, Held, part_of_whole, record_of, summed_together
 from autoplan.execute.parameters.state_dict import gathered, local_piece
-from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, refuse_transforms, unseen_path
 from autoplan.patches.classes import subclass_of
 
 # --------------------------------------------------------------------------------------------------------- the view

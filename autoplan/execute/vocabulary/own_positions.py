@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
 from autoplan.execute.collectives import RankGroup, gather_over_ranks, sum_over_ranks
-from autoplan.execute.executors import At, executes
-from autoplan.execute.hooks.running import Running
+from autoplan.execute.executors import At, Running, executes
 from autoplan.execute.vocabulary.split_logits import as_kind, no_base
 from autoplan.ops.records.record import writes_in_place
 from autoplan.values import LogitsOfPositions

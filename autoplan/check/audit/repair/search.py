@@ -14,13 +14,14 @@ from typing import Any
 
 from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.lines import ForeignPlan, read_foreign
-from autoplan.check.audit.repair.dialects import Dialect, dialect_of
 from autoplan.check.audit.repair.parts import Part, is_sequence_parallel, parts_of, sequence_ways
 from autoplan.check.audit.repair.rows import (
     Change,
+    Dialect,
     PlanRow,
     changed,
     covered_by,
+    dialect_of,
     effective_key,
     overlapping,
     patterns_of,
