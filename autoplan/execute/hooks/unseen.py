@@ -233,7 +233,7 @@ def refuse_transforms(module: nn.Module) -> None:
     """Raise where a module whose parameters lie on ranks runs inside of such a function."""
     if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and not torch.compiler.is_exporting()):
         return  # compilers use such functions for their own ends; torch 2.11's says that it exports
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._are_functorch_transforms_active():
         how, instead = "a transform of torch.func (grad, vjp, jvp, vmap)", "torch.autograd.grad, with create_graph"
     elif forward_ad._current_level >= 0:
         how, instead = "a forward derivative", "torch.autograd.grad"

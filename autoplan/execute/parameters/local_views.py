@@ -240,7 +240,7 @@ def reading_locally(model: nn.Module) -> Iterator[None]:
 
 
 @cache
-def view_class(cls: type, names: tuple[str, ...]) -> type:
+def view_class(cls: Any, names: tuple[str, ...]) -> type:
     """The subclass of `cls` whose parameters `names` read as local tensors while the model runs."""
     namespace: dict[str, Any] = {
         "_call_impl": _reading_call(cls),

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
+from autoplan.common.nested import changed_inside
 from autoplan.execute.collectives import RankGroup, gather_over_ranks, sum_over_ranks
 from autoplan.execute.executors import At, Running, executes
-from autoplan.execute.vocabulary.split_logits import as_kind, no_base
+from autoplan.execute.vocabulary.split_logits import as_it_is, as_kind, no_base
 from autoplan.ops.records.record import writes_in_place
 from autoplan.values import LogitsOfPositions
 
@@ -135,13 +136,7 @@ def _raw(x: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    if isinstance(value, PositionLogits):
-        return type(value).gathered(_raw(value))
-    if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_whole(item) for item in value)
-    return value
+    return type(value).gathered(_raw(value)) if isinstance(value, PositionLogits) else changed_inside(value, _whole)
 
 
 def _apart(x: torch.Tensor, kind: Kind) -> torch.Tensor:
@@ -181,11 +176,6 @@ def _size(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _numel(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     return prod(_shape_of(cls, args[0]))
-
-
-def _as_it_is(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
 
 
 def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -262,10 +252,6 @@ def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     return as_kind(raw.transpose(one, other), _class(cls.group, cls.bounds, cls.length, at - raw.dim()))
 
 
-def _cross_entropy(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    return _loss(cls, *args, **kwargs)
-
-
 def _loss(
     cls: Kind, input: Any, target: torch.Tensor, weight: torch.Tensor | None = None, size_average: Any = None,
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
@@ -296,14 +282,14 @@ def _loss(
 _T = torch.Tensor
 _PROPERTIES = ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "is_cuda", "is_meta")
 PositionLogits.rules = {
-    F.cross_entropy: _cross_entropy,
+    F.cross_entropy: lambda cls, func, args, kwargs: _loss(cls, *args, **kwargs),
     _T.shape.__get__: _shape,
     _T.size: _size,
     **dict.fromkeys((_T.numel, _T.nelement), _numel),
     _T._base.__get__: no_base,
-    **{getattr(_T, name).__get__: _as_it_is for name in _PROPERTIES},
-    **dict.fromkeys((_T.dim, _T.ndimension, _T.is_floating_point, torch.is_floating_point, _T.is_complex), _as_it_is),
-    **dict.fromkeys((_T.register_hook, _T.is_contiguous, _T.get_device, _T.element_size, _T.__hash__), _as_it_is),
+    **{getattr(_T, name).__get__: as_it_is for name in _PROPERTIES},
+    **dict.fromkeys((_T.dim, _T.ndimension, _T.is_floating_point, torch.is_floating_point, _T.is_complex), as_it_is),
+    **dict.fromkeys((_T.register_hook, _T.is_contiguous, _T.get_device, _T.element_size, _T.__hash__), as_it_is),
     **dict.fromkeys(
         (_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type_as, _T.contiguous, _T.view_as), _each_element
     ),
@@ -315,7 +301,7 @@ PositionLogits.rules = {
     _T.__getitem__: _item,
     **dict.fromkeys((_T.transpose, torch.transpose, _T.swapaxes, torch.swapaxes), _transpose),
 }
-_OF_STREAMS = (_shape, _size, _numel, _as_it_is, _each_element, no_base)
+_OF_STREAMS = (_shape, _size, _numel, as_it_is, _each_element, no_base)
 OwnStream.rules = {func: rule for func, rule in PositionLogits.rules.items() if rule in _OF_STREAMS}
 
 
