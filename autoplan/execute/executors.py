@@ -30,7 +30,6 @@ from autoplan.values import Instruction
 
 # State of a run that hooks share: frames, parallel branches, copies of closures.
 
-
 # Hooks that a compiler traces inside a checkpointed block.
 #
 # The problem: hooks of one run tell each other things (which module is running, how long a sequence is) by lists that

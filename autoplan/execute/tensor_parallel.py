@@ -20,7 +20,7 @@ from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
 from autoplan.common.patterns import matches, nearest
 from autoplan.execute.agreement import APPLIED, Voters, meet
-from autoplan.execute.calls.kernel_guard import guard_kernels
+from autoplan.execute.calls.function_mode import guard_kernels
 from autoplan.execute.collectives import RankGroup, mesh_device
 from autoplan.execute.dropout import SharedRandomness, draws_in_code
 from autoplan.execute.executors import At, Running, execute

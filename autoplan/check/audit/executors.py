@@ -227,7 +227,6 @@ def _whole(tensor: Any) -> Any:
 # other: the first value that differs at a rank's own positions was made by a call that reads other positions, or counts
 # them.
 
-
 RANKS = 2
 LENGTH = 16  # in twice as many pieces as ranks: one from the front and one from the back, as torch deals them out
 ALLOWED = 1e-4  # of the largest value; in single precision

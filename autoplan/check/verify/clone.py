@@ -158,7 +158,6 @@ def _calls(made: Any) -> int:
 # several where it leaves several. So a model that is its own clone is tried on as many ranks as its plan is for, up to
 # a bound. A clone that is made from a config gets as many heads and experts as leave on a rank what the plan leaves.
 
-
 if TYPE_CHECKING:
     from autoplan.hf.source import Source
 
@@ -241,7 +240,6 @@ def tried_sizes(source: Source, sizes: Sizes, *, own: bool = False) -> tuple[tup
 
 
 # ------------------------------------------------------------------------------- a mesh to simulate, as text
-
 
 NAMES = ("dp", "dp_shard", "fsdp", "dp_shard_cp", "dp_replicate", "tp", "ep", "cp")
 

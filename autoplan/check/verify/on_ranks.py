@@ -279,7 +279,6 @@ def unread_parts(gradients: Iterable[Mapping[str, torch.Tensor]], *, plan: Plan)
 # find two. What is cut along one axis is one suspect. Cuts that are wrong only together are not told apart: one stays
 # whole.
 
-
 Group = tuple[str, ...]
 
 

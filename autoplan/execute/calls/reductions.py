@@ -248,7 +248,6 @@ _SIGNATURES = {"normalize": ("input", "p", "dim", "eps"), "_weight_norm": ("v", 
 
 # Fused calls carried out on a shard: multi-head attention and recurrent networks.
 
-
 # `multi_head_attention_forward` on one rank's heads: the same mathematics, with the last sum taken over ranks.
 
 Dropped = Callable[[torch.Tensor, float], torch.Tensor]

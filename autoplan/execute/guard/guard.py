@@ -8,7 +8,7 @@ So the first calls of each kind (situations.py) are followed (watch.py) through 
 with values that are whole on every rank: whichever way it goes, ranks go it together and get what the unsharded model
 would. A way never seen matters where the function has to do, from there on, with a value that is not whole, or whose
 gradient ranks hold in parts: it hands one to a torch function or a module, or returns one (marks.py); or where it reads
-a count that is a rank's own. Optional kernels have a guard of their own (execute/calls/kernel_guard.py): ways to them
+a count that is a rank's own. Optional kernels have a guard of their own (execute/calls/function_mode.py): ways to them
 are left to it.
 
 What leaves the model by another way than its output is refused too, by name (marks.py), and so is a module that is

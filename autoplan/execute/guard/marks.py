@@ -99,7 +99,6 @@ def as_given(instruction: Instruction, result: Any) -> Any:
 # A hook that the plan has not seen is refused when it is given a part, or does more with a whole value than without
 # gradients: a hook that computes a norm of a detached value is right.
 
-
 _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 

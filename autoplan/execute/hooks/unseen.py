@@ -222,7 +222,6 @@ def _refusal(path: Path, tensor: torch.Tensor, strange: tuple[tuple[int, int, in
 
 # Reads of a sharded parameter on paths that the plan has not seen.
 
-
 # Functions of functions around a sharded model (`torch.func.grad`, `vmap`, forward derivatives, export): one error.
 #
 # They need of every step rules of their own, and a communication between ranks has none. Without this check each says

@@ -234,7 +234,6 @@ def plain_name(fqn: str) -> str:
 # once, at the end of a backward, for all parameters of the module that was called: on their way back ranks may meet
 # parameters in another order, or not at all, since experts that get no token of a rank are not read there.
 
-
 NOTHING: Mapping[int, torch.Tensor] = MappingProxyType({})
 
 

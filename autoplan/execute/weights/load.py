@@ -34,8 +34,7 @@ from autoplan.execute.parameters.state_dict import local_piece
 from autoplan.execute.quantised.files import DequantisedFiles, StoredFiles
 from autoplan.execute.quantised.modules import keep_beside
 from autoplan.execute.weights.files import CheckpointFiles
-from autoplan.execute.weights.key_matching import Matched, match_keys, refuse_unmatched
-from autoplan.execute.weights.moved import Make, Moved, follow
+from autoplan.execute.weights.key_matching import Make, Matched, Moved, follow, match_keys, refuse_unmatched
 
 
 def load_weights(
