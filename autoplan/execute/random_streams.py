@@ -8,8 +8,6 @@ generator of its own behind the same `torch.get_rng_state` and friends, so nothi
     with random_streams.fork(seed + rank):   # draws inside depend on the rank
         ...                                  # draws after it go on as if nothing had happened
 
-A `Stream` is a fork that remembers: each `with stream:` goes on where the last one stopped.
-
 Reading and switching streams here writes nothing that others read once it is over: what was there is put back, bit for
 bit, and torch's own functions for seeding are not called (`patches/seeding.py` listens to them).
 
@@ -24,7 +22,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -137,24 +134,3 @@ def fork(seed: int | None = None) -> Iterator[None]:
         yield
     finally:
         set_state(before)
-
-
-class Stream:
-    """A second sequence of random numbers besides the rank's own; entering it continues it."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self._own: Generators | None = None
-        self._outside: list[Generators] = []
-
-    def __enter__(self) -> Stream:
-        self._outside.append(get_state())
-        if self._own is None:
-            switch(self.seed)
-        else:
-            set_state(self._own)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._own = get_state()
-        set_state(self._outside.pop())

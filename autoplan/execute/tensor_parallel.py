@@ -207,13 +207,6 @@ def check_matches(model: nn.Module, plan: Plan) -> None:
     check_fits(model, plan)
 
 
-def undo_all(model: nn.Module) -> None:
-    """Forget what was recorded, and undo the split."""
-    known = model.__dict__.pop(APPLIED, None)
-    if known is not None:
-        known.undo()
-
-
 def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:
     stop_following(model)
     leave_methods(model)

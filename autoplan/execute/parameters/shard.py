@@ -36,13 +36,6 @@ Rules = Mapping[str, ParameterRule | None]
 _SAMPLES = 16  # elements of each parameter that ranks compare
 
 
-def shard_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules) -> Prepared:
-    """Prepare and commit in one step; the result can still `undo`."""
-    prepared = prepare_parameters(model, tp_mesh, rules)
-    prepared.commit()
-    return prepared
-
-
 def prepare_parameters(
     model: nn.Module,
     tp_mesh: DeviceMesh,
