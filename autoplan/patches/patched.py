@@ -77,7 +77,7 @@ class Patch:
     where: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "where", self.where or f"{self.canary.__module__.replace('.', '/')}.py")
+        object.__setattr__(self, "where", self.where or self.canary.__module__.replace(".", "/") + ".py")
 
 
 def while_split(name: str, replaces: str, why: str, canary: Callable[[], bool], without: str = "") -> Patch:
@@ -298,7 +298,7 @@ def _fill(mine: Hold, patch: Patch, places: Iterable[Place | Registered], togeth
 
 def _stand(mine: Hold, patch: Patch, place: Place | Registered) -> None:
     """Put ours in place, or share what stands there. Noted before it is done: an interrupt may come in between."""
-    name = f"canary of {patch.name}" if getattr(_noted, "apart", False) else patch.name
+    name = f"{patch.name}, tried apart" if getattr(_noted, "apart", False) else patch.name
     key = name, id(place.holder), place.name
     found = _standing.get(key)
     if found is not None:
