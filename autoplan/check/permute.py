@@ -102,7 +102,8 @@ class _Law:
         worst = 0.0
         for name, before in self.outputs.items():
             after, number = found[name], self._number(*name, before)
-            if number is not None and self._taken_out(number):
+            # A loss of the model's own: it knows the columns of its logits by number. Ranks show that it is right.
+            if number is not None and (self.trace.tensors[number].kind == "activation" and number not in self.known):
                 continue
             for dim, term in enumerate(() if number is None else self.axes.of(number)):
                 rows = permuted_indices(term, orders.get)
@@ -129,10 +130,6 @@ class _Law:
             if ".".join(map(str, found)) in (path, "") and self.trace.tensors[number].shape == tuple(tensor.shape):
                 return number
         return None
-
-    def _taken_out(self, number: int) -> bool:
-        """A loss of the model's own: it knows the columns of its logits by number. Ranks show that it is right."""
-        return self.trace.tensors[number].kind == "activation" and number not in self.known
 
 
 def _order(axis: Term, number: int) -> list[int]:

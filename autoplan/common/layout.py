@@ -80,6 +80,10 @@ class Layout:
         """Indices of the whole dimension that `rank` holds, in the order it holds them."""
         return _rows(self, rank, tp)
 
+    def rows_of_all(self, tp: int) -> tuple[tuple[int, ...], ...]:
+        """`rows` of each rank."""
+        return tuple(self.rows(rank, tp) for rank in range(tp))
+
     def held(self, rank: int, tp: int) -> int:
         """How many indices of the whole dimension `rank` holds. A table may have more than can be listed."""
         if self.kind == "product":

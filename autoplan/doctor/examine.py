@@ -17,7 +17,12 @@ from autoplan.patches.patched import Patch
 
 # Each table is imported by itself: a name that moved must not hide the others.
 TABLES = (
-    ("autoplan.patches.registry", "PATCHES"),
+    ("autoplan.patches.tensors", "PATCHES"),
+    ("autoplan.patches.sharding_rules", "PATCHES"),
+    ("autoplan.patches.classes", "PATCHES"),
+    ("autoplan.patches.kernels", "PATCHES"),
+    ("autoplan.patches.seeding", "PATCHES"),
+    ("autoplan.patches.simulated_ranks", "PATCHES"),
     ("autoplan.doctor.private_torch", "TORCH"),
     ("autoplan.doctor.private_modules", "MODULES"),
     ("autoplan.doctor.private_engines", "FSDP"),
@@ -51,7 +56,10 @@ class Diagnosis:
 
 
 def entries_of(module: str, table: str) -> tuple[Patch | Private, ...]:
-    return tuple(getattr(import_module(module), table))
+    """Return the entries of a table, or all patches that a module declares."""
+    found = vars(import_module(module))
+    patches = (value for value in found.values() if isinstance(value, Patch))
+    return tuple(patches) if table == "PATCHES" else tuple(found[table])
 
 
 def examine() -> Diagnosis:
@@ -60,7 +68,7 @@ def examine() -> Diagnosis:
     for module, table in TABLES:
         try:
             entries = entries_of(module, table)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, KeyError) as error:
             moved.append(Moved(module, str(error), "nothing works before the place that imports it is changed"))
             continue
         count += len(entries)

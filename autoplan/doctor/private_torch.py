@@ -186,13 +186,6 @@ def _functorch() -> bool:
     return seen == [True] and not is_functorch_wrapped_tensor(torch.ones(1))
 
 
-@TORCH.hold("strides of a DTensor whose pieces are in memory only", "torch._prims_common.make_contiguous_strides_for")
-def _strides() -> bool:
-    from torch._prims_common import make_contiguous_strides_for
-
-    return tuple(make_contiguous_strides_for([2, 3, 4])) == torch.empty(2, 3, 4).stride()
-
-
 @TORCH.hold("targets are checked without waiting for the device", "torch._assert_async")
 def _asserted() -> bool:
     torch._assert_async(torch.tensor(True), "said")
@@ -300,11 +293,6 @@ TORCH.extend(
             ),
         ),
         (
-            "torch._ops.OpOverload._opname",
-            "an op's name without its namespace",
-            lambda: torch.ops.aten.add.Tensor._opname == "add",
-        ),
-        (
             "torch.distributed.tensor.DTensor._local_tensor",
             "this rank's piece, without a step of autograd",
             lambda: "_local_tensor" in DTensor.__slots__ or "_local_tensor" in DTensor.__annotations__,
@@ -313,17 +301,6 @@ TORCH.extend(
             "torch.Tensor._is_view",
             "a result that is a view is copied before others may change it",
             lambda: torch.ones(2)[:1]._is_view() and not torch.ones(1)._is_view(),
-        ),
-        (
-            "torch._C._functorch.peek_interpreter_stack",
-            "a sharded model inside of a transform of torch.func is refused",
-            lambda: (
-                torch.func.vmap(lambda x: x * float(torch._C._functorch.peek_interpreter_stack() is not None))(
-                    torch.ones(1)
-                ).item()
-                == 1
-                and torch._C._functorch.peek_interpreter_stack() is None
-            ),
         ),
         (
             "torch.ops.aten._local_scalar_dense",

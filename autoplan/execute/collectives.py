@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autoplan.common.layout import chunk
 
@@ -48,6 +49,12 @@ class RankGroup:
             return ranks
         group = ranks.get_group() if isinstance(ranks, DeviceMesh) else ranks
         return RankGroup(group.group_name, group.size(), group.rank())
+
+
+def like(local: torch.Tensor, other: DTensor) -> DTensor:
+    """A DTensor of this rank's piece that lies as another one does. (DTensor would take pieces for even.)"""
+    how: Any = {"run_check": False, "shape": other.shape, "stride": other.stride()}
+    return DTensor.from_local(local, other.device_mesh, other.placements, **how)
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
@@ -77,6 +84,14 @@ def all_reduce(x: torch.Tensor, group: RankGroup, op: str = "sum") -> torch.Tens
     if x.is_complex():
         return torch.view_as_complex(all_reduce(torch.view_as_real(x), group, op))
     return sent(_NAMED.all_reduce, x.contiguous(), op, group.name)
+
+
+def all_reduce_over(x: torch.Tensor, mesh: DeviceMesh, op: str = "sum") -> torch.Tensor:
+    """`all_reduce` along every dim of a mesh."""
+    for dim in range(mesh.ndim):
+        group = RankGroup.of(mesh.get_group(dim))
+        x = all_reduce(x, group, op) if group.size > 1 else x
+    return x
 
 
 def all_gather_rows(x: torch.Tensor, group: RankGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
@@ -127,6 +142,11 @@ class Recorded(torch.autograd.Function):
 def recorded_again() -> bool:
     """In a backward: will it be differentiated?"""
     return torch.is_grad_enabled() or torch.compiler.is_compiling()
+
+
+def in_backward() -> bool:
+    """Does a backward run in this thread? There, what was checkpointed runs again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class _Copy(Recorded):

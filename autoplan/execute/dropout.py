@@ -148,17 +148,14 @@ class SharedRandomness:
             self.stream = _of_groups[key] = _Shared()
         self.stream.state = state_of_the_first(random_streams.get_state(), self.group, self.device)
         if self.apart and detect_fake_mode() is None:
-            self.stream.state = self._moved_apart(self.stream.state)
+            # A stream that follows from this one.
+            mine = random_streams.get_state()
+            random_streams.switch((random_streams.number_of(self.stream.state) + self.apart) % 2**32)
+            moved = random_streams.get_state()
+            random_streams.set_state(mine)
+            self.stream.state = moved
         self.stream.seeding = seeding()
         return self.stream
-
-    def _moved_apart(self, state: random_streams.Generators) -> random_streams.Generators:
-        """A stream that follows from this one."""
-        mine = random_streams.get_state()
-        random_streams.switch((random_streams.number_of(state) + self.apart) % 2**32)
-        moved = random_streams.get_state()
-        random_streams.set_state(mine)
-        return moved
 
     @torch.compiler.disable
     def begin(self) -> None:

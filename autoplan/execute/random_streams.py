@@ -8,8 +8,6 @@ generator of its own behind the same `torch.get_rng_state` and friends, so nothi
     with random_streams.fork(seed + rank):   # draws inside depend on the rank
         ...                                  # draws after it go on as if nothing had happened
 
-A `Stream` is a fork that remembers: each `with stream:` goes on where the last one stopped.
-
 Reading and switching streams here writes nothing that others read once it is over: what was there is put back, bit for
 bit, and torch's own functions for seeding are not called (`patches/seeding.py` listens to them).
 
@@ -24,10 +22,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autoplan.patches.seeding import is_simulated, note_seed
 
 
 @dataclass(frozen=True)
@@ -40,18 +39,12 @@ class Generators:
 
 
 def _on_host() -> torch.Generator:
-    import torch
-
     return torch.random.default_generator
 
 
 def _on_device() -> torch.Generator | None:
     """The generator of the current CUDA device, if CUDA is in use. A simulated rank draws on its own, and the device's
     is the caller's."""
-    import torch
-
-    from autoplan.patches.seeding import is_simulated
-
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()) or is_simulated():
         return None
     found: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -108,8 +101,6 @@ def switch(seed: int) -> Generators:
 
 def manual_seed(seed: int) -> None:
     """Seed this rank's generators, as `torch.manual_seed` does."""
-    from autoplan.patches.seeding import note_seed
-
     switch(seed)
     note_seed()
 
@@ -121,9 +112,6 @@ def number_of(state: Generators) -> int:
 
 def step(drawn: Generators) -> None:
     """Move those generators on by one draw that `drawn` has a state of."""
-    import torch
-    from torch.utils._python_dispatch import _disable_current_modes
-
     device = _on_device()
     if drawn.cpu is not None:
         with _disable_current_modes():  # a draw of ours, of which no recording or fake run need know
@@ -146,24 +134,3 @@ def fork(seed: int | None = None) -> Iterator[None]:
         yield
     finally:
         set_state(before)
-
-
-class Stream:
-    """A second sequence of random numbers besides the rank's own; entering it continues it."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self._own: Generators | None = None
-        self._outside: list[Generators] = []
-
-    def __enter__(self) -> Stream:
-        self._outside.append(get_state())
-        if self._own is None:
-            switch(self.seed)
-        else:
-            set_state(self._own)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._own = get_state()
-        set_state(self._outside.pop())

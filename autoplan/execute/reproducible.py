@@ -47,7 +47,9 @@ def make_reproducible(
         parameter = module._parameters.get(own)
         if parameter is None or parameter.dim() < 2 or _sums_nothing(module, dim, plan, path):
             continue
-        if own != "weight" or not _is_product(module):
+        if own != "weight" or not (
+            type(module).forward is nn.Linear.forward or conventions().is_transposed_linear(module)
+        ):
             refused.append(name)
         elif "forward" not in module.__dict__:
             module.__dict__["forward"] = MethodType(_forward, module)
@@ -58,10 +60,6 @@ def make_reproducible(
             f"first {refused[0]}",
             hint="leave reproducible_forward off; autoplan.verify(rounding=True) says how far results spread",
         )
-
-
-def _is_product(module: nn.Module) -> bool:
-    return type(module).forward is nn.Linear.forward or conventions().is_transposed_linear(module)
 
 
 def _sums_nothing(module: nn.Module, dim: int, plan: Plan, path: str) -> bool:

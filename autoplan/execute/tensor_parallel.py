@@ -20,18 +20,17 @@ from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
 from autoplan.common.patterns import matches, nearest
 from autoplan.execute.agreement import APPLIED, Voters, meet
-from autoplan.execute.calls.kernel_guard import guard_kernels
-from autoplan.execute.collectives import RankGroup
+from autoplan.execute.calls.function_mode import guard_kernels
+from autoplan.execute.collectives import RankGroup, mesh_device
 from autoplan.execute.dropout import SharedRandomness, draws_in_code
-from autoplan.execute.executors import At, execute
+from autoplan.execute.executors import At, Running, execute
 from autoplan.execute.fits import check_fits, is_stored_packed, stored_rules
 from autoplan.execute.guard.guard import PathGuard, guard_of
 from autoplan.execute.hooks.install import ModuleWork, install, install_root, keep_order
 from autoplan.execute.hooks.replaced import install_inner_entries, watch_children, watch_no_longer
-from autoplan.execute.hooks.running import Running
 from autoplan.execute.hooks.unseen import watch_unrecorded
 from autoplan.execute.parameters.optimizer import stop_following
-from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
+from autoplan.execute.parameters.shard import prepare_parameters
 from autoplan.execute.reproducible import make_reproducible
 from autoplan.execute.weights.methods import leave_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
@@ -206,13 +205,6 @@ def check_matches(model: nn.Module, plan: Plan) -> None:
     for pattern in dict.fromkeys(instruction.pattern for instruction in plan.runtime.instructions):
         _module_names(pattern, modules)
     check_fits(model, plan)
-
-
-def undo_all(model: nn.Module) -> None:
-    """Forget what was recorded, and undo the split."""
-    known = model.__dict__.pop(APPLIED, None)
-    if known is not None:
-        known.undo()
 
 
 def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:

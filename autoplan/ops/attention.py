@@ -83,7 +83,7 @@ def _attention_extras(site: Site, scores: Dims) -> list[Dims | None]:
 
 
 python_call("scaled_dot_product_attention", becomes="scaled_dot_product_attention", causal=(5, "is_causal"))
-# Told its number of heads; a rank does the same on its own heads (`execute/calls/fused.py`).
+# Told its number of heads; a rank does the same on its own heads (`execute/calls/reductions.py`).
 python_call("multi_head_attention_forward", sizes=NO_SIZES, linear=Linear.NO, random=by_rate(10, "dropout_p", 0.0),
             pays=Reduction.ATTENTION)  # fmt: skip
 for _name in ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"):

@@ -78,7 +78,6 @@ CLASSES = Patch(
     why="a module's own code reads local tensors where optimizers, FSDP2 and checkpoints see DTensors",
     scope="while the model is sharded",
     undone="the module gets its own class back when the plan is undone, or a later step fails",
-    where="autoplan/patches/classes.py",
     canary=_canary,
 )
 
@@ -120,7 +119,6 @@ UNCACHED = Patch(
     why="a cache keyed on sizes would mix traced integers of a recording with plain ones",
     scope="while a model is recorded, or a copy of it is tried without storage",
     undone="the cached function itself is put back, with all that it remembers",
-    where="autoplan/patches/classes.py",
     canary=_recorded_code_canary,
 )
 
@@ -141,7 +139,6 @@ UNSCRIPTED = Patch(
     scope="while a model is recorded, or one lives whose plan rewrites calls in helper functions or whose calls the "
     "path guard follows; where a torch function mode looks on",
     undone="the method is put back",
-    where="autoplan/patches/classes.py",
     canary=_canary_of_scripts,
 )
 

@@ -60,7 +60,6 @@ REFERENCE_PATH = Patch(
     why="kernels for GPUs cannot run on a CPU or without storage; their reference in plain torch computes the same",
     scope="while a copy of a model is run on a CPU: recorded, tried, checked on ranks",
     undone="the function itself is put back",
-    where="autoplan/patches/kernels.py",
     canary=_takes_reference,
 )
 
@@ -81,7 +80,7 @@ KERNEL_GUARDS = Patch(
     why="a fused kernel that takes the weight of a layer would leave out the sum over ranks at that layer",
     scope="while a sharded model lives whose code may call the kernel",
     undone="the kernel is put back when the plan is undone, or the model is collected",
-    where="autoplan/execute/calls/kernel_guard.py",
+    where="autoplan/execute/calls/function_mode.py",
     canary=_stands_in_the_file,
 )
 

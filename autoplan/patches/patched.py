@@ -61,10 +61,10 @@ class Alone:
 class Patch:
     """A thing of another package that autoplan replaces.
 
-    `replaces`: its dotted path, or what it is. `scope`: how long. `undone`: how it comes back. `where`: our file.
-    `canary`: False, or an error, where the installed version has moved or changed it. `without`: what does not work
-    where it is left out. Under untested versions such a patch is left out, with a warning, if its canary
-    fails; one that says nothing here is needed for right numbers, and fails.
+    `replaces`: its dotted path, or what it is. `scope`: how long. `undone`: how it comes back. `canary`: False, or an
+    error, where the installed version has moved or changed it. `without`: what does not work where it is left out.
+    Under untested versions such a patch is left out, with a warning, if its canary fails; one that says nothing here
+    is needed for right numbers, and fails. `where`: our file that uses it, if it is not the one of its canary.
     """
 
     name: str
@@ -72,9 +72,19 @@ class Patch:
     why: str
     scope: str
     undone: str
-    where: str
     canary: Callable[[], bool]
     without: str = ""
+    where: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "where", self.where or self.canary.__module__.replace(".", "/") + ".py")
+
+
+def while_split(name: str, replaces: str, why: str, canary: Callable[[], bool], without: str = "") -> Patch:
+    """Describe a patch that stands as long as parameters lie on ranks."""
+    scope = "while a model that `parallelize` has split lives, or one of its parameters"
+    undone = "torch's own comes back when the last such model is collected or undone"
+    return Patch(name, replaces, why, scope, undone, canary, without, "autoplan/execute/parameters/optimizer.py")
 
 
 # ---------------------------------------------------------------------------------------------------- what stands where
@@ -167,6 +177,12 @@ class Hold:
         for notes in list(getattr(_noted, "by", ())):
             notes.holds.append(self)
 
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def release(self) -> None:
         """Put back what no other hold needs. Idempotent."""
         _alone.run(lambda: _leave(self))
@@ -187,7 +203,7 @@ class Kept:
         return self
 
 
-_noted = threading.local()  # by whom, of this thread
+_noted = threading.local()  # by whom, of this thread; and whether its holds share nothing
 _alone = Alone()
 _standing: dict[tuple[str, int, str], _Standing] = {}
 _ended: deque[Hold] = deque()  # by garbage collection, and not yet cleared up
@@ -207,11 +223,19 @@ def hold(patch: Patch, places: Iterable[Place | Registered], *, together: bool =
 def patched(patch: Patch, places: Iterable[Place | Registered], *, together: bool = False) -> Iterator[None]:
     """`hold` for the time of a block."""
     mine = Hold()
-    try:
+    with mine:
         _fill(mine, patch, places, together)
         yield
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Have holds of this thread share nothing with others: a canary tries a patch that a sharded model may hold."""
+    _noted.apart = True
+    try:
+        yield
     finally:
-        mine.release()
+        _noted.apart = False
 
 
 class Notes(Protocol):
@@ -274,7 +298,8 @@ def _fill(mine: Hold, patch: Patch, places: Iterable[Place | Registered], togeth
 
 def _stand(mine: Hold, patch: Patch, place: Place | Registered) -> None:
     """Put ours in place, or share what stands there. Noted before it is done: an interrupt may come in between."""
-    key = patch.name, id(place.holder), place.name
+    name = f"{patch.name}, tried apart" if getattr(_noted, "apart", False) else patch.name
+    key = name, id(place.holder), place.name
     found = _standing.get(key)
     if found is not None:
         _join(mine, found)

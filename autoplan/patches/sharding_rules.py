@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
 
-from autoplan.patches.patched import Hold, Patch, Place, Registered, hold
+from autoplan.patches.patched import Hold, Patch, Place, Registered, apart, hold, while_split
 
 # Ops of which DTensor has not heard, and by which torch asks parameters and gradients something.
 #
@@ -20,9 +19,9 @@ from autoplan.patches.patched import Hold, Patch, Place, Registered, hold
 # rule.
 
 
-def asked_of_all(patch: Patch | None = None) -> Hold:
+def asked_of_all() -> Hold:
     """Until the hold is released, DTensor answers these ops: of whole tensors."""
-    return hold(patch or SHARDING_RULES, _places())
+    return hold(SHARDING_RULES, _places())
 
 
 def _places() -> Iterator[Registered]:
@@ -67,27 +66,20 @@ def _made() -> dict[Any, tuple[Any, Any]]:
 
 def _canary() -> bool:
     """Does DTensor look such ops up in these two tables, and find ours there?"""
-    apart = replace(SHARDING_RULES, name="canary of sharding rules")  # sharded models may hold the patch itself
     tables = _tables()
     before = [dict(table) for table in tables]
-    held = asked_of_all(apart)
-    try:
+    with apart(), asked_of_all():
         inside = all(tables[0].get(op) is strategy and tables[1].get(op) is schema
                      for op, (strategy, schema) in _made().items())  # fmt: skip
-    finally:
-        held.release()
     asks = type(DTensor._op_dispatcher.sharding_propagator).propagate_op_sharding_non_cached.__code__.co_names
     return inside and [dict(table) for table in tables] == before and "op_strategy_funcs" in asks
 
 
-SHARDING_RULES = Patch(
+SHARDING_RULES = while_split(
     name="sharding rules of ops",
     replaces="entries of DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs and op_to_schema_info, which "
     "torch.distributed.tensor.experimental.register_sharding makes",
     why="anomaly detection and forward derivatives ask parameters and gradients by ops that DTensor does not know",
-    scope="while a model that `parallelize` has split lives, or one of its parameters",
-    undone="taken out when the last such model is collected or undone",
-    where="autoplan/execute/parameters/optimizer.py",
     canary=_canary,
     without="anomaly detection and forward derivatives of a sharded model end in an error about a missing rule",
 )
@@ -101,11 +93,11 @@ SHARDING_RULES = Patch(
 Handler = Callable[[Any, Any, Any], Any]  # an op, its arguments
 
 
-def numbers_and_draws(number: Handler, draw: Handler, patch: Patch | None = None) -> Hold:
+def numbers_and_draws(number: Handler, draw: Handler) -> Hold:
     """Until the hold is released, `number` answers for a number in a DTensor that is cut, and `draw` draws in place."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     drawing = (Registered(handlers, op, draw) for op in _DRAWS)
-    return hold(patch or OPS_BY_WHOLE, (Registered(handlers, _NUMBER, number), *drawing))
+    return hold(OPS_BY_WHOLE, (Registered(handlers, _NUMBER, number), *drawing))
 
 
 def answered_by_torch(op: Any, args: Any, kwargs: Any) -> Any:
@@ -129,28 +121,21 @@ _DRAWS = (
 
 def _ops_by_whole_canary() -> bool:
     """Does DTensor have such handlers, and no handlers of its own for these ops?"""
-    apart = replace(OPS_BY_WHOLE, name="canary of ops by the whole")  # sharded models may hold the patch itself
     handlers = DTensor._op_dispatcher._custom_op_handlers
     before = dict(handlers)
 
     def answer(op: Any, args: Any, kwargs: Any) -> Any:
         return op
 
-    held = numbers_and_draws(answer, answer, apart)
-    try:
+    with apart(), numbers_and_draws(answer, answer):
         inside = all(handlers.get(op) is answer or op in before for op in (_NUMBER, *_DRAWS))
-    finally:
-        held.release()
     return inside and dict(handlers) == before
 
 
-OPS_BY_WHOLE = Patch(
+OPS_BY_WHOLE = while_split(
     name="ops by the whole",
     replaces="entries of DTensor._op_dispatcher._custom_op_handlers",
     why="a DTensor that is cut gives Python a rank's own number, and draws the same numbers for the parts of all ranks",
-    scope="while a model that `parallelize` has split lives, or one of its parameters",
-    undone="taken out when the last such model is collected or undone",
-    where="autoplan/execute/parameters/optimizer.py",
     canary=_ops_by_whole_canary,
 )
 
@@ -166,9 +151,9 @@ OPS_BY_WHOLE = Patch(
 # added.
 
 
-def heard_by_classes(patch: Patch | None = None) -> Hold:
+def heard_by_classes() -> Hold:
     """Until the hold is released, compiled losses of this class ask the classes of their tensors, as others do."""
-    return hold(patch or COMPILED_LOSS, _loss_places())
+    return hold(COMPILED_LOSS, _loss_places())
 
 
 def _loss_places() -> Iterator[Place]:
@@ -204,28 +189,21 @@ class _Heard(torch.Tensor):
 
 def _compiled_loss_canary() -> bool:
     """Does a compiled loss come to the class of its tensor, with all that the loss was made of?"""
-    apart = replace(COMPILED_LOSS, name="canary of compiled losses")  # sharded models may hold the patch itself
 
     def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return torch.nn.CrossEntropyLoss(ignore_index=5)(logits, target)
 
-    held = heard_by_classes(apart)
-    try:
+    with apart(), heard_by_classes():
         compiled = torch.compile(loss, backend="eager", fullgraph=True)
         found = compiled(torch.ones(1, 3).as_subclass(_Heard), torch.tensor([1]))
         plain = compiled(torch.ones(1, 3), torch.tensor([1]))
-    finally:
-        held.release()
     return found.tolist() == [6] and abs(float(plain) - 1.0986) < 1e-3
 
 
-COMPILED_LOSS = Patch(
+COMPILED_LOSS = while_split(
     name="compiled losses",
     replaces="torch._dynamo.variables.user_defined.UserDefinedClassVariable._call_cross_entropy_loss",
     why="split logits inside of a compiled model know themselves what their loss is",
-    scope="while a model that `parallelize` has split lives, or one of its parameters",
-    undone="torch's own comes back when the last such model is collected or undone",
-    where="autoplan/execute/parameters/optimizer.py",
     canary=_compiled_loss_canary,
     without="a compiled model needs whole logits: gather_logits=True",
 )
@@ -234,9 +212,9 @@ COMPILED_LOSS = Patch(
 # -------------------------------------------------------------------------------------- tensors from outside
 
 
-def left_untraced(classes: Iterable[type], patch: Patch | None = None) -> Hold:
+def left_untraced(classes: Iterable[type]) -> Hold:
     """Until the hold is released, compilers run as it is whatever is given tensors of these classes from outside."""
-    return hold(patch or UNTRACED_LOGITS, (Registered(_untraced(), kind) for kind in classes))
+    return hold(UNTRACED_LOGITS, (Registered(_untraced(), kind) for kind in classes))
 
 
 def _untraced() -> Any:
@@ -247,7 +225,6 @@ def _untraced() -> Any:
 
 def _untraced_canary() -> bool:
     """Is code that is given such a tensor compiled before and after, and not meanwhile?"""
-    apart = replace(UNTRACED_LOGITS, name="canary of untraced logits")  # sharded models may hold the patch itself
 
     class Apart(torch.Tensor):
         pass
@@ -263,11 +240,9 @@ def _untraced_canary() -> bool:
         function(torch.ones(2).as_subclass(Apart))
         return len(graphs)
 
-    before, held = compiled(), left_untraced((Apart,), apart)
-    try:
+    before = compiled()
+    with apart(), left_untraced((Apart,)):
         inside = compiled()
-    finally:
-        held.release()
     return (before, inside, compiled()) == (1, 0, 1)
 
 

@@ -50,7 +50,6 @@ PROCESS_GROUP = Patch(
     why="a model that exchanges data with other ranks hangs when one rank plans, and is no longer what is planned",
     scope="while a plan is made and proven",
     undone="the functions themselves are put back",
-    where="autoplan/patches/simulated_ranks.py",
     canary=_canary,
 )
 
@@ -238,7 +237,6 @@ WORLD = Patch(
     "threads must not make the Python object of one op",
     scope="while simulated ranks run",
     undone="the world, with any live process group, and the methods are put back",
-    where="autoplan/patches/simulated_ranks.py",
     canary=_world_canary,
 )
 
@@ -260,7 +258,6 @@ GENERATOR = Patch(
     why="seeding and reading the CPU's randomness in one rank must not touch another's",
     scope="while simulated ranks run",
     undone="torch's own generator is put back",
-    where="autoplan/patches/simulated_ranks.py",
     canary=_generator_canary,
 )
 
@@ -283,7 +280,6 @@ HOST_GENERATORS = Patch(
     why="what a forward draws with Python or numpy must not depend on which rank's thread comes first",
     scope="while simulated ranks run",
     undone="the modules' own functions are put back",
-    where="autoplan/patches/simulated_ranks.py",
     canary=_host_canary,
 )
 
@@ -314,6 +310,5 @@ RANK_BACKEND = Patch(
     why="ranks that are threads have a kind of process group of their own, which counts what they send",
     scope="from the first run of simulated ranks on",
     undone="it stays: torch cannot forget a backend, and nothing else uses this name",
-    where="autoplan/patches/simulated_ranks.py",
     canary=_backend_canary,
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from autoplan.patches.patched import Hold, Patch, Place, hold
+from autoplan.patches.patched import Hold, Place, apart, hold, while_split
 
 # Whole tensors that torch cuts for a sharded model: `set_model_state_dict(..., full_state_dict=True)`.
 #
@@ -25,7 +24,7 @@ from autoplan.patches.patched import Hold, Patch, Place, hold
 # about sizes on one rank, while the others wait. Such a tensor is left whole: loading it cuts it as it lies.
 
 
-def left_whole(wanted: Callable[[Any, torch.Tensor], bool], patch: Patch | None = None) -> Hold:
+def left_whole(wanted: Callable[[Any, torch.Tensor], bool]) -> Hold:
     """Until the hold is released, torch leaves a tensor whole where `wanted` says so of a parameter and its tensor."""
 
     def leaving(plain: Any) -> Any:
@@ -38,30 +37,23 @@ def left_whole(wanted: Callable[[Any, torch.Tensor], bool], patch: Patch | None 
 
         return _distribute_tensors
 
-    return hold(patch or FULL_STATE_DICTS, [Place(utils, "_distribute_tensors", leaving)])
+    return hold(FULL_STATE_DICTS, [Place(utils, "_distribute_tensors", leaving)])
 
 
 def _full_state_dicts_canary() -> bool:
     """Does torch hand over a parameter and its whole tensor, and take a tensor for something that is done?"""
-    apart = replace(FULL_STATE_DICTS, name="canary of full state dicts")  # sharded models may hold the patch itself
     parameter, whole = torch.zeros(2), torch.ones(3)
     state: dict[str, Any] = {"weight": (parameter, whole)}
-    held = left_whole(lambda one, other: one is parameter and other is whole, apart)
-    try:
+    with apart(), left_whole(lambda one, other: one is parameter and other is whole):
         vars(utils)["_distribute_tensors"](state, ["weight"], torch.device("cpu"), "no group")
-    finally:
-        held.release()
     user = vars(utils)["_broadcast_tensors"].__code__.co_names
     return state == {"weight": whole} and "_distribute_tensors" in user
 
 
-FULL_STATE_DICTS = Patch(
+FULL_STATE_DICTS = while_split(
     name="full state dicts",
     replaces="torch.distributed._state_dict_utils._distribute_tensors",
     why="a parameter with rows that several ranks hold is no even piece of the checkpoint's tensor",
-    scope="while a model that `parallelize` has split lives, or one of its parameters",
-    undone="torch's own comes back when the last such model is collected or undone",
-    where="autoplan/execute/parameters/optimizer.py",
     canary=_full_state_dicts_canary,
 )
 
@@ -73,7 +65,7 @@ FULL_STATE_DICTS = Patch(
 # then. So `Optimizer.__init__` tells us, for as long as there are parameters whose states need an order, and no longer.
 
 
-def told_of_new_optimizers(tell: Callable[[Optimizer], None], patch: Patch | None = None) -> Hold:
+def told_of_new_optimizers(tell: Callable[[Optimizer], None]) -> Hold:
     """Call `tell` with every new optimizer, from now on until the hold is released."""
 
     def telling(plain_init: Any) -> Any:
@@ -84,31 +76,24 @@ def told_of_new_optimizers(tell: Callable[[Optimizer], None], patch: Patch | Non
 
         return __init__
 
-    return hold(patch or OPTIMIZERS, [Place(Optimizer, "__init__", telling)])
+    return hold(OPTIMIZERS, [Place(Optimizer, "__init__", telling)])
 
 
 def _optimizers_canary() -> bool:
     """Does every optimizer go through `Optimizer.__init__`, and have its groups and hooks when that has ended?"""
     seen: list[tuple[type, int]] = []
-    apart = replace(OPTIMIZERS, name="canary of optimizers")  # sharded models may hold the patch itself
-    told = told_of_new_optimizers(lambda made: seen.append((type(made), len(made.param_groups[0]["params"]))), apart)
     kinds = (torch.optim.SGD, torch.optim.AdamW)
-    try:
+    with apart(), told_of_new_optimizers(lambda made: seen.append((type(made), len(made.param_groups[0]["params"])))):
         made = [kind([torch.nn.Parameter(torch.ones(2))], lr=0.1) for kind in kinds]
-    finally:
-        told.release()
     hooks = (Optimizer.register_state_dict_post_hook, Optimizer.register_load_state_dict_pre_hook)
     taken = all(list(inspect.signature(hook).parameters)[:2] == ["self", "hook"] for hook in hooks)
     return taken and [(kind, 1) for kind in kinds] == [one for one in seen if one[0] in map(type, made)]
 
 
-OPTIMIZERS = Patch(
+OPTIMIZERS = while_split(
     name="creation of optimizers",
     replaces="torch.optim.Optimizer.__init__",
     why="optimizer states of packed weights lie in rank order; their state dicts must be in the checkpoint's",
-    scope="while a model that `parallelize` has split lives, or one of its parameters",
-    undone="torch's own comes back when the last such model is collected or undone",
-    where="autoplan/execute/parameters/optimizer.py",
     canary=_optimizers_canary,
 )
 
@@ -122,9 +107,7 @@ OPTIMIZERS = Patch(
 _PLAIN: Any = torch.Tensor.data
 
 
-def data_assigned(
-    assign: Callable[[DTensor, Any], bool], read: Callable[[DTensor, Any], Any], patch: Patch | None = None
-) -> Hold:
+def data_assigned(assign: Callable[[DTensor, Any], bool], read: Callable[[DTensor, Any], Any]) -> Hold:
     """Until the hold is released, `assign` carries out `x.data = y` of DTensors; where it says False, torch does.
     `read` is given a DTensor and its data, and returns that."""
 
@@ -133,12 +116,11 @@ def data_assigned(
             _PLAIN.__set__(self, value)
 
     made = property(lambda self: read(self, _PLAIN.__get__(self)), write)
-    return hold(patch or PARAMETER_DATA, [Place(DTensor, "data", lambda _: made, inherited=True)])
+    return hold(PARAMETER_DATA, [Place(DTensor, "data", lambda _: made, inherited=True)])
 
 
 def _parameter_data_canary() -> bool:
     """Does a DTensor inherit `data`, from what can be assigned to?"""
-    apart = replace(PARAMETER_DATA, name="canary of data of parameters")  # sharded models may hold the patch itself
     before = vars(DTensor).get("data")
     seen: list[Any] = []
 
@@ -150,25 +132,19 @@ def _parameter_data_canary() -> bool:
         seen.append(float(data))
         return data
 
-    held = data_assigned(assign, read, apart)
-    try:
+    with apart(), data_assigned(assign, read):
         DTensor.data.__set__(torch.ones(2), 3)
         DTensor.data.__get__(torch.ones(()))
-    finally:
-        held.release()
     plain = torch.ones(2)
     _PLAIN.__set__(plain, torch.zeros(2))
     found = seen == [3, 1] and vars(DTensor).get("data") is before
     return found and not plain.any() and not _PLAIN.__get__(plain).any()
 
 
-PARAMETER_DATA = Patch(
+PARAMETER_DATA = while_split(
     name="data of parameters",
     replaces="torch.distributed.tensor.DTensor.data",
     why="an assignment to it changes nothing that is computed with",
-    scope="while a model that `parallelize` has split lives, or one of its parameters",
-    undone="taken away when the last such model is collected or undone",
-    where="autoplan/execute/parameters/optimizer.py",
     canary=_parameter_data_canary,
 )
 
@@ -183,9 +159,7 @@ _TOTALS = ("mean", "norm", "sum")
 _METHODS = ("__setitem__", *_PICKS, *_TOTALS)
 
 
-def picked(
-    pick: Callable[..., Any], set_item: Callable[..., Any], total: Callable[..., Any], patch: Patch | None = None
-) -> Hold:
+def picked(pick: Callable[..., Any], set_item: Callable[..., Any], total: Callable[..., Any]) -> Hold:
     """Until the hold is released, they are given torch's method and what it is called with, for a DTensor."""
 
     def places() -> Iterator[Place]:
@@ -195,7 +169,7 @@ def picked(
             made = functools.partialmethod(_handed_on, function, plain)
             yield Place(DTensor, name, lambda _, made=made: made, inherited=True)  # type: ignore[misc]
 
-    return hold(patch or PICKED_ROWS, places())
+    return hold(PICKED_ROWS, places())
 
 
 def _handed_on(x: DTensor, function: Callable[..., Any], plain: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,31 +178,24 @@ def _handed_on(x: DTensor, function: Callable[..., Any], plain: Any, *args: Any,
 
 def _picked_rows_canary() -> bool:
     """Does a DTensor inherit these methods from Tensor?"""
-    apart = replace(PICKED_ROWS, name="canary of picked rows")  # sharded models may hold the patch itself
     before = {name: vars(DTensor).get(name) for name in _METHODS}
     seen: list[Any] = []
 
     def told(plain: Any, x: Any, *args: Any) -> None:
         seen.append((plain.__name__, *args))
 
-    held = picked(told, told, told, apart)
     made: Any = DTensor.__new__  # methods are asked of the class: no ranks are needed
-    try:
+    with apart(), picked(told, told, told):
         for name in _METHODS:
             vars(DTensor)[name].__get__(made, DTensor)(1)
-    finally:
-        held.release()
     return seen == [(name, 1) for name in before] and before == {name: vars(DTensor).get(name) for name in before}
 
 
-PICKED_ROWS = Patch(
+PICKED_ROWS = while_split(
     name="picked rows",
     replaces="__getitem__, __setitem__, chunk, diagonal, mean, narrow, norm, select, split, sum and unbind of "
     "torch.distributed.tensor.DTensor",
     why="what is written into rows of a parameter that lies on ranks is lost, and a penalty cannot be added to a loss",
-    scope="while a model that `parallelize` has split lives, or one of its parameters",
-    undone="taken away when the last such model is collected or undone",
-    where="autoplan/execute/parameters/optimizer.py",
     canary=_picked_rows_canary,
 )
 
@@ -240,7 +207,7 @@ PICKED_ROWS = Patch(
 # what both keep in a closure: the function under their `torch.no_grad`.
 
 
-def norm_of(counted: Callable[[list[torch.Tensor]], list[torch.Tensor]], patch: Patch | None = None) -> Hold:
+def norm_of(counted: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Hold:
     """Until the hold is released, torch takes the norm of what `counted` makes of gradients."""
 
     def counting(plain: Any) -> Any:
@@ -252,29 +219,22 @@ def norm_of(counted: Callable[[list[torch.Tensor]], list[torch.Tensor]], patch: 
         return total_norm
 
     (cell,) = get_total_norm.__closure__
-    return hold(patch or TOTAL_NORM, [Place(cell, "cell_contents", counting)])
+    return hold(TOTAL_NORM, [Place(cell, "cell_contents", counting)])
 
 
 def _total_norm_canary() -> bool:
     """Do both take the norm of what we make of the gradients?"""
-    apart = replace(TOTAL_NORM, name="canary of the norm of gradients")  # sharded models may hold the patch itself
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
-    held = norm_of(lambda gradients: [4 * gradient for gradient in gradients], apart)
-    try:
+    with apart(), norm_of(lambda gradients: [4 * gradient for gradient in gradients]):
         norms = (clip_grad_norm_(iter([weight]), 100.0), get_total_norm(iter([weight.grad])))
-    finally:
-        held.release()
     return all(abs(float(norm) - 32**0.5) < 1e-5 for norm in norms) and float(weight.grad[0]) == 1
 
 
-TOTAL_NORM = Patch(
+TOTAL_NORM = while_split(
     name="norm of gradients",
     replaces="the function in the closure of torch.nn.utils.get_total_norm",
     why="rows that several ranks hold count once in the norm by which torch clips",
-    scope="while a model with such rows lives, or one of its parameters",
-    undone="torch's own comes back when the last such model is collected or undone",
-    where="autoplan/execute/parameters/optimizer.py",
     canary=_total_norm_canary,
 )
 
@@ -286,7 +246,7 @@ TOTAL_NORM = Patch(
 # is not.
 
 
-def told_of_stored(tell: Callable[[torch.Tensor], None], patch: Patch | None = None) -> Hold:
+def told_of_stored(tell: Callable[[torch.Tensor], None]) -> Hold:
     """Until the hold is released, call `tell` with each tensor that safetensors is about to write; it may raise."""
     if find_spec("safetensors") is None:
         return Hold()
@@ -299,7 +259,7 @@ def told_of_stored(tell: Callable[[torch.Tensor], None], patch: Patch | None = N
 
         return storage_ptr
 
-    return hold(patch or SAFETENSORS_STORAGE, [Place(import_module("safetensors.torch"), "storage_ptr", telling)])
+    return hold(SAFETENSORS_STORAGE, [Place(import_module("safetensors.torch"), "storage_ptr", telling)])
 
 
 def _safetensors_storage_canary() -> bool:
@@ -307,31 +267,24 @@ def _safetensors_storage_canary() -> bool:
     if find_spec("safetensors") is None:
         return True
     theirs, seen = import_module("safetensors.torch"), []
-    apart = replace(SAFETENSORS_STORAGE, name="canary of safetensors")  # sharded models may hold the patch itself
 
     def tell(tensor: torch.Tensor) -> None:
         seen.append(tensor.shape)
         raise ValueError("told")
 
-    held = told_of_stored(tell, apart)
-    try:
+    with apart(), told_of_stored(tell):
         for save, given in ((theirs.save_model, torch.nn.Linear(2, 2)), (theirs.save_file, {"one": torch.ones(2)})):
             try:
                 save(given, "nowhere/at/all")
             except ValueError as error:
                 seen.append(str(error))
-    finally:
-        held.release()
     return seen == [torch.Size([2, 2]), "told", torch.Size([2]), "told"]
 
 
-SAFETENSORS_STORAGE = Patch(
+SAFETENSORS_STORAGE = while_split(
     name="memory that safetensors writes",
     replaces="safetensors.torch.storage_ptr",
     why="a tensor that lies on ranks has no memory of its own; whoever saves it is told how to save a sharded model",
-    scope="while a model that `parallelize` has split lives, or one of its parameters",
-    undone="safetensors' own comes back when the last such model is collected or undone",
-    where="autoplan/execute/parameters/optimizer.py",
     canary=_safetensors_storage_canary,
     without="safetensors refuses a sharded model in its own words",
 )

@@ -30,8 +30,8 @@ from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.lines import foreign_of
 from autoplan.check.audit.subject import Audited
 from autoplan.check.verify.clone import Clone, clone_of
+from autoplan.check.verify.on_ranks import sharding_of
 from autoplan.check.verify.sharded import check_sharding
-from autoplan.check.verify.sharding import sharding_of
 from autoplan.common.errors import AutoplanError
 from autoplan.common.random_values import randomise
 from autoplan.decide.plan.planner import make_plan

@@ -16,12 +16,11 @@ from planted_faults import FAULTS
 from slow_cases import marked
 
 import autoplan
-from autoplan.check.audit.auditor import audit_source, compare_plans, subject_of
+from autoplan.check.audit.auditor import audit_source, compare_plans, subject_of, verdicts
 from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.checks.around.heads_gather import gather_bytes
 from autoplan.check.audit.lines import numbers_starred
 from autoplan.check.audit.subject import Settings
-from autoplan.check.audit.verdicts import verdicts
 from autoplan.cli.app import main
 from autoplan.common.errors import AutoplanError
 from autoplan.emit.tables.audit_report import markdown, sarif

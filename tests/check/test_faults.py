@@ -14,8 +14,8 @@ from slow_cases import marked
 
 from autoplan.analyse.solve import solve
 from autoplan.capture.capture import capture_real
+from autoplan.check.verify.on_ranks import sharding_of
 from autoplan.check.verify.sharded import check_sharding
-from autoplan.check.verify.sharding import sharding_of
 from autoplan.common.random_values import randomise
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.values import Plan

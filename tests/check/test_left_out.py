@@ -6,8 +6,8 @@ import pytest
 from instruction_toys import TOYS, subject, toy_for
 from planted_faults import LEFT_OUT, UNSEEN, Fault, first, plant, without
 
+from autoplan.check.verify.on_ranks import mesh_of, sharding_of
 from autoplan.check.verify.sharded import check_sharding
-from autoplan.check.verify.sharding import mesh_of, sharding_of
 from autoplan.values import INSTRUCTIONS, Instruction
 
 

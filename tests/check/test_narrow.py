@@ -12,7 +12,7 @@ from torch import nn
 
 import autoplan
 from autoplan.check.audit.gate import refuse_disproven
-from autoplan.check.verify.sharding import cut_together, wrong_cuts
+from autoplan.check.verify.on_ranks import cut_together, wrong_cuts
 from autoplan.common.errors import PlanRefusedError
 from autoplan.values import Finding
 

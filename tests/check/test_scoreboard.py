@@ -12,8 +12,8 @@ from torch import nn
 
 from autoplan.check.scoreboard import run as boards
 from autoplan.check.scoreboard.score import How, main_stack, reductions_per_block, score, verdict_of
+from autoplan.check.verify.on_ranks import recomputed
 from autoplan.check.verify.sharded import CHECK_NAMES
-from autoplan.check.verify.sharding import recomputed
 from autoplan.cli.app import main
 from autoplan.common.errors import AutoplanError
 from autoplan.emit.tables.scoreboard_table import scoreboard_view

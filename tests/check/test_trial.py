@@ -20,7 +20,7 @@ import autoplan
 from autoplan.check.audit.gate import refuse_disproven, refuse_unproven, warn_unproven
 from autoplan.check.ranks.run import run_ranks
 from autoplan.check.verify import verify
-from autoplan.check.verify.sizes import Sizes, tried_sizes
+from autoplan.check.verify.clone import Sizes, tried_sizes
 from autoplan.common.errors import AutoplanError, PlanRefusedError, UnprovenPlanWarning
 from autoplan.common.options import Options
 from autoplan.hf.source import resolve

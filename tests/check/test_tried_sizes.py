@@ -10,8 +10,8 @@ from torch import nn
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 import autoplan
-from autoplan.check.verify.sharding import unread_parts
-from autoplan.check.verify.sizes import Sizes, tried_sizes
+from autoplan.check.verify.clone import Sizes, tried_sizes
+from autoplan.check.verify.on_ranks import unread_parts
 from autoplan.hf.shrink import tiny_config
 from autoplan.hf.source import resolve
 from autoplan.values import ParameterRule, Plan, Runtime

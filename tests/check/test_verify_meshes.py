@@ -8,7 +8,7 @@ import pytest
 from mesh_toys import clone
 
 import autoplan
-from autoplan.check.verify.sizes import MeshSizes, parse_mesh
+from autoplan.check.verify.clone import MeshSizes, parse_mesh
 from autoplan.cli.app import main
 from autoplan.common.errors import AutoplanError
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autoplan.api import plan
+from autoplan.check.verify.on_ranks import sharding_of
 from autoplan.check.verify.sharded import check_sharding
-from autoplan.check.verify.sharding import sharding_of
 from autoplan.common.code.code_place import code_place
 from autoplan.values import CallRewrite
 

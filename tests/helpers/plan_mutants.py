@@ -20,8 +20,8 @@ from torch import nn
 from autoplan.check.audit import gate
 from autoplan.check.audit.gate import refuse_disproven
 from autoplan.check.pipeline import proven_plan
+from autoplan.check.verify.on_ranks import sharding_of
 from autoplan.check.verify.sharded import check_sharding
-from autoplan.check.verify.sharding import sharding_of
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Wish
 from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict

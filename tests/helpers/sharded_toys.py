@@ -12,12 +12,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoplan.execute.collectives import RankGroup, copy_to_ranks, sum_over_ranks
 from autoplan.execute.parameters.buffers import full_tensors
-from autoplan.execute.parameters.shard import shard_parameters
+from autoplan.execute.parameters.shard import Prepared, Rules, prepare_parameters
 from autoplan.values import ParameterRule
+
+
+def shard_parameters(model: nn.Module, mesh: DeviceMesh, rules: Rules) -> Prepared:
+    """Prepare and commit in one step; the result can still `undo`."""
+    prepared = prepare_parameters(model, mesh, rules)
+    prepared.commit()
+    return prepared
 
 
 class Toy(nn.Module):

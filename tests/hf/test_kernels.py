@@ -18,7 +18,7 @@ from transformers.integrations import hub_kernels
 
 import autoplan
 from autoplan.check.ranks.run import RankError, run_ranks
-from autoplan.execute.calls.kernel_guard import guard_kernels
+from autoplan.execute.calls.function_mode import guard_kernels
 
 WIDTH = 16
 decorated = getattr(hub_kernels, "use_kernel_func_from_hub_with_fallback", None)
@@ -152,7 +152,9 @@ def test_without_a_reference_it_is_refused(inputs: dict[str, torch.Tensor]) -> N
 
 
 def test_an_undone_plan_takes_its_guards_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoplan.execute.calls.kernel_guard.record_of", lambda module: module)  # as if it were sharded
+    monkeypatch.setattr(
+        "autoplan.execute.calls.function_mode.record_of", lambda module: module
+    )  # as if it were sharded
     far = Fused(imported=False).double().far
     model = nn.ModuleList([Fused(imported=False), far])
     undo: list[Callable[[], None]] = []

@@ -39,7 +39,7 @@ INSTANCES = {
     ): "torch's hook, removed at the end of its block",
     ("autoplan/hf/configs.py", "AttentionInterface.register"): "an entry of ours beside transformers' own",
     ("autoplan/forecast/trained.py", "part"): "a copy without storage, for an estimate",
-    ("autoplan/execute/hooks/running.py", "made"): "an object of ours",
+    ("autoplan/execute/executors.py", "made"): "an object of ours",
     (
         "autoplan/execute/hooks/replaced.py",
         "super(subclass, self).__setattr__(name, value)",

@@ -19,7 +19,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.patches import patched as machinery
 from autoplan.patches.patched import Kept, Patch, Place, Registered, hold, patched
 
-PATCH = Patch("planted", "library.asked", "for a test", "in a block", "put back", "here", lambda: True)
+PATCH = Patch("planted", "library.asked", "for a test", "in a block", "put back", lambda: True)
 
 
 class Owner:

@@ -39,7 +39,7 @@ from autoplan.values.reasons import NotPlaced
 # `multi_head_attention_forward`: one call that projects, attends and projects back, told its number of heads.
 #
 # It cuts a packed weight into three by itself, so no rank could call it with a shard of the heads; but what it does is
-# known, and a rank can do it on its own heads (`execute/calls/fused.py`). This says whether a split is just
+# known, and a rank can do it on its own heads (`execute/calls/reductions.py`). This says whether a split is just
 # that.
 
 _ORDER = (

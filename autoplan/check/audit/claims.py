@@ -172,7 +172,7 @@ def _own(value: Any) -> Any:
 
 def _context(source: Any, model: Any, is_claimed: bool | None) -> Iterator[Finding]:
     """The model on two ranks as accelerate and torch would have it, against one device: logits alone."""
-    from autoplan.check.audit.others_context import ALLOWED, LENGTH, RANKS, outcome_of
+    from autoplan.check.audit.executors import ALLOWED, LENGTH, RANKS, outcome_of
     from autoplan.check.verify.clone import feeds_at
     from autoplan.hf.own_sharding import context_hooks
 

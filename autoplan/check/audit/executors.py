@@ -13,18 +13,38 @@ What is not imitated is named by `not_imitated`, and such a plan is not run.
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, resolve_name
 
-from autoplan.check.verify.on_ranks import Sharding
+from autoplan.capture.copies import copied
+from autoplan.check.ranks.common import RankError
+from autoplan.check.ranks.run import run_ranks
+from autoplan.check.verify.compare import error_of, largest_of
+from autoplan.check.verify.on_ranks import Sharding, said
+from autoplan.common.conventions import conventions
+from autoplan.common.nested import flatten_tensors
+from autoplan.common.random_values import cast_numbers, inputs_in
 from autoplan.decide.written_plans.foreign import COUNTS, heads_of, kind_of, spec_for
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks, gather_over_ranks, sum_over_ranks
-from autoplan.hf.own_sharding import refuse_old_sharding, shard_as_transformers, slice_of
+from autoplan.hf.own_sharding import (
+    context_hooks,
+    refuse_old_sharding,
+    shard_as_transformers,
+    slice_of,
+    with_all_positions,
+)
 
 Rows = tuple[tuple[int, ...], ...]
 _HELD = "_sharded_by_autotp"
@@ -98,7 +118,18 @@ def _shard(model: nn.Module, mesh: Any, *, config: Mapping[str, Any]) -> nn.Modu
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (spec_for(config, name) or {}).get("grad_allreduce"):
             parameter.register_hook(partial(all_reduce, group=group))
-    _deal_counts(model, held, group.size)
+    # Attributes that look like counts of what is cut, by name, on every module over a cut layer.
+    for name, module in model.named_modules():
+        own = getattr(module, "weight", None)
+        is_layer = isinstance(own, torch.Tensor) and own.dim() == 2
+        near = [*module.parameters(recurse=False), *(p for c in module.children() for p in c.parameters(recurse=False))]
+        above = any(parameter.startswith(f"{name}.") for parameter in held)
+        if not name or is_layer or not above or any(parameter.dim() >= 3 for parameter in near):
+            continue
+        for attribute in COUNTS:
+            value = getattr(module, attribute, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                setattr(module, attribute, value // group.size)
     model.__dict__[_HELD] = held
     return model
 
@@ -129,32 +160,21 @@ def _row(module: nn.Linear, group: RankGroup, x: torch.Tensor) -> torch.Tensor:
     return out if module.bias is None else out + module.bias
 
 
-def _deal_counts(model: nn.Module, held: Mapping[str, Any], tp: int) -> None:
-    """Attributes that look like counts of what is cut, by name, on every module over a cut layer."""
-    for name, module in model.named_modules():
-        own = getattr(module, "weight", None)
-        is_layer = isinstance(own, torch.Tensor) and own.dim() == 2
-        near = [*module.parameters(recurse=False), *(p for c in module.children() for p in c.parameters(recurse=False))]
-        above = any(parameter.startswith(f"{name}.") for parameter in held)
-        if not name or is_layer or not above or any(parameter.dim() >= 3 for parameter in near):
-            continue
-        for attribute in COUNTS:
-            value = getattr(module, attribute, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                setattr(module, attribute, value // tp)
-
-
 def _gather(model: nn.Module, grads: bool) -> dict[str, torch.Tensor]:
     """Every parameter or gradient, whole, under each of its names."""
     held = model.__dict__[_HELD]
-    whole = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tensor = parameter.grad if grads else parameter.detach()
-        if tensor is None:
-            continue
-        dim, rows, group = held.get(name, (0, None, None))
-        whole[name] = tensor if rows is None else gather_over_ranks(tensor.detach(), group, dim, rows)
+    whole = _tensors(model, grads)
+    for name, (dim, rows, group) in held.items():
+        if name in whole:
+            whole[name] = gather_over_ranks(whole[name].detach(), group, dim, rows)
     return whole
+
+
+def _tensors(model: nn.Module, grads: bool) -> dict[str, torch.Tensor]:
+    """Every parameter or gradient, as it lies on this rank, under each of its names."""
+    named = model.named_parameters(remove_duplicate=False)
+    tensors = {name: parameter.grad if grads else parameter.detach() for name, parameter in named}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def transformers_sharding(plan: Mapping[str, str]) -> Sharding:
@@ -168,26 +188,13 @@ def torch_sharding(plan: Mapping[str, Any]) -> Sharding:
     return Sharding(partial(_shard_as_torch, plan=dict(plan)), _gathered)
 
 
-# ------------------------------------------------------------------------------------------------ torch
-
-
 def _shard_as_torch(model: Any, mesh: Any, *, plan: dict[str, Any]) -> Any:
-    from torch.distributed.tensor.parallel import parallelize_module
-
     return parallelize_module(model, mesh, {pattern: copy.deepcopy(style) for pattern, style in plan.items()})
-
-
-# ------------------------------------------------------------------------------------------------ back again
 
 
 def _gathered(model: Any, grads: bool) -> dict[str, Any]:
     """Every parameter or gradient, whole, under each of its names."""
-    whole = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tensor = parameter.grad if grads else parameter.detach()
-        if tensor is not None:
-            whole[name] = _whole(tensor)
-    return whole
+    return {name: _whole(tensor) for name, tensor in _tensors(model, grads).items()}
 
 
 def _whole(tensor: Any) -> Any:
@@ -195,14 +202,7 @@ def _whole(tensor: Any) -> Any:
         return tensor
     if not any(type(placement).__name__ == "_StridedShard" for placement in tensor.placements):
         return tensor.full_tensor()
-    return _reassembled(tensor)
-
-
-def _reassembled(tensor: Any) -> Any:
-    """A weight sharded in interleaved pieces: every rank's rows, put back where they came from."""
-    import torch
-    import torch.distributed as dist
-
+    # A weight sharded in interleaved pieces: every rank's rows, put back where they came from
     local = tensor.to_local().contiguous()
     places = torch.arange(tensor.numel(), dtype=torch.int64).reshape(tensor.shape)
     mine = slice_of(tensor, places).contiguous()
@@ -216,3 +216,169 @@ def _reassembled(tensor: Any) -> Any:
     for piece, place in zip(pieces, where, strict=True):
         whole[place.flatten()] = piece.flatten()
     return whole.reshape(tensor.shape)
+
+
+# What another library's context parallelism computes of a model, on simulated ranks: accelerate's hooks over torch's
+# `context_parallel`.
+#
+# That exchanges keys and values inside of calls of attention, and nothing else: each rank runs the model's own code on
+# some of the positions. So do the ranks here, and at each such call they gather what torch's ring would pass round.
+# Where logits come out otherwise than on one device, the calls of both runs are held against each other, one after the
+# other: the first value that differs at a rank's own positions was made by a call that reads other positions, or counts
+# them.
+
+RANKS = 2
+LENGTH = 16  # in twice as many pieces as ranks: one from the front and one from the back, as torch deals them out
+ALLOWED = 1e-4  # of the largest value; in single precision
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_TORCH, _HERE = str(Path(torch.__file__).parent), __file__
+
+
+class _NotExchanged(Exception):
+    """torch refuses this call of attention."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`error`: the largest of the logits, as a part of the largest logit; None where it cannot be run, and `why`.
+    `attends`: how often attention was called. `first`: the first value that differs: what made it, in which module,
+    where that is written."""
+
+    error: float | None
+    why: str = ""
+    attends: int = 0
+    first: str = ""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """One call, and what of its results depends on parameters."""
+
+    name: str
+    module: str
+    place: str
+    values: tuple[torch.Tensor, ...]
+
+
+class _Run(TorchFunctionMode):
+    """Writes each call down; with `positions` of all ranks attention reads the keys and values of all of them."""
+
+    def __init__(self, model: nn.Module, rank: int = 0, positions: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.calls: list[_Made] = []
+        self.attends, self.rank, self.positions = 0, rank, positions
+        self.modules = [""]
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=name: self.modules.append(name))
+            module.register_forward_hook(lambda *_: self.modules.__delitem__(-1))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        attends = func is F.scaled_dot_product_attention
+        self.attends += attends
+        exchanged = attends and self.positions is not None
+        result = self._attend(args, kwargs) if exchanged else func(*args, **kwargs)
+        kept = tuple(one.detach().clone() for _, one in flatten_tensors(result) if one.requires_grad)
+        if kept:
+            name = str(resolve_name(func) or getattr(func, "__name__", func)).removeprefix("torch.")
+            self.calls.append(_Made(name, self.modules[-1], _place(), kept))
+        return result
+
+    def _attend(self, args: Any, kwargs: Any) -> torch.Tensor:
+        given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+        query, key, value = (given[name] for name in _ARGUMENTS[:3])
+        if given.get("attn_mask") is not None:
+            raise _NotExchanged("attention is given a mask, which torch's ring does not take")
+        if not given.get("is_causal"):
+            raise _NotExchanged("attention is not causal, which torch refuses where it balances the load")
+        assert self.positions is not None
+        if query.shape[-2] != key.shape[-2] or key.shape[-2] != self.positions.shape[1]:
+            raise _NotExchanged("queries and keys are of other lengths than a rank has positions")
+        keys, values = (_of_all_ranks(one) for one in (key, value))
+        mask = self.positions[self.rank][:, None] >= self.positions.flatten()[None, :]
+        more = {name: given[name] for name in ("scale", "enable_gqa") if name in given}
+        found: torch.Tensor = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, **more)
+        return found
+
+
+def _of_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    given = tensor.detach().contiguous()
+    parts = [torch.empty_like(given) for _ in range(RANKS)]
+    dist.all_gather(parts, given)
+    return torch.cat(parts, -2)
+
+
+def _place() -> str:
+    """The line of the code that is not torch's."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename == _HERE or frame.f_code.co_filename.startswith(_TORCH)
+    ):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def outcome_of(model: nn.Module, feed: Mapping[str, Any]) -> Outcome | None:
+    """What logits come to on ranks that each have some of the positions; None where the call does not run, or the model
+    returns none. `feed`: of sequences of `LENGTH`."""
+    model = copied(model).eval()
+    cast_numbers(model, torch.float32)  # which models are written for
+    feed = with_all_positions(model, inputs_in(torch.float32, feed), LENGTH)
+    switch = conventions().cache_switch
+    feed |= {switch: False} if switch in inspect.signature(model.forward).parameters else {}
+    whole = copied(model)
+    alone = _Run(whole)
+    try:
+        with alone:
+            want = getattr(whole(**feed), conventions().logits, None)
+    except Exception:  # someone else's forward may raise anything: of this call nothing is known
+        return None
+    if not isinstance(want, torch.Tensor) or want.dim() < 2 or want.shape[1] != LENGTH:
+        return None
+    positions = torch.arange(LENGTH).view(2 * RANKS, -1)
+    own = torch.stack([torch.cat([positions[rank], positions[-1 - rank]]) for rank in range(RANKS)])
+    copies = [copied(model) for _ in range(RANKS)]
+
+    def on_rank(rank: int) -> tuple[torch.Tensor, _Run]:
+        attach = context_hooks()
+        assert attach is not None, "asked for before"
+        attach(copies[rank])
+        run = _Run(copies[rank], rank, own)
+        cut = {name: _own(value, own[rank]) for name, value in feed.items()}
+        with run:
+            return getattr(copies[rank](**cut), conventions().logits).detach(), run
+
+    try:
+        ran = run_ranks(on_rank, RANKS)
+    except Exception as error:  # what the hook, torch or the model's own code raises on some positions is the finding
+        cause = error.cause if isinstance(error, RankError) and isinstance(error.cause, Exception) else error
+        return Outcome(None, str(cause) if isinstance(cause, _NotExchanged) else said(cause), alone.attends)
+    largest = largest_of(want)
+    errors = [error_of(got, want.detach()[:, own[rank]], largest) for rank, (got, _) in enumerate(ran)]
+    worst = max(range(RANKS), key=lambda rank: errors[rank])
+    if errors[worst] <= ALLOWED:
+        return Outcome(errors[worst], attends=alone.attends)
+    first = _first_difference(alone.calls, ran[worst][1].calls, own[worst])
+    return Outcome(errors[worst], attends=alone.attends, first=first)
+
+
+def _own(value: Any, own: torch.Tensor) -> Any:
+    cut = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == LENGTH
+    return value[:, own].clone() if cut else value
+
+
+def _first_difference(whole: list[_Made], cut: list[_Made], own: torch.Tensor) -> str:
+    """Calls of whose results none depends on a parameter are not compared: positions are counted otherwise there."""
+    for one, other in zip(whole, cut, strict=False):
+        where = f"{one.name} in {one.module or 'the model'} ({one.place})"
+        if one.name != other.name:
+            return f"{where}, where a rank calls {other.name}"
+        for want, got in zip(one.values, other.values, strict=False):
+            if want.dim() != got.dim():
+                return where
+            for dim, (all_of, some) in enumerate(zip(want.shape, got.shape, strict=True)):
+                if (all_of, some) == (LENGTH, len(own)):
+                    want = want.index_select(dim, own)
+            if want.shape != got.shape or (largest := largest_of(want)) and error_of(got, want, largest) > ALLOWED:
+                return where
+    return ""

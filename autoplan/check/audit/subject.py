@@ -16,7 +16,7 @@ from autoplan.analyse.picture.flow import Flow
 from autoplan.analyse.solve import Solution
 from autoplan.check.audit.lines import ForeignPlan, Line
 from autoplan.common.layout import Layout, chunk
-from autoplan.common.patterns import fold_names
+from autoplan.common.patterns import best_match, fold_names
 from autoplan.decide.plan.folding import Names, starred
 from autoplan.decide.written_plans.choices import CUTS
 from autoplan.values import Finding, ParameterFact, Plan, Report, Stack
@@ -130,30 +130,21 @@ class Audited:
 
     def _said(self, names: tuple[str, ...], fact: ParameterFact) -> Said:
         if self.plan.plan is not None:
-            return self._said_by_ours(names, fact)
+            line = next((line for name in names if (line := self.plan.line_for(name)) is not None), None)
+            rule = best_match(self.plan.plan.runtime.parameters, names[0])
+            if rule is None or rule.dim is None or rule.layout is None:
+                return Said(line)
+            return Said(line, rule.dim, 1, Layout.parse(rule.layout).rows_of_all(self.tp_size))
         for name in names:
             line = self.plan.line_for(name)
             if line is not None:
                 return said_by(self.plan, line, name, fact.shape, self.modules, self.tp_size)
         return Said(None)
 
-    def _said_by_ours(self, names: tuple[str, ...], fact: ParameterFact) -> Said:
-        from autoplan.common.patterns import best_match
-
-        assert self.plan.plan is not None
-        line = next((line for name in names if (line := self.plan.line_for(name)) is not None), None)
-        rule = best_match(self.plan.plan.runtime.parameters, names[0])
-        if rule is None or rule.dim is None or rule.layout is None:
-            return Said(line)
-        layout = Layout.parse(rule.layout)
-        rows = tuple(layout.rows(rank, self.tp_size) for rank in range(self.tp_size))
-        return Said(line, rule.dim, 1, rows)
-
     def wanted_rows(self, weight: Weight) -> tuple[tuple[int, ...], ...]:
         """The rows that analysis gives each rank."""
         assert weight.fact.layout is not None
-        layout = Layout.parse(weight.fact.layout)
-        return tuple(layout.rows(rank, self.tp_size) for rank in range(self.tp_size))
+        return Layout.parse(weight.fact.layout).rows_of_all(self.tp_size)
 
     # -------------------------------------------------------------------------------------------- what the ranks showed
 
@@ -186,14 +177,7 @@ class Audited:
         return "error" if self.is_wrong else "warn" if self.numbers is None else "note"
 
     def suspect(
-        self,
-        check: str,
-        where: str | tuple[str, ...],
-        message: str,
-        hint: str = "",
-        *,
-        names: Iterable[str] = (),
-        bytes: int = 0,
+        self, check: str, where: str | tuple[str, ...], message: str, hint: str = "", *, names: Iterable[str] = ()
     ) -> Finding:
         """A finding that is an error only if the run says so. `where`: the patterns that it is about; `names`: the
         tensors, whose gradients must be among the wrong ones where every output is exact."""
@@ -205,8 +189,8 @@ class Audited:
         }[level]
         proof = self.proof(names) if level == "error" else ""
         if isinstance(where, str):
-            return Finding(check, level, where, text, hint, bytes, proof)
-        return Finding(check, level, few(where), text, hint, bytes, proof, places=where)
+            return Finding(check, level, where, text, hint, proof=proof)
+        return Finding(check, level, few(where), text, hint, proof=proof, places=where)
 
     def _cleared(self, names: Iterable[str]) -> bool:
         """Did the run show that these tensors are right, although others are wrong?"""

@@ -8,7 +8,7 @@ from typing import Any
 from autoplan.capture.dry_run import quiet
 from autoplan.check.audit.executors import autotp_sharding, not_imitated, torch_sharding, transformers_sharding
 from autoplan.check.audit.lines import ForeignPlan
-from autoplan.check.verify.on_ranks import Sharding
+from autoplan.check.verify.on_ranks import Sharding, mesh_of, sharding_of
 from autoplan.common.errors import AutoplanError
 from autoplan.decide.plan.folding import starred
 from autoplan.values import Plan, Report
@@ -77,8 +77,6 @@ def run_on(clone: Any, model: Any, plan: ForeignPlan, tp_size: int) -> AuditRun:
 def sharding_for(plan: ForeignPlan) -> Sharding:
     """How the plan's own library carries it out."""
     if plan.plan is not None:
-        from autoplan.check.verify.sharding import sharding_of
-
         return sharding_of(plan.plan)
     return _LIBRARIES[plan.dialect](plan.raw)
 
@@ -97,7 +95,6 @@ def _noticing(sharding: Sharding, thawed: dict[str, None]) -> Sharding:
 
 
 def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: Plan | None) -> AuditRun:
-    from autoplan.check.verify.sharding import mesh_of
     from autoplan.check.verify.verify import verify_source
 
     plan = foreign.plan

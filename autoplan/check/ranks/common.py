@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -67,8 +68,6 @@ def process_context(preloaded: list[str]) -> Any:
 @contextmanager
 def one_compute_thread() -> Iterator[None]:
     """Tiny tensors only: OpenMP threads that wait for each other make them many times slower, ranks even more so."""
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -156,8 +157,6 @@ def _rank_main(
 
 def packed(value: Any) -> bytes:
     """Pickled by torch: plain pickle writes tensors in an old format that knows no 8-bit floats."""
-    import torch
-
     target = io.BytesIO()
     torch.save(value, target, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
     return target.getvalue()
@@ -187,8 +186,6 @@ def _parametrized_again(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _unpacked(sent: bytes) -> Any:
-    import torch
-
     return torch.load(io.BytesIO(sent), weights_only=False)
 
 
@@ -216,7 +213,6 @@ def _sendable(error: BaseException) -> bytes | str:
 
 
 def _run(rank: int, world_size: int, folder: str, timeout: float, job: bytes) -> Any:
-    import torch
     import torch.distributed as dist
 
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]

@@ -314,7 +314,7 @@ class _DispatchCounter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
-            name = func._opname.replace("_", "")
+            name = func.overloadpacket.__name__.replace("_", "")
             kind = next((kind for kind in _KINDS if name.startswith(kind.replace("_", ""))), None)
             if kind:
                 self.counts[kind] += 1

@@ -19,7 +19,7 @@ from typing import Any
 from autoplan.check.ranks.common import process_context
 from autoplan.check.ranks.run import Engine
 from autoplan.check.scoreboard.score import CHECK_SETS, How, score
-from autoplan.check.verify.sizes import parse_mesh
+from autoplan.check.verify.clone import parse_mesh
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import MODES, check_context_size, check_expert_size
 from autoplan.common.patterns import nearest

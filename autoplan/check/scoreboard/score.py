@@ -17,8 +17,8 @@ from autoplan.analyse.picture.dataflow import dataflow
 from autoplan.analyse.picture.flow import Flow, node_of
 from autoplan.analyse.solve import Solution
 from autoplan.check.ranks.run import Engine
+from autoplan.check.verify.clone import clone_of, feeds_at, parse_mesh
 from autoplan.check.verify.sharded import CHECK_NAMES
-from autoplan.check.verify.sizes import parse_mesh
 from autoplan.common.errors import AutoplanError, IndivisibleError, SourceError
 from autoplan.common.patterns import matches
 from autoplan.decide.naming import Reading, readings
@@ -39,7 +39,6 @@ from autoplan.values import (
 )
 
 if TYPE_CHECKING:
-    from autoplan.analyse.solve import Solution
     from autoplan.check.verify.clone import Clone
 
 CHECK_SETS = {"fast": ("parameters", "forward"), "all": CHECK_NAMES}
@@ -75,7 +74,6 @@ def score(model_type: str, class_name: str, how: How) -> Score:
 
 
 def _scored(blank: Score, how: How) -> Score:
-    from autoplan.check.verify.clone import clone_of, feeds_at
     from autoplan.hf.source import resolve
 
     try:

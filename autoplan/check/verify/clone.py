@@ -7,9 +7,10 @@ precision.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,9 +22,11 @@ from autoplan.capture.feeding.other_paths import with_other_paths
 from autoplan.check.ranks.common import KeptOutside
 from autoplan.check.verify.subject import CANNOT_RUN
 from autoplan.common.errors import AutoplanError
+from autoplan.common.options import check_context_size, check_count, check_expert_size
 from autoplan.common.random_values import cast_numbers, inputs_in, randomise, tried_dtypes, working_dtype
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.patches.seeding import Lifted
+from autoplan.values import Plan
 
 _OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
 
@@ -147,3 +150,163 @@ def _made(source: Any, model: Any, batch: int, length: int) -> Any:
 
 def _calls(made: Any) -> int:
     return len(calls_the_model(made.feeds))
+
+
+# At which sizes a tiny clone is tried: those of the plan, or others that leave as much on a rank.
+#
+# A plan for 64 ranks is tried on few. Code may branch on what a rank holds: on one head where the plan leaves one, on
+# several where it leaves several. So a model that is its own clone is tried on as many ranks as its plan is for, up to
+# a bound. A clone that is made from a config gets as many heads and experts as leave on a rank what the plan leaves.
+
+if TYPE_CHECKING:
+    from autoplan.hf.source import Source
+
+_FEW, _MOST = 4, 8  # ranks on which a clone is tried where one of them holds a single unit; and at most
+_LARGEST = 60_000_000  # numbers in the copies of all ranks, of a model that is its own clone
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Over how many ranks the clone is sharded, and what they are: of tp, holding whole experts or not, and of cp."""
+
+    tp: int
+    ep: int = 1
+    cp: int = 1
+
+    @staticmethod
+    def of_plan(plan: Plan, ep_size: int | None = None) -> Sizes:
+        """Those that a plan is for."""
+        return Sizes(plan.tp_size, ep_size if plan.tp_size == 1 and ep_size else plan.ep_size, plan.cp_size)
+
+    @staticmethod
+    def of(tp_size: int, ep_size: int | None, plan: Plan | None, cp_size: int = 1) -> Sizes:
+        """As given; else as in a plan, at this many ranks."""
+        check_count("tp_size", tp_size)
+        check_count("cp_size", cp_size)
+        if cp_size > 1 or (plan is not None and plan.cp_size > 1):
+            alone = plan is None or plan.cp_size == plan.ranks
+            cut = cp_size if cp_size > 1 or plan is None else max(tp_size, 2) if alone else plan.cp_size
+            tp_size = 1 if plan is not None and alone else tp_size
+            apart = (ep_size or 1) > 1 or (plan is not None and plan.ep_size > 1)
+            return Sizes(tp_size, tp_size if apart else 1, cut)
+        if ep_size is not None:
+            check_count("ep_size", ep_size)
+        if plan is not None and plan.ep_size > 1:
+            return Sizes(tp_size, tp_size) if plan.tp_size > 1 else Sizes(1, ep_size or max(tp_size, 2))
+        check_expert_size(tp_size, ep_size or 1)
+        return Sizes(tp_size, ep_size or 1)
+
+    @staticmethod
+    def of_mesh(mesh: Any, ep_size: int | None, plan: Plan | None) -> Sizes:
+        """The sizes of real ranks: of a dim "tp", of a dim "ep" where nothing but experts is split, or of "cp"."""
+        if "cp" in mesh.mesh_dim_names:
+            return Sizes(mesh["tp"].size() if "tp" in mesh.mesh_dim_names else 1, 1, mesh["cp"].size())
+        if "tp" in mesh.mesh_dim_names or "ep" not in mesh.mesh_dim_names:
+            return Sizes.of(mesh["tp"].size(), ep_size, plan)
+        return Sizes(1, mesh["ep"].size())
+
+    @property
+    def ranks(self) -> int:
+        return max(self.tp, self.ep) * self.cp
+
+    def __str__(self) -> str:
+        sizes = {"tp": self.tp, "ep": self.ep, "cp": self.cp}
+        return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or f"tp={self.tp}"
+
+    def at(self, ranks: int) -> Sizes:
+        """The same kinds of ranks, and so many of each; of two kinds at least two of each."""
+        both = self.cp > 1 and self.ranks > self.cp
+        each = max(2, ranks // 2) if both else ranks
+        return Sizes(*(one if one == 1 else min(one, each) if both else each for one in (self.tp, self.ep, self.cp)))
+
+
+def tried_sizes(source: Source, sizes: Sizes, *, own: bool = False) -> tuple[tuple[Source, Sizes], ...]:
+    """On how many ranks a plan of these sizes is tried, and with which clone; the next where that cannot be done.
+
+    `own`: on as many as it is for, up to a bound; else a clone from a config is tried on as few as show the same.
+    """
+    few = (source, sizes.at(min(sizes.ranks, 2)))
+    # How many numbers a model has that is its own clone; 0: it is none.
+    given = source.given
+    itself = given is not None and (is_small_and_real(given) or source.own_clone)
+    if numbers := (sum(parameter.numel() for parameter in given.parameters()) if given is not None and itself else 0):
+        fits = 2 < sizes.ranks <= _MOST and numbers * sizes.ranks <= _LARGEST
+        return ((source, sizes), few) if fits else (few,)
+    single = source.leaves_single_units(sizes.ranks)
+    ranks = 2 ** (min(sizes.ranks, _MOST).bit_length() - 1) if own else _FEW if single else 2
+    if ranks == 2 and not single and not source.parts_units(sizes.ranks):
+        return (few,)
+    return (replace(source, ranks=(sizes.ranks, ranks)), sizes.at(ranks)), few
+
+
+# ------------------------------------------------------------------------------- a mesh to simulate, as text
+
+NAMES = ("dp", "dp_shard", "fsdp", "dp_shard_cp", "dp_replicate", "tp", "ep", "cp")
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """A mesh to simulate: dim names and sizes, in order."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def tp_size(self) -> int:
+        return dict(zip(self.names, self.sizes, strict=True)).get("tp", 1)
+
+    @property
+    def ep_size(self) -> int:
+        return dict(zip(self.names, self.sizes, strict=True)).get("ep", 1)
+
+    @property
+    def cp_size(self) -> int:
+        return dict(zip(self.names, self.sizes, strict=True)).get("cp", 1)
+
+    @property
+    def split_size(self) -> int:
+        """Ranks that see one batch."""
+        return self.tp_size * self.ep_size * self.cp_size
+
+    @property
+    def data_size(self) -> int:
+        return self.ranks // self.split_size
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+
+
+def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
+    """`dp=2,tp=2` as names and sizes; cp comes after data-parallel ranks, and tp (or ep) last.
+
+    >>> parse_mesh("tp=2,dp=4")
+    MeshSizes(names=('dp', 'tp'), sizes=(4, 2))
+    """
+    if isinstance(text, MeshSizes):
+        return text
+    listed = [_pair(part, text) for part in text.split(",")] if isinstance(text, str) else list(text.items())
+    pairs = dict(listed)
+    if len(pairs) < len(listed):
+        raise AutoplanError(f"mesh {text!r} names a dim twice", hint="write it as dp=2,tp=2")
+    for name, size in pairs.items():
+        if name not in NAMES or not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise AutoplanError(f"mesh {text!r}: {name}={size}", hint=f"sizes from 1 on, for {', '.join(NAMES)}")
+    if pairs.get("tp", 1) > 1 and pairs.get("ep", 1) > 1:
+        raise AutoplanError(
+            f"mesh {text!r} has tp and ep: experts live on the ranks of tp, or on ranks of their own",
+            hint="leave ep out and pass ep_size, or leave tp out",
+        )
+    check_context_size(pairs.get("cp", 1), pairs.get("tp", 1), pairs.get("ep", 1))
+    order = sorted(pairs, key=lambda name: (name in ("tp", "ep"), name == "cp", name != "dp_replicate"))
+    return MeshSizes(tuple(order), tuple(pairs[name] for name in order))
+
+
+def _pair(part: str, text: Any) -> tuple[str, int]:
+    name, _, size = part.partition("=")
+    if not size.strip().isdecimal() or len(size) > 9:
+        raise AutoplanError(f"mesh {text!r} is not understood at {part!r}", hint="write it as dp=2,tp=2")
+    return name.strip(), int(size)

@@ -25,38 +25,46 @@ _FAR = 6.0  # standard errors: the law is broken by chance in less than one of 1
 _STAND_IN = 0.625  # what is drawn between 0 and 1
 
 
-class Draws(TorchDispatchMode):
-    """Notes each draw: which op, where the generator stood, how many numbers, and the first of them."""
+class _AtDraws(TorchDispatchMode):
+    """Calls `drew` after each op that has drawn from this rank's own generators."""
 
     supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, int, int, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        if not _draws(func, kwargs):
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        place = random_streams.number_of(random_streams.get_state())
+        before = random_streams.get_state()
         result = func(*args, **kwargs)
+        if random_streams.unlike(random_streams.get_state(), before) != random_streams.Generators(None):
+            given = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+            self.drew(func.overloadpacket.__name__, before, given, result)
+        return result
+
+    def drew(self, name: str, before: random_streams.Generators, given: dict[str, Any], result: Any) -> None:
+        raise NotImplementedError
+
+
+class Draws(_AtDraws):
+    """Notes each draw: which op, where the generator stood, how many numbers, and the first of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int, int, torch.Tensor]] = []
+
+    def drew(self, name: str, before: random_streams.Generators, given: dict[str, Any], result: Any) -> None:
         drawn = _numbers(result)
-        if place != random_streams.number_of(random_streams.get_state()) and drawn is not None:
+        if drawn is not None:
             with _disable_current_modes():
                 kept = drawn.detach().flatten()[:_MOST].to(torch.float64, copy=True)
-            self.found.append((func.overloadpacket.__name__.strip("_"), place, drawn.numel(), kept))
-        return result
+            self.found.append((name.strip("_"), random_streams.number_of(before), drawn.numel(), kept))
 
     def observed(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each draw as tensors by name: where it stood and how many numbers it is, in front of them."""
         for number, (name, place, count, kept) in enumerate(self.found):
             yield f"{number} {name}", torch.cat([torch.tensor([place, count], dtype=torch.float64), kept.cpu()])
-
-
-def _draws(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and kwargs.get("generator") is None
 
 
 def _numbers(result: Any) -> torch.Tensor | None:
@@ -148,38 +156,25 @@ def _broken(draw: str, what: str) -> Finding:
 # ------------------------------------------------------------------------------------------------ fixed noise
 
 
-class FixedNoise(TorchDispatchMode):
+class FixedNoise(_AtDraws):
     """Random ops give fixed numbers, the same at every position: what is made of them can be compared.
 
     Masks keep everything, permutations and choices are the first ones. `unknown`: ops that were left as they are.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
         super().__init__()
         self.unknown: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        if not _draws(func, kwargs):
-            return func(*args, **kwargs)
-        before = random_streams.get_state()
-        result = func(*args, **kwargs)
-        drawn = random_streams.unlike(random_streams.get_state(), before) != random_streams.Generators(None)
-        name = func.overloadpacket.__name__
+    def drew(self, name: str, before: random_streams.Generators, given: dict[str, Any], result: Any) -> None:
         fix = _FIXED.get(name.strip("_"))
-        if drawn and fix is None:
+        if fix is None:
             self.unknown.add(name)
-        elif drawn and fix is not None:
-            given = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-            if name.endswith("_"):
-                given.pop("self")  # holds the result by now
-            with torch.no_grad():
-                fix(result, given)
-        return result
+            return
+        if name.endswith("_"):
+            given.pop("self")  # holds the result by now
+        with torch.no_grad():
+            fix(result, given)
 
 
 _Fix = Callable[[Any, dict[str, Any]], Any]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -24,14 +25,14 @@ from autoplan.capture.called import calls_the_model
 from autoplan.capture.copies import copied
 from autoplan.check.ranks.run import Engine, RankError, RankTimeout, run_processes, run_ranks
 from autoplan.check.verify.checks import Check, judge
+from autoplan.check.verify.clone import MeshSizes
 from autoplan.check.verify.compare import tolerance_for
 from autoplan.check.verify.sharded import can_be_lifted
-from autoplan.check.verify.sizes import MeshSizes
 from autoplan.check.verify.subject import Group, Inputs, Observation, Subject, tensors_in, weighted_sum
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Checkpointing, Options, TensorParallel
 from autoplan.execute import random_streams
-from autoplan.execute.collectives import RankGroup, all_reduce
+from autoplan.execute.collectives import all_reduce_over
 from autoplan.execute.data_parallel.gradients import clip_gradients
 from autoplan.execute.parallelize import shard_model
 from autoplan.execute.parameters.buffers import full_tensors
@@ -199,28 +200,16 @@ def _step(subject: Subject, optimizer: Any, batch: Inputs, job: _Job, mesh: Any,
     if step == 0:
         seen[_FIRST] = subject.gradients()
     seen[_NORM][f"step {step}"] = clip_gradients(subject.model, job.max_norm)
-    seen[_LOSS][f"step {step}"] = _averaged(loss.detach(), mesh)
+    seen[_LOSS][f"step {step}"] = all_reduce_over(loss.detach(), mesh) / mesh.size()  # those of a tp group are alike
     optimizer.step()
 
 
-def _averaged(loss: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """Over all ranks: those of one tp group have the same."""
-    for dim in range(mesh.ndim):
-        group = RankGroup.of(mesh.get_group(dim))
-        loss = all_reduce(loss, group) / group.size if group.size > 1 else loss
-    return loss
-
-
 def _save(model: nn.Module, optimizer: Any, folder: str) -> None:
-    import torch.distributed.checkpoint as dcp
-
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
 
 
 def _load(model: nn.Module, optimizer: Any, folder: str) -> None:
-    import torch.distributed.checkpoint as dcp
-
     weights, states = get_state_dict(model, optimizer)
     both = {"model": weights, "optimizer": states}
     # parameters that no batch uses have no state in the checkpoint

@@ -24,7 +24,7 @@ from autoplan.capture.called import call
 from autoplan.capture.copies import copied
 from autoplan.capture.dry_run import own
 from autoplan.check.ranks.run import Engine, one_compute_thread, run_processes, run_ranks
-from autoplan.check.verify.sharding import mesh_of
+from autoplan.check.verify.on_ranks import mesh_of
 from autoplan.check.verify.subject import tensors_in
 from autoplan.common.conventions import conventions
 from autoplan.common.random_values import inputs_in

@@ -124,7 +124,11 @@ class Subject:
         self.model.train()
         self.model.eval()
         with random_streams.fork(), untouched_randomness():
-            self._seed_alike()
+            # Ranks come with streams of their own, and share the first one's: that of the unsharded model. What
+            # Python and numpy draw is nobody's to share: ranks must be seeded alike, and so they are here.
+            random_streams.manual_seed(self.rank)
+            _seed_host(0)
+            reseed_held(self.model, 0)
             yield
 
     def forward_and_backward(self, inputs: Inputs) -> dict[str, dict[str, torch.Tensor]]:
@@ -149,13 +153,6 @@ class Subject:
         seen = {name: tensor.detach().clone() for name, tensor in outputs.items()}
         seen |= {f"gradient of {name}": tensor.grad for name, tensor in asking.items() if tensor.grad is not None}
         return {"outputs": seen, "gradients": gradients}
-
-    def _seed_alike(self) -> None:
-        """Ranks come with streams of their own, and share the first one's: that of the unsharded model. What Python
-        and numpy draw is nobody's to share: ranks must be seeded alike, and so they are here."""
-        random_streams.manual_seed(self.rank)
-        _seed_host(0)
-        reseed_held(self.model, 0)
 
     def seed(self, number: int, *, alike: bool = False) -> None:
         """Seed this rank, differently from the others unless `alike`, but for Python and numpy."""

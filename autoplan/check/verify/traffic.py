@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 from autoplan.check.ranks.threads import listening
 from autoplan.check.verify.subject import tensors_in, weighted_sum
+from autoplan.common.nested import flatten_tensors
 from autoplan.common.patterns import matches
 from autoplan.execute.hooks.sequence import deals_out, is_shard
 from autoplan.execute.tensor_parallel import applied
@@ -35,11 +37,11 @@ def measured_traffic(subject: Any, blocks: Iterable[str]) -> Measured:
     modules = dict(subject.model.named_modules())
     subject.model.zero_grad(set_to_none=True)
     with recorder.watching({name: modules[name] for name in blocks if name in modules}):
-        with listening(recorder.forward):
+        with listening(partial(recorder.note, "forward")):
             result = subject.forward(inputs)
         loss = weighted_sum(tensors_in(result))
         if loss is not None:
-            with listening(recorder.backward):
+            with listening(partial(recorder.note, "backward")):
                 subject.backward(loss)
     subject.model.zero_grad(set_to_none=True)
     return recorder.found
@@ -60,7 +62,7 @@ def against_the_least(measured: Mapping[str, Any], planned: Iterable[Traffic]) -
 
 def _tokens(values: Any, ranks: int) -> int:
     """How many tokens the stream has that a block takes in: as `analyse/moved.py` counts them."""
-    stream = next((tensor for tensor in _tensors(values) if tensor.is_floating_point() and tensor.dim() > 1), None)
+    stream = next((x for _, x in flatten_tensors(values) if x.is_floating_point() and x.dim() > 1), None)
     if stream is None:
         return 1
     return stream.numel() // stream.shape[-1] * (ranks if is_shard(stream) else 1)
@@ -75,13 +77,7 @@ class _Recorder:
         self.seen: set[Any] = set()
         self.sums: dict[tuple[str, str, str], list[int]] = {}
 
-    def forward(self, kind: str, size: int) -> None:
-        self._note("forward", kind, size)
-
-    def backward(self, kind: str, size: int) -> None:
-        self._note("backward", kind, size)
-
-    def _note(self, direction: str, kind: str, size: int) -> None:
+    def note(self, direction: str, kind: str, size: int) -> None:
         if self.block:
             total = self.sums.setdefault((self.block, direction, kind), [0, 0])
             total[0] += 1
@@ -132,7 +128,7 @@ class _Recorder:
 
     def _new_nodes(self, values: Any) -> set[Any]:
         """The nodes from which values come, up to those already known."""
-        waiting = [tensor.grad_fn for tensor in _tensors(values) if tensor.grad_fn is not None]
+        waiting = [tensor.grad_fn for _, tensor in flatten_tensors(values) if tensor.grad_fn is not None]
         found: set[Any] = set()
         while waiting:
             node = waiting.pop()
@@ -154,14 +150,3 @@ def _is_parameters(node: Any, nodes: set[Any]) -> bool:
         if node not in nodes:
             return False
     return False
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

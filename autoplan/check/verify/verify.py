@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.check.ranks.common import GENERATORS, Budget, BudgetSpent
 from autoplan.check.ranks.run import Engine, travels
-from autoplan.check.verify.clone import Clone, clone_of
+from autoplan.check.verify.clone import Clone, MeshSizes, Sizes, clone_of, parse_mesh, tried_sizes
+from autoplan.check.verify.on_ranks import cut_together, mesh_of, sharding_of, wrong_cuts
 from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
-from autoplan.check.verify.sharding import cut_together, mesh_of, sharding_of, wrong_cuts
-from autoplan.check.verify.sizes import MeshSizes, Sizes, parse_mesh, tried_sizes
 from autoplan.check.verify.traffic import against_the_least
 from autoplan.common.code.ways import others_of, recording
 from autoplan.common.errors import AutoplanError
@@ -76,7 +75,17 @@ def verify(
     """
     live = mesh is not None and not isinstance(mesh, str | Mapping)
     with fail_together(_voters(mesh), "verify") if live else alone():
-        _check_arguments(plan, mesh, checks, {"sequence_parallel": sequence_parallel, "rounding": rounding})
+        # Refuse what is of another kind before anything is built.
+        switches = {"sequence_parallel": sequence_parallel, "rounding": rounding}
+        if plan is not None:
+            hint = "give what autoplan.plan returned, or autoplan.load_plan(path)"
+            check_argument("plan", plan, Plan, hint)
+        if mesh is not None:
+            check_argument("mesh", mesh, (str, Mapping, DeviceMesh), 'give a device mesh, or "dp=2,tp=2"')
+        if checks is not None:
+            check_argument("checks", checks, (list, tuple, set, frozenset), f"give some of {', '.join(CHECK_NAMES)}")
+        for name, value in switches.items():
+            check_argument(name, value, bool, "choose True or False")
         source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
         how: Any = {"mesh": mesh, "engine": engine, "checks": checks, "rounding": rounding}
         how["sequence_parallel"] = sequence_parallel
@@ -103,19 +112,6 @@ def _voters(mesh: Any) -> Any:
     names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
     split = [name for name in ("tp", "ep") if name in names][:1]
     return Voters.of(*(mesh[name] for name in (*split, *(["cp"] if "cp" in names else []))))
-
-
-def _check_arguments(plan: Any, mesh: Any, checks: Any, switches: Mapping[str, Any]) -> None:
-    """Refuse what is of another kind before anything is built."""
-    if plan is not None:
-        hint = "give what autoplan.plan returned, or autoplan.load_plan(path)"
-        check_argument("plan", plan, Plan, hint)
-    if mesh is not None:
-        check_argument("mesh", mesh, (str, Mapping, DeviceMesh), 'give a device mesh, or "dp=2,tp=2"')
-    if checks is not None:
-        check_argument("checks", checks, (list, tuple, set, frozenset), f"give some of {', '.join(CHECK_NAMES)}")
-    for name, value in switches.items():
-        check_argument(name, value, bool, "choose True or False")
 
 
 @untouched_randomness()

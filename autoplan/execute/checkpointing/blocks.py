@@ -36,7 +36,7 @@ from autoplan.execute.checkpointing.policies import (
     is_cache,
     selective_contexts,
 )
-from autoplan.execute.hooks.running import Running
+from autoplan.execute.executors import Running
 from autoplan.execute.parameters.held import record_of
 
 _STATE = "_autoplan_checkpoint"

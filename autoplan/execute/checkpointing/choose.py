@@ -150,11 +150,8 @@ def saved_bytes_per_token(module: nn.Module, mode: str = "block") -> int:
 
 
 def _weights(module: nn.Module) -> Iterable[torch.Tensor]:
-    return [p.to_local() if isinstance(p, DTensor) else p for p in map(_detached, module.parameters()) if p.dim() > 1]
-
-
-def _detached(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach()
+    detached = (parameter.detach() for parameter in module.parameters() if parameter.dim() > 1)
+    return [p.to_local() if isinstance(p, DTensor) else p for p in detached]
 
 
 def _widths(weight: torch.Tensor) -> tuple[int, int, int]:

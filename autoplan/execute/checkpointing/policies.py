@@ -64,7 +64,7 @@ class _Policy:
         self.matmuls = {False: 0, True: 0}
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = op._opname if hasattr(op, "_opname") else str(op)
+        name = op.overloadpacket.__name__ if hasattr(op, "overloadpacket") else str(op)
         if getattr(op, "namespace", "") in ("_c10d_functional", "c10d"):
             again = name.startswith(_GATHERED) or name == "wait_tensor"
             return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE

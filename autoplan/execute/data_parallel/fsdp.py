@@ -25,7 +25,7 @@ from torch.torch_version import TorchVersion
 from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import change_at, flatten_tensors
 from autoplan.common.options import DataParallel
-from autoplan.execute.collectives import RankGroup, all_reduce, mesh_device
+from autoplan.execute.collectives import all_reduce_over, in_backward, like, mesh_device
 from autoplan.execute.data_parallel.units import Units, choose_units, cut_dim, is_stack
 from autoplan.execute.quantised.modules import compute_in, is_packed
 from autoplan.execute.tensor_parallel import applied, record
@@ -91,7 +91,7 @@ class Places:
         self.asked = any(_asked(self._unit(place)) for place in self.places)
 
     def _arrive(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.asked or _in_backward() or not (self.accompanied or self.places[number].parting):
+        if not self.asked or in_backward() or not (self.accompanied or self.places[number].parting):
             return None
         given = [(path, x) for path, x in flatten_tensors((args, kwargs)) if x.is_floating_point()]
         given.sort(key=lambda item: not item[1].requires_grad)
@@ -104,7 +104,7 @@ class Places:
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Others walk backward through what has run here: so must this rank, also where nothing uses its output."""
-        if self.accompanied and not _in_backward():
+        if self.accompanied and not in_backward():
             self.joining += [x for _, x in flatten_tensors(output) if x.requires_grad][:1]
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -138,9 +138,7 @@ class Places:
         recorded = bool(given) and any(x.requires_grad for x in (*given, *self.joining))
         said = torch.zeros(len(self.places) + 1, dtype=torch.int32)
         said[here] = 1 + recorded
-        said = said.to(mesh_device(self.mesh))
-        for dim in range(self.mesh.ndim):
-            said = all_reduce(said, RankGroup.of(self.mesh.get_group(dim)), "max")
+        said = all_reduce_over(said.to(mesh_device(self.mesh)), self.mesh, "max")
         return {place: value > 1 for place, value in enumerate(said.tolist()) if value}
 
     def _walk(self, unit: FSDPModule, recorded: bool) -> None:
@@ -164,11 +162,6 @@ class Places:
         unit = self.model.get_submodule(place.names[0])
         assert isinstance(unit, FSDPModule)
         return unit
-
-
-def _in_backward() -> bool:
-    """There, what was checkpointed runs again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _asked(unit: FSDPModule) -> bool:
@@ -347,15 +340,9 @@ def _prefetch(blocks: list[nn.Module], depths: tuple[int, int]) -> None:
 
 
 def _averaged_over(mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
-    groups = [RankGroup.of(mesh.get_group(dim)) for dim in range(mesh.ndim)]
-
     def average(gradient: torch.Tensor) -> torch.Tensor:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        for group in groups:
-            if group.size > 1:
-                local = all_reduce(local, group) / group.size
-        if not isinstance(gradient, DTensor):
-            return local
-        return DTensor.from_local(local, gradient.device_mesh, gradient.placements, run_check=False)
+        local = all_reduce_over(local, mesh) / mesh.size()
+        return like(local, gradient) if isinstance(gradient, DTensor) else local
 
     return average

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
-from autoplan.execute.collectives import RankGroup, all_reduce, index_of, mesh_device
+from autoplan.execute.collectives import all_reduce_over, index_of, mesh_device
 from autoplan.execute.parameters.held import Held, held_by, held_parameters
 from autoplan.execute.parameters.local_views import reading_locally
 from autoplan.execute.parameters.optimizer import answered_for, repeats
@@ -148,13 +148,7 @@ def _over_mesh(
         if value.numel():
             size = torch.linalg.vector_norm(value, norm_type, dtype=_wide(value, dtype)).to(dtype).to(device)
             total = torch.maximum(total, size) if math.isinf(norm_type) else total + size**norm_type
-    if mesh is None:
-        return total
-    for dim in range(mesh.ndim):
-        group = RankGroup.of(mesh.get_group(dim))
-        if group.size > 1:
-            total = all_reduce(total, group, "max" if math.isinf(norm_type) else "sum")
-    return total
+    return total if mesh is None else all_reduce_over(total, mesh, "max" if math.isinf(norm_type) else "sum")
 
 
 def _wide(value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:

@@ -26,7 +26,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
-from autoplan.values import Plan, Stack
+from autoplan.values import Plan
 
 # What fully_shard and fully_shard_model take besides what follows from model, mesh and plan (0.2 to 0.6).
 OPTIONS = (
@@ -133,7 +133,12 @@ def megatron_call(
         raise AutoplanError(
             "the mesh has no dim to shard data-parallel over", hint='name one "dp_shard", or pass mesh_dims='
         )
-    arguments = {"device_mesh": mesh, **_dim_names(dims), "fsdp_unit_modules": _unit_classes(model, plan.layers)}
+    # The classes of all blocks; what tensor parallelism makes of them are subclasses, and count as well.
+    modules = dict(model.named_modules(remove_duplicate=False))
+    classes = {type(modules[fqn]): None for stack in plan.layers for fqn in stack.fqns}
+    if not classes:
+        raise AutoplanError("no repeated blocks were found, so there are no units", hint="autoplan.layers(model)")
+    arguments = {"device_mesh": mesh, **_dim_names(dims), "fsdp_unit_modules": list(classes)}
     function = "fully_shard_model" if optimizer is None else "fully_shard"
     tp_mesh = tp_mesh_of(mesh, plan, dims.names)
     return MegatronCall(function, arguments | options, model, optimizer, plan, tp_mesh, gather_logits)
@@ -142,15 +147,6 @@ def megatron_call(
 def _dim_names(dims: MeshDims) -> dict[str, Any]:
     named = {"dp_shard_dim": "dp_shard", "dp_outer_dim": "dp_replicate", "tp_dim": "tp"}
     return {argument: dims.names[purpose] for argument, purpose in named.items() if purpose in dims.names}
-
-
-def _unit_classes(model: nn.Module, stacks: tuple[Stack, ...]) -> list[type[nn.Module]]:
-    """The classes of all blocks; what tensor parallelism makes of them are subclasses, and count as well."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    classes = {type(modules[fqn]): None for stack in stacks for fqn in stack.fqns}
-    if not classes:
-        raise AutoplanError("no repeated blocks were found, so there are no units", hint="autoplan.layers(model)")
-    return list(classes)
 
 
 def _shown(value: Any) -> str:

@@ -136,7 +136,17 @@ def _by_purpose(mesh: DeviceMesh, dims: tuple[str, ...], wanted: dict[str, str])
     names: dict[str, str] = {}
     for purpose, aliases in ALIASES.items():
         if purpose in wanted:
-            _refuse_missing(mesh, purpose, wanted[purpose])
+            name = wanted[purpose]
+            problem: Any = None
+            try:
+                mesh[name]
+            except (KeyError, RuntimeError, ValueError) as error:
+                problem = error
+            if problem is not None:
+                raise PlanMismatchError(
+                    f"the mesh has no dim named {name!r} for {purpose!r} (it has {list(mesh.mesh_dim_names or ())})",
+                    hint='name it: init_device_mesh(device, shape, mesh_dim_names=("tp",)), or correct mesh_dims',
+                ) from problem
             names[purpose] = wanted[purpose]
             continue
         found = [name for name in aliases if name in dims and name not in wanted.values()]
@@ -155,16 +165,3 @@ def _by_purpose(mesh: DeviceMesh, dims: tuple[str, ...], wanted: dict[str, str])
             hint=f"known names are {', '.join(n for a in ALIASES.values() for n in a)}; say what it is with mesh_dims=",
         )
     return names
-
-
-def _refuse_missing(mesh: DeviceMesh, purpose: str, name: str) -> None:
-    problem: Any = None
-    try:
-        mesh[name]
-    except (KeyError, RuntimeError, ValueError) as error:
-        problem = error
-    if problem is not None:
-        raise PlanMismatchError(
-            f"the mesh has no dim named {name!r} for {purpose!r} (it has {list(mesh.mesh_dim_names or ())})",
-            hint='name it: init_device_mesh(device, shape, mesh_dim_names=("tp",)), or correct mesh_dims',
-        ) from problem

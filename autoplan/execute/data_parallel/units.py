@@ -84,7 +84,14 @@ def choose_units(model: nn.Module, stacks: tuple[Stack, ...], *, frozen: str = "
     search = _Search(model)
     chosen = Units()
     blocks = search.blocks(stacks, frozen, chosen)
-    _leave_scalars(search, chosen)
+    # FSDP2 cannot cut a number: such parameters stay whole and their gradients are averaged by a hook.
+    for name, parameter in search.model.named_parameters():
+        if parameter.dim() == 0:
+            chosen.ignored.add(parameter)
+            chosen.scalars.append((name, parameter))
+    if chosen.scalars:
+        names = ", ".join(name for name, _ in chosen.scalars)
+        chosen.notes.append(f"{names}: single numbers stay whole on every rank")
     ends = search.ends(blocks)
     inner = search.shared(blocks, chosen)
     done = {name for unit in inner for name in unit.names}
@@ -254,17 +261,6 @@ class _Search:
 
     def _unique(self) -> Iterable[nn.Module]:
         return (self.modules[name] for name in self.first_name.values())
-
-
-def _leave_scalars(search: _Search, chosen: Units) -> None:
-    """FSDP2 cannot cut a number: such parameters stay whole and their gradients are averaged by a hook."""
-    for name, parameter in search.model.named_parameters():
-        if parameter.dim() == 0:
-            chosen.ignored.add(parameter)
-            chosen.scalars.append((name, parameter))
-    if chosen.scalars:
-        names = ", ".join(name for name, _ in chosen.scalars)
-        chosen.notes.append(f"{names}: single numbers stay whole on every rank")
 
 
 def _direct(module: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Parameter]:

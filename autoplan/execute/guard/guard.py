@@ -8,10 +8,10 @@ So the first calls of each kind (situations.py) are followed (watch.py) through 
 with values that are whole on every rank: whichever way it goes, ranks go it together and get what the unsharded model
 would. A way never seen matters where the function has to do, from there on, with a value that is not whole, or whose
 gradient ranks hold in parts: it hands one to a torch function or a module, or returns one (marks.py); or where it reads
-a count that is a rank's own. Optional kernels have a guard of their own (execute/calls/kernel_guard.py): ways to them
+a count that is a rank's own. Optional kernels have a guard of their own (execute/calls/function_mode.py): ways to them
 are left to it.
 
-What leaves the model by another way than its output is refused too, by name (exits.py), and so is a module that is
+What leaves the model by another way than its output is refused too, by name (marks.py), and so is a module that is
 called by itself and returns what a rank has of a value.
 
 Ranks may go different ways (a rank's part may be smaller). So nothing is raised in the middle: at the end of the call
@@ -43,9 +43,8 @@ from autoplan.common.code.ways import (
 )
 from autoplan.common.errors import PlanMismatchError, UnprovenPlanWarning
 from autoplan.common.nested import flatten_tensors
-from autoplan.execute.collectives import RankGroup, all_reduce
-from autoplan.execute.guard.exits import Kept, Listeners
-from autoplan.execute.guard.marks import PART, this
+from autoplan.execute.collectives import RankGroup, all_reduce, in_backward
+from autoplan.execute.guard.marks import PART, Kept, Listeners, this
 from autoplan.execute.guard.situations import Situations
 from autoplan.execute.guard.watch import ONE_PART, PARTS_OF_GRADIENT, Watch
 from autoplan.execute.parameters.held import record_of
@@ -118,7 +117,7 @@ class PathGuard:
         """Code outside of the model calls one of its modules, or a method that reads parameters. (Backward, which runs
         blocks again, is no such code.)"""
         self.kept.give_back()
-        if (module is self.model and not method) or torch._C._current_graph_task_id() != -1:
+        if (module is self.model and not method) or in_backward():
             return
         self.kept.note_given({f"argument {number}": value for number, value in enumerate(args)} | kwargs)
         self.begin(module, {f"{id(module)}.{method}": (args, kwargs)}, by_itself=True)
@@ -154,7 +153,16 @@ class PathGuard:
     def begin(self, model: nn.Module, given: dict[str, Any], by_itself: bool = False) -> None:
         """A call begins: it is followed if it is new, or has hooks that are. (One rank may have hooks of its own.)"""
         hooks = self.listeners.look()
-        self._check_counts()
+        # Raise where somebody set a count that the plan made a rank's own: a number for all ranks would be read as
+        # one for each.
+        if not self.counts:  # a copy
+            self._note_counts()
+        for state, key, value, words in self.counts:
+            if state.get(key) is not value and state.get(key) != value:
+                raise PlanMismatchError(
+                    f"{words} is {state.get(key)}; sharding had set it to {value}, this rank's own count",
+                    hint="set it before the model is sharded, and plan again",
+                )
         put_in = self._has_others()
         if self.running is not None or not (hooks or self.compares or by_itself or put_in):  # methods call models
             return
@@ -200,18 +208,6 @@ class PathGuard:
             holder, _, key = attribute.rpartition(".")
             state: dict[str, Any] = vars(vars(module)[holder] if holder else module)
             self.counts.append((state, key, state.get(key), f"{name}.{attribute}".lstrip(".")))
-
-    def _check_counts(self) -> None:
-        """Raise where somebody set a count that the plan made a rank's own: a number for all ranks would be read as one
-        for each."""
-        if not self.counts:  # a copy
-            self._note_counts()
-        for state, key, value, words in self.counts:
-            if state.get(key) is not value and state.get(key) != value:
-                raise PlanMismatchError(
-                    f"{words} is {state.get(key)}; sharding had set it to {value}, this rank's own count",
-                    hint="set it before the model is sharded, and plan again",
-                )
 
     def stop(self) -> Watch | None:
         """It is followed no longer: at its end, or on the way out of an error."""

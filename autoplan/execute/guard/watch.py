@@ -16,8 +16,7 @@ from autoplan.common.code.code_place import outer_stores
 from autoplan.common.code.forms import form_of, form_of_given
 from autoplan.common.code.ways import ENTRY, Follower, Key, Tracer, is_module_call, key_in, source_line
 from autoplan.common.nested import flatten_tensors
-from autoplan.execute.guard.exits import keeping_code, loads_of
-from autoplan.execute.guard.marks import GRADIENT, PART, Marks
+from autoplan.execute.guard.marks import GRADIENT, PART, Marks, keeping_code, loads_of
 from autoplan.execute.guard.situations import reads_outside
 from autoplan.ops.questions import literals_say
 

@@ -71,8 +71,8 @@ def _scale(planned: ScaleGradient, at: At) -> Change:
 
 @executes(AllGather)
 def _gather(planned: AllGather, at: At) -> Change:
-    group, layout = at.group, Layout.parse(planned.layout)
-    rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
+    group = at.group
+    rows = Layout.parse(planned.layout).rows_of_all(group.size)
     return lambda x: gather_over_ranks(x, group, planned.dim, rows)
 
 
@@ -149,7 +149,9 @@ class ExpertsOfARank:
         if kept is None:
             return output
         rows, count = kept
-        return change_output(output, self.site.output, lambda x: _put_back(x, rows, count), self.where)
+        return change_output(
+            output, self.site.output, lambda x: x.new_zeros(count, *x.shape[1:]).index_add(0, rows, x), self.where
+        )
 
     def _own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Of tokens that lie expert by expert, those of this rank's experts."""
@@ -196,10 +198,6 @@ def _pairs(foreign: torch.Tensor, share: int) -> tuple[torch.Tensor, torch.Tenso
         return rows, choices
     first = torch.zeros(1, dtype=torch.long, device=foreign.device)
     return first, first
-
-
-def _put_back(x: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
-    return x.new_zeros(count, *x.shape[1:]).index_add(0, rows, x)
 
 
 # Editing the integers a module stores, on the module itself and never on a config that others share.

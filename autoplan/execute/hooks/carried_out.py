@@ -1,6 +1,5 @@
 """Everything that carries out an instruction: importing this registers one executor for each class."""
 
-import autoplan.execute.calls.fused
 import autoplan.execute.calls.reductions
 import autoplan.execute.hooks.boundaries
 import autoplan.execute.hooks.sequence

@@ -23,10 +23,9 @@ from autoplan.common.nested import change_if_returned, change_input, change_outp
 from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.collectives import gather_pieces, mesh_device
 from autoplan.execute.dropout import may_draw
-from autoplan.execute.executors import Around, At, execute
+from autoplan.execute.executors import Around, At, Running, copied_with_closure, execute, unwatched
 from autoplan.execute.guard.guard import PathGuard
 from autoplan.execute.guard.marks import as_given, looking_on
-from autoplan.execute.hooks.running import Running, copied_with_closure, unwatched
 from autoplan.execute.hooks.sequence import SequenceShard, gather_shard, shards_in
 from autoplan.execute.hooks.unseen import UnseenOutputs
 from autoplan.execute.vocabulary.leaving import leaving
@@ -301,7 +300,15 @@ class Root:
             return
         given = dict(zip(self.names, args, strict=False)) | kwargs
         if (self.unsummed or self.running.context) and torch.is_grad_enabled():
-            self._refuse_gradients(given)
+            for name in given if self.running.context else self.unsummed:
+                if any(tensor.requires_grad for _, tensor in flatten_tensors(given.get(name))):
+                    raise PlanMismatchError(
+                        f"argument {name!r} asks for a gradient, of which each rank makes a part, and the plan sums "
+                        "none",
+                        hint=f"pass {name}.detach()"
+                        if self.running.context
+                        else f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
+                    )
         self.running.picks = self._picks(given) if self.running.context else ""
         targets = {name for name, value in given.items() if value is not None and self._is_target(name)}
         quiet = torch.compiler.is_compiling() and not self.running.draws_unseen  # a switch of streams breaks a graph
@@ -314,16 +321,6 @@ class Root:
             self.running.randomness.begin()
         if self.guard is not None and not torch.compiler.is_compiling():
             self.guard.begin(module, given)
-
-    def _refuse_gradients(self, given: dict[str, Any]) -> None:
-        for name in given if self.running.context else self.unsummed:
-            if any(tensor.requires_grad for _, tensor in flatten_tensors(given.get(name))):
-                raise PlanMismatchError(
-                    f"argument {name!r} asks for a gradient, of which each rank makes a part, and the plan sums none",
-                    hint=f"pass {name}.detach()"
-                    if self.running.context
-                    else f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
-                )
 
     def _picks(self, given: dict[str, Any]) -> str:
         """A number in place of another: it may say which positions to go on with, which a rank would count among its

@@ -11,8 +11,7 @@ from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
 from autoplan.common.nested import flatten_tensors
 from autoplan.execute.collectives import RankGroup, Recorded, index_of, sent, take_rows, whole_order
-from autoplan.execute.executors import At, executes
-from autoplan.execute.hooks.running import Running
+from autoplan.execute.executors import At, Running, executes
 from autoplan.execute.vocabulary.own_positions import OwnStream, leave_positions, own_of, own_stream
 from autoplan.values import (
     AllGatherPicked,
@@ -318,7 +317,7 @@ def _whole_length(planned: WholeLength, at: At) -> Change:
 @executes(ExchangeToPieces, ExchangeToPositions)
 def _exchange(planned: Exchange, at: At) -> Change:
     running, group, dims, layout = at.running, at.group, (planned.dim, planned.feature), Layout.parse(planned.layout)
-    rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
+    rows = layout.rows_of_all(group.size)
     if isinstance(planned, ExchangeToPositions):
         return lambda x: _ToPositions.apply(x, dims, layout.size, group, rows, True)
     return lambda x: _ToPieces.apply(x, dims, running.lengths[planned.sequence.name], group, rows)

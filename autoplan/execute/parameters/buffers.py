@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
@@ -20,7 +19,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.common.random_values import BUILDING
 from autoplan.execute.agreement import fail_together, meet, same_model, voters_of
-from autoplan.execute.collectives import RankGroup, all_reduce
+from autoplan.execute.collectives import all_reduce_over
 from autoplan.execute.parameters.held import held_parameters, plain_name, record_of
 from autoplan.execute.parameters.optimizer import mark_parameters
 from autoplan.execute.parameters.state_dict import whole_tensor
@@ -57,7 +56,14 @@ def rebuild_buffers(model: nn.Module) -> None:
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     mark_parameters(model)
-    _tie(model)
+    # One parameter under all its names, as before its memory was given.
+    first: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        record = record_of(module)
+        for name, held in record.parameters.items() if record is not None else ():
+            parameter = module._parameters[name]
+            if parameter is not None:
+                module._parameters[name] = first.setdefault(id(held), parameter)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     wanted = {
         (path, name): (path, module, name)
@@ -68,17 +74,6 @@ def rebuild_buffers(model: nn.Module) -> None:
     passing = [*wanted.values(), *(one for one in _passing_meta(model) if one[::2] not in wanted)]
     for rebuilt in _rebuilt(model, passing, device):
         rebuilt.put()
-
-
-def _tie(model: nn.Module) -> None:
-    """One parameter under all its names, as before its memory was given."""
-    first: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        record = record_of(module)
-        for name, held in record.parameters.items() if record is not None else ():
-            parameter = module._parameters[name]
-            if parameter is not None:
-                module._parameters[name] = first.setdefault(id(held), parameter)
 
 
 def rebuilt_passing_tensors(model: nn.Module, device: torch.device) -> list[Rebuilt]:
@@ -246,15 +241,8 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 def _present(parameters: list[nn.Parameter]) -> list[bool]:
     """Which parameters have a gradient on at least one rank."""
     flags = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-    mesh = _widest_mesh(parameters)
-    if mesh is not None:
-        flags = flags.to(mesh.device_type)
-        for mesh_dim in range(mesh.ndim):
-            group = RankGroup.of(mesh.get_group(mesh_dim))
-            flags = all_reduce(flags, group, "max") if group.size > 1 else flags
-    return [bool(flag) for flag in flags.tolist()]
-
-
-def _widest_mesh(parameters: list[nn.Parameter]) -> DeviceMesh | None:
     meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
-    return max(meshes, key=lambda mesh: mesh.ndim, default=None)
+    mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
+    if mesh is not None:
+        flags = all_reduce_over(flags.to(mesh.device_type), mesh, "max")
+    return [bool(flag) for flag in flags.tolist()]

@@ -47,10 +47,9 @@ from autoplan.execute.collectives import (
     recorded_again,
 )
 from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
-from autoplan.execute.parameters.held import Held, record_of
-from autoplan.execute.parameters.parts_of_whole import NOTHING, part_of_whole, summed_together
+from autoplan.execute.hooks.unseen import SHAPE_ERRORS, refuse_transforms, unseen_path
+from autoplan.execute.parameters.held import NOTHING, Held, part_of_whole, record_of, summed_together
 from autoplan.execute.parameters.state_dict import gathered, local_piece
-from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, refuse_transforms, unseen_path
 from autoplan.patches.classes import subclass_of
 
 # --------------------------------------------------------------------------------------------------------- the view
@@ -246,20 +245,27 @@ def reading_locally(model: nn.Module) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------ the subclass
 
 
-def view_class(cls: type, names: tuple[str, ...]) -> type:
-    """The subclass of `cls` whose parameters `names` read as local tensors while the model runs."""
-    return _view_class(cls, names)
-
-
 @cache
-def _view_class(cls: type, names: tuple[str, ...]) -> type:
+def view_class(cls: Any, names: tuple[str, ...]) -> type:
+    """The subclass of `cls` whose parameters `names` read as local tensors while the model runs."""
     namespace: dict[str, Any] = {
         "_call_impl": _reading_call(cls),
         "_apply": _keeping_attributes(cls),
         "get_parameter": _reading_by_name(cls),
         "__reduce_ex__": _reduce_to(cls, names),
     }
-    namespace.update(_methods_that_read(cls, names))
+    # Public methods besides forward whose code mentions one of the parameters: called from outside
+    # (`get_image_features`), they compute with local tensors too.
+    found: dict[str, Any] = {}
+    for name in dir(cls):
+        method: Any = getattr(cls, name, None)
+        if not isinstance(method, FunctionType) or hasattr(nn.Module, name) or name.startswith("_"):
+            continue
+        if len(inspect.signature(method).parameters) > 1:
+            code = getattr(inspect.unwrap(method), "__code__", None)
+            if code is not None and not set(names).isdisjoint(code.co_names):
+                found[name] = _reading_method(name, method)
+    namespace.update(found)
     namespace.update((name, _parameter_property(name, getattr(cls, name, None))) for name in names)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _flat_weights_property()
@@ -325,21 +331,6 @@ def _reading_by_name(cls: type) -> Callable[..., Any]:
         return getattr(owner, last) if last in owner._parameters else base(self, target)
 
     return get_parameter
-
-
-def _methods_that_read(cls: type, names: tuple[str, ...]) -> dict[str, Any]:
-    """Public methods besides forward whose code mentions one of the parameters: called from outside
-    (`get_image_features`), they compute with local tensors too."""
-    found: dict[str, Any] = {}
-    for name in dir(cls):
-        method: Any = getattr(cls, name, None)
-        if not isinstance(method, FunctionType) or hasattr(nn.Module, name) or name.startswith("_"):
-            continue
-        if len(inspect.signature(method).parameters) > 1:
-            code = getattr(inspect.unwrap(method), "__code__", None)
-            if code is not None and not set(names).isdisjoint(code.co_names):
-                found[name] = _reading_method(name, method)
-    return found
 
 
 def _reading_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -447,7 +438,7 @@ def _reduce_to(cls: type, names: tuple[str, ...]) -> Callable[..., Any]:
     """The subclass cannot be found by its name, so copies and pickles say how to make it again."""
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        made: Any = _view_class(cls, names)
+        made: Any = view_class(cls, names)
         how, what, *rest = super(made, self).__reduce_ex__(max(2, protocol))
         if getattr(how, "__name__", "") == "__newobj__" and what == (made,):
             return (_rebuild, (cls, names), *rest)

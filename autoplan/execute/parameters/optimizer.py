@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Muon, Optimizer
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
-from autoplan.execute.collectives import index_of
+from autoplan.execute.collectives import index_of, like
 from autoplan.execute.parameters.held import Held, Mark, held_by, held_parameters, mark_of
 from autoplan.execute.parameters.picked import draw, note_marked, number_in, pick, set_item, total, with_mark
 from autoplan.execute.parameters.state_dict import as_held, in_checkpoint_order
@@ -72,10 +72,7 @@ def _own_rows(gradient: torch.Tensor, held: Held) -> torch.Tensor:
     assert isinstance(gradient, DTensor) and held.dim is not None
     local = gradient.to_local()
     rows = index_of(answered_for(held, gradient), local.device)
-    own = torch.zeros_like(local).index_copy(held.dim, rows, local.index_select(held.dim, rows))
-    return DTensor.from_local(
-        own, gradient.device_mesh, gradient.placements, run_check=False, shape=gradient.shape, stride=gradient.stride()
-    )
+    return like(torch.zeros_like(local).index_copy(held.dim, rows, local.index_select(held.dim, rows)), gradient)
 
 
 def repeats(held: Held) -> bool:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -33,17 +32,8 @@ from autoplan.execute.parameters.state_dict import register_hooks
 from autoplan.patches.classes import give_class
 from autoplan.values import ParameterRule
 
-__all__ = ["Prepared", "mesh_device", "prepare_parameters", "shard_parameters"]
-
 Rules = Mapping[str, ParameterRule | None]
 _SAMPLES = 16  # elements of each parameter that ranks compare
-
-
-def shard_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules) -> Prepared:
-    """Prepare and commit in one step; the result can still `undo`."""
-    prepared = prepare_parameters(model, tp_mesh, rules)
-    prepared.commit()
-    return prepared
 
 
 def prepare_parameters(
@@ -86,7 +76,8 @@ def prepare_parameters(
                 record.buffers[name] = held
             if new_buffer is not buffer:
                 prepared.swaps.append(_Swap(module._buffers, name, buffer, new_buffer))
-        prepared.modules.append((module, record, type(module), view_class(type(module), tuple(record.parameters))))
+        kind: Any = type(module)
+        prepared.modules.append((module, record, kind, view_class(kind, tuple(record.parameters))))
     _refuse_differing_ranks(builder)
     return prepared
 
@@ -233,7 +224,7 @@ class _Builder:
             else:
                 sizes = list(held.shape)
                 sizes[held.dim] = sum(held.room)
-                shape, stride = torch.Size(sizes), make_contiguous_strides_for(sizes)
+                shape, stride = torch.Size(sizes), torch.empty(sizes, device="meta").stride()
                 placement = Shard(held.dim)
             new: Any = DTensor.from_local(local, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
             # What nn.Parameter does, without its `detach`: DTensor would work out anew how that one lies.

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from autoplan.common.layout import chunk
-from autoplan.execute.collectives import RankGroup, all_gather_rows
+from autoplan.execute.collectives import RankGroup, all_gather_rows, like
 from autoplan.execute.parameters.held import Held, fsdp_placements, record_of
 
 
@@ -79,9 +79,7 @@ def gathered(tensor: DTensor, rows: Sequence[int] | None = None) -> torch.Tensor
         return _put_together(tensor, rows)
     if tensor.dtype.itemsize > 1 or not tensor.is_floating_point():
         return tensor.full_tensor()
-    bits = tensor.to_local().view(torch.uint8)
-    how: Any = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(bits, tensor.device_mesh, tensor.placements, **how).full_tensor().view(tensor.dtype)
+    return like(tensor.to_local().view(torch.uint8), tensor).full_tensor().view(tensor.dtype)
 
 
 def _put_together(tensor: DTensor, rows: Sequence[int] | None) -> torch.Tensor:
@@ -166,9 +164,7 @@ def as_held(value: torch.Tensor, parameter: DTensor, held: Held) -> DTensor:
         local = local.to(target)
     elif local.device.type != mesh.device_type:
         local = local.to(mesh.device_type)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    return like(local, parameter)
 
 
 def local_piece(whole: torch.Tensor, held: Held, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:

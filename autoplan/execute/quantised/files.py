@@ -129,15 +129,22 @@ class DequantisedFiles(_Files):
         weight = self.packed[key]
         wanted = {dim: tuple(held) for dim, held in (rows or {}).items()}
         if weight.is_flat:
-            return self._read_flat(weight, wanted)
-        return self._read_blocks(weight, wanted)
-
-    def _read_blocks(self, weight: PackedWeight, rows: Mapping[int, tuple[int, ...]]) -> torch.Tensor:
-        covers = {dim: _cover(weight, dim, held) for dim, held in rows.items()}
+            # Some rows at a time, and of each of them the columns that are wanted.
+            outputs, inputs = weight.shape
+            held = wanted.get(0, tuple(range(outputs)))
+            columns = torch.tensor(wanted[1]) if 1 in wanted else None
+            step = max(1, _AT_ONCE // inputs)
+            pieces = []
+            for start in range(0, len(held), step):
+                some = held[start : start + step]
+                piece = self._flat_rows(weight, min(some), max(some) + 1)[[row - min(some) for row in some]]
+                pieces.append(piece if columns is None else piece.index_select(1, columns))
+            return torch.cat(pieces)
+        covers = {dim: _cover(weight, dim, held) for dim, held in wanted.items()}
         parts = {tensor.name: self._part(weight, tensor, covers) for tensor in weight.tensors}
         shape = tuple(len(covers[dim]) if dim in covers else size for dim, size in enumerate(weight.shape))
         blocks = dequantise(weight, parts, shape)
-        for dim, held in rows.items():
+        for dim, held in wanted.items():
             if covers[dim] != held:
                 places = {row: place for place, row in enumerate(covers[dim])}
                 blocks = blocks.index_select(dim, torch.tensor([places[row] for row in held], dtype=torch.long))
@@ -153,19 +160,6 @@ class DequantisedFiles(_Files):
         return super().read(f"{weight.owner}.{tensor.name}", wanted)
 
     # ------------------------------------------------------------------------ matrices that are stored as one long row
-
-    def _read_flat(self, weight: PackedWeight, rows: Mapping[int, tuple[int, ...]]) -> torch.Tensor:
-        """Some rows at a time, and of each of them the columns that are wanted."""
-        outputs, inputs = weight.shape
-        held = rows.get(0, tuple(range(outputs)))
-        columns = torch.tensor(rows[1]) if 1 in rows else None
-        step = max(1, _AT_ONCE // inputs)
-        pieces = []
-        for start in range(0, len(held), step):
-            some = held[start : start + step]
-            piece = self._flat_rows(weight, min(some), max(some) + 1)[[row - min(some) for row in some]]
-            pieces.append(piece if columns is None else piece.index_select(1, columns))
-        return torch.cat(pieces)
 
     def _flat_rows(self, weight: PackedWeight, start: int, stop: int) -> torch.Tensor:
         """Consecutive rows. Blocks may begin in one row and end in the next."""

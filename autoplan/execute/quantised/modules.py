@@ -135,7 +135,17 @@ def _reader(name: str) -> Any:
     def plain(module: nn.Module) -> torch.Tensor:
         weight, dtype = module.__dict__[_STORED][name]
         parts = {tensor.name: stored_tensor(module, tensor.attribute) for tensor in weight.tensors}
-        return dequantise(weight, parts, _local_shape(weight, parts[weight.tensors[0].name])).to(dtype)
+        # Of the plain piece that a rank's tensors stand for: the first of them has room for whole numbers only.
+        first = parts[weight.tensors[0].name]
+        shape = list(weight.shape)
+        tensor: PackedTensor = weight.tensors[0]
+        if weight.is_flat and weight.dim is not None:
+            numbers = first.numel() * tensor.dims[0].factor // tensor.dims[0].each
+            shape[weight.dim] = numbers // (weight.elements // weight.shape[weight.dim])
+        for place, dim in enumerate(tensor.dims):
+            if len(dim.of) == 1:
+                shape[dim.of[0]] = first.shape[place] * dim.factor // dim.each
+        return dequantise(weight, parts, tuple(shape)).to(dtype)
 
     def outside_modes(module: nn.Module) -> torch.Tensor:
         if not torch._C._is_torch_function_mode_enabled():
@@ -156,16 +166,3 @@ def _reader(name: str) -> Any:
         return found
 
     return read
-
-
-def _local_shape(weight: PackedWeight, first: torch.Tensor) -> tuple[int, ...]:
-    """Of the plain piece that a rank's tensors stand for: the first of them has room for whole numbers only."""
-    shape = list(weight.shape)
-    tensor: PackedTensor = weight.tensors[0]
-    if weight.is_flat and weight.dim is not None:
-        numbers = first.numel() * tensor.dims[0].factor // tensor.dims[0].each
-        shape[weight.dim] = numbers // (weight.elements // weight.shape[weight.dim])
-    for place, dim in enumerate(tensor.dims):
-        if len(dim.of) == 1:
-            shape[dim.of[0]] = first.shape[place] * dim.factor // dim.each
-    return tuple(shape)

@@ -14,7 +14,7 @@ from torch.nn.modules import module as calls
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
-from autoplan.common.nested import change_input, flatten_tensors
+from autoplan.common.nested import change_input, changed_inside, flatten_tensors
 from autoplan.common.requirements import older_than
 from autoplan.execute.collectives import RankGroup, gather_pieces, sum_over_ranks
 from autoplan.execute.executors import Around, At, executes
@@ -57,13 +57,30 @@ class LeavingLogits(DTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _NUMBERS:
-            _refuse_part(args[0], func)
+            # Numbers of a part would be taken for all of them, and a gather here would wait for ranks that do not
+            # ask.
+            logits = args[0]
+            if any(not placed.is_replicate() for placed in logits.placements):
+                raise AutoplanError(
+                    f"{func.__name__} of logits of shape {list(logits.shape)} that are split over ranks",
+                    hint="gather them on every rank first: logits.full_tensor(), or autoplan.gather_logits(model)",
+                )
         if func.__name__ in _WRITTEN_WHOLE and isinstance(args[0], LeavingLogits):
             return _write_whole(func, args, kwargs)
         if func.__name__ in _READ_WHOLE or (func is _T.__getitem__ and _has_list(args[1])):
             return _read_whole(func, args, kwargs)
-        if _beside_plain(args, kwargs) and not (func is F.cross_entropy and _loss_parallel()):
-            return _with_plain(func, args, kwargs)
+        # DTensor takes numbers that need no gradient; that of others would be an unexpected DTensor.
+        # torch's own vocabulary-parallel loss takes plain targets, and gives a DTensor.
+        if any(not isinstance(x, DTensor) and _counts(x) for _, x in flatten_tensors((args, kwargs))) and not (
+            func is F.cross_entropy
+            and (torch.ops.aten.nll_loss_forward.default in DTensor._op_dispatcher._custom_op_handlers)
+        ):
+            mesh = next(x.device_mesh for _, x in flatten_tensors((args, kwargs)) if isinstance(x, LeavingLogits))
+            if writes_in_place(func.__name__) and isinstance(args[0], LeavingLogits):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*_spread(args, mesh), **_spread(kwargs, mesh))
+            found = func(*_opened(args), **_opened(kwargs))
+            return columns_in(found, lambda local, kind: leaving(local, mesh, kind.dim_from_end, kind.vocabulary))
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 if func is _T.__deepcopy__:
@@ -126,11 +143,7 @@ def _warn_once(func: Any) -> None:
 
 def _whole(value: Any) -> Any:
     """Arguments with whole logits in the place of split ones."""
-    if isinstance(value, LeavingLogits):
-        return value.full_tensor()
-    if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
-    return type(value)([_whole(item) for item in value]) if type(value) in (tuple, list) else value
+    return value.full_tensor() if isinstance(value, LeavingLogits) else changed_inside(value, _whole)
 
 
 def _write_whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -178,9 +191,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Excerpt):
         with torch._C.DisableTorchFunctionSubclass():
             return value.as_subclass(torch.Tensor)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return type(value)([_plain(item) for item in value]) if type(value) in (tuple, list) else value
+    return changed_inside(value, _plain)
 
 
 def _ours(found: DTensor) -> torch.Tensor:
@@ -196,45 +207,15 @@ def _theirs(logits: torch.Tensor) -> DTensor:
     return plain
 
 
-def _refuse_part(logits: Any, func: Any) -> None:
-    """Numbers of a part would be taken for all of them, and a gather here would wait for ranks that do not ask."""
-    if any(not placed.is_replicate() for placed in logits.placements):
-        raise AutoplanError(
-            f"{func.__name__} of logits of shape {list(logits.shape)} that are split over ranks",
-            hint="gather them on every rank first: logits.full_tensor(), or autoplan.gather_logits(model)",
-        )
-
-
-def _beside_plain(args: Any, kwargs: Any) -> bool:
-    """DTensor takes numbers that need no gradient; that of others would be an unexpected DTensor."""
-    return any(not isinstance(x, DTensor) and _counts(x) for _, x in flatten_tensors((args, kwargs)))
-
-
 def _counts(x: torch.Tensor) -> bool:
     return x.dim() > 0 or x.requires_grad
-
-
-def _loss_parallel() -> bool:
-    """torch's own vocabulary-parallel loss takes plain targets, and gives a DTensor."""
-    return torch.ops.aten.nll_loss_forward.default in DTensor._op_dispatcher._custom_op_handlers
-
-
-def _with_plain(func: Any, args: Any, kwargs: Any) -> Any:
-    mesh = next(x.device_mesh for _, x in flatten_tensors((args, kwargs)) if isinstance(x, LeavingLogits))
-    if writes_in_place(func.__name__) and isinstance(args[0], LeavingLogits):
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*_spread(args, mesh), **_spread(kwargs, mesh))
-    found = func(*_opened(args), **_opened(kwargs))
-    return columns_in(found, lambda local, kind: leaving(local, mesh, kind.dim_from_end, kind.vocabulary))
 
 
 def _spread(value: Any, mesh: DeviceMesh) -> Any:
     """Plain tensors, which every rank has alike, as DTensors: what is changed in place stays what it is."""
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and _counts(value):
         return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
-    if isinstance(value, dict):
-        return {key: _spread(item, mesh) for key, item in value.items()}
-    return type(value)([_spread(item, mesh) for item in value]) if type(value) in (tuple, list) else value
+    return changed_inside(value, lambda item: _spread(item, mesh))
 
 
 def _opened(value: Any) -> Any:
@@ -245,11 +226,7 @@ def _opened(value: Any) -> Any:
             return value.full_tensor()
         kind = split_class(group, value.shape[placed.dim], placed.dim - value.dim())
         return as_kind(value.to_local(), kind)
-    if isinstance(value, dict):
-        return {key: _opened(item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)([_opened(item) for item in value])
-    return value
+    return changed_inside(value, _opened)
 
 
 def _kept(found: Any, given: Any) -> Any:

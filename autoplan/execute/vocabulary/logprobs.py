@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument, check_count
 from autoplan.execute.collectives import RankGroup, all_gather_rows, copy_to_ranks, gather_over_ranks
-from autoplan.execute.hooks.running import Running
+from autoplan.execute.executors import Running
 from autoplan.execute.parameters.held import record_of
 from autoplan.execute.parameters.local_views import local_view
 from autoplan.execute.tensor_parallel import applied

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
+from autoplan.common.nested import changed_inside
 from autoplan.execute.collectives import RankGroup, gather_over_ranks, sum_over_ranks
-from autoplan.execute.executors import At, executes
-from autoplan.execute.hooks.running import Running
-from autoplan.execute.vocabulary.split_logits import SplitLogits, as_kind, no_base, split_class, whole_columns
+from autoplan.execute.executors import At, Running, executes
+from autoplan.execute.vocabulary.split_logits import SplitLogits, as_it_is, as_kind, no_base, split_class, whole_columns
 from autoplan.ops.records.record import writes_in_place
 from autoplan.values import LogitsOfPositions
 
@@ -175,13 +175,7 @@ def _raw(x: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    if isinstance(value, PositionLogits):
-        return type(value).gathered(_raw(value))
-    if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_whole(item) for item in value)
-    return value
+    return type(value).gathered(_raw(value)) if isinstance(value, PositionLogits) else changed_inside(value, _whole)
 
 
 def _apart(x: torch.Tensor, kind: Kind) -> torch.Tensor:
@@ -223,11 +217,6 @@ def _numel(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     return prod(_shape_of(cls, args[0]))
 
 
-def _as_it_is(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
 def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     """Casts, and arithmetic with numbers and with tensors that are the same for every position."""
     own = []
@@ -251,7 +240,8 @@ def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     sizes = [size if size != -1 else prod(whole) // max(1, -prod(shape)) for size in shape]
     if sizes == whole:
         return x
-    return _merged(cls, x) if sizes == _merged_sizes(cls, whole) else NotImplemented
+    at = cls.dim_from_end % len(whole)
+    return _merged(cls, x) if sizes == [prod(whole[: at + 1]), *whole[at + 1 :]] else NotImplemented
 
 
 def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -259,11 +249,6 @@ def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     dims = _raw(x).dim()
     asked = (rest.get("start_dim", 0) % dims, rest.get("end_dim", -1) % dims)
     return _merged(cls, x) if asked == (0, cls.dim_from_end % dims) else NotImplemented
-
-
-def _merged_sizes(cls: Kind, whole: list[int]) -> list[int]:
-    at = cls.dim_from_end % len(whole)
-    return [prod(whole[: at + 1]), *whole[at + 1 :]]
 
 
 def _merged(cls: Kind, x: torch.Tensor) -> torch.Tensor:
@@ -304,10 +289,6 @@ def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     return _like(raw.transpose(one, other), cls, dim=at - raw.dim())
 
 
-def _cross_entropy(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    return _loss(cls, *args, **kwargs)
-
-
 def _loss(
     cls: Kind, input: Any, target: torch.Tensor, weight: torch.Tensor | None = None, size_average: Any = None,
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
@@ -337,14 +318,14 @@ def _loss(
 _T = torch.Tensor
 _PROPERTIES = ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "is_cuda", "is_meta")
 PositionLogits.rules = {
-    F.cross_entropy: _cross_entropy,
+    F.cross_entropy: lambda cls, func, args, kwargs: _loss(cls, *args, **kwargs),
     _T.shape.__get__: _shape,
     _T.size: _size,
     **dict.fromkeys((_T.numel, _T.nelement), _numel),
     _T._base.__get__: no_base,
-    **{getattr(_T, name).__get__: _as_it_is for name in _PROPERTIES},
-    **dict.fromkeys((_T.dim, _T.ndimension, _T.is_floating_point, torch.is_floating_point, _T.is_complex), _as_it_is),
-    **dict.fromkeys((_T.register_hook, _T.is_contiguous, _T.get_device, _T.element_size, _T.__hash__), _as_it_is),
+    **{getattr(_T, name).__get__: as_it_is for name in _PROPERTIES},
+    **dict.fromkeys((_T.dim, _T.ndimension, _T.is_floating_point, torch.is_floating_point, _T.is_complex), as_it_is),
+    **dict.fromkeys((_T.register_hook, _T.is_contiguous, _T.get_device, _T.element_size, _T.__hash__), as_it_is),
     **dict.fromkeys(
         (_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type_as, _T.contiguous, _T.view_as), _each_element
     ),
@@ -356,7 +337,7 @@ PositionLogits.rules = {
     _T.__getitem__: _item,
     **dict.fromkeys((_T.transpose, torch.transpose, _T.swapaxes, torch.swapaxes), _transpose),
 }
-_OF_STREAMS = (_shape, _size, _numel, _as_it_is, _each_element, no_base)
+_OF_STREAMS = (_shape, _size, _numel, as_it_is, _each_element, no_base)
 OwnStream.rules = {func: rule for func, rule in PositionLogits.rules.items() if rule in _OF_STREAMS}
 
 

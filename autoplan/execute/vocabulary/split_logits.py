@@ -45,7 +45,7 @@ class SplitLogits(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling() and _are_real(args):
-            return _as_it_is(cls, func, args, kwargs)
+            return as_it_is(cls, func, args, kwargs)
         found = _RULES.get(func)
         result = NotImplemented if found is None else found(cls, func, args, kwargs)
         if result is not NotImplemented:
@@ -168,7 +168,7 @@ def no_base(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return None
 
 
-def _as_it_is(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+def as_it_is(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """What is the same for columns and whole logits, and no tensor. Hooks see the gradient of the columns."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -306,10 +306,10 @@ _RULES: dict[Any, Callable[[Kind, Any, Any, Any], Any]] = {
     _T._base.__get__: no_base,
     _T.size: _size,
     **dict.fromkeys((_T.numel, _T.nelement), _numel),
-    **{getattr(_T, name).__get__: _as_it_is for name in _PROPERTIES},
-    **dict.fromkeys((_T.dim, _T.ndimension, _T.is_floating_point, torch.is_floating_point), _as_it_is),
-    **dict.fromkeys((_T.is_complex, torch.is_complex, _T.register_hook, _T.is_contiguous), _as_it_is),
-    **dict.fromkeys((_T.get_device, _T.element_size, _T.__hash__), _as_it_is),
+    **{getattr(_T, name).__get__: as_it_is for name in _PROPERTIES},
+    **dict.fromkeys((_T.dim, _T.ndimension, _T.is_floating_point, torch.is_floating_point), as_it_is),
+    **dict.fromkeys((_T.is_complex, torch.is_complex, _T.register_hook, _T.is_contiguous), as_it_is),
+    **dict.fromkeys((_T.get_device, _T.element_size, _T.__hash__), as_it_is),
     **dict.fromkeys((_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type_as, _T.contiguous), _each_element),
     **dict.fromkeys((_T.clone, torch.clone, _T.detach, _T.cpu, _T.cuda, _T.tanh, torch.tanh), _each_element),
     **dict.fromkeys((_T.neg, torch.neg, _T.__neg__), _each_element),

@@ -26,7 +26,7 @@ from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
 from autoplan.execute import random_streams
 from autoplan.execute.agreement import Alike, Voters, fail_together, meet, voters_of
-from autoplan.execute.collectives import mesh_device
+from autoplan.execute.collectives import like, mesh_device
 from autoplan.execute.dropout import state_of_the_first
 from autoplan.execute.parameters.buffers import new_adapters, rebuilt_passing_tensors
 from autoplan.execute.parameters.held import Held, fsdp_placements, plain_name, record_of
@@ -34,8 +34,7 @@ from autoplan.execute.parameters.state_dict import local_piece
 from autoplan.execute.quantised.files import DequantisedFiles, StoredFiles
 from autoplan.execute.quantised.modules import keep_beside
 from autoplan.execute.weights.files import CheckpointFiles
-from autoplan.execute.weights.key_matching import Matched, match_keys, refuse_unmatched
-from autoplan.execute.weights.moved import Make, Moved, follow
+from autoplan.execute.weights.key_matching import Make, Matched, Moved, follow, match_keys, refuse_unmatched
 
 
 def load_weights(
@@ -91,7 +90,10 @@ def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) 
     twice = files.quantised_twice() if isinstance(files, StoredFiles) else {}
     twice |= {name: value for key, value in twice.items() if key in places for name in places[key].names}
     keep_beside(model, files.headers(), twice)
-    _tell_fsdp(model)
+    # FSDP2 keeps its own reference to each parameter and looks again after a load; this was one.
+    for module in model.modules():
+        for hook in list(module._load_state_dict_post_hooks.values()):
+            hook(module, _IncompatibleKeys([], []))
     return _IncompatibleKeys(matched.missing, matched.unexpected)
 
 
@@ -159,9 +161,7 @@ class _Saved:
         new: torch.Tensor = piece.to(device=_device([self]), dtype=self.tensor.dtype).contiguous()
         old = self.tensor
         if isinstance(old, DTensor):
-            new = DTensor.from_local(
-                new, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
-            )
+            new = like(new, old)
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, requires_grad=old.requires_grad)
             for name, value in vars(old).items():
@@ -348,10 +348,3 @@ def _becomes(found: torch.dtype, wanted: torch.dtype) -> bool:
 
 def _said(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _tell_fsdp(model: nn.Module) -> None:
-    """FSDP2 keeps its own reference to each parameter and looks again after a load; this was one."""
-    for module in model.modules():
-        for hook in list(module._load_state_dict_post_hooks.values()):
-            hook(module, _IncompatibleKeys([], []))

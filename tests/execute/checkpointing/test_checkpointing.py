@@ -16,9 +16,10 @@ from autoplan.check.ranks.run import count_collectives, run_ranks
 from autoplan.check.verify.subject import Subject
 from autoplan.check.verify.verify import clone_of, verify_clone
 from autoplan.common.errors import AutoplanError
+from autoplan.execute.agreement import APPLIED
 from autoplan.execute.checkpointing.blocks import is_checkpointed, runs_of
 from autoplan.execute.checkpointing.choose import checkpoint_blocks, saved_bytes_per_token
-from autoplan.execute.tensor_parallel import record, undo_all
+from autoplan.execute.tensor_parallel import record
 from autoplan.hf.source import resolve
 from autoplan.values import Plan, Stack
 
@@ -101,7 +102,7 @@ def test_undoing_leaves_no_trace() -> None:
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     record(model, layers_only(model))
     checkpoint_blocks(model, layers_only(model).layers, True)()
-    undo_all(model)
+    del vars(model)[APPLIED]
     for name, module in model.named_modules():
         assert module.__dict__.keys() == before[name].keys(), name
         assert not is_checkpointed(module)

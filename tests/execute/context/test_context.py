@@ -19,8 +19,7 @@ from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatch
 from autoplan.common.layout import Layout
 from autoplan.decide.written_plans.plan_file import load_plan
 from autoplan.execute.collectives import RankGroup
-from autoplan.execute.executors import At, execute
-from autoplan.execute.hooks.running import Running
+from autoplan.execute.executors import At, Running, execute
 from autoplan.execute.vocabulary.own_positions import (
     PositionLogits,
     own_of,

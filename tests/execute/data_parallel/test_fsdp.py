@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import autoplan
 from autoplan.check.ranks.run import run_ranks
+from autoplan.check.verify.clone import parse_mesh
 from autoplan.check.verify.mesh_training import check_training
-from autoplan.check.verify.sizes import parse_mesh
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.execute.data_parallel.mesh_dims import read_mesh
 from autoplan.execute.data_parallel.units import choose_units

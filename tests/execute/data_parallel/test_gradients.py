@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from mesh_toys import clone, deep, ids, layers_only, mesh_of, model_of, plan_of
-from sharded_toys import TOYS, build, inputs, reference, set_group
+from sharded_toys import TOYS, build, inputs, reference, set_group, shard_parameters
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +17,6 @@ from autoplan.check.verify.subject import Subject
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.collectives import RankGroup
 from autoplan.execute.parameters.optimizer import mark_parameters
-from autoplan.execute.parameters.shard import shard_parameters
 
 NORMS = (1.0, 2.0, 3.0, float("inf"))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sharded_toys import TOYS, build, compiled_errors, inputs, reference, rule, set_group, tp_mesh
+from sharded_toys import TOYS, build, compiled_errors, inputs, reference, rule, set_group, shard_parameters, tp_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
@@ -27,7 +27,7 @@ from autoplan.execute.collectives import (
 )
 from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.execute.parameters.local_views import reading_locally
-from autoplan.execute.parameters.shard import prepare_parameters, shard_parameters
+from autoplan.execute.parameters.shard import prepare_parameters
 
 SIZES = [(name, tp) for name in TOYS for tp in (1, 2)] + [("tied", 4), ("shared key", 4), ("mlp", 4)]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from sharded_toys import TOYS, build, inputs, reference, rule, set_group, tp_mesh
+from sharded_toys import TOYS, build, inputs, reference, rule, set_group, shard_parameters, tp_mesh
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from autoplan.check.ranks.run import run_ranks
 from autoplan.execute.collectives import RankGroup
 from autoplan.execute.parameters.buffers import full_tensors
-from autoplan.execute.parameters.shard import shard_parameters
 
 SPLIT = [name for name, (_, rules) in TOYS.items() if rules]
 CASES = [(name, 2) for name in TOYS] + [("tied", 4), ("shared key", 4)]

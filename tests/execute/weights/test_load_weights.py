@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sharded_toys import TOYS, build, inputs, reference, rule, set_group, tp_mesh
+from sharded_toys import TOYS, build, inputs, reference, rule, set_group, shard_parameters, tp_mesh
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +19,6 @@ from autoplan.check.ranks.run import run_ranks
 from autoplan.common.errors import AutoplanError, PlanMismatchError, SourceError
 from autoplan.execute.collectives import RankGroup
 from autoplan.execute.parameters.buffers import full_tensors
-from autoplan.execute.parameters.shard import shard_parameters
 from autoplan.execute.weights.files import CheckpointFiles, runs
 from autoplan.execute.weights.load import load_weights
 

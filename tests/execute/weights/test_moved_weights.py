@@ -17,8 +17,8 @@ import autoplan
 from autoplan.check.ranks.run import run_ranks
 from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.execute.weights.files import CheckpointFiles
+from autoplan.execute.weights.key_matching import follow
 from autoplan.execute.weights.load import load_weights
-from autoplan.execute.weights.moved import follow
 from autoplan.hf.checkpoints import _MOVING, _Converted
 
 QKV = ["q.weight", "k.weight", "v.weight"]

@@ -38,7 +38,16 @@ def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -
     causes: list[Finding] = []
     for group in repair.changes:
         reasons = [_reason(findings, change) for change in group]
-        shared = _of_the_part(findings, group)
+        # Errors in the container of these rows for which its rows may all have to change.
+        patterns = [starred(pattern) for change in group for pattern in change.patterns]
+        inside = {pattern.rpartition(".")[0] for pattern in patterns} - {""}
+        shared = [
+            finding
+            for finding in findings
+            if finding.level == "error"
+            and finding.check in _WHOLE_PART
+            and any(is_under(home, starred(place)) for place in finding.about for home in (*inside, *patterns))
+        ]
         if len(group) > 1 and shared and all(_gives_up(change, repair) for change in group):
             first = min(shared, key=lambda finding: _SURE.index(finding.check))
             causes.append(_for_all(repair, group, [f for f in shared if f.check == first.check]))
@@ -63,18 +72,6 @@ def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -
             finding = replace(finding, kind="follows")
         rest.append(finding)
     return (*causes, *rest)
-
-
-def _of_the_part(findings: Iterable[Finding], group: Sequence[Change]) -> list[Finding]:
-    """Errors in the container of these rows for which its rows may all have to change."""
-    patterns = [starred(pattern) for change in group for pattern in change.patterns]
-    inside = {pattern.rpartition(".")[0] for pattern in patterns} - {""}
-    return [
-        finding
-        for finding in findings
-        if finding.level == "error" and finding.check in _WHOLE_PART
-        and any(is_under(home, starred(place)) for place in finding.about for home in (*inside, *patterns))
-    ]  # fmt: skip
 
 
 def _gives_up(change: Change, repair: Repair) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.check.audit.lines import ForeignPlan
-from autoplan.check.audit.repair.dialects import DeepSpeed, Dialect, Torch, Transformers
+from autoplan.check.audit.repair.rows import DeepSpeed, Dialect, Torch, Transformers
 from autoplan.check.audit.subject import Audited
 from autoplan.decide.plan.folding import starred
 from autoplan.emit.exports import expressible

@@ -14,13 +14,14 @@ from typing import Any
 
 from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.lines import ForeignPlan, read_foreign
-from autoplan.check.audit.repair.dialects import Dialect, dialect_of
 from autoplan.check.audit.repair.parts import Part, is_sequence_parallel, parts_of, sequence_ways
 from autoplan.check.audit.repair.rows import (
     Change,
+    Dialect,
     PlanRow,
     changed,
     covered_by,
+    dialect_of,
     effective_key,
     overlapping,
     patterns_of,
@@ -120,7 +121,10 @@ def repair(subject: Audited, source: Any) -> Repair | None:
     trials = Trials(subject, dialect)
     rows = rows_of(subject, dialect)
     if is_sequence_parallel(subject.plan):
-        parts: tuple[Part, ...] = (_whole_plan(rows, subject, dialect, right),)
+        # Take the plan as one part: under sequence parallelism parts are right or wrong together.
+        says = {starred(name): row.value for row in rows for name in row.names}
+        whole = {name: value for part in parts_of(subject, right, dialect) for name, value in part.ways[0].items()}
+        parts: tuple[Part, ...] = (Part("", ("",), says, tuple(sequence_ways(subject, dialect, says, right, whole))),)
     else:
         parts = parts_of(subject, right, dialect)
     tangled = [(change,) for change in overlapping(rows, subject)]
@@ -149,13 +153,6 @@ def _inferred(subject: Audited, source: Any) -> Plan | None:
         ).plan
     except AutoplanError:
         return None
-
-
-def _whole_plan(rows: Sequence[PlanRow], subject: Audited, dialect: Dialect, right: Plan) -> Part:
-    """Take the plan as one part: under sequence parallelism parts are right or wrong together."""
-    says = {starred(name): row.value for row in rows for name in row.names}
-    whole = {name: value for part in parts_of(subject, right, dialect) for name, value in part.ways[0].items()}
-    return Part("", ("",), says, tuple(sequence_ways(subject, dialect, says, right, whole)))
 
 
 def _least(part: Part, trials: Trials, subject: Audited, dialect: Dialect, trusting: bool) -> tuple[Change, ...] | None:

@@ -32,7 +32,15 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     share = 1 - sum(weight.bytes for weight in missed) / total
     held = sum(weight.bytes for weight in missed) * (subject.tp_size - 1) // subject.tp_size
     text = f"{share:.0%} of the bytes that can be split are split; {_largest(subject, missed)} stay whole"
-    blocks = _poorest(subject, able, missed)
+    # The stack whose blocks are split least, where that is less than half.
+    said = []
+    for stack in subject.stacks:
+        mine = [weight for weight in able if any(is_under(block, weight.name) for block in stack.fqns)]
+        whole = sum(weight.bytes for weight in mine if weight in missed)
+        total = sum(weight.bytes for weight in mine)
+        if total and whole / total > 0.5:
+            said.append(f"blocks of {stack.name} are split by {1 - whole / total:.0%}")
+    blocks = "; ".join(said)
     level: Level = "warn" if share < _ENOUGH or blocks else "note"
     hint = f"{blocks}; " if blocks else ""
     first = subject.folded(_alike(missed, missed[0]))
@@ -51,15 +59,3 @@ def _largest(subject: Audited, missed: list[Weight]) -> str:
 
 def _alike(weights: list[Weight], like: Weight) -> list[str]:
     return [weight.name for weight in weights if starred(weight.name) == starred(like.name)]
-
-
-def _poorest(subject: Audited, able: list[Weight], missed: list[Weight]) -> str:
-    """The stack whose blocks are split least, where that is less than half."""
-    said = []
-    for stack in subject.stacks:
-        mine = [weight for weight in able if any(is_under(block, weight.name) for block in stack.fqns)]
-        whole = sum(weight.bytes for weight in mine if weight in missed)
-        total = sum(weight.bytes for weight in mine)
-        if total and whole / total > 0.5:
-            said.append(f"blocks of {stack.name} are split by {1 - whole / total:.0%}")
-    return "; ".join(said)
