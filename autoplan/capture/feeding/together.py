@@ -83,6 +83,8 @@ def fitting(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
                 yield failure.state.with_want(path, replace(leaf, kind="positions"))
     elif _ELEMENTWISE.match(call.name) or compares(call.name):
         given = [tensor for tensor in call.tensors() if tensor.dim()]
+        for tensor, kept in itertools.permutations(given, 2):
+            yield from _without_positions(failure.state, tensor, kept)
         for tensor, made in itertools.permutations(given, 2):
             yield from _fewer_dims(failure.state, tensor, made)
         for tensor, made in itertools.permutations(given, 2):
@@ -107,6 +109,17 @@ def _viewed(state: State, call: FailedCall) -> Iterator[State]:
     for shape in _TABLES:
         if prod(state.sizes[name] for name in shape) == prod(sizes):
             yield state.with_want(path, replace(leaf, shape=shape))
+
+
+def _without_positions(state: State, tensor: torch.Tensor, kept: torch.Tensor) -> Iterator[State]:
+    """A table that the model keeps has a row for each position, and no batch: all that it is added to has positions."""
+    rows = kept.shape[0]
+    if not origin(kept) and len(origin(tensor)) > 1 and tensor.dim() == kept.dim() == 2 and 1 < rows != tensor.shape[0]:
+        leaves = [(path, leaf) for path, leaf in state.among(origin(tensor)) if leaf.shape[:1] == (BATCH,)]
+        for path, leaf in leaves:
+            state = state.with_want(path, replace(leaf, shape=(BATCH, rows, *leaf.shape[1:])))
+        if leaves:
+            yield state
 
 
 def _fewer_dims(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[State]:
