@@ -15,7 +15,7 @@ import torch
 
 from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.failure import Failure
-from autoplan.capture.feeding.messages import sizes_differ, sizes_disagree
+from autoplan.capture.feeding.messages import sizes_differ
 from autoplan.capture.feeding.resize import of_rank, of_shape, resized
 from autoplan.capture.feeding.wants import BATCH, Path, State, Want
 from autoplan.capture.feeding.watch import Demand, FailedCall, demand_of, is_direct, origin
@@ -137,18 +137,6 @@ def _alike(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[S
     sizes = [size if size > 1 else mine for size, mine in zip(made.shape, own, strict=True)]
     more = tensor.dim() - made.dim() if not origin(made) else 0  # what the model keeps is the same for all of a batch
     yield from of_shape(state, tensor, [*tensor.shape[: max(more, 0)], *sizes])
-
-
-def turned(failure: Failure) -> Iterator[State]:
-    """All sequences with their length first, where sizes do not go together."""
-    if not sizes_disagree(failure):
-        return
-    state = failure.state
-    for path, leaf in state.leaves():
-        if leaf.shape[:2] == ("batch", "length") and len(leaf.shape) > 2:
-            state = state.with_want(path, replace(leaf, shape=("length", "batch", *leaf.shape[2:])))
-    if state != failure.state:
-        yield state
 
 
 # What is concatenated: arguments, and what layers made of them, beside each other.
