@@ -136,6 +136,35 @@ class InRange(nn.Module):
         return self.mlp(self.into(torch.cat([x, -x], 1)).permute(0, 2, 3, 1)).mean(x.dim() - 2)
 
 
+class Forecast(nn.Module):
+    """Five series that are joined: none of them alone tells that all are sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.mlp, self.at = nn.Linear(40, 16), Mlp(16), nn.Parameter(torch.randn(12, 16))
+
+    def forward(self, speed, heading, height, wind, heat):
+        return self.mlp(self.into(torch.cat([speed, heading, height, wind, heat], -1)) + self.at)
+
+
+class Depth(nn.Module):
+    """A number above 0, asked for in one line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.layers = nn.Linear(6, 16), nn.ModuleList(Mlp(16) for _ in range(3))
+
+    def forward(self, x, depth: int):
+        if not 0 < depth <= len(self.layers): raise ValueError("no such depth")  # noqa: E701  # fmt: skip
+        x = self.into(x)
+        for layer in self.layers[:depth]:
+            x = layer(x)
+        return x
+
+
 PARTS = {
-    one.__name__: one for one in (Rays, Asserted, InATuple, Variables, Squares, WithTargets, Chosen, Acts, InRange)
-}
+    one.__name__: one
+    for one in (
+        Rays, Asserted, InATuple, Variables, Squares, WithTargets, Chosen, Acts, InRange, Forecast, Depth,
+    )
+}  # fmt: skip

@@ -95,7 +95,7 @@ class Place:
             for node in ast.walk(tree)
             if isinstance(node, ast.stmt) and node.lineno <= self.line <= (node.end_lineno or node.lineno)
         ]
-        return max(inside, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
+        return max(inside, key=lambda node: (node.lineno, -(node.end_lineno or 0), node.col_offset), default=None)
 
     def expression(self) -> ast.AST | None:
         """The expression that was running, as exact as Python tells."""

@@ -11,14 +11,12 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
 from autoplan.capture.feeding.arguments import Arguments, field_of, of_items, of_nodes, usual
-from autoplan.capture.feeding.conditions import keys_asked_for, unpacks_a_shape, value_of
+from autoplan.capture.feeding.conditions import keys_asked_for, value_of
 from autoplan.capture.feeding.failure import Failure, NothingRead, Place
-from autoplan.capture.feeding.messages import unpacked
 from autoplan.capture.feeding.names import usual_names
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin
@@ -44,7 +42,6 @@ def keys(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iter
         for path in [p for p in held if p[0] in place.names()]:
             for want in list(_of_key("x", model))[:1]:
                 yield failure.state.with_want((*path, "x"), want)
-    yield from _parts(failure)
 
 
 def _missing(
@@ -109,17 +106,6 @@ def _inner_dicts(value: object) -> tuple[Path, ...]:
     """Where in the arguments a dict lies that is part of one: by the tensors in it."""
     inside = (path[:-1] for _, tensor in flatten_tensors(value) for path in origin(tensor) if is_direct(tensor))
     return tuple(dict.fromkeys(path for path in inside if len(path) > 1))
-
-
-def _parts(failure: Failure) -> Iterator[State]:
-    got = unpacked(failure)
-    if failure.watch.failed is not None or any(unpacks_a_shape(place.statement()) for place in failure.places[-1:]):
-        return  # it is about dims, not about a list
-    for path, want in failure.state.holding("list"):
-        if isinstance(failure.error, IndexError) or got:
-            wanted = got[0] if got else len(want.items) + 1
-            more = tuple((at, want.items[0][1]) for at in range(wanted)) if want.items else ()
-            yield failure.state.with_want(path, replace(want, items=more))
 
 
 def _of_key(key: object, model: torch.nn.Module) -> Iterator[Want]:

@@ -14,7 +14,7 @@ import torch
 
 from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
-from autoplan.capture.feeding.wants import Path, State, Want
+from autoplan.capture.feeding.wants import State, Want
 
 _UNPACKED = re.compile(r"values to unpack \(expected (?:at least )?(\d+)(?:, got (\d+))?\)")
 _NONE = re.compile(r"NoneType|None\b")
@@ -30,7 +30,6 @@ _EXPANDED = re.compile(r"number of sizes provided \((\d+)\) must be greater or e
 _DRAWN = re.compile(
     r"broadcastable with batch_shape\+event_shape: torch.Size\(\[[\d, ]*\]\) vs torch.Size\(\[([\d, ]*)\]\)"
 )
-_SUPPORT = re.compile(r"within the support \((?:IntegerInterval\(lower_bound=0, upper_bound=(\d+)\)|(\w+))")
 _OUTSIDE = re.compile(r"index (-?\d+) is out of bounds for dimension \d+ with size (\d+)")
 _SPLIT = re.compile(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]")
 _ASKED = re.compile(r"[Ee]xpected (\d+),? (?:but )?got (\d+)")
@@ -44,7 +43,6 @@ _NUMBER = re.compile(
     r"cannot be interpreted as an integer|must be (?:tuple of ints|int), not Tensor|received an invalid combination"
     r"|only integer tensors of a single element|an integer is required|must be int|Boolean value of Tensor"
 )
-_DISAGREE = re.compile(r"invalid for input of size|cannot be multiplied")
 _BELOW_NOTHING = re.compile(r"negative dimension (-\d+)")
 _VIEWED = re.compile(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)")
 _SMALL = re.compile(
@@ -58,7 +56,7 @@ def told_by_message(failure: Failure, model: torch.nn.Module) -> Iterator[State]
     """Other states, the most telling first."""
     yield from _rank(failure, model)
     yield from _pattern(failure, model)
-    for found in (_masks, _broadcast, _plain_number, _support, _dtype, _range, _sizes, _larger):
+    for found in (_masks, _plain_number, _dtype, _range, _sizes, _larger):
         yield from found(failure)
 
 
@@ -70,11 +68,6 @@ def too_small(failure: Failure) -> bool:
 def sizes_differ(failure: Failure) -> bool:
     """Do two sizes not go together?"""
     return "must match" in failure.text
-
-
-def sizes_disagree(failure: Failure) -> bool:
-    """Do sizes not go together, in whatever an op makes of them?"""
-    return sizes_differ(failure) or _DISAGREE.search(failure.text) is not None
 
 
 def lacks_a_value(failure: Failure) -> bool:
@@ -131,20 +124,8 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
         if _TOO_MANY.search(text):
             ranks += [now - 1, now + 1]
         for rank in dict.fromkeys(ranks):
-            yield from _all_of_rank(state, failure.blamed, now, rank)
             yield from of_rank(state, path, rank, _first_channels(model, rank))
             yield from of_rank(state, path, rank)
-
-
-def _all_of_rank(state: State, paths: tuple[Path, ...], now: int, rank: int) -> Iterator[State]:
-    """Arguments that were joined before it failed get another rank together."""
-    alike = [path for path in paths if (leaf := state.at(path)) is not None and len(leaf.shape) == now]
-    if len(alike) > 1:
-        changed: State | None = state
-        for path in alike:
-            changed = next(of_rank(changed, path, rank), None) if changed is not None else None
-        if changed is not None:
-            yield changed
 
 
 def _first_channels(model: torch.nn.Module, rank: int) -> int:
@@ -190,16 +171,6 @@ def _masks(failure: Failure) -> Iterator[State]:
         yield state
 
 
-def _broadcast(failure: Failure) -> Iterator[State]:
-    """A mask that does not go with the scores: of each sequence, each query, each head."""
-    if "must match the size of tensor" not in failure.text:
-        return
-    for path, leaf in failure.state.among(failure.blamed):
-        if leaf.kind in ("bool", "nowhere") and "length" in leaf.shape:
-            for shape in (("batch", 1, "length"), ("batch", "length", "length"), ("batch", 1, 1, "length")):
-                yield failure.state.with_want(path, replace(leaf, shape=shape))
-
-
 def _plain_number(failure: Failure) -> Iterator[State]:
     """A plain number where a tensor was given: how many there are of something."""
     if not _NUMBER.search(failure.text):
@@ -207,17 +178,6 @@ def _plain_number(failure: Failure) -> Iterator[State]:
     for path in failure.blamed or failure.paths[:2]:
         yield failure.state.with_want(path, Want("size", value="length"))
         yield failure.state.with_want(path, Want("value", value=0))
-
-
-def _support(failure: Failure) -> Iterator[State]:
-    """What a distribution may have drawn: so many kinds, or numbers between 0 and 1."""
-    support = _SUPPORT.search(failure.text)
-    for path in failure.paths[:3] if support else ():
-        if support and support[1]:
-            yield from of_kind(failure.state, path, "ids", int(support[1]) + 1)
-        else:
-            yield from of_kind(failure.state, path, "unit")
-            yield from of_kind(failure.state, path, "ids", 2)
 
 
 def _dtype(failure: Failure) -> Iterator[State]:

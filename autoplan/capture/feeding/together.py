@@ -15,7 +15,7 @@ import torch
 
 from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.failure import Failure
-from autoplan.capture.feeding.messages import sizes_differ, sizes_disagree
+from autoplan.capture.feeding.messages import sizes_differ
 from autoplan.capture.feeding.resize import of_rank, of_shape, resized
 from autoplan.capture.feeding.wants import BATCH, Path, State, Want
 from autoplan.capture.feeding.watch import Demand, FailedCall, demand_of, is_direct, origin
@@ -83,6 +83,8 @@ def fitting(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
                 yield failure.state.with_want(path, replace(leaf, kind="positions"))
     elif _ELEMENTWISE.match(call.name) or compares(call.name):
         given = [tensor for tensor in call.tensors() if tensor.dim()]
+        for tensor, kept in itertools.permutations(given, 2):
+            yield from _without_positions(failure.state, tensor, kept)
         for tensor, made in itertools.permutations(given, 2):
             yield from _fewer_dims(failure.state, tensor, made)
         for tensor, made in itertools.permutations(given, 2):
@@ -109,6 +111,17 @@ def _viewed(state: State, call: FailedCall) -> Iterator[State]:
             yield state.with_want(path, replace(leaf, shape=shape))
 
 
+def _without_positions(state: State, tensor: torch.Tensor, kept: torch.Tensor) -> Iterator[State]:
+    """A table that the model keeps has a row for each position, and no batch: all that it is added to has positions."""
+    rows = kept.shape[0]
+    if not origin(kept) and len(origin(tensor)) > 1 and tensor.dim() == kept.dim() == 2 and 1 < rows != tensor.shape[0]:
+        leaves = [(path, leaf) for path, leaf in state.among(origin(tensor)) if leaf.shape[:1] == (BATCH,)]
+        for path, leaf in leaves:
+            state = state.with_want(path, replace(leaf, shape=(BATCH, rows, *leaf.shape[1:])))
+        if leaves:
+            yield state
+
+
 def _fewer_dims(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[State]:
     """What layers made of an argument has more dims than what it is added to: so has the argument."""
     for path in origin(tensor) if not is_direct(tensor) and tensor.dim() > made.dim() > 1 else ():
@@ -124,18 +137,6 @@ def _alike(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[S
     sizes = [size if size > 1 else mine for size, mine in zip(made.shape, own, strict=True)]
     more = tensor.dim() - made.dim() if not origin(made) else 0  # what the model keeps is the same for all of a batch
     yield from of_shape(state, tensor, [*tensor.shape[: max(more, 0)], *sizes])
-
-
-def turned(failure: Failure) -> Iterator[State]:
-    """All sequences with their length first, where sizes do not go together."""
-    if not sizes_disagree(failure):
-        return
-    state = failure.state
-    for path, leaf in state.leaves():
-        if leaf.shape[:2] == ("batch", "length") and len(leaf.shape) > 2:
-            state = state.with_want(path, replace(leaf, shape=("length", "batch", *leaf.shape[2:])))
-    if state != failure.state:
-        yield state
 
 
 # What is concatenated: arguments, and what layers made of them, beside each other.

@@ -23,7 +23,6 @@ from autoplan.capture.feeding.messages import (
     is_named,
     lacks_a_value,
     sizes_differ,
-    sizes_disagree,
     told_by_message,
     too_small,
 )
@@ -35,7 +34,6 @@ from autoplan.capture.feeding.together import (
     iterated,
     joined,
     one_each,
-    turned,
 )
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import Demand, demand_of, is_direct, origin
@@ -61,7 +59,7 @@ def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iter
         fitting,
         _parted,
     )
-    for found in (*first, _condition, _none, keys, _left_out, _message, _alike, _other_ranks):
+    for found in (*first, _condition, _none, keys, _left_out, _message, _alike):
         why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
         for state in found(failure, arguments, model):
             together = state.with_alike_items(failure.state)
@@ -268,15 +266,6 @@ def _alike(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
                 yield failure.state.with_want(path, leaves[other])
 
 
-def _other_ranks(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Sizes that do not go together may have another number of dims: one id for each, where a sequence was given."""
-    if sizes_disagree(failure):
-        for path in failure.blamed[: 4 if sizes_differ(failure) else 8]:
-            leaf = failure.state.at(path)
-            for rank in (len(leaf.shape) - 1, len(leaf.shape) + 1) if leaf is not None else ():
-                yield from itertools.islice(of_rank(failure.state, path, rank) if 1 <= rank < 4 else (), 2)
-
-
 def _left_out(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     """What the running lines name may be left out in the signature, and be needed all the same."""
     names = [name for place in reversed(failure.places) for name in none_names(place)]
@@ -290,7 +279,6 @@ def _message(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> 
 
 def usually(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
     """What such arguments usually are: of the blamed, of the others, and of those that may be left out."""
-    yield from ((state, "sequences come first") for state in turned(failure))
     tops = list(dict.fromkeys(str(path[0]) for path in failure.paths))
     names = (*tops, *(name for name, _ in failure.state.wants if name not in tops))
     known = [arguments.find(name) or field_of(None, name) for name in names]
