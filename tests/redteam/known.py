@@ -7,10 +7,10 @@ KNOWN: dict[str, str] = {
     "algebra/RearrangedInnermost@tp2": "as Rearranged",
     "idioms/Decorated@tp2": "a sound model is refused: its wrapper takes by position what is given by name",
     "idioms/JacobianVector@tp2": "a sound model is refused: nothing inside of a forward derivative is split",
+    "idioms/ScriptedModule@tp2": "a sound model is refused: no inputs are derived through code that torch.jit has compiled",
     "lifecycle/CalledTwice@tp2": "a sound call is refused: its argument asks for a gradient, which no recorded one did",
     "lifecycle/MomentumEncoder@tp2": "a sound model is refused: get_parameter finds no nn.Parameter",
     "structures/OtherKeyWidths@tp2": "a sound model is refused: attention with a learned key and a mask of each head",
-    "channels/StandardisedKernels@tp4": "as at tp 2",
     "measured/MultiGateExperts@tp2": "a sound call is refused: of its input, one dim more was derived than it is given",
     "conditioned/MixtureOfWeights@tp2": "a sound model is refused: three mixed weights are taken for units",
     "conditioned/MixtureOfWeights@tp4": "as at tp 2",
@@ -26,7 +26,6 @@ KNOWN: dict[str, str] = {
     "loops/Compiled@tp2": "raw: logits that leave a compiled model are a DTensor, and torch mixes none with labels",
     "training/AdafactorOnShards@tp2": "a sound loop is refused: torch changes no norm of a DTensor in place",
     "training/OrthogonalOutside@tp2": "raw: as doors/WeightUsedOutside",
-    "state/LazyTable@tp2": "a sound model is refused: a later call finds its table in a function that works on parts",
 }
 
 # Cases whose end differs from run to run: they may fail, and need not.
