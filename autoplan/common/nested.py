@@ -1,6 +1,8 @@
 """Tensors inside nested arguments and results: listing them with their paths, and changing one by its path.
 
-Containers are tuples (named ones too), lists, dicts, and records: instances of dataclasses, and namespaces.
+Containers are tuples (named ones too), lists, dicts, and records: instances of dataclasses, and namespaces. A path is
+written into plan files, so a key of a dict that is neither a string nor a number (a member of an Enum, the edge type of
+a graph) stands in it as text.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +38,7 @@ def _collect(value: Any, path: Path, found: list[tuple[Path, torch.Tensor]]) -> 
         found.append((path, value))
         return
     if isinstance(value, dict):
-        items: Iterable[tuple[Any, Any]] = value.items()
+        items: Iterable[tuple[Any, Any]] = ((_step_of(key), item) for key, item in value.items())
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
     elif type(value) not in _LEAVES and is_record(value):
@@ -45,6 +48,20 @@ def _collect(value: Any, path: Path, found: list[tuple[Path, torch.Tensor]]) -> 
     for key, item in items:
         if type(item) not in _LEAVES:
             _collect(item, (*path, key), found)
+
+
+def _step_of(key: Any) -> Any:
+    """What stands in a path for a key of a dict."""
+    if key is None or isinstance(key, (str, int, float)):
+        return key
+    return f"{type(key).__name__}.{key.name}" if isinstance(key, Enum) else repr(key)
+
+
+def _key_at(value: dict[Any, Any], step: Any) -> Any:
+    """The key of a dict for which this stands in a path; the step itself where there is none."""
+    if step in value or not isinstance(step, str):
+        return step
+    return next((key for key in value if not isinstance(key, str) and _step_of(key) == step), step)
 
 
 def is_record(value: Any) -> bool:
@@ -116,8 +133,12 @@ def signature_names(module: torch.nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in kinds)
 
 
-def change_at(value: Any, path: Path, change: Change, where: str) -> Any:
-    """`value` with the tensor at `path` changed. None on the way, or a field that a dict leaves out, stays None."""
+Noted = list[tuple[dict[Any, Any], Any, Any, Any]]  # a dict, a key, what was there, and what is there now
+
+
+def change_at(value: Any, path: Path, change: Change, where: str, noted: Noted | None = None) -> Any:
+    """`value` with the tensor at `path` changed. None on the way, or a field that a dict leaves out, stays None. A dict
+    is changed in place, and that is `noted`: whoever holds it sees it."""
     if not path:
         if value is None:
             return None
@@ -129,25 +150,37 @@ def change_at(value: Any, path: Path, change: Change, where: str) -> Any:
         return change(value)
     key, rest = path[0], path[1:]
     if isinstance(value, dict):
+        key = _key_at(value, key)
         if key not in value:
             return value if getattr(value, str(key), value) is None else _missing(where, path)
-        value[key] = change_at(value[key], rest, change, where)
+        before = value[key]
+        value[key] = change_at(before, rest, change, where, noted)
+        if noted is not None:
+            noted.append((value, key, before, value[key]))
         return value
     if isinstance(value, (list, tuple)):
         if key == EACH:
-            return _like(value, [change_at(item, rest, change, where) for item in value])
+            return _like(value, [change_at(item, rest, change, where, noted) for item in value])
         if not isinstance(key, int) or key >= len(value):
             return _missing(where, path)
         items = list(value)
-        items[key] = change_at(items[key], rest, change, where)
+        items[key] = change_at(items[key], rest, change, where, noted)
         return _like(value, items)
     if is_record(value):
         if key not in fields_of(value):
             return _missing(where, path)
-        return _with_fields(value, {key: change_at(fields_of(value)[key], rest, change, where)})
+        return _with_fields(value, {key: change_at(fields_of(value)[key], rest, change, where, noted)})
     if value is None:
         return None
     return _missing(where, path)
+
+
+def put_back(noted: Noted) -> None:
+    """Undo what was noted of dicts, but for what someone else has changed since."""
+    while noted:
+        value, key, before, now = noted.pop()
+        if value.get(key) is now:
+            value[key] = before
 
 
 def _like(value: Any, items: list[Any]) -> Any:
@@ -195,6 +228,7 @@ def _holds_tensor(value: Any, path: Path) -> bool:
         items = value if key == EACH else value[key : key + 1] if isinstance(key, int) else ()
         return bool(items) and all(_holds_tensor(item, rest) for item in items)
     known = value if isinstance(value, dict) else fields_of(value) if is_record(value) else {}
+    key = _key_at(known, key)
     return key in known and _holds_tensor(known[key], rest)
 
 
@@ -205,5 +239,5 @@ def change_output(output: Any, path: Path, change: Change, where: str) -> Any:
 
 def change_if_returned(output: Any, path: Path, change: Change, where: str) -> Any:
     """The model's own result with one tensor changed, or left as it is if the call did not ask for that one."""
-    left_out = path and isinstance(output, dict) and path[0] not in output
+    left_out = path and isinstance(output, dict) and _key_at(output, path[0]) not in output
     return output if left_out else change_at(output, path, change, where)

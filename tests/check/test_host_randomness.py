@@ -65,8 +65,12 @@ class Normed(nn.Module):
 def test_spectral_norms_train_alike(kind: str) -> None:
     model, inputs = Normed(kind), {"x": torch.randn(2, 6, 16)}
     plan = autoplan.plan(model, 2, inputs=inputs)
-    assert {entry.pattern for entry in plan.entries} == {"plain_up", "plain_down"}
-    assert any("in training" in str(left.reason) for left in plan.replicated)
+    split = {entry.pattern.partition(".")[0] for entry in plan.entries}
+    if kind == "hooked":  # a hook is not recorded in training mode
+        assert split == {"plain_up", "plain_down"}
+        assert any("in training" in str(left.reason) for left in plan.replicated)
+    else:
+        assert split == {"plain_up", "plain_down", "up", "down"}
     report = autoplan.verify(model, plan, 2, inputs=inputs)
     assert report.ok, [str(finding) for finding in report.findings]
     assert "training" in report.details["checked"]

@@ -7,7 +7,7 @@ KNOWN: dict[str, str] = {
     "algebra/RearrangedInnermost@tp2": "as Rearranged",
     "idioms/Decorated@tp2": "a sound model is refused: its wrapper takes by position what is given by name",
     "idioms/JacobianVector@tp2": "a sound model is refused: nothing inside of a forward derivative is split",
-    "idioms/ScriptedModule@tp2": "a sound model is refused: no inputs are derived through code that torch.jit has compiled",
+    "idioms/ScriptedModule@tp2": "a sound model is refused: no inputs are derived through code that torch.jit compiled",
     "lifecycle/CalledTwice@tp2": "a sound call is refused: its argument asks for a gradient, which no recorded one did",
     "lifecycle/MomentumEncoder@tp2": "a sound model is refused: get_parameter finds no nn.Parameter",
     "structures/OtherKeyWidths@tp2": "a sound model is refused: attention with a learned key and a mask of each head",

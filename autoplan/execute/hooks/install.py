@@ -19,7 +19,18 @@ import autoplan.execute.hooks.carried_out  # noqa: F401 - whatever carries out a
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
-from autoplan.common.nested import change_if_returned, change_input, change_output, flatten_tensors, signature_names
+from autoplan.common.nested import (
+    Change,
+    Noted,
+    Path,
+    change_at,
+    change_if_returned,
+    change_input,
+    change_output,
+    flatten_tensors,
+    put_back,
+    signature_names,
+)
 from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.collectives import gather_pieces, mesh_device
 from autoplan.execute.dropout import may_draw
@@ -224,8 +235,18 @@ def _at_boundary(planned: Boundary, at: At) -> Around:
         result = done(x)
         return result if torch.compiler.is_compiling() or looking_on() is None else as_given(planned, result)
 
-    if planned.side == "input":
+    if planned.side == "input" and len(path) == 1:
         return Around(enter=lambda args, kwargs: change_input(args, kwargs, names, path, change, where))
+    if planned.side == "input":  # a dict is the caller's, who reads it again behind the module
+        noted: Noted = []
+
+        def at_path(value: Any, path: Path, change: Change, where: str) -> Any:
+            return change_at(value, path, change, where, noted)
+
+        return Around(
+            enter=lambda args, kwargs: change_input(args, kwargs, names, path, change, where, at=at_path),
+            end=lambda failed: put_back(noted),
+        )
     return Around(leave=lambda output: change_output(output, path, change, where))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import Enum
 
 import torch
 from torch import nn
@@ -400,3 +401,42 @@ class LargeTableByIndexing(nn.Module):
 
     def forward(self, items, x):
         return self.down(F.gelu(self.up(self.table[items].mean(1) + self.inp(x))))
+
+
+class Kind(Enum):
+    PAPER = "paper"
+    AUTHOR = "author"
+
+
+WRITES = ("author", "writes", "paper")
+
+
+NODES, EDGES = {Kind.PAPER: floats(6, 16), Kind.AUTHOR: floats(4, 16)}, {WRITES: ids(2, 9, below=4)}
+
+
+@case(call(NODES, EDGES), inputs={"nodes": NODES, "edges": EDGES})
+class EdgeTypes(nn.Module):
+    """Nodes by members of an Enum, edges by tuples, as graph libraries key them; weights of no module of their own."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.ParameterList(nn.Parameter(torch.randn(16, 32) / 4) for _ in Kind)
+            self.down = nn.ParameterList(nn.Parameter(torch.randn(32, 16) / 4) for _ in Kind)
+
+        def forward(self, nodes):
+            return {
+                kind: F.relu(nodes[kind] @ up) @ down for kind, up, down in zip(Kind, self.up, self.down, strict=True)
+            }
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, nodes, edges):
+        for layer in self.layers:
+            made = layer(nodes)
+            sources, targets = edges[WRITES]
+            sent = torch.zeros_like(nodes[Kind.PAPER]).index_add(0, targets, made[Kind.AUTHOR][sources])
+            nodes = {Kind.PAPER: nodes[Kind.PAPER] + made[Kind.PAPER] + sent, Kind.AUTHOR: made[Kind.AUTHOR]}
+        return nodes

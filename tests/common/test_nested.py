@@ -1,0 +1,79 @@
+"""Paths to tensors in nested arguments and results."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoplan
+from autoplan.common.nested import Noted, change_at, flatten_tensors, put_back
+
+
+class Kind(Enum):
+    PAPER = "paper"
+    AUTHOR = "author"
+
+
+KEYS: dict[str, Any] = {
+    "Kind.PAPER": Kind.PAPER,
+    "('author', 'writes', 'paper')": ("author", "writes", "paper"),
+    "x": "x",
+}
+
+
+@pytest.mark.parametrize("step", KEYS)
+def test_a_key_stands_in_a_path_as_text(step: str) -> None:
+    value = {"other": torch.zeros(1), KEYS[step]: [torch.ones(2)]}
+    assert [path for path, _ in flatten_tensors(value)] == [("other",), (step, 0)]
+    changed = change_at(value, (step, 0), lambda x: x + 1, "here")
+    assert torch.equal(changed[KEYS[step]][0], torch.full((2,), 2.0)) and set(changed) == {"other", KEYS[step]}
+
+
+def test_what_was_changed_in_a_dict_is_put_back() -> None:
+    """But for what the module itself has put there."""
+    one, other = torch.zeros(1), torch.zeros(1)
+    value, noted = {"one": one, "other": other}, Noted()
+    for key in value:
+        change_at(value, (key,), lambda x: x + 1, "here", noted)
+    value["other"] = new = torch.ones(3)
+    put_back(noted)
+    assert value["one"] is one and value["other"] is new and not noted
+
+
+class Layer(nn.Module):
+    """Its weights are no modules' of their own, so what is done to its input stands in the dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 16, 32) / 4)
+        self.down = nn.Parameter(torch.randn(2, 32, 16) / 4)
+
+    def forward(self, nodes: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        return {key: torch.relu(nodes[key] @ self.up[i]) @ self.down[i] for i, key in enumerate(nodes)}
+
+
+class Graph(nn.Module):
+    """The caller reads the same dict behind the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, nodes: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        for layer in self.layers:
+            made = layer(nodes)
+            nodes = {key: nodes[key] + made[key] for key in nodes}
+        return nodes
+
+
+@pytest.mark.parametrize("keys", (("a", "b"), tuple(Kind)), ids=("text", "enum"))
+def test_a_dict_of_the_caller_is_as_it_was(keys: tuple[Any, ...], tmp_path: Any) -> None:
+    plan = autoplan.plan(Graph(), 2, inputs={"nodes": {key: torch.randn(5, 16) for key in keys}})
+    assert plan.proof.ok, plan.findings
+    assert any(len(boundary.path) == 2 for boundary in plan.runtime.of(autoplan.values.AllReduceGradient))
+    plan.save(tmp_path / "plan.yaml")
+    assert autoplan.load_plan(tmp_path / "plan.yaml") == plan
