@@ -51,8 +51,8 @@ def _collect(value: Any, path: Path, found: list[tuple[Path, torch.Tensor]]) -> 
 
 
 def _step_of(key: Any) -> Any:
-    """What stands in a path for a key of a dict."""
-    if key is None or isinstance(key, (str, int, float)):
+    """What stands in a path for a key of a dict. (`("args", i)` is a step by itself: an argument without a name.)"""
+    if key is None or isinstance(key, (str, int, float)) or (type(key) is tuple and key[:1] == ("args",)):
         return key
     return f"{type(key).__name__}.{key.name}" if isinstance(key, Enum) else repr(key)
 

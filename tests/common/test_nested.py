@@ -77,3 +77,29 @@ def test_a_dict_of_the_caller_is_as_it_was(keys: tuple[Any, ...], tmp_path: Any)
     assert any(len(boundary.path) == 2 for boundary in plan.runtime.of(autoplan.values.AllReduceGradient))
     plan.save(tmp_path / "plan.yaml")
     assert autoplan.load_plan(tmp_path / "plan.yaml") == plan
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(16, 32) / 4), nn.Parameter(torch.randn(32, 16) / 4)
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        return torch.relu(given[0] @ self.up) @ self.down
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wrapped() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_an_argument_without_a_name_has_a_path() -> None:
+    plan = autoplan.plan(Residual(), 2, inputs={"x": torch.randn(5, 16)})
+    assert plan.proof.ok, plan.findings
+    assert (("args", 0),) in [boundary.path for boundary in plan.runtime.of(autoplan.values.AllReduceGradient)]

@@ -243,10 +243,11 @@ def _at_boundary(planned: Boundary, at: At) -> Around:
         def at_path(value: Any, path: Path, change: Change, where: str) -> Any:
             return change_at(value, path, change, where, noted)
 
-        return Around(
-            enter=lambda args, kwargs: change_input(args, kwargs, names, path, change, where, at=at_path),
-            end=lambda failed: put_back(noted),
-        )
+        def leave(output: Any) -> Any:
+            put_back(noted)
+            return output
+
+        return Around(lambda args, kwargs: change_input(args, kwargs, names, path, change, where, at=at_path), leave)
     return Around(leave=lambda output: change_output(output, path, change, where))
 
 
