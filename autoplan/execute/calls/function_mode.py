@@ -28,7 +28,7 @@ from autoplan.common.layout import Layout
 from autoplan.execute.collectives import copy_to_ranks, take_rows
 from autoplan.execute.executors import At, execute, other_branch
 from autoplan.execute.guard.marks import as_given, looking_on
-from autoplan.execute.parameters.held import record_of
+from autoplan.execute.parameters.held import memory_of, record_of
 from autoplan.patches.kernels import KERNEL_GUARDS, OptionalKernel, optional_kernels
 from autoplan.patches.patched import Alone, Hold, Place, hold
 from autoplan.values import CallRewrite, CallSite, Cut
@@ -228,17 +228,12 @@ class _Guard:
 
     def _taken(self, values: Iterable[Any]) -> nn.Module | None:
         """The planned layer whose parameter is handed over, or a view of it: it lies in the same memory."""
-        given = {_memory(value) for value in values if isinstance(value, torch.Tensor)} - {0}  # 0: it holds nothing
+        given = {memory_of(value) for value in values if isinstance(value, torch.Tensor)}
         planned: list[nn.Module] = []
         _alone.run(lambda: planned.extend(self.planned))
         planned = [module for module in planned if record_of(module) is not None]  # or it was put back
         own = ((module, p) for module in planned for p in module._parameters.values() if p is not None)
-        return next((module for module, parameter in own if _memory(parameter) in given), None)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+        return next((module for module, parameter in own if memory_of(parameter) in given), None)
 
 
 _guards: WeakValueDictionary[tuple[int, str], _Guard] = WeakValueDictionary()  # what stands in a place keeps its guard

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, _VersionWrapper, create_sel
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import flatten_tensors
+from autoplan.execute.parameters.held import memory_of
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Drawn
 
@@ -103,9 +104,9 @@ class _CopyBeforeChange(TorchDispatchMode):
         if schema is not None and schema.is_mutable:
             given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
             written = [given.get(argument.name) for argument in schema.arguments if argument.is_write]
-            changed = {_memory(one) for _, one in flatten_tensors(written)}
+            changed = {memory_of(one) for _, one in flatten_tensors(written)}
             for kept in _wrapped(list(self.kept.values())):
-                if isinstance(kept.val, torch.Tensor) and _memory(kept.val) in changed:
+                if isinstance(kept.val, torch.Tensor) and memory_of(kept.val) in changed:
                     kept.val = kept.val.clone()
                     kept.version = kept.val._version
         return func(*args, **(kwargs or {}))
@@ -117,10 +118,6 @@ def _wrapped(kept: Any) -> Iterator[_VersionWrapper]:
     elif isinstance(kept, (dict, list, tuple)):
         for one in kept.values() if isinstance(kept, dict) else kept:
             yield from _wrapped(one)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 # Caches of keys and values in calls that are run again: what a block was given is kept as it was.

@@ -18,6 +18,7 @@ from autoplan.common.code.ways import ENTRY, Follower, Key, Tracer, is_module_ca
 from autoplan.common.nested import flatten_tensors
 from autoplan.execute.guard.marks import GRADIENT, PART, Marks, keeping_code, loads_of
 from autoplan.execute.guard.situations import reads_outside
+from autoplan.execute.parameters.held import memory_of
 from autoplan.ops.questions import literals_say
 
 _VALUES_READ = frozenset(
@@ -172,9 +173,9 @@ class Watch(Tracer):
     def _backward_hook(self, module: nn.Module, frame: FrameType, event: str, value: Any) -> Any:
         """A module whose backward others listen to returns: torch's wrapper has taken the marks off."""
         if event == "return":
-            places = {tensor.data_ptr() for tensor in list(self.marks.tensors)}
+            places = {memory_of(tensor) for tensor in list(self.marks.tensors)}
             given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
-            if any(one.requires_grad and one.data_ptr() in places for _, one in flatten_tensors((given, value))):
+            if any(one.requires_grad and memory_of(one) in places for _, one in flatten_tensors((given, value))):
                 name = self.guard.name_of(module) or "the model"
                 self.exits[f"a backward hook on {name} is given gradients of which each rank makes a part"] = HOOKS
         return partial(self._backward_hook, module)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autoplan.common.layout import Layout, chunk
@@ -135,6 +136,11 @@ class Held:
             ranked = torch.cat(pieces, self.dim)
         order = whole_order(self.rows)
         return ranked if order is None else take_rows(ranked, self.dim, order)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """The same number for tensors that share a storage. No pointer to data is read: a fake tensor has none."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
 
 
 @lru_cache(maxsize=4096)

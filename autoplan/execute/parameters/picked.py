@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autoplan.common.nested import changed_inside, flatten_tensors
-from autoplan.execute.parameters.held import Held, Mark, held_by, mark_of
+from autoplan.execute.parameters.held import Held, Mark, held_by, mark_of, memory_of
 from autoplan.execute.parameters.local_views import whole_view
 from autoplan.execute.parameters.state_dict import gathered, local_piece, whole_tensor
 from autoplan.patches.sharding_rules import answered_by_torch
@@ -53,7 +53,7 @@ def held_of_memory(x: DTensor) -> Held | None:
 
 
 def _place(x: DTensor) -> Any:
-    return x._local_tensor.data_ptr(), x.shape, x.device_mesh, x.placements
+    return memory_of(x), x._local_tensor.storage_offset(), x.shape, x.device_mesh, x.placements
 
 
 def with_mark(parameter: DTensor, same: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -109,6 +110,26 @@ def test_weights_are_those_of_the_unsharded_model(change: Callable[[Any], None])
     for found in run_ranks(rank, 2):
         for name, value in expected.state_dict().items():
             assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-6), name
+
+
+def test_models_without_values_that_live_beside_are_not_read() -> None:
+    """An estimate keeps such a model; its shapes may be those of the one that trains."""
+    model, plan = model_and_plan()
+
+    def rank(number: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        beside = autoplan.parallelize(copy.deepcopy(model), mesh, plan)
+        for parameter in beside.parameters():
+            parameter._local_tensor = FakeTensorMode().from_tensor(parameter._local_tensor)
+        sharded = autoplan.parallelize(copy.deepcopy(model), mesh, plan)
+        rows_by_mask(sharded)
+        return type(beside.both.weight._local_tensor), autoplan.full_tensors(sharded)
+
+    expected = copy.deepcopy(model)
+    rows_by_mask(expected)
+    for kind, found in run_ranks(rank, 2):
+        assert kind is FakeTensor
+        assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
 
 
 def test_torch_has_its_own_methods_again() -> None:
