@@ -38,10 +38,11 @@ def _fsdp_takes(function: object, *parameters: str) -> bool:
 
 @FSDP.hold("has the caller asked for zeros of unused parameters?", f"{_STATE}._fsdp_param_groups")
 def _zeros_for_unused() -> bool:
-    """The caller's own wish is kept by each group of parameters, under this name; torch 2.11 knows no such wish."""
-    source = inspect.getsource(_fsdp_param_group.FSDPParamGroup.__init__)
-    kept = "self.reduce_scatter_unused_params" in source
-    return getattr(_fsdp_state.FSDPState(), "_fsdp_param_groups", None) == [] if kept else torch.__version__ < "2.12"
+    """Each group of parameters keeps the caller's wish under this name; torch before 2.13 has no such wish."""
+    kept = "self.reduce_scatter_unused_params" in inspect.getsource(_fsdp_param_group.FSDPParamGroup.__init__)
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return not kept
+    return kept and getattr(_fsdp_state.FSDPState(), "_fsdp_param_groups", None) == []
 
 
 @FSDP.hold(

@@ -12,6 +12,7 @@ import ast
 import importlib
 import inspect
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,7 +30,7 @@ from autoplan.patches.patched import Alone, Patch, Place, patched
 _HOME = "transformers.integrations.hub_kernels"
 _ASKED = "is_torchdynamo_exporting"  # transformers' question before it takes a kernel
 _MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
-_KEPT = ("package", "func_name", "is_new_implementation", "torch_function")  # in the decorator's closure
+_KEPT = ("is_new_implementation", "torch_function")  # in the decorator's closure
 _NO_KERNELS = ("torch", "transformers", "numpy", *sys.stdlib_module_names)
 _LIBRARIES, _MODELS = ("torch.", "builtins", "transformers."), "transformers.models."
 _unpacked: ContextVar[bool] = ContextVar("autoplan_unpacked", default=False)
@@ -43,15 +44,15 @@ def _takes_reference() -> bool:
     if decorator is None:  # no such kernels in this version: nothing is replaced
         return not hasattr(home, _ASKED)
 
-    def reference(x: Any) -> str:
+    @decorator("sqrt", "math")  # stands for an installed kernel
+    def decorated(x: Any) -> str:
         return "reference"
 
-    decorated = decorator("sqrt", "math")(reference)  # stands for an installed kernel
     kernel = _kernel_of(home, "sqrt", decorated)
     with on_reference_path():
         inside = decorated(4.0)
-    told = kernel == OptionalKernel(home, "sqrt", "math", "sqrt", True, reference)
-    return told and (inside, decorated(4.0)) == ("reference", 2.0)
+    known = kernel == OptionalKernel(home, "sqrt", "math", "sqrt", True, inspect.unwrap(decorated))
+    return known and (inside, decorated(4.0)) == ("reference", 2.0)
 
 
 REFERENCE_PATH = Patch(
@@ -206,8 +207,24 @@ def _kernel_of(home: ModuleType, name: str, value: Any) -> OptionalKernel | None
     if function is None or not _decorated(function):
         return None
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    package, kernel, new, reference = (cells[word].cell_contents for word in _KEPT)
-    return OptionalKernel(home, name, str(package), str(kernel), bool(new), reference)
+    new, reference = (cells[word].cell_contents for word in _KEPT)
+    names: list[str] = []
+    _alone.run(lambda: names.extend(_decorator_names(reference)))
+    return OptionalKernel(home, name, names[1], names[0], bool(new), reference)
+
+
+@lru_cache(maxsize=256)
+def _decorator_names(reference: Callable[..., Any]) -> tuple[str, str]:
+    """Return the kernel and its package, as the file of a model gives them to transformers' decorator."""
+    try:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(reference))).body
+    except (OSError, SyntaxError, ValueError):
+        return reference.__name__, "a package that is not known"
+    assert isinstance(function, ast.FunctionDef)
+    calls = (node for node in function.decorator_list if isinstance(node, ast.Call) and len(node.args) > 1)
+    texts = [[node.value for node in call.args if isinstance(node, ast.Constant)] for call in calls]
+    kernel, package = next((str(first), str(second)) for first, second, *_ in texts)
+    return kernel, package
 
 
 def _decorated(function: Any) -> bool:
