@@ -50,7 +50,7 @@ class Axes:
     gathered: frozenset[int] = frozenset()  # ops after which an all-gather was decided
 
     def of(self, tensor: int) -> tuple[Term, ...]:
-        """The terms of a tensor, one per dim."""
+        """Return the terms of a tensor, one per dim."""
         return self.dims[tensor]
 
     def is_stored_weight(self, tensor: int) -> bool:

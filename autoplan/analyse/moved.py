@@ -166,8 +166,8 @@ def _moves(
 def _exchanged(one: Exchange, shape: tuple[int, ...], ranks: int) -> int:
     """Return how many elements a rank sends: its positions of the features that each rank holds, to that rank."""
     layout = Layout.parse(one.layout)
-    held = sum(len(layout.rows(rank, ranks)) if layout.is_split else layout.size for rank in range(ranks))
-    return prod(shape) // shape[one.feature] * held // ranks
+    local_sizes = sum(len(layout.rows(rank, ranks)) if layout.is_split else layout.size for rank in range(ranks))
+    return prod(shape) // shape[one.feature] * local_sizes // ranks
 
 
 def _crossing(visit: ModuleVisit, one: Instruction) -> tuple[tuple[tuple[object, ...], int], ...]:

@@ -96,8 +96,8 @@ class _Lookup:
 
     def dims(self, site: Site, sizes: Sequence[int]) -> Dims:
         """Return the dims of x[indices], given the sizes of the looked-up part."""
-        kept = [site.fresh(sizes[-1], self.event, data=self.masked_data)] if sizes else []
-        middle = site.broadcast([kept if operand is None else operand for operand in self.operands], sizes)
+        selected = [site.fresh(sizes[-1], self.event, data=self.masked_data)] if sizes else []
+        middle = site.broadcast([selected if operand is None else operand for operand in self.operands], sizes)
         return [find(term) for term in (*self.before, *middle, *self.after)]
 
 
@@ -139,8 +139,8 @@ def index_put(site: Site) -> Answer:
     lookup = _look_up(site, list(site.arg(1, "indices")), Event.SCATTER)
     values = site.terms(site.inputs[-1])
     place = len(lookup.after) + 1
-    kept = values[-place].size if len(values) >= place else 1
-    sizes = _broadcast_sizes([[kept] if o is None else [term.size for term in o] for o in lookup.operands])
+    selected = values[-place].size if len(values) >= place else 1
+    sizes = _broadcast_sizes([[selected] if o is None else [term.size for term in o] for o in lookup.operands])
     dims = lookup.dims(site, sizes)
     shape = [term.size for term in dims]
     if not site.broadcasts([[term.size for term in values]], shape):
@@ -285,7 +285,7 @@ def scatter(site: Site) -> Answer:
     operands = [site.terms(ref) for ref in site.inputs[1:]]
     for operand in operands:
         site.unify_equal_sizes(dims, operand, skip=dim)
-    for term in (term for given in (dims, *operands) for term in given[dim : dim + 1]):
+    for term in (term for terms in (dims, *operands) for term in terms[dim : dim + 1]):
         site.mark(term, Event.SCATTER)
     if len(operands) == 2 and operands[0] and operands[0][dim].size == operands[1][dim].size:
         site.unify(operands[0][dim], operands[1][dim])

@@ -63,8 +63,8 @@ def group_normed(local: Local) -> Any:
 
 def _all_but_one(op: Op, rank: int) -> list[int]:
     """Return the dims over which a weight norm takes lengths."""
-    kept = told(op, 2, "dim", 0)
-    return [dim for dim in range(rank) if dim != kept % rank]
+    dim_kept = told(op, 2, "dim", 0)
+    return [dim for dim in range(rank) if dim != dim_kept % rank]
 
 
 def _lengths(at: SplitOp) -> Reduction | None:

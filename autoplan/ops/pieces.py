@@ -32,9 +32,9 @@ def row_of_its_rank(local: Local) -> Any:
         return local.call()
     local.reducing = True
     row = local.args[2] % local.size(0, local.args[1])
-    held = local.held(layout)
-    local.args[2] = held.index(row) if row in held else 0
-    return local.call() * float(row in held)
+    rows = local.held(layout)
+    local.args[2] = rows.index(row) if row in rows else 0
+    return local.call() * float(row in rows)
 
 
 def sliced(local: Local) -> Any:
@@ -44,9 +44,9 @@ def sliced(local: Local) -> Any:
     step = local.argument(4, "step", 1)
     if layout is None or step != 1:
         return local.call()
-    size, held = local.size(0, dim), local.held(layout)
+    size, rows = local.size(0, dim), local.held(layout)
     low, high = bounds(size, local.argument(2, "start", None), local.argument(3, "end", None))
-    return local.function(local.args[0], dim, sum(row < low for row in held), sum(row < high for row in held), 1)
+    return local.function(local.args[0], dim, sum(row < low for row in rows), sum(row < high for row in rows), 1)
 
 
 def split_up(local: Local) -> Any:
@@ -230,9 +230,9 @@ def pad(site: Site) -> Answer:
         elif not constant:
             dims[-1 - k] = site.fresh(size, Event.PAD)
         else:
-            kept = site.algebra.cut(term, max(0, -before), term.size + min(0, after))
+            middle = site.algebra.cut(term, max(0, -before), term.size + min(0, after))
             edges = [site.fresh(max(0, amount), Event.PAD) for amount in (before, after)]
-            dims[-1 - k] = concatenation([edges[0], kept, edges[1]])
+            dims[-1 - k] = concatenation([edges[0], middle, edges[1]])
     return [dims]
 
 

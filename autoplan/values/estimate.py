@@ -36,7 +36,7 @@ JOINED = " × "  # between the names of the dims of one message
 
 @dataclass(frozen=True)
 class Cost:
-    """`does`, the word for what ranks do ("sum", "gather"), with the output, or with what `of` says.
+    """One collective: `does`, the word for it ("sum", "gather"), with the output, or with what `of` says.
 
     Gradients are summed backward, all else is done forward. `of` "call": it is done by one call inside the module.
     `parameter`: the one whose gradient it is; `shared_rows`: only of the rows that several ranks hold.
@@ -62,8 +62,8 @@ class Cost:
             return f"gradient of {self.parameter}{' on shared rows' * self.shared_rows} (backward)"
         if self.of == "call":
             return "inside the module (forward)"
-        kept = ", sharded along the sequence" * self.as_sequence_shard
-        return f"output{kept} (forward)" + (f", where {self.at} returns it" if self.at else "")
+        along_sequence = ", sharded along the sequence" * self.as_sequence_shard
+        return f"output{along_sequence} (forward)" + (f", where {self.at} returns it" if self.at else "")
 
     @property
     def done(self) -> str:
@@ -224,8 +224,8 @@ def named_dims(mesh: Iterable[tuple[str, int]]) -> dict[str, int]:
     """Return the dims of several ranks; with ranks of cp also the one that FSDP2 shards over, since without it weights
     are replicated."""
     sizes = dict(mesh)
-    kept = ("dp_shard",) if sizes.get("cp", 1) > 1 else ()
-    return {name: size for name, size in sizes.items() if size > 1 or name in kept} or {"dp_shard": 1}
+    always = ("dp_shard",) if sizes.get("cp", 1) > 1 else ()
+    return {name: size for name, size in sizes.items() if size > 1 or name in always} or {"dp_shard": 1}
 
 
 def mesh_text(mesh: Iterable[tuple[str, int]]) -> str:
@@ -276,14 +276,14 @@ class Row:
 
     def __str__(self) -> str:
         sizes = mesh_text(self.estimate.mesh)
-        told = [
+        parts = [
             f"{sizes}, whole copies" if self.estimate.train == "inference" and "dp_replicate" in self.mesh else sizes
         ]
-        told += ["experts apart"] if self.experts else []
-        told += ["sequence parallel"] if self.sequence_parallel else []
-        told += [f"checkpointing {'blocks' if self.checkpointing is True else self.checkpointing}"] if (
+        parts += ["experts apart"] if self.experts else []
+        parts += ["sequence parallel"] if self.sequence_parallel else []
+        parts += [f"checkpointing {'blocks' if self.checkpointing is True else self.checkpointing}"] if (
             self.checkpointing) else []  # fmt: skip
-        told += ["no reshard after forward"] if self.reshard is False else []
-        told += ["experts on ranks that exchange tokens"] if any(sent.among for sent in self.estimate.messages) else []
+        parts += ["no reshard after forward"] if self.reshard is False else []
+        parts += ["experts on ranks that exchange tokens"] if any(sent.among for sent in self.estimate.messages) else []
         own = f" × {self.estimate.own_tokens} tokens of a rank" if self.cp > 1 else ""
-        return ", ".join([*told, f"micro-batch {self.estimate.batch}{own}"])
+        return ", ".join([*parts, f"micro-batch {self.estimate.batch}{own}"])

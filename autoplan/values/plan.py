@@ -98,7 +98,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proven, how, and at which tp."""
+    """The proof of a plan: what was proven, how, and at which tp.
+
+    `ok`: all of it was done and held, the trial on simulated ranks too. `wrong`: the checks that found the plan wrong.
+    A plan that is not `ok` may have `failed`, or just not be proven: `trial` and `text` say why.
+    """
 
     method: Literal["none", "graph", "ranks"]
     tp_size: int

@@ -107,4 +107,4 @@ class PackedWeight:
 
     def block(self, dim: int) -> int:
         """Return how many elements of the plain weight along `dim` are never separated."""
-        return max((one.factor for tensor in self.tensors for one in tensor.dims if one.of == (dim,)), default=1)
+        return max((own.factor for tensor in self.tensors for own in tensor.dims if own.of == (dim,)), default=1)

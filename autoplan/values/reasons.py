@@ -182,12 +182,12 @@ class InsideQuantisedBlock(Reason):
     uneven: int = 0
 
     def __str__(self) -> str:
-        held = f"{self.size / self.ranks:g} of {self.size}"
+        local_size = f"{self.size / self.ranks:g} of {self.size}"
         parts = self.size / self.ranks / self.block
         blocks_held = f"{parts:g} quantised blocks of {self.block} in {self.weight}"
         blocks = -(-self.size // self.block)
         blocks_held += f" (there are {blocks} for {self.ranks} ranks)" if blocks < self.ranks else ""
-        return f"at tp={self.ranks} a rank would hold {held}, {blocks_held}"
+        return f"at tp={self.ranks} a rank would hold {local_size}, {blocks_held}"
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,7 @@ class ExpertsDoNotDivide(Reason):
 
 @dataclass(frozen=True)
 class ExpertsWhole(Reason):
-    """`why` the axis of a module's experts is not split, if that is known."""
+    """The axis of a module's experts is not split; `why`, if that is known."""
 
     why: Reason | None = None
 

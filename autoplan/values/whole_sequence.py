@@ -76,8 +76,8 @@ class WholeSequence:
 
     def __str__(self) -> str:
         place, maker = self.place or "the model", self.maker or "the model"
-        told = {"call": self.call, "parameter": self.parameter, "error": self.error}
-        text = _SENTENCES[self.why].format(place=place, maker=maker, **told)
+        details = {"call": self.call, "parameter": self.parameter, "error": self.error}
+        text = _SENTENCES[self.why].format(place=place, maker=maker, **details)
         text += ", and no module boundary lies before it" if self.inside else ""
         if self.stack is not None:
             return f"all of {self.stack or 'the stack'}: {text}"

@@ -98,7 +98,7 @@ def dequantised(view: View, others: list[View], stored: tuple[int, ...], after: 
         (*view.companions, *(n for other in others for n in (other.parameter, *other.companions)))
     )
     companions.pop(view.parameter, None)
-    back = len(after) == len(stored) and all(size % kept == 0 for size, kept in zip(after, stored, strict=True))
+    back = len(after) == len(stored) and all(size % old == 0 for size, old in zip(after, stored, strict=True))
     dims: tuple[int | None, ...] = view.dims if len(view.dims) == len(after) else (None,) * len(after)
     if back and None in dims:
         dims = tuple(range(len(stored)))

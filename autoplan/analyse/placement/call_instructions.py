@@ -149,11 +149,11 @@ def _brings_shares(call: Call, shards: Shards) -> bool:
 
 def _together(call: Call, kinds: dict[int, Reduction], shards: Shards) -> Reduction | NotPlaced | None:
     """Return how ranks reduce for a call, given the reductions of its ops (by index)."""
-    known, reduction = call_record(call.name), next(reversed(kinds.values()), None)
+    record, reduction = call_record(call.name), next(reversed(kinds.values()), None)
     why = why_no_partial_sum(call, shards, kinds, row_bias_of(call, reduction)) or why_sizes_differ(call, shards)
     if why:
         return why
-    if reduction in _UNSETTLED and reduction not in (known.settles, known.pays):
+    if reduction in _UNSETTLED and reduction not in (record.settles, record.pays):
         return NotPlaced(_UNSETTLED[reduction])
     if reduction in _SHARED and _counts_twice(call, shards):
         return NotPlaced("held-together")
@@ -257,21 +257,21 @@ def _variance(call: Call, shards: Shards) -> dict[str, Any]:
     source, correction = op.args[0].id, op.kwargs.get("correction")
     shape = shards.trace.tensors[source].shape
     dims = _from_end(op, len(shape))
-    held = tuple(
+    counts = tuple(
         prod(n for dim, n in enumerate(shards.local_shape(source, rank)) if dim - len(shape) in dims)
         for rank in range(shards.tp)
     )
-    kept = len(shards.trace.tensors[next(refs(op.outputs))].shape) == len(shape)
+    keepdim = len(shards.trace.tensors[next(refs(op.outputs))].shape) == len(shape)
     correction = 1 if correction is None else correction
-    return {"dims": dims, "keepdim": kept, "correction": correction, "held": held}
+    return {"dims": dims, "keepdim": keepdim, "correction": correction, "held": counts}
 
 
 def _length(call: Call, shards: Shards) -> dict[str, Any]:
     """Return the dims from the end, whether they stay as dims of 1, and whether it divides by the lengths."""
     op = reducing_op(call, Reduction.LENGTH, shards)
     rank = len(shards.axes.of(op.args[0].id))
-    kept = len(shards.trace.tensors[next(refs(op.outputs))].shape) == rank
-    return {"dims": _from_end(op, rank), "keepdim": kept, "divides": call_record(call.name).divides}
+    keepdim = len(shards.trace.tensors[next(refs(op.outputs))].shape) == rank
+    return {"dims": _from_end(op, rank), "keepdim": keepdim, "divides": call_record(call.name).divides}
 
 
 def _from_end(op: Op, rank: int) -> tuple[int, ...]:

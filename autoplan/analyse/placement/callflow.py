@@ -290,4 +290,4 @@ class Placement:
 
     def done_to(self, kind: Kind) -> list[Crossing]:
         """Return the module outputs that have this kind of work."""
-        return [crossing for crossing, known in self.outputs if known is kind]
+        return [crossing for crossing, placed in self.outputs if placed is kind]

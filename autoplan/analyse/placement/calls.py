@@ -196,9 +196,9 @@ def _wanted(
     cuts = _cuts(shards, flow, result)
     draws = _mixed_draws(shards, flow) | {index for index in cuts if _is_filled_at_random(shards.trace.calls[index])}
     pieces = {
-        index: given
+        index: lengths
         for index, call in enumerate(shards.trace.calls)
-        if (given := pieces_given(call, shards)) is not None
+        if (lengths := pieces_given(call, shards)) is not None
     }
     indices = (
         set(arguments)
@@ -251,8 +251,8 @@ def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[Cut,
 
 def _repeats(call: Call) -> bool:
     """Return whether the call only repeats its arguments: given a shard's size, it makes a shard."""
-    known = call_record(call.name)
-    return known.alike or known.shows is Shows.REPEATED or isinstance(known.sizes, RepeatEach)
+    record = call_record(call.name)
+    return record.alike or record.shows is Shows.REPEATED or isinstance(record.sizes, RepeatEach)
 
 
 def draws(call: Call, trace: Trace) -> bool:

@@ -110,12 +110,12 @@ def _bias_behind(tensor: int, flow: CallFlow, shards: Shards) -> int | None:
             return None
         if flow.trace.tensors[tensor].kind == "parameter":
             return tensor
-        made = flow.producer.get(tensor)
-        if made is None or tensor in flow.rewritten or len(flow.outputs[made]) != 1:
+        producer = flow.producer.get(tensor)
+        if producer is None or tensor in flow.rewritten or len(flow.outputs[producer]) != 1:
             return None
-        if call_record(flow.trace.calls[made].name).shows not in _SAME_ROWS:
+        if call_record(flow.trace.calls[producer].name).shows not in _SAME_ROWS:
             return None
-        sources = [t for t in flow.inputs[made] if t in flow.carries]
+        sources = [t for t in flow.inputs[producer] if t in flow.carries]
         if len(sources) != 1:
             return None
         tensor = sources[0]

@@ -149,9 +149,9 @@ def _keeps_what_it_reads(known: OpRecord) -> bool:
     some ops only create a value of the same kind; some select a segment of what a packed weight made, which may lack
     the axis of the others. (An axis they slice through is marked as cut.)"""
     groups = isinstance(known.sizes, Groups)
-    made = isinstance(known.sizes, (Filled, MadeWhole))
+    creates = isinstance(known.sizes, (Filled, MadeWhole))
     parts = known.along is not None and known.along.what in ("picks", "parts")
-    return not (groups or made or parts or known.shows is Shows.PICKED)
+    return not (groups or creates or parts or known.shows is Shows.PICKED)
 
 
 def why_sizes_differ(call: Call, shards: Shards) -> NotPlaced | None:
@@ -183,9 +183,9 @@ def _stretched(op: Op, call: Call, shards: Shards) -> bool:
     layouts, shape = shards.layouts(output), shards.trace.tensors[output].shape
     before = shards.trace.tensors[source].shape
     longer = (1,) * (len(shape) - len(before)) + before
-    made = {size for size, was, layout in zip(shape, longer, layouts, strict=True) if was == 1 and layout is None}
-    given = (zip(shards.trace.tensors[t].shape, shards.layouts(t), strict=True) for t in refs((call.args, call.kwargs)))
-    return not made.isdisjoint(size for dims in given for size, layout in dims if layout is not None and size > 1)
+    wide = {size for size, was, layout in zip(shape, longer, layouts, strict=True) if was == 1 and layout is None}
+    read = (zip(shards.trace.tensors[t].shape, shards.layouts(t), strict=True) for t in refs((call.args, call.kwargs)))
+    return not wide.isdisjoint(size for dims in read for size, layout in dims if layout is not None and size > 1)
 
 
 def made_of(call: Call, tensor: int, shards: Shards) -> set[int]:

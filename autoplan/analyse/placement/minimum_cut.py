@@ -149,9 +149,9 @@ class _Problem:
         self.read[version] = []
         if is_partial:
             self.partial.add(version)
-        made = version, "made", index
-        self._whole_gradient_of_parts(made)
-        return made
+        place = version, "made", index
+        self._whole_gradient_of_parts(place)
+        return place
 
     def _read(self, tensor: int, index: int) -> Place:
         if tensor not in self.latest:

@@ -172,21 +172,21 @@ class _Merge:
 def join_gradients(gradients: PartialGradients) -> list[Crossing]:
     """Merge partial gradients where several sums become one; return the inputs at which gradients are divided by tp."""
     crossings: list[Crossing] = []
-    known: dict[int, bool] = {}
+    answers: dict[int, bool] = {}
     flow = gradients.flow
     order = sorted(gradients.uses, key=lambda tensor: -flow.producer.get(tensor, -1))  # the latest values first
     for tensor in order:
-        views = list(_partial_views(tensor, gradients, known))
+        views = list(_partial_views(tensor, gradients, answers))
         for partial_view in views:
             gradients.partial[partial_view.tensor] |= partial_view.readers
-        known = {} if views else known
-        merge = _merge(tensor, gradients, known)
+        answers = {} if views else answers
+        merge = _merge(tensor, gradients, answers)
         if merge is None:
             for partial_view in views:
                 gradients.partial[partial_view.tensor] -= partial_view.readers
-            known = {} if views else known
+            answers = {} if views else answers
             continue
-        known.clear()
+        answers.clear()
         crossings += [crossing for view in views for crossing in view.crossings]
         for call in merge.passing:
             gradients.push(call)
@@ -276,7 +276,7 @@ def _leads_to(call: int, tensor: int, gradients: PartialGradients) -> tuple[int,
     this call (a router's scores) are summed by themselves. None if it reaches anything large besides the value."""
     flow, passing = gradients.flow, list[int]()
     calls, _ = _passed(call, gradients)
-    inside = {made for index in calls for made in flow.outputs[index]} | {tensor}
+    inside = {output for index in calls for output in flow.outputs[index]} | {tensor}
     reached = {t for index in calls for t in flow.inputs[index] if t in flow.carries and t not in inside}
     for other in sorted(reached):
         if gradients.trace.tensors[other].kind == "parameter" or not gradients.shards.has_whole_part(other):

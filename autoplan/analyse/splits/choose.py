@@ -215,9 +215,9 @@ def _candidates(
             choice.reasons[leaf] = reason if reason is not None else InsideScaledBlock()
             continue
         weights = [t for t in places if len(trace.tensors[t].shape) >= 2]
-        held = sum(prod(trace.tensors[t].shape) for t in weights)
+        elements = sum(prod(trace.tensors[t].shape) for t in weights)
         price = sum(0 if e in FREE else PRICE.get(e, _OTHER_PRICE) for e in leaf.events)
-        candidates.append((price > _EXPENSIVE, -held, price, leaf))
+        candidates.append((price > _EXPENSIVE, -elements, price, leaf))
     return sorted(candidates, key=lambda c: c[:3])
 
 

@@ -92,8 +92,8 @@ def _form(visit: ModuleVisit, stack: tuple[int, ...], trace: Trace, axes: Axes) 
     shapes = {tensor: trace.tensors[tensor].shape for _, tensor in (*visit.inputs, *visit.outputs)}
     if len(visit.outputs) != 1:
         return None
-    (result, made), count = visit.outputs[0], trace.tensors[stack[0]].shape[0]
-    out = shapes[made]
+    (result, output), count = visit.outputs[0], trace.tensors[stack[0]].shape[0]
+    out = shapes[output]
     floats = [(path, t) for path, t in visit.inputs if trace.tensors[t].differentiable]
     integers = [(path, t) for path, t in visit.inputs if trace.tensors[t].dtype in _INTEGERS]
     if len(floats) + len(integers) != len(visit.inputs):
@@ -105,7 +105,7 @@ def _form(visit: ModuleVisit, stack: tuple[int, ...], trace: Trace, axes: Axes) 
         return LocalExperts("", count, tokens[0][0], index, weights[0][0], result) if tokens and weights else None
     if len(floats) == 1 and not integers and shapes[floats[0][1]] == out and len(out) > 1:
         experts = find(axes.of(stack[0])[0])
-        major = [factors(axes.of(t)[0])[:1] for t in (floats[0][1], made)]
+        major = [factors(axes.of(t)[0])[:1] for t in (floats[0][1], output)]
         sorted_by_expert = all(len(parts) == 1 and find(parts[0]) is experts for parts in major)
         return LocalExperts("", count, floats[0][0], output=result) if sorted_by_expert else None
     return None
@@ -160,10 +160,10 @@ def _put_in_box(stack: ExpertStack, visit: ModuleVisit, trace: Trace, ops: list[
     others = tuple(Ref(t) for t in read if t not in stack.stack and trace.tensors[t].kind in ("parameter", "buffer"))
     routing = tuple(inputs[path] for path in (stack.site.index, stack.site.weights) if path is not None)
     args = (tuple(Ref(t) for t in stack.stack), inputs[stack.site.tokens], routing, others)
-    made = max(number for number in range(*span) if output.id in refs(trace.ops[number].outputs))
+    producer = max(number for number in range(*span) if output.id in refs(trace.ops[number].outputs))
     for number in range(*span):
         ops[number] = replace(ops[number], name=REMOVED, args=(), kwargs={}, outputs=())
-    ops[made] = Op(BOX, "", args, {}, (output,), stack.module)
+    ops[producer] = Op(BOX, "", args, {}, (output,), stack.module)
     first, last = visit.calls
     for number in range(first, last):
         calls[number] = replace(calls[number], name=REMOVED, args=(), kwargs={}, outputs=(), ops=(span[1], span[1]))

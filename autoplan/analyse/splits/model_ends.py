@@ -345,9 +345,9 @@ def output_shapes(trace: Trace, axes: Axes) -> tuple[OutputShape, ...]:
             sizes = trace.tensors[tensor].shape
             terms = enumerate(axes.of(tensor))
             features = tuple((dim, sizes[dim]) for dim, term in terms if sizes[dim] != 1 and find(term) in axes_made)
-            known = shapes.setdefault(path, OutputShape(path, len(sizes), features))
-            if known != OutputShape(path, len(sizes), features):  # it differs between calls
-                shapes[path] = replace(known, features=())
+            earlier = shapes.setdefault(path, OutputShape(path, len(sizes), features))
+            if earlier != OutputShape(path, len(sizes), features):  # it differs between calls
+                shapes[path] = replace(earlier, features=())
     return tuple(shape for shape in shapes.values() if shape.features)
 
 

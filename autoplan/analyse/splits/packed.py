@@ -102,8 +102,8 @@ def _cuts(
     weight: PackedWeight, tensor: PackedTensor, layouts: tuple[Layout | None, ...], tp: int
 ) -> Iterable[tuple[int, Layout]]:
     for place, dim in enumerate(tensor.dims):
-        if dim.of and any(layouts[one] is not None for one in dim.of):
-            over = joined(tuple(layouts[one] or Layout("factor", weight.shape[one]) for one in dim.of))
+        if dim.of and any(layouts[source] is not None for source in dim.of):
+            over = joined(tuple(layouts[source] or Layout("factor", weight.shape[source]) for source in dim.of))
             segments = weight.segments if dim.of == (weight.rows,) else ()
             in_packed = in_blocks(over, tp, dim.factor, segments)
             assert in_packed is not None, f"{weight.name}: {tensor.name} is cut inside a block"

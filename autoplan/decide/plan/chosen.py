@@ -283,12 +283,12 @@ def fitting(
     try:
         return solved(choices=choices), choices, ()
     except (WrittenPlanError, IndivisibleError) as error:
-        asked = choices.without_optional() if choices is not None else None
-        if asked == choices:
+        requested = choices.without_optional() if choices is not None else None
+        if requested == choices:
             raise
         why = error.message
     text = f"the hand-written plan of this class does not fit here, and analysis decides in its place: {why}"
-    return solved(choices=asked), asked, (Finding("written plan", "warn", "", text),)
+    return solved(choices=requested), requested, (Finding("written plan", "warn", "", text),)
 
 
 def plan_chosen(

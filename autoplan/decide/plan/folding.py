@@ -44,7 +44,7 @@ class Names:
         """Return the name itself, and its counterparts in every block that its block stands for."""
         names = [name]
         for prefix, followers in self.folds:
-            names += [other for known in names for other in _in_other_blocks(known, prefix, followers)]
+            names += [other for each in names for other in _in_other_blocks(each, prefix, followers)]
         return tuple(dict.fromkeys(names))
 
     def expand_all(self, names: Iterable[str]) -> list[str]:
@@ -101,7 +101,7 @@ def same_in_like_blocks(facts: Iterable[ParameterFact], runtime: Runtime, folds:
             done.setdefault(item.pattern, []).append(replace(item, pattern=""))
     for fold in folds:
         for key, representative in fold.alike:
-            mine, its = (_within(done, fold.container, one) for one in (key, representative))
+            mine, its = (_within(done, fold.container, block) for block in (key, representative))
             if mine != its:
                 return False
     return True
@@ -110,7 +110,7 @@ def same_in_like_blocks(facts: Iterable[ParameterFact], runtime: Runtime, folds:
 def _within(done: dict[str, list[Any]], container: str, key: str) -> dict[str, list[Any]]:
     """Return what is done to one block, by the path inside it."""
     block = f"{container}.{key}" if container else key
-    return {name[len(block) :]: what for name, what in done.items() if name == block or name.startswith(f"{block}.")}
+    return {name[len(block) :]: work for name, work in done.items() if name == block or name.startswith(f"{block}.")}
 
 
 def fold_runtime(runtime: Runtime, names: Names) -> Runtime:

@@ -52,8 +52,8 @@ def parse_condition(text: str, names: tuple[str, ...]) -> Condition:
     call = _CALL.fullmatch(bare)
     if call:
         if call[1] not in _FACTS:
-            known = ", ".join(sorted(_FACTS))
-            raise AutoplanError(f"{call[1]!r} is not a fact, in {text!r}", hint=f"facts are {known}")
+            facts = ", ".join(sorted(_FACTS))
+            raise AutoplanError(f"{call[1]!r} is not a fact, in {text!r}", hint=f"facts are {facts}")
         used = [argument.strip().partition(".")[0] for argument in call[2].split(",")]
     else:
         comparison = _COMPARISON.fullmatch(bare)

@@ -134,10 +134,10 @@ def _load(folders: tuple[Path, ...]) -> tuple[Rule, ...]:
     files = {path.stem: path for folder in reversed(folders) for path in (folder / "roles").glob("*.toml")}
     texts = {path.stem: read_text(path, _REFUSAL, BYTES["toml"]) for path in sorted(files.values(), key=_id)}
     rules = tuple(parse_rule(text, name) for name, text in texts.items())
-    known = {rule.id for rule in rules}
+    ids = {rule.id for rule in rules}
     for rule in rules:
         for other in rule.beats:
-            if other not in known:
+            if other not in ids:
                 raise RuleError(f"rule {rule.id!r} beats {other!r}, which does not exist")
     _refuse_circles(rules)
     return rules

@@ -29,7 +29,7 @@ def test_rules(strict: bool = False, rules: Iterable[Rule] | None = None) -> tup
         own = list(_test_rule(rule))
         results += own
         if strict and rule.match is not None and all(result.ok for result in own):
-            results += [_test_mutant(rule, what, mutant) for what, mutant in mutants(rule)]
+            results += [_test_mutant(rule, dropped, mutant) for dropped, mutant in mutants(rule)]
     return tuple(results)
 
 

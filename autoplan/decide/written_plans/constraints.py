@@ -49,9 +49,9 @@ def _choice(choices: ChosenCuts, info: TensorInfo | ParameterFact) -> ChosenCut 
     # The rows of a tied table are its head's columns
     cuts = {{"rows": "out", "width": "in"}.get(cut, cut) for cut in by_cut}
     if len(cuts) > 1:
-        one, other = list(by_cut.values())[:2]
+        first, second = list(by_cut.values())[:2]
         raise WrittenPlanError(
-            f"{choices.name}: {' and '.join(info.names)} are one tied parameter, but {one} and {other} differ",
+            f"{choices.name}: {' and '.join(info.names)} are one tied parameter, but {first} and {second} differ",
             hint="give both the same cut: embedding_rowwise for the table is colwise for the head",
         )
     return next(iter(by_cut.values()), None)
@@ -138,10 +138,10 @@ def check_choices(choices: ChosenCuts, solution: Solution) -> tuple[str, ...]:
                 and "@" not in fact.layout
             ):
                 right = choice.style.removeprefix("packed_") if says_packed else f"packed_{choice.style}"
-                what = "one run of units" if says_packed else "several segments, each cut by itself"
+                contents = "one run of units" if says_packed else "several segments, each cut by itself"
                 raise WrittenPlanError(
                     f"{choices.name}: {choice} cuts {fact.names[0]} as {'packed' if says_packed else 'plain'}, but dim "
-                    f"{fact.dim} holds {what}: {fact.layout}",
+                    f"{fact.dim} holds {contents}: {fact.layout}",
                     hint=f"write {choice.pattern!r}: '{right}'",
                 )
     return tuple(dict.fromkeys(notes))

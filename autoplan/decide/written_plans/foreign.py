@@ -71,23 +71,23 @@ def read_deepspeed(data: Any, name: str, parameters: Iterable[str], tolerant: bo
     `tolerant`: a spec that matches nothing is a choice for its first expression."""
     if problem := misshapen(data, _SHAPE):
         raise WrittenPlanError(f"{name}: {problem}", hint="see DeepSpeed's partition_config")
-    known = list(parameters)
+    names = list(parameters)
     taken: set[str] = set()
     choices = []
     for index, spec in enumerate(specs_of(data) or []):
         where = f"{name}: layer_specs[{index}]"
         style = _style_of(spec, where)
-        matched = [p for p in known if p not in taken and any(_matches(e, p, where) for e in spec.get("patterns", ()))]
+        matched = [p for p in names if p not in taken and any(_matches(e, p, where) for e in spec.get("patterns", ()))]
         if not matched and tolerant and spec.get("patterns"):
             choices.append(ChosenCut(str(spec["patterns"][0]), style, where, kind_of(spec)))
         elif not matched:
             raise WrittenPlanError(
                 f"{where}: {spec.get('patterns')} match no parameter of the model that is still free",
                 hint="DeepSpeed matches from the start of a name (begin with '.*'); parameters look like "
-                f"{', '.join(fold_names(known)[:3])}",
+                f"{', '.join(fold_names(names)[:3])}",
             )
         taken.update(matched)
-        choices += [ChosenCut(pattern, style, where, kind_of(spec)) for pattern in fold_names(matched, known)]
+        choices += [ChosenCut(pattern, style, where, kind_of(spec)) for pattern in fold_names(matched, names)]
     return tuple(choices)
 
 

@@ -130,7 +130,7 @@ class Supposed(StrEnum):
 
 @dataclass(frozen=True)
 class Along:
-    """How an op treats positions along a dim: "picks", "parts" or "scatters" them. `dim`: the argument that is the
+    """An op's treatment of positions along a dim: it "picks", "parts" or "scatters" them. `dim`: the argument for the
     dim."""
 
     what: str

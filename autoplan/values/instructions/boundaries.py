@@ -40,8 +40,8 @@ class Boundary(Instruction):
     in_styles: ClassVar[bool] = True
 
     def said(self, ranks: int) -> str:
-        what = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).removeprefix(".")
-        return f"{self.pattern}: {self.says.format(what=f'{self.side} {what}'.strip(), tp=ranks)}"
+        place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).removeprefix(".")
+        return f"{self.pattern}: {self.says.format(what=f'{self.side} {place}'.strip(), tp=ranks)}"
 
     @property
     def communicates(self) -> bool:

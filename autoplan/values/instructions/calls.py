@@ -32,8 +32,8 @@ class CallSite:
         view at forward:3:8-20, time 2
         """
         more = [f"time {self.time}"] if self.time is not None else []
-        given = "no tensor" if self.dims == -1 else f"{self.dims} dims"
-        more += [f"where it is given {given}"] if self.dims is not None else []
+        shape = "no tensor" if self.dims == -1 else f"{self.dims} dims"
+        more += [f"where it is given {shape}"] if self.dims is not None else []
         more += [f"where its last dim is not {self.width}"] if self.width is not None else []
         return ", ".join([f"{self.function} at {self.place}", *more])
 
@@ -110,8 +110,8 @@ class CallRewrite(Instruction):
 
     def problem(self, ranks: int) -> str:
         odd = (a for a in self.arguments if not len(a.passed) == len(a.wanted) == ranks)
-        if (one := next(odd, None)) is not None:
-            return f"its argument {list(one.path)} has numbers for {len(one.wanted)} ranks, not {ranks}"
+        if (literal := next(odd, None)) is not None:
+            return f"its argument {list(literal.path)} has numbers for {len(literal.wanted)} ranks, not {ranks}"
         return ""
 
 
@@ -364,7 +364,7 @@ class CellCall(CallRewrite):
     @property
     def own_moves(self) -> tuple[Move, ...]:
         states = tuple(("args", 1, at) for at in range(self.states)) if self.states > 1 else (("args", 1),)
-        given: tuple[tuple[Any, ...], ...] = (("args", 0), *(states if self.by_unit else states[:1]))
+        paths: tuple[tuple[Any, ...], ...] = (("args", 0), *(states if self.by_unit else states[:1]))
         gathered = self.states if self.by_unit else 2 * self.gates  # of the input and of the state
-        back = (Move(Collective.ALL_REDUCE, Amount.ARGUMENT, backward=True, path=path) for path in given)
+        back = (Move(Collective.ALL_REDUCE, Amount.ARGUMENT, backward=True, path=path) for path in paths)
         return (Move(Collective.ALL_GATHER, times=gathered), *back)

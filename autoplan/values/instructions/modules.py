@@ -151,9 +151,9 @@ class IntegerEdit(Instruction):
         return self.new if self.per_rank is None else self.per_rank[rank]
 
     def said(self, ranks: int) -> str:
-        what = self.name if self.index is None else f"{self.name}[{self.index}]"
+        name = self.name if self.index is None else f"{self.name}[{self.index}]"
         new = f"{self.new}" if self.per_rank is None else f"{', '.join(map(str, self.per_rank))} by rank"
-        return f"{self.pattern}: {self.says.format(what=what, old=self.old, new=new)}"
+        return f"{self.pattern}: {self.says.format(what=name, old=self.old, new=new)}"
 
     def beyond_styles(self) -> str:
         return f"{self.name} of {self.pattern} must be {self.new} instead of {self.old} on a rank"
@@ -242,8 +242,8 @@ class Capabilities:
 
     def __str__(self) -> str:
         """Return what differs from the usual."""
-        said = ("the stream is cut along the sequence" if self.sequence else "",
+        parts = ("the stream is cut along the sequence" if self.sequence else "",
                 "" if self.scoped else "no call inside a module's forward is changed",
                 f"left whole: {', '.join(self.whole)}" if self.whole else "",
                 "" if self.experts else "experts are not placed on different ranks")  # fmt: skip
-        return "; ".join(filter(None, said))
+        return "; ".join(filter(None, parts))
