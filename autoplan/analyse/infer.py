@@ -127,7 +127,7 @@ class _Reader:
         return answer
 
     def _record(self, outputs: Sequence[Ref], answer: Sequence[Dims | None]) -> None:
-        """Record the dims of the outputs. An output that has dims already (in place, or an input) is unified."""
+        """Record the dims of the outputs. Dims that one has already (in place, or an input) are unified with these."""
         algebra = self.state.algebra
         for position, ref in enumerate(outputs):
             shape = self.trace.tensors[ref.id].shape

@@ -35,7 +35,7 @@ from autoplan.values import (
 )
 from autoplan.values.estimate import JOINED
 
-_BOTH_WAYS = Collective.ALL_REDUCE  # costs twice what a gather or a reduce-scatter does
+_BOTH_WAYS = Collective.ALL_REDUCE  # costs twice as much as an all-gather or a reduce-scatter
 _NEAR = 200  # how many values to search for the one that is reduced
 
 
@@ -94,8 +94,8 @@ def block_traffic(
     context: int = 0,
     within: Shards | None = None,
 ) -> tuple[tuple[Traffic, ...], tuple[Excess, ...]]:
-    """Return the traffic of each traced block, and what exceeds the minimum. `pieces`: into how many each value is
-    sharded besides; `context`: number of ranks that exchange, if not all; `within`: the shards that a rank has of a
+    """Return the traffic of each traced block, and what exceeds the minimum. `pieces`: into how many shards other ranks
+    divide each value; `context`: number of ranks that exchange, if not all; `within`: the shards that a rank has of a
     value to begin with."""
     flow = CallFlow(shards.trace)
     names = set(blocks)

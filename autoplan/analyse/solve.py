@@ -79,11 +79,11 @@ class Solution:
     refusals: tuple[AxisWhole, ...] = ()
     sequence_parallel: bool = False
     whole_sequence: tuple[WholeSequence, ...] = ()
-    notes: tuple[str, ...] = ()  # on a written plan, where there is one
-    parted: tuple[ClassFact, ...] = ()  # classes that would be cut inside a block of a quantised weight
-    experts_inside: tuple[tuple[str, Reason], ...] = ()  # modules whose experts could not be placed apart, and why
+    notes: tuple[str, ...] = ()  # on a written plan, if there is one
+    parted: tuple[ClassFact, ...] = ()  # classes that would be split inside a block of a quantised weight
+    experts_inside: tuple[tuple[str, Reason], ...] = ()  # modules whose experts could not be distributed, and why
     shards: Shards | None = field(default=None, compare=False, repr=False)
-    over_all: Solution | None = field(default=None, compare=False, repr=False)  # over all ranks, where cp is beside tp
+    over_all: Solution | None = field(default=None, compare=False, repr=False)  # over all ranks, if tp and cp combine
 
 
 @dataclass
@@ -140,7 +140,7 @@ def solve(
 def _whole_but_mixed(
     trace: Trace, flow: CallFlow, axes: Axes, tp: int, scoped: bool, demands: Demands, stacks: Iterable[tuple[str, ...]]
 ) -> Demands:  # fmt: skip
-    """Return demands that replicate every weight but those split along axes that position-mixing calls keep."""
+    """Return demands that replicate all weights but those with an axis that position-mixing calls keep apart."""
     done, places = _settle(trace, flow, axes, tp, [], scoped, demands), occurrences(trace, axes)
     apart = {tensor for leaf in mixed_leaves(done.shards, flow, stacks) for tensor in places.get(leaf, ())}
     others = [t for t, info in enumerate(trace.tensors) if info.kind == "parameter" and t not in apart]
@@ -155,7 +155,7 @@ def _whole_but_mixed(
 def _legal_sizes(
     trace: Trace, flow: CallFlow, axes: Axes, tp: int, done: _Round, scoped: bool, demands: Demands
 ) -> tuple[int, ...]:
-    """Return the valid tp sizes: those of a solution for one rank if `tp`, where fewer axes are split, is not one."""
+    """Return the valid tp sizes. If `tp` is not one, other axes are split at it, so solve for one rank."""
     legal = legal_sizes(trace, axes, done.choice, done.tried, demands.packed)
     if tp in legal:
         return legal

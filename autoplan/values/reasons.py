@@ -206,7 +206,7 @@ class AlreadySplit(Reason):
 class NotPlaced(Reason):
     """The split would need something that no mechanism can do: `what`, met at a `call` of `module` ("" the model).
 
-    `op`, `argument`, `count`: what the sentence of `what` mentions besides (values/not_placed.py).
+    `op`, `argument`, `count`: further details in the sentence of `what` (values/not_placed.py).
     """
 
     what: Unplaceable

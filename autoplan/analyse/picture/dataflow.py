@@ -100,7 +100,7 @@ class _Artist:
                 canvas.measure(result.node, output)
 
     def _write(self, op: Op, base: int, view: int, result: Value) -> None:
-        """Update the base of a view that was written to: it holds the new value from now on, besides its own."""
+        """Update the base of a view that was written to: it holds the new value in addition to its old one."""
         canvas = self.canvas
         before, after = canvas.value(base), canvas.box_of(result)
         canvas.written.add(base)
@@ -208,7 +208,7 @@ class _Artist:
         return result
 
     def _sources(self, op: Op, tensors: Iterable[int]) -> list[int]:
-        """Return the data sources; masks and indices made from data do not count beside values that carry gradient."""
+        """Return the data sources; masks and indices made from data are ignored if other values carry gradient."""
         drawn = [(tensor, self.canvas.value(tensor).node) for tensor in tensors]
         carrying = [box for tensor, box in drawn if box is not None and self.trace.tensors[tensor].differentiable]
         keeps_indices = _KINDS.get(op_record(op.name).drawn) in ("pick", "scatter")

@@ -339,7 +339,7 @@ def _stems(number: int, busy: set[int], tree: ModuleTree) -> list[Feed]:
 
 
 def _left_over(around: list[int], tree: ModuleTree) -> Feed | None:
-    """Return the one input besides text of the nearest module that takes several: what is not text must read it."""
+    """Return the one non-text input of the nearest module that takes two: a stack that reads no text must read it."""
     for number in around:
         inputs = tree.nodes[number].inputs
         if len(inputs) == 2 and "text" in inputs:

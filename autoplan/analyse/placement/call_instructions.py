@@ -199,7 +199,7 @@ def gathered_dim(call: Call, shards: Shards) -> tuple[str, int] | None:
     if product is None or product.out is None or not isinstance(weight, Ref):
         return None
     own, out = product.out
-    dims = len(shards.trace.tensors[weight.id].shape)  # where the result has it from the front, it has as many
+    dims = len(shards.trace.tensors[weight.id].shape)  # a dim from the front: the result has as many dims
     return str(shards.layouts(weight.id)[own]), out if out < 0 else out - dims
 
 

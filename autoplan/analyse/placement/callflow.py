@@ -267,7 +267,7 @@ class Refusal:
 class Placement:
     """All placed work by where it sits: crossings are module outputs and inputs, calls need the function mode."""
 
-    outputs: dict[tuple[Crossing, Kind], Boundary] = field(default_factory=dict)  # what is done at modules' outputs
+    outputs: dict[tuple[Crossing, Kind], Boundary] = field(default_factory=dict)  # work at modules' outputs
     inputs: dict[tuple[Crossing, Kind], Boundary] = field(default_factory=dict)  # and at their inputs
     summed_parameters: set[int] = field(default_factory=set)
     shared_parameters: set[int] = field(default_factory=set)

@@ -133,7 +133,7 @@ def _bias_behind(tensor: int, flow: CallFlow, shards: Shards) -> int | None:
 # Factors on the way get a partial gradient in exchange; where a factor is large, waiting gains nothing.
 
 _STEPS = 12
-_SMALL = 4  # a factor is small against what it multiplies when it has so many times fewer elements
+_SMALL = 4  # a factor is small if it has this many times fewer elements than the value it multiplies
 
 CrossingOut = Callable[[int, int], Crossing | None]
 

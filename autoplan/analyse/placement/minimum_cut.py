@@ -83,7 +83,7 @@ class _Problem:
         self.reached = flow.with_gradients() & flow.carries
         self.graph: nx.DiGraph[object] = nx.DiGraph()
         self.graph.add_nodes_from((_NO, _YES))
-        self.partial: set[Version] = set()  # what can be a part of a sum
+        self.partial: set[Version] = set()  # values that can be a part of a sum
         self.latest: dict[int, Version] = {}
         self.read: dict[Version, list[Place]] = {}
         self.calls: dict[int, tuple[list[Place], list[Place]]] = {}  # inputs and outputs of each

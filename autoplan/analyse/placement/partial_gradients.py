@@ -154,7 +154,7 @@ class PartialGradients:
 # - a reader that gives the full gradient on every rank gives 1/tp of it, at the input of the module that reads, also
 #   where it and readers whose gradients are partial read one view of the value.
 
-_SMALL = 4  # a value is small against another that has so many times more elements
+_SMALL = 4  # a value is small if the other has this many times more elements
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ class _Merge:
 
     tensor: int
     passing: tuple[int, ...]  # calls through which a partial gradient goes up to the value
-    divided: tuple[int, ...]  # calls whose whole gradient is divided by tp
+    divided: tuple[int, ...]  # calls whose full gradient is divided by tp
     crossings: tuple[Crossing, ...]
     above: tuple[int, ...]  # calls through which the joined gradient goes further, until it can be summed
-    others: tuple[int, ...]  # and those through which what it leaves on small values goes
+    others: tuple[int, ...]  # calls that pass the gradients of small values
 
 
 def join_gradients(gradients: PartialGradients) -> list[Crossing]:

@@ -206,7 +206,7 @@ class _Placer:
 
     def _place_sum(self, index: int, output: int, kind: Reduction) -> None:
         if kind is Reduction.SUM and self._bias_is_read_elsewhere(index):
-            self.result.inside_reductions[index] = kind  # where the call can be given the bias once
+            self.result.inside_reductions[index] = kind  # there the call can pass the bias once
             return
         way = self._shared.get(index)
         crossing = None if way is not None else self.hook_points.leaving(output, index)
@@ -288,7 +288,7 @@ class _Placer:
         if any(u in self.gradients.partial.get(tensor, ()) for u in uses):
             self._refuse(producer, NotPlaced("mixed-gradients"))
             return
-        for use in uses:  # what left the mixed value downstream must leave nothing upstream unsummed
+        for use in uses:  # a partial gradient pushed up to this value would stay unsummed
             if any(t in self.gradients.pushed for t in self.flow.outputs[use]):
                 self._refuse(producer, NotPlaced("partial-cannot-pass"))
                 return

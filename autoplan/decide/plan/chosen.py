@@ -81,7 +81,7 @@ def _expanded(trace: Trace) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def with_packed(plan: Plan, solution: Solution, packed: tuple[PackedWeight, ...]) -> Plan:
-    """Return the plan with the storage of its weights: shardings, bytes, entries, and what could not be sharded."""
+    """Return the plan with the storage of its weights: shardings, bytes, entries, findings on unsplit blocks."""
     if not packed:
         return plan
     names = Names(solution.trace)
@@ -123,7 +123,7 @@ def _folded(weights: tuple[PackedWeight, ...], names: Names) -> Iterator[PackedW
 
 
 def _entry(entry: Entry, weights: tuple[PackedWeight, ...], facts: dict[str, ParameterFact]) -> Entry:
-    """Return the entry with the stored tensors in place of plain ones, and the bytes of those."""
+    """Return the entry with the stored tensors in place of plain ones, and their bytes."""
     mine = [weight for weight in weights if _is_of(entry, weight)]
     if not mine:
         return entry

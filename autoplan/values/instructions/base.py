@@ -110,7 +110,7 @@ class Instruction:
             yield layout
 
     def problem(self, ranks: int) -> str:
-        """Return what in it contradicts this number of ranks; "" if nothing does."""
+        """Return the contradiction of its fields to this number of ranks; "" if there is none."""
         return ""
 
     @property

@@ -65,7 +65,7 @@ class SplitLogits(AroundModule):
 @instruction
 @dataclass(frozen=True)
 class LocalExperts(AroundModule):
-    """A module whose experts are distributed over ranks: of `experts`, each rank holds an equal, contiguous number.
+    """A module whose experts are distributed over ranks: of `experts`, each rank holds an equal run.
 
     `tokens`, `index` and `weights` are paths of its inputs: the values, the experts chosen for each token, and their
     weights; `output` is that of its result. A rank leaves out tokens of experts that it does not hold, and numbers its
@@ -213,7 +213,7 @@ class Runtime:
     parameters: tuple[ParameterRule, ...] = ()
     instructions: tuple[Instruction, ...] = ()
     random: tuple[str, ...] = ()  # module patterns whose random draws act on split values: each rank its own
-    random_whole: tuple[str, ...] = ()  # and those that act on whole values: the same on every rank
+    random_whole: tuple[str, ...] = ()  # and on replicated values: the same on every rank
     draws: bool = False  # random numbers are drawn in eval mode too
     outputs: tuple[tuple[Any, ...], ...] = ()  # paths of the outputs that the model returned
     shapes: tuple[OutputShape, ...] = ()  # of the outputs that have features
