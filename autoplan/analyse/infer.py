@@ -147,7 +147,7 @@ class _Reader:
                 algebra.unify(old, new)
 
     def _update_dequantised(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
-        """Follow a quantised weight on its way to being dequantised: times its scales it is the weight still."""
+        """Track a quantised weight through the steps of dequantisation: each result is still the weight."""
         results = {ref.id for ref in outputs}
         if not inputs or not all(ref.id in self.kept for ref in inputs) or _may_draw(op):
             for tensor in results:

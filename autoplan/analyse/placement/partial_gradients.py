@@ -257,7 +257,7 @@ def _merge(tensor: int, gradients: PartialGradients, known: dict[int, bool]) -> 
 
 
 def _passed(call: int, gradients: PartialGradients) -> tuple[set[int], set[int]]:
-    """Return the calls through which a partial gradient comes to and through this one, and the values it has now."""
+    """Return the calls through which a partial gradient comes to and through this one, and the values summed now."""
     calls, values, waiting = set[int](), set[int](), [call]
     while waiting:
         index = waiting.pop()
