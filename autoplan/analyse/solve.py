@@ -206,8 +206,7 @@ def _settle(
 
 
 def _blame(shards: Shards, flow: CallFlow, placement: Placement, scope: Scope, scoped: bool) -> dict[Term, Reason]:
-    """Return the classes to give up: for each refusal, the split leaf in or near its tensors with the fewest
-    elements."""
+    """Return the classes to give up: for each refusal, the split leaf in or near its tensors with fewest elements."""
     refusals: list[tuple[Reason, tuple[int, ...]]] = [(r.why, r.tensors) for r in placement.refusals]
     refusals += scope.refusals
     if not scoped:
