@@ -1,5 +1,5 @@
-"""What each tensor dimension of a trace is, what can be split, and what each split costs. Pure Python over plain data.
+"""Axes of a trace, the splits that they allow, and the cost of each split. Pure Python over plain data.
 
-In: a Trace. Out: a Solution (`solve.py`): facts on parameters, and the instructions that make them true at run time.
+In: a Trace. Out: a Solution (`solve.py`): facts about parameters, and the instructions that make them true at run time.
 May import: values, common, axes, ops. No torch.
 """

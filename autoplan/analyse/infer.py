@@ -1,9 +1,9 @@
-"""What every dimension of every tensor of a trace is: one pass over the ops, first to last.
+"""Infer the axes of every dimension of every tensor of a trace, in one pass over the ops, first to last.
 
-Each op is read by the dim rule of its record (`autoplan/ops`), which relates the dims of what went in to those of what
-came out and leaves events on them. No names are read: a head axis is whatever the model treats as one. Two
-promises hold throughout: an op without an exact rule marks every axis it touches as opaque, and a link that cannot be
-expressed marks both of its sides, so that what looks free to split is.
+Each op is read by the dim rule of its record (`autoplan/ops`), which relates the dims of the inputs to those of the
+outputs and leaves events on them. No names are read: a head axis is whatever the model treats as one. Two promises hold
+throughout: an op without an exact rule marks every axis it touches as opaque, and a link that cannot be expressed marks
+both of its sides, so a conflict can never look free to split.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from autoplan.values import Op, Ref, Trace, refs
 
 @dataclass
 class Axes:
-    """The outcome. `dims` has every tensor of the trace; terms are settled: leaves carry all their events.
+    """The inferred axes. `dims` has every tensor of the trace; terms are settled: leaves carry all their events.
 
     `conflicts` are those that touch an axis of a weight; the `harmless` ones lie between others (positions, mostly).
     `weights` are parameters, views of them, and what is computed from a quantised weight and its companions alone;
     `sources` says of which parameter (or buffer, if that is where a quantised weight is kept), and `companions`, by
     weight, what was computed with it; `computed` are the weights, and what is made of parameters, buffers and constants
     alone (a masked, scaled or standardised weight), with the largest parameter in each. `static` are tensors made in
-    forward from nothing but constants, equal in every run, `identities` identity matrices whose rows and columns are
-    one axis; `marked_by` says which op left which event; `unknown` counts ops that were treated as opaque.
+    forward from constants only, equal in every run, `identities` identity matrices whose rows and columns are one axis;
+    `marked_by` says which op left which event; `unknown` counts ops that were treated as opaque.
     """
 
     dims: dict[int, tuple[Term, ...]]
@@ -50,16 +50,16 @@ class Axes:
     gathered: frozenset[int] = frozenset()  # ops after which an all-gather was decided
 
     def of(self, tensor: int) -> tuple[Term, ...]:
-        """The terms of a tensor, one per dim."""
+        """Return the terms of a tensor, one per dim."""
         return self.dims[tensor]
 
     def is_stored_weight(self, tensor: int) -> bool:
-        """Is it a weight itself, rather than a view of one?"""
+        """Return whether the tensor is a weight itself, rather than a view of one."""
         return self.sources.get(tensor) == tensor
 
 
 def infer_axes(trace: Trace, gathered: frozenset[int] = frozenset()) -> Axes:
-    """Read a trace. After the ops whose index is in `gathered`, output dims that came from a weight start anew."""
+    """Infer the axes of a trace. After the ops in `gathered` (indices), output dims of a weight are new axes."""
     reader = _Reader(trace)
     for index, op in enumerate(trace.ops):
         reader.read(index, op, index in gathered)
@@ -67,7 +67,7 @@ def infer_axes(trace: Trace, gathered: frozenset[int] = frozenset()) -> Axes:
 
 
 class _Reader:
-    """Reads ops in order; what is known so far is in `state`."""
+    """Reads ops in order; `state` is what has been inferred so far."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -112,22 +112,22 @@ class _Reader:
         self._record(outputs, answer)
 
     def _opaque(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> list[Dims | None]:
-        """No exact rule: every axis that goes in or comes out is marked."""
+        """Mark every axis of the inputs and outputs: the op has no exact rule."""
         algebra = self.state.algebra
-        given = [self.state.terms(ref.id) for ref in inputs]
-        for term in (term for dims in given for term in dims):
+        operands = [self.state.terms(ref.id) for ref in inputs]
+        for term in (term for dims in operands for term in dims):
             algebra.mark(term, Event.OPAQUE)
-        if any(term.size > 1 for dims in given for term in dims):
+        if any(term.size > 1 for dims in operands for term in dims):
             self.unknown[op.name] += 1
         answer: list[Dims | None] = []
         for ref in outputs:
             shape = self.trace.tensors[ref.id].shape
-            alike = next((dims for dims in given if [term.size for term in dims] == list(shape)), None)
+            alike = next((dims for dims in operands if [term.size for term in dims] == list(shape)), None)
             answer.append(alike)
         return answer
 
     def _record(self, outputs: Sequence[Ref], answer: Sequence[Dims | None]) -> None:
-        """Keep what the rule said. An output that is known already (in place, or the input itself) is that input."""
+        """Record the dims of the outputs. Dims that one has already (in place, or an input) are unified with these."""
         algebra = self.state.algebra
         for position, ref in enumerate(outputs):
             shape = self.trace.tensors[ref.id].shape
@@ -139,34 +139,34 @@ class _Reader:
                 dims = [leaf(size) for size in shape]
                 for term in dims:
                     algebra.mark(term, Event.OPAQUE)
-            known = self.state.dims.get(ref.id)
-            if known is None:
+            existing = self.state.dims.get(ref.id)
+            if existing is None:
                 self.state.dims[ref.id] = dims
                 continue
-            for old, new in zip(known, dims, strict=True):
+            for old, new in zip(existing, dims, strict=True):
                 algebra.unify(old, new)
 
     def _update_dequantised(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
-        """A quantised weight times its scales is the weight, at any step on the way there."""
-        made = {ref.id for ref in outputs}
+        """Track a quantised weight through the steps of dequantisation: each result is still the weight."""
+        results = {ref.id for ref in outputs}
         if not inputs or not all(ref.id in self.kept for ref in inputs) or _may_draw(op):
-            for tensor in made:
+            for tensor in results:
                 self.kept.pop(tensor, None)
             return
         matrix = op_record(op.name).product is not None and len(self.trace.tensors[outputs[0].id].shape) > 1
         if matrix or any(ref.id in self.state.multiplied for ref in inputs):  # a product of weights is none of them
-            self.state.multiplied |= made
+            self.state.multiplied |= results
         roots = frozenset(root for ref in inputs for root in self.kept[ref.id])
-        self.kept |= dict.fromkeys(made, roots)
+        self.kept |= dict.fromkeys(results, roots)
         sources = [self.state.sources[ref.id] for ref in inputs if ref.id in self.state.sources]
         quantised = next((source for source in sources if self.trace.tensors[source].quantised), None)
         if quantised is not None:
             self.companions[quantised] |= roots - {quantised}
-            for tensor in made:
+            for tensor in results:
                 self.state.sources.setdefault(tensor, quantised)
 
     def _update_static(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
-        """Made of constants only; what is overwritten with something else is constant no more."""
+        """Follow tensors made of constants only; one that is overwritten with anything else is no longer static."""
         static = self.state.static
         if all(ref.id in static for ref in inputs) and not _may_draw(op):
             static.update(ref.id for ref in outputs)
@@ -202,7 +202,7 @@ class _Reader:
         )
 
     def _computed(self) -> dict[int, int]:
-        """What is made of weights alone, with the largest parameter in it; of a view, the parameter that it shows."""
+        """Return what is computed from weights alone, with the largest parameter in it; for a view, its base."""
         largest = {
             tensor: max(self.state.parameters_of(tensor), key=lambda root: prod(self.trace.tensors[root].shape))
             for tensor in self.kept
@@ -211,15 +211,15 @@ class _Reader:
         return largest | self.state.sources
 
     def _mark_twice(self) -> None:
-        """What is multiplied with itself has an axis in two dims: a rank would know only its own share's products."""
+        """Mark axes that are in two dims of one value (x times x.T): a rank has its own block of it only."""
         for tensor, info in enumerate(self.trace.tensors):
             if info.kind != "activation" or tensor in self.state.sources or tensor in self.state.identities:
                 continue
-            known: set[int] = set()
+            seen: set[int] = set()
             for term in map(find, self.state.terms(tensor)):
-                if term.size > 1 and id(term) in known and not is_data(term):
+                if term.size > 1 and id(term) in seen and not is_data(term):
                     self.state.algebra.mark(term, Event.TWICE)
-                known.add(id(term))
+                seen.add(id(term))
 
 
 def _mentioned(value: object) -> list[Ref]:
@@ -231,8 +231,8 @@ def _may_draw(op: Op) -> bool:
 
 
 def _mark_mixed(state: Inference, term: Term) -> None:
-    """Inside what is summed over, find concatenations that carry an axis in some segments and not in others. Were that
-    axis split, each rank would add the other segments whole, and the sum would hold them several times."""
+    """Find concatenations, inside the axis being summed over, that carry an axis in only some segments. With that axis
+    split each rank would add the other, replicated segments, and the sum would count them several times."""
     todo, seen = [term], set[int]()
     while todo:
         node = find(todo.pop())

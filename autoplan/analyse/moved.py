@@ -1,11 +1,11 @@
-"""What each block moves between ranks, by the plan, compared with the least that its split needs.
+"""The communication volume of each block under the plan, compared with the minimum that its split needs.
 
-Bytes are those of the whole value that is summed or gathered, for each token of the block's stream; a sum to all ranks
-counts twice, since it is a reduce-scatter and an all-gather. So tensor parallelism and sequence parallelism compare.
-Gradients of parameters that every rank holds are summed once a step, however many tokens there are: they are counted
-apart.
+Bytes are those of the full (unsharded) value that is reduced or gathered, for each token of the block's stream; an
+all-reduce counts twice, since it is a reduce-scatter and an all-gather. So tensor and sequence parallelism compare.
+Gradients of replicated parameters are all-reduced once a step, however many tokens there are, and are counted
+separately.
 
-Where a block moves more than the least, `excess` says which sums do not share, and why none of them could be spared.
+Where a block moves more than the minimum, `excess` says which sums are not shared, and why none could be avoided.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from autoplan.values import (
 )
 from autoplan.values.estimate import JOINED
 
-_BOTH_WAYS = Collective.ALL_REDUCE  # costs twice what a gather or a reduce-scatter does
-_NEAR = 200  # values to look at in search of the one that is summed
+_BOTH_WAYS = Collective.ALL_REDUCE  # costs twice as much as an all-gather or a reduce-scatter
+_NEAR = 200  # how many values to search for the one that is reduced
 
 
 @dataclass(frozen=True)
 class _Moved:
-    """One collective of one call of the model: where, what, of which value."""
+    """One collective of one run of a module: where, of which kind, and on which value."""
 
     calls: tuple[int, int]
     module: str
@@ -57,29 +57,29 @@ class _Moved:
 
 @dataclass(frozen=True)
 class Excess:
-    """A block that moves more than the least in one direction, and why."""
+    """A block that moves more than the minimum in one direction, and why."""
 
     block: str
     reason: str
 
 
 class _Blocks:
-    """The runs of each block in the first run of the model that has any, and how many tokens go through each."""
+    """The runs of each block in the first run of the model that has any, and the number of tokens in each."""
 
     def __init__(self, shards: Shards, names: Iterable[str]) -> None:
         self.trace = shards.trace
         wanted = set(names)
         self.visits: dict[str, list[ModuleVisit]] = {}
         for root in (visit for visit in self.trace.visits if visit.parent is None):
-            found: dict[str, list[ModuleVisit]] = {}
+            runs: dict[str, list[ModuleVisit]] = {}
             for visit in self.trace.visits:
                 inside = root.calls[0] <= visit.calls[0] < visit.calls[1] <= root.calls[1]
                 if visit.module in wanted and inside:
-                    found.setdefault(visit.module, []).append(visit)
-            self.visits = {**found, **self.visits}
+                    runs.setdefault(visit.module, []).append(visit)
+            self.visits = {**runs, **self.visits}
 
     def tokens(self, visit: ModuleVisit) -> int:
-        """The elements of the stream's first value but for its last dim."""
+        """Return the number of elements of the stream's first value, without its last dim."""
         infos = (self.trace.tensors[t] for _, t in visit.inputs)
         return next((prod(info.shape[:-1]) for info in infos if info.differentiable and len(info.shape) > 1), 1)
 
@@ -94,9 +94,9 @@ def block_traffic(
     context: int = 0,
     within: Shards | None = None,
 ) -> tuple[tuple[Traffic, ...], tuple[Excess, ...]]:
-    """The traffic of each block (of those that were traced), and what exceeds the least. `pieces`: of which a rank
-    has one of each value, besides; `context`: ranks that exchange, where those are not all; `within`: what each of them
-    has of a value at all."""
+    """Return the traffic of each traced block, and what exceeds the minimum. `pieces`: into how many shards other ranks
+    divide each value; `context`: number of ranks that exchange, if not all; `within`: the shards that a rank has of a
+    value to begin with."""
     flow = CallFlow(shards.trace)
     names = set(blocks)
     moves = tuple(_moves(shards, flow, runtime, names, context or shards.tp, within))
@@ -108,9 +108,9 @@ def block_traffic(
         inside = [m for m in moves if _in_spans(spans, m.calls[0], m.calls[1] - 1) and _within(m.module, name)]
         needed = [payment for payment in payments if _is_due(payment, spans)]
         tokens = pieces * runs.tokens(visits[0])
-        one = _traffic(name, inside, needed, tokens, _summed_once(shards, runtime, name), shards)
-        traffic.append(one)
-        excess += [Excess(name, reason) for reason in _reasons(one, inside, needed, flow, reductions)]
+        moved = _traffic(name, inside, needed, tokens, _summed_once(shards, runtime, name), shards)
+        traffic.append(moved)
+        excess += [Excess(name, reason) for reason in _reasons(moved, inside, needed, flow, reductions)]
     return tuple(traffic), tuple(excess)
 
 
@@ -119,8 +119,8 @@ def _in_spans(spans: list[tuple[int, int]], *calls: int) -> bool:
 
 
 def _is_due(payment: Payment, spans: list[tuple[int, int]]) -> bool:
-    """Is it a block that needs the sum: the last to add a part, the first with a part of a gradient? The gradient of a
-    value that several blocks read (what an encoder returns) is summed once, for none of them."""
+    """Return whether these runs of a block need the sum: they have the last call that adds a part, or the first with a
+    partial gradient. The gradient of a value that several blocks read (an encoder's output) counts for none of them."""
     call = min(payment.calls) if payment.backward else max(payment.calls)
     inside = {_in_spans(spans, reader) for reader in payment.readers}
     return _in_spans(spans, call) and len(inside) < 2
@@ -130,13 +130,13 @@ def _within(module: str, block: str) -> bool:
     return module == block or module.startswith(f"{block}.")
 
 
-# ------------------------------------------------------------------------------------------------ what will be moved
+# The collectives that the plan issues
 
 
 def _moves(
     shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[str], context: int, within: Shards | None
 ) -> Iterator[_Moved]:
-    """Every collective of the plan, but for those that begin and end a stream of shards: they are no block's."""
+    """Yield every collective of the plan, except those that begin and end a sharded stream: they belong to no block."""
     trace, reached = shards.trace, flow.with_gradients()
     visits: dict[str, list[ModuleVisit]] = {}
     for visit in trace.visits:
@@ -164,21 +164,21 @@ def _moves(
 
 
 def _exchanged(one: Exchange, shape: tuple[int, ...], ranks: int) -> int:
-    """Of a value what a rank sends: its own positions of all that some rank holds, to each that does."""
+    """Return how many elements a rank sends: its positions of the features that each rank holds, to that rank."""
     layout = Layout.parse(one.layout)
-    held = sum(len(layout.rows(rank, ranks)) if layout.is_split else layout.size for rank in range(ranks))
-    return prod(shape) // shape[one.feature] * held // ranks
+    local_sizes = sum(len(layout.rows(rank, ranks)) if layout.is_split else layout.size for rank in range(ranks))
+    return prod(shape) // shape[one.feature] * local_sizes // ranks
 
 
 def _crossing(visit: ModuleVisit, one: Instruction) -> tuple[tuple[tuple[object, ...], int], ...]:
-    """The values at the boundary of a module at which something is done; else what the module returns."""
+    """Return the values at the boundary where the instruction acts; otherwise the module's outputs."""
     return visit.inputs if isinstance(one, Boundary) and one.side == "input" else visit.outputs
 
 
 def _each(
     moves: Iterable[Move], span: tuple[int, int], module: str, elements: int, tensor: int, reached: Collection[int]
 ) -> Iterator[_Moved]:
-    """What happens backward happens only where a gradient comes back."""
+    """Yield the collectives of these moves; those of the backward only where a gradient flows back."""
     for move in moves:
         if not move.backward or tensor in reached:
             yield _Moved(span, module, move.backward, move.collective, elements * move.times, tensor)
@@ -193,34 +193,34 @@ def _at_call(planned: CallRewrite, shards: Shards, flow: CallFlow, reached: Coll
         rounds[call.visit] += 1
         if site.time is not None and site.time != rounds[call.visit]:
             continue
-        made, span = flow.outputs[index][0], (index, index + 1)
+        output, span = flow.outputs[index][0], (index, index + 1)
         for move in planned.moves:
             if move.of is Amount.ARGUMENT:
                 for tensor in flow.inputs[index]:
-                    if move.path in flow.path_of(index, tensor) and (made in reached or not move.backward):
+                    if move.path in flow.path_of(index, tensor) and (output in reached or not move.backward):
                         elements = prod(trace.tensors[tensor].shape)
                         yield _Moved(span, call.module, move.backward, move.collective, elements, tensor)
             else:
-                elements = _elements(move.of, index, made, shards)
-                yield from _each((move,), span, call.module, elements, made, reached)
+                elements = _elements(move.of, index, output, shards)
+                yield from _each((move,), span, call.module, elements, output, reached)
 
 
 def _paid_in_calls(shards: Shards, flow: CallFlow, reductions: Mapping[int, Reduction]) -> Iterator[Payment]:
-    """Return what calls need besides sums that can be delayed: statistics of a norm, gathered products."""
+    """Yield what calls need besides sums that can be delayed: statistics of a norm, gathered products."""
     reached = flow.with_gradients()
     for index, kind in reductions.items():
         if kind in LEAVES_PARTS:
             continue
-        made = flow.outputs[index][0]
+        output = flow.outputs[index][0]
         for move in call_instruction(shards.trace.calls[index], kind, None, False, shards).moves:
-            if not move.backward or made in reached:
-                weight = _elements(move.of, index, made, shards) * move.times
+            if not move.backward or output in reached:
+                weight = _elements(move.of, index, output, shards) * move.times
                 weight *= 2 if move.collective is _BOTH_WAYS else 1
                 yield Payment(move.backward, frozenset({index}), weight)
 
 
 def _elements(of: Amount, index: int, made: int, shards: Shards) -> int:
-    """How many numbers one collective of a call moves."""
+    """Return how many elements one collective of a call moves."""
     trace = shards.trace
     shape = trace.tensors[made].shape
     if of is Amount.ROWS:
@@ -233,8 +233,8 @@ def _elements(of: Amount, index: int, made: int, shards: Shards) -> int:
 
 
 def _summed_once(shards: Shards, runtime: Runtime, block: str) -> int:
-    """The bytes of parameters in a block whose gradients are summed; over ranks of cp, what a rank of tp holds of
-    them."""
+    """Return the bytes of a block's parameters whose gradients are all-reduced; over ranks of cp, those of the tp
+    shard."""
     total, by_name = 0, shards.trace.by_name
     for rule in {rule.pattern: rule for rule in runtime.parameters if _within(rule.pattern, block)}.values():
         if rule.pattern in by_name:
@@ -247,7 +247,7 @@ def _summed_once(shards: Shards, runtime: Runtime, block: str) -> int:
 
 
 def both_traffics(split: Traffic, cut: Traffic, both: Traffic) -> Traffic:
-    """What a block moves over the ranks that its weights are cut over, over those of the sequence, and over both."""
+    """Combine a block's traffic over the ranks that shard its weights, over those of the sequence, and over both."""
 
     def joined(direction: str) -> dict[str, tuple[int, int]]:
         sides = {"tp": split, "cp": cut, f"cp{JOINED}tp": both}
@@ -261,7 +261,7 @@ def both_traffics(split: Traffic, cut: Traffic, both: Traffic) -> Traffic:
     return Traffic(split.block, joined("forward"), joined("backward"), *least_both, split.once)
 
 
-# ------------------------------------------------------------------------------------------------ side by side
+# Comparison with the minimum
 
 
 def _traffic(name: str, moves: list[_Moved], needed: list[Payment], tokens: int, once: int, shards: Shards) -> Traffic:
@@ -271,8 +271,8 @@ def _traffic(name: str, moves: list[_Moved], needed: list[Payment], tokens: int,
 
     def counted(backward: bool) -> dict[str, tuple[int, int]]:
         kinds = dict.fromkeys(move.kind for move in moves if move.backward == backward)
-        found = {kind: [m.weight for m in moves if m.backward == backward and m.kind == kind] for kind in kinds}
-        return {str(kind): (len(weights), sum(weights) * size // tokens) for kind, weights in found.items()}
+        volumes = {kind: [m.weight for m in moves if m.backward == backward and m.kind == kind] for kind in kinds}
+        return {str(kind): (len(weights), sum(weights) * size // tokens) for kind, weights in volumes.items()}
 
     def least(backward: bool) -> tuple[int, int]:
         mine = [payment.weight for payment in needed if payment.backward == backward]
@@ -284,7 +284,7 @@ def _traffic(name: str, moves: list[_Moved], needed: list[Payment], tokens: int,
 def _reasons(
     one: Traffic, moves: list[_Moved], needed: list[Payment], flow: CallFlow, reductions: Mapping[int, str]
 ) -> Iterator[str]:
-    """Why a block moves more than the least, one line for each direction in which it does."""
+    """Yield why a block moves more than the minimum, one line for each direction in which it does."""
     for backward in (False, True):
         have = sum(size for _, size in (one.backward if backward else one.forward).values())
         need = (one.least_backward if backward else one.least_forward)[1]
@@ -296,16 +296,16 @@ def _reasons(
                 if payment.backward == backward
                 and len(places := _places(payment, mine, flow, reductions, one.block)) > 1
             ]
-            said = f"{'backward' if backward else 'forward'}: {have} bytes a token where {need} could do"
-            yield f"{said}: {_why(backward, apart, mine, one.block)}"
+            excess = f"{'backward' if backward else 'forward'}: {have} bytes a token where {need} could do"
+            yield f"{excess}: {_why(backward, apart, mine, one.block)}"
 
 
 def _places(
     payment: Payment, moves: list[_Moved], flow: CallFlow, reductions: Mapping[int, str], block: str
 ) -> list[str]:
-    """Where the plan sums what one sum could serve: the values with a sum that are nearest to each of its calls."""
+    """Return where the plan issues the sums that one could replace: the reduced values nearest to each of the calls."""
     paid = {move.tensor: move.module for move in moves}
-    found: dict[str, None] = {}
+    places: dict[str, None] = {}
     for call in sorted(payment.calls):
         seen: set[int] = set()
         waiting = list(flow.inputs[call] if payment.backward else flow.outputs[call])
@@ -315,14 +315,14 @@ def _places(
                 continue
             seen.add(tensor)
             if tensor in paid:
-                found[_short(paid[tensor], block)] = None
+                places[_short(paid[tensor], block)] = None
                 break
             if payment.backward:
                 made = flow.producer.get(tensor)
                 waiting += flow.inputs[made] if made is not None and made not in reductions else []
             else:
                 waiting += [made for use in flow.uses[tensor] for made in flow.outputs[use]]
-    return list(found)
+    return list(places)
 
 
 def _why(backward: bool, apart: list[str], moves: list[_Moved], block: str) -> str:

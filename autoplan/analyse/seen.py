@@ -1,6 +1,6 @@
-"""What the recorded calls showed of the model as a whole, and what they did not: by it, a call that is another is told.
+"""The facts about the model that the recorded calls showed, which tell at run time whether a call is a different one.
 
-Read off the trace once its splits are decided; nothing is decided here, which is why it is not in solve.py.
+They are read off the trace once its splits are decided; nothing is decided here, so this is not part of solve.py.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from autoplan.values import AllReduceGradient, Boundary, Constant, Side, Trace
 
 
 def returned(trace: Trace) -> tuple[tuple[Any, ...], ...]:
-    """Paths of what the model returned."""
+    """Return the paths of the tensors that the model returned."""
     return tuple(dict.fromkeys(path for v in trace.visits if v.module == "" for path, _ in v.outputs))
 
 
 def given(trace: Trace) -> tuple[str, ...]:
-    """The arguments with tensors that it was given."""
+    """Return the names of the model's arguments that held tensors."""
     return tuple(dict.fromkeys(str(path[0]) for v in trace.visits if v.module == "" for path, _ in v.inputs))
 
 
 def idle(trace: Trace) -> tuple[str, ...]:
-    """The outermost modules with parameters that no call ran, and of which none read one."""
-    busy = {one for name in (*trace.read, *(v.module for v in trace.visits)) for one in (name, *holders(name))}
-    held = (name for t in trace.tensors if t.kind == "parameter" for name in t.names)
-    holding = {holder for name in held for holder in holders(name)}
-    found = (name for name in trace.module_classes if name in holding and name not in busy)
-    return tuple(name for name in found if name.rpartition(".")[0] in busy)
+    """Return the outermost modules with parameters that no call ran and whose parameters nothing read."""
+    busy = {module for name in (*trace.read, *(v.module for v in trace.visits)) for module in (name, *holders(name))}
+    parameters = (name for t in trace.tensors if t.kind == "parameter" for name in t.names)
+    owners = {holder for name in parameters for holder in holders(name)}
+    unused = (name for name in trace.module_classes if name in owners and name not in busy)
+    return tuple(name for name in unused if name.rpartition(".")[0] in busy)
 
 
 def unsummed(trace: Trace, shards: Shards, axes: Axes, placement: Placement) -> tuple[str, ...]:
-    """Arguments that need no gradient: each rank makes a part of it, and no sum stands in the plan."""
+    """Return the inputs without gradient whose gradient would be partial, with no all-reduce for it in the plan."""
     floats = _quiet_arguments(trace)
     names = tuple(dict.fromkeys(name for name, _ in floats))
 
@@ -51,14 +51,14 @@ def unsummed(trace: Trace, shards: Shards, axes: Axes, placement: Placement) -> 
 
 
 def _quiet_arguments(trace: Trace) -> list[tuple[str, int]]:
-    """Arguments that no recorded call asked for a gradient, by name."""
+    """Return the float inputs that did not require a gradient in the recorded calls, with their argument's name."""
     inputs = [(str(path[0]), t) for v in trace.visits if v.module == "" for path, t in v.inputs]
     return [(name, t) for name, t in inputs if trace.tensors[t].differentiable and t not in trace.asking]
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """Where ranks see to gradients: at what modules take and return, and at tensors that calls take (by index)."""
+    """The places where gradients are reduced: inputs and outputs of modules, and tensors read by calls (by index)."""
 
     places: tuple[tuple[str, Side, tuple[Any, ...], type[Boundary]], ...] = ()
     inside: Mapping[int, frozenset[int]] = field(default_factory=dict)
@@ -67,20 +67,20 @@ class _Sums:
 def of_constants(
     trace: Trace, shards: Shards, axes: Axes, placement: Placement, flow: CallFlow
 ) -> tuple[tuple[Constant, ...], Mapping[int, frozenset[int]]]:
-    """What gradients of constants need where these are none: a stream may be zeros until a branch fills it, though not
-    a number. The constants, and by call the tensors whose gradients are summed inside of a forward: that can be placed
-    beforehand, and is nothing while there is no gradient.
+    """Return the constants whose gradients would need reducing if they had any: a stream may be zeros, though not a
+    single number, until a branch fills it. Also return, by call, the tensors whose gradients are summed inside a
+    forward: such a sum can be placed beforehand and does nothing while there is no gradient.
 
-    What carried a gradient was seen to. Where that would be done elsewhere for the sake of constants, they are refused.
+    Values that carried a gradient are already handled. A constant that needs other places than these is refused.
     """
-    made = [
+    constants = [
         t
         for index, call in enumerate(trace.calls)
         if fills(call.name)
         for t in flow.outputs[index]
         if trace.tensors[t].differentiable and t not in flow.carries and len(trace.tensors[t].shape) > 1
     ]
-    more = _more(trace, shards, axes, placement, made) if made and shards.marks else _Sums()
+    more = _more(trace, shards, axes, placement, constants) if constants and shards.marks else _Sums()
     inside = {call: tensors - flow.carries for call, tensors in more.inside.items() if tensors - flow.carries}
     return _constants(more, inside, flow), inside
 
@@ -88,26 +88,26 @@ def of_constants(
 def of_arguments(
     trace: Trace, shards: Shards, axes: Axes, placement: Placement, flow: CallFlow
 ) -> tuple[Constant, ...]:
-    """The same for arguments: one that asks for a gradient, or what is made of weights and takes its way, as in a
-    recursion. Nothing is placed inside of a forward for their sake."""
-    made = [t for _, t in _quiet_arguments(trace)]
-    more = _more(trace, shards, axes, placement, made) if made and shards.marks else _Sums()
+    """Return the same for inputs: one that requires a gradient, or a value computed from weights that takes its place,
+    as in a recursion. Nothing is placed inside a forward for their sake."""
+    quiet = [t for _, t in _quiet_arguments(trace)]
+    more = _more(trace, shards, axes, placement, quiet) if quiet and shards.marks else _Sums()
     return _constants(more, {}, flow)
 
 
 def _constants(more: _Sums, inside: Mapping[int, frozenset[int]], flow: CallFlow) -> tuple[Constant, ...]:
-    """Where gradients of constants need something; it can be done if it is a sum, and all that is needed."""
+    """Return the places where gradients of constants need work; `sums`: where all-reduces there are enough."""
     places = [p for p in more.places if flow.carries.isdisjoint(flow.runs_through(*p[:3]).values())]
     sums = more == _Sums(tuple(places), inside) and all(kind is AllReduceGradient for *_, kind in places)
     return tuple(Constant(*place, sums) for place in dict.fromkeys(p[:3] for p in places))
 
 
 def _more(trace: Trace, shards: Shards, axes: Axes, placement: Placement, asking: list[int]) -> _Sums:
-    """Where else, if these values carry gradients, too."""
+    """Return the additional places where gradients must be reduced if these values carry gradients too."""
     placed = place(shards, CallFlow(trace, asking), axes.gathered)
-    known = {(c.module, c.path, kind) for c, kind in (*placement.inputs, *placement.outputs)}
+    existing = {(c.module, c.path, kind) for c, kind in (*placement.inputs, *placement.outputs)}
     new: list[tuple[str, Side, tuple[Any, ...], type[Boundary]]] = []
-    new += [(c.module, "input", c.path, k) for c, k in placed.inputs if (c.module, c.path, k) not in known]
-    new += [(c.module, "output", c.path, k) for c, k in placed.outputs if (c.module, c.path, k) not in known]
+    new += [(c.module, "input", c.path, k) for c, k in placed.inputs if (c.module, c.path, k) not in existing]
+    new += [(c.module, "output", c.path, k) for c, k in placed.outputs if (c.module, c.path, k) not in existing]
     inside = {call: frozenset(t - placement.inside_copies.get(call, set())) for call, t in placed.inside_copies.items()}
     return _Sums(tuple(dict.fromkeys(new)), {call: tensors for call, tensors in inside.items() if tensors})

@@ -1,7 +1,7 @@
-"""What a rank holds, once it is decided which axis classes are split.
+"""The local shapes and layouts that follow once it is decided which axis classes are split.
 
-Splitting is said on leaves of terms (`marks`); everything else follows: which dimensions of which tensors are split,
-how many indices of a dimension a rank holds, and which rows of a partly split dimension every rank holds.
+Splits are marked on leaves of terms (`marks`); everything else follows: which dims of which tensors are sharded, how
+many indices of a dim a rank holds, and which rows of a partly sharded dim are replicated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autoplan.values import Trace
 
 
 class Shards:
-    """Answers about tensors under a set of split leaves."""
+    """The layouts and local sizes of all tensors under a set of split leaves."""
 
     def __init__(self, trace: Trace, axes: Axes, marks: dict[Term, str], tp: int) -> None:
         self.trace, self.axes, self.tp = trace, axes, tp
@@ -26,7 +26,7 @@ class Shards:
         return self.marks.get(find(leaf))
 
     def layout_of(self, term: Term) -> Layout | None:
-        """The layout of a dimension, or None when every rank holds all of it."""
+        """Return the layout of a dimension, or None if it is replicated."""
         term = find(term)
         key = id(term)
         if key not in self._layouts:
@@ -39,30 +39,30 @@ class Shards:
         return {find(leaf) for term in self.axes.of(tensor) for leaf in leaves(term) if find(leaf) in self.marks}
 
     def is_split(self, tensor: int) -> bool:
-        """Does any dimension of the tensor carry a split axis?"""
-        known = self._split_tensors.get(tensor)
-        if known is None:
-            known = any(self.layout_of(term) is not None for term in self.axes.of(tensor))
-            self._split_tensors[tensor] = known
-        return known
+        """Return whether any dimension of the tensor carries a split axis."""
+        split = self._split_tensors.get(tensor)
+        if split is None:
+            split = any(self.layout_of(term) is not None for term in self.axes.of(tensor))
+            self._split_tensors[tensor] = split
+        return split
 
     def layouts(self, tensor: int) -> tuple[Layout | None, ...]:
         return tuple(self.layout_of(term) for term in self.axes.of(tensor))
 
     def is_mixed(self, tensor: int) -> bool:
-        """Is some dimension split in some rows and held whole by every rank in others?"""
+        """Return whether some dimension is sharded in some rows and replicated in others."""
         return any(layout is not None and not layout.all_carried() for layout in self.layouts(tensor))
 
     def has_whole_part(self, tensor: int) -> bool:
-        """Is there a part of the tensor that every rank holds: all of it, or some rows of a partly split dimension?"""
+        """Return whether any of the tensor is replicated: all of it, or some rows of a partly sharded dimension."""
         return not self.is_split(tensor) or self.is_mixed(tensor)
 
     def local_size(self, term: Term, rank: int) -> int:
-        found = self.layout_of(term)
-        return find(term).size if found is None else found.held(rank, self.tp)
+        dim_layout = self.layout_of(term)
+        return find(term).size if dim_layout is None else dim_layout.held(rank, self.tp)
 
     def local_shape(self, tensor: int, rank: int) -> tuple[int, ...]:
-        """The shape of a tensor on one rank."""
+        """Return the shape of a tensor on one rank."""
         terms, shape = self.axes.of(tensor), self.trace.tensors[tensor].shape
         if len(terms) != len(shape):
             return shape
@@ -72,8 +72,8 @@ class Shards:
         )
 
     def held_below(self, term: Term, rank: int, bound: int) -> int:
-        """How many of the first `bound` indices of a dimension a rank holds."""
-        found = self.layout_of(term)
-        if found is None:
+        """Return how many of the first `bound` indices of a dimension a rank holds."""
+        dim_layout = self.layout_of(term)
+        if dim_layout is None:
             return bound
-        return sum(len(range(run.start, min(run.stop, bound))) for run in found.runs(rank, self.tp))
+        return sum(len(range(run.start, min(run.stop, bound))) for run in dim_layout.runs(rank, self.tp))

@@ -1,8 +1,8 @@
-"""From a trace to everything a plan needs: the axes, the splits, the sites, the edits.
+"""From a trace to everything that a plan needs: axes, splits, call sites, integer edits.
 
-The loop is short: choose classes, place every sum, solve every integer; whatever cannot be placed refuses the classes
-that caused it, and the choice is made again without them. What comes out has nothing refused in it, which is the
-promise: an entry with nothing refused is right.
+The loop is short: choose axis classes, place every sum, solve every integer. A step that fails refuses the classes that
+caused the failure, and the choice is made again without them. So nothing in the result is refused, and every entry of a
+plan can be relied on.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _ROUNDS = 24
 
 @dataclass(frozen=True)
 class Solution:
-    """What analysis found and decided for one trace at one size."""
+    """The facts and decisions of the analysis of one trace at one size."""
 
     trace: Trace
     axes: Axes
@@ -79,11 +79,11 @@ class Solution:
     refusals: tuple[AxisWhole, ...] = ()
     sequence_parallel: bool = False
     whole_sequence: tuple[WholeSequence, ...] = ()
-    notes: tuple[str, ...] = ()  # on a written plan, where there is one
-    parted: tuple[ClassFact, ...] = ()  # classes that would be cut inside a block of a quantised weight
-    experts_inside: tuple[tuple[str, Reason], ...] = ()  # modules whose experts could not be placed apart, and why
+    notes: tuple[str, ...] = ()  # on a written plan, if there is one
+    parted: tuple[ClassFact, ...] = ()  # classes that would be split inside a block of a quantised weight
+    experts_inside: tuple[tuple[str, Reason], ...] = ()  # modules whose experts could not be distributed, and why
     shards: Shards | None = field(default=None, compare=False, repr=False)
-    over_all: Solution | None = field(default=None, compare=False, repr=False)  # over all ranks, where cp is beside tp
+    over_all: Solution | None = field(default=None, compare=False, repr=False)  # over all ranks, if tp and cp combine
 
 
 @dataclass
@@ -107,11 +107,11 @@ def solve(
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
     context: bool = False,
 ) -> Solution:
-    """Analyse a trace and decide its splits at `tp`. `scoped=False` refuses what hooks and integers cannot do.
+    """Analyse a trace and decide its splits at `tp`. `scoped=False` refuses what hooks and integer edits cannot do.
 
-    With `sequence_stacks` (the blocks of every stack) the stream between split regions is cut along the sequence.
-    `demands` are what a plan that somebody wrote leaves to decide. `context`: nothing is split but what calls that mix
-    positions treat apart.
+    With `sequence_stacks` (the blocks of every stack) the stream between split regions is sharded along the sequence.
+    `demands` are what a handwritten plan leaves to decide. `context`: split only the axes that calls which mix
+    positions treat independently (heads).
     """
     trace = without_own_loss(trace)
     flow = CallFlow(trace)
@@ -140,22 +140,22 @@ def solve(
 def _whole_but_mixed(
     trace: Trace, flow: CallFlow, axes: Axes, tp: int, scoped: bool, demands: Demands, stacks: Iterable[tuple[str, ...]]
 ) -> Demands:  # fmt: skip
-    """Demands that keep every weight whole whose split no call that mixes positions would know of."""
-    done, held = _settle(trace, flow, axes, tp, [], scoped, demands), occurrences(trace, axes)
-    apart = {tensor for leaf in mixed_leaves(done.shards, flow, stacks) for tensor in held.get(leaf, ())}
+    """Return demands that replicate all weights but those with an axis that position-mixing calls keep apart."""
+    done, places = _settle(trace, flow, axes, tp, [], scoped, demands), occurrences(trace, axes)
+    apart = {tensor for leaf in mixed_leaves(done.shards, flow, stacks) for tensor in places.get(leaf, ())}
     others = [t for t, info in enumerate(trace.tensors) if info.kind == "parameter" and t not in apart]
     whole = NO_DEMANDS
-    if done.choice.indivisible:  # which calls treat apart what is split over one rank, and cannot be over these?
+    if done.choice.indivisible:  # axes that would be split at one rank but are not divisible here
         alone = _settle(trace, flow, axes, 1, [], scoped, demands).shards
         for leaf in sorted(mixed_leaves(alone, flow, stacks) & done.choice.indivisible.keys(), key=str):
-            whole = whole.with_whole(trace, set(others) & set(held.get(leaf, ())), MixedWhole(leaf.size, tp))
+            whole = whole.with_whole(trace, set(others) & set(places.get(leaf, ())), MixedWhole(leaf.size, tp))
     return whole.with_whole(trace, others, MixesNothing())
 
 
 def _legal_sizes(
     trace: Trace, flow: CallFlow, axes: Axes, tp: int, done: _Round, scoped: bool, demands: Demands
 ) -> tuple[int, ...]:
-    """At a size where not all divides other axes are split than elsewhere: the others are those of one rank."""
+    """Return the valid tp sizes. If `tp` is not one, other axes are split at it, so solve for one rank."""
     legal = legal_sizes(trace, axes, done.choice, done.tried, demands.packed)
     if tp in legal:
         return legal
@@ -167,7 +167,7 @@ def _legal_sizes(
 def _settle(
     trace: Trace, flow: CallFlow, axes: Axes, tp: int, refusals: list[AxisWhole], scoped: bool, demands: Demands
 ) -> _Round:
-    """Choose, place, solve; refuse and choose again, until nothing is refused."""
+    """Choose, place and solve; refuse what fails and start over, until nothing is refused."""
     refused = demands.refused(trace, axes)
     blocked: dict[Term, Term | None] = {}
     inside: dict[Term, InsideQuantisedBlock] = {}
@@ -194,9 +194,9 @@ def _settle(
         found = scope(shards, flow, placement, edits)
         blamed = _blame(shards, flow, placement, found, scoped)
         if not blamed:
-            known = {replace(one, sums=True) for one in constants}
+            refused_constants = {replace(one, sums=True) for one in constants}
             fed = of_arguments(trace, shards, axes, placement, flow)
-            constants += tuple(one for one in fed if replace(one, sums=True) not in known)
+            constants += tuple(one for one in fed if replace(one, sums=True) not in refused_constants)
             return _Round(axes, choice, shards, placement, edits, found, Tried(order, blocked, inside), constants)
         for leaf, why in blamed.items():
             refused[leaf] = why
@@ -206,7 +206,7 @@ def _settle(
 
 
 def _blame(shards: Shards, flow: CallFlow, placement: Placement, scope: Scope, scoped: bool) -> dict[Term, Reason]:
-    """The classes to give up: for each refusal the split leaf in or near its tensors that holds least parameters."""
+    """Return the classes to give up: for each refusal, the split leaf in or near its tensors with fewest elements."""
     refusals: list[tuple[Reason, tuple[int, ...]]] = [(r.why, r.tensors) for r in placement.refusals]
     refusals += scope.refusals
     if not scoped:
@@ -223,12 +223,12 @@ def _blame(shards: Shards, flow: CallFlow, placement: Placement, scope: Scope, s
 
 
 def _involved(tensors: set[int], shards: Shards, flow: CallFlow) -> set[Term]:
-    """The split leaves in these values; where they have none, those nearest: a refusal must never be without effect."""
+    """Return the split leaves of these tensors or of the nearest that have any: a refusal must have an effect."""
     while True:
-        found = {leaf for tensor in tensors for leaf in shards.split_leaves(tensor)}
+        involved = {leaf for tensor in tensors for leaf in shards.split_leaves(tensor)}
         more = flow.near(tensors)
-        if found or not more:
-            return found or set(shards.marks)
+        if involved or not more:
+            return involved or set(shards.marks)
         tensors = tensors | more
 
 
@@ -240,7 +240,7 @@ def _held(shards: Shards) -> dict[Term, int]:
     }
 
 
-# ------------------------------------------------------------------------------------------------ writing it down
+# Writing the result down
 
 
 def _solution(
@@ -291,7 +291,7 @@ def _solution(
 
 
 def _rules(facts: tuple[ParameterFact, ...]) -> Iterator[ParameterRule]:
-    """What execution must know of parameters and buffers that are not simply whole, under each of their names."""
+    """Yield what execution must know about sharded or specially reduced parameters and buffers, under each name."""
     for fact in facts:
         if fact.dim is not None or fact.gradient != "local" or fact.divide:
             for name in fact.names:
@@ -307,12 +307,12 @@ def _with_old(edits: Edits, trace: Trace, whole: Collection[str]) -> Iterator[In
 
 
 def _boundaries(placement: Placement) -> tuple[Boundary, ...]:
-    """One for each thing done at a module's boundary, however often the module ran."""
+    """Return one boundary for each thing done at a module's input or output, however often the module ran."""
     return tuple(dict.fromkeys((*placement.outputs.values(), *placement.inputs.values())))
 
 
 def _class_ids(trace: Trace, done: _Round) -> dict[Term, int]:
-    """Stable numbers: by first parameter, then dim, then place in the dim."""
+    """Return stable numbers, ordered by first parameter, then dim, then position within the dim."""
     ids: dict[Term, int] = {}
     for tensor in range(len(trace.tensors)):
         if done.axes.is_stored_weight(tensor):
@@ -323,18 +323,18 @@ def _class_ids(trace: Trace, done: _Round) -> dict[Term, int]:
 
 
 def _class_facts(trace: Trace, done: _Round, ids: dict[Term, int]) -> Iterator[ClassFact]:
-    found = occurrences(trace, done.axes)
+    held = occurrences(trace, done.axes)
     for leaf, number in ids.items():
-        places = tuple((trace.tensors[t].names[0], d) for t, dims in found.get(leaf, {}).items() for d in sorted(dims))
+        places = tuple((trace.tensors[t].names[0], d) for t, dims in held.get(leaf, {}).items() for d in sorted(dims))
         split = leaf in done.choice.marks
         reason = None if split else done.choice.reasons.get(leaf)
         yield ClassFact(number, leaf.size, frozenset(map(str, leaf.events)), places, split, reason)
 
 
 def _parted_facts(trace: Trace, axes: Axes, done: _Round) -> Iterator[ClassFact]:
-    found = occurrences(trace, axes)
+    held = occurrences(trace, axes)
     for number, (leaf, why) in enumerate(done.tried.why.items()):
-        places = tuple((trace.tensors[t].names[0], d) for t, dims in found.get(leaf, {}).items() for d in sorted(dims))
+        places = tuple((trace.tensors[t].names[0], d) for t, dims in held.get(leaf, {}).items() for d in sorted(dims))
         yield ClassFact(number, leaf.size, frozenset(map(str, leaf.events)), places, False, why)
 
 
@@ -356,9 +356,9 @@ def _parameter_facts(
             else "local"
         )  # fmt: skip
         split = sorted(shards.split_leaves(tensor), key=lambda leaf: -leaf.size)
-        held, how = recurrences.rows.get(tensor), recurrences.how.get(tensor) or tables.get(tensor)
-        layout = held if dim is None else str(layouts[dim])
-        dim = 0 if held is not None else dim
+        rows, how = recurrences.rows.get(tensor), recurrences.how.get(tensor) or tables.get(tensor)
+        layout = rows if dim is None else str(layouts[dim])
+        dim = 0 if rows is not None else dim
         yield ParameterFact(
             names=info.names,
             shape=info.shape,
@@ -376,12 +376,12 @@ def _parameter_facts(
 
 
 def _held_twice(layouts: tuple[Layout | None, ...], tp: int) -> bool:
-    """Sharded over groups of ranks, so that every row has several holders, each with a part of its gradient?"""
+    """Return whether groups of ranks share each row, so that every holder of a row has a part of its gradient."""
     return any(layout is not None and layout.all_carried() and layout.shared_rows(tp) for layout in layouts)
 
 
 def _why_whole(tensor: int, done: _Round) -> tuple[Reason, ...]:
-    """Why none of a parameter's dims is split: the reasons of the classes that could have been."""
+    """Return why none of a parameter's dims is split: the reasons of the classes that could have been."""
     reasons: list[Reason] = []
     shape = done.shards.trace.tensors[tensor].shape
     for dim, term in enumerate(done.axes.of(tensor)):

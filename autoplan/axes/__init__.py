@@ -1,4 +1,4 @@
-"""What one dimension of a tensor is: terms, the algebra that makes two of them one, and what can happen to them.
+"""Terms that describe one dimension of a tensor, the algebra that unifies two of them, and the events that mark them.
 
 In: sizes. Out: terms (leaf, product, concatenation) and events on leaves. May import: values, common. No torch.
 """

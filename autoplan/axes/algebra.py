@@ -1,9 +1,9 @@
-"""When two dimensions turn out to be one: the algebra that makes terms equal, splits them and cuts them.
+"""The algebra of terms: unify two dimensions that turn out to be one, split them and slice them.
 
-Elementwise ops say that two dimensions are equal, views that one is the product of others, slices that one is a
+Elementwise ops show that two dimensions are equal, views that one is the product of others, slices that one is a
 concatenation. Each of these may need structure that a leaf does not have yet; it is then refined, everywhere it occurs
-at once. Where two structures cannot be reconciled, both are marked and the place is kept as a conflict: a link that
-cannot be expressed is never dropped in silence.
+at once. Where two structures cannot be reconciled, both are marked and the place is recorded as a conflict: a link that
+cannot be expressed is never dropped silently.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from autoplan.axes.terms import (
 
 Pair = tuple[Term, Term]
 
-MOST_SEGMENTS = 256  # a finer concatenation is no axis any more, and comparing two of them would take long
+MOST_SEGMENTS = 256  # a finer concatenation is no useful axis, and comparing two of them would take long
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two things that should be one and are not: what was tried, on which terms, and at which op of the trace."""
+    """Two dimensions that should be one and cannot be: what was tried, on which terms, and at which op of the trace."""
 
     why: str
     left: str
@@ -50,18 +50,18 @@ class Conflict:
 
 
 class Algebra:
-    """Unifies terms; keeps conflicts. `place` is the (op index, name, module) that conflicts are charged to."""
+    """Unifies terms and records conflicts. `place` is the (op index, name, module) that conflicts are attributed to."""
 
     def __init__(self) -> None:
         self.conflicts: list[Conflict] = []
         self.place: tuple[int, str, str] = (-1, "", "")
         self._marked: list[Term] = []
-        self.marked_by: list[tuple[int, str, Term]] = []  # (op index, event, term): who did what
+        self.marked_by: list[tuple[int, str, Term]] = []  # (op index, event, term)
 
-    # -------------------------------------------------------------------------------------------- events
+    # Events
 
     def mark(self, term: Term, event: str) -> None:
-        """Leave an event on a term. It rests there until `settle`, whatever becomes of the term."""
+        """Leave an event on a term. It stays there until `settle`, even if the term is linked or refined."""
         term = find(term)
         if term.size > 1:
             self.marked_by.append((self.place[0], event, term))
@@ -70,7 +70,7 @@ class Algebra:
             term.events.add(event)
 
     def settle(self) -> None:
-        """Let every event sink to the leaves of the term on which it was left."""
+        """Propagate every event to the leaves of the term on which it was left."""
         for term in self._marked:
             root = find(term)
             if root is not term or root.parts:
@@ -78,7 +78,7 @@ class Algebra:
                     axis.events |= term.events
 
     def conflict(self, why: str, left: str, right: str, terms: Iterable[Term], event: Event) -> None:
-        """Keep a conflict, and mark every term that is part of it."""
+        """Record a conflict, and mark every term that is part of it."""
         terms = tuple(terms)
         self.conflicts.append(Conflict(why, left, right, *self.place, terms))
         for term in terms:
@@ -87,7 +87,7 @@ class Algebra:
     def _clash(self, why: str, left: Term, right: Term) -> None:
         self.conflict(why, show(left), show(right), (left, right), Event.CLASH)
 
-    # -------------------------------------------------------------------------------------------- equality
+    # Equality
 
     def unify(self, left: Term, right: Term) -> None:
         """Make two terms equal."""
@@ -111,17 +111,17 @@ class Algebra:
                 pairs.extend(reversed(aligned))
 
     def _absorb(self, a: Term, b: Term) -> None:
-        """A leaf becomes whatever the other term is."""
+        """Link a leaf to the other term, whatever that is."""
         if a.data:
             axes = leaves(b)
-            if b.parts and not axes:  # positions of the input, one by one: nothing there to keep
+            if b.parts and not axes:  # single positions of the input have no axes to keep
                 a, b = b, a
             for axis in axes:
                 axis.data = True
         a.link = b
 
     def _align(self, a: Term, b: Term) -> list[Pair] | None:
-        """Bring two structured terms to one shape: the pairs that remain to be unified, or None."""
+        """Bring two structured terms to one shape; return the pairs that remain to be unified, or None."""
         if a.kind != b.kind:
             return self._align_mixed(a, b) if a.kind == "product" else self._align_mixed(b, a)
         pairs = self._align_products(a, b) if a.kind == "product" else self._align_concatenations(a, b)
@@ -167,7 +167,7 @@ class Algebra:
         return pairs
 
     def _align_mixed(self, a: Term, b: Term) -> list[Pair] | None:
-        """A product and a concatenation: somewhere the factors part into rows and what each row holds."""
+        """Align a product and a concatenation: some factor boundary separates rows from the contents of each row."""
         parts = factors(a)
         for k in range(1, len(parts)):
             inner = prod(part.size for part in parts[k:])
@@ -178,10 +178,10 @@ class Algebra:
                 return [(product(parts[:k]), halves[0]), (product(parts[k:]), halves[1])]
         return None
 
-    # -------------------------------------------------------------------------------------------- structure
+    # Structure
 
     def split(self, term: Term, outer: int, inner: int) -> Pair | None:
-        """The term as a product of something of size `outer` and something of size `inner`, if it is one."""
+        """Return the term as a product of terms of size `outer` and `inner`, or None if it is not one."""
         term = find(term)
         if term.size != outer * inner:
             return None
@@ -214,7 +214,7 @@ class Algebra:
         return product(head), ONE
 
     def _split_concatenation(self, term: Term, inner: int) -> Pair | None:
-        """Each segment is several whole rows, or several segments make one row; all rows are then equal."""
+        """Split segments into rows: each is several rows, or several form one; all rows are then unified."""
         rows = _rows(segments(term), inner)
         if rows is None:
             return None
@@ -234,7 +234,7 @@ class Algebra:
         return concatenation(outers), row
 
     def cut(self, term: Term, start: int, stop: int) -> Term:
-        """Positions start to stop of a term. A leaf is refined into a concatenation; input axes stay whole."""
+        """Return positions start to stop of a term. A leaf is refined into a concatenation; input axes are not."""
         term = find(term)
         start, stop = max(start, 0), min(stop, term.size)
         if start == 0 and stop == term.size:
@@ -273,7 +273,7 @@ class Algebra:
         return product([self.cut(parts[0], start // inner, stop // inner), *parts[1:]])
 
     def _cut_loose(self, term: Term, size: int) -> Term:
-        """A piece that the structure cannot express: both sides are marked."""
+        """Return a slice that the structure cannot express: both sides are marked."""
         piece = leaf(size)
         self.mark(term, Event.CUT)
         self.mark(piece, Event.CUT)
@@ -281,7 +281,7 @@ class Algebra:
 
 
 def _rows(parts: list[Term], inner: int) -> list[list[Term]] | None:
-    """Group segments so that each group is a whole number of rows of size `inner`."""
+    """Group segments so that each group is an integer number of rows of size `inner`."""
     rows: list[list[Term]] = []
     group: list[Term] = []
     filled = 0

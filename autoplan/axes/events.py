@@ -1,8 +1,8 @@
-"""What can happen to an axis: the complete table of events that op rules leave on leaves.
+"""Events: the complete table of what ops do along an axis, as op rules leave it on leaves.
 
-Whether an axis may be sharded over ranks depends only on what the model does along it. Each op rule says so by
-leaving one of these words on the axis. `FORBIDDING` holds those after which positions along the axis no longer stand
-for themselves, so that no rank could work on its shard alone; the others cost a reduction, or nothing.
+Whether an axis may be sharded over ranks depends only on what the model does along it. Each op rule says so by leaving
+one of these words on the axis. After those in `FORBIDDING`, positions along the axis are no longer independent, so that
+no rank could work on its shard alone; the others cost a reduction, or nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Event(StrEnum):
-    """One word per meaning; several ops have one word when they mean the same for a split."""
+    """One event for each meaning; several ops share one when they mean the same for a split."""
 
     # products
     CONTRACT_W = "contract_w"  # summed over in a product with a weight (the input features of a linear)
@@ -21,15 +21,15 @@ class Event(StrEnum):
     BATCH_A = "batch_a"  # batch position of a product of two activations (heads in q @ k)
     FREE_A = "free_a"  # row or column of a product of two activations (query and key positions)
     CONV_GROUP = "conv_group"  # groups of a convolution, single channels of a depthwise one
-    EXPERT_BATCH = "expert_batch"  # picks the weight of a grouped product (experts in _grouped_mm)
+    EXPERT_BATCH = "expert_batch"  # selects the weight of a grouped product (experts in _grouped_mm)
     EXPERTS = "experts"  # every position is an expert that computes for the tokens that chose it, and for no others
     SOLVE = "solve"  # a triangular system is solved along it
     # sums and comparisons along the axis
     REDUCE_LIN = "reduce_lin"  # sum, mean: a partial result per rank can be summed
     REDUCE_MAX = "reduce_max"  # max, min, amax, amin, median
-    REDUCE_ARG = "reduce_arg"  # argmax, argmin: the answer is a position
+    REDUCE_ARG = "reduce_arg"  # argmax, argmin: the result is a position
     REDUCE_LOGIC = "reduce_logic"  # any, all
-    VARIANCE = "variance"  # var, std: each rank tells the mean and variance of its shard
+    VARIANCE = "variance"  # var, std: ranks exchange the mean and variance of their shards
     REDUCE_VAR = "reduce_var"  # var_mean, and the statistics of batch and group norms
     LENGTH = "length"  # vector norms of order 2: the squares of ranks' shards are summed
     REDUCE_NORM = "reduce_norm"  # other vector norms, and distances
@@ -37,7 +37,7 @@ class Event(StrEnum):
     REDUCE_PROD = "reduce_prod"
     NORM = "norm"  # layer norm, RMS norm, group norm, weight norm: statistics over the axis
     SOFTMAX = "softmax"  # softmax, log-softmax, attention over keys
-    TOPK = "topk"  # the largest along it, or the axis of ranks that came out
+    TOPK = "topk"  # the largest along it, or the resulting axis of ranks
     SORT = "sort"  # sort, unique, histogram
     CUMSUM = "cumsum"  # each position depends on those before it (cumsum, cumprod, cummax, linear recurrences)
     # positions along the axis are looked up or rearranged
@@ -46,24 +46,24 @@ class Event(StrEnum):
     INDEX = "index"  # positions of an activation looked up by integers or a mask, or turned into integers
     GATHER = "gather"
     SCATTER = "scatter"
-    SELECT = "select"  # one position is taken by number, or each on its own (select, unbind)
+    SELECT = "select"  # one position by index, or each separately (select, unbind)
     TWICE = "twice"  # a value has it in two dims (the product of something with itself)
-    STACK = "stack"  # separate tensors were put side by side to make it
-    CUT = "cut"  # a slice inside one block of a product: no clean axis is left
-    STRIDED = "strided"  # a slice with a step that does not divide, windows
+    STACK = "stack"  # made by stacking separate tensors
+    CUT = "cut"  # sliced inside one block of a product: no clean axis is left
+    STRIDED = "strided"  # sliced with a step that is no divisor, or windows
     PAD = "pad"
     FLIP = "flip"
     ROLL = "roll"
     TRIANGLE = "triangle"  # values are kept or dropped by position (tril, triu)
     CONV_K = "conv_k"  # inside the kernel of a convolution
     CONV_SP = "conv_sp"  # neighbours along it are mixed (convolution, pooling, resizing)
-    JOINS_DATA = "joins_data"  # put in one row with input data (learned tokens before the sequence)
+    JOINS_DATA = "joins_data"  # concatenated with input data (learned tokens before the sequence)
     # values made in forward
-    CREATED = "created"  # made in forward with values that differ along it (arange, linspace, eye)
-    CONST = "const"  # a ready-made constant lies along it (slopes, masks from a literal)
+    CREATED = "created"  # made in forward with values that vary along it (arange, linspace, eye)
+    CONST = "const"  # a constant tensor lies along it (slopes, masks from a literal)
     RANDOM = "random"  # random numbers are drawn along it (dropout, noise)
-    GATHERED = "gathered"  # put together by an all-gather: every rank has all of it
-    # what the analysis does not know
+    GATHERED = "gathered"  # replicated by an all-gather
+    # unknown to the analysis
     CLASH = "clash"  # two structures met that cannot be one
     BADVIEW = "badview"  # a reshape that mixes it with its neighbours
     OPAQUE = "opaque"  # an op without an exact rule touched it

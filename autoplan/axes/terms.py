@@ -1,12 +1,12 @@
-"""What one tensor dimension is, as a term: a leaf, a product of terms, or a concatenation of terms.
+"""Terms: one tensor dimension as a leaf, a product of terms, or a concatenation of terms.
 
 A dimension of 4096 may be 32 heads of 128 features (a product, major factor first), or packed q, k and v one after the
-other (a concatenation). Leaves are the axes of the model; two dimensions that share a leaf are cut together or not at
+other (a concatenation). Leaves are the axes of the model; two dimensions that share a leaf are split together or not at
 all. Terms are union-find nodes: views and slices refine a leaf in place, and terms found equal are linked, so always
-look at a term through the functions below, which resolve links.
+read a term through the functions below, which resolve links.
 
-Sizes keep this sound without an occurs check: a product drops factors of 1 and a concatenation drops parts of 0, so
-whatever contains a term is larger than it, and only terms of one size are ever linked.
+Sizes keep this sound without an occurs check: a product drops factors of 1 and a concatenation drops parts of 0, so a
+term is larger than any term in it, and only terms of one size are ever linked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Term:
         self.link: Term | None = None
 
     def refine(self, kind: Kind, parts: list[Term]) -> None:
-        """A leaf turns out to have structure."""
+        """Give a leaf structure."""
         assert self.kind == "leaf" and self.link is None
         self.kind, self.parts = kind, parts
 
@@ -47,7 +47,7 @@ ONE = Term(1)
 
 
 def find(term: Term) -> Term:
-    """The node that stands for `term`, following links and shortening the way."""
+    """Return the representative of `term`, following links and shortening the path."""
     while (link := term.link) is not None:
         if link.link is not None:
             term.link = link.link
@@ -56,12 +56,12 @@ def find(term: Term) -> Term:
 
 
 def leaf(size: int, data: bool = False) -> Term:
-    """A fresh axis. All dimensions of size 1 are one and the same."""
+    """Return a new axis. All dimensions of size 1 are the same term."""
     return ONE if size == 1 else Term(size, data=data)
 
 
 def product(terms: Iterable[Term]) -> Term:
-    """Terms multiplied, major first."""
+    """Return the product of terms, major first."""
     parts = [part for term in terms for part in factors(term)]
     if len(parts) == 1:
         return parts[0]
@@ -69,7 +69,7 @@ def product(terms: Iterable[Term]) -> Term:
 
 
 def concatenation(terms: Iterable[Term]) -> Term:
-    """Terms one after the other. Parts of size 1 stay: they hold a place."""
+    """Return the concatenation of terms. Parts of size 1 stay: they hold a place."""
     parts = [part for term in terms for part in segments(term) if part.size]
     if len(parts) == 1:
         return parts[0]
@@ -77,7 +77,7 @@ def concatenation(terms: Iterable[Term]) -> Term:
 
 
 def factors(term: Term) -> list[Term]:
-    """The factors of a product, nested ones flattened; of anything else, itself; of a size of 1, none."""
+    """Return the factors of a product, nested ones flattened; of any other term, itself; of size 1, none."""
     term = find(term)
     if term.size == 1:
         return []
@@ -85,13 +85,13 @@ def factors(term: Term) -> list[Term]:
 
 
 def segments(term: Term) -> list[Term]:
-    """The parts of a concatenation, nested ones flattened; of anything else, itself."""
+    """Return the parts of a concatenation, nested ones flattened; of any other term, itself."""
     term = find(term)
     return list(_flat(term)) if term.kind == "concatenation" else [term]
 
 
 def _flat(term: Term) -> list[Term]:
-    """Parts with those of the same kind opened. The outcome is stored, so that chains are opened once."""
+    """Return the parts, with those of the same kind opened. The result is stored, so that chains are opened once."""
     parts = [find(part) for part in term.parts]
     if any(part.kind == term.kind for part in parts):
         todo, parts = parts[::-1], []
@@ -106,11 +106,11 @@ def _flat(term: Term) -> list[Term]:
 
 
 def leaves(term: Term) -> list[Term]:
-    """The distinct axes in a term, in order of appearance; sizes of 1 are none."""
+    """Return the distinct axes in a term, in order of appearance, without those of size 1."""
     term = find(term)
     if not term.parts:
         return [term] if term.size > 1 else []
-    found: list[Term] = []
+    axes: list[Term] = []
     seen: set[int] = set()
     todo = [term]
     while todo:
@@ -121,12 +121,12 @@ def leaves(term: Term) -> list[Term]:
         if node.parts:
             todo.extend(reversed(node.parts))
         elif node.size > 1:
-            found.append(node)
-    return found
+            axes.append(node)
+    return axes
 
 
 def contains(term: Term, part: Term) -> bool:
-    """Does `part` occur in `term` (or is it `term`)?"""
+    """Return whether `part` occurs in `term` (or is `term`)."""
     part, todo, seen = find(part), [find(term)], set[int]()
     while todo:
         node = todo.pop()
@@ -139,7 +139,7 @@ def contains(term: Term, part: Term) -> bool:
 
 
 def is_data(term: Term) -> bool:
-    """Does the whole term come from the axes of the input?"""
+    """Return whether the term consists of axes of the input only."""
     term = find(term)
     if not term.parts:
         return term.data
@@ -148,7 +148,7 @@ def is_data(term: Term) -> bool:
 
 
 def show(term: Term, names: Mapping[Term, str] | None = None) -> str:
-    """A term for people: leaves as name:size ("a7" when nobody named it), sizes of 1 as 1."""
+    """Return a readable form: leaves as name:size ("a7" if unnamed), sizes of 1 as 1."""
     term = find(term)
     if term.kind == "product":
         return "*".join(f"({show(p, names)})" if p.kind == "concatenation" else show(p, names) for p in factors(term))
@@ -160,9 +160,9 @@ def show(term: Term, names: Mapping[Term, str] | None = None) -> str:
 
 
 def layout(term: Term, is_split: Callable[[Term], str | None]) -> str:
-    """A term in the notation of `autoplan.common.layout`: `is_split` gives the mark of a leaf that is sharded.
+    """Return a term in the notation of `autoplan.common.layout`: `is_split` gives the mark of a leaf that is sharded.
 
-    What is held whole is merged into plain numbers: 4 heads of 16 features, none of them split, read "64".
+    Unsplit factors are merged into plain numbers: 4 heads of 16 features, none of them split, read "64".
     """
     marks = {axis.id: mark for axis in leaves(term) if (mark := is_split(axis))}
     carried: dict[int, bool] = {}

@@ -30,13 +30,13 @@ CARRYING = {
     *("scale", "shift", "norm", "split", "cat", "mul", "add", "mix", "write", "pick", "scatter", "sum", "softmax"),
     *("statistic",),
 }
-ENDS = 4  # of a weight's runs, at each end: these are bound
-MOST_STEPS = 300_000  # from box to box, in the search for one rule: architectures of transformers need 2,200 at most
+ENDS = 4  # runs of a weight at each end that are bound
+MOST_STEPS = 300_000  # steps between boxes in the search for one rule: architectures of transformers need 2,200 at most
 
 
 @dataclass(frozen=True)
 class Found:
-    """A rule found at these boxes; `claims` are those it yields a style for."""
+    """A rule that matches at these boxes; `claims` are those it yields a style for."""
 
     rule: Rule
     boxes: tuple[tuple[str, int], ...]
@@ -49,7 +49,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The flow was there, a guard did not hold."""
+    """A match of the flow in which a guard does not hold."""
 
     rule: Rule
     boxes: tuple[tuple[str, int], ...]
@@ -72,7 +72,7 @@ class Matching:
     found: tuple[Found, ...]
     refusals: tuple[Refusal, ...]
     contests: tuple[Contest, ...]
-    given_up: tuple[str, ...] = ()  # rules whose search was ended before it had seen all
+    given_up: tuple[str, ...] = ()  # rules whose search was ended early
 
 
 def match_rules(flow: Flow, rules: Iterable[Rule], tp: int | None = None, *, refused: bool = True) -> Matching:
@@ -90,7 +90,7 @@ def match_rules(flow: Flow, rules: Iterable[Rule], tp: int | None = None, *, ref
 
 
 def _settled(found: list[Found]) -> tuple[list[Found], list[Contest]]:
-    """One rule for each box, by the stated order; the matches that stay, in theirs."""
+    """Give each box to one rule, in the order of the module docstring; return the remaining matches as ordered."""
     owner: dict[int, str] = {}
     contests: dict[Contest, None] = {}
     lost: set[int] = set()
@@ -131,7 +131,7 @@ def _without_beaten(found: list[Found]) -> list[Found]:
 
 
 def match_rule(reach: _Reach, rule: Rule, tp: int | None = None) -> tuple[list[Found], list[Refusal]]:
-    """All matches of one rule, and its refusals where the flow was there."""
+    """Return all matches of one rule, and its refusals where the flow matched."""
     if rule.match is None:
         return [], []
     matched: list[Found] = []
@@ -152,7 +152,7 @@ def match_rule(reach: _Reach, rule: Rule, tp: int | None = None) -> tuple[list[F
 
 
 def _found(reach: _Reach, rule: Rule, tp: int | None) -> list[Found]:
-    """The matches of one rule, as `match_rule` finds them, by a search that leaves what guards rule out."""
+    """Return the matches of one rule, as `match_rule` does, by a search that prunes what guards exclude."""
     if rule.match is None:
         return []
     pattern = rule.match.pattern
@@ -171,7 +171,7 @@ def _found(reach: _Reach, rule: Rule, tp: int | None) -> list[Found]:
         if not checks[position]:
             return True
         nodes = {name: node_of(reach.flow, box) for name, box in bound.items()}
-        return not any(one.check(nodes, tp) for one in checks[position])
+        return not any(check.check(nodes, tp) for check in checks[position])
 
     bindings = sorted(_bindings(reach, rule, early, allowed), key=lambda bound: [bound[name] for name in order])
     matches_by_claims: dict[frozenset[int], Found] = {}
@@ -183,7 +183,7 @@ def _found(reach: _Reach, rule: Rule, tp: int | None) -> list[Found]:
 
 
 def _guarded_first(order: list[str], pattern: Pattern, conditions: Sequence[Condition]) -> list[str]:
-    """The same names, those that allow most guards first, each joined to one before it where possible."""
+    """Return the same names, those that allow most guards first, each joined to an earlier one if possible."""
     early, left = order[:1], order[1:]
     while left:
         near = [name for name in left if any({name} < {a.source, a.reader} <= {name, *early} for a in pattern.arrows)]
@@ -195,13 +195,13 @@ def _guarded_first(order: list[str], pattern: Pattern, conditions: Sequence[Cond
 
 
 def _granted(refusal: Refusal, seen: set[frozenset[int]]) -> bool:
-    """Were the same boxes claimed after all, bound in another way?"""
+    """Return whether the same boxes were claimed after all, bound in another way."""
     bound = dict(refusal.boxes)
     return frozenset(bound[name] for name, _ in refusal.rule.yields) in seen
 
 
 class _Reach:
-    """What a value reaches in one step of a pattern, remembered: (reader, port) pairs."""
+    """The (reader, port) pairs that a value reaches in one step of a pattern, cached."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
@@ -236,7 +236,7 @@ class _Reach:
         return reached
 
     def sources(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
-        """The boxes from which `box` is reached, with the ports at which it reads them."""
+        """Return the boxes from which `box` is reached, with the ports at which it reads them."""
         sources = self._backward.get((box, direct))
         if sources is None:
             sources = self._backward[box, direct] = self._walk_back(box, direct)
@@ -260,7 +260,7 @@ class _Reach:
 
 
 def _between(flow: Flow) -> frozenset[int]:
-    """Boxes that read the same parameters as many before them and many after."""
+    """Return the boxes with at least ENDS readers of the same parameters both before and after them."""
     runs: dict[tuple[str, ...], list[int]] = {}
     for box in flow:
         node = node_of(flow, box)
@@ -272,8 +272,8 @@ def _between(flow: Flow) -> frozenset[int]:
 def _bindings(
     reach: _Reach, rule: Rule, order: list[str], allowed: Callable[[int, dict[str, int]], bool] | None = None
 ) -> Iterator[dict[str, int]]:
-    """Yield every binding of a rule's names under which all arrows hold and nothing inside is read from outside, as far
-    as the bound on the search allows; `allowed(place, bound)` cuts it."""
+    """Yield every binding of a rule's names under which all arrows hold and no interior box is read from outside, as
+    far as the bound on the search allows; `allowed(place, bound)` prunes it."""
     assert rule.match is not None
     pattern, most = rule.match.pattern, reach.steps + MOST_STEPS
 
@@ -297,7 +297,7 @@ def _bindings(
 
 
 def _order(reach: _Reach, pattern: Pattern) -> list[str]:
-    """Rarest kind first, then always a name joined by an arrow to one already placed."""
+    """Return the names, the rarest kind first, then always one joined by an arrow to an earlier one."""
 
     def number(name: str) -> int:
         kinds = pattern.kinds_of(name)
@@ -323,14 +323,14 @@ def _candidates(reach: _Reach, pattern: Pattern, name: str, bound: dict[str, int
         if reached is not None:
             options = reached if options is None else options & reached
     if options is None:
-        held = reach.by_kind if "any" in kinds else kinds
-        return sorted(box for kind in held for box in reach.by_kind.get(kind, ()))
+        allowed_kinds = reach.by_kind if "any" in kinds else kinds
+        return sorted(box for kind in allowed_kinds for box in reach.by_kind.get(kind, ()))
     free = options - reach.between
     return sorted(box for box in free if "any" in kinds or node_of(reach.flow, box).kind in kinds)
 
 
 def _along(reach: _Reach, arrow: Arrow, name: str, bound: dict[str, int]) -> set[int] | None:
-    """The boxes that `name` may be, by one arrow whose other end is bound; None if it says nothing yet."""
+    """Return the boxes that `name` may be, by one arrow whose other end is bound; None if no end is."""
     if arrow.reader == name and arrow.source in bound:
         reached = reach.readers(bound[arrow.source], arrow.direct)
     elif arrow.source == name and arrow.reader in bound:

@@ -10,13 +10,13 @@ from autoplan.decide.match import Matching
 from autoplan.decide.rulebook.read import Rule
 from autoplan.values import ParameterFact, refs
 
-# Which parameter has which role. One read in several places is named once per module that owns it: the lookup names the
-# embedding's name of a tied weight, the product the head's.
+# Roles of parameters. One that is read in several places is named once per module that owns it: of a tied weight the
+# lookup names the embedding's name, the product the head's.
 
 
 @dataclass(frozen=True)
 class Naming:
-    """What a rule calls a parameter, the styles the rule allows, and the sizes of the match."""
+    """The role that a rule gives a parameter, the styles the rule allows, and the sizes of the match."""
 
     binding: str
     rule: Rule
@@ -42,7 +42,7 @@ class Reading:
 
 
 def readings(flow: Flow, facts: tuple[ParameterFact, ...]) -> dict[str, list[Reading]]:
-    """For every parameter (by first name) the boxes that read it."""
+    """Return the boxes that read each parameter, by its first name."""
     names = {name: fact.names for fact in facts for name in fact.names}
     by_parameter: dict[str, list[Reading]] = {}
     for box in flow:
@@ -54,36 +54,36 @@ def readings(flow: Flow, facts: tuple[ParameterFact, ...]) -> dict[str, list[Rea
 
 
 def _own_name(aliases: tuple[str, ...], module: str) -> str:
-    """The alias that the reading module (or one nearest above it) owns; else the first."""
+    """Return the alias that the reading module owns; else the first."""
     owners = {name.rpartition(".")[0]: name for name in reversed(aliases)}
     return owners.get(module, aliases[0])
 
 
 def name_parameters(matching: Matching, read: dict[str, list[Reading]], flow: Flow) -> dict[str, Naming]:
-    """Roles by the name under which a module owns a parameter. What is claimed twice by one rule is named once."""
+    """Return roles by the name under which a module owns a parameter. Of two claims by one rule the first counts."""
     by_box: dict[int, list[str]] = {}
     for several in read.values():
         for reading in several:
             by_box.setdefault(reading.box, []).append(reading.name)
     named: dict[str, Naming] = {}
-    for found in matching.found:
+    for match in matching.found:
         sizes = {
             f"{binding}.{field_name}": dim.size
-            for binding, box in found.boxes
+            for binding, box in match.boxes
             for field_name, dim in node_of(flow, box).dims
         }
-        allowed = dict(found.rule.yields)
-        for binding, box in found.claims:
+        allowed = dict(match.rule.yields)
+        for binding, box in match.claims:
             for name in by_box.get(box, ()):
-                named.setdefault(name, Naming(binding, found.rule, allowed[binding], sizes))
+                named.setdefault(name, Naming(binding, match.rule, allowed[binding], sizes))
     return named
 
 
-# The picture with facts: layouts and axis classes written on the dims of boxes, and which outputs are gathered.
+# The picture with facts: layouts and axis classes on the dims of boxes, and gathered outputs.
 
 
 def with_facts(flow: Flow, solution: Solution) -> Flow:
-    """A copy of the picture in which every dim knows how it lies on ranks and which axes it has."""
+    """Return a copy of the picture in which every dim has its layout and its axis classes."""
     layouts = {
         (name, fact.dim): fact.layout for fact in solution.parameters if fact.dim is not None for name in fact.names
     }
@@ -108,7 +108,7 @@ def with_facts(flow: Flow, solution: Solution) -> Flow:
 
 
 def gathered_parameters(solution: Solution) -> frozenset[str]:
-    """Weights whose product is gathered from all ranks."""
+    """Return the weights whose product is gathered from all ranks."""
     axes, tensors = solution.axes, solution.trace.tensors
     calls = [call for call in solution.trace.calls if not axes.gathered.isdisjoint(range(*call.ops))]
     read = {axes.computed[t] for call in calls for t in refs((call.args, call.kwargs)) if t in axes.computed}

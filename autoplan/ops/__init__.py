@@ -1,4 +1,4 @@
-"""What is known of torch's operations, each said once: one file for each family, one record for each op.
+"""Knowledge about torch's operations: one file for each family, one record for each op.
 
 In: a recorded op. Out: how its dims follow, which literals are sizes, what it sums over, how it runs on a shard
 (`records/record.py` says what a record holds). Importing this fills the tables. May import: values, common, axes. No

@@ -1,4 +1,4 @@
-"""Attention as one op, and calls that do more than that at once."""
+"""Attention as one op, and calls that do more at once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from autoplan.values.reasons import NotPlaced
 
 
 def _widths(at: SplitOp) -> NotPlaced | None:
-    """Scores sum over the width of a head, within the op."""
+    """Refuse a split head width: scores sum over it within the op."""
     return NotPlaced("head-width") if at.is_split(0, 3) else None
 
 
 def attended(local: Local) -> Any:
-    """Heads run by themselves. Fused kernels want values as wide as the queries: shards of them are filled up."""
+    """Run attention on local heads. Fused kernels need values as wide as the queries, so shards of them are padded."""
     if local.is_split(0, 3):
         raise ValueError("attention over a split head width")
     query, values = local.args[0], local.args[2]
@@ -45,7 +45,7 @@ def attended(local: Local) -> Any:
     sizes=NO_SIZES, reduces=_widths, linear=Linear.NO, random=by_rate(4, "dropout_p", 0.0, along=-1),
     runs=attended, drawn=Drawn.ATTENTION)  # fmt: skip
 def attention(site: Site) -> Answer:
-    """Batch x heads x positions x width. Fewer key heads than query heads: each serves a run of query heads."""
+    """Relate batch x heads x positions x width. With fewer key heads, each serves a run of query heads."""
     q, k, v = (site.terms(ref) for ref in site.inputs[:3])
     if not len(q) == len(k) == len(v) == 4:
         return None
@@ -73,7 +73,7 @@ def attention(site: Site) -> Answer:
 
 
 def _attention_extras(site: Site, scores: Dims) -> list[Dims | None]:
-    """Besides the result: log-sums per query, weights, or the state of a random generator."""
+    """Return the dims of further outputs: log-sums per query, weights, or the state of a random generator."""
     extras: list[Dims | None] = []
     for output in site.outputs[1:]:
         shape = site.shape(output)
@@ -83,7 +83,7 @@ def _attention_extras(site: Site, scores: Dims) -> list[Dims | None]:
 
 
 python_call("scaled_dot_product_attention", becomes="scaled_dot_product_attention", causal=(5, "is_causal"))
-# Told its number of heads; a rank does the same on its own heads (`execute/calls/reductions.py`).
+# Takes its number of heads; a rank does the same on its own heads (`execute/calls/reductions.py`).
 python_call("multi_head_attention_forward", sizes=NO_SIZES, linear=Linear.NO, random=by_rate(10, "dropout_p", 0.0),
             pays=Reduction.ATTENTION)  # fmt: skip
 for _name in ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"):

@@ -15,11 +15,11 @@ from autoplan.ops.records.sizes import NO_SIZES, Groups
 from autoplan.values import Op
 from autoplan.values.reasons import NotPlaced
 
-# Convolutions: channels are groups of channels; a rank may have whole groups, or a part of the sum over channels.
+# Convolutions: channels are groups of channels; a rank may have complete groups, or a part of the sum over channels.
 
 
 def _channel_sum(at: SplitOp) -> Reduction | NotPlaced | None:
-    """Over channels in one group ranks have parts of the sum; several groups are sharded whole, each for itself."""
+    """Return SUM for sharded channels within one group; several groups are sharded as a dim of their own."""
     groups = groups_of(at.op)
     if groups == 1:
         return Reduction.SUM if at.is_split(0, 1) else None
@@ -31,12 +31,12 @@ def _channel_sum(at: SplitOp) -> Reduction | NotPlaced | None:
 
 
 def _cut_inside(at: SplitOp, term: Term, groups: int) -> bool:
-    """Does some rank hold a part of a group?"""
+    """Return whether some rank would hold a part of a group."""
     layout, size, tp = at.shards.layout_of(term), term.size // groups, at.shards.tp
     if layout is None:
         return False
-    held = (Counter(row // size for row in layout.rows(rank, tp)) for rank in range(tp))
-    return any(count != size for of_rank in held for count in of_rank.values())
+    rows_by_group = (Counter(row // size for row in layout.rows(rank, tp)) for rank in range(tp))
+    return any(count != size for of_rank in rows_by_group for count in of_rank.values())
 
 
 def transposed(op: Op) -> bool:
@@ -48,7 +48,7 @@ def groups_of(op: Op) -> int:
 
 
 def convolved(local: Local) -> Any:
-    """A rank has its shard of the groups, or a part of the sum; what is added is added once, by the first rank."""
+    """Run a rank's groups, or its part of the sum over channels; the first rank alone adds the bias."""
     groups, turned = groups_of(local.op), transposed(local.op)
     if groups > 1 and turned:
         local.args[8] = max(1, groups * local.args[0].shape[1] // local.size(0, 1))
@@ -65,7 +65,7 @@ def convolved(local: Local) -> Any:
     sizes=Groups(8), reduces=_channel_sum, linear=Linear.NO, random=NEVER, runs=convolved,
     product=Product(0, 1, bias=2, out=(0, 1), inner=1), drawn=Drawn.CONVOLUTION)  # fmt: skip
 def convolution(site: Site) -> Answer:
-    """Channels are groups x channels of a group, on both sides; groups pass through, each for itself."""
+    """Relate channels as groups x channels of a group, on both sides; groups pass through independently."""
     x, weight = site.terms(site.inputs[0]), site.terms(site.inputs[1])
     turned, groups = transposed(site.op), groups_of(site.op)
     channels, rows = x[1], weight[0]
@@ -90,7 +90,7 @@ def convolution(site: Site) -> Answer:
 
 
 def slid(site: Site, term: Term, size: int) -> Term:
-    """A dim over which a window slides."""
+    """Return the dim that results from sliding a window over a dim."""
     site.mark(term, Event.CONV_SP)
     if term.size == size:
         return term
@@ -114,7 +114,7 @@ python_call("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", becomes=
     "_upsample_bicubic2d_aa",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def windows(site: Site) -> Answer:
-    """The spatial dims are the last ones: as many as the name says."""
+    """Relate the spatial dims, the last ones: the name says how many there are."""
     dims = site.terms(site.inputs[0])
     count = next(int(digit) for digit in site.op.name if digit.isdigit())
     first = len(dims) - count
@@ -129,7 +129,7 @@ def windows(site: Site) -> Answer:
 @op("im2col",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def im2col(site: Site) -> Answer:
-    """B x C x H x W becomes B x C·kernel x positions."""
+    """Relate B x C x H x W to B x C·kernel x positions."""
     dims = site.terms(site.inputs[0])
     if len(dims) != 4:
         return None
@@ -142,7 +142,7 @@ def im2col(site: Site) -> Answer:
 @op("_fft_r2c", "_fft_c2c", "_fft_c2r",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def fourier(site: Site) -> Answer:
-    """Every frequency depends on every position."""
+    """Mark the transformed dims: every frequency depends on every position."""
     dims = site.terms(site.inputs[0])
     for position in site.arg(1, "dim"):
         size = site.out_shape[position]
@@ -156,7 +156,7 @@ def fourier(site: Site) -> Answer:
 @op("grid_sampler_2d", "grid_sampler_3d", "_grid_sampler_2d_cpu_fallback",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def grid_sample(site: Site) -> Answer:
-    """B x C x space looked up at B x places x coordinates."""
+    """Relate B x C x space to lookups at B x places x coordinates."""
     image, grid = site.terms(site.inputs[0]), site.terms(site.inputs[1])
     site.unify(image[0], grid[0])
     for term in image[2:]:

@@ -1,4 +1,4 @@
-"""Tensors that are made: constants, ranges, random numbers."""
+"""Ops that create tensors: constants, ranges, random numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES, Filled, Identity, MadeWhole
 from autoplan.values import Ref, Trace, refs
 
-# Ops that make tensors out of nothing: constant fills say nothing about an axis, ramps do.
+# Ops without tensor inputs: a constant fill puts no constraint on an axis, a ramp does.
 
 _COPYING = ("alias", "clone", "detach", "_to_copy")
 
@@ -30,7 +30,7 @@ _COPYING = ("alias", "clone", "detach", "_to_copy")
 @op("scalar_tensor", "_efficientzerotensor",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def filled(site: Site) -> Answer:
-    """The same value everywhere."""
+    """Return fresh dims for a value that is the same everywhere."""
     return [[leaf(size) for size in site.out_shape]]
 
 
@@ -38,14 +38,14 @@ def filled(site: Site) -> Answer:
     "hamming_window", "blackman_window", "bartlett_window", "kaiser_window", "_sparse_coo_tensor_unsafe",
     sizes=MadeWhole(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def ramp(site: Site) -> Answer:
-    """Values differ along every dim, and depend on its length."""
+    """Return dims for values that vary along every dim and depend on its length."""
     return [[site.fresh(size, Event.CREATED) for size in site.out_shape]]
 
 
 @op("eye",
     sizes=Identity(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def identity(site: Site) -> Answer:
-    """Ones where row and column are the same. Times a matrix it is that matrix: a rank's shard is an identity, too."""
+    """Return one axis for both dims, if only products with it follow: a rank's shard of it is an identity, too."""
     rows, columns = site.out_shape
     same = _copies(site.outputs[0], site.state.trace)
     if rows != columns or same is None:
@@ -56,7 +56,7 @@ def identity(site: Site) -> Answer:
 
 
 def _copies(made: Ref, trace: Trace) -> set[int] | None:
-    """The tensor and its copies, if all that is done with them is to multiply a matrix from the left."""
+    """Return the tensor and its copies, if they are only used to multiply a matrix from the left."""
     copies = {made.id}
     for each in trace.ops:
         places = [place for place, item in enumerate(refs((each.args, each.kwargs))) if item in copies]
@@ -72,14 +72,14 @@ def _copies(made: Ref, trace: Trace) -> set[int] | None:
 @op("empty_like",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
 def filled_like(site: Site) -> Answer:
-    """The same value everywhere, with the dims of another tensor."""
+    """Return the dims of the other tensor, for a value that is the same everywhere."""
     if site.shape(site.inputs[0]) != site.out_shape:
         return None
     return [site.terms(site.inputs[0])]
 
 
 def fills(name: str) -> bool:
-    """Does it make a constant?"""
+    """Return whether the op makes a constant."""
     return op_record(name).dims in (filled, filled_like)
 
 
@@ -87,7 +87,7 @@ python_call("as_tensor", becomes="tensor")
 python_call("vander", "linalg_vander", sizes=NO_SIZES, linear=Linear.NO, random=NEVER, follows="long")
 
 
-# Ops that draw random numbers. Ranks draw alike where a value is whole, and each for itself where it is split.
+# Ops that draw random numbers: the same on all ranks for a replicated value, different ones for a sharded value.
 
 
 @op("randperm",
@@ -96,7 +96,7 @@ python_call("vander", "linalg_vander", sizes=NO_SIZES, linear=Linear.NO, random=
 @op("rand", "randn", "randint",
     sizes=MadeWhole(), reduces=nothing, linear=Linear.NO, random=ALWAYS, runs=recorded)  # fmt: skip
 def noise(site: Site) -> Answer:
-    """Random values: different along every dim, and different in every run."""
+    """Return dims for random values, which vary along every dim and from run to run."""
     dims = [site.fresh(size, Event.CREATED) for size in site.out_shape]
     for term in dims:
         site.mark(term, Event.RANDOM)
@@ -114,7 +114,7 @@ def noise_like(site: Site) -> Answer:
 
 
 def makes_anew(name: str) -> bool:
-    """Does an op give something that holds nothing of what its inputs hold?"""
+    """Return whether the result of an op contains nothing of the values of its inputs."""
     return fills(name) or op_record(name).dims is noise_like
 
 
@@ -129,7 +129,7 @@ def makes_anew(name: str) -> bool:
 @op("bernoulli", "uniform", "exponential", "random", "poisson", "binomial", "log_normal", "geometric", "cauchy",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=ALWAYS, runs=recorded)  # fmt: skip
 def random(site: Site) -> Answer:
-    """Elementwise, with numbers drawn along every dim."""
+    """Relate dims elementwise; numbers are drawn along every dim."""
     answer = elementwise(site)
     for term in answer[0] or [] if answer else []:
         site.mark(term, Event.RANDOM)
@@ -144,7 +144,7 @@ def multinomial(site: Site) -> Answer:
     return [[*batch, site.replaced([choices], site.out_shape[-1], Event.SORT)]]
 
 
-# It gives the numbers that it drew, too.
+# It also returns the numbers that it drew.
 op("rrelu_with_noise", "rrelu_with_noise_functional",
    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=by_rate(-1), runs=recorded)(unknown)  # fmt: skip
 

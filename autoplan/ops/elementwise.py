@@ -1,4 +1,4 @@
-"""Ops that work on each element by itself: dims of all tensor arguments that meet are one."""
+"""Elementwise ops: dims of all tensor arguments are unified by broadcasting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autoplan.ops.records.record import kept_whole, nothing, op, python_call
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES
 
-# Ops by which the Python inside of a call of torch uses a number of positions that it counted.
+# Ops by which Python code inside a torch call uses a number of positions that it counted.
 COUNTING = frozenset({"add", "sub", "rsub", "mul", "div", "pow", "scalar_tensor", "full"})
 
 _ARITHMETIC = """
@@ -28,7 +28,7 @@ eq logical_not logical_and logical_or logical_xor bitwise_and bitwise_or bitwise
 bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ isnan isinf isneginf isposinf
 isclose masked_fill
 """
-_COMPARISONS = "ne gt lt ge le isfinite"  # those that mostly hold
+_COMPARISONS = "ne gt lt ge le isfinite"  # comparisons that mostly hold
 _WRITES = "fill zero"
 
 
@@ -65,11 +65,11 @@ _WRITES = "fill zero"
 @op("real", "imag",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, shows=Shows.VIEWED)  # fmt: skip
 def elementwise(site: Site) -> Answer:
-    """Broadcasting: aligned at the end, sizes of 1 stretch."""
+    """Broadcast: dims are aligned at the end, sizes of 1 expand."""
     if not site.inputs or not site.broadcasts([site.shape(ref) for ref in site.inputs], site.out_shape):
         return None
     dims = site.broadcast([site.terms(ref) for ref in site.inputs], site.out_shape)
-    if dims and site.op.name == "add":  # a linear layer may be carried out as a product and a sum
+    if dims and site.op.name == "add":  # a linear layer may run as a product and a sum
         dims[-1] = site.from_weight(dims[-1])
     return [list(dims) for _ in site.outputs]
 
@@ -91,7 +91,7 @@ def elementwise(site: Site) -> Answer:
     sizes=NO_SIZES, reduces=nothing, linear=Linear.FIRST, random=NEVER, runs=as_written,
     shows=Shows.COPIED)  # fmt: skip
 def same(site: Site) -> Answer:
-    """The same values, perhaps elsewhere or in another precision."""
+    """Keep the dims: the same values, perhaps elsewhere or in another precision."""
     first = site.inputs[0]
     if site.shape(first) != site.out_shape:
         return None
@@ -101,7 +101,7 @@ def same(site: Site) -> Answer:
 @op("tril", "triu",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.WITHIN, random=NEVER, runs=as_written)  # fmt: skip
 def triangle(site: Site) -> Answer:
-    """What is kept depends on the position in the last two dims."""
+    """Mark the last two dims: whether an element is kept depends on its position there."""
     dims = site.terms(site.inputs[0])
     for term in dims[-2:]:
         site.mark(term, Event.TRIANGLE)
@@ -111,7 +111,7 @@ def triangle(site: Site) -> Answer:
 @op("bucketize", "searchsorted",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def bucketize(site: Site) -> Answer:
-    """Each element is looked up in a sorted row of boundaries."""
+    """Keep the dims of the elements, each of which is looked up in a sorted row of boundaries."""
     values, boundaries = (0, 1) if site.op.name == "bucketize" else (1, 0)
     table, looked_up = site.tensor(boundaries, "boundaries"), site.tensor(values, "self")
     if table is None or looked_up is None or len(site.shape(table)) != 1:
@@ -124,7 +124,7 @@ def bucketize(site: Site) -> Answer:
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     shows=Shows.VIEWED)  # fmt: skip
 def view_as_complex(site: Site) -> Answer:
-    """The last dim is the pair (real, imaginary)."""
+    """Drop the last dim, the pair (real, imaginary)."""
     dims = site.terms(site.inputs[0])
     site.mark(dims[-1], Event.SELECT)
     return [dims[:-1]]
@@ -133,7 +133,7 @@ def view_as_complex(site: Site) -> Answer:
 @op("view_as_real", "_view_as_real",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, shows=Shows.VIEWED)  # fmt: skip
 def view_as_real(site: Site) -> Answer:
-    """A last dim appears: the pair (real, imaginary)."""
+    """Append a last dim, the pair (real, imaginary)."""
     return [[*site.terms(site.inputs[0]), site.fresh(2, Event.STACK)]]
 
 

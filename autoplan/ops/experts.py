@@ -1,4 +1,4 @@
-"""A module that holds a stack of experts, as one op (analyse/splits/experts.py puts it in the place of what it did)."""
+"""A module that holds a stack of experts, as one op (analyse/splits/experts.py replaces the ops of its runs by it)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
 
-BOX = "experts"  # args: (stacked weights, tokens, (indices, routing weights) or (), what else is read)
+BOX = "experts"  # args: (stacked weights, tokens, (indices, routing weights) or (), other tensors that are read)
 
 
 def _expert_sum(at: SplitOp) -> Reduction | None:
-    """Routed tokens get the sum over all experts; sorted ones stay apart by expert."""
+    """Return SUM for routed tokens, whose results are summed over all experts; sorted ones stay apart by expert."""
     stack, _, routing, _ = at.op.args
     sharded = at.shards.layout_of(at.shards.axes.of(stack[0].id)[0]) is not None
     return Reduction.SUM if routing and sharded else None
 
 
-# Each rank's experts see other tokens than the recorded ones: what they compute is for ranks to show.
+# Each rank's experts get other tokens than the recorded ones, so only simulated ranks can verify their results.
 @op(BOX,
     sizes=NO_SIZES, reduces=_expert_sum, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
 def experts(site: Site) -> Answer:
-    """One axis leads all stacked weights. Nothing is said of what lies inside an expert."""
+    """Unify the leading axis of all stacked weights. Dims inside an expert are opaque."""
     stack, tokens, routing, others = site.op.args
     first = site.terms(stack[0])[0]
     for ref in stack:
@@ -45,7 +45,7 @@ def _close(site: Site, dims: Dims) -> None:
 
 
 def _sorted(site: Site, tokens: Ref, count: int) -> Dims | None:
-    """Tokens lie expert by expert: inside, this rank's experts have theirs; outside every rank has all."""
+    """Split the tokens by expert: inside, a rank has those of its experts; outside every rank has all."""
     major, *rest = site.terms(tokens)
     halves = site.algebra.split(major, count, major.size // count)
     if halves is None:

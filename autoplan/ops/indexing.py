@@ -26,7 +26,7 @@ def _lookup(at: SplitOp) -> Reduction | None:
 
 
 def looked_up(local: Local) -> Any:
-    """A table whose rows are sharded: each rank answers for its own rows, the rest are zero."""
+    """Look up rows of a sharded table: each rank returns its own rows, and zeros for the others."""
     layout = local.layout(0, 0)
     if layout is None:
         return local.call()
@@ -34,14 +34,14 @@ def looked_up(local: Local) -> Any:
     table, ids = local.args[0], local.args[1].long()
     place = ids.new_full((local.size(0, 0),), -1)
     place[list(local.held(layout))] = ids.new_tensor(range(table.shape[0]))
-    here = place[ids]
-    return table[here.clamp(min=0)] * (here >= 0).unsqueeze(-1).to(table.dtype)
+    local_rows = place[ids]
+    return table[local_rows.clamp(min=0)] * (local_rows >= 0).unsqueeze(-1).to(table.dtype)
 
 
 @op("embedding",
     sizes=NO_SIZES, reduces=_lookup, linear=Linear.NO, random=NEVER, runs=looked_up, drawn=Drawn.LOOKUP)  # fmt: skip
 def embedding(site: Site) -> Answer:
-    """Rows of a table."""
+    """Return the dims of rows of a table."""
     table, indices = site.inputs[:2]
     rows, width = site.terms(table)
     site.mark(rows, Event.EMBED_INDEX)
@@ -51,11 +51,11 @@ def embedding(site: Site) -> Answer:
 @op("_embedding_bag", "_embedding_bag_forward_only",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def embedding_bag(site: Site) -> Answer:
-    """The sum, mean or maximum of some rows of a table for each bag. Which rows, the data say."""
+    """Return the dims of the sum, mean or maximum of some rows of a table for each bag; the data select the rows."""
     table, *others = site.inputs
     rows, width = site.terms(table)
     site.mark(rows, Event.EMBED_INDEX)
-    for term in (term for ref in others for term in site.terms(ref)):  # an offset counts from the first id of all
+    for term in (term for ref in others for term in site.terms(ref)):  # offsets count from the very first id
         site.mark(term, Event.INDEX)
     bags = site.terms(others[1])[0]
     if bags.size != site.out_shape[0]:  # the last offset may be an end
@@ -64,7 +64,7 @@ def embedding_bag(site: Site) -> Answer:
 
 
 def rows_by_ids(op: Op) -> tuple[int, int] | None:
-    """The table and the ids of an op that takes rows of a table: of an embedding, and of table[ids]."""
+    """Return the table and the ids of an op that takes rows of a table: an embedding, or table[ids]."""
     table, ids = (*op.args, None, None)[:2]
     if op_record(op.name).dims is index and isinstance(ids, (list, tuple)) and len(ids) == 1:
         ids = ids[0]
@@ -74,19 +74,19 @@ def rows_by_ids(op: Op) -> tuple[int, int] | None:
 
 
 def looks_up(name: str) -> bool:
-    """Does an op take rows of a table, its first input, by ids, its second? (Python tells the ids first.)"""
+    """Return whether an op takes rows of a table, its first input, by ids, its second. (Python passes ids first.)"""
     return op_record(name).dims in (embedding, embedding_bag)
 
 
 def takes_bags(name: str) -> bool:
-    """Are the rows put together, bag by bag?"""
+    """Return whether the rows are reduced, bag by bag."""
     return op_record(name).dims is embedding_bag
 
 
 @dataclass(frozen=True)
 class _Lookup:
-    """x[indices]: dims before and after, and what each index brings: its dims, or one of unknown size (None) for a
-    mask."""
+    """x[indices]: the dims before and after, and the dims that each index contributes; None for a mask, whose size is
+    unknown."""
 
     before: Dims
     after: Dims
@@ -95,14 +95,14 @@ class _Lookup:
     masked_data: bool
 
     def dims(self, site: Site, sizes: Sequence[int]) -> Dims:
-        """Dims of x[indices], given the sizes of the looked-up part."""
-        kept = [site.fresh(sizes[-1], self.event, data=self.masked_data)] if sizes else []
-        middle = site.broadcast([kept if operand is None else operand for operand in self.operands], sizes)
+        """Return the dims of x[indices], given the sizes of the looked-up part."""
+        selected = [site.fresh(sizes[-1], self.event, data=self.masked_data)] if sizes else []
+        middle = site.broadcast([selected if operand is None else operand for operand in self.operands], sizes)
         return [find(term) for term in (*self.before, *middle, *self.after)]
 
 
 def _taken(at: SplitOp) -> Reduction | None:
-    """table[ids] of a table whose rows are sharded: each rank gives the rows that it has."""
+    """Return ROW for table[ids] of a table whose rows are sharded: each rank provides the rows that it has."""
     return Reduction.ROW if rows_by_ids(at.op) is not None and at.is_split(0, 0) else None
 
 
@@ -135,12 +135,12 @@ def index(site: Site) -> Answer:
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     drawn=Drawn.SCATTER)  # fmt: skip
 def index_put(site: Site) -> Answer:
-    """x[indices] = values: values stretch to what the lookup would give."""
+    """Relate x[indices] = values: values broadcast to the shape of the lookup."""
     lookup = _look_up(site, list(site.arg(1, "indices")), Event.SCATTER)
     values = site.terms(site.inputs[-1])
     place = len(lookup.after) + 1
-    kept = values[-place].size if len(values) >= place else 1
-    sizes = _broadcast_sizes([[kept] if o is None else [term.size for term in o] for o in lookup.operands])
+    selected = values[-place].size if len(values) >= place else 1
+    sizes = _broadcast_sizes([[selected] if o is None else [term.size for term in o] for o in lookup.operands])
     dims = lookup.dims(site, sizes)
     shape = [term.size for term in dims]
     if not site.broadcasts([[term.size for term in values]], shape):
@@ -152,16 +152,16 @@ def index_put(site: Site) -> Answer:
 
 
 def _broadcast_sizes(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """The shape in which tensors of these shapes meet."""
+    """Return the shape to which tensors of these shapes broadcast."""
     sizes: list[int] = []
     for place in range(max(map(len, shapes)), 0, -1):
-        here = [shape[-place] for shape in shapes if len(shape) >= place]
-        sizes.append(next((size for size in here if size != 1), 1))
+        sizes_here = [shape[-place] for shape in shapes if len(shape) >= place]
+        sizes.append(next((size for size in sizes_here if size != 1), 1))
     return sizes
 
 
 def _constant_run(site: Site, dims: Dims, indices: Sequence[Ref | None]) -> Dims | None:
-    """One index tensor whose values are always the same consecutive positions: a slice."""
+    """Return the dims of a lookup whose one index tensor always has the same consecutive positions: a slice."""
     where = [position for position, ref in enumerate(indices) if ref is not None]
     ref = indices[where[0]] if len(where) == 1 else None
     values = site.constant_values(ref) if ref is not None and len(site.shape(ref)) == 1 else None
@@ -177,7 +177,7 @@ def _constant_run(site: Site, dims: Dims, indices: Sequence[Ref | None]) -> Dims
 
 
 def _look_up(site: Site, indices: Sequence[Ref | None], event: Event) -> _Lookup:
-    """Mark what is looked up. A mask covers as many dims as it has; where index tensors are apart, they go first."""
+    """Mark the looked-up dims. A mask covers as many dims as it has; separated index tensors put their dims first."""
     dims = site.terms(site.inputs[0])
     rest: list[tuple[int, Term]] = []
     operands: list[Dims | None] = []
@@ -216,26 +216,26 @@ def masked_select(site: Site) -> Answer:
 @op("masked_scatter",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def masked_scatter(site: Site) -> Answer:
-    """Masked places are filled from the source in order. Where the mask says the same along a row, rows stay rows."""
+    """Relate the source to the masked places that it fills in order; dims along which the mask is constant match."""
     target, mask, source = site.inputs[:3]
     dims = site.broadcast([site.terms(target), site.terms(mask)], site.out_shape)
-    given = site.terms(source)
+    sources = site.terms(source)
     place = 1
-    while dims and len(given) > 1 and dims[-1].size == given[-1].size and _is_even(site, mask, place):
-        site.unify(dims.pop(), given.pop())
+    while dims and len(sources) > 1 and dims[-1].size == sources[-1].size and _is_even(site, mask, place):
+        site.unify(dims.pop(), sources.pop())
         place += 1
-    for term in (*dims, *given):
+    for term in (*dims, *sources):
         site.mark(term, Event.SCATTER)
     return [site.terms(target)]
 
 
 def _is_even(site: Site, mask: Ref, place: int) -> bool:
-    """Was the mask stretched along this dim, the place-th from the end? Then it says the same all along it."""
+    """Return whether the mask was expanded along this dim, the place-th from the end, and so is equal along it."""
     while place <= len(site.shape(mask)) and site.shape(mask)[-place] > 1:
-        made = next((op for op in site.state.trace.ops if mask.id in refs(op.outputs)), None)
-        if made is None or made.name not in _STRETCHING:
+        producer = next((op for op in site.state.trace.ops if mask.id in refs(op.outputs)), None)
+        if producer is None or producer.name not in _STRETCHING:
             return False
-        mask = Ref(next(refs(made.args)))
+        mask = Ref(next(refs(producer.args)))
     return True
 
 
@@ -279,13 +279,13 @@ def take(site: Site) -> Answer:
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     along=Along("scatters"), drawn=Drawn.SCATTER)  # fmt: skip
 def scatter(site: Site) -> Answer:
-    """x[..., positions, ...] = source, position by position."""
+    """Relate x[..., positions, ...] = source, position by position."""
     dims = site.terms(site.inputs[0])
     dim = site.arg(1, "dim") % max(1, len(dims))
     operands = [site.terms(ref) for ref in site.inputs[1:]]
     for operand in operands:
         site.unify_equal_sizes(dims, operand, skip=dim)
-    for term in (term for given in (dims, *operands) for term in given[dim : dim + 1]):
+    for term in (term for terms in (dims, *operands) for term in terms[dim : dim + 1]):
         site.mark(term, Event.SCATTER)
     if len(operands) == 2 and operands[0] and operands[0][dim].size == operands[1][dim].size:
         site.unify(operands[0][dim], operands[1][dim])
@@ -301,18 +301,18 @@ def scatter(site: Site) -> Answer:
 @op("index_fill",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def index_add(site: Site) -> Answer:
-    """x[..., positions, ...] += source, row by row."""
+    """Relate x[..., positions, ...] += source, row by row."""
     dims = site.terms(site.inputs[0])
     dim = site.arg(1, "dim") % max(1, len(dims))
     positions, source = site.inputs[1], site.inputs[2] if len(site.inputs) > 2 else None
     for term in dims[dim : dim + 1]:
         site.mark(term, Event.SCATTER)
-    given = site.terms(source) if source is not None else []
-    if len(given) == len(dims) and given:
-        site.unify_equal_sizes(dims, given, skip=dim)
-        site.mark(given[dim], Event.SCATTER)
-        if site.shape(positions) and site.shape(positions)[0] == given[dim].size:
-            site.unify(site.terms(positions)[0], given[dim])
+    sources = site.terms(source) if source is not None else []
+    if len(sources) == len(dims) and sources:
+        site.unify_equal_sizes(dims, sources, skip=dim)
+        site.mark(sources[dim], Event.SCATTER)
+        if site.shape(positions) and site.shape(positions)[0] == sources[dim].size:
+            site.unify(site.terms(positions)[0], sources[dim])
     return [site.terms(site.inputs[0])]
 
 
@@ -325,7 +325,7 @@ def one_hot(site: Site) -> Answer:
 @op("nonzero", "argwhere",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written, tells=True)  # fmt: skip
 def nonzero(site: Site) -> Answer:
-    """Positions as integers: one row per hit, one column per dim."""
+    """Return positions as integers: one row per hit, one column per dim."""
     dims = site.terms(site.inputs[0])
     rows = site.replaced([term for term in dims if term.size > 1], site.out_shape[0], Event.INDEX)
     return [[rows, site.fresh(site.out_shape[1], Event.STACK)]]
@@ -342,7 +342,7 @@ def nonzero_numpy(site: Site) -> Answer:
 @op("nll_loss_forward", "nll_loss2d_forward", "nll_loss",
     sizes=NO_SIZES, reduces=averaged, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def nll_loss(site: Site) -> Answer:
-    """The log-probability at the target's position, averaged."""
+    """Relate scores and target for the log-probability at the target's position, averaged."""
     scores, target = site.inputs[:2]
     dims = site.terms(scores)
     channel = 1 if len(dims) > 1 else 0
@@ -356,14 +356,14 @@ def nll_loss(site: Site) -> Answer:
 
 
 def takes_targets(name: str) -> bool:
-    """Is a call a loss whose second argument holds the number of the right score?"""
-    known = call_record(name)
-    return known.loss_of_columns or op_record(known.becomes).dims is nll_loss
+    """Return whether a call is a loss whose second argument holds the index of the right score."""
+    record = call_record(name)
+    return record.loss_of_columns or op_record(record.becomes).dims is nll_loss
 
 
 python_call("embedding_bag", becomes="_embedding_bag")
 python_call("cross_entropy_loss", becomes="nll_loss")
-# A row of a table is taken by table[number] only: what else becomes a `select` has no place for its sum.
+# Only table[number] takes a row of a table: other calls that become a `select` have no place for its sum.
 python_call("__getitem__", becomes="index", sizes=Indexed(), linear=Linear.EACH, shows=Shows.PICKED,
             along=Along("picks"), settles=Reduction.ROW)  # fmt: skip
 python_call("__setitem__", becomes="index_put", sizes=Indexed(), assigns=True)

@@ -19,13 +19,13 @@ _SMALLEST = {"torch.float32": 2.0**-23, "torch.float64": 2.0**-52}  # the defaul
 
 
 def _statistics(at: SplitOp) -> Reduction | None:
-    """Its statistics need all of the dims it runs over; ranks exchange them, and all else is local."""
+    """Return NORM over split dims: ranks exchange the statistics, and all else is local."""
     width = len(at.told(1, "normalized_shape"))
     return Reduction.NORM if any(at.is_split(0, dim) for dim in range(-width, 0)) else None
 
 
 def normed(local: Local) -> Any:
-    """Over a split dim only the statistics are exchanged: they are the recorded ones, the rest is local."""
+    """Run a norm over a split dim with the recorded statistics, which ranks exchange; the rest is local."""
     if _statistics(local) is None:
         return local.call()
     local.exchanged = True
@@ -44,7 +44,7 @@ def _recorded_statistics(local: Local, with_mean: bool) -> tuple[Any, Any]:
 
 
 def _exchanged(local: Local, with_mean: bool) -> tuple[Any, Any]:
-    """Under inference mode the whole norm is one op, which keeps no statistics: what ranks would sum."""
+    """Return the statistics over all ranks: in inference mode the norm is one op, which does not record them."""
     shape = local.told(1, "normalized_shape")
     dims, count = tuple(range(-len(shape), 0)), prod(local.size(0, dim) for dim in range(-len(shape), 0))
     values = local.on_ranks(0)
@@ -55,16 +55,16 @@ def _exchanged(local: Local, with_mean: bool) -> tuple[Any, Any]:
 
 
 def group_normed(local: Local) -> Any:
-    """Its groups and channels are told as numbers: a rank has its shard of both."""
-    channels, whole = local.args[0].shape[1], local.size(0, 1)
-    local.args[4], local.args[6] = channels, local.args[6] * channels // whole
+    """Run a group norm with the local numbers of groups and channels."""
+    channels, full = local.args[0].shape[1], local.size(0, 1)
+    local.args[4], local.args[6] = channels, local.args[6] * channels // full
     return local.call()
 
 
 def _all_but_one(op: Op, rank: int) -> list[int]:
-    """The dims over which a weight norm takes lengths."""
-    kept = told(op, 2, "dim", 0)
-    return [dim for dim in range(rank) if dim != kept % rank]
+    """Return the dims over which a weight norm takes lengths."""
+    dim_kept = told(op, 2, "dim", 0)
+    return [dim for dim in range(rank) if dim != dim_kept % rank]
 
 
 def _lengths(at: SplitOp) -> Reduction | None:
@@ -73,7 +73,7 @@ def _lengths(at: SplitOp) -> Reduction | None:
 
 
 def scaled(local: Local) -> Any:
-    """A weight norm over a split dim: ranks exchange the lengths, which are the recorded ones."""
+    """Run a weight norm over a split dim with the recorded lengths, which ranks exchange."""
     if _lengths(local) is None:
         return local.call()
     local.exchanged = True
@@ -84,7 +84,7 @@ def scaled(local: Local) -> Any:
 @op("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm",
     sizes=NO_SIZES, reduces=_statistics, linear=Linear.NO, random=NEVER, runs=normed, drawn=Drawn.NORM)  # fmt: skip
 def layer_norm(site: Site) -> Answer:
-    """Statistics over the last dims, then a scale and a shift of the same dims."""
+    """Relate the last dims, over which statistics run, to a scale and a shift of the same dims."""
     dims = site.terms(site.inputs[0])
     width = len(site.arg(1, "normalized_shape"))
     for term in dims[len(dims) - width :]:
@@ -115,7 +115,7 @@ def group_norm(site: Site) -> Answer:
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     drawn=Drawn.NORM)  # fmt: skip
 def batch_norm(site: Site) -> Answer:
-    """Each channel for itself; in training the statistics run over everything else."""
+    """Relate channels, which are independent; in training the statistics run over everything else."""
     dims = site.terms(site.inputs[0])
     _scale(site, dims, [site.tensor(position) for position in range(1, 5)])
     for term in (dims[0], *dims[2:]):
@@ -127,7 +127,7 @@ def batch_norm(site: Site) -> Answer:
 
 
 def _scale(site: Site, dims: Dims, parameters: Sequence[object]) -> None:
-    """Per-channel parameters lie along the second dim."""
+    """Unify per-channel parameters with the second dim."""
     for ref in site.inputs[1:]:
         if ref in parameters and site.shape(ref) == (dims[1].size,):
             site.unify(dims[1], site.terms(ref)[0])
@@ -136,7 +136,7 @@ def _scale(site: Site, dims: Dims, parameters: Sequence[object]) -> None:
 @op("_weight_norm_interface", "_weight_norm",
     sizes=NO_SIZES, reduces=_lengths, linear=Linear.NO, random=NEVER, runs=scaled, over=_all_but_one)  # fmt: skip
 def weight_norm(site: Site) -> Answer:
-    """A weight scaled to given lengths: one length per position of `dim`, over all other dims."""
+    """Relate a weight to the lengths it is scaled to: one per position of `dim`, over all other dims."""
     dims, lengths = site.terms(site.inputs[0]), site.terms(site.inputs[1])
     kept = site.arg(2, "dim", 0) % len(dims)
     for position, term in enumerate(dims):
@@ -147,8 +147,8 @@ def weight_norm(site: Site) -> Answer:
     return answers + [[find(term) for term in lengths] for _ in site.outputs[1:]]
 
 
-# On some devices the ops of these are recorded one by one: together they are a norm all the same. What is called
-# by the ops' own names gives the statistics, too, and is no call that ranks can do together.
+# On some devices the ops of these are recorded one by one: together they are still a norm. Calls by the ops' own
+# names also return the statistics, and have no implementation on shards.
 for _name, _statistics_of_row in (("layer_norm", 2), ("rms_norm", 1)):
     python_call(_name, becomes=_name, pays=Reduction.NORM, statistics=_statistics_of_row)
 python_call("group_norm", becomes="native_group_norm", sizes=Groups(1))

@@ -16,13 +16,13 @@ from autoplan.values import Op
 
 
 def bounds(size: int, start: int | None, stop: int | None) -> tuple[int, int]:
-    """Slice bounds as positions, the way Python reads them."""
+    """Return slice bounds as positions, the way Python reads them."""
     low, high, _ = slice(start, stop).indices(size)
     return low, max(low, high)
 
 
 def _row(at: SplitOp) -> Reduction | None:
-    """One row of a table whose rows are sharded: the rank that has it gives it."""
+    """Return ROW for one row of a table whose rows are sharded: the rank that has it provides it."""
     return Reduction.ROW if at.is_split(0, at.told(1, "dim", 0)) else None
 
 
@@ -32,25 +32,25 @@ def row_of_its_rank(local: Local) -> Any:
         return local.call()
     local.reducing = True
     row = local.args[2] % local.size(0, local.args[1])
-    held = local.held(layout)
-    local.args[2] = held.index(row) if row in held else 0
-    return local.call() * float(row in held)
+    rows = local.held(layout)
+    local.args[2] = rows.index(row) if row in rows else 0
+    return local.call() * float(row in rows)
 
 
 def sliced(local: Local) -> Any:
-    """Bounds were told for the whole: a rank has as many positions below them as it holds."""
+    """Slice a shard: the bounds are global, so count the local positions below them."""
     dim = local.argument(1, "dim", 0)
     layout = local.layout(0, dim)
     step = local.argument(4, "step", 1)
     if layout is None or step != 1:
         return local.call()
-    size, held = local.size(0, dim), local.held(layout)
+    size, rows = local.size(0, dim), local.held(layout)
     low, high = bounds(size, local.argument(2, "start", None), local.argument(3, "end", None))
-    return local.function(local.args[0], dim, sum(row < low for row in held), sum(row < high for row in held), 1)
+    return local.function(local.args[0], dim, sum(row < low for row in rows), sum(row < high for row in rows), 1)
 
 
 def split_up(local: Local) -> Any:
-    """Pieces are as long as a rank's shards of them."""
+    """Split a shard into the local lengths of the pieces."""
     dim = local.argument(2, "dim", 0)
     return local.args[0].split([local.shards.local_shape(out, local.rank)[dim] for out in local.outputs], dim)
 
@@ -61,12 +61,12 @@ def _without(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
 
 
 def joins(name: str) -> bool:
-    """Does an op put values one behind the other, along a dim that all of them have?"""
+    """Return whether an op concatenates values along a dim that all of them have."""
     return op_record(name).dims is cat
 
 
 def slice_of(site: Site, term: Term, start: int | None, stop: int | None, step: int = 1) -> Term:
-    """Positions start, start + step, … of a term."""
+    """Return positions start, start + step, … of a term."""
     low, high = bounds(term.size, start, stop)
     if step == 1:
         return site.algebra.cut(term, low, high)
@@ -98,7 +98,7 @@ def slice_(site: Site) -> Answer:
 @op("slice_scatter",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def slice_scatter(site: Site) -> Answer:
-    """A copy of the first tensor with a slice replaced by the second."""
+    """Return a copy of the first tensor with a slice replaced by the second."""
     dims, source = site.terms(site.inputs[0]), site.terms(site.inputs[1])
     dim = site.arg(2, "dim", 0)
     inside = list(dims)
@@ -111,7 +111,7 @@ def slice_scatter(site: Site) -> Answer:
     sizes=NO_SIZES, reduces=_row, linear=Linear.NO, random=NEVER, runs=row_of_its_rank,
     shows=Shows.VIEWED, along=Along("picks"), drawn=Drawn.SPLIT, moves=_without)  # fmt: skip
 def select(site: Site) -> Answer:
-    """One position; a row of a table may also be looked up so."""
+    """Drop a dim of which one position is selected; a row of a table may also be looked up this way."""
     dims, dim = site.terms(site.inputs[0]), site.arg(1, "dim", 0)
     row = dim == 0 and len(dims) == 2 and site.is_parameter(site.inputs[0])
     site.mark(dims[dim], Event.EMBED_INDEX if row else Event.SELECT)
@@ -146,7 +146,7 @@ def unbind(site: Site) -> Answer:
     sizes=PieceCount(even=True), reduces=nothing, linear=Linear.NO, random=NEVER, runs=split_up,
     shows=Shows.VIEWED, along=Along("parts", 2), drawn=Drawn.SPLIT)  # fmt: skip
 def split(site: Site) -> Answer:
-    """Consecutive pieces; their sizes are those of the outputs."""
+    """Return the dims of consecutive pieces; their sizes are those of the outputs."""
     source = site.inputs[0]
     dim = site.arg(2, "dim", 0)
     answer: list[Dims | None] = []
@@ -163,7 +163,7 @@ def split(site: Site) -> Answer:
 @op("glu",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, drawn=Drawn.GATED)  # fmt: skip
 def glu(site: Site) -> Answer:
-    """Two halves meet in a product."""
+    """Unify two halves, which are multiplied."""
     dims = site.terms(site.inputs[0])
     dim = site.arg(1, "dim", -1)
     half = dims[dim].size // 2
@@ -189,7 +189,7 @@ def cat(site: Site) -> Answer:
 
 
 def joined(site: Site, parts: list[Term]) -> Term:
-    """Parts in one row. Joined with input data nothing keeps its place: the row is an axis of the input again."""
+    """Return parts as a concatenation; if one is input data, as an axis of the input, without structure."""
     parts = [part for part in parts if part.size]
     if len(parts) < 2 or not any(is_data(part) for part in parts):
         return concatenation(parts)
@@ -214,7 +214,7 @@ def stack(site: Site) -> Answer:
     "replication_pad2d", "replication_pad3d",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def pad(site: Site) -> Answer:
-    """Constants before and after: a concatenation with places that hold nothing of the model. Mirrors mix places."""
+    """Concatenate padding before and after: constants belong to no axis of the model. Reflections mix positions."""
     dims = site.terms(site.inputs[0])
     amounts = list(site.arg(1, "pad"))
     constant = site.op.name in ("constant_pad_nd", "pad")
@@ -230,9 +230,9 @@ def pad(site: Site) -> Answer:
         elif not constant:
             dims[-1 - k] = site.fresh(size, Event.PAD)
         else:
-            kept = site.algebra.cut(term, max(0, -before), term.size + min(0, after))
+            middle = site.algebra.cut(term, max(0, -before), term.size + min(0, after))
             edges = [site.fresh(max(0, amount), Event.PAD) for amount in (before, after)]
-            dims[-1 - k] = concatenation([edges[0], kept, edges[1]])
+            dims[-1 - k] = concatenation([edges[0], middle, edges[1]])
     return [dims]
 
 
@@ -240,7 +240,7 @@ def pad(site: Site) -> Answer:
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     shows=Shows.VIEWED)  # fmt: skip
 def diagonal(site: Site) -> Answer:
-    """Two dims run together: each position is taken by its number."""
+    """Replace two dims by one: each position is selected by its index."""
     dims = site.terms(site.inputs[0])
     first, second = site.arg(2, "dim1", 0) % len(dims), site.arg(3, "dim2", 1) % len(dims)
     gone = [dims[first], dims[second]]
@@ -252,7 +252,7 @@ def diagonal(site: Site) -> Answer:
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     shows=Shows.VIEWED)  # fmt: skip
 def unfold(site: Site) -> Answer:
-    """Windows along one dim: the dim counts windows, and a last dim counts positions inside one."""
+    """Relate a dim to windows along it: the dim counts windows, and a last dim positions within one."""
     dims = site.terms(site.inputs[0])
     if not dims:
         return None
@@ -268,7 +268,7 @@ def unfold(site: Site) -> Answer:
     return [[*dims, site.fresh(size, Event.STRIDED, data=is_data(term)) if size > 1 else ONE]]
 
 
-# What is put before or behind is as long as the rest.
+# Values that are prepended or appended have the length of the rest.
 python_call("diff", sizes=NO_SIZES, linear=Linear.NO, random=NEVER, follows="another")
 python_call("vsplit", becomes="tensor_split", sizes=PieceCount(dim=0, even=True))
 python_call("hsplit", becomes="tensor_split", sizes=PieceCount(dim=1, even=True))

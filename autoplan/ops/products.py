@@ -1,4 +1,4 @@
-"""Products: matmul and its like, and linear algebra."""
+"""Products: matmul and related ops, and linear algebra."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
 from autoplan.values.reasons import NotPlaced
 
-# Matrix products: what is summed over, what is a batch position, what passes through.
+# Matrix products: the contracted dim, batch dims, and free dims.
 
 
 def _operands(at: SplitOp) -> Product:
@@ -24,18 +24,18 @@ def _operands(at: SplitOp) -> Product:
 
 
 def inner_sum(at: SplitOp) -> Reduction | None:
-    """A product over a dim of which each rank has a shard leaves it with a part of the sum."""
+    """Return SUM for a product over a sharded dim: each rank has a part of the sum."""
     value = _operands(at).value
     return Reduction.SUM if at.is_split(value, -1) and not at.is_identity(value) else None
 
 
 def _no_sum(at: SplitOp) -> NotPlaced | None:
-    """More is done to the sum within the op, so ranks could not add their parts before it."""
+    """Refuse a sharded inner dim: the op does more to the sum, so ranks could not add their parts before it."""
     return NotPlaced("across", op=at.op.name) if at.is_split(_operands(at).value, -1) else None
 
 
 def multiplied(local: Local) -> Any:
-    """A part of the sum on each rank. What is added is added once, by the first rank."""
+    """Return a rank's part of the sum. A bias is added once, by the first rank."""
     operands = _operands(local)
     local.reducing = local.is_split(operands.value, -1) and not local.is_identity(operands.value)
     if local.reducing and local.rank and operands.bias == 0:
@@ -70,12 +70,12 @@ def matrix_product_with_bias(site: Site) -> Answer:
 
 
 def _product_of(site: Site, left: Ref, right: Ref, bias: Ref | None = None) -> Dims:
-    """(batch) x rows x inner with (batch) x inner x columns, plus a bias that stretches."""
+    """Relate (batch) x rows x inner to (batch) x inner x columns, plus a bias that broadcasts."""
     a, b = site.terms(left), site.terms(right)
     weighted = site.is_of_weights(left) or site.is_of_weights(right)
     site.unify(a[-1], b[-2])
     if left.id in site.state.identities:
-        return [find(b[-2]), find(b[-1])]  # nothing is summed over: what comes out is what went in
+        return [find(b[-2]), find(b[-1])]  # a product with the identity sums over nothing
     site.contract(a[-1], Event.CONTRACT_W if weighted else Event.CONTRACT_A)
     if len(a) == 3:
         site.unify(a[0], b[0])
@@ -131,7 +131,7 @@ def outer(site: Site) -> Answer:
     sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
     product=Product(0, 1, bias=2, inner=-1), drawn=Drawn.CONTRACTION)  # fmt: skip
 def linear(site: Site) -> Answer:
-    """Not decomposed: features last, weight as out x in."""
+    """Relate features in the last dim to a weight of out x in, not decomposed."""
     x, weight = site.terms(site.inputs[0]), site.terms(site.inputs[1])
     site.unify(x[-1], weight[-1])
     site.contract(x[-1], Event.CONTRACT_W)
@@ -145,7 +145,7 @@ def linear(site: Site) -> Answer:
     sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
     product=Product(0, 1), drawn=Drawn.CONTRACTION)  # fmt: skip
 def grouped_product(site: Site) -> Answer:
-    """Rows sorted by expert; each run of rows meets the weight of its own expert."""
+    """Relate rows sorted by expert to stacked weights: each run of rows is multiplied by its own expert's."""
     left, right = site.inputs[:2]
     x, weight = site.terms(left), site.terms(right)
     if len(x) != 2 or len(weight) != 3:
@@ -163,7 +163,7 @@ op("addbmm",
    sizes=NO_SIZES, reduces=_no_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
    product=Product(1, 2, bias=0), drawn=Drawn.CONTRACTION)(unknown)  # fmt: skip
 
-# Gathered are those that models are written with: layers, and `x @ w`.
+# Only the products that models are written with are gathered: layers, and `x @ w`.
 python_call("linear", becomes="linear", product=Product(0, 1, bias=2, out=(0, -1), inner=-1))
 python_call("matmul", "__matmul__", becomes="mm")
 python_call("bmm", becomes="bmm", product=Product(0, 1))
@@ -177,7 +177,7 @@ python_call("addmm", becomes="addmm", product=Product(1, 2, bias=0))
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     drawn=Drawn.CUMSUM)  # fmt: skip
 def solve(site: Site) -> Answer:
-    """A x = B: rows of A and B are tied together along the square side."""
+    """Relate A and B in A x = B: their rows are tied together along the square side."""
     if site.op.kwargs.get("left") is False:
         return None
     matrix, right = site.terms(site.inputs[0]), site.terms(site.inputs[1])
@@ -192,7 +192,7 @@ def solve(site: Site) -> Answer:
 @op("linalg_inv_ex", "linalg_inv", "inverse", "linalg_cholesky_ex", "cholesky",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def square(site: Site) -> Answer:
-    """A square matrix of the same dims; every element depends on all."""
+    """Return a square matrix of the same dims; every element depends on all."""
     dims = site.terms(site.inputs[0])
     for term in dims[-2:]:
         site.mark(term, Event.SOLVE)
@@ -202,7 +202,7 @@ def square(site: Site) -> Answer:
 @op("_cdist_forward", "cdist", "_euclidean_dist",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def distances(site: Site) -> Answer:
-    """Every row of one against every row of the other."""
+    """Relate every row of one tensor to every row of the other."""
     left, right = site.terms(site.inputs[0]), site.terms(site.inputs[1])
     site.unify(left[-1], right[-1])
     site.mark(left[-1], Event.REDUCE_NORM)
@@ -218,6 +218,6 @@ def cross(site: Site) -> Answer:
     return [dims]
 
 
-# To the power of one it is a copy, whose ops do not say that rows and columns must be as many.
+# The first power is a copy, whose ops do not show that the matrix must be square.
 python_call("linalg_matrix_power", "matrix_power", sizes=NO_SIZES, linear=Linear.NO, random=NEVER,
             pays=NotPlaced("matrix-power"))  # fmt: skip

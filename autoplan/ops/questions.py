@@ -1,4 +1,4 @@
-"""Ops that only ask about a tensor and touch none of its dims; and what may be asked of a call by its name."""
+"""Ops that only query a tensor and touch none of its dims; and how literals of a call affect its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoplan.ops.records.sizes import NO_SIZES, Lengths, PieceCount
 @op("_assert_tensor_metadata", "sym_size", "sym_numel", "sym_stride", "sym_storage_offset",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def asks(_: Site) -> Answer:
-    """It gives no tensor, and leaves no mark."""
+    """Return no tensors, and mark nothing."""
     return []
 
 
@@ -24,9 +24,9 @@ op("_local_scalar_dense",
 
 
 def literals_say(name: str) -> Literal["nothing", "elementwise", "function", "numbers", "pieces", "all"]:
-    """Whether literals of a call of this name decide about its result on a rank's part. Elementwise ops are alike for
-    any number; rates are tried in both modes. "pieces": the first number says how many or how long they are, and a dim
-    may follow."""
+    """Return which literals of a call affect its result on a shard. Elementwise ops behave alike for any number; rates
+    are tried in both modes. "pieces": the first number is the number or the length of the pieces, and a dim may
+    follow."""
     record = call_record(name)
     if isinstance(record.sizes, Lengths) or (isinstance(record.sizes, PieceCount) and record.sizes.dim is None):
         return "pieces"

@@ -1,4 +1,4 @@
-"""Recurrent networks as Python calls them: all steps of all layers in one call, or one step of a cell."""
+"""Recurrent networks as Python calls: all steps of all layers in one call, or one step of a cell."""
 
 from __future__ import annotations
 

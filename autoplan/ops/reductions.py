@@ -21,24 +21,24 @@ from autoplan.values.reasons import NotPlaced
 
 
 def _reduced_dims(op: Op, rank: int) -> list[int]:
-    """The dims of its first input that a reduction runs over: the given ones, or all."""
+    """Return the dims of its first input that a reduction runs over: the given ones, or all."""
     place = 2 if op.name in ("norm", "linalg_vector_norm") else 1
-    given = told(op, place, "dim")
+    dims = told(op, place, "dim")
     if op.overload == "other" or not rank:  # max(a, b) works element by element
         return []
-    if isinstance(given, (list, tuple)) and given:
-        return [dim for dim in given if isinstance(dim, int)]
-    return [given] if isinstance(given, int) and not isinstance(given, bool) else list(range(rank))
+    if isinstance(dims, (list, tuple)) and dims:
+        return [dim for dim in dims if isinstance(dim, int)]
+    return [dims] if isinstance(dims, int) and not isinstance(dims, bool) else list(range(rank))
 
 
 def _split_layouts(at: SplitOp) -> list[Layout]:
-    """How the dims are split that the op runs over, as far as they are."""
+    """Return the layouts of the split dims that the op runs over."""
     dims = _reduced_dims(at.op, len(at.terms(0))) if at.op.args else []
     return [layout for dim in dims if (layout := at.layout(0, dim)) is not None]
 
 
 def summed_over(how: Reduction) -> Callable[[SplitOp], Reduction | None]:
-    """Over a split dim ranks do together what this says."""
+    """Return a rule that gives this reduction for an op over a split dim."""
 
     def reduces(at: SplitOp) -> Reduction | None:
         return how if _split_layouts(at) else None
@@ -47,15 +47,15 @@ def summed_over(how: Reduction) -> Callable[[SplitOp], Reduction | None]:
 
 
 def across(at: SplitOp) -> NotPlaced | None:
-    """What it finds in a shard says nothing of the whole, and ranks have no way to put it together."""
+    """Refuse a split dim: results of shards cannot be combined into the result for the full dim."""
     return NotPlaced("across", op=at.op.name) if _split_layouts(at) else None
 
 
 def averaged(at: SplitOp) -> NotPlaced | None:
-    """A loss is averaged within the op."""
-    whole = len(at.shards.trace.tensors[next(refs(at.op.outputs))].shape) > 0
+    """Refuse split inputs of a loss that is averaged within the op."""
+    not_averaged = len(at.shards.trace.tensors[next(refs(at.op.outputs))].shape) > 0
     split = any(at.shards.is_split(tensor) for tensor in refs(at.op.args))
-    return NotPlaced("averaged", op=at.op.name) if split and not whole else None
+    return NotPlaced("averaged", op=at.op.name) if split and not not_averaged else None
 
 
 def part_of_a_sum(local: Local) -> Any:
@@ -64,7 +64,7 @@ def part_of_a_sum(local: Local) -> Any:
 
 
 def part_of_a_mean(local: Local) -> Any:
-    """Each rank's mean counts as much as it has positions."""
+    """Return the local mean, weighted by the rank's share of the positions."""
     for layout in _split_layouts(local):
         local.reducing = True
         local.weight *= len(local.held(layout)) / layout.size
@@ -72,7 +72,7 @@ def part_of_a_mean(local: Local) -> Any:
 
 
 def exchanged(local: Local) -> Any:
-    """Over a split dim ranks tell each other the statistics of their shards: the outcome is recorded."""
+    """Return the recorded result over a split dim, for which ranks exchange statistics of their shards."""
     if not _split_layouts(local):
         return local.call()
     local.exchanged = True
@@ -150,7 +150,7 @@ def reduction(site: Site) -> Answer:
     "binary_cross_entropy_with_logits",
     sizes=NO_SIZES, reduces=averaged, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def loss(site: Site) -> Answer:
-    """Elementwise between prediction and target, then averaged over everything unless asked not to."""
+    """Relate prediction and target elementwise; the result is averaged over everything unless asked otherwise."""
     shape = max((site.shape(ref) for ref in site.inputs), key=lambda shape: (len(shape), shape))
     if not site.broadcasts([site.shape(ref) for ref in site.inputs], shape):
         return None
@@ -163,7 +163,7 @@ def loss(site: Site) -> Answer:
 
 
 def compares(name: str) -> bool:
-    """Is a call a loss between a prediction and a target of its shape?"""
+    """Return whether a call is a loss between a prediction and a target of its shape."""
     return op_record(call_record(name).becomes).dims is loss
 
 
@@ -186,7 +186,7 @@ def cumulative(site: Site) -> Answer:
 
 
 def _along(site: Site, event: Event) -> Answer:
-    """Same dims; one of them is worked along."""
+    """Keep all dims, and mark the one that is worked along."""
     dims = site.terms(site.inputs[0])
     if dims:
         site.mark(dims[site.arg(1, "dim", -1)], event)
@@ -203,7 +203,7 @@ python_call("normalize", becomes="linalg_vector_norm", settles=Reduction.LENGTH,
 python_call("cross_entropy", becomes="_log_softmax", loss_of_columns=True)
 
 
-# Ops after which a position is a rank or a value, no longer the position it was.
+# Ops whose result is indexed by rank or by value, no longer by the original position.
 
 
 @op("sort",
@@ -215,7 +215,7 @@ python_call("cross_entropy", becomes="_log_softmax", loss_of_columns=True)
 @op("msort",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def sort(site: Site) -> Answer:
-    """A position in the result is a rank, no longer the position it was."""
+    """Replace the sorted dim: a position in the result is a rank, no longer the original position."""
     dims = site.terms(site.inputs[0])
     dim = 0 if site.op.name == "msort" else site.arg(1, "dim", -1)
     if dims:
@@ -248,6 +248,6 @@ def topk(site: Site) -> Answer:
 @op("bincount", "histc", "unique_consecutive", "_unique2", "unique_dim",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def counted(site: Site) -> Answer:
-    """Values become positions; how many there are depends on the data."""
+    """Replace all dims: values become positions, and their number depends on the data."""
     dims = [term for term in site.terms(site.inputs[0]) if term.size > 1]
     return [[site.replaced(dims, size, Event.SORT) for size in site.shape(output)] for output in site.outputs]

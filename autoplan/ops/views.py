@@ -15,7 +15,7 @@ from autoplan.values import Op
 
 
 def reshaped(local: Local) -> Any:
-    """The shape was told for the whole: a rank has its shard of it."""
+    """Reshape a shard: the shape passed is global, so use the local one."""
     if local.op.overload == "dtype":  # the same bits as another type
         return local.call()
     return local.args[0].reshape(local.shape)
@@ -54,20 +54,20 @@ def _stretched(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
 
 
 def reshapes_in_place(name: str) -> bool:
-    """Does an op give a tensor itself another shape, or another order of dims? einsum does so."""
-    known = op_record(name)
-    return writes_in_place(name) and known.shows in (Shows.RESHAPED, Shows.VIEWED) and not known.detaches
+    """Return whether an op reshapes a tensor itself, or reorders its dims, as einsum does."""
+    record = op_record(name)
+    return writes_in_place(name) and record.shows in (Shows.RESHAPED, Shows.VIEWED) and not record.detaches
 
 
 def moved_dims(site: Site) -> Dims:
-    """The dims of a view, by the record."""
+    """Return the dims of a view, by its record."""
     moves = op_record(site.op.name).moves
     assert moves is not None
     return moves(site.op, site.terms(site.inputs[0]), ONE, len(site.out_shape))
 
 
 def stretches(name: str) -> bool:
-    """Does an op make dims of 1 longer, as its result's shape is told?"""
+    """Return whether an op expands dims of 1 to the shape that it is given."""
     return op_record(name).moves is _stretched
 
 
@@ -86,7 +86,7 @@ def stretches(name: str) -> bool:
     sizes=Unflattened(), reduces=nothing, linear=Linear.EACH, random=NEVER, runs=reshaped,
     shows=Shows.RESHAPED)  # fmt: skip
 def reshape(site: Site) -> Answer:
-    """Same elements in the same order: factors are distributed anew."""
+    """Redistribute the factors: the same elements in the same order."""
     source = site.inputs[0]
     if site.op.name == "view" and site.op.overload == "dtype":
         # Bits read as another type: only the last dim may change
@@ -110,7 +110,7 @@ def reshape(site: Site) -> Answer:
     sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
     shows=Shows.VIEWED, moves=_permuted)  # fmt: skip
 def moved(site: Site) -> Answer:
-    """Each dim stays as it is, in another place."""
+    """Keep each dim, in another place."""
     return [moved_dims(site)]
 
 
@@ -121,7 +121,7 @@ def moved(site: Site) -> Answer:
     sizes=NO_SIZES, reduces=nothing, linear=Linear.FIRST, random=NEVER, runs=as_written,
     shows=Shows.VIEWED, moves=_stretched)  # fmt: skip
 def expand(site: Site) -> Answer:
-    """Dims of 1 are repeated: how often is a new axis, along which all is equal."""
+    """Repeat dims of 1: the repetitions are a new axis, along which all is equal."""
     dims, shape = moved_dims(site), site.out_shape
     return [[term if term.size == size else leaf(size) for term, size in zip(dims, shape, strict=True)]]
 
@@ -130,7 +130,7 @@ def expand(site: Site) -> Answer:
     sizes=Repeats(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written,
     shows=Shows.REPEATED)  # fmt: skip
 def repeat(site: Site) -> Answer:
-    """The whole is repeated: the repetition is the major factor."""
+    """Repeat the dim as a unit: the repetition is the major factor."""
     dims = site.terms(site.inputs[0])
     times = site.arg(1, "repeats")
     dims = [ONE] * (len(times) - len(dims)) + dims
@@ -140,7 +140,7 @@ def repeat(site: Site) -> Answer:
 @op("repeat_interleave",
     sizes=RepeatEach(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def repeat_interleave(site: Site) -> Answer:
-    """Each element is repeated: the repetition is the minor factor. With a tensor of counts, positions are made."""
+    """Repeat each element: the repetition is the minor factor. A tensor of counts yields positions instead."""
     times = site.arg(1, "repeats")
     if isinstance(times, int):
         dims = site.terms(site.inputs[0])
@@ -164,7 +164,7 @@ def _repeated(term: Term, times: int, *, outer: bool) -> Term:
 @op("flip", "roll",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.WITHIN, random=NEVER, runs=as_written)  # fmt: skip
 def rearranged(site: Site) -> Answer:
-    """Positions along some dims trade places; with no dims given, along all."""
+    """Mark the dims along which positions are rearranged; with no dims given, all."""
     dims = site.terms(site.inputs[0])
     where = site.arg(1, "dims") if site.op.name == "flip" else site.arg(2, "dims", ())
     event = Event.FLIP if site.op.name == "flip" else Event.ROLL
@@ -176,14 +176,14 @@ def rearranged(site: Site) -> Answer:
 @op("pixel_shuffle",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def pixel_shuffle(site: Site) -> Answer:
-    """C·r·r x H x W becomes C x H·r x W·r."""
+    """Relate C·r·r x H x W to C x H·r x W·r."""
     *batch, channels, height, width = site.terms(site.inputs[0])
     r = site.arg(1, "upscale_factor")
     halves = site.algebra.split(channels, channels.size // (r * r), r * r)
     inner = halves and site.algebra.split(halves[1], r, r)
     if not halves or not inner:
         return None
-    for side in inner:  # told to the op as one number
+    for side in inner:  # the op takes one number for both sides
         site.mark(side, Event.STRIDED)
     return [[*batch, halves[0], product([height, inner[0]]), product([width, inner[1]])]]
 
@@ -191,7 +191,7 @@ def pixel_shuffle(site: Site) -> Answer:
 @op("pixel_unshuffle",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def pixel_unshuffle(site: Site) -> Answer:
-    """C x H·r x W·r becomes C·r·r x H x W."""
+    """Relate C x H·r x W·r to C·r·r x H x W."""
     *batch, channels, height, width = site.terms(site.inputs[0])
     r = site.arg(1, "downscale_factor")
     rows = site.algebra.split(height, height.size // r, r)

@@ -1,8 +1,8 @@
-"""All the values that travel along the path: what a trace is, what analysis found, what a plan says.
+"""All the values that travel along the path: the trace, the facts that analysis finds, and the plan.
 
-Everything here is frozen plain data without torch, so that it can be printed, compared, saved and tested by itself.
-Words: a *trace* is what one run of the model did; an *axis* is a class of tensor dimensions; a *split* cuts an axis
-over ranks; a *site* is a place in the running model where something is done (a sum, a copy, an edited integer).
+Everything here is frozen plain data without torch, so that it can be printed, compared, saved and tested on its own.
+Words: a *trace* records one run of the model; an *axis* is a class of tensor dimensions; a *split* shards an axis over
+ranks; a *site* is a place in the running model where something is done (a sum, a copy, an edited integer).
 
 In: plain data. Out: the same, checked when it is made. May import: nothing of ours. No torch.
 """

@@ -6,42 +6,42 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-# What a value can do that rooms above this one know how to do: print itself, save itself, say itself to others.
+# Methods of values that are implemented in rooms above this one: printing, saving, exporting.
 #
-# `plan.save(path)` is public, and a Plan that imported the writer of plan files would tie everything to everything.
-# So the methods stand on the values with their names and docstrings, and who does the work is handed in from the top
-# of the package (`autoplan/conveniences.py`, when it is imported).
+# `plan.save(path)` is public, but a Plan that imported the writer of plan files would depend on everything. So the
+# methods are declared on the values with their names and docstrings, and the implementations are registered from the
+# top of the package (`autoplan/conveniences.py`, when it is imported).
 
 _done_by: dict[str, Callable[..., Any]] = {}
 
 
 def provide(functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Say who does what: "Plan.save" -> a function that takes the plan first."""
+    """Register implementations: "Plan.save" -> a function that takes the plan first."""
     _done_by.update(functions)
 
 
 def done_above(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Have `name` ("Plan.save") done by whoever was handed in for it."""
+    """Call the registered implementation of `name` ("Plan.save")."""
     return _done_by[name](*args, **kwargs)
 
 
-JOINED = " × "  # between the names of the dims that one message is over
+JOINED = " × "  # between the names of the dims of one message
 
 
-# What a split costs when the model runs, as values: what ranks do together, of what, and with whom a module shares it.
+# The cost of a split at run time, as values: the collective, its tensor, and the modules that share it.
 #
-# An entry of a plan holds them (`Entry.reduces`), instructions say theirs (`Instruction.cost`). Code asks the fields;
-# people read `str(cost)`, and this file is the one place that makes text of them.
+# An entry of a plan holds them (`Entry.reduces`), instructions declare theirs (`Instruction.cost`). Code reads the
+# fields; people read `str(cost)`, and this file is the one place that makes text of them.
 
 
 @dataclass(frozen=True)
 class Cost:
-    """`does`, the word for what ranks do ("sum", "gather"), with the output, or with what `of` says.
+    """One collective: `does`, the word for it ("sum", "gather"), with the output, or with what `of` says.
 
     Gradients are summed backward, all else is done forward. `of` "call": it is done by one call inside the module.
-    `parameter`: whose gradient it is; `shared_rows`: only of the rows that several ranks hold. `as_sequence_shard`: of
-    the sum each rank keeps its own positions. `at`: the module around this one that returns it. `shared_with`: others
-    for which it is done, too; `with_next_branch`: the branch that runs after it does it for both.
+    `parameter`: the one whose gradient it is; `shared_rows`: only of the rows that several ranks hold.
+    `as_sequence_shard`: each rank keeps its own positions of the sum. `at`: the enclosing module that returns it.
+    `shared_with`: others for which it is done, too; `with_next_branch`: the branch that runs after it does it for both.
     """
 
     does: str
@@ -55,15 +55,15 @@ class Cost:
 
     @property
     def what(self) -> str:
-        """Of what, when and where, without who shares it."""
+        """Return the tensor and the pass, without those that share it."""
         if self.of == "input-gradient":
             return "input gradient (backward)"
         if self.of == "parameter-gradient":
             return f"gradient of {self.parameter}{' on shared rows' * self.shared_rows} (backward)"
         if self.of == "call":
             return "inside the module (forward)"
-        kept = ", sharded along the sequence" * self.as_sequence_shard
-        return f"output{kept} (forward)" + (f", where {self.at} returns it" if self.at else "")
+        along_sequence = ", sharded along the sequence" * self.as_sequence_shard
+        return f"output{along_sequence} (forward)" + (f", where {self.at} returns it" if self.at else "")
 
     @property
     def done(self) -> str:
@@ -79,19 +79,19 @@ class Cost:
         return f"{self.done}, shared with {others}" if others else self.done
 
 
-# What a step costs on one rank of a mesh, and which meshes there are: values that are printed, compared and saved.
+# The cost of a step on one rank of a mesh, and the meshes: values that are printed, compared and saved.
 
-TIE = 0.1  # of speed: the orders of published layouts differ from the estimated ones by as much (docs/estimate.md)
-TRAIN = ("full", "lora", "inference")  # what is done with the model
+TIE = 0.1  # relative speed: rankings of published layouts differ from the estimated ones by as much (docs/estimate.md)
+TRAIN = ("full", "lora", "inference")  # uses of the model
 
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """Bytes of one rank at its peak, by what they are for.
+    """Bytes of one rank at its peak, by purpose.
 
-    `kept`: activations that backward needs. `temporary`: temporary buffers. `unsharded`: units of data parallelism
-    that are gathered, and buffers of their messages. `cache`: keys and values that decoding keeps. `overhead`: what
-    the device, its libraries and its communicators take.
+    `kept`: activations that backward needs. `temporary`: temporary buffers. `unsharded`: units of data parallelism that
+    are gathered, and buffers of their messages. `cache`: keys and values that decoding keeps. `overhead`: the memory of
+    the device, its libraries and its communicators.
     """
 
     weights: int = 0
@@ -111,9 +111,9 @@ class MemoryParts:
 
 @dataclass(frozen=True)
 class Sent:
-    """Collectives of one kind over one dim of the mesh in one step of a rank: how many, and the bytes of their whole
-    values (what comes out of a gather, what goes into a reduction). `among`: of so many neighbours of the dim
-    (0: of all)."""
+    """Collectives of one kind over one dim of the mesh in one step of a rank: how many, and the bytes of their full
+    values (the output of a gather, the input of a reduction). `among`: the number of neighbours of the dim involved (0:
+    all)."""
 
     dim: str
     kind: str
@@ -124,8 +124,8 @@ class Sent:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, all micro-batches and the optimizer. `exposed`: messages that nothing hides. `idle`: a stage
-    of a pipeline waits for others."""
+    """Seconds of one step, all micro-batches and the optimizer. `exposed`: messages that nothing overlaps. `idle`: a
+    stage of a pipeline waits for others."""
 
     compute: float = 0.0
     memory: float = 0.0
@@ -153,12 +153,12 @@ class StepTime:
 class Estimate:
     """One step of one rank. `peak`: bytes; it is reached in `phase` ("forward", "backward", "optimizer") at `where`.
 
-    `flops`: of one step of this rank. `bars`: the relative error that each figure may have, with what it was held
-    against. `tokens`: of one step of all ranks. `moments`: phase, module and bytes of the highest moment in each module
-    that is told apart, in order. `dtype`: that most weights have, `dtype_origin`: who says so; `stored`: how quantised
+    `flops`: of one step of this rank. `bars`: the relative error that each figure may have, with what it was compared
+    to. `tokens`: of one step of all ranks. `moments`: phase, module and bytes of the highest moment in each module that
+    is listed, in order. `dtype`: that of most weights, `dtype_origin`: where it is specified; `stored`: how quantised
     weights are stored. `concurrency`: for inference, the sequences of a rank whose keys and values are held, and
-    `decoded_per_second`: the tokens that all ranks add to theirs. `matmuls`: the dtype that products of
-    layers are computed in, where that is not the weights'; `run_by`: whose engine runs what autoplan does not.
+    `decoded_per_second`: the tokens that all ranks add to theirs. `matmuls`: the dtype that products of layers are
+    computed in, if not that of the weights; `run_by`: the engine that runs what autoplan does not.
     """
 
     model: str
@@ -188,14 +188,14 @@ class Estimate:
 
     @property
     def weights_text(self) -> str:
-        """In what the weights are, and who says so."""
+        """Return the dtype or format of the weights, and where it is specified."""
         origin = f" ({self.dtype_origin})" if self.dtype_origin else ""
         return f"weights in {self.stored}, others in {self.dtype}{origin}" if self.stored else (
             f"weights in {self.dtype}{origin}")  # fmt: skip
 
     @property
     def own_tokens(self) -> int:
-        """Of each sequence, those that a rank holds: fewer than all where the sequence is cut over ranks of cp."""
+        """Return how many tokens of each sequence a rank holds: fewer than all if it is sharded over ranks of cp."""
         return -(-self.sequence // dict(self.mesh).get("cp", 1))
 
     @property
@@ -207,25 +207,25 @@ class Estimate:
         return self.tokens / self.time.total if self.time is not None and self.time.total else 0.0
 
     def __str__(self) -> str:
-        """A table for a terminal."""
+        """Return a table for a terminal."""
         return str(done_above("Estimate.__str__", self))
 
     def _repr_html_(self) -> str:
-        """In a notebook."""
+        """Return the estimate as HTML, for a notebook."""
         return str(done_above("Estimate._repr_html_", self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: what `--json` prints."""
+        """Return plain data: what `--json` prints."""
         data: dict[str, Any] = done_above("Estimate.to_dict", self)
         return data
 
 
 def named_dims(mesh: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """The dims of several ranks; beside ranks of cp the one that FSDP2 shards over too, since without it weights are
-    whole."""
+    """Return the dims of several ranks; with ranks of cp also the one that FSDP2 shards over, since without it weights
+    are replicated."""
     sizes = dict(mesh)
-    kept = ("dp_shard",) if sizes.get("cp", 1) > 1 else ()
-    return {name: size for name, size in sizes.items() if size > 1 or name in kept} or {"dp_shard": 1}
+    always = ("dp_shard",) if sizes.get("cp", 1) > 1 else ()
+    return {name: size for name, size in sizes.items() if size > 1 or name in always} or {"dp_shard": 1}
 
 
 def mesh_text(mesh: Iterable[tuple[str, int]]) -> str:
@@ -235,8 +235,8 @@ def mesh_text(mesh: Iterable[tuple[str, int]]) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One mesh with one way to run on it. `binds`: what is short, or what takes the most time; `missing`: bytes.
-    `experts`: they lie whole on the ranks of tp, rather than each cut over them."""
+    """One mesh with one way to run on it. `binds`: the resource that is short, or that takes the most time; `missing`:
+    bytes. `experts`: they are distributed over the ranks of tp, rather than each sharded over them."""
 
     estimate: Estimate
     checkpointing: bool | str
@@ -249,13 +249,13 @@ class Row:
     experts: bool = False
 
     def narrow(self, memory: int) -> bool:
-        """Does it fit, and would not if the estimate were off by its bar?"""
+        """Return whether it fits, but would not if the estimate were off by its error bar."""
         bar = next((bar for name, bar, _ in self.estimate.bars if name == "memory"), 0.0)
         own = self.estimate.peak - self.estimate.parts.overhead
         return self.fits and self.estimate.peak + bar * own > memory
 
     def ties(self, first: Row) -> bool:
-        """Is it slower than `first` by less than what tells rows apart?"""
+        """Return whether it is slower than `first` by less than the margin that distinguishes rows."""
         return self.fits and self.estimate.tokens_per_second >= (1 - TIE) * first.estimate.tokens_per_second
 
     @property
@@ -276,14 +276,14 @@ class Row:
 
     def __str__(self) -> str:
         sizes = mesh_text(self.estimate.mesh)
-        told = [
+        parts = [
             f"{sizes}, whole copies" if self.estimate.train == "inference" and "dp_replicate" in self.mesh else sizes
         ]
-        told += ["experts apart"] if self.experts else []
-        told += ["sequence parallel"] if self.sequence_parallel else []
-        told += [f"checkpointing {'blocks' if self.checkpointing is True else self.checkpointing}"] if (
+        parts += ["experts apart"] if self.experts else []
+        parts += ["sequence parallel"] if self.sequence_parallel else []
+        parts += [f"checkpointing {'blocks' if self.checkpointing is True else self.checkpointing}"] if (
             self.checkpointing) else []  # fmt: skip
-        told += ["no reshard after forward"] if self.reshard is False else []
-        told += ["experts on ranks that exchange tokens"] if any(sent.among for sent in self.estimate.messages) else []
+        parts += ["no reshard after forward"] if self.reshard is False else []
+        parts += ["experts on ranks that exchange tokens"] if any(sent.among for sent in self.estimate.messages) else []
         own = f" × {self.estimate.own_tokens} tokens of a rank" if self.cp > 1 else ""
-        return ", ".join([*told, f"micro-batch {self.estimate.batch}{own}"])
+        return ", ".join([*parts, f"micro-batch {self.estimate.batch}{own}"])

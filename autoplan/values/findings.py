@@ -9,17 +9,16 @@ from typing import Any, Literal, get_args
 from autoplan.values.estimate import done_above
 from autoplan.values.plain import finite, plain
 
-# In which order a model uses its modules: what a drawing of it follows. For readers; nothing is decided by it.
+# The order in which a model uses its modules, for drawings. Nothing is decided by it.
 
 
 @dataclass(frozen=True)
 class FlowPart:
     """Modules with parameters, in the order in which their weights are first read.
 
-    `block`: the first block of a kind, and `blocks` how many run like it; "" for what stands in no block. `steps` are
-    names under it (whole names where there is no block), with `*` for many alike, such as experts. `reads`: for each
-    step the numbers of those that feed it without another between, -1 for all that is not in this part; () where that
-    is not known.
+    `block`: the first block of a kind, and `blocks` how many run like it; "" for modules outside blocks. `steps` are
+    names under it (full names outside blocks), with `*` for many alike, such as experts. `reads`: for each step the
+    numbers of those that feed it directly, -1 for all that is not in this part; () if that is unknown.
     """
 
     block: str
@@ -30,7 +29,7 @@ class FlowPart:
 
 @dataclass(frozen=True)
 class CutsOf:
-    """What one plan does to every parameter of the model: (pattern, the dim that is cut or None, as people read it)."""
+    """The sharding of every parameter by one plan: (pattern, the sharded dim or None, a readable description)."""
 
     name: str
     cuts: tuple[tuple[str, int | None, str], ...]
@@ -38,21 +37,21 @@ class CutsOf:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a page draws of an audit (one side) or of two plans that are compared."""
+    """The content of the drawing of an audit (one side) or of two plans that are compared."""
 
     flow: tuple[FlowPart, ...]
     sides: tuple[CutsOf, ...]
 
 
-# What a model was fed while its plan was made: what the plan rests on.
+# The inputs of a model while its plan was made, on which the plan is based.
 
 
 @dataclass(frozen=True)
 class Fed:
     """One argument of the forward as it was derived.
 
-    `given` and `also`: what it was in the two calls, in words (kind and shape); `also` is empty where no other size
-    ran. `why`: what told so.
+    `given` and `also`: its values in the two calls, in words (kind and shape); `also` is empty if no other size ran.
+    `why`: the evidence for them.
     """
 
     argument: str
@@ -61,16 +60,16 @@ class Fed:
     why: str = ""
 
 
-# What checks have to say: findings, reports, a line and a table of the scoreboard.
+# Results of checks: findings, reports, a line and a table of the scoreboard.
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing a check has to say. `message` and `hint` are for people; code that tells findings apart asks `kind`.
+    """One statement of a check. `message` and `hint` are for people; code that distinguishes findings reads `kind`.
 
     "not-comparable": the unsharded model's own numbers are NaN. "cannot-run": the sharded model raised.
-    "wrong-numbers": it ran, and computed something else. "follows": it is so because of another finding. `places`:
-    every pattern that it is about, where `where` names several, or only the first of them.
+    "wrong-numbers": it ran, and computed something else. "follows": it is a consequence of another finding. `places`:
+    every pattern that it is about, if `where` names several, or only the first of them.
     """
 
     check: str
@@ -85,22 +84,22 @@ class Finding:
 
     @property
     def about(self) -> tuple[str, ...]:
-        """The patterns of modules or parameters that it is about."""
+        """Return the patterns of modules or parameters that it is about."""
         return self.places or ((self.where,) if self.where else ())
 
     @property
     def is_consequence(self) -> bool:
-        """Does it say what comes of a mistake, rather than what is wrong?"""
+        """Return whether it states a consequence of a mistake, rather than the mistake."""
         return self.kind in ("cannot-run", "wrong-numbers", "follows")
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one block moves between ranks in a call, compared with the least that its split needs.
+    """The bytes that one block moves between ranks in a call, compared with the minimum that its split needs.
 
-    `forward` and `backward`: kind of collective -> how many, and bytes for each token (those of the whole value; an
-    all-reduce counts twice). `least_*`: the same for a placement that no other undercuts. `once`: bytes of gradients
-    of whole parameters, summed once a step.
+    `forward` and `backward`: kind of collective -> how many, and bytes for each token (those of the full value; an
+    all-reduce counts twice). `least_*`: the same for a placement with the minimum. `once`: bytes of gradients of
+    replicated parameters, all-reduced once a step.
     """
 
     block: str
@@ -112,7 +111,7 @@ class Traffic:
 
     @property
     def ratio(self) -> float | None:
-        """Bytes moved for each byte needed."""
+        """Return the bytes moved for each byte needed."""
         moved = sum(size for kinds in (self.forward, self.backward) for _, size in kinds.values())
         least = self.least_forward[1] + self.least_backward[1]
         return moved / least if least else None
@@ -120,9 +119,9 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of `verify` or `audit`. `drawn`: what `report` draws, where plans were held against a model.
+    """The outcome of `verify` or `audit`. `drawn`: what `report` draws, if plans were compared with a model.
 
-    `fixed`: an audited plan in its own dialect, corrected, where a correction was seen to pass.
+    `fixed`: an audited plan in its own dialect, corrected, if a correction passed.
     """
 
     ok: bool
@@ -137,17 +136,17 @@ class Report:
     @property
     def verdict(self) -> str:
         """Return the outcome in one line, with the checks that did not run."""
-        said = str(self.details.get("verdict") or ("passed" if self.ok else "failed"))
+        outcome = str(self.details.get("verdict") or ("passed" if self.ok else "failed"))
         left_out = self.details.get("not_checked") or {}
         number = len(left_out) + len(self.details.get("checked") or ())
-        return f"{said}; {len(left_out)} of {number} checks not run: {', '.join(left_out)}" if left_out else said
+        return f"{outcome}; {len(left_out)} of {number} checks not run: {', '.join(left_out)}" if left_out else outcome
 
     def __str__(self) -> str:
-        """The verdict, what was compared, and the findings, for a terminal."""
+        """Return the verdict, what was compared, and the findings, for a terminal."""
         return str(done_above("Report.__str__", self))
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data: what `autoplan verify --json` prints. JSON has no NaN: such errors are null."""
+        """Return plain data: what `autoplan verify --json` prints. JSON has no NaN: such errors are null."""
         report: dict[str, Any] = finite(plain(replace(self, drawn=None, fixed=None)))
         del report["drawn"], report["fixed"]
         return report
@@ -157,7 +156,7 @@ class Report:
         done_above("Report.report", self, path)
 
     def _repr_html_(self) -> str:
-        """In a notebook."""
+        """Return the report as HTML, for a notebook."""
         return str(done_above("Report._repr_html_", self))
 
 
@@ -168,14 +167,13 @@ Verdict = Literal["exact", "wrong", "failed", "refused", "not comparable", "cann
 class Score:
     """One architecture on the scoreboard: its tiny clone, planned and verified.
 
-    `verdict`: exact; wrong (numbers differ); failed (autoplan or the sharded model raised, or ran out of time);
-    refused (nothing can be split); not comparable (the unsharded model's numbers are NaN); cannot run (nor can the
-    unsharded model). `split` of `counted` parameters with two dims or more are cut; tables and latents that stay whole
-    are not counted, `unused` ones are. `forward`, `backward`: all-reduces in a block of the main stack, on average.
-    Where sequence parallelism was asked for, `regions` is how often a block of the main stack gathers the sequence, on
-    average, and `uncut` why the stream is not cut (then the verdict is that of the plan without it).
-    `recomputed`, where checkpointing was asked for: how many blocks are checkpointed (all, or it failed), how many of
-    them ran again.
+    `verdict`: exact; wrong (numbers differ); failed (autoplan or the sharded model raised, or ran out of time); refused
+    (nothing can be split); not comparable (the unsharded model's numbers are NaN); cannot run (nor can the unsharded
+    model). `split` of `counted` parameters with two dims or more are sharded; replicated tables and latents are not
+    counted, `unused` ones are. `forward`, `backward`: all-reduces in a block of the main stack, on average. With
+    sequence parallelism, `regions` is how often a block of the main stack gathers the sequence, on average, and `uncut`
+    why the stream is not sharded (then the verdict is that of the plan without it). `recomputed`, with checkpointing:
+    how many blocks are checkpointed (all, or it failed), how many of them ran again.
     """
 
     model_type: str
@@ -184,11 +182,11 @@ class Score:
     reason: str = ""
     split: int = 0
     counted: int = 0
-    whole: tuple[str, ...] = ()  # patterns of counted parameters that stay whole although they were used, and why
+    whole: tuple[str, ...] = ()  # patterns of counted parameters that are replicated although they were used, and why
     unused: tuple[str, ...] = ()  # patterns of parameters that no run of the model used
     forward: float | None = None
     backward: float | None = None
-    collectives: dict[str, dict[str, int]] = field(default_factory=dict)  # of one call, as measured on rank 0
+    collectives: dict[str, dict[str, int]] = field(default_factory=dict)  # of one call, measured on rank 0
     scoped: int = 0  # calls whose literals are rewritten at run time
     error: float | None = None  # the largest error of outputs and gradients
     seconds: float = 0.0
@@ -197,11 +195,11 @@ class Score:
     uncut: str = ""
     communication: tuple[Traffic, ...] = ()  # measured, block by block
     recomputed: tuple[int, int] | None = None
-    not_checked: tuple[str, ...] = ()  # checks that this model does not go through
+    not_checked: tuple[str, ...] = ()  # checks that do not apply to this model
 
     @property
     def ratio(self) -> float | None:
-        """Bytes that blocks moved for each byte that their split needs, the worst of them."""
+        """Return the bytes that blocks moved for each byte that their split needs, the worst of them."""
         return max((block.ratio for block in self.communication if block.ratio is not None), default=None)
 
     @property
@@ -232,14 +230,14 @@ class Scoreboard:
         return not any(score.verdict in ("wrong", "failed") for score in self.scores)
 
     def totals(self) -> dict[str, int]:
-        """How many architectures have each verdict."""
+        """Return how many architectures have each verdict."""
         totals: dict[str, int] = dict.fromkeys(get_args(Verdict), 0)
         for score in self.scores:
             totals[score.verdict] += 1
         return totals
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data: what `autoplan scoreboard --json` prints."""
+        """Return plain data: what `autoplan scoreboard --json` prints."""
         board: dict[str, Any] = finite(plain(self)) | {"ok": self.ok, "totals": self.totals()}
         for score, row in zip(self.scores, board["scores"], strict=True):
             row |= {"share": score.share, "ratio": score.ratio}

@@ -1,7 +1,7 @@
-"""A model's modules as plain data: what contains what, what it holds, what it could be fed. No torch, no meaning.
+"""A model's modules as plain data: the tree, the parameters, and possible inputs. No torch, no meaning.
 
-A module that is registered under several names is one node with several names. Names are labels: to print, and to
-point back at the model. Classes are numbers: equal numbers mean the same class, and nothing more is known of them.
+A module that is registered under several names is one node with several names. Names are labels: to print, and to refer
+to the model. Classes are numbers: equal numbers mean the same class, and nothing more is known of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Mask = Literal["causal", "bidirectional"]
 
 
 class NamedModules(Protocol):
-    """What a torch module is asked for by rooms that load no torch: the names of what lies below it."""
+    """The methods of a torch module that rooms without torch use: the names of its descendants."""
 
     def named_children(self) -> Iterable[tuple[str, Any]]: ...
 
@@ -40,9 +40,9 @@ class ModuleNode:
     """One module. `children` are node numbers with their keys, in order of definition.
 
     `container`: it only holds modules (a list, a dict) or runs them one after the other, without parameters of its own.
-    `inputs`: what the arguments of its forward say about what it is fed; `stem`: what it reads if it stands first
-    (a table of ids, a convolution over an image or a signal); `masks`: the attention masks that its forward builds;
-    `generates`: it can write text token by token; `reads` and `writes`: widths of a linear or convolution.
+    `inputs`: the modalities that the arguments of its forward suggest; `stem`: what it reads if it comes first (a table
+    of ids, a convolution over an image or a signal); `masks`: the attention masks that its forward builds; `generates`:
+    it can generate text token by token; `reads` and `writes`: widths of a linear or convolution.
     """
 
     names: tuple[str, ...]
@@ -76,43 +76,43 @@ class ModuleTree:
 
     @cached_property
     def parents(self) -> dict[int, tuple[int, ...]]:
-        """The modules that hold a module, the one that defines it first."""
-        found: dict[int, list[int]] = {}
+        """Return the modules that hold each module, the one that defines it first."""
+        parents: dict[int, list[int]] = {}
         for number, node in enumerate(self.nodes):
             for _, child in node.children:
-                found.setdefault(child, []).append(number)
-        return {child: tuple(dict.fromkeys(holders)) for child, holders in found.items()}
+                parents.setdefault(child, []).append(number)
+        return {child: tuple(dict.fromkeys(holders)) for child, holders in parents.items()}
 
     @cached_property
     def _children(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(dict.fromkeys(child for _, child in node.children)) for node in self.nodes)
 
     def children(self, number: int) -> tuple[int, ...]:
-        """The modules held by this one, each once."""
+        """Return the modules held by this one, each once."""
         return self._children[number]
 
     def subtree(self, number: int) -> tuple[int, ...]:
-        """The module and everything below it, each once, in order of definition."""
-        found: dict[int, None] = {}
+        """Return the module and all its descendants, each once, in order of definition."""
+        visited: dict[int, None] = {}
         pending = [number]
         while pending:
             current = pending.pop()
-            if current not in found:
-                found[current] = None
+            if current not in visited:
+                visited[current] = None
                 pending.extend(reversed(self.children(current)))
-        return tuple(found)
+        return tuple(visited)
 
     def parameters(self, number: int) -> tuple[ParameterShape, ...]:
-        """All parameters of the module and everything below it, in order of definition."""
+        """Return all parameters of the module and its descendants, in order of definition."""
         return tuple(parameter for below in self.subtree(number) for parameter in self.nodes[below].parameters)
 
     def bytes(self, number: int) -> int:
-        """Bytes of all parameters of the module and below it, ties counted once."""
+        """Return the bytes of all parameters of the module and its descendants, tied ones counted once."""
         if number not in self._sizes:
             self._sizes[number] = sum({p.id: p.bytes for p in self.parameters(number)}.values())
         return self._sizes[number]
 
     def depth(self, number: int) -> int:
-        """0 for a module without children; containers do not count as a level."""
+        """Return the height of the tree below the module: 0 without children; containers do not count as a level."""
         below = [self.depth(child) for child in self.children(number)]
         return max(below, default=0) + (1 if below and not self.nodes[number].container else 0)

@@ -1,4 +1,4 @@
-"""What a split may run into that no mechanism can do on ranks: a closed list of words, each with its sentence.
+"""Obstacles to a split that no mechanism can handle on ranks: a closed list of words, each with its sentence.
 
 `NotPlaced` (values/reasons.py) holds one of these words with the place where it was met. Sentences name the aten op as
 {op}, the called function as {call}, an argument of it as {argument}, a number as {count:g}.
@@ -53,7 +53,7 @@ Unplaceable = Literal[
 ]
 
 SENTENCES: dict[Unplaceable, str] = {
-    # what ops and calls cannot do on shards
+    # ops and calls that cannot run on shards
     "across": "{op} over a split dimension",
     "averaged": "{op} averages over a split dimension",
     "head-width": "attention over a split head width",
@@ -65,7 +65,7 @@ SENTENCES: dict[Unplaceable, str] = {
     "length-inside": "lengths over a split axis within {call}",
     "norm-inside": "a norm over a split axis within {call}",
     "variance-inside": "a variance over a split axis within {call}",
-    # what happens between the ops of one call
+    # between the ops of one call
     "sums-of-several-kinds": "several kinds of sums within {call}",
     "added-to-partial": "within {call}, {op} adds something else to a partial sum",
     "partial-is-read": "within {call}, {op} works on a partial sum",
@@ -81,7 +81,7 @@ SENTENCES: dict[Unplaceable, str] = {
     "weights-of-each-head": "{call} hands out the weights of each head",
     "shards-given": "{call} is given shards of something else than its weights",
     "cut-between-no-heads": "{call} cuts its packed weight by itself, and not between heads",
-    # where sums could go
+    # sums without a place
     "call-not-seen": "no call is seen to hand on its values, as under torch.vmap",
     "into-whole-and-cut": "a whole value goes into results that are cut and into others that are not",
     "written-in-place": "a sum over a split axis written in place",
@@ -96,7 +96,7 @@ SENTENCES: dict[Unplaceable, str] = {
     "mixed-inside": "whole rows of a partly split value, inside a module",
     "ready-made": "a ready-made constant meets a split axis",
     "logits-not-returned": "the head's product is not what a module returns, so it could not be gathered for a loss",
-    # what the model's own Python does
+    # the model's own Python
     "differs-between-runs": "{call} needs different work from run to run",
     "sizes-compared": "Python compares sizes that a split changes",
 }

@@ -11,7 +11,7 @@ from autoplan.values.estimate import Cost
 from autoplan.values.instructions import INSTRUCTIONS, Instruction
 from autoplan.values.reasons import REASONS, Reason
 
-_TERSE = (Cost,)  # always brief: most of their fields are of one kind only
+_TERSE = (Cost,)  # always brief: most of their fields apply to one kind only
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ FAMILIES: dict[Any, Family] = {
 
 
 def plain(value: Any, *, brief: bool = False) -> Any:
-    """`brief` leaves out fields that have their default value. An instruction says its class: {"do": "AllReduce", …}; a
-    reason too: {"kind": "DoesNotDivide", …}."""
+    """Return a value as plain data; `brief` leaves out fields that have their default value. An instruction has its
+    class: {"do": "AllReduce", …}; a reason too: {"kind": "DoesNotDivide", …}."""
     if is_dataclass(value) and not isinstance(value, type):
         kind = {family.key: type(value).__name__ for base, family in FAMILIES.items() if isinstance(value, base)}
         brief = brief or isinstance(value, _TERSE)
@@ -45,13 +45,13 @@ def plain(value: Any, *, brief: bool = False) -> Any:
     if isinstance(value, dict):
         assert all(isinstance(key, str) for key in value), f"files need text as keys, not {list(value)}"
         return {key: plain(item, brief=brief) for key, item in value.items()}
-    # A list would come back as a tuple and a tensor not at all: such a value must not get here in the first place.
+    # A list would be read back as a tuple and a tensor not at all, so such a value must not get here.
     assert value is None or isinstance(value, (str, int, float, bool)), f"{value!r} cannot be written to a file"
     return value
 
 
 def finite(data: Any) -> Any:
-    """Plain data with None in place of NaN and infinity, which JSON cannot say."""
+    """Return plain data with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(data, dict):
         return {key: finite(value) for key, value in data.items()}
     if isinstance(data, list):

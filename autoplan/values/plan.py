@@ -16,7 +16,7 @@ from autoplan.values.plain import plain
 from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import Reason
 
-# What a plan was made for: it says places in source code and numbers of rows, which mean nothing in another model.
+# The target of a plan: it contains places in source code and numbers of rows, which are invalid for another model.
 
 UNKNOWN = "unknown"
 
@@ -32,7 +32,7 @@ class Version:
 @dataclass(frozen=True)
 class ForwardCode:
     """The forward of a class some of whose calls are rewritten: places of calls are columns in its source. `code` is a
-    hash of that source ("source:…"), or of the compiled code where there is no source ("compiled:…")."""
+    hash of that source ("source:…"), or of the compiled code if there is no source ("compiled:…")."""
 
     class_name: str
     code: str
@@ -48,11 +48,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MadeFor:
-    """See above. Versions are for the reader; code and sizes must be those of the model that a plan is applied to.
+    """The target of a plan. Versions are for the reader; code and sizes must be those of the model it is applied to.
 
-    `model`: a hash of all of its code and of the whole numbers that it and its config hold. `content`: a hash of what
-    the plan said when it was made (`Steering`), `UNKNOWN` for a file that does not say. Where one of them is not what
-    it was, the plan is derived once more before it is applied.
+    `model`: a hash of all of its code and of the integers that it and its config hold. `content`: a hash of the plan's
+    content when it was made (`steering`), `UNKNOWN` for a file without one. If one of them has changed, the plan is
+    derived once more before it is applied.
     """
 
     versions: tuple[Version, ...] = ()
@@ -64,7 +64,7 @@ class MadeFor:
 
 @dataclass(frozen=True)
 class SeenCode:
-    """A function that ran, and which ways its branches went.
+    """A function that ran, and the directions in which its branches went.
 
     `place`: "package.module:Class.forward:12", the last its first line. `code`: the Python that compiled it, and a hash
     of what it compiled. `ways`: for each branch the offset of its instruction with "+" (it went on) or "-" (it jumped);
@@ -78,16 +78,16 @@ class SeenCode:
     owners: tuple[str, ...] = ()
 
 
-# A plan, and what it is made of.
+# A plan, and its parts.
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How the sharded tiny clone did on simulated ranks: the one step that runs the model's own code on shards.
+    """The result of the sharded tiny clone on simulated ranks: the one step that runs the model's own code on shards.
 
-    `why`: what came out wrong, or why it was not tried; `hint`: what to do, or to pass, so that it can be. `ranks`: on
-    how many it was tried, where one is known.
-    "unasked": none was requested, or the plan was written before plans recorded it.
+    `why`: what came out wrong, or why it was not tried; `hint`: what to do, or to pass, so that it can be. `ranks`: the
+    number of ranks it was tried on, if known. "unasked": none was requested, or the plan was written before plans
+    recorded it.
     """
 
     outcome: Literal["unasked", "passed", "wrong", "skipped"] = "unasked"
@@ -98,7 +98,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proven, how, and at which tp.
+    """The proof of a plan: what was proven, how, and at which tp.
 
     `ok`: all of it was done and held, the trial on simulated ranks too. `wrong`: the checks that found the plan wrong.
     A plan that is not `ok` may have `failed`, or just not be proven: `trial` and `text` say why.
@@ -114,12 +114,12 @@ class Proof:
 
     @property
     def was_asked(self) -> bool:
-        """Was the plan to be proven?"""
+        """Return whether a proof of the plan was requested."""
         return self.method != "none" or self.trial.outcome != "unasked"
 
     @property
     def failed(self) -> bool:
-        """Did the plan fail verification?"""
+        """Return whether the plan failed verification."""
         if self.wrong or self.trial.outcome == "wrong":
             return True
         return self.method != "none" and not self.ok and self.trial.outcome != "skipped"
@@ -127,11 +127,11 @@ class Proof:
 
 @dataclass(frozen=True)
 class Entry:
-    """One planned module pattern. `segments` says, per parameter, "dim:layout"; `reduces` what it costs.
+    """One planned module pattern. `segments` are "dim:layout" per parameter; `reduces` is what it costs.
 
     `bytes` is the size of the parameters of all modules that it stands for, unsplit. `axes` are numbers of the axes
-    that cut it: entries that have one are cut together, or not at all. `units` is text, for people; `counted` the same
-    without what a unit holds, where it holds several rows: what entries that are cut together have in common.
+    that shard it: entries with a common one are sharded together, or not at all. `units` is text, for people; `counted`
+    the same without the contents of a unit of several rows: what entries that are sharded together have in common.
     """
 
     pattern: str
@@ -152,12 +152,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a library that wraps the call of a module cannot cut these ones, though `execute` can.
+    """A reason why a library that wraps the call of a module cannot shard these ones, though `execute` can.
 
     `kind`: "edited" (module `by` gets the output and changes it in place, and a wrapped output is a view), "read" (the
     code of module `by` reads its weight), "shape" (it is no linear layer or table: its weight has `dims` other than
-    two, or it does not say how wide it is), "count" (a module above split ones reads the integer `attribute`, which
-    must stay).
+    two, or it does not declare its width), "count" (a module above split ones reads the integer `attribute`, which must
+    stay).
     """
 
     pattern: str
@@ -168,7 +168,7 @@ class Obstacle:
 
     @property
     def why(self) -> str:
-        """As text, for people."""
+        """Return it as text, for people."""
         if self.kind == "edited":
             return f"its output is changed in place by {self.by or 'the model'}"
         if self.kind == "read":
@@ -181,10 +181,10 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class Replicated:
-    """A parameter that stays whole, with its size and why. Unpacks as (fqn, bytes, reason).
+    """A parameter that is replicated, with its size and why. Unpacks as (fqn, bytes, reason).
 
-    `reason` is text, for people. Code asks `why` (of every block that the pattern stands for), and `roles`: what rules
-    call it.
+    `reason` is text, for people. Code reads `why` (of every block that the pattern stands for), and `roles`: its roles
+    in rules.
     """
 
     fqn: str
@@ -219,15 +219,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan: for one model at one tp size. See `str(plan)`, `explain`, `diff`, `save`.
+    """The plan for one model at one tp size. See `str(plan)`, `explain`, `diff`, `save`.
 
-    `ep_size`: over how many ranks experts are placed whole; 1: they are cut inside. It is the tp size, or with
+    `ep_size`: the number of ranks over which experts are distributed; 1: they are sharded. It is the tp size, or with
     tp_size 1 any other. `made_for`: the code and the sizes of the model that it was made for; it is refused for others.
-    `cp_size`: over how many ranks the sequence is cut; of what weights a rank of it holds it reads what is its own.
-    `fed`: what its forward was given, where nothing said so and it was derived.
-    `packed`: how the weights of a quantised model are stored, by pattern, and how the stored tensors are cut with them.
-    `flow`: in which order its modules run, for drawings; no part of what is compared.
-    `paths`: the ways through the model's own code that were recorded and tried, which a sharded model is held against.
+    `cp_size`: the number of ranks over which the sequence is sharded; such a rank reads its own part of a weight shard.
+    `fed`: the inputs of the forward, if they were not specified but derived.
+    `packed`: how the weights of a quantised model are stored, by pattern, and how its tensors are sharded with them.
+    `flow`: the order in which its modules run, for drawings; not compared.
+    `paths`: the ways through the model's own code that were recorded and tried, which a sharded model is held to.
     """
 
     model: str
@@ -253,65 +253,65 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks it is: those of tp, or of ep where nothing but experts is split, times those of cp."""
+        """Return the number of ranks: those of tp, or of ep if nothing but experts is split, times those of cp."""
         return max(self.tp_size, self.ep_size) * self.cp_size
 
     @property
     def cut_over(self) -> int:
-        """Over how many ranks weights are cut; with context parallelism alone, over how many they are read in parts."""
+        """Return how many ranks weights are sharded over; with context parallelism alone, how many read a part."""
         return self.ranks if 1 in (self.cp_size, max(self.tp_size, self.ep_size)) else self.ranks // self.cp_size
 
     @property
     def over(self) -> str:
-        """Those ranks in words: "tp=8", "cp=2"."""
+        """Return those ranks in words: "tp=8", "cp=2"."""
         sizes = [f"{name}={size}" for name, size in (("tp", self.tp_size), ("cp", self.cp_size)) if size > 1]
         return ", ".join(sizes) or f"tp={self.tp_size}"
 
     @property
     def uneven(self) -> str:
-        """Do some ranks hold a block of a quantised weight more than others ("blocks"), or "never"?"""
+        """Return "blocks" if some ranks hold a block of a quantised weight more than others, else "never"."""
         return "blocks" if any("!~" in rule.layout for rule in self.runtime.parameters if rule.layout) else "never"
 
     def __str__(self) -> str:
-        """A table for a terminal."""
+        """Return a table for a terminal."""
         return str(done_above("Plan.__str__", self))
 
     def explain(self, path: str) -> str:
-        """Why a module, a parameter, or a pattern of either is split or whole, and what runs around it."""
+        """Return why a module, a parameter, or a pattern of either is split or whole, and what runs around it."""
         return str(done_above("Plan.explain", self, path))
 
     def diff(self, other: Plan) -> tuple[Change, ...]:
-        """What `other` has changed; empty exactly when the plans are equal."""
+        """Return what `other` has changed; empty exactly when the plans are equal."""
         changes: tuple[Change, ...] = done_above("Plan.diff", self, other)
         return changes
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data: what files hold and `autoplan plan --json` prints."""
+        """Return the plan as plain data: what files hold and `autoplan plan --json` prints."""
         data: dict[str, Any] = done_above("Plan.to_dict", self)
         return data
 
     def to_torch(self, *, gather_logits: bool | None = None) -> dict[str, Any]:
-        """{pattern: ParallelStyle} for torch's `parallelize_module(model, tp_mesh, …)`; fresh objects each call."""
+        """Return {pattern: ParallelStyle} for torch's `parallelize_module(model, tp_mesh, …)`; objects are new."""
         styles: dict[str, Any] = done_above("Plan.to_torch", self, gather_logits=gather_logits)
         return styles
 
     def to_hf(self, model: Any = None, *, old: bool = False, drop: bool = False) -> dict[str, str]:
-        """{pattern: style name} for transformers; give the `model`, so that shipped keys we do not use are overridden.
-        Raises on what transformers cannot say, with the bytes lost; with `drop` that stays whole."""
+        """Return {pattern: style name} for transformers; pass the `model` to override shipped keys that we do not use.
+        Raises on what transformers cannot express, with the bytes lost; with `drop` that stays whole."""
         styles: dict[str, str] = done_above("Plan.to_hf", self, model, old=old, drop=drop)
         return styles
 
     def export(self, target: str, model: Any = None, *, drop: bool = False) -> str:
-        """The text of the plan for another system; `autoplan export --help` lists them. See `to_hf` for `drop`.
+        """Return the text of the plan for another system; `autoplan export --help` lists them. See `to_hf` for `drop`.
 
-        With the `model`, what is returned also says how many of its linear layers that system will cut: `reached` of
+        With the `model`, the result also says how many of its linear layers that system will shard: `reached` of
         `linears`, `whole` (patterns of the others), and `note`, which says so in a line.
         """
         text: str = done_above("Plan.export", self, target, model, drop=drop)
         return text
 
     def part_for(self, model: Any) -> Plan:
-        """The part of this plan that a piece of its model needs: a pipeline stage, with some blocks under their names.
+        """Return the part of this plan for a piece of its model: a pipeline stage, with some blocks under their names.
         A stage without the table, the head or some blocks takes the rest; one that holds something else is refused."""
         part: Plan = done_above("Plan.part_for", self, model)
         return part
@@ -325,7 +325,7 @@ class Plan:
         done_above("Plan.report", self, path, estimate=estimate, memory=memory, what_if=what_if)
 
     def _repr_html_(self) -> str:
-        """In a notebook."""
+        """Return the plan as HTML, for a notebook."""
         return str(done_above("Plan._repr_html_", self))
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -333,16 +333,16 @@ class Plan:
         done_above("Plan.save", self, path)
 
 
-# What of a plan steers how a model runs, as one digest: two plans of one digest do the same to a model.
+# A digest of what a plan does to a model: two plans with one digest do the same.
 #
 # Texts for people (reasons, findings, costs) are not in it. Ranks compare digests, and a plan file holds the digest of
-# the plan as it was made: after an edit it is another one (check/audit/gate.py).
+# the plan as it was made, which changes with an edit (check/audit/gate.py).
 
 _LENGTH = 16  # hexadecimal digits
 
 
 def steering(plan: Plan) -> dict[str, Any]:
-    """Everything that decides what happens to a model, by its place in a plan file."""
+    """Return everything that decides what happens to a model, by its place in a plan file."""
     made_for = plan.made_for
     return {
         "tp_size": plan.tp_size,
@@ -361,7 +361,7 @@ def steering(plan: Plan) -> dict[str, Any]:
 
 
 def digest(plan: Plan) -> str:
-    """A short hash of all of it, and of the ways that a sharded model is held against."""
-    said = {**steering(plan), **({"paths": plain(plan.paths, brief=True)} if plan.paths else {})}
-    text = json.dumps(said, sort_keys=True, ensure_ascii=True)
+    """Return a short hash of all of it, and of the paths that a sharded model is checked against."""
+    content = {**steering(plan), **({"paths": plain(plan.paths, brief=True)} if plan.paths else {})}
+    text = json.dumps(content, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]

@@ -1,9 +1,9 @@
-"""How a quantised weight is stored: the tensors that stand in its place in a checkpoint, and how those lie on ranks.
+"""The storage of a quantised weight: the tensors that replace it in a checkpoint, and their shardings.
 
 The problem: a model is analysed as the plain weights that it computes with, and stored as packed ones: float8 with a
 scale for each block of 128 × 128, four-bit numbers eight to an integer with a scale for each group of 128. Each dim of
-such a tensor stands for dims of the plain weight, `factor` elements of which make one of its own. A cut of the weight
-is a cut of all its tensors only where it falls between these blocks.
+such a tensor stands for dims of the plain weight, `factor` elements of which make one of its own. A split of the weight
+is a split of all its tensors only if it falls between these blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PackedDim:
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """One stored tensor. `name`: after the name of the module. `dim` and `layout` say how a plan cuts it."""
+    """One stored tensor. `name`: after the name of the module. `dim` and `layout` say how a plan shards it."""
 
     name: str
     dtype: str
@@ -41,25 +41,25 @@ class PackedTensor:
 
     @property
     def attribute(self) -> str:
-        """Its name where a module holds it: parameters have no dots."""
+        """Return its name as an attribute of a module: parameters have no dots."""
         return self.name.replace(".", "_")
 
     @property
     def segment(self) -> str:
-        """How it is cut, as an entry says it."""
+        """Return its sharding in the notation of an entry."""
         return "whole" if self.dim is None else f"{self.dim}:{self.layout}"
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How numbers are stored: `id` names the file in rules/quantised, `values` what the config says of it."""
+    """A storage format of numbers: `id` names the file in rules/quantised, `values` are its settings in the config."""
 
     id: str
     title: str
     values: tuple[tuple[str, Any], ...] = ()
 
     def value(self, name: str) -> Any:
-        """A number, a word, or a yes or no that the config says."""
+        """Return a number, a word or a flag from the config."""
         return dict(self.values)[name]
 
 
@@ -68,8 +68,8 @@ class PackedWeight:
     """One weight (in a plan: a pattern of such weights) that is stored in `tensors`. `shape` is that of the plain one.
 
     `contracted` and `rows` are the dims that a product sums over, and that it does not: stacks have one more in front.
-    `segments`: matrices that were quantised each for itself and stored as one, by their sizes along `rows`.
-    `dim`: the one along which a plan cuts the plain weight.
+    `segments`: matrices that were quantised separately and stored as one, by their sizes along `rows`. `dim`: the one
+    along which a plan shards the plain weight.
     """
 
     name: str
@@ -83,22 +83,22 @@ class PackedWeight:
 
     @property
     def owner(self) -> str:
-        """The module that holds it."""
+        """Return the module that holds it."""
         return self.name.rpartition(".")[0]
 
     @property
     def parameter(self) -> str:
-        """Its name in that module."""
+        """Return its name in that module."""
         return self.name.rpartition(".")[2]
 
     @property
     def bytes(self) -> int:
-        """As it is stored."""
+        """Return its stored size."""
         return sum(tensor.bytes for tensor in self.tensors)
 
     @property
     def is_flat(self) -> bool:
-        """Is the matrix stored as one long row?"""
+        """Return whether the matrix is stored as one long row."""
         return any(len(dim.of) > 1 for tensor in self.tensors for dim in tensor.dims)
 
     @property
@@ -106,5 +106,5 @@ class PackedWeight:
         return prod(self.shape)
 
     def block(self, dim: int) -> int:
-        """How many elements of the plain weight along `dim` are never parted."""
-        return max((one.factor for tensor in self.tensors for one in tensor.dims if one.of == (dim,)), default=1)
+        """Return how many elements of the plain weight along `dim` are never separated."""
+        return max((own.factor for tensor in self.tensors for own in tensor.dims if own.of == (dim,)), default=1)

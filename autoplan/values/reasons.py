@@ -1,9 +1,9 @@
-"""Why something stays whole: a closed set of small values. Code asks their class and numbers, people read their text.
+"""Reasons why something stays whole: a closed set of small values. Code asks their class and numbers, people read their
+text.
 
-Reasons are found deep inside the analysis and are read far away: by the planner, by checks, by exports, by whoever
-loads a plan file. Each is a class of its own with what it knows in fields, and this file is the one place that makes
-text of them: `str(reason)`. Nobody compares or parses that text. A new reason is a class here; files know it by its
-name.
+Reasons arise deep inside the analysis and are read far away: by the planner, by checks, by exports, by whoever loads a
+plan file. Each is a class of its own with its data in fields, and this file is the one place that makes text of them:
+`str(reason)`. Nobody compares or parses that text. A new reason is a class here; files identify it by its name.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Reason:
-    """Any of the classes below. `paths`: those of its fields that hold the path of a module or a parameter."""
+    """The base of the classes below. `paths`: those of its fields that hold the path of a module or a parameter."""
 
     paths: ClassVar[tuple[str, ...]] = ()
 
@@ -68,18 +68,18 @@ class Reason:
         >>> OfDim(0, 4, NotPlaced("ready-made", "add", "layers.3")).with_paths(lambda path: "layers.*").why.module
         'layers.*'
         """
-        found = {name: getattr(self, name) for name in (field.name for field in fields(self))}
-        inner = {name: value.with_paths(changed) for name, value in found.items() if isinstance(value, Reason)}
-        own = {name: changed(found[name]) for name in self.paths if found[name] is not None}
+        values = {name: getattr(self, name) for name in (field.name for field in fields(self))}
+        inner = {name: value.with_paths(changed) for name, value in values.items() if isinstance(value, Reason)}
+        own = {name: changed(values[name]) for name in self.paths if values[name] is not None}
         return replace(self, **inner, **own)
 
 
 def sentence(reasons: Iterable[Reason]) -> str:
-    """Several reasons one after the other, each once."""
+    """Return several reasons one after the other, each once."""
     return "; ".join(dict.fromkeys(map(str, reasons)))
 
 
-# ------------------------------------------------------------------------------------------------ of one axis
+# Reasons about one axis
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class DoesNotDivide(Reason):
 
 @dataclass(frozen=True)
 class TooFewRows(Reason):
-    """A vocabulary may be cut unevenly, but every rank needs a row."""
+    """A vocabulary may be sharded unevenly, but every rank needs a row."""
 
     rows: int
     ranks: int
@@ -118,7 +118,7 @@ class ResidualStream(Reason):
 
 @dataclass(frozen=True)
 class ReadAcross(Reason):
-    """`events`, by name (axes/events.py): what ops do along it after which its positions cannot be told apart."""
+    """`events`, by name (axes/events.py): ops along the axis after which its positions are no longer independent."""
 
     events: tuple[str, ...]
 
@@ -148,7 +148,7 @@ class SingleWeight(Reason):
 
 @dataclass(frozen=True)
 class Narrow(Reason):
-    """`least`: the width from which a cut is worth it."""
+    """`least`: the width from which a split is worth it."""
 
     least: int
 
@@ -172,7 +172,7 @@ class InsideScaledBlock(Reason):
 class InsideQuantisedBlock(Reason):
     """Another tp size may remove it. `size`: of the dim of `weight` (a pattern) that is stored in blocks.
 
-    `uneven`: the most that a rank would hold of it, were it cut unevenly between blocks; 0: it cannot be.
+    `uneven`: the largest shard of it, if it were split unevenly between blocks; 0: it cannot be.
     """
 
     weight: str
@@ -182,17 +182,17 @@ class InsideQuantisedBlock(Reason):
     uneven: int = 0
 
     def __str__(self) -> str:
-        held = f"{self.size / self.ranks:g} of {self.size}"
+        local_size = f"{self.size / self.ranks:g} of {self.size}"
         parts = self.size / self.ranks / self.block
-        said = f"{parts:g} quantised blocks of {self.block} in {self.weight}"
+        blocks_held = f"{parts:g} quantised blocks of {self.block} in {self.weight}"
         blocks = -(-self.size // self.block)
-        said += f" (there are {blocks} for {self.ranks} ranks)" if blocks < self.ranks else ""
-        return f"at tp={self.ranks} a rank would hold {held}, {said}"
+        blocks_held += f" (there are {blocks} for {self.ranks} ranks)" if blocks < self.ranks else ""
+        return f"at tp={self.ranks} a rank would hold {local_size}, {blocks_held}"
 
 
 @dataclass(frozen=True)
 class AlreadySplit(Reason):
-    """A weight is cut once. `cheaper`: along the other axis, because ranks then exchange less."""
+    """A weight is split once. `cheaper`: along the other axis, because ranks then exchange less."""
 
     cheaper: bool = False
 
@@ -206,7 +206,7 @@ class AlreadySplit(Reason):
 class NotPlaced(Reason):
     """The split would need something that no mechanism can do: `what`, met at a `call` of `module` ("" the model).
 
-    `op`, `argument`, `count`: what the sentence of `what` names besides (values/not_placed.py).
+    `op`, `argument`, `count`: further details in the sentence of `what` (values/not_placed.py).
     """
 
     what: Unplaceable
@@ -223,16 +223,16 @@ class NotPlaced(Reason):
         >>> print(NotPlaced("across", "sort", "layers.0", op="sort"))
         sort over a split dimension (sort in layers.0)
         """
-        said = SENTENCES[self.what].format(call=self.call, op=self.op, argument=self.argument, count=self.count)
+        text = SENTENCES[self.what].format(call=self.call, op=self.op, argument=self.argument, count=self.count)
         if self.module is None:
-            return said
+            return text
         place = self.module or "the model"
-        return f"{said} ({self.call} in {place})" if self.call else f"{said} (in {place})"
+        return f"{text} ({self.call} in {place})" if self.call else f"{text} (in {place})"
 
 
 @dataclass(frozen=True)
 class NeedsRewriting(Reason):
-    """Only said where calls may not be changed."""
+    """Only used where calls may not be changed."""
 
     call: str
     module: str
@@ -245,7 +245,7 @@ class NeedsRewriting(Reason):
 
 @dataclass(frozen=True)
 class AxisWhole(Reason):
-    """What the solver gave up on the way, with the reason."""
+    """An axis that the solver gave up on the way, with the reason."""
 
     size: int
     why: Reason
@@ -254,7 +254,7 @@ class AxisWhole(Reason):
         return f"an axis of {self.size} stays whole: {self.why}"
 
 
-# ------------------------------------------------------------------------------------------------ of what was asked for
+# Reasons from what was requested
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class KeptWhole(Reason):
 
 @dataclass(frozen=True)
 class CutElsewhere(Reason):
-    """`line` of `plan` cuts it along another dim; None: along none that it has."""
+    """`line` of `plan` shards it along another dim; None: along none that it has."""
 
     plan: str
     parameter: str
@@ -347,7 +347,7 @@ class CutOtherwiseOverBoth(Reason):
         return "ranks of tp and cp together hold other units, of which a rank of tp holds some"
 
 
-# ------------------------------------------------------------------------------------------------ of experts
+# Reasons about experts
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,7 @@ class ExpertsDoNotDivide(Reason):
 
 @dataclass(frozen=True)
 class ExpertsWhole(Reason):
-    """`why` the axis of a module's experts is whole, if that is known."""
+    """The axis of a module's experts is not split; `why`, if that is known."""
 
     why: Reason | None = None
 
@@ -369,12 +369,12 @@ class ExpertsWhole(Reason):
         return "its experts stay on every rank" + (f" ({self.why})" if self.why is not None else "")
 
 
-# ------------------------------------------------------------------------------------------------ of one parameter
+# Reasons about one parameter
 
 
 @dataclass(frozen=True)
 class CutOfRecurrent(Reason):
-    """Why rows of a recurrent weight lie in shards although no axis is split: what is gathered for it."""
+    """The rows of a recurrent weight are sharded although no axis is split; the reason names what is gathered."""
 
     at_each_step: bool
 
@@ -386,7 +386,7 @@ class CutOfRecurrent(Reason):
 
 @dataclass(frozen=True)
 class TableByColumns(Reason):
-    """Why a table is cut by its columns rather than by its rows."""
+    """A table is sharded by its columns rather than by its rows."""
 
     def __str__(self) -> str:
         return "every rank looks up all ids; gathering their columns moves half of what a sum over cut rows would"
@@ -394,7 +394,7 @@ class TableByColumns(Reason):
 
 @dataclass(frozen=True)
 class OfDim(Reason):
-    """Why one axis in a dim of a parameter is whole. `size` is that of the axis, `rows` that of the dim if larger."""
+    """The reason why one axis in a dim of a parameter is whole. `size`: of the axis, `rows`: of the dim if larger."""
 
     dim: int
     size: int
@@ -431,7 +431,7 @@ class NothingToSplit(Reason):
 
 @dataclass(frozen=True)
 class GradientSummed(Reason):
-    """No reason why it is whole, but what that costs."""
+    """Not a reason why it is replicated, but the cost of that."""
 
     def __str__(self) -> str:
         return "its gradient is summed over ranks"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from autoplan.values.reasons import Reason, sentence
 
-# What one run of a model did: a trace, and what it is made of.
+# A trace, the record of one run of a model, and its parts.
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +20,14 @@ class Ref:
 
 
 def refs(value: Any) -> Iterator[int]:
-    """Tensor ids mentioned in recorded arguments or outputs, in order."""
-    found: list[int] = []
-    _collect((value,), found)
-    return iter(found)
+    """Yield the tensor ids mentioned in recorded arguments or outputs, in order."""
+    ids: list[int] = []
+    _collect((value,), ids)
+    return iter(ids)
 
 
 def _collect(value: Any, found: list[int]) -> None:
-    """No generator inside a generator, and no call for a number: this is asked hundreds of thousands of times."""
+    """Append the tensor ids in a value. No nested generators, and no call for a number: this runs very often."""
     for item in value.values() if isinstance(value, dict) else value:
         if type(item) is Ref:
             found.append(item.id)
@@ -36,7 +36,7 @@ def _collect(value: Any, found: list[int]) -> None:
 
 
 def refs_with_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """(path, tensor id) for every tensor mentioned in recorded arguments."""
+    """Yield (path, tensor id) for every tensor mentioned in recorded arguments."""
     if isinstance(value, Ref):
         yield path, value.id
     elif isinstance(value, (list, tuple)):
@@ -49,11 +49,11 @@ def refs_with_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tu
 
 @dataclass(frozen=True, slots=True)
 class Symbolic:
-    """An integer in recorded arguments together with where it came from.
+    """An integer in recorded arguments together with its origin.
 
     `origin` is an expression tree of tuples: ("attr", module, attribute, index|None), ("config", module, field),
-    ("size", tensor id, dim), ("numel", tensor id), ("const", n), or (operator, left, right) with operator one of
-    add sub mul floordiv mod neg.
+    ("size", tensor id, dim), ("numel", tensor id), ("const", n), or (operator, left, right) with operator one of add
+    sub mul floordiv mod neg.
     """
 
     value: int
@@ -79,12 +79,12 @@ class TensorInfo:
 
     @property
     def item_size(self) -> int:
-        """Bytes of one element."""
+        """Return the bytes of one element."""
         return _ITEM_BYTES.get(self.dtype, 1 if self.dtype.startswith("float8") else 4)
 
     @property
     def quantised(self) -> bool:
-        """A matrix in few bits, whose numbers mean something only together with scales that are kept next to it."""
+        """Return whether it is a matrix in few bits, whose numbers are meaningful only with separate scales."""
         stored = self.kind in ("parameter", "buffer") and len(self.shape) >= 2
         return stored and (self.dtype.startswith("float8") or self.dtype in ("int8", "uint8", "int32"))
 
@@ -106,9 +106,9 @@ class Op:
 class Call:
     """One outermost torch-function call made by a module's own Python code.
 
-    `module`, `visit` and `position` name it: the position-th call in the visit-th run of that module. `place` says
-    where in the code it stands (common/code/code_place.py). `ops` is the half-open range of `Trace.ops` it caused.
-    Integers in args are plain or `Symbolic`.
+    `module`, `visit` and `position` identify it: the position-th call in the visit-th run of that module. `place` is
+    its place in the code (common/code/code_place.py). `ops` is the half-open range of `Trace.ops` it caused. Integers
+    in args are plain or `Symbolic`.
     """
 
     name: str
@@ -143,7 +143,7 @@ class ModuleVisit:
 class Fold:
     """Repeated blocks of one container that were traced through representatives: member key -> representative key.
 
-    `alike`: traced blocks of one kind, key -> the representative of the kind. What holds for one of them must hold for
+    `alike`: traced blocks of one kind, key -> the representative of the kind. A fact about one of them must hold for
     the other, or the representative cannot stand for more.
     """
 
@@ -154,7 +154,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a model did, in plain data. `module_classes` maps every module name to its class name (for printing).
+    """One run of a model, in plain data. `module_classes` maps every module name to its class name (for printing).
 
     `comparisons` are the equalities that Python tested on traced integers: (module, left, right, result), each side an
     int or Symbolic. `escapes` are traced attributes whose value turned into a float or a Python index: editing those
@@ -173,12 +173,12 @@ class Trace:
     feeds: tuple[str, ...] = ("forward",)
     real: bool = False  # traced on real (tiny) tensors rather than fake ones
     notes: tuple[str, ...] = ()
-    asking: frozenset[int] = frozenset()  # inputs that came with the wish for a gradient
-    draws_unseen: bool = False  # does training draw random numbers in calls that are not recorded?
+    asking: frozenset[int] = frozenset()  # inputs that required a gradient
+    draws_unseen: bool = False  # training draws random numbers in calls that are not recorded
 
     @cached_property
     def read(self) -> frozenset[str]:
-        """Names of the parameters and buffers that some op read."""
+        """Return the names of the parameters and buffers that some op read."""
         tensors = {tensor for op in self.ops for tensor in refs((op.args, op.kwargs))}
         return frozenset(name for tensor in tensors for name in self.tensors[tensor].names)
 
@@ -187,16 +187,16 @@ class Trace:
         return {name: i for i, tensor in enumerate(self.tensors) for name in tensor.names}
 
 
-# What analysis found: facts about parameters and about classes of axes.
+# The findings of the analysis: facts about parameters and about classes of axes.
 
 
 @dataclass(frozen=True)
 class ParameterFact:
-    """What analysis says about one parameter or buffer (the names it has: more than one when tied).
+    """The facts about one parameter or buffer (with more than one name when tied).
 
-    `dim` and `layout` say how it is cut (None: whole). `gradient` is "local" (what a rank computes is its own),
-    "sum" (every rank holds a part of the whole gradient) or "shared" (rows that several ranks hold need summing).
-    `divide`: a bias that is added before a sum over ranks, so each rank adds 1/tp of it. `why`: where it is whole.
+    `dim` and `layout` say how it is sharded (None: replicated). `gradient` is "local" (a rank computes all of its own),
+    "sum" (every rank holds a part of the full gradient) or "shared" (rows that several ranks hold need summing).
+    `divide`: a bias that is added before a sum over ranks, so each rank adds 1/tp of it. `why`: if replicated.
     """
 
     names: tuple[str, ...]
@@ -208,20 +208,20 @@ class ParameterFact:
     gradient: Literal["local", "sum", "shared"] = "local"
     divide: bool = False
     axis: int | None = None  # ClassFact.id of the largest class that cuts it
-    axes: tuple[int, ...] = ()  # of all of them
+    axes: tuple[int, ...] = ()  # those of all classes that cut it
     why: tuple[Reason, ...] = ()
-    how: Reason | None = None  # where it is cut in an unusual way: why so
+    how: Reason | None = None  # the reason if it is sharded in an unusual way
 
     @property
     def reason(self) -> str:
-        """`why`, as text."""
+        """Return `why` as text."""
         return sentence(self.why)
 
 
 @dataclass(frozen=True)
 class ClassFact:
-    """One axis class: its size, what it does (events), the parameters it sits in, and whether it is split. `reason`
-    says why not, when it is not."""
+    """One axis class: its size, its events, the parameters it is in, and whether it is split. `reason`: why not, if it
+    is not."""
 
     id: int
     size: int

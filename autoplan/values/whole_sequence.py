@@ -1,7 +1,7 @@
-"""Why a stream of blocks is not cut along its sequence, or is whole at some place: words, each with its sentence.
+"""Reasons why a stream of blocks is not sharded along its sequence, or is replicated somewhere: words with sentences.
 
-Beside `not_placed.py`, which has the words for what a split over ranks of tensor parallelism runs into. A reason is
-found where the stream is walked, and read by findings, audits and scoreboards; here alone it becomes text.
+See also `not_placed.py`, which has the words for obstacles to a tensor-parallel split. A reason is recorded where the
+stream is walked, and read by findings, audits and scoreboards; it becomes text only here.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _SENTENCES: dict[WholeWhy, str] = {
 
 @dataclass(frozen=True)
 class WholeSequence:
-    """One reason. `place` is the module that it is about, `maker` who made the value that is whole there.
+    """One reason. `place` is the module that it is about, `maker` the one that made the value replicated there.
 
-    `at`: the module that takes in the whole sequence for it; `stack`: all of these blocks do; `inside`: no module
-    boundary lies before the call at which the sequence could be gathered. `error`: what recording said.
+    `at`: the module that takes in the full sequence for it; `stack`: all of these blocks do; `inside`: no module
+    boundary comes before the call at which the sequence could be gathered. `error`: the error of the recording.
     """
 
     why: WholeWhy
@@ -76,8 +76,8 @@ class WholeSequence:
 
     def __str__(self) -> str:
         place, maker = self.place or "the model", self.maker or "the model"
-        told = {"call": self.call, "parameter": self.parameter, "error": self.error}
-        text = _SENTENCES[self.why].format(place=place, maker=maker, **told)
+        details = {"call": self.call, "parameter": self.parameter, "error": self.error}
+        text = _SENTENCES[self.why].format(place=place, maker=maker, **details)
         text += ", and no module boundary lies before it" if self.inside else ""
         if self.stack is not None:
             return f"all of {self.stack or 'the stack'}: {text}"

@@ -17,18 +17,18 @@ from autoplan.values import Op, Ref
 #
 # Attention may be one fused op or matmul, scale, mask, softmax, dropout, matmul: both are drawn as one `attend` box
 # with ports q, k, v and bias. A scan (Mamba, RWKV, delta rules) is a web of products, cumulative sums and writes that
-# no two models spell alike: everything glued together in one module that holds such an op becomes one `scan` box,
-# which keeps the per-head parameters that the web reads (decay, skip, step bias).
+# every model implements differently: each web of such ops and glue in one module becomes one `scan` box, which keeps
+# the per-head parameters that the web reads (decay, skip, step bias).
 
-# What may lie between the scores and the probabilities, and what turns probabilities into others.
+# Kinds allowed between the scores and the probabilities, and those that transform probabilities.
 _BETWEEN = {"softmax", "add", "mul", "mix", "cat", "split", "scale", "shift", "pick", "scatter", "write", "sum", "norm"}
-_SCAN_CORE = {"matmul", "cumsum"}  # or values written one by one, as loops over time do, besides arithmetic
+_SCAN_CORE = {"matmul", "cumsum"}  # or writes in a loop over time, with arithmetic
 _ARITHMETIC = {"mul", "add", "mix", "scale", "shift"}
 _GLUE = _SCAN_CORE | _ARITHMETIC | {"write", "cat", "sum", "softmax", "pick", "scatter", "statistic"}
 
 
 def draw_attention(flow: Flow, first: int, second: int, module: str) -> int | None:
-    """probabilities @ values: an `attend` box, if the first operand comes from a softmax of scores."""
+    """Draw probabilities @ values as an `attend` box, if the first operand comes from a softmax of scores."""
     probabilities, values = (first, second) if _is_softmax_of_scores(flow, first) else (second, first)
     if not _is_softmax_of_scores(flow, probabilities):
         return None
@@ -41,7 +41,7 @@ def draw_attention(flow: Flow, first: int, second: int, module: str) -> int | No
 
 
 def _is_softmax_of_scores(flow: Flow, box: int) -> bool:
-    """Does every way up from `box` through joins meet a softmax, and is there a product of activations above one?"""
+    """Return whether some way up from `box` through joins meets a softmax and then a product of activations."""
     seen, waiting, is_softmax = set(), [(box, False)], False
     while waiting:
         current, below_softmax = waiting.pop()
@@ -58,7 +58,7 @@ def _is_softmax_of_scores(flow: Flow, box: int) -> bool:
 
 
 def _sources_of_scores(flow: Flow, probabilities: int) -> list[tuple[int, str]]:
-    """What the scores are made of: both sides of each product of activations, and everything added on the way."""
+    """Return the sources of the scores: both sides of each product of activations, and everything added on the way."""
     scores: list[tuple[int, str]] = []
     seen, waiting = {probabilities}, [probabilities]
     while waiting:
@@ -79,7 +79,7 @@ def _sources_of_scores(flow: Flow, probabilities: int) -> list[tuple[int, str]]:
 
 
 def _has_scores(flow: Flow, box: int) -> bool:
-    """Does a way up from here, through what may lie between, reach a product of activations?"""
+    """Return whether a way up from here, through the allowed kinds, reaches a product of activations."""
     kind = node_of(flow, box).kind
     return kind == "matmul" or (kind in _BETWEEN and any(_has_scores(flow, up) for up in flow.predecessors(box)))
 
@@ -116,8 +116,8 @@ def collapse_scans(flow: Flow) -> None:
 
 
 def _lateness(flow: Flow, glue: set[int]) -> dict[int, int]:
-    """How many boundaries lie on the longest way to the end: other boxes, and changes of module. Boxes of one web have
-    one lateness: no way leads out of it and back in, so it can become one box."""
+    """Return the number of boundaries on the longest way to the end: other boxes, and changes of module. Boxes of one
+    web have one lateness: no way leads out of it and back in, so it can become one box."""
     late: dict[int, int] = {}
     for box in reversed(list(nx.topological_sort(flow))):
         module = node_of(flow, box).module
@@ -156,7 +156,7 @@ def _collapse(flow: Flow, members: list[int]) -> None:
 
 
 def _attention_among(flow: Flow, sources: set[int]) -> int | None:
-    """The attention that is read, if all else that is read is what that attention reads, too."""
+    """Return the attention among the sources, if all other sources are sources of that attention, too."""
     for box in sorted(sources):
         others = sources - {box} - set(flow.predecessors(box))
         if node_of(flow, box).kind == "attend" and all(node_of(flow, other).kind == "parameter" for other in others):
@@ -165,7 +165,7 @@ def _attention_among(flow: Flow, sources: set[int]) -> int | None:
 
 
 def _absorb_parameters(flow: Flow, box: int) -> None:
-    """Parameters that the web alone reads belong to it."""
+    """Move parameters that only the web reads into its box."""
     for source in list(flow.predecessors(box)):
         node = node_of(flow, source)
         if node.kind == "parameter" and flow.out_degree(source) == 1:
@@ -175,12 +175,12 @@ def _absorb_parameters(flow: Flow, box: int) -> None:
 
 # Boxes that read parameters: contractions, lookups, convolutions, norms, scales; and attention, which reads none.
 #
-# Each function draws one op on the canvas and returns the value of its result. The dims of the weight are named by what
-# they do there ("in" is contracted, "out" is free), whatever order the parameter stores them in.
+# Each function draws one op on the canvas and returns the value of its result. The dims of the weight are named by
+# their function ("in" is contracted, "out" is free), whatever order the parameter stores them in.
 
 
 def lookup(canvas: Canvas, op: Op, tensors: Sequence[int], choices: set[int]) -> Value | None:
-    """table[index]. Weights picked for chosen experts stay weights, and so do the biases picked next to them."""
+    """Draw table[index]. Weights selected for chosen experts stay weights, and so do the biases selected with them."""
     table, index = tensors[0], tensors[1:]
     view = canvas.value(table).weight
     if view is None:
@@ -199,7 +199,7 @@ def lookup(canvas: Canvas, op: Op, tensors: Sequence[int], choices: set[int]) ->
 
 
 def contraction(canvas: Canvas, op: Op) -> Value:
-    """A product that sums over a dim: of a value with a weight, or of two values."""
+    """Draw a product that sums over a dim: of a value with a weight, or of two values."""
     operands = [argument.id for argument in op.args if isinstance(argument, Ref)]
     product = op_record(op.name).product
     assert product is not None
@@ -212,14 +212,14 @@ def contraction(canvas: Canvas, op: Op) -> Value:
     else:
         return _product_of_values(canvas, op, left, right)
     read = operands[0] if weight is right.weight else operands[1]
-    if data == Value() and len(canvas.shape(read)) < 2:  # with a buffer of one dim: an estimate of a norm, no layer
+    if data == Value() and len(canvas.shape(read)) < 2:  # power iteration with a vector, no layer
         return Value()
     parameter, dims = weight.parameter, weight.dims
     contracted, free = (dims[-1], dims[-2]) if transposed and len(dims) > 1 else (dims[-2:][0], dims[-1])
     named = [("in", canvas.dim(parameter, contracted))]
     if len(dims) > 1:
         named.append(("out", canvas.dim(parameter, free)))
-    flattened = len(dims) == 2 and 0 in (contracted, free)  # a kernel read as one matrix, out x all that goes in
+    flattened = len(dims) == 2 and 0 in (contracted, free)  # a kernel viewed as one matrix, out x (in * size)
     stacked = len(canvas.shape(parameter)) > 2 and not flattened
     if stacked:
         others = [dim for dim in dims if dim is not None and dim not in (contracted, free)]
@@ -249,7 +249,7 @@ def _product_of_values(canvas: Canvas, op: Op, left: Value, right: Value) -> Val
 
 
 def convolution(canvas: Canvas, op: Op) -> Value | None:
-    """A convolution; grouped ones are "depthwise", whose only dim that counts is the channels."""
+    """Draw a convolution; grouped ones are "depthwise", where only the channels count."""
     data, weight, bias, groups = op.args[0].id, op.args[1].id, op.args[2], groups_of(op)
     view, source = canvas.value(weight).weight, canvas.value(data).node
     if view is None or source is None:
@@ -266,7 +266,7 @@ def convolution(canvas: Canvas, op: Op) -> Value | None:
 
 
 def fused_norm(canvas: Canvas, op: Op) -> Value:
-    """layer_norm and its like as one op."""
+    """Draw a norm that is one op, such as layer_norm."""
     operands = [canvas.value(argument.id) for argument in op.args if isinstance(argument, Ref)]
     views = [operand.weight for operand in operands[1:] if operand.weight is not None]
     names = tuple(canvas.name(view.parameter) for view in views)
@@ -276,7 +276,7 @@ def fused_norm(canvas: Canvas, op: Op) -> Value:
 
 
 def fused_attention(canvas: Canvas, op: Op) -> Value:
-    """scaled_dot_product_attention and its like as one op."""
+    """Draw an attention that is one op, such as scaled_dot_product_attention."""
     box = canvas.add(Node("attend", op.module))
     operands = [item for item in (*op.args, *op.kwargs.values()) if isinstance(item, Ref)]
     for port, operand in zip(("q", "k", "v", "bias", "bias", "bias"), operands, strict=False):
@@ -287,35 +287,35 @@ def fused_attention(canvas: Canvas, op: Op) -> Value:
 
 
 def weighted(canvas: Canvas, op: Op, box: int, views: list[View]) -> Value:
-    """One value and a parameter, elementwise: a norm's own weight, a bias, or a scale or shift."""
-    known = canvas.node(box)
+    """Draw an elementwise op of one value and a parameter: a norm's own weight, a bias, or a scale or shift."""
+    node = canvas.node(box)
     names = tuple(canvas.name(view.parameter) for view in views)
     dims = tuple(("over", canvas.dim(view.parameter, _last_dim(canvas, view))) for view in views[:1])
-    if known.kind == "norm" and len(known.parameters) < 2:
-        return canvas.change(box, replace(known, parameters=known.parameters + names, dims=known.dims or dims))
+    if node.kind == "norm" and len(node.parameters) < 2:
+        return canvas.change(box, replace(node, parameters=node.parameters + names, dims=node.dims or dims))
     if any(_multiplies(canvas, name) for name in names):
-        return Value(node=box)  # a weight that is adjusted, to be measured: no scale of what it is adjusted by
+        return Value(node=box)  # a weight measured on its own input (spectral norm) is no scale
     kind = "shift" if op_record(op.name).drawn is Drawn.ADD else "scale"
-    if kind == "shift" and _is_bias(canvas, known, views):
-        return canvas.change(box, replace(known, parameters=known.parameters + names))
+    if kind == "shift" and _is_bias(canvas, node, views):
+        return canvas.change(box, replace(node, parameters=node.parameters + names))
     return Value(node=canvas.add(Node(kind, op.module, names, dims), (box,)))
 
 
 def _multiplies(canvas: Canvas, parameter: str) -> bool:
-    """Is this the weight of a contraction?"""
+    """Return whether this is the weight of a contraction."""
     nodes = (canvas.node(box) for box in canvas.flow)
     return any(node.kind in ("linear", "stacked") and node.parameters[:1] == (parameter,) for node in nodes)
 
 
 def _last_dim(canvas: Canvas, view: View) -> int | None:
-    """The parameter's dim that the last dim of the view runs over; a vector has but one, however it is viewed."""
+    """Return the parameter's dim that the last dim of the view runs over; a vector has only one, however viewed."""
     if len(canvas.shape(view.parameter)) == 1:
         return 0
     return view.dims[-1] if view.dims else None
 
 
 def _is_bias(canvas: Canvas, known: Node, views: list[View]) -> bool:
-    """Added to a contraction's output, as wide as it is, by the module that owns both: its bias, only written apart."""
+    """Return whether the module that owns a contraction adds a vector of its width: its bias, written apart."""
     out = known.dim("out")
     names = (*known.parameters, *(canvas.name(view.parameter) for view in views))
     widths = [canvas.shape(view.parameter)[-1] for view in views if canvas.shape(view.parameter)]

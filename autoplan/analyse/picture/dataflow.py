@@ -1,7 +1,7 @@
-"""The dataflow of a run, contracted to what a person would draw on a whiteboard: a networkx graph of few boxes.
+"""The dataflow of a run, reduced to what one would draw on a whiteboard: a networkx graph of few boxes.
 
-A trace has thousands of ops; a picture of a block has ten boxes. Roles are recognised on the picture, so this file
-draws it. What is contracted, and what stays:
+A trace has thousands of ops; a picture of a block has ten boxes. Roles are recognised on the picture, which this file
+draws. These ops are contracted, and these stay:
 
 - an elementwise op or a view with one data source is passed through (an activation function, a cast, a transpose);
 - several sources that all come from one box and keep its size are one value again (rotary embedding, x * sigmoid(x));
@@ -10,7 +10,7 @@ draws it. What is contracted, and what stays:
   looks like a plain one;
 - constants (masks, rotary tables, positions) are not drawn.
 
-A write into a view changes the whole tensor, so the tensor that the view looks into is a `write` box from then on.
+A write into a view changes the base, so the base is a `write` box from then on.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from autoplan.ops.records.answers import Drawn, Shows
 from autoplan.ops.records.record import writes_in_place
 from autoplan.values import Op, Ref, Trace, refs
 
-_SHOWN = (Shows.RESHAPED, Shows.VIEWED)  # in the memory of what they show
-# The boxes of ops along a dim; a write into positions is a box, too.
+_SHOWN = (Shows.RESHAPED, Shows.VIEWED)  # results share memory with their source
+# Boxes of ops along a dim, and of writes into positions.
 _KINDS = {
     Drawn.STATISTIC: "statistic",
     Drawn.SOFTMAX: "softmax",
@@ -71,7 +71,7 @@ class _Artist:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.canvas = Canvas(trace)
-        # Index tensors that pick among stacked (3-D) weights: what they pick of smaller ones are their biases
+        # Index tensors that select from stacked (3-D) weights: what they select from smaller ones are biases of those
         chosen: set[int] = set()
         for op in self.trace.ops:
             if op_record(op.name).drawn is Drawn.ROWS and isinstance(op.args[0], Ref):
@@ -81,7 +81,7 @@ class _Artist:
         self.choices = chosen
 
     def draw(self, op: Op) -> None:
-        """One op: its results get values, written views change their base."""
+        """Draw one op: its results get values, and views that it writes to change their base."""
         canvas, outputs = self.canvas, list(refs(op.outputs))
         if not outputs:
             return
@@ -100,7 +100,7 @@ class _Artist:
                 canvas.measure(result.node, output)
 
     def _write(self, op: Op, base: int, view: int, result: Value) -> None:
-        """A view was written to: its base holds the new value from now on, besides what it held."""
+        """Update the base of a view that was written to: it holds the new value in addition to its old one."""
         canvas = self.canvas
         before, after = canvas.value(base), canvas.box_of(result)
         canvas.written.add(base)
@@ -122,9 +122,9 @@ class _Artist:
         data = [tensor for tensor, value in zip(tensors, values, strict=True) if value.node is not None]
         drawn = op_record(op.name).drawn
         if drawn in (Drawn.LOOKUP, Drawn.ROWS):
-            found = lookup(canvas, op, tensors, self.choices)
-            if found is not None:
-                return [found]
+            result = lookup(canvas, op, tensors, self.choices)
+            if result is not None:
+                return [result]
         if makes_anew(op.name):
             return [CONSTANT] * len(outputs)
         if not data and not weights:
@@ -153,7 +153,7 @@ class _Artist:
         return dequantised(view, weights, canvas.shape(stored.parameter), canvas.shape(output))
 
     def _special(self, op: Op, data: int, outputs: list[int]) -> list[Value] | None:
-        """Ops with a drawing of their own."""
+        """Draw ops that have a drawing of their own."""
         drawn = op_record(op.name).drawn
         if drawn is Drawn.CONVOLUTION:
             box = convolution(self.canvas, op)
@@ -178,7 +178,7 @@ class _Artist:
         return self.canvas.new("split", op, (source.node,))
 
     def _general(self, op: Op, tensors: list[int], output: int) -> Value:
-        """Elementwise ops, reductions, joins: what is left."""
+        """Draw the remaining ops: elementwise ops, reductions, joins."""
         canvas, drawn = self.canvas, op_record(op.name).drawn
         boxes = self._sources(op, tensors)
         views: list[View] = [v for v in (canvas.value(tensor).weight for tensor in tensors) if v is not None]
@@ -208,14 +208,14 @@ class _Artist:
         return result
 
     def _sources(self, op: Op, tensors: Iterable[int]) -> list[int]:
-        """Data sources; masks and indices made from data do not count compared with values that carry gradient."""
+        """Return the data sources; masks and indices made from data are ignored if other values carry gradient."""
         drawn = [(tensor, self.canvas.value(tensor).node) for tensor in tensors]
         carrying = [box for tensor, box in drawn if box is not None and self.trace.tensors[tensor].differentiable]
         keeps_indices = _KINDS.get(op_record(op.name).drawn) in ("pick", "scatter")
         return carrying if carrying and not keeps_indices else [box for _, box in drawn if box is not None]
 
     def _together(self, op: Op, boxes: list[int], output: int) -> Value:
-        """Several sources: parts of one value come together again, or values meet."""
+        """Draw an op with several sources: parts of one value that come together again, or values that meet."""
         canvas = self.canvas
         lines = [canvas.ancestry(box) for box in boxes]
         common = [box for box in lines[0] if all(box in line for line in lines[1:])]
@@ -228,26 +228,26 @@ class _Artist:
         whole = next((box for box in common if canvas.size(box) == size), None)
         if whole is not None:
             return Value(node=whole)
-        if op_record(op.name).drawn is Drawn.ADD and common:  # halves of a rotation, before they are put together again
+        if op_record(op.name).drawn is Drawn.ADD and common:  # halves of a rotation, not yet concatenated
             return canvas.new("split", op, common[:1])
         return canvas.new(_JOINS.get(op_record(op.name).drawn, "mix"), op, boxes)
 
     def _scaled_before_norm(self, scaled: int, boxes: list[int]) -> bool:
-        """(w * x) * rsqrt(mean(x * x)): the weight came before the statistic."""
+        """Return whether this is (w * x) * rsqrt(mean(x * x)), with the weight applied before the statistic."""
         canvas = self.canvas
         statistic = next(box for box in boxes if box != scaled)
         sources = set(canvas.flow.predecessors(scaled))
         return canvas.node(scaled).kind == "scale" and sources <= set(canvas.ancestry(statistic)[1:])
 
     def _normalised(self, op: Op, source: int) -> Value:
-        """x * rsqrt(mean(x * x)): a norm, with its weight still to come."""
-        known = self.canvas.node(source)
-        if known.kind == "norm" and not known.parameters:
+        """Return x * rsqrt(mean(x * x)) as a norm whose weight is still to come."""
+        node = self.canvas.node(source)
+        if node.kind == "norm" and not node.parameters:
             return Value(node=source)
         return self.canvas.new("norm", op, (source,))
 
     def draw_outputs(self) -> None:
-        """One box for what leaves the model, and what flows into it."""
+        """Draw one box for the outputs of the model, and what flows into it."""
         box = self.canvas.add(Node("output"))
         for visit in self.trace.visits:
             for path, tensor in visit.outputs if visit.parent is None else ():
@@ -256,7 +256,7 @@ class _Artist:
                     self.canvas.join(source, box, str(path[0]) if path else "")
 
     def boxes_of_boundaries(self) -> dict[int, int]:
-        """For tensors that enter or leave modules, the box whose value they hold."""
+        """Return the box of each tensor that enters or leaves a module."""
         crossings = (tensor for visit in self.trace.visits for _, tensor in (*visit.inputs, *visit.outputs))
         boxes = ((tensor, self.canvas.value(tensor).node) for tensor in dict.fromkeys(crossings))
         return {tensor: box for tensor, box in boxes if box is not None and box in self.canvas.flow}

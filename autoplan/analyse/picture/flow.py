@@ -40,7 +40,7 @@ Flow: TypeAlias = "nx.DiGraph[int]"
 
 @dataclass(frozen=True)
 class Dim:
-    """A dimension of a box's weight: where it lies (`parameter`, `dim`), and facts that are added later."""
+    """A dimension of a box's weight: the parameter and dim that it is, and facts that are added later."""
 
     size: int
     parameter: str = ""
@@ -51,7 +51,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class Node:
-    """One box: what it does, which module's Python did it, the parameters it reads, the dims of its weight."""
+    """One box: its kind, the module whose Python ran it, the parameters it reads, the dims of its weight."""
 
     kind: str
     module: str = ""
@@ -64,22 +64,22 @@ class Node:
 
 
 def node_of(flow: Flow, box: int) -> Node:
-    found: Node = flow.nodes[box]["node"]
-    return found
+    node: Node = flow.nodes[box]["node"]
+    return node
 
 
-# A parameter seen through views: which of its dims each dim of the viewed tensor is.
+# Views of a parameter: the parameter's dim that each dim of the view runs over.
 #
 # Linear layers read `weight.t()`, experts read `weight[choice]` or `weight.transpose(1, 2)`, attention reads chunks
-# of one packed weight. To say which dim of the parameter a matmul contracts, the dims are followed through such ops.
+# of one packed weight. To tell which dim of the parameter a matmul contracts, the dims are followed through such ops.
 
 
 @dataclass(frozen=True)
 class View:
-    """`dims[i]` is the parameter's dim that dim i of the viewed tensor runs over; None: none of them, or not known.
+    """`dims[i]` is the parameter's dim that dim i of the view runs over; None: none of them, or unknown.
 
-    `chosen`: the box whose values picked among the parameter's first dim (the chosen experts). `companions`: the scales
-    and zero points that a quantised parameter was combined with.
+    `chosen`: the box whose values selected from the parameter's first dim (the chosen experts). `companions`: the
+    scales and zero points that a quantised parameter was combined with.
     """
 
     parameter: int
@@ -93,12 +93,12 @@ def whole_view(parameter: int, rank: int) -> View:
 
 
 def dequantised(view: View, others: list[View], stored: tuple[int, ...], after: tuple[int, ...]) -> View:
-    """A quantised parameter on its way to what it stands for: blocks come and go, in the end its dims are back."""
+    """Return the view after a step of dequantisation: once the stored shape is back its dims are known again."""
     companions = dict.fromkeys(
         (*view.companions, *(n for other in others for n in (other.parameter, *other.companions)))
     )
     companions.pop(view.parameter, None)
-    back = len(after) == len(stored) and all(size % kept == 0 for size, kept in zip(after, stored, strict=True))
+    back = len(after) == len(stored) and all(size % old == 0 for size, old in zip(after, stored, strict=True))
     dims: tuple[int | None, ...] = view.dims if len(view.dims) == len(after) else (None,) * len(after)
     if back and None in dims:
         dims = tuple(range(len(stored)))
@@ -106,17 +106,17 @@ def dequantised(view: View, others: list[View], stored: tuple[int, ...], after: 
 
 
 def as_lookup(view: View, index_rank: int) -> View:
-    """weight[index]: the first dim gives way to those of the index; it is still the first dim that they run over."""
+    """Return the view weight[index]: the dims of the index replace the first dim, and still run over it."""
     return replace(view, dims=(view.dims[:1] * index_rank) + view.dims[1:])
 
 
 def follow_view(op: Op, view: View, before: tuple[int, ...], after: tuple[int, ...]) -> View:
-    """The view after one more op that reads nothing but it (and constants)."""
+    """Return the view after one more op that reads nothing but it (and constants)."""
     dims: list[int | None] = list(view.dims)
-    known = op_record(op.name)
-    if known.moves is not None:
-        dims = known.moves(op, dims, None, len(after))
-    elif len(before) != len(after) or (before != after and known.shows is Shows.RESHAPED):
+    record = op_record(op.name)
+    if record.moves is not None:
+        dims = record.moves(op, dims, None, len(after))
+    elif len(before) != len(after) or (before != after and record.shows is Shows.RESHAPED):
         # A reshape: dims that keep their size, in order, stay known
         result: list[int | None] = []
         position = 0
@@ -128,17 +128,17 @@ def follow_view(op: Op, view: View, before: tuple[int, ...], after: tuple[int, .
     return replace(view, dims=tuple(dims)) if len(dims) == len(after) else replace(view, dims=(None,) * len(after))
 
 
-# What is drawn so far: the boxes of a picture, and which box or parameter every tensor's value comes from.
+# The canvas: the boxes drawn so far, and the box or parameter that every tensor's value comes from.
 
 
 @dataclass(frozen=True)
 class Value:
-    """What a tensor holds: a box's value, one parameter seen through views, or a constant (neither)."""
+    """The content of a tensor: a box's value, a view of one parameter, or a constant (neither)."""
 
     node: int | None = None
     weight: View | None = None
     activated: bool = False  # went through a nonlinear function since the box
-    from_input: bool = False  # an input of the model, unchanged but for its shape
+    from_input: bool = False  # an input of the model, at most reshaped
 
 
 CONSTANT = Value()
@@ -151,7 +151,7 @@ class Canvas:
         self.trace = trace
         self.flow: Flow = nx.DiGraph()
         self.values: dict[int, Value] = {}
-        self.bases: dict[int, int] = {}  # a view's tensor -> the tensor it looks into
+        self.bases: dict[int, int] = {}  # view -> its base
         self.written: set[int] = set()  # bases that were changed through a view
         self._parameters: dict[int, int] = {}
         self._input: int | None = None
@@ -162,7 +162,7 @@ class Canvas:
             elif tensor.kind == "input":
                 self.values[index] = Value(node=self.input_box() if tensor.differentiable else None, from_input=True)
 
-    # ------------------------------------------------------------------------------------------------ tensors
+    # Tensors
 
     def value(self, tensor: int) -> Value:
         base = self.bases.get(tensor, tensor)
@@ -179,7 +179,7 @@ class Canvas:
     def dim(self, parameter: int, dim: int | None) -> Dim:
         return Dim(self.shape(parameter)[dim] if dim is not None else 0, self.name(parameter), dim)
 
-    # ------------------------------------------------------------------------------------------------ boxes
+    # Boxes
 
     def add(self, node: Node, sources: Iterable[int] = ()) -> int:
         box = self.flow.number_of_nodes()
@@ -203,17 +203,17 @@ class Canvas:
         return Value(node=self.add(Node(kind, op.module), sources))
 
     def box_of(self, value: Value) -> int | None:
-        """The box that gives a value; a parameter used as data gets one of its own."""
+        """Return the box of a value; a parameter used as data gets a box of its own."""
         return self.parameter_box(value.weight) if value.weight is not None else value.node
 
     def input_box(self) -> int:
-        """All inputs of the model are one box: what they are called is not for rules."""
+        """Return the one box of all inputs of the model: rules must not depend on their names."""
         if self._input is None:
             self._input = self.add(Node("input"))
         return self._input
 
     def parameter_box(self, view: View) -> int:
-        """A parameter used as data: a class token, an attention sink, a table added to the input."""
+        """Return the box of a parameter used as data: a class token, an attention sink, a table added to the input."""
         if view.parameter not in self._parameters:
             dims = (("over", self.dim(view.parameter, 0)),) if self.shape(view.parameter) else ()
             name = self.name(view.parameter)
@@ -221,15 +221,15 @@ class Canvas:
         return self._parameters[view.parameter]
 
     def size(self, box: int) -> int | None:
-        """Elements of the value that a box gives."""
-        found: int | None = self.flow.nodes[box].get("size")
-        return found
+        """Return the number of elements of a box's value."""
+        elements: int | None = self.flow.nodes[box].get("size")
+        return elements
 
     def measure(self, box: int, tensor: int) -> None:
         self.flow.nodes[box].setdefault("size", prod(self.shape(tensor)))
 
     def ancestry(self, box: int) -> list[int]:
-        """The box and the values it is a part or a statistic of, nearest first."""
+        """Return the box and the values it is a part or a statistic of, nearest first."""
         line = [box]
         while self.node(line[-1]).kind in ("split", "statistic", "sum"):
             line.append(next(iter(self.flow.predecessors(line[-1]))))

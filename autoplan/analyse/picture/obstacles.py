@@ -1,13 +1,13 @@
-"""What stands in the way of others: modules that a library which wraps their call cannot cut, though we can.
+"""Find modules that libraries which wrap a module's forward cannot shard, though autoplan can.
 
-transformers and torch cut a linear layer by wrapping its forward: the weight becomes a DTensor, and what leaves is a
-view of one. That breaks where the code around the module does more than call it:
+transformers and torch shard a linear layer by wrapping its forward: the weight becomes a DTensor, and the output is a
+view of one. That breaks if the code around the module does more than call it:
 
     edited    the output is changed in place (`x += …`), which autograd forbids for such a view
-    read      another module's code reads the weight by itself (`F.linear(x, self.proj.weight)`), and finds a DTensor
-    shape     the weight is no [out, in] matrix of a module that says how wide it is (a convolution, a class of its own)
+    read      another module's code reads the weight directly (`F.linear(x, self.proj.weight)`), and gets a DTensor
+    shape     the weight is no [out, in] matrix of a module that declares its widths (a convolution, a custom class)
     count     a module above reads an integer of its own that must keep its value: some libraries divide whatever is
-              called `num_heads` above a layer that they cut
+              called `num_heads` above a layer that they shard
 
 All are read off the trace. They hinder exports only; nothing here decides what is split.
 """
@@ -26,17 +26,17 @@ _WIDTHS = ({"in_features", "out_features"}, {"num_embeddings", "embedding_dim"})
 
 
 def obstacles(trace: Trace, modules: Iterable[str]) -> tuple[Obstacle, ...]:
-    """Those of these modules, each kind of obstacle once for each."""
-    asked = dict.fromkeys(modules)
-    found = [*_edited(trace, asked), *_read_elsewhere(trace, asked), *_odd_shapes(trace, asked), *_counts(trace, asked)]
+    """Return the obstacles of these modules, each kind once for each module."""
+    names = dict.fromkeys(modules)
+    found = [*_edited(trace, names), *_read_elsewhere(trace, names), *_odd_shapes(trace, names), *_counts(trace, names)]
     return tuple(dict.fromkeys(found))
 
 
 def _edited(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
-    """Outputs that are written to, themselves or through a view, by code outside the module."""
+    """Yield modules whose output is written to, directly or through a view, by code outside the module."""
     bases: dict[int, int] = {}
     for op in trace.ops:
-        # Does what is written to the result show in the first input?
+        # A result that shares memory with the first input
         if op_record(op.name).shows in (Shows.RESHAPED, Shows.VIEWED) and op.args and isinstance(op.args[0], Ref):
             source = bases.get(op.args[0].id, op.args[0].id)
             bases.update((output, source) for output in refs(op.outputs) if output != source)
@@ -77,17 +77,17 @@ def _odd_shapes(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
 
 
 def _counts(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
-    """Integers that modules above these read of themselves. (Whether a plan divides them is not asked here.)"""
+    """Yield the integers that modules above these read from themselves. (Whether a plan divides them is not asked.)"""
     above = {module[:place] for module in modules for place, letter in enumerate(module) if letter == "."}
     read: list[Any] = [(call.args, call.kwargs) for call in trace.calls]
     read += [origin for origin, _ in trace.escapes] + [(left, right) for _, left, right, _ in trace.comparisons]
-    for module, attribute in dict.fromkeys(found for value in read for found in _attributes_in(value)):
+    for module, attribute in dict.fromkeys(pair for value in read for pair in _attributes_in(value)):
         if module in above and not attribute.startswith("config."):
             yield Obstacle(module, "count", attribute=attribute)
 
 
 def _attributes_in(value: Any) -> Iterator[tuple[str, str]]:
-    """(module, attribute) of the integers mentioned in recorded arguments."""
+    """Yield (module, attribute) of the integers mentioned in recorded arguments."""
     if isinstance(value, Symbolic):
         value = value.origin
     if isinstance(value, dict):

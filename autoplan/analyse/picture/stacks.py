@@ -12,19 +12,19 @@ from autoplan.values.module_tree import Feed, Mask, ModuleTree
 # Find the repeated stacks of a model from its structure alone: no tracing, no names.
 #
 # The problem: FSDP2 units, activation checkpointing and per-layer plans need the blocks of every stack: not the list
-# that holds them, not experts, not norms or heads, whatever containers they lie in. What tells a block from the rest:
+# that holds them, not experts, not norms or heads, whatever containers they are in. These properties identify blocks:
 #
 # - A *block* holds at least two matrices. It is *whole* if it holds modules that hold modules (attention and its
-#   projections); otherwise (*bare*: an MLP, attention alone, convolution and norm) the widths must follow on from one
-#   member to the next, or all members must be alike and write what something else reads (mergers side by side); and no
+#   projections); otherwise (*bare*: an MLP, attention alone, convolution and norm) the widths must match from one
+#   member to the next, or all members must be alike and write what something else reads (parallel mergers); and no
 #   router next to the list may have one output per member: those are experts.
-# - A *stage* is a member that is little else than a stack itself. Stages are opened, and so are lists in lists and
+# - A *stage* is a member that is hardly more than a stack itself. Stages are opened, and so are lists in lists and
 #   dictionaries of lists.
 # - The outermost stack wins: whatever repeats inside a block is part of the block.
 # - Blocks are the members of a container, or equal siblings held as attributes. Bare lists of one length next to each
 #   other (attention here, feed-forward there) make one stack of units, taken alternately.
 #
-# What structure cannot say (one block alone, siblings assumed to run in sequence) is said in the stack's note.
+# Guesses beyond structure (a single block, siblings assumed to run in sequence) are recorded in the stack's notes.
 
 OUTSIDE_BLOCKS = 0.1  # a stage holds at most this share of its bytes next to its blocks (down-sampling between stages)
 ALONE = "a single block: taken for a stack of one layer"
@@ -34,8 +34,8 @@ PARTS = "no block module: the parts of a block (attention, feed-forward) are the
 
 @dataclass(frozen=True)
 class Blocks:
-    """A stack as found: `holder` is the module (number) that holds the members, `blocks` each block once, in order.
-    `listed` counts members with repetitions: a block listed twice is called twice."""
+    """A stack that was found: `holder` is the module (number) that holds the members, `blocks` each block once, in
+    order. `listed` counts members with repetitions: a block listed twice is called twice."""
 
     name: str
     holder: int
@@ -46,7 +46,7 @@ class Blocks:
 
 
 def find_blocks(tree: ModuleTree) -> tuple[Blocks, ...]:
-    """All outermost stacks of the model, in order of definition, no block in two of them."""
+    """Return all outermost stacks of the model, in order of definition, with no block in two of them."""
     taken: set[int] = set()
     stacks = []
     for stack in _Search(tree).below(0, outermost=True):
@@ -58,14 +58,14 @@ def find_blocks(tree: ModuleTree) -> tuple[Blocks, ...]:
 
 
 class _Search:
-    """One walk over a tree; what was found below a module is kept."""
+    """One walk over a tree; the stacks found below a module are cached."""
 
     def __init__(self, tree: ModuleTree) -> None:
         self.tree = tree
         self.found: dict[tuple[int, bool], tuple[Blocks, ...]] = {}
 
     def below(self, number: int, outermost: bool) -> tuple[Blocks, ...]:
-        """The stacks in a module; `outermost` unless the module may itself be a block."""
+        """Return the stacks in a module; `outermost` unless the module may itself be a block."""
         key = (number, outermost)
         if key not in self.found:
             self.found[key] = ()  # a module that holds itself ends here
@@ -86,7 +86,7 @@ class _Search:
             return (*(stack for stacks in by_child.values() for stack in stacks), *siblings)
         return tuple(stack for stacks in by_child.values() for stack in stacks)
 
-    # ------------------------------------------------------------------------------------------ members of containers
+    # Members of containers
 
     def _in_container(self, number: int, outermost: bool) -> Blocks | None:
         members = self._members(number)
@@ -102,8 +102,8 @@ class _Search:
         return replace(stack, notes=notes)
 
     def _members(self, number: int, together: bool = False) -> list[int]:
-        """What a container holds, with repetitions; containers in it are opened. Lists of different kinds next to each
-        other are different stacks, unless they are `together` in a longer list."""
+        """Return the members of a container, with repetitions; containers in it are opened. Lists of different kinds
+        next to each other are different stacks, unless they are `together` in a longer list."""
         children = [child for _, child in self.tree.nodes[number].children]
         inner = {child: self._members(child, True) for child in children if self.tree.nodes[child].container}
         if len(inner) > 1 and not together and not self._alike(list(inner.values())):
@@ -111,13 +111,13 @@ class _Search:
         return [member for child in children for member in inner.get(child, [child])]
 
     def _alike(self, groups: list[list[int]]) -> bool:
-        """Whether every group of blocks shares a class with another."""
+        """Return whether every group of blocks shares a class with another."""
         sets = [{self.tree.nodes[m].class_id for m in group if self.tree.children(m)} for group in groups]
         filled = [classes for classes in sets if classes]
         return all(classes & set().union(*(other for other in filled if other is not classes)) for classes in filled)
 
     def _holds_parts(self, number: int, blocks: tuple[int, ...]) -> bool:
-        """Whether the container holds lists like [attention, feed-forward]: the parts of a block, and no block."""
+        """Return whether the container holds lists like [attention, feed-forward]: parts of a block, and no block."""
         groups = [
             self._members(child, True) for child in self.tree.children(number) if self.tree.nodes[child].container
         ]
@@ -125,7 +125,7 @@ class _Search:
         return len(parts) > 1 and all(len(part) > 1 and len(set(part)) == len(part) for part in parts)
 
     def _opened(self, members: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-        """The blocks in each stage among the members; nothing if the members are blocks themselves."""
+        """Return the blocks of each stage among the members; nothing if the members are blocks themselves."""
         stages: dict[int, tuple[int, ...]] = {}
         for member in members:
             inner = self.below(member, outermost=False) if self.tree.children(member) else ()
@@ -135,14 +135,14 @@ class _Search:
         inside = sum(self.tree.bytes(block) for blocks in stages.values() for block in blocks)
         return stages if total - inside <= OUTSIDE_BLOCKS * total else {}
 
-    # ------------------------------------------------------------------------------------------------ what is a block
+    # Tests for a block
 
     def _is_block(self, number: int) -> bool:
         matrices = len(self._matrices(number))
         return matrices > 1 or (matrices == 1 and bool(self.tree.children(number)))
 
     def _matrices(self, number: int) -> list[tuple[int, tuple[int, ...]]]:
-        """The matrices in a module and the leaves that hold them; tables of ids multiply nothing."""
+        """Return the matrices in a module with the leaves that hold them; tables of ids multiply nothing."""
         nodes = self.tree.nodes
         leaves = (below for below in self.tree.subtree(number) if nodes[below].stem != "text")
         return [(leaf, p.shape) for leaf in leaves for p in nodes[leaf].parameters if len(p.shape) > 1]
@@ -161,13 +161,13 @@ class _Search:
         return stack.whole or (joined and not (len(classes) < 3 and self._routed(stack, scope)))
 
     def _follow(self, blocks: tuple[int, ...]) -> bool:
-        """Whether most blocks can read what the one before them writes, as far as widths are known."""
+        """Return whether most blocks can read what the previous one writes, as far as widths are known."""
         widths = [self._widths(block) for block in blocks]
         pairs = list(zip(widths, widths[1:], strict=False))
         return 2 * sum(_fits(before, after) for before, after in pairs) >= len(pairs)
 
     def _side_by_side(self, stack: Blocks) -> bool:
-        """Whether the blocks are alike and write what something else in the model reads: no heads, whose width ends."""
+        """Return whether the blocks are alike and write what something else in the model reads (no heads)."""
         widths = {self._widths(block) for block in stack.blocks}
         if len(widths) != 1 or len({self.tree.nodes[block].class_id for block in stack.blocks}) != 1:
             return False
@@ -180,16 +180,16 @@ class _Search:
         return (leaves[0].reads, leaves[-1].writes) if leaves else (None, None)
 
     def _routed(self, stack: Blocks, scope: int) -> bool:
-        """Whether a module in scope, next to the list, has one output per member: a router, and these are experts."""
+        """Return whether a module in scope, next to the list, has one output per member: a router over experts."""
         count, listed = len(stack.blocks), set(self.tree.subtree(stack.holder))
         nodes = [self.tree.nodes[below] for below in self.tree.subtree(scope)[1:] if below not in listed]
         gates = [node for node in nodes if not node.children and node.stem is None]
         return any(len(p.shape) == 2 and count in p.shape for gate in gates for p in gate.parameters)
 
-    # -------------------------------------------------------------------------------------------- blocks without a list
+    # Blocks without a list
 
     def _siblings(self, number: int, children: list[int]) -> Iterable[Blocks]:
-        """Equal blocks held as attributes of one module."""
+        """Yield stacks of equal blocks held as attributes of one module."""
         groups: dict[object, list[int]] = {}
         for child in children:
             node = self.tree.nodes[child]
@@ -203,7 +203,7 @@ class _Search:
                 yield replace(stack, notes=(SIBLINGS,))
 
     def _interleave(self, number: int, by_child: dict[int, tuple[Blocks, ...]]) -> dict[int, tuple[Blocks, ...]]:
-        """Join bare lists of one length and different classes next to each other: models without a block module."""
+        """Join adjacent bare lists of one length and different classes: models without a block module."""
         bare = [
             stacks[0] for child, stacks in by_child.items()
             if len(stacks) == 1 and stacks[0].holder == child and not stacks[0].whole
@@ -225,7 +225,7 @@ class _Search:
 
 
 def _fits(before: tuple[int | None, int | None], after: tuple[int | None, int | None]) -> bool:
-    """Equal widths, or several of what was written merged into one; heads side by side all read the same."""
+    """Return whether widths are equal or several outputs are merged into one; parallel heads read one width."""
     written, read = before[1], after[0]
     if written is None or read is None or written == read:
         return True
@@ -233,7 +233,7 @@ def _fits(before: tuple[int | None, int | None], after: tuple[int | None, int | 
 
 
 def _sharing(tree: ModuleTree, blocks: tuple[int, ...]) -> tuple[str, ...]:
-    """What several blocks have in common: such modules are called often and must not be in two units."""
+    """Return notes on modules that several blocks share: they are called often and must not be in two units."""
     holders: dict[int, set[int]] = {}
     for block in blocks:
         for below in tree.subtree(block)[1:]:
@@ -244,13 +244,13 @@ def _sharing(tree: ModuleTree, blocks: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(f"{tree.nodes[below].name} is one module in {len(holders[below])} blocks" for below in top)
 
 
-# Say what a stack of blocks is: vision, audio, text decoder, text encoder, or something else. No names are read.
+# Classify a stack of blocks: vision, audio, text decoder, text encoder, or something else. No names are read.
 #
-# What feeds a stack decides. Going outwards from the stack, the first module that tells is believed: by the arguments
-# of its forward, else by what stands next to the stack: a table of ids (text), a convolution over an image or a
-# signal. Text stacks decode when only causal masks are built around them or an attention in them was seen to run
-# causal, when their blocks attend to another stack (more attentions per block than its blocks have), or when the
-# model can write text; else they encode.
+# The input of a stack decides. Going outwards from the stack, the first module that gives evidence counts: by the
+# arguments of its forward, else by the layers next to the stack: a table of ids (text), a convolution over an image
+# or a signal. Text stacks are decoders if only causal masks are built around them or an attention in them ran causal,
+# if their blocks attend to another stack (more attentions per block than its blocks have), or if the model can
+# generate text; else they are encoders.
 
 Kind = Literal["decoder", "encoder", "vision", "audio", "other"]
 UNKNOWN = "input modality unknown"
@@ -260,7 +260,7 @@ PROJECTIONS = 3  # query, key, value: fewer matrices are no attention
 def kind_of(
     stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree, causal: frozenset[str] = frozenset()
 ) -> tuple[Kind, str]:
-    """The kind, and what had to be guessed. `causal`: modules that called a causal attention when the model ran."""
+    """Return the kind, and what had to be guessed. `causal`: modules that ran a causal attention in the trace."""
     around = _around(stack, tree)
     feed = _feed(stack, stacks, tree)
     if feed == "text":
@@ -297,7 +297,7 @@ def _reads_text(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> 
 
 
 def _around(stack: Blocks, tree: ModuleTree) -> list[int]:
-    """The stack's holder and the modules around it, outwards."""
+    """Return the stack's holder and the modules around it, outwards."""
     path, current = [stack.holder], stack.holder
     while current in tree.parents and tree.parents[current][0] not in path:
         current = tree.parents[current][0]
@@ -306,9 +306,9 @@ def _around(stack: Blocks, tree: ModuleTree) -> list[int]:
 
 
 def _feed(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> Feed | None:
-    """What the nearest telling module says. Tables of ids are weaker than the rest: positions are looked up too."""
+    """Return the input modality that the nearest module gives evidence for. Tables are weak: positions use them too."""
     busy = {number for other in stacks for number in (*_around(other, tree), *other.blocks)}
-    # The convolution with which the first block begins, if it does: it reads an image or a signal
+    # If the first block begins with a convolution, it reads an image or a signal
     first = next(
         below for below in tree.subtree(stack.blocks[0]) if any(len(p.shape) > 1 for p in tree.nodes[below].parameters)
     )
@@ -329,7 +329,7 @@ def _feed(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> Feed |
 
 
 def _stems(number: int, busy: set[int], tree: ModuleTree) -> list[Feed]:
-    """What stands in a module next to its stacks and could read the model's input, in order of definition."""
+    """Return the layers next to a module's stacks that could read the model's input, in order of definition."""
     stems: list[Feed] = []
     for child in tree.children(number):
         if child not in busy:
@@ -339,7 +339,7 @@ def _stems(number: int, busy: set[int], tree: ModuleTree) -> list[Feed]:
 
 
 def _left_over(around: list[int], tree: ModuleTree) -> Feed | None:
-    """The one input besides text of the nearest module that takes several: what is not text must be fed by it."""
+    """Return the one non-text input of the nearest module that takes two: a stack that reads no text must read it."""
     for number in around:
         inputs = tree.nodes[number].inputs
         if len(inputs) == 2 and "text" in inputs:
@@ -348,25 +348,25 @@ def _left_over(around: list[int], tree: ModuleTree) -> Feed | None:
 
 
 def _masks(stack: Blocks, tree: ModuleTree) -> frozenset[Mask]:
-    """The masks built in the blocks, else by the nearest module around that builds any."""
+    """Return the masks built in the blocks, else by the nearest module around that builds any."""
     inside = frozenset(mask for below in tree.subtree(stack.blocks[0]) for mask in tree.nodes[below].masks)
     around = (tree.nodes[number].masks for number in _around(stack, tree))
     return inside or next((masks for masks in around if masks), frozenset())
 
 
 def _attends_to(stack: Blocks, other: Blocks, tree: ModuleTree) -> bool:
-    """Whether the blocks hold one attention more than those of the other stack, which they could attend to."""
+    """Return whether the blocks have one attention more than those of the other stack, which they could attend to."""
     mine, theirs = stack.blocks[0], other.blocks[0]
     if tree.nodes[mine].class_id == tree.nodes[theirs].class_id:
         return len(tree.parameters(mine)) > len(tree.parameters(theirs))
-    attentions, known = _attentions(stack, tree), _attentions(other, tree)
-    if attentions.keys() & known.keys():
-        return attentions.total() > known.total()
-    return max(attentions.values(), default=0) > 1 and known.total() == 1
+    attentions, others = _attentions(stack, tree), _attentions(other, tree)
+    if attentions.keys() & others.keys():
+        return attentions.total() > others.total()
+    return max(attentions.values(), default=0) > 1 and others.total() == 1
 
 
 def _attentions(stack: Blocks, tree: ModuleTree) -> Counter[int]:
-    """How many modules that could be attentions a block holds, by class, at most over all blocks."""
+    """Return how many modules of a block could be attentions, by class, at most over all blocks."""
     most: Counter[int] = Counter()
     for block in stack.blocks:
         counter: Counter[int] = Counter()

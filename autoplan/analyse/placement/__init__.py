@@ -1,4 +1,4 @@
-"""Where ranks talk: each partial sum and each partial gradient reduced once, in as few places as possible.
+"""Place the communication: each partial sum and partial gradient is reduced once, in as few places as possible.
 
-In: the axes that are cut. Out: instructions at module boundaries and at calls. May import: what analyse may.
+In: the axes that are split. Out: instructions at module boundaries and at calls. May import: what analyse may.
 """

@@ -36,11 +36,11 @@ from autoplan.values import (
 from autoplan.values.not_placed import Unplaceable
 from autoplan.values.reasons import NotPlaced
 
-# `multi_head_attention_forward`: one call that projects, attends and projects back, told its number of heads.
+# `multi_head_attention_forward`: one call that projects, attends and projects back, given its number of heads.
 #
-# It cuts a packed weight into three by itself, so no rank could call it with a shard of the heads; but what it does is
-# known, and a rank can do it on its own heads (`execute/calls/reductions.py`). This says whether a split is just
-# that.
+# It slices a packed weight into three itself, so no rank could call it with a shard of the heads; but its computation
+# is known, and a rank can do it on its own heads (`execute/calls/reductions.py`). `obstacle` checks that a split is one
+# by heads.
 
 _ORDER = (
     *("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
@@ -61,7 +61,7 @@ def argument(call: Call, name: str, default: Any = None) -> Any:
 
 
 def obstacle(call: Call, shards: Shards) -> NotPlaced | None:
-    """Why ranks cannot run this call on their heads; None where they can."""
+    """Return why ranks cannot run this call on their own heads; None if they can."""
     given = [name for name in _ABSENT if argument(call, name) not in (None, False, 0, 0.0)]
     if given:
         return NotPlaced("attention-argument", argument=given[0])
@@ -93,7 +93,7 @@ def _rows_of_rank(shards: Shards, tensor: int, dim: int, rank: int) -> list[int]
 
 
 def _whole(rows: Sequence[int], width: int) -> bool:
-    """Do the rows come in whole heads?"""
+    """Return whether the rows are those of complete heads."""
     chunks = [list(rows[i : i + width]) for i in range(0, len(rows), width)]
     return bool(rows) and all(
         chunk[0] % width == 0 and chunk == list(range(chunk[0], chunk[0] + width)) for chunk in chunks
@@ -104,36 +104,36 @@ def _number(value: Any) -> int:
     return value.value if isinstance(value, Symbolic) else int(value)
 
 
-# Which calls sum over a split axis, and how: at each of them ranks must talk.
+# The calls that reduce over a split axis, each of which needs communication.
 #
-# What an op sums over, its record says (`autoplan/ops`); a call is what its ops are, unless its own record says what it
-# is as a whole. What else happens between its ops, `inside_calls.py` looks at. A call whose product is gathered by
-# decision is a "gather". Anything that reads across a split dimension and that ranks cannot do together is refused.
+# The record of an op (`autoplan/ops`) says what it reduces over; a call is the sequence of its ops, unless its own
+# record describes it. What else happens between its ops is examined by `inside_calls.py`. A call whose product is
+# gathered by decision is a "gather". Anything else that reads across a split dimension is refused.
 
 _SHARED = (Reduction.SUM, Reduction.MEAN, Reduction.NORM, Reduction.VARIANCE, Reduction.LENGTH)
 
 
 def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> Reduction | NotPlaced | None:
-    """What ranks do together for a call, if anything."""
-    known = call_record(call.name)
-    if known.pays is Reduction.ATTENTION:
+    """Return how ranks reduce together for a call, if they need to."""
+    record = call_record(call.name)
+    if record.pays is Reduction.ATTENTION:
         why = obstacle(call, shards)
-        return why or known.pays
-    if isinstance(known.pays, NotPlaced):
-        return known.pays
+        return why or record.pays
+    if isinstance(record.pays, NotPlaced):
+        return record.pays
     kinds: dict[int, Reduction] = {}
     for index in range(*call.ops):
         op = shards.trace.ops[index]
         if index in gathered and _meets_shares(op, shards) and _brings_shares(call, shards):
             return Reduction.GATHER
-        here = op_record(op.name).reduces(SplitOp(shards, op))
-        if here is None and known.pays is None and axis_lost_in(op, shards):
+        kind = op_record(op.name).reduces(SplitOp(shards, op))
+        if kind is None and record.pays is None and axis_lost_in(op, shards):
             return NotPlaced("across", op=op.name)
-        if here is not None:
-            here = known.pays or here
-            if isinstance(here, NotPlaced):
-                return here
-            kinds[index] = here
+        if kind is not None:
+            kind = record.pays or kind
+            if isinstance(kind, NotPlaced):
+                return kind
+            kinds[index] = kind
     return _together(call, kinds, shards)
 
 
@@ -142,25 +142,25 @@ def _meets_shares(op: Op, shards: Shards) -> bool:
 
 
 def _brings_shares(call: Call, shards: Shards) -> bool:
-    """Is the dim split that a product to gather brings in? What is split may be what it sums over instead."""
-    found = gathered_dim(call, shards)
-    return found is None or found[0] != str(None)
+    """Return whether the dim that a product to gather takes from its weight is split, not the one it sums over."""
+    gathered = gathered_dim(call, shards)
+    return gathered is None or gathered[0] != str(None)
 
 
 def _together(call: Call, kinds: dict[int, Reduction], shards: Shards) -> Reduction | NotPlaced | None:
-    """What ranks do for a call as a whole, given what its ops (by index) want."""
-    known, found = call_record(call.name), next(reversed(kinds.values()), None)
-    why = why_no_partial_sum(call, shards, kinds, row_bias_of(call, found)) or why_sizes_differ(call, shards)
+    """Return how ranks reduce for a call, given the reductions of its ops (by index)."""
+    record, reduction = call_record(call.name), next(reversed(kinds.values()), None)
+    why = why_no_partial_sum(call, shards, kinds, row_bias_of(call, reduction)) or why_sizes_differ(call, shards)
     if why:
         return why
-    if found in _UNSETTLED and found not in (known.settles, known.pays):
-        return NotPlaced(_UNSETTLED[found])
-    if found in _SHARED and _counts_twice(call, shards):
+    if reduction in _UNSETTLED and reduction not in (record.settles, record.pays):
+        return NotPlaced(_UNSETTLED[reduction])
+    if reduction in _SHARED and _counts_twice(call, shards):
         return NotPlaced("held-together")
-    return found
+    return reduction
 
 
-# What is done in the place of a whole call, which must be known for it.
+# Reductions that replace a call entirely, so that the call's own record must allow them.
 _UNSETTLED: dict[Reduction, Unplaceable] = {
     Reduction.ROW: "row-otherwise",
     Reduction.LENGTH: "length-inside",
@@ -170,27 +170,27 @@ _UNSETTLED: dict[Reduction, Unplaceable] = {
 
 
 def _counts_twice(call: Call, shards: Shards) -> bool:
-    """Would a sum over all ranks count rows of one holder group several times?"""
+    """Return whether a sum over all ranks would count rows that a group of ranks shares several times."""
     layouts = [layout for t in refs((call.args, call.kwargs)) for layout in shards.layouts(t) if layout is not None]
     summed = [layout for layout in layouts if layout.all_carried()]
-    return bool(summed) and all(found.shared_rows(shards.tp) for found in summed)
+    return bool(summed) and all(each.shared_rows(shards.tp) for each in summed)
 
 
 def reducing_op(call: Call, kind: Reduction, shards: Shards) -> Op:
-    """The op within a call for which ranks do this together."""
+    """Return the op within a call for which ranks reduce in this way."""
     ops = (shards.trace.ops[index] for index in range(*call.ops))
     return next(op for op in ops if op_record(op.name).reduces(SplitOp(shards, op)) is kind)
 
 
 def lengths_in(call: Call, shards: Shards) -> int:
-    """How many lengths of vectors a call takes."""
+    """Return how many vector lengths a call computes."""
     op = reducing_op(call, Reduction.LENGTH, shards)
     return prod(shards.trace.tensors[list(refs(op.outputs))[-1]].shape)
 
 
 def gathered_dim(call: Call, shards: Shards) -> tuple[str, int] | None:
-    """Of a product that may be gathered: the layout of what its weight brings in, and in which dim, from the end, the
-    result has it. None for a call that is no such product."""
+    """Return, for a product that may be gathered, the layout of the dim that its weight brings in, and the result's
+    dim, from the end. None for a call that is no such product."""
     table = next((t for op in _lookups(call, shards) if (t := looked_up_in(op, shards.axes)) is not None), None)
     if table is not None:
         return str(shards.layouts(table)[1]), -1
@@ -199,17 +199,17 @@ def gathered_dim(call: Call, shards: Shards) -> tuple[str, int] | None:
     if product is None or product.out is None or not isinstance(weight, Ref):
         return None
     own, out = product.out
-    dims = len(shards.trace.tensors[weight.id].shape)  # where the result has it from the front, it has as many
+    dims = len(shards.trace.tensors[weight.id].shape)  # a dim from the front: the result has as many dims
     return str(shards.layouts(weight.id)[own]), out if out < 0 else out - dims
 
 
 def _lookups(call: Call, shards: Shards) -> list[Op]:
-    """The ops of a call whose columns are gathered by decision and that are no products."""
+    """Return the ops of a call whose result is gathered by decision."""
     return [shards.trace.ops[index] for index in range(*call.ops) if index in shards.axes.gathered]
 
 
 def row_bias_of(call: Call, reduction: str | NotPlaced | None) -> int | None:
-    """The bias a call adds to a partial sum: each rank must add its part only."""
+    """Return the bias that a call adds to a partial sum: each rank must add its part only."""
     if reduction == Reduction.ATTENTION:
         bias = argument(call, "out_proj_bias")
         return bias.id if isinstance(bias, Ref) else None
@@ -220,10 +220,8 @@ def row_bias_of(call: Call, reduction: str | NotPlaced | None) -> int | None:
     return bias.id if isinstance(bias, Ref) else None
 
 
-# The instruction for one call of the trace that must run otherwise on a rank: by the kind of its reduction, or what
-# else it needs.
-#
-# This is the one place where a kind of reduction becomes an instruction's class.
+# The instruction for one call that must run differently on a rank, chosen by the kind of its reduction, or by what
+# else it needs. This is the one place where a kind of reduction becomes a class of instructions.
 
 Pieces = tuple[int, tuple[tuple[int, ...], ...]]  # along which dim, and how long on each rank
 
@@ -231,7 +229,7 @@ Pieces = tuple[int, tuple[tuple[int, ...], ...]]  # along which dim, and how lon
 def call_instruction(
     call: Call, reduction: Reduction | None, pieces: Pieces | None, draws: bool, shards: Shards, **needs: Any
 ) -> CallRewrite:
-    """What a rank does at this call. `needs` are the fields that any call may have: arguments, copies, cuts."""
+    """Return the instruction for this call. `needs` are the fields that any call may have: arguments, copies, cuts."""
     site = CallSite(call.name, call.place)
     if reduction is not None:
         kind, details = _KINDS[reduction]
@@ -246,45 +244,45 @@ def _nothing(call: Call, shards: Shards) -> dict[str, Any]:
 
 
 def _norm(call: Call, shards: Shards) -> dict[str, Any]:
-    """Over how many numbers it runs, in how many dims, and how many statistics of them it takes."""
+    """Return the number of normalised elements and dims, and the number of statistics that the norm takes."""
     dims = len(call.args[1] if len(call.args) > 1 else call.kwargs["normalized_shape"])
     shape = shards.trace.tensors[next(refs(call.args))].shape
     return {"dims": dims, "count": prod(shape[len(shape) - dims :]), "statistics": call_record(call.name).statistics}
 
 
 def _variance(call: Call, shards: Shards) -> dict[str, Any]:
-    """Its dims from the end, whether they stay as dims of 1, what is taken off the count, and how many positions each
-    rank holds."""
+    """Return the dims from the end, whether they stay as dims of 1, the correction to the count, and the number of
+    positions on each rank."""
     op = reducing_op(call, Reduction.VARIANCE, shards)
     source, correction = op.args[0].id, op.kwargs.get("correction")
     shape = shards.trace.tensors[source].shape
     dims = _from_end(op, len(shape))
-    held = tuple(
+    counts = tuple(
         prod(n for dim, n in enumerate(shards.local_shape(source, rank)) if dim - len(shape) in dims)
         for rank in range(shards.tp)
     )
-    kept = len(shards.trace.tensors[next(refs(op.outputs))].shape) == len(shape)
+    keepdim = len(shards.trace.tensors[next(refs(op.outputs))].shape) == len(shape)
     correction = 1 if correction is None else correction
-    return {"dims": dims, "keepdim": kept, "correction": correction, "held": held}
+    return {"dims": dims, "keepdim": keepdim, "correction": correction, "held": counts}
 
 
 def _length(call: Call, shards: Shards) -> dict[str, Any]:
-    """Its dims from the end, whether they stay as dims of 1, and whether it divides by the lengths."""
+    """Return the dims from the end, whether they stay as dims of 1, and whether it divides by the lengths."""
     op = reducing_op(call, Reduction.LENGTH, shards)
     rank = len(shards.axes.of(op.args[0].id))
-    kept = len(shards.trace.tensors[next(refs(op.outputs))].shape) == rank
-    return {"dims": _from_end(op, rank), "keepdim": kept, "divides": call_record(call.name).divides}
+    keepdim = len(shards.trace.tensors[next(refs(op.outputs))].shape) == rank
+    return {"dims": _from_end(op, rank), "keepdim": keepdim, "divides": call_record(call.name).divides}
 
 
 def _from_end(op: Op, rank: int) -> tuple[int, ...]:
-    """The dims that an op takes a statistic over."""
+    """Return the dims, counted from the end, over which an op takes a statistic."""
     over = op_record(op.name).over
     assert over is not None
     return tuple(sorted(dim % rank - rank for dim in over(op, rank)))
 
 
 def _rows(call: Call, shards: Shards) -> dict[str, Any]:
-    """How many rows the table has on all ranks together."""
+    """Return how many rows the full table has."""
     return {"rows": next(shards.trace.tensors[a.id].shape[0] for a in call.args if shards.is_split(a.id))}
 
 

@@ -12,14 +12,14 @@ from autoplan.ops.records.answers import Reduction, Shows
 from autoplan.values import Boundary, Call, ModuleVisit, Trace, refs, refs_with_paths
 from autoplan.values.reasons import NotPlaced
 
-# The trace as a flow of values between calls: who makes a value, who reads it, where it crosses a module's boundary.
+# The trace as a graph of values between calls: producer, readers, and module boundaries that a value crosses.
 #
-# Module visits tell where hooks can sit: a value that leaves a module, or enters one, can be changed there for all
-# readers beyond. Only differentiable values matter; an in-place call makes its target again.
+# Module visits tell where hooks can sit: a value that leaves or enters a module can be changed there for all readers
+# beyond. Only differentiable values matter; an in-place call produces its target again.
 
 
 class Crossing(NamedTuple):
-    """A value that crosses a module's boundary: the visit, the path in its inputs or outputs, the calls it spans."""
+    """A value that crosses a module's boundary: the visit, the path in its inputs or outputs, its range of calls."""
 
     visit: int
     module: str
@@ -29,14 +29,14 @@ class Crossing(NamedTuple):
 
 
 class CallFlow:
-    """Uses, producers and crossings of every value of a trace. Calls are known by index.
+    """Uses, producers and crossings of every value of a trace. Calls are identified by index.
 
-    `branching` are modules whose Python reads the values of tensors: another run may take another way. `unseen` are
-    calls whose values others read without being handed them, with the tensors of their ops.
+    `branching` are modules whose Python reads the values of tensors: another run may branch differently. `unseen` are
+    calls whose values others read without receiving them as arguments, with the tensors of their ops.
     """
 
     def __init__(self, trace: Trace, asking: Iterable[int] = ()) -> None:
-        """`asking`: inputs that get a gradient, beside those that came with the wish for one."""
+        """`asking`: inputs that get a gradient, besides those that required one when recorded."""
         self.trace = trace
         self.inputs: list[list[int]] = []
         self.outputs: list[list[int]] = []
@@ -75,7 +75,7 @@ class CallFlow:
             return
         for tensor in inputs:
             self.uses[tensor].append(index)
-        flows = index in self.unseen or any(t in self.carries for t in inputs)  # where it is not seen, it may
+        flows = index in self.unseen or any(t in self.carries for t in inputs)  # an unseen call may pass a gradient
         flows = flows and call.grad_enabled and not self._detaches(index)
         for tensor in outputs:
             if tensor in self.producer or tensor in inputs:
@@ -86,8 +86,8 @@ class CallFlow:
                 self.carries.add(tensor)
 
     def _detached(self) -> set[int]:
-        """Values to which no gradient comes back, because all that is made of them is detached in the end. So is a
-        parameter in another shape that is never read: it was handed to a kernel that is not there."""
+        """Return values that get no gradient, since all that is computed from them is detached in the end. A reshaped
+        parameter that is never read counts as well: it was passed to a kernel that is not there."""
         detached: set[int] = set()
         for index in reversed(range(len(self.trace.calls))):
             if self._unread_shape(index):
@@ -107,17 +107,17 @@ class CallFlow:
         shows = call_record(call.name).shows
         if shows not in (Shows.RESHAPED, Shows.VIEWED) or len(self.inputs[index]) != 1:
             return False
-        given, made = self.inputs[index][0], self.outputs[index]
-        return self.trace.tensors[given].kind == "parameter" and not any(
-            self.uses.get(tensor) or tensor in self.final or tensor in self.rewritten for tensor in made
+        source, outputs = self.inputs[index][0], self.outputs[index]
+        return self.trace.tensors[source].kind == "parameter" and not any(
+            self.uses.get(tensor) or tensor in self.final or tensor in self.rewritten for tensor in outputs
         )
 
     def _given(self, part: ModuleVisit) -> set[int]:
-        """What a part that is called alone is given: within the model gradients go on from there."""
+        """Return the inputs of a submodule called by itself: in the full model, gradients flow on from there."""
         return {tensor for _, tensor in part.inputs if self.trace.tensors[tensor].differentiable}
 
     def gradient_uses(self, tensor: int) -> set[int]:
-        """Calls that pass a gradient back to the value."""
+        """Return the calls that pass a gradient back to the value."""
         return {
             call
             for call in self.uses[tensor]
@@ -125,22 +125,22 @@ class CallFlow:
         }
 
     def runs_through(self, module: str, side: str, path: tuple[Any, ...]) -> dict[int, int]:
-        """The visits of a module that have a tensor at a path, and the tensor."""
-        found: dict[int, int] = {}
+        """Return the visits of a module that have a tensor at this path, with the tensor."""
+        tensors: dict[int, int] = {}
         for index in self._visits_of.get(module, []):
             visit = self.trace.visits[index]
             for place, tensor in visit.inputs if side == "input" else visit.outputs:
                 if place == path:
-                    found[index] = tensor
-        return found
+                    tensors[index] = tensor
+        return tensors
 
     def passes_gradients(self, index: int) -> bool:
-        """Does a gradient come back through this call?"""
+        """Return whether a gradient flows back through this call."""
         return self.trace.calls[index].grad_enabled and any(t in self.carries for t in self.outputs[index])
 
     def with_gradients(self) -> set[int]:
-        """The values that get a gradient from what the model returns: others only decide something on the way. What is
-        written in place counts as read: it may be a view of something that is."""
+        """Return the values that get a gradient from the model's outputs; others only decide something on the way. A
+        value written in place counts as read: it may be a view of one that is."""
         gradients = (self.final | self.rewritten) & self.carries
         for index in reversed(range(len(self.trace.calls))):
             if self.passes_gradients(index) and not gradients.isdisjoint(self.outputs[index]):
@@ -148,49 +148,49 @@ class CallFlow:
         return gradients
 
     def near(self, tensors: set[int]) -> set[int]:
-        """The values that are made from these, or from which these are made, in one call."""
+        """Return the values that are computed from these, or from which these are computed, in one call."""
         calls = {call for tensor in tensors for call in (*self.uses[tensor], self.producer.get(tensor, -1))} - {-1}
         return {tensor for call in calls for tensor in (*self.inputs[call], *self.outputs[call])} - tensors
 
     def passes_through(self, tensor: int, crossing: Crossing) -> bool:
-        """Does the module hand the value on as it is? Then a hook at its entry would act on later readers too."""
+        """Return whether the module returns the value as is: a hook at its input would act on later readers too."""
         return any(other.visit == crossing.visit for other in self.leaving.get(tensor, []))
 
     def is_identity(self, index: int) -> bool:
-        """A call that hands back one of its inputs without an op: nothing happened."""
+        """Return whether the call returned one of its inputs without running an op."""
         first, last = self.trace.calls[index].ops
         return first == last and bool(self.outputs[index]) and set(self.outputs[index]) <= set(self.inputs[index])
 
     def path_of(self, index: int, tensor: int) -> list[tuple[Any, ...]]:
-        """Where a value stands in a call's arguments."""
+        """Return the paths at which a value appears in a call's arguments."""
         call = self.trace.calls[index]
-        found = [("args", *p) for p, t in refs_with_paths(call.args) if t == tensor]
-        return found + [("kwargs", *p) for p, t in refs_with_paths(call.kwargs) if t == tensor]
+        paths = [("args", *p) for p, t in refs_with_paths(call.args) if t == tensor]
+        return paths + [("kwargs", *p) for p, t in refs_with_paths(call.kwargs) if t == tensor]
 
 
 def _unseen(trace: Trace) -> dict[int, tuple[int, ...]]:
-    """What `torch.vmap` runs passes around wrappers: the ops show the way of a value, and the calls do not."""
+    """Return the calls whose values only the ops show: what `torch.vmap` runs passes around tensor wrappers."""
     calls = {op: index for index, call in enumerate(trace.calls) for op in range(*call.ops)}
-    known = [set(refs((call.args, call.kwargs, call.outputs))) for call in trace.calls]
-    made: dict[int, int] = {}
-    found: set[int] = set()
+    visible = [set(refs((call.args, call.kwargs, call.outputs))) for call in trace.calls]
+    makers: dict[int, int] = {}
+    unseen: set[int] = set()
     for number, op in enumerate(trace.ops):
         reader = calls.get(number, -1)
         for tensor in refs((op.args, op.kwargs)):
-            maker = made.get(tensor, -1)
-            if maker not in (-1, reader) and tensor not in known[maker]:
-                found |= {maker, reader} - {-1}
+            maker = makers.get(tensor, -1)
+            if maker not in (-1, reader) and tensor not in visible[maker]:
+                unseen |= {maker, reader} - {-1}
         for tensor in refs(op.outputs):
-            made.setdefault(tensor, reader)
+            makers.setdefault(tensor, reader)
     return {
         index: tuple(t for op in trace.ops[slice(*trace.calls[index].ops)] for t in refs((op.args, op.outputs)))
-        for index in found
+        for index in unseen
     }
 
 
-# Where hooks can sit for a value: the outputs of modules that return it, the inputs of modules that take it.
+# Hook points of a value: the outputs of modules that return it, the inputs of modules that take it.
 #
-# A hook acts on every run of its module, so a hook point at which only some runs need a sum is closed for all.
+# A hook acts on every run of its module, so a hook point where only some runs need a sum is closed for all of them.
 
 HookPoint: TypeAlias = tuple[str, str, tuple[object, ...]]  # module, "input" or "output", path
 
@@ -205,7 +205,7 @@ class HookPoints:
         return (crossing.module, side, crossing.path) not in self.closed
 
     def leaving(self, tensor: int, made: int) -> Crossing | None:
-        """The innermost module that returns the value, once, before anything else reads it."""
+        """Return the crossing at the innermost module that returns the value, once, before anything else reads it."""
         first_use = min((u for u in self.flow.uses[tensor] if u > made), default=None)
         times = Counter(b.visit for b in self.flow.leaving.get(tensor, []))
         inside = [
@@ -218,12 +218,12 @@ class HookPoints:
         return None
 
     def made_at(self, tensor: int) -> Crossing | None:
-        """Where the value leaves the module that made it."""
+        """Return the crossing where the value leaves the module that made it."""
         producer = self.flow.producer.get(tensor)
         return None if producer is None else self.leaving(tensor, producer)
 
     def taking(self, tensor: int, made: int) -> Crossing | None:
-        """The outermost module that takes the value and is alone in reading it."""
+        """Return the crossing at the outermost module that takes the value and contains all its readers."""
         uses = [u for u in self.flow.uses[tensor] if u > made]
         if not uses or tensor in self.flow.final or tensor in self.flow.rewritten:
             return None
@@ -234,8 +234,8 @@ class HookPoints:
         return min(around, key=lambda b: b.first - b.last, default=None)
 
     def before(self, tensor: int, calls: Collection[int], uses: Collection[int]) -> list[Crossing]:
-        """Module inputs behind which all readers of the value (`uses`), together, are exactly these calls. A value that
-        enters under several names (as key and as value) is taken at each of them."""
+        """Return module inputs behind which the readers of the value, out of all its `uses`, are exactly these calls. A
+        value that enters under several names (as key and as value) is taken at each of them."""
         left, chosen = set(calls), []
         entering = self.flow.entering.get(tensor, [])
         for crossing in sorted(entering, key=lambda b: b.first - b.last):
@@ -249,14 +249,14 @@ class HookPoints:
         return [] if left else chosen
 
 
-# Where ranks talk, while it is being found: what is done at modules' boundaries or in calls, what is refused.
+# The placement under construction: the work at module boundaries and in calls, and the refusals.
 
 Kind: TypeAlias = type[Boundary]
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Something that no mechanism can place: the call's index and why, and the tensors whose split is to blame."""
+    """A sum that no mechanism can place: the call's index, the reason, and the tensors whose split is to blame."""
 
     call: int
     why: NotPlaced
@@ -265,9 +265,9 @@ class Refusal:
 
 @dataclass
 class Placement:
-    """All sites by where they sit. Crossings belong to module outputs and inputs; calls to the function mode."""
+    """All placed work by where it sits: crossings are module outputs and inputs, calls need the function mode."""
 
-    outputs: dict[tuple[Crossing, Kind], Boundary] = field(default_factory=dict)  # what is done at modules' outputs
+    outputs: dict[tuple[Crossing, Kind], Boundary] = field(default_factory=dict)  # work at modules' outputs
     inputs: dict[tuple[Crossing, Kind], Boundary] = field(default_factory=dict)  # and at their inputs
     summed_parameters: set[int] = field(default_factory=set)
     shared_parameters: set[int] = field(default_factory=set)
@@ -281,13 +281,13 @@ class Placement:
     refusals: list[Refusal] = field(default_factory=list)
 
     def at_output(self, crossing: Crossing, kind: Kind, **how: Any) -> None:
-        """Have this done to what the module returns."""
+        """Add this kind of work at a module's output."""
         self.outputs[crossing, kind] = kind(crossing.module, "output", crossing.path, **how)
 
     def at_input(self, crossing: Crossing, kind: Kind) -> None:
-        """Have this done to what the module takes."""
+        """Add this kind of work at a module's input."""
         self.inputs[crossing, kind] = kind(crossing.module, "input", crossing.path)
 
     def done_to(self, kind: Kind) -> list[Crossing]:
-        """Where this is done to what modules return."""
-        return [crossing for crossing, known in self.outputs if known is kind]
+        """Return the module outputs that have this kind of work."""
+        return [crossing for crossing, placed in self.outputs if placed is kind]

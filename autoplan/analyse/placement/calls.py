@@ -1,8 +1,8 @@
-"""What only the function mode can do: literals that no stored integer explains, sums amid a module's own Python.
+"""Collect the work for the function mode: literals that no stored integer explains, sums inside a module's own Python.
 
-A scoped call is known by its module, the torch function, and its place in the code: other calls may come and go, and
-loops have more rounds or fewer (masks are made in some runs only, experts that no token chose are left out). Whatever
-comes to that place must need the same, in every round and in every run of the module, or it is refused.
+A scoped call is identified by its module, the torch function, and its place in the code: other calls may come and go,
+and loops may have more or fewer rounds (masks are made in some runs only, experts without tokens are skipped). All
+calls at that place must need the same work, in every round and in every run of the module, or it is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Scope:
 
 
 def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) -> Scope:
-    """Collect what is left for the function mode."""
+    """Collect the work that is left for the function mode."""
     result = Scope()
     wanted = _wanted(shards, flow, placement, edits, result)
     for indices, built in _by_place(flow, wanted, shards):
@@ -53,9 +53,9 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
         else:
             result.calls += (built,)
             result.tensors += (blame,)
-    # Modules whose draws act on split values; and where draws act on whole ones: the model itself, if anywhere, so
-    # that its ranks agree on their numbers, and modules inside the first kind. Draws that were not recorded are taken
-    # for whole ones: equal numbers do no harm to shards, different ones do to whole values.
+    # Modules that draw on sharded values only; and those that draw on replicated ones: the model itself, so that its
+    # ranks draw the same numbers, and modules inside the first kind. Draws that were not recorded are assumed to be on
+    # replicated values: equal numbers do no harm to shards, different ones do to replicated values.
     calls = _random_calls(shards, flow)
     split = tuple(sorted(m for m, kinds in calls.items() if kinds[True] and not kinds[False]))
     whole = [m for m, kinds in calls.items() if kinds[False]]
@@ -73,10 +73,10 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
 def _by_place(
     flow: CallFlow, wanted: dict[int, CallRewrite], shards: Shards
 ) -> Iterator[tuple[list[int], CallRewrite | None]]:
-    """Calls at one place, with the work that all of them need; None where they need different work.
+    """Yield the calls at one place, with the work that all of them need; None where they need different work.
 
-    If not all need the same, they are distinguished by the round of a loop, by how many dims their value has (one
-    dropout may serve attention weights and the stream), or by how wide it is (an MLP's inner width and the stream).
+    If not all need the same, they are distinguished by the round of a loop, by the number of dims of their value (one
+    dropout may serve attention weights and the stream), or by its width (an MLP's inner width and the stream).
     """
     trace = flow.trace
     runs = Counter(visit.module for visit in trace.visits)
@@ -95,7 +95,7 @@ def _by_place(
 def _told_apart(
     rounds: list[list[int]], wanted: dict[int, CallRewrite], flow: CallFlow, shards: Shards
 ) -> Iterable[tuple[_Mark, list[int]]]:
-    """The calls of one place in groups that agree, if there is a way, each with what tells it from the others."""
+    """Group the calls of one place so that each group agrees, if possible, each with the mark that identifies it."""
     together = [index for indices in rounds for index in indices]
     grouped: dict[int, list[int]] = defaultdict(list)
     for index in together:
@@ -113,8 +113,8 @@ def _told_apart(
 
 
 def _by_width(together: list[int], wanted: dict[int, CallRewrite], shards: Shards) -> list[tuple[_Mark, list[int]]]:
-    """Calls with work to do apart from those without, where these have values of one width that the weights fix, and no
-    rank's piece of the others is as wide."""
+    """Separate calls with work from those without, if the values of the latter have one width, fixed by the weights,
+    which no rank's shard of the others has."""
     with_work = [index for index in together if index in wanted]
     without = [index for index in together if index not in wanted]
     widths = {_width(index, shards, 0) for index in without}
@@ -125,7 +125,7 @@ def _by_width(together: list[int], wanted: dict[int, CallRewrite], shards: Shard
 
 
 def _width(index: int, shards: Shards, rank: int) -> int | None:
-    """How wide a rank's part of a call's first argument is; None where that depends on what the model is given."""
+    """Return the width of a rank's shard of a call's first argument; None where it depends on the model's inputs."""
     first = next(iter(shards.trace.calls[index].args), None)
     terms = shards.axes.of(first.id) if isinstance(first, Ref) else ()
     if not terms or not {find(leaf) for leaf in leaves(terms[-1])} <= _axes_of_weights(shards):
@@ -139,7 +139,7 @@ def _axes_of_weights(shards: Shards) -> set[Term]:
 
 
 def _agree(indices: list[int], wanted: dict[int, CallRewrite], flow: CallFlow) -> bool:
-    """Do these calls need the same work? Where no gradient comes back, summing it is no work."""
+    """Return whether these calls need the same work. Reducing a gradient is no work where none flows back."""
     most = _most(indices, wanted)
     if most is None:
         return True
@@ -152,23 +152,23 @@ def _agree(indices: list[int], wanted: dict[int, CallRewrite], flow: CallFlow) -
 
 
 def _most(indices: list[int], wanted: dict[int, CallRewrite]) -> CallRewrite | None:
-    """The work of the call that needs most."""
-    found = [wanted[index] for index in indices if index in wanted]
-    return max(found, key=lambda call: len(call.copies), default=None)
+    """Return the work of the call that needs most."""
+    rewrites = [wanted[index] for index in indices if index in wanted]
+    return max(rewrites, key=lambda call: len(call.copies), default=None)
 
 
 def _rounds(trace: Trace, places: set[_Place]) -> Iterable[list[list[int]]]:
-    """For each place the calls that came to it, by how often their run of the module had been there before."""
-    found: dict[_Place, list[list[int]]] = {}
+    """Return, for each place, its calls grouped by how often their run of the module had been there before."""
+    rounds_of: dict[_Place, list[list[int]]] = {}
     before: Counter[tuple[_Place, int]] = Counter()
     for index, call in enumerate(trace.calls):
         if (place := _place_of(call)) in places:
-            rounds, number = found.setdefault(place, []), before[place, call.visit]
+            rounds, number = rounds_of.setdefault(place, []), before[place, call.visit]
             before[place, call.visit] += 1
             if number == len(rounds):
                 rounds.append([])
             rounds[number].append(index)
-    return found.values()
+    return rounds_of.values()
 
 
 def _place_of(call: Call) -> _Place:
@@ -180,9 +180,9 @@ def _split_in(index: int, flow: CallFlow, shards: Shards) -> tuple[int, ...]:
 
 
 def _blame_of(index: int, flow: CallFlow, shards: Shards) -> tuple[int, ...]:
-    """Split tensors that made a call need work: its own, or those its outputs run into next."""
+    """Return the split tensors that made a call need work: its own, or those of the calls that read its outputs."""
     return _split_in(index, flow, shards) or tuple(
-        t for made in flow.outputs[index] for use in flow.uses[made] for t in _split_in(use, flow, shards)
+        t for output in flow.outputs[index] for use in flow.uses[output] for t in _split_in(use, flow, shards)
     )
 
 
@@ -196,9 +196,9 @@ def _wanted(
     cuts = _cuts(shards, flow, result)
     draws = _mixed_draws(shards, flow) | {index for index in cuts if _is_filled_at_random(shards.trace.calls[index])}
     pieces = {
-        index: given
+        index: lengths
         for index, call in enumerate(shards.trace.calls)
-        if (given := pieces_given(call, shards)) is not None
+        if (lengths := pieces_given(call, shards)) is not None
     }
     indices = (
         set(arguments)
@@ -211,11 +211,11 @@ def _wanted(
     for index in placement.inside_scales:
         call = shards.trace.calls[index]
         result.refusals.append((NotPlaced("mixed-inside", call.name, call.module), _split_in(index, flow, shards)))
-    found = {}
+    rewrites = {}
     for index in sorted(indices):
         call = shards.trace.calls[index]
         copies = tuple(path for t in sorted(placement.inside_copies.get(index, ())) for path in flow.path_of(index, t))
-        found[index] = call_instruction(
+        rewrites[index] = call_instruction(
             call, placement.inside_reductions.get(index), pieces.get(index), index in draws, shards,
             arguments=tuple(arguments.get(index, ())), copies=copies, cuts=cuts.get(index, ()),
         )  # fmt: skip
@@ -223,11 +223,11 @@ def _wanted(
             result.refusals.append(
                 (NotPlaced("several-values", call.name, call.module), _split_in(index, flow, shards))
             )
-    return found
+    return rewrites
 
 
 def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[Cut, ...]]:
-    """Values made whole in forward along a split axis: run as written, keep this rank's shard."""
+    """Return the values created at full size in forward along a split axis: they are run as written, then sliced."""
     cuts: dict[int, tuple[Cut, ...]] = {}
     for index, call in enumerate(shards.trace.calls):
         if any(shards.is_split(t) for t in flow.inputs[index]):
@@ -238,38 +238,38 @@ def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[Cut,
             continue
         if made_in_shards(call, shards):
             continue
-        found = [
+        slices = [
             Cut(position, dim, str(layout))
             for position, tensor in enumerate(flow.outputs[index])
             for dim, layout in enumerate(shards.layouts(tensor))
             if layout is not None and tensor not in flow.inputs[index]
         ]
-        if found and made_whole(call, shards) or found and not _repeats(call):
-            cuts[index] = tuple(found)
+        if slices and made_whole(call, shards) or slices and not _repeats(call):
+            cuts[index] = tuple(slices)
     return cuts
 
 
 def _repeats(call: Call) -> bool:
-    """Does the call only say again what it is given? Told a shard's size, it makes a shard."""
-    known = call_record(call.name)
-    return known.alike or known.shows is Shows.REPEATED or isinstance(known.sizes, RepeatEach)
+    """Return whether the call only repeats its arguments: given a shard's size, it makes a shard."""
+    record = call_record(call.name)
+    return record.alike or record.shows is Shows.REPEATED or isinstance(record.sizes, RepeatEach)
 
 
 def draws(call: Call, trace: Trace) -> bool:
-    """Does a call draw random numbers whatever the mode: by its name, or in the middle of what it does?"""
+    """Return whether a call draws random numbers in any mode: by its name, or by one of its ops."""
     ops = trace.ops[slice(*call.ops)]
-    drawn = any(op_record(op.name).random.may_draw(op.args, op.kwargs) for op in ops)
-    return call_record(call.name).random.when == "always" or drawn
+    may_draw = any(op_record(op.name).random.may_draw(op.args, op.kwargs) for op in ops)
+    return call_record(call.name).random.when == "always" or may_draw
 
 
 def _is_filled_at_random(call: Call) -> bool:
-    """Does a call make a value of numbers that are drawn each by itself, of a size that it is told?"""
+    """Return whether a call creates a value of independent random numbers, of a size that it is given."""
     random = call_record(call.name).random
     return random.when == "always" and not random.jointly
 
 
 def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[int]]]:
-    """Random calls by module, apart by whether they act on split values."""
+    """Return the random calls by module, separated by whether they act on split values."""
     calls: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
     for index, call in enumerate(shards.trace.calls):
         if call_record(call.name).random or draws(call, shards.trace):
@@ -278,7 +278,7 @@ def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[i
 
 
 def _draws_on_shards(index: int, flow: CallFlow, shards: Shards) -> bool:
-    """Does a random call draw numbers for a part that each rank has?"""
+    """Return whether a random call draws numbers for the shard of each rank."""
     random = call_record(shards.trace.calls[index].name).random
     return any(
         layout is not None and random.draws_along(dim, len(shards.layouts(t)))
@@ -288,8 +288,8 @@ def _draws_on_shards(index: int, flow: CallFlow, shards: Shards) -> bool:
 
 
 def _mixed_draws(shards: Shards, flow: CallFlow) -> set[int]:
-    """Draws on split values in modules that also draw on whole ones, or from a generator of the model's own: each needs
-    a stream of its own."""
+    """Return draws on split values in modules that also draw on replicated ones, or from the model's own generator:
+    each needs a random stream of its own."""
     return {
         index
         for kinds in _random_calls(shards, flow).values()
@@ -300,11 +300,11 @@ def _mixed_draws(shards: Shards, flow: CallFlow) -> set[int]:
 
 def _sizes_in(value: Any) -> set[int]:
     origin = getattr(value, "origin", None)
-    found: set[int] = set()
+    sizes: set[int] = set()
     todo = [origin] if origin else []
     while todo:
         part = todo.pop()
         if part[0] == "size":
-            found.add(part[1])
+            sizes.add(part[1])
         todo += [p for p in part[1:] if isinstance(p, tuple)]
-    return found
+    return sizes

@@ -15,14 +15,13 @@ from autoplan.ops import call_record
 from autoplan.ops.records.answers import Linear, Shows
 from autoplan.values import Call, Ref
 
-# Where a partial sum can wait until the ranks are asked for their parts.
+# How far the all-reduce of a partial value can be delayed.
 #
-# A value that is a part of a sum stays one through every step that is linear in it: a view, a product with a whole
-# value, a bias of which each rank adds its part, even in place. It may so travel to where its module returns it, or
-# to where another module reads it, and be summed there by a hook: the same hook whichever way the steps between are
-# written.
+# A partial value stays partial through every step that is linear in it: a view, a product with a replicated value, a
+# bias of which each rank adds its part, even in place. So it can travel to where its module returns it, or to where
+# another module reads it, and be reduced there by a hook, however the steps between are written.
 
-# A bias stays one when its rows are selected and viewed.
+# A bias remains a bias when its rows are selected and viewed.
 _SAME_ROWS = frozenset(Shows) - {Shows.NOTHING, Shows.REPEATED}
 _STEPS_TO_WAIT = 10
 
@@ -32,14 +31,14 @@ Side = Literal["output", "input"]
 
 @dataclass
 class Way:
-    """A way down: the calls on it, the values it passes, the biases added on it, and the boundary where it ends."""
+    """The way of a partial value: the calls and values on it, biases added on it, and the boundary where it ends."""
 
     crossing: Crossing | None = None
     side: Side = "output"  # of the boundary's module
     path: list[int] = field(default_factory=list)
     values: set[int] = field(default_factory=set)
     biases: list[int] = field(default_factory=list)
-    added: set[int] = field(default_factory=set)  # the biases as they are when they are added
+    added: set[int] = field(default_factory=set)  # the biases in the form in which they are added (views)
 
 
 def follow_down(
@@ -51,7 +50,7 @@ def follow_down(
     crossing_out: Callable[[int, int], Crossing | None],
     crossing_in: Callable[[int, int], Crossing | None],
 ) -> Way | None:
-    """Follow a partial value, made by a call, down to a module's output, or to the input of one that alone reads it."""
+    """Follow a partial value, made by a call, down to a module's output, or to the input of its only reader."""
     way = Way(values={tensor})
     for _ in range(_STEPS_TO_WAIT):
         uses = [use for use in flow.uses[tensor] if use > made]
@@ -78,7 +77,7 @@ def _ended(way: Way, side: Side, crossing: Crossing | None) -> Way | None:
 def step_of(
     call: int, tensor: int, uses: int, flow: CallFlow, shards: Shards, reductions: Container[int]
 ) -> dict[int, int] | None:
-    """May a partial value pass this call, its next reader? Then what is added to it on the way: value -> bias."""
+    """Return the biases that this call, the next reader, adds to a partial value (value -> bias); None if it blocks."""
     if call in reductions or len(flow.outputs[call]) != 1:
         return None
     if uses != 1 and flow.outputs[call] != [tensor]:  # read by others too, unless they read what is written in place
@@ -87,61 +86,61 @@ def step_of(
     if any(shards.is_split(t) for t in others):
         return None
     if adds(flow.trace.calls[call]):
-        found = {t: _bias_behind(t, flow, shards) for t in others}
-        biases = {t: bias for t, bias in found.items() if bias is not None}
+        sources = {t: _bias_behind(t, flow, shards) for t in others}
+        biases = {t: bias for t, bias in sources.items() if bias is not None}
         return biases if others and len(biases) == len(others) else None
     return {} if is_linear(flow.trace.calls[call], tensor) else None
 
 
 def adds(call: Call) -> bool:
-    """Is this an addition: of a bias, which is added in parts, or of another sum?"""
+    """Return whether the call is an addition: of a bias, which is added in parts, or of another sum."""
     return call_record(call.name).linear is Linear.ADDS
 
 
 def is_linear(call: Call, tensor: int) -> bool:
-    """Is the call's one result linear in the value, all else being whole?"""
+    """Return whether the call's one result is linear in the value, all other inputs being replicated."""
     linear = call_record(call.name).linear
     return linear is Linear.EACH or (linear is Linear.FIRST and call.args[:1] == (Ref(tensor),))
 
 
 def _bias_behind(tensor: int, flow: CallFlow, shards: Shards) -> int | None:
-    """The parameter of which a value is a view or a selection of rows, if nothing else reads either."""
+    """Return the parameter of which a value is a view or a selection of rows, if nothing else reads either."""
     for _ in range(_STEPS_TO_WAIT):
         if len(flow.uses[tensor]) != 1 or shards.is_split(tensor):
             return None
         if flow.trace.tensors[tensor].kind == "parameter":
             return tensor
-        made = flow.producer.get(tensor)
-        if made is None or tensor in flow.rewritten or len(flow.outputs[made]) != 1:
+        producer = flow.producer.get(tensor)
+        if producer is None or tensor in flow.rewritten or len(flow.outputs[producer]) != 1:
             return None
-        if call_record(flow.trace.calls[made].name).shows not in _SAME_ROWS:
+        if call_record(flow.trace.calls[producer].name).shows not in _SAME_ROWS:
             return None
-        sources = [t for t in flow.inputs[made] if t in flow.carries]
+        sources = [t for t in flow.inputs[producer] if t in flow.carries]
         if len(sources) != 1:
             return None
         tensor = sources[0]
     return None
 
 
-# Sums over ranks that meet: what is only added to another sum is summed together with it.
+# Partial values that are only added to each other share one all-reduce.
 #
-# A block may have several partial sums on its way to one place: the routed experts' and the shared expert's, a
-# projection's and its adapter's. Summed where each of them arises they cost one reduction each. But every one of them
-# stays a partial sum through whatever is linear in it, so they can all wait until they have been added to each other,
-# and be summed by one reduction where a module returns the result.
+# A block may have several partial sums on their way to one place: the routed experts' and the shared expert's, a
+# projection's and its adapter's. Reduced where each of them arises they cost one all-reduce each. But each of them
+# stays partial through whatever is linear in it, so they can all wait until they have been added to each other, and be
+# reduced by one all-reduce where a module returns the result.
 #
 # Each sum travels down as far as it can, past a thin matrix too (an adapter's second one) if that leads to a meeting.
-# What it is multiplied with on the way gets a partial gradient for it; where that is large, waiting gains nothing.
+# Factors on the way get a partial gradient in exchange; where a factor is large, waiting gains nothing.
 
 _STEPS = 12
-_SMALL = 4  # a factor is small against what it multiplies when it has so many times fewer elements
+_SMALL = 4  # a factor is small if it has this many times fewer elements than the value it multiplies
 
 CrossingOut = Callable[[int, int], Crossing | None]
 
 
 @dataclass
 class _Traveller:
-    """Sums that go the same way: from which calls, the way, the value they have become, and the call that made it."""
+    """Sums that travel together: their calls, the way, the value they have become, and the call that made it."""
 
     sums: tuple[int, ...]
     way: Way
@@ -152,7 +151,7 @@ class _Traveller:
 def shared_sums(
     flow: CallFlow, shards: Shards, reductions: Mapping[int, str], crossing_out: CrossingOut
 ) -> dict[int, Way]:
-    """For sums that meet: the way to the boundary where one reduction serves all of them."""
+    """Return the way to the boundary where one reduction serves all, for each of the sums that meet."""
     return _Meetings(flow, shards, reductions, crossing_out).find()
 
 
@@ -161,8 +160,8 @@ class _Meetings:
         self, flow: CallFlow, shards: Shards, reductions: Mapping[int, str], crossing_out: CrossingOut
     ) -> None:
         self.flow, self.shards, self.reductions, self.crossing_out = flow, shards, reductions, crossing_out
-        self.arrived: dict[int, dict[int, _Traveller]] = defaultdict(dict)  # call -> operand -> who came with it
-        self.together: dict[int, int] = {}  # how many sums are done with this one
+        self.arrived: dict[int, dict[int, _Traveller]] = defaultdict(dict)  # call -> operand -> sums that arrived as it
+        self.together: dict[int, int] = {}  # how many sums share the reduction of this one
         self.found: dict[int, Way] = {}
 
     def find(self) -> dict[int, Way]:
@@ -173,7 +172,7 @@ class _Meetings:
         return self.found
 
     def _travel(self, one: _Traveller) -> None:
-        """Go down; at an addition wait for the others, and whoever comes last goes on with all of them."""
+        """Go down; at an addition wait for the other operands, and go on with all of them after the last."""
         for _ in range(_STEPS):
             step = self._next(one)
             if step is None:
@@ -188,7 +187,7 @@ class _Meetings:
             self._note(one)
 
     def _next(self, one: _Traveller) -> int | None:
-        """The next reader, if it is the only one, or writes its result into the value."""
+        """Return the next reader, if it is the only one, or writes its result into the value."""
         if one.tensor in self.flow.final:
             return None
         uses = [use for use in self.flow.uses[one.tensor] if use > one.made]
@@ -198,29 +197,29 @@ class _Meetings:
         return step if len(uses) == 1 or self.flow.outputs[step] == [one.tensor] else None
 
     def _is_addition(self, step: int) -> bool:
-        """Is something added that is no bias?"""
+        """Return whether the call adds two values, neither of which is a bias."""
         if not adds(self.flow.trace.calls[step]) or len(self.flow.inputs[step]) != 2:
             return False
         return not any(self.flow.trace.tensors[t].kind == "parameter" for t in self.flow.inputs[step])
 
     def _meet(self, step: int, one: _Traveller) -> _Traveller | None:
-        """All who have arrived at an addition, once every operand is there."""
-        here = self.arrived[step]
-        here[one.tensor] = one
-        if set(here) != set(self.flow.inputs[step]):
+        """Return all sums that have arrived at an addition, joined, once every operand is there."""
+        arrived = self.arrived[step]
+        arrived[one.tensor] = one
+        if set(arrived) != set(self.flow.inputs[step]):
             return None
         output = self.flow.outputs[step][0]
-        ways = [other.way for other in here.values()]
+        ways = [other.way for other in arrived.values()]
         way = Way(
             path=[call for each in ways for call in each.path] + [step],
             values=set().union(*(each.values for each in ways), {output}),
             biases=[bias for each in ways for bias in each.biases],
             added=set().union(*(each.added for each in ways)),
         )
-        return _Traveller(tuple(index for other in here.values() for index in other.sums), way, output, step)
+        return _Traveller(tuple(index for other in arrived.values() for index in other.sums), way, output, step)
 
     def _pass(self, step: int, one: _Traveller) -> bool:
-        """Go through a call that is linear in the sum."""
+        """Pass through a call that is linear in the sum."""
         uses = [use for use in self.flow.uses[one.tensor] if use > one.made]
         added = step_of(step, one.tensor, len(uses), self.flow, self.shards, self.reductions)
         if added is None:
@@ -237,7 +236,7 @@ class _Meetings:
         return True
 
     def _factors(self, step: int, one: _Traveller, added: Mapping[int, int]) -> list[tuple[int, int]]:
-        """What else the call reads that carries gradient, with the value it is multiplied with."""
+        """Return the other inputs of the call that carry gradients, each with the value that it multiplies."""
         others = [t for t in self.flow.inputs[step] if t not in one.way.values and t not in added]
         return [(t, one.tensor) for t in others if t in self.flow.carries]
 
@@ -246,7 +245,7 @@ class _Meetings:
         return factor * _SMALL > value
 
     def _pass_thin(self, step: int, one: _Traveller) -> bool:
-        """Go through a thin matrix that every rank holds whole; a bias of its own is added in parts."""
+        """Pass through a thin replicated matrix; a bias of its own is added in parts."""
         if len(one.sums) > 1 or thin_matrix(step, self.flow, self.shards) is None:
             return False
         call = self.flow.trace.calls[step]
@@ -261,7 +260,7 @@ class _Meetings:
         return True
 
     def _note(self, one: _Traveller) -> None:
-        """Sums that have met are done where they first leave a module together, if no others join them further down."""
+        """Reduce sums that have met where they first leave a module together, unless others join them further down."""
         crossing = self.crossing_out(one.tensor, one.made) if len(one.sums) > 1 else None
         if crossing is None or len(one.sums) <= max(self.together.get(index, 1) for index in one.sums):
             return

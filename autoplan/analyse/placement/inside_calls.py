@@ -1,9 +1,9 @@
-"""Does what happens inside one call still hold on shares?
+"""Check that what happens inside one call is still right on shards.
 
-A call of torch may be many ops, and ranks can talk before and after it, not in its middle. So what a call leaves
-behind is a part of a sum only if all that it does after summing is linear. And sizes that it reads off its inputs are a
-rank's: a mean that it writes as a sum over a count is divided by the share's count, a value that it stretches to
-another's size becomes as long as the share. Whatever is not so is refused here, and the axis stays whole.
+A call of torch may be many ops, and ranks can communicate before and after it, not inside. So a call returns a partial
+sum only if all that it does after summing is linear. And sizes that it reads off its inputs are local: a mean written
+as a sum over a count is divided by the local count, a value stretched to another's size becomes as long as the shard.
+Whatever differs in this way is refused here, and the axis is not split.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _NEAR_SIZES = (0, 1, -1)
 def why_no_partial_sum(
     call: Call, shards: Shards, kinds: Mapping[int, Reduction], bias: int | None
 ) -> NotPlaced | None:
-    """Why the sums inside a call (op index -> kind) do not leave it as one partial sum; None if they do. `bias`: what
-    the call adds to its sum, of which each rank adds a part."""
+    """Return why the sums inside a call (op index -> kind) do not leave it as one partial sum; None if they do. `bias`:
+    what the call adds to its sum, of which each rank adds a part."""
     if len(set(kinds.values())) > 1:
         return NotPlaced("sums-of-several-kinds")
     if not set(kinds.values()) <= {Reduction.SUM, Reduction.MEAN}:
@@ -41,23 +41,23 @@ def why_no_partial_sum(
     for index in range(*call.ops):
         op = shards.trace.ops[index]
         inputs, outputs = list(refs((op.args, op.kwargs))), list(refs(op.outputs))
-        here = [tensor for tensor in inputs if tensor in partial]
+        partials = [tensor for tensor in inputs if tensor in partial]
         if index in kinds:
-            if not set(here) <= {bias} or _adds_whole(op, partial):
+            if not set(partials) <= {bias} or _adds_whole(op, partial):
                 return NotPlaced("added-to-partial", op=op.name)
-        elif here and (any(map(shards.is_split, (*inputs, *outputs))) or not _is_linear(op, partial, shards)):
+        elif partials and (any(map(shards.is_split, (*inputs, *outputs))) or not _is_linear(op, partial, shards)):
             return NotPlaced("partial-is-read", op=op.name)
-        if here or index in kinds:
+        if partials or index in kinds:
             partial.update(outputs)
     apart = [t for t in refs(call.outputs) if t not in partial and shards.trace.tensors[t].differentiable]
     if apart and any(t in partial for t in refs(call.outputs)):
         return NotPlaced("some-results-partial")
-    counted = _count_in(call, shards) if kinds else None
-    return NotPlaced("counted", count=counted) if counted is not None else None
+    count = _count_in(call, shards) if kinds else None
+    return NotPlaced("counted", count=count) if count is not None else None
 
 
 def _adds_whole(op: Op, partial: set[int]) -> bool:
-    """Does a product add a bias that is not partial?"""
+    """Return whether a product adds a bias that is not partial."""
     product = op_record(op.name).product
     if product is None or product.bias is None or op.kwargs.get("beta", 1) == 0:
         return False
@@ -66,44 +66,44 @@ def _adds_whole(op: Op, partial: set[int]) -> bool:
 
 
 def _is_linear(op: Op, partial: set[int], shards: Shards) -> bool:
-    """Is what an op makes of parts of a sum a part again?"""
-    known = op_record(op.name)
+    """Return whether an op applied to partial sums returns a partial sum."""
+    record = op_record(op.name)
     operands = [item for item in _flat(op.args) if isinstance(item, Ref)]
     partials = [item.id in partial for item in operands]
-    if known.linear in (Linear.ADDS, Linear.SUBTRACTS):
+    if record.linear in (Linear.ADDS, Linear.SUBTRACTS):
         return all(partials) and all(isinstance(item, Ref) for item in op.args[:2])
-    if known.linear is Linear.WITHIN:
+    if record.linear is Linear.WITHIN:
         return all(item.id in partial for item in operands if "float" in shards.trace.tensors[item.id].dtype)
-    if known.shows is not Shows.NOTHING:
+    if record.shows is not Shows.NOTHING:
         return partials[0]
-    if known.product is not None:
-        return known.product.bias is None and sum(partials) == 1
-    if known.linear is Linear.FIRST:
+    if record.product is not None:
+        return record.product.bias is None and sum(partials) == 1
+    if record.linear is Linear.FIRST:
         return partials[0] and sum(partials) == 1 and not op.kwargs.get("rounding_mode")
-    return known.linear is Linear.EACH and sum(partials) == 1
+    return record.linear is Linear.EACH and sum(partials) == 1
 
 
 def _count_in(call: Call, shards: Shards) -> float | None:
-    """A size computed inside the call that equals a sharded dim."""
-    given = {float(number) for number in _numbers((call.args, call.kwargs))}
-    found = [
+    """Return a size computed inside the call that equals a sharded dim."""
+    arguments = {float(number) for number in _numbers((call.args, call.kwargs))}
+    computed = [
         float(number)
         for op in shards.trace.ops[slice(*call.ops)]
         if op.name.rstrip("_") in COUNTING
         for number in _numbers(op.args)
-        if float(number) not in given and abs(number) not in (0, 1)
+        if float(number) not in arguments and abs(number) not in (0, 1)
     ]
-    sizes = _sizes_of_split(call, shards) if found else set()
+    sizes = _sizes_of_split(call, shards) if computed else set()
     telling = {size + step for size in sizes for step in _NEAR_SIZES if size + step > 1}
-    for number in found:
+    for number in computed:
         if any(isclose(abs(number), t**power) for t in telling for power in (1, -1, 0.5, -0.5)):
             return number
     return None
 
 
 def _sizes_of_split(call: Call, shards: Shards) -> set[int]:
-    """Every number of positions that a split dim of a call's inputs is part of."""
-    found: set[int] = set()
+    """Return every number of positions that a split dim of a call's inputs is a factor of."""
+    counts: set[int] = set()
     for tensor in refs((call.args, call.kwargs)):
         if not shards.is_split(tensor):
             continue
@@ -111,8 +111,8 @@ def _sizes_of_split(call: Call, shards: Shards) -> set[int]:
         split = {dim for dim, layout in enumerate(shards.layouts(tensor)) if layout is not None}
         dims = range(len(sizes)) if len(sizes) <= _MOST_DIMS else sorted(split)
         for count in range(1, len(dims) + 1):
-            found |= {prod(sizes[dim] for dim in some) for some in combinations(dims, count) if split & set(some)}
-    return found
+            counts |= {prod(sizes[dim] for dim in some) for some in combinations(dims, count) if split & set(some)}
+    return counts
 
 
 def _numbers(value: Any) -> Iterator[float]:
@@ -134,7 +134,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def axis_lost_in(op: Op, shards: Shards) -> bool:
-    """Does a split axis go into an op and not come out of it? Then the op has summed over it, or chosen from it."""
+    """Return whether a split axis of an op's inputs is missing in its outputs: summed over or selected from."""
     if op.name == BOX or not _keeps_what_it_reads(op_record(op.name)):
         return False
     outputs = [tensor for tensor in refs(op.outputs) if 0 not in shards.trace.tensors[tensor].shape]
@@ -145,51 +145,51 @@ def axis_lost_in(op: Op, shards: Shards) -> bool:
 
 
 def _keeps_what_it_reads(known: OpRecord) -> bool:
-    """Convolutions answer for their channels themselves; some ops make a value of the same kind and read nothing; some
-    take a segment of what a packed weight made, which may be without the axis of the others. (What they cut through is
-    marked as cut.)"""
+    """Return whether an op's outputs should keep the axes of its inputs. Convolutions handle their channels themselves;
+    some ops only create a value of the same kind; some select a segment of what a packed weight made, which may lack
+    the axis of the others. (An axis they slice through is marked as cut.)"""
     groups = isinstance(known.sizes, Groups)
-    made = isinstance(known.sizes, (Filled, MadeWhole))
+    creates = isinstance(known.sizes, (Filled, MadeWhole))
     parts = known.along is not None and known.along.what in ("picks", "parts")
-    return not (groups or made or parts or known.shows is Shows.PICKED)
+    return not (groups or creates or parts or known.shows is Shows.PICKED)
 
 
 def why_sizes_differ(call: Call, shards: Shards) -> NotPlaced | None:
-    """Why a call that gives one value the sizes of another would do otherwise on shares; None if it would not."""
+    """Return why a call that gives one value the sizes of another goes wrong on shards; None if it does not."""
     ops = shards.trace.ops[slice(*call.ops)]
     if not ops or not any(map(shards.is_split, refs((call.args, call.kwargs, call.outputs)))):
         return None
-    known = call_record(call.name)
-    like_another = known.linear is Linear.FIRST and known.shows in (Shows.RESHAPED, Shows.VIEWED)
-    like_another = like_another or known.follows == "another"
+    record = call_record(call.name)
+    like_another = record.linear is Linear.FIRST and record.shows in (Shows.RESHAPED, Shows.VIEWED)
+    like_another = like_another or record.follows == "another"
     read = {tensor for op in ops for tensor in refs((op.args, op.kwargs))}
     outputs = [tensor for tensor in refs(call.outputs) if shards.is_split(tensor)]
     layouts = {shards.layouts(tensor) for tensor in outputs}
     for tensor in refs((call.args, call.kwargs)):
         if like_another and tensor not in read and layouts - {shards.layouts(tensor)}:
             return NotPlaced("sizes-of-another")
-        if known.follows == "long" and shards.layouts(tensor)[-1] is not None:
+        if record.follows == "long" and shards.layouts(tensor)[-1] is not None:
             return NotPlaced("length-is-read")
-    if known.follows == "all" and any(_stretched(op, call, shards) for op in ops):
+    if record.follows == "all" and any(_stretched(op, call, shards) for op in ops):
         return NotPlaced("stretched")
     return None
 
 
 def _stretched(op: Op, call: Call, shards: Shards) -> bool:
-    """Does an op make a dim of 1 as long as a split dim of an input is, without knowing that it is the same?"""
+    """Return whether an op expands a dim of 1 to the length of an input's split dim without being linked to it."""
     if not stretches(op.name):
         return False
     (output,), (source,) = refs(op.outputs), list(refs(op.args))[:1]
     layouts, shape = shards.layouts(output), shards.trace.tensors[output].shape
     before = shards.trace.tensors[source].shape
     longer = (1,) * (len(shape) - len(before)) + before
-    made = {size for size, was, layout in zip(shape, longer, layouts, strict=True) if was == 1 and layout is None}
-    given = (zip(shards.trace.tensors[t].shape, shards.layouts(t), strict=True) for t in refs((call.args, call.kwargs)))
-    return not made.isdisjoint(size for dims in given for size, layout in dims if layout is not None and size > 1)
+    wide = {size for size, was, layout in zip(shape, longer, layouts, strict=True) if was == 1 and layout is None}
+    read = (zip(shards.trace.tensors[t].shape, shards.layouts(t), strict=True) for t in refs((call.args, call.kwargs)))
+    return not wide.isdisjoint(size for dims in read for size, layout in dims if layout is not None and size > 1)
 
 
 def made_of(call: Call, tensor: int, shards: Shards) -> set[int]:
-    """The results of a call that this input of it goes into."""
+    """Return the results of a call that depend on this input of it."""
     reached = {tensor}
     for op in shards.trace.ops[slice(*call.ops)]:
         if not reached.isdisjoint(refs((op.args, op.kwargs))):

@@ -1,16 +1,16 @@
-"""Find the least that ranks must sum for a given split, as minimum cuts over the calls of a trace.
+"""Find the minimum that ranks must sum for a given split, as minimum cuts over the calls of a trace.
 
-A value lies in one of three states, which cover its gradient too: a part of a sum with a whole gradient, whole with a
-whole gradient, whole with a part of its gradient. From where it is made to where it is read it can only step down this
-list, and each step is one sum over ranks, forward or backward; a whole gradient can be divided for nothing. Which
-states a call can run in is read off its record: its sums leave parts, what enters a split region gets a part of its
-gradient, linear calls hand parts on, and most calls hand gradients up as they come.
+A value is in one of three states, which cover its gradient too: partial with a full gradient, full with a full
+gradient, full with a partial gradient. From where it is made to where it is read it can only step down this list, and
+each step is one sum over ranks, forward or backward; a full gradient can be divided for free. The states in which a
+call can run follow from its record: its sums leave parts, what enters a split region gets a partial gradient, linear
+calls pass parts on, and most calls pass gradients up as they come.
 
-Three states in a row are two questions at each place (is the value a part? is its gradient whole?), and all of the
-above are prices and implications between two answers. So this is a minimum cut: exact, in whole numbers, and the same
-everywhere, since of all cheapest answers those with the fewest "yes" are taken.
+Three states in a row are two yes/no questions at each place (is the value a part? is its gradient full?), and all of
+the above are prices and implications between two answers. So this is a minimum cut: exact, in integers, and the same on
+every machine, since of all cheapest answers those with the fewest "yes" are taken.
 
-One thing is no such implication: what multiplies a part gets a part of its gradient. A first cut leaves that out; a
+One rule is no such implication: what multiplies a part gets a part of its gradient. A first cut leaves that out; a
 second one takes from it which products multiply parts. If it is cheaper to sum before all of them, that is the answer.
 """
 
@@ -35,8 +35,8 @@ from autoplan.ops.records.answers import Reduction
 from autoplan.values import Ref, refs
 
 LEAVES_PARTS = frozenset({Reduction.SUM, Reduction.MEAN, Reduction.EMBEDDING, Reduction.ROW})
-_NUMBER = 1 << 20  # the price of one number; that of a sum is 1, so of equal bytes fewer sums are taken
-_OUTSIDE = -1  # in the place of a call: callers give a value, or read it
+_NUMBER = 1 << 20  # the price of one element; a sum costs 1 more, so of equal volumes fewer sums are taken
+_OUTSIDE = -1  # instead of a call: the caller of the model provides a value, or reads it
 _NO, _YES = "no", "yes"
 
 Version: TypeAlias = tuple[int, int]  # a tensor and the call that made it, or wrote into it
@@ -46,9 +46,9 @@ Node: TypeAlias = tuple[str, Place]  # the question: "part" or "whole"
 
 @dataclass(frozen=True)
 class Payment:
-    """One value that ranks must sum or gather. `calls` need it: those whose parts are summed, or those that give a part
-    of a gradient. `readers`: the calls through which these parts come to the value. `weight`: numbers that move; a sum
-    moves each of its value's twice."""
+    """One value that ranks must sum or gather. `calls` need it: those whose parts are summed, or those that contribute
+    a part of a gradient. `readers`: the calls through which these parts reach the value. `weight`: elements that move;
+    an all-reduce moves each element twice."""
 
     backward: bool
     calls: frozenset[int]
@@ -57,7 +57,7 @@ class Payment:
 
 
 def least_sums(shards: Shards, flow: CallFlow, reductions: Mapping[int, Reduction]) -> tuple[Payment, ...]:
-    """Return all sums of the cheapest placement, where every call could do them."""
+    """Return all sums of the cheapest placement, assuming that every call could do them."""
     problem = _Problem(shards, flow, reductions)
     yes = problem.cut({})
     least = tuple(problem.payments(yes))
@@ -83,13 +83,13 @@ class _Problem:
         self.reached = flow.with_gradients() & flow.carries
         self.graph: nx.DiGraph[object] = nx.DiGraph()
         self.graph.add_nodes_from((_NO, _YES))
-        self.partial: set[Version] = set()  # what can be a part of a sum
+        self.partial: set[Version] = set()  # values that can be a part of a sum
         self.latest: dict[int, Version] = {}
         self.read: dict[Version, list[Place]] = {}
-        self.calls: dict[int, tuple[list[Place], list[Place]]] = {}  # what each reads and makes
-        # Calls that can multiply a part with what gets a gradient: where the part is read, and where the factors are
+        self.calls: dict[int, tuple[list[Place], list[Place]]] = {}  # inputs and outputs of each
+        # Calls that can multiply a part by a factor with a gradient: where they read the part, and where the factors
         self.products: dict[int, tuple[Place, list[Place]]] = {}
-        # Parameters and what is made of them alone: their gradients are summed once a step, for next to nothing
+        # Parameters and what is computed from them alone: their gradients are summed once a step, nearly for free
         self.weights = {tensor for tensor, info in enumerate(self.trace.tensors) if info.kind == "parameter"}
         for index in range(len(self.trace.calls)):
             if not flow.is_identity(index):
@@ -119,10 +119,10 @@ class _Problem:
         self.graph = free
         return set(yes)
 
-    # ------------------------------------------------------------------ questions
+    # Questions
 
     def _asked(self, question: str, place: Place) -> bool:
-        """Could the value be a part; is there a gradient of a value that every rank holds?"""
+        """Return whether the question arises: the value could be partial; some of it is replicated, with a gradient."""
         version = place[0]
         if question == "part":
             return version in self.partial
@@ -142,16 +142,16 @@ class _Problem:
             self._edge(question, a, b)
             self._edge(question, b, a)
 
-    # ------------------------------------------------------------------ values
+    # Values
 
     def _make(self, tensor: int, index: int, is_partial: bool) -> Place:
         version = self.latest[tensor] = tensor, index
         self.read[version] = []
         if is_partial:
             self.partial.add(version)
-        made = version, "made", index
-        self._whole_gradient_of_parts(made)
-        return made
+        place = version, "made", index
+        self._whole_gradient_of_parts(place)
+        return place
 
     def _read(self, tensor: int, index: int) -> Place:
         if tensor not in self.latest:
@@ -164,10 +164,10 @@ class _Problem:
         return read
 
     def _add_sum(self, version: Version) -> None:
-        """One sum of a value, or of its gradient, serves all readers: it is done if any of them answers "no"."""
+        """Add one sum of a value, or of its gradient, for all readers: it is paid if any of them answers "no"."""
         made, served, reads = (version, "made", version[1]), self._served(version), self.read[version]
-        numbers = prod(self.trace.tensors[version[0]].shape)
-        price = 1 if version[0] in self.weights else 2 * numbers * _NUMBER + 1
+        elements = prod(self.trace.tensors[version[0]].shape)
+        price = 1 if version[0] in self.weights else 2 * elements * _NUMBER + 1
         for question in ("part", "whole"):
             self._edge(question, served, made, capacity=price)
             for read in reads if len(reads) > 1 else ():
@@ -180,7 +180,7 @@ class _Problem:
         if self._asked("part", place) and self._asked("whole", place):
             self.graph.add_edge(("whole", place), ("part", place))
 
-    # ------------------------------------------------------------------ calls
+    # Calls
 
     def _add_call(self, index: int) -> None:
         flow, kind, call = self.flow, self.reductions.get(index), self.trace.calls[index]
@@ -194,7 +194,7 @@ class _Problem:
         for made in makes.values():
             if kind in LEAVES_PARTS:
                 self._answer(_YES, "part", made)
-            for tensor in passing:  # what is added to a part can be whole: one rank adds it
+            for tensor in passing:  # a full value can be added to a part: one rank adds it
                 self._edge("part", made, reads[tensor])
                 if not adds(call):
                     self._edge("part", reads[tensor], made)
@@ -220,7 +220,7 @@ class _Problem:
                 self._answer(_YES, "whole", place)
 
     def _passing(self, index: int, reads: Mapping[int, Place]) -> list[int]:
-        """What of a call's inputs can be a part, its one result being one then too: terms of a sum, or one factor."""
+        """Return the inputs that can be partial if the one result is: terms of a sum, or one factor."""
         call, tensors = self.trace.calls[index], (*reads, *self.flow.outputs[index])
         if index in self.reductions or len(self.flow.outputs[index]) != 1 or any(map(self.shards.is_split, tensors)):
             return []
@@ -228,13 +228,13 @@ class _Problem:
         if adds(call):
             return able
         thin = thin_matrix(index, self.flow, self.shards) is not None
-        given = list(refs((call.args, call.kwargs)))
-        able = [t for t in able if given.count(t) == 1 and (is_linear(call, t) or (thin and call.args[0] == Ref(t)))]
+        read = list(refs((call.args, call.kwargs)))
+        able = [t for t in able if read.count(t) == 1 and (is_linear(call, t) or (thin and call.args[0] == Ref(t)))]
         return sorted(able, key=lambda tensor: -prod(self.trace.tensors[tensor].shape))[:1]
 
     def _passes_gradients(self, index: int) -> bool:
-        """Can the gradients of all of a call's values be parts? Not where it multiplies with a whole matrix, whose own
-        gradient would be one, unless that is so thin that it can be summed once a step."""
+        """Return whether the gradients of all of a call's values can be partial. Not where it multiplies by a
+        replicated matrix, whose own gradient would be partial, unless that is thin enough to be summed once a step."""
         inputs = self.flow.inputs[index]
         if fills(self.trace.calls[index].name):
             return False
@@ -245,8 +245,8 @@ class _Problem:
         return not matrix or thin_matrix(index, self.flow, self.shards) is not None
 
     def _enter_split(self, index: int, reads: Mapping[int, Place], makes: Mapping[int, Place]) -> None:
-        """What is whole and goes into results that are split gets a part of its gradient. Rows that every rank holds,
-        in split values or as results of their own, have gradients of one kind."""
+        """Give replicated values that go into split results a partial gradient. Replicated rows, in split values or as
+        results of their own, all have the same kind of gradient."""
         call, kind, shards = self.trace.calls[index], self.reductions.get(index), self.shards
         bias, entering = row_bias_of(call, kind), False
         for tensor, place in reads.items():
@@ -266,10 +266,10 @@ class _Problem:
             for place in replicated:
                 self._answer(_NO, "whole", place)
 
-    # ------------------------------------------------------------------ the answer
+    # The answer
 
     def payments(self, yes: set[object]) -> Iterator[Payment]:
-        """Return what is summed: where the answer of a value as it is made differs from that of its readers."""
+        """Yield the sums: values whose answer where they are made differs from that of their readers."""
         for version, reads in self.read.items():
             (tensor, index), weight = version, 2 * prod(self.trace.tensors[version[0]].shape)
             made, served = (version, "made", index), self._served(version)
@@ -280,7 +280,7 @@ class _Problem:
                 yield Payment(True, frozenset(self._partial(version, yes)), weight, readers)
 
     def _is_partial(self, read: Place, yes: set[object]) -> bool:
-        """Does a call give a part of the gradient of what it reads?"""
+        """Return whether a call contributes a part of the gradient of what it reads."""
         return ("whole", read) not in yes and read[2] != _OUTSIDE and self.flow.passes_gradients(read[2])
 
     def _parts(self, version: Version, yes: set[object]) -> set[int]:
@@ -290,8 +290,8 @@ class _Problem:
         return set().union(*above) if above else {version[1]}
 
     def _partial(self, version: Version, yes: set[object]) -> set[int]:
-        """Return the calls, below a value, that make its gradient partial."""
-        found, waiting, seen = set[int](), [version], {version}
+        """Return the calls, downstream of a value, that make its gradient partial."""
+        calls, waiting, seen = set[int](), [version], {version}
         while waiting:
             for place in self.read[waiting.pop()]:
                 index = place[2]
@@ -299,7 +299,7 @@ class _Problem:
                     continue
                 made = {one[0] for one in self.calls[index][1] if self._asked("whole", one)}
                 made = {version for version in made if ("whole", (version, "made", index)) not in yes}
-                found |= set() if made else {index}
+                calls |= set() if made else {index}
                 waiting += made - seen
                 seen |= made
-        return found
+        return calls

@@ -1,15 +1,15 @@
-"""Branches of a block that run side by side and are added to each other: one sum over ranks for all of them.
+"""Sum parallel branches of a block that are added to each other by one all-reduce.
 
-The problem: in a parallel block attention and feed-forward read the same value, and the block's own code adds what both
-return to the stream. Each ends in a partial sum, and no module returns their sum, so no hook could do it for both.
-But addition does not mind where a part comes in: the first branch gives zeros instead of its part, the next one adds
-the part that was withheld to its own, and is summed. Whatever the block adds between, and in whichever order, what
-comes out is the same.
+The problem: in a parallel block attention and feed-forward read the same value, and the block's own code adds both
+outputs to the stream. Each ends in a partial sum, and no module returns their total, so no hook could reduce both at
+once. But addition does not care where a part comes in: the first branch returns zeros instead of its part, the next one
+adds the withheld part to its own and is all-reduced. Whatever the block adds between, and in whichever order, the
+result is the same.
 
-A sum is moved outwards to where its value has the shape in which it is added (experts return rows of tokens, the
-module around them a batch). All this needs a way of nothing but additions from each branch to where they meet, in the
-code of one module, and no other reader of the values on the way. A dropout there would have drawn other numbers for
-each branch.
+A sum is moved outwards to where its value has the shape in which it is added (experts return rows of tokens, the module
+around them a batch). All this requires that only additions lie between each branch and the point where they meet, in
+the code of one module, and that nothing else reads the values on the way. A dropout there would have drawn different
+numbers for each branch.
 """
 
 from __future__ import annotations
@@ -44,43 +44,43 @@ class Pair:
 def pairs_of_branches(
     flow: CallFlow, sums: Iterable[Crossing], leaving: CrossingOut
 ) -> tuple[tuple[Pair, ...], dict[Crossing, Crossing]]:
-    """Of all sums at modules' outputs, those that can be summed with the next: the same in every run of their modules.
-    And the boundaries to which sums of these pairs must be moved."""
+    """Return the sums at module outputs that can be joined with the next one, the same in every run of their modules,
+    and the boundaries to which sums of these pairs must be moved."""
     arriving: dict[int, list[Crossing]] = defaultdict(list)
     moved = {crossing: _outwards(flow, crossing, leaving) for crossing in sums}
     for crossing in moved.values():
         for call in _additions(flow, crossing):
             arriving[call].append(crossing)
-    found: dict[Crossing, Pair] = {}
+    by_first: dict[Crossing, Pair] = {}
     for call in sorted(arriving):
         for pair in _in_turn(flow.trace.calls[call], arriving[call]):
-            found.setdefault(pair.first, pair)
-    pairs = tuple(_even(flow, _apart(found.values())))
+            by_first.setdefault(pair.first, pair)
+    pairs = tuple(_even(flow, _apart(by_first.values())))
     used = {crossing for pair in pairs for crossing in (pair.first, pair.last)}
     return pairs, {old: new for old, new in moved.items() if new in used and old != new}
 
 
 def _outwards(flow: CallFlow, crossing: Crossing, leaving: CrossingOut) -> Crossing:
-    """Where a module around returns the value in another shape that nothing but views gave it."""
-    tensor, made = dict(flow.trace.visits[crossing.visit].outputs)[crossing.path], crossing.last - 1
+    """Return where an enclosing module returns the value in another shape, produced by views only."""
+    tensor, step = dict(flow.trace.visits[crossing.visit].outputs)[crossing.path], crossing.last - 1
     outermost = crossing
     for _ in range(_STEPS):
-        uses = [use for use in flow.uses[tensor] if use > made]
+        uses = [use for use in flow.uses[tensor] if use > step]
         if len(uses) != 1 or not _reshapes(flow, uses[0]) or tensor in flow.final:
             break
-        tensor, made = flow.outputs[uses[0]][0], uses[0]
-        outermost = leaving(tensor, made) or outermost
+        tensor, step = flow.outputs[uses[0]][0], uses[0]
+        outermost = leaving(tensor, step) or outermost
     return outermost
 
 
 def _reshapes(flow: CallFlow, index: int) -> bool:
-    """Is the value only shown in another shape, to gradients too?"""
+    """Return whether the call only reshapes the value, also for gradients."""
     shows = call_record(flow.trace.calls[index].name).shows
     return shows is Shows.RESHAPED and len(flow.outputs[index]) == 1 and flow.passes_gradients(index)
 
 
 def _in_turn(meeting: Call, crossings: list[Crossing]) -> Iterator[Pair]:
-    """Each branch with the one that runs after it."""
+    """Yield each branch with the one that runs after it."""
     crossings = sorted(crossings, key=lambda crossing: crossing.last)
     for first, last in zip(crossings, crossings[1:], strict=False):
         if first.last <= last.first:
@@ -88,7 +88,7 @@ def _in_turn(meeting: Call, crossings: list[Crossing]) -> Iterator[Pair]:
 
 
 def _additions(flow: CallFlow, crossing: Crossing) -> list[int]:
-    """The additions through which a value goes, as long as nothing else reads it or what it has become."""
+    """Return the additions that a value goes through, as long as nothing else reads it or their results."""
     visit = flow.trace.visits[crossing.visit]
     tensor, made = dict(visit.outputs)[crossing.path], crossing.last - 1
     block: tuple[str, int] | None = None
@@ -113,7 +113,7 @@ def _additions(flow: CallFlow, crossing: Crossing) -> list[int]:
 
 
 def _is_alone(flow: CallFlow, tensor: int, step: int, uses: list[int]) -> bool:
-    """Is the call the only one to see the value, or does it write its result into it?"""
+    """Return whether the call is the only reader of the value, or writes its result into it."""
     written = flow.outputs[step] == [tensor]
     if len(flow.outputs[step]) != 1 or (len(uses) > 1 and not written):
         return False
@@ -122,7 +122,7 @@ def _is_alone(flow: CallFlow, tensor: int, step: int, uses: list[int]) -> bool:
 
 
 def _is_dropped(flow: CallFlow, tensor: int, made: int, step: int) -> bool:
-    """Does a dropout act on the value before the call? In evaluation it hands the value on as it is."""
+    """Return whether a dropout acts on the value before the call. In evaluation it returns the value unchanged."""
     return any(
         tensor in flow.inputs[index] and call_record(call.name).random.may_draw(call.args, call.kwargs)
         for index, call in enumerate(flow.trace.calls[made:step], made)
@@ -130,7 +130,7 @@ def _is_dropped(flow: CallFlow, tensor: int, made: int, step: int) -> bool:
 
 
 def _apart(pairs: Iterable[Pair]) -> Iterator[Pair]:
-    """Pairs of which none begins before another has ended: a block withholds one value at a time."""
+    """Yield pairs that do not overlap: a block withholds one value at a time."""
     busy: dict[str, int] = {}
     for pair in sorted(pairs, key=lambda pair: pair.first.last):
         if pair.first.last >= busy.get(pair.block, 0):
@@ -139,7 +139,7 @@ def _apart(pairs: Iterable[Pair]) -> Iterator[Pair]:
 
 
 def _even(flow: CallFlow, pairs: Iterable[Pair]) -> Iterator[Pair]:
-    """Pairs that every run of both their modules makes: a hook acts on every run."""
+    """Yield the pairs that occur in every run of both their modules: a hook acts on every run."""
     by_points: dict[tuple[object, ...], list[Pair]] = defaultdict(list)
     for pair in pairs:
         by_points[pair.points].append(pair)

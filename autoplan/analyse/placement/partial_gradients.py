@@ -14,11 +14,11 @@ from autoplan.ops import call_record
 from autoplan.ops.creation import fills
 from autoplan.ops.records.answers import Reduction
 
-# Partial gradients of whole values, and how they move upstream until one hook can sum them.
+# Partial gradients of replicated values, and how they move upstream until one hook can sum them.
 #
 # An edge value → call is partial when each rank computes only a part of that gradient. All partial edges of a value
-# need one sum. When all gradient readers of a value are partial, the partial gradient can be pushed upstream through
-# the call that made it, merging with its siblings, until it sits on a parameter, a module output or a module input.
+# need one sum. When all gradient readers of a value are partial, the gradient can be pushed upstream through the call
+# that made the value, merging with its siblings, until it sits on a parameter, a module output or a module input.
 
 _NEARBY = 16  # calls that a partial gradient passes before it is merged with others
 _ANY_NUMBER = 10**6
@@ -26,7 +26,7 @@ _MATRIX = 2  # dims of a parameter whose gradient is too large to sum instead of
 
 
 class PartialGradients:
-    """The partial edges of every value, and what may be done with them."""
+    """The partial edges of every value, and the ways to move them."""
 
     def __init__(
         self, shards: Shards, flow: CallFlow, hook_points: HookPoints, reductions: dict[int, Reduction]
@@ -38,11 +38,11 @@ class PartialGradients:
         self.uses = {v: flow.gradient_uses(v) for v in flow.uses}
 
     def cover(self, tensor: int) -> list[Crossing]:
-        """Module inputs behind which all readers of the value, together, are exactly the partial ones."""
+        """Return module inputs behind which the readers of the value are exactly the partial ones."""
         return self.hook_points.before(tensor, self.partial[tensor], self.uses.get(tensor, set()))
 
     def call_passes(self, index: int) -> bool:
-        """May a partial gradient be pushed from a call's outputs to its inputs?"""
+        """Return whether a partial gradient may be pushed from a call's outputs to its inputs."""
         call = self.trace.calls[index]
         outputs = self.flow.outputs[index]
         mixed = any(self.shards.is_mixed(t) for t in outputs)
@@ -62,15 +62,15 @@ class PartialGradients:
         return weight and len(info.shape) >= _MATRIX
 
     def settled(self, tensor: int) -> bool:
-        """Nothing flows back to the value that this placement would have to sum."""
+        """Return whether no gradient flows back to the value that this placement would have to sum."""
         return tensor not in self.flow.carries or not self.shards.has_whole_part(tensor)
 
     def can_be_partial(self, tensor: int, after: int) -> bool:
-        """Is every gradient that reaches the (whole part of the) value partial, or can it be made so?"""
+        """Return whether every gradient of (the replicated part of) the value is partial, or can be made so."""
         return self._can_be_partial(tensor, after, {}, _ANY_NUMBER)
 
     def passes_soon(self, index: int, known: dict[int, bool]) -> bool:
-        """Does a partial gradient come up through this call from nearby? `known`: answers to this question so far."""
+        """Return whether a partial gradient comes up through this call from nearby. `known`: the answers so far."""
         return self._can_pass(index, known, _NEARBY)
 
     def _can_be_partial(self, tensor: int, after: int, known: dict[int, bool], steps: int) -> bool:
@@ -121,7 +121,7 @@ class PartialGradients:
                 stuck.add(tensor)
 
     def where(self, tensor: int) -> str:
-        """Where the sum of a value's partial gradients can sit: "parameter", "output", "input" or "inside"."""
+        """Return where a value's partial gradients can be summed: "parameter", "output", "input" or "inside"."""
         calls, uses = self.partial[tensor], self.uses.get(tensor, set())
         if any(self.trace.calls[use].module in self.flow.branching for use in uses):
             return "inside"
@@ -134,59 +134,59 @@ class PartialGradients:
         return "input" if cover else "inside"
 
     def _is_handed_up(self, tensor: int) -> bool:
-        """Does a module return the value that another one inside of it has made?
+        """Return whether a module returns the value that a submodule of it has made.
 
-        Its callers may then have it for themselves: decoders return the hidden states that a head reads. Whoever only
-        passes on what it is given (an Identity) has not made it.
+        Its callers may then read it directly: decoders return the hidden states that a head reads. A module that only
+        returns its input (an Identity) has not made it.
         """
         made = self.flow.producer[tensor]
-        return len({one.visit for one in self.flow.leaving.get(tensor, ()) if one.first <= made < one.last}) > 1
+        return len({out.visit for out in self.flow.leaving.get(tensor, ()) if out.first <= made < out.last}) > 1
 
 
-# One sum for all readers of a value: where several each give a partial gradient, these are added and summed once.
+# One sum for all readers of a value: partial gradients of several are added and all-reduced once.
 #
 # A block of experts reads one value several times: the routed experts and the shared one, which each see a part of
-# its gradient, and the router, which every rank runs alike. Summed at each reader, that is a sum of all tokens twice.
-# Partial gradients can be added first and summed once, before all readers, if what else flows back to the value is a
-# part, too:
+# its gradient, and the router, which is replicated. Reduced at each reader, all tokens are all-reduced twice.
+# Partial gradients can be added first and reduced once, before all readers, if all else that flows back to the value
+# is partial, too:
 #
 # - a reader whose own gradient is partial passes it up (a view, a norm), a thin matrix too (an adapter's first);
-# - a reader that gives the whole gradient on every rank gives 1/tp of it, at the input of the module that reads, also
+# - a reader that gives the full gradient on every rank gives 1/tp of it, at the input of the module that reads, also
 #   where it and readers whose gradients are partial read one view of the value.
 
-_SMALL = 4  # a value is small against another that has so many times more elements
+_SMALL = 4  # a value is small if the other has this many times more elements
 
 
 @dataclass(frozen=True)
 class _Merge:
-    """What one value's readers must do: pass partial gradients up through these calls, give parts at these inputs."""
+    """The work of one value's readers: pass partial gradients up through these calls, divide full ones here."""
 
     tensor: int
     passing: tuple[int, ...]  # calls through which a partial gradient goes up to the value
-    divided: tuple[int, ...]  # calls whose whole gradient is divided by tp
+    divided: tuple[int, ...]  # calls whose full gradient is divided by tp
     crossings: tuple[Crossing, ...]
     above: tuple[int, ...]  # calls through which the joined gradient goes further, until it can be summed
-    others: tuple[int, ...]  # and those through which what it leaves on small values goes
+    others: tuple[int, ...]  # calls that pass the gradients of small values
 
 
 def join_gradients(gradients: PartialGradients) -> list[Crossing]:
-    """Merge partial gradients where several sums become one; gives the inputs at which gradients are divided by tp."""
+    """Merge partial gradients where several sums become one; return the inputs at which gradients are divided by tp."""
     crossings: list[Crossing] = []
-    known: dict[int, bool] = {}
+    answers: dict[int, bool] = {}
     flow = gradients.flow
     order = sorted(gradients.uses, key=lambda tensor: -flow.producer.get(tensor, -1))  # the latest values first
     for tensor in order:
-        views = list(_partial_views(tensor, gradients, known))
-        for one in views:
-            gradients.partial[one.tensor] |= one.readers
-        known = {} if views else known
-        merge = _merge(tensor, gradients, known)
+        views = list(_partial_views(tensor, gradients, answers))
+        for partial_view in views:
+            gradients.partial[partial_view.tensor] |= partial_view.readers
+        answers = {} if views else answers
+        merge = _merge(tensor, gradients, answers)
         if merge is None:
-            for one in views:
-                gradients.partial[one.tensor] -= one.readers
-            known = {} if views else known
+            for partial_view in views:
+                gradients.partial[partial_view.tensor] -= partial_view.readers
+            answers = {} if views else answers
             continue
-        known.clear()
+        answers.clear()
         crossings += [crossing for view in views for crossing in view.crossings]
         for call in merge.passing:
             gradients.push(call)
@@ -199,7 +199,7 @@ def join_gradients(gradients: PartialGradients) -> list[Crossing]:
 
 @dataclass(frozen=True)
 class _PartialView:
-    """A view of a value, of whose readers these are to give parts at these inputs."""
+    """A view of a value with those of its readers that must divide their gradient, at these inputs."""
 
     tensor: int
     readers: set[int]
@@ -207,15 +207,15 @@ class _PartialView:
 
 
 def _partial_views(tensor: int, gradients: PartialGradients, known: dict[int, bool]) -> Iterator[_PartialView]:
-    """Readers that only hand a view on, to some whose gradient is partial and others (a router) with the whole one."""
+    """Yield views of a value that are read both with a partial gradient and with a full one (by a router)."""
     flow, uses = gradients.flow, gradients.uses[tensor]
     if len(uses) < 2 or tensor not in flow.carries:
         return
     for use in sorted(uses - gradients.partial.get(tensor, set())):
-        made = flow.outputs[use]
-        if len(made) != 1 or gradients.passes_soon(use, known) or not gradients.call_passes(use):
+        outputs = flow.outputs[use]
+        if len(outputs) != 1 or gradients.passes_soon(use, known) or not gradients.call_passes(use):
             continue
-        (view,) = made
+        (view,) = outputs
         readers = gradients.uses.get(view, set())
         partial = {r for r in readers if r in gradients.partial.get(view, ()) or gradients.passes_soon(r, known)}
         if (
@@ -231,7 +231,7 @@ def _partial_views(tensor: int, gradients: PartialGradients, known: dict[int, bo
 
 
 def _merge(tensor: int, gradients: PartialGradients, known: dict[int, bool]) -> _Merge | None:
-    """How a value's partial gradients can be summed together; None where that is impossible or gains nothing."""
+    """Return how a value's partial gradients can be summed together; None where that is impossible or gains nothing."""
     flow, uses = gradients.flow, gradients.uses[tensor]
     if len(uses) < 2 or tensor not in flow.carries or tensor in flow.final | flow.rewritten:
         return None
@@ -241,7 +241,7 @@ def _merge(tensor: int, gradients: PartialGradients, known: dict[int, bool]) -> 
         return None  # another run may read it elsewhere
     partial = uses & gradients.partial.get(tensor, set())
     others = {use: _leads_to(use, tensor, gradients) for use in uses - partial if gradients.passes_soon(use, known)}
-    passing = {use for use, found in others.items() if found is not None}
+    passing = {use for use, way in others.items() if way is not None}
     whole = uses - partial - passing
     if whole and all(_is_branch(use, gradients) for use in whole):
         passing, whole = passing | whole, set()
@@ -252,12 +252,12 @@ def _merge(tensor: int, gradients: PartialGradients, known: dict[int, bool]) -> 
     above = _way_up(tensor, gradients)
     if (whole and not crossings) or above is None:
         return None
-    more = tuple(dict.fromkeys(call for found in others.values() for call in found or ()))
+    more = tuple(dict.fromkeys(call for way in others.values() for call in way or ()))
     return _Merge(tensor, tuple(sorted(passing)), tuple(whole), tuple(crossings), above, more)
 
 
 def _passed(call: int, gradients: PartialGradients) -> tuple[set[int], set[int]]:
-    """The calls through which a partial gradient comes to and through this one; the values where it is summed now."""
+    """Return the calls through which a partial gradient comes to and through this one, and the values summed now."""
     calls, values, waiting = set[int](), set[int](), [call]
     while waiting:
         index = waiting.pop()
@@ -272,11 +272,11 @@ def _passed(call: int, gradients: PartialGradients) -> tuple[set[int], set[int]]
 
 
 def _leads_to(call: int, tensor: int, gradients: PartialGradients) -> tuple[int, ...] | None:
-    """Where a partial gradient that goes up through a call leads besides to the value: None if to anything large. Small
-    values that it is multiplied with on the way (a router's scores) are summed by themselves: calls to pass."""
-    flow, found = gradients.flow, list[int]()
+    """Return calls that must pass further gradients: the small values that multiply a partial gradient going up through
+    this call (a router's scores) are summed by themselves. None if it reaches anything large besides the value."""
+    flow, passing = gradients.flow, list[int]()
     calls, _ = _passed(call, gradients)
-    inside = {made for index in calls for made in flow.outputs[index]} | {tensor}
+    inside = {output for index in calls for output in flow.outputs[index]} | {tensor}
     reached = {t for index in calls for t in flow.inputs[index] if t in flow.carries and t not in inside}
     for other in sorted(reached):
         if gradients.trace.tensors[other].kind == "parameter" or not gradients.shards.has_whole_part(other):
@@ -286,12 +286,12 @@ def _leads_to(call: int, tensor: int, gradients: PartialGradients) -> tuple[int,
             gradients.trace.tensors[tensor].shape
         ):
             return None
-        found += way
-    return tuple(found)
+        passing += way
+    return tuple(passing)
 
 
 def _sums(tensor: int, gradients: PartialGradients) -> int:
-    """How many sums a value costs as things are."""
+    """Return how many sums a value needs as things are."""
     where = gradients.where(tensor)
     if where == "input":
         return len({crossing.visit for crossing in gradients.cover(tensor)})
@@ -299,7 +299,7 @@ def _sums(tensor: int, gradients: PartialGradients) -> int:
 
 
 def _way_up(tensor: int, gradients: PartialGradients) -> tuple[int, ...] | None:
-    """The calls above a value through which the gradient of all its readers goes until one hook can sum it."""
+    """Return the calls upstream through which the gradient of all readers goes until one hook can sum it."""
     calls: list[int] = []
     while True:
         uses = gradients.uses[tensor]
@@ -320,7 +320,7 @@ def _way_up(tensor: int, gradients: PartialGradients) -> tuple[int, ...] | None:
 
 
 def _is_branch(index: int, gradients: PartialGradients) -> bool:
-    """Does the call pass a value through a thin matrix to readers that are linear and all partial?"""
+    """Return whether the call passes a value through a thin matrix to readers that are linear and all partial."""
     flow = gradients.flow
     if thin_matrix(index, flow, gradients.shards) is None:
         return False

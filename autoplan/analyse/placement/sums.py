@@ -1,19 +1,19 @@
-"""Where ranks talk: every sum that a set of splits needs, put in as few places as possible.
+"""Place every sum that a set of splits needs, in as few places as possible.
 
-Forward: a call that sums over a split axis leaves a partial value; the sum sits where the value leaves a module, at
+Forward: a call that sums over a split axis leaves a partial value. The sum sits where the value leaves a module, at
 once or after linear steps.
 
-Backward: an edge value → call is *partial* when the value (or the part of it that every rank holds) enters a call whose
-result is split: each rank sees only a part of that gradient. All partial edges of a value need one sum. When all
-gradient readers of a value are partial it can be pushed upstream through the call that made it, merging with its
-siblings, until it sits on a parameter, a module output or a module input. Those of a partly split value (a fused
-projection whose shared key every rank holds) are always pushed through the projection: its input needs a sum, too, and
-its whole rows get theirs summed in the parameter. Where that is impossible the gradient is scaled by 1/tp instead.
+Backward: an edge value → call is *partial* when the value (or its replicated rows) enters a call whose result is split:
+each rank computes only a part of that gradient. All partial edges of a value need one sum. When all gradient readers of
+a value are partial it can be pushed upstream through the call that made it, merging with its siblings, until it sits on
+a parameter, a module output or a module input. Those of a partly split value (a fused projection whose shared key is
+replicated) are always pushed through the projection: its input needs a sum, too, and its replicated rows get theirs
+summed in the parameter. Where that is impossible the gradient is scaled by 1/tp instead.
 
 In a module whose Python branches on the values of tensors (a loop over the experts that were hit) another run may have
 other readers: there partial gradients stay on their edges.
 
-What cannot be placed by hooks is handed to the scoped function mode; what that cannot do either is refused.
+Whatever hooks cannot do is left to the scoped function mode; whatever that cannot do either is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from autoplan.values.reasons import NotPlaced
 
 
 def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement:
-    """Place every sum that the splits need. A hook acts on every run of its module. A hook point at which only some
+    """Place every sum that the splits need. A hook acts on every run of its module, so a hook point where only some
     runs need something is closed, and everything is placed again."""
     closed: set[HookPoint] = set()
     while True:
@@ -57,20 +57,20 @@ def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement
 
 
 def _uneven_points(result: Placement, flow: CallFlow) -> set[HookPoint]:
-    """Hook points whose work differs between runs of the module. Work on gradients is nothing in a run without them."""
+    """Return the hook points whose work differs between runs. Work on gradients only is void in runs without them."""
     work: dict[HookPoint, dict[int, set[Boundary]]] = defaultdict(lambda: defaultdict(set))
     for side, placed in (("output", result.outputs), ("input", result.inputs)):
         for (crossing, _), done in placed.items():
             work[crossing.module, side, crossing.path][crossing.visit].add(done)
-    found = set()
+    uneven = set()
     for point, by_visit in work.items():
         runs = flow.runs_through(*point)
         most = max(by_visit.values(), key=len)
         for run, tensor in runs.items():
             expected = most if tensor in flow.carries else {item for item in most if not item.gradients_only}
             if by_visit.get(run, set()) != expected:
-                found.add(point)
-    return found
+                uneven.add(point)
+    return uneven
 
 
 class _Placer:
@@ -85,7 +85,7 @@ class _Placer:
             self._read_call(index, gathered)
         self.result.reductions = self.reductions
 
-    # ------------------------------------------------------------------ what each call leaves to be summed
+    # Reading the calls
 
     def _read_call(self, index: int, gathered: frozenset[int]) -> None:
         call, shards = self.trace.calls[index], self.shards
@@ -110,10 +110,10 @@ class _Placer:
                 self.gradients.partial[tensor].add(index)
 
     def _goes_into_shards(self, index: int, tensor: int) -> bool:
-        """Do all results of a call that a whole value goes into see only a shard of it?"""
-        made = made_of(self.trace.calls[index], tensor, self.shards) & self.flow.carries
-        whole = {result for result in made if not self.shards.is_split(result)}
-        if whole and whole != made:
+        """Return whether all results that a replicated input of the call flows into are sharded."""
+        results = made_of(self.trace.calls[index], tensor, self.shards) & self.flow.carries
+        whole = {result for result in results if not self.shards.is_split(result)}
+        if whole and whole != results:
             self._refuse(index, NotPlaced("into-whole-and-cut"))
         return not whole
 
@@ -122,7 +122,7 @@ class _Placer:
         call = self.trace.calls[index]
         self.result.refusals.append(Refusal(index, replace(why, call=call.name, module=call.module), tensors))
 
-    # ------------------------------------------------------------------ the order of work
+    # The order of work
 
     def solve(self) -> Placement:
         self._place_forward_sums()
@@ -144,7 +144,7 @@ class _Placer:
         self._place_gradient_sums()
         return self.result
 
-    # ------------------------------------------------------------------ forward sums
+    # Forward sums
 
     def _place_forward_sums(self) -> None:
         self._shared = shared_sums(self.flow, self.shards, self.reductions, self.hook_points.leaving)
@@ -206,7 +206,7 @@ class _Placer:
 
     def _place_sum(self, index: int, output: int, kind: Reduction) -> None:
         if kind is Reduction.SUM and self._bias_is_read_elsewhere(index):
-            self.result.inside_reductions[index] = kind  # where the call can be given the bias once
+            self.result.inside_reductions[index] = kind  # there the call can pass the bias once
             return
         way = self._shared.get(index)
         crossing = None if way is not None else self.hook_points.leaving(output, index)
@@ -228,7 +228,7 @@ class _Placer:
         )
 
     def _multiplied(self, way: Way | None) -> None:
-        """What multiplies a partial value gets a partial gradient; what is added to it is divided among ranks."""
+        """Mark gradients of factors on a partial value's way as partial; divide the biases added to it."""
         if way is None:
             return
         self.result.divided_biases.update(way.biases)
@@ -238,7 +238,7 @@ class _Placer:
                     self.gradients.partial[tensor].add(step)
 
     def _place_bias(self, index: int) -> None:
-        """A bias added to a partial sum is divided if all readers are such sums (one module, run several times)."""
+        """Divide a bias added to partial sums if all its readers are such sums (one module, run several times)."""
         bias = self._bias_beside_sum(index)
         if bias is None:
             return
@@ -248,7 +248,7 @@ class _Placer:
             self.result.divided_biases.add(bias)
 
     def _bias_is_read_elsewhere(self, index: int) -> bool:
-        """Is what a call adds to a partial sum more than that: no parameter of its own, or read by others, too?"""
+        """Return whether the bias added to a partial sum is no parameter, or is also read by anything else."""
         bias = self._bias_beside_sum(index)
         return bias is not None and (
             self.trace.tensors[bias].kind != "parameter"
@@ -256,18 +256,18 @@ class _Placer:
         )
 
     def _bias_beside_sum(self, index: int) -> int | None:
-        """The bias that a call adds to a partial sum, which is summed further on."""
+        """Return the bias that a call adds to a partial sum which is reduced further on."""
         if index in self.result.inside_reductions:
             return None
         return row_bias_of(self.trace.calls[index], self.reductions.get(index))
 
     def _push_out_of_mixed(self) -> None:
         """Handle the replicated rows of partly sharded tensors, in reverse order."""
-        made = sorted(
+        mixed = sorted(
             ((p, t) for t, p in self.flow.producer.items() if self.shards.is_mixed(t) and t in self.flow.carries),
             reverse=True,
         )
-        for producer, tensor in made:
+        for producer, tensor in mixed:
             if tensor in self.gradients.pushed:
                 continue
             outputs = [t for t in self.flow.outputs[producer] if not self.gradients.settled(t)]
@@ -283,17 +283,17 @@ class _Placer:
                 self._scale_mixed(producer, tensor)
 
     def _scale_mixed(self, producer: int, tensor: int) -> None:
-        """Every rank has the full gradient of the whole rows: 1/tp of it is a part, and parts can be summed."""
+        """Scale the full gradient that every rank has of the replicated rows by 1/tp: such parts can be summed."""
         uses = self.gradients.uses[tensor]
         if any(u in self.gradients.partial.get(tensor, ()) for u in uses):
             self._refuse(producer, NotPlaced("mixed-gradients"))
             return
-        for use in uses:  # what left the mixed value downstream must leave nothing upstream unsummed
+        for use in uses:  # a partial gradient pushed up to this value would stay unsummed
             if any(t in self.gradients.pushed for t in self.flow.outputs[use]):
                 self._refuse(producer, NotPlaced("partial-cannot-pass"))
                 return
         crossing = self.hook_points.leaving(tensor, producer)
-        dim = next(d for d, found in enumerate(self.shards.layouts(tensor)) if found is not None)
+        dim = next(d for d, each in enumerate(self.shards.layouts(tensor)) if each is not None)
         layout = str(self.shards.layouts(tensor)[dim])
         if crossing is None:
             self.result.inside_scales[producer] = tensor

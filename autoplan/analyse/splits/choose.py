@@ -1,4 +1,4 @@
-"""Choose which axis classes are split, and list the tp sizes at which everything divides."""
+"""Choose the axis classes to split, and list the tp sizes at which all of them are divisible."""
 
 from __future__ import annotations
 
@@ -36,39 +36,39 @@ from autoplan.values.reasons import (
     TooFewRows,
 )
 
-# Which axis classes can be split, and which are.
+# Candidates and choices.
 #
-# A class can be split when nothing on its way forbids it, it sits in weights and is contracted with one (so that
-# cutting it pays), and it is neither input data nor the residual stream. The residual is recognised by what it is, `x
-# + f(x)` where f goes through a weight, not by a name or by being frequent. Among the candidates the ones that hold
-# most bytes win; a weight is cut once.
+# A class can be split when no event on it forbids it, it is in weights and is contracted with one (so that sharding it
+# pays), and it is neither input data nor the residual stream. The residual is recognised by structure, `x + f(x)`
+# where f goes through a weight, not by name or frequency. Among the candidates the ones that hold most bytes win; a
+# weight is sharded along one class.
 #
-# The vocabulary is a case of its own: rows of a table that is looked up, columns of the head whose product leaves the
-# model. It may be cut unevenly.
+# The vocabulary is a special case: rows of a table that is looked up, columns of the head whose product leaves the
+# model. It may be sharded unevenly.
 
 # Events that allow a split at a price: classes without them go first.
 PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "variance": 4, "length": 4, "created": 1, "const": 1}
 FREE = frozenset({"contract_w", "batch_w", "batch_a", "free_a", "conv_group", "random", "experts"})
 _OTHER_PRICE = 2
-_WORTHWHILE = 16  # rows: a narrower dim saves less than the sum it costs
-_EXPENSIVE = 3  # a class this expensive goes after all cheaper ones, whatever it holds
-# A norm written out, over the width of values that products mix.
+_WORTHWHILE = 16  # splitting a narrower dim saves less than its sum costs
+_EXPENSIVE = 3  # a class this expensive goes after all cheaper ones, whatever its size
+# A norm written out in ops, over a free dim of products.
 _TOO_EXPENSIVE = (frozenset({"variance", "free_a"}), frozenset({"length", "free_a"}))
 
 Occurrences = dict[Term, dict[int, set[int]]]
-_Candidate = tuple[bool, int, int, Term]  # is it expensive, less what it holds, what it costs
+_Candidate = tuple[bool, int, int, Term]  # (is expensive, minus elements held, price, leaf)
 
 
 @dataclass
 class SplitMarks:
-    """The split leaves with their marks, and for every other candidate why not."""
+    """The split leaves with their marks, and for every other candidate the reason against it."""
 
     marks: dict[Term, str] = field(default_factory=dict)
     reasons: dict[Term, Reason] = field(default_factory=dict)
     indivisible: dict[Term, int] = field(default_factory=dict)
     partners: dict[Term, Term] = field(default_factory=dict)  # query heads that follow key/value heads, see `_partner`
     vocabularies: set[Term] = field(default_factory=set)
-    order: tuple[Term, ...] = ()  # of the candidates: of those that share a weight, the first that divides is split
+    order: tuple[Term, ...] = ()  # candidates: of those that share a weight, the first divisible one is split
 
     def mark_vocabulary(self, leaf: Term) -> None:
         self.marks[leaf] = "!"
@@ -77,21 +77,21 @@ class SplitMarks:
 
 
 def occurrences(trace: Trace, axes: Axes) -> Occurrences:
-    """For every leaf the parameters it sits in, and in which dims."""
-    found: Occurrences = defaultdict(dict)
+    """Return the parameters that each leaf is in, with the dims."""
+    places: Occurrences = defaultdict(dict)
     for tensor in range(len(trace.tensors)):
         if not axes.is_stored_weight(tensor):
             continue
         for dim, term in enumerate(axes.of(tensor)):
             for leaf in leaves(term):
-                found[find(leaf)].setdefault(tensor, set()).add(dim)
-    return found
+                places[find(leaf)].setdefault(tensor, set()).add(dim)
+    return places
 
 
 def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
-    """Leaves of the residual stream: dims shared by both sides of `x + f(x)` when f goes through a weight."""
+    """Return the leaves of the residual stream: dims on both sides of `x + f(x)` when f goes through a weight."""
     same = _Sameness(trace, axes)
-    reached: dict[int, int] = defaultdict(int)  # tensor -> bit set of ancestors
+    reached: dict[int, int] = defaultdict(int)  # tensor -> bit set of its ancestors
     through: dict[int, int] = defaultdict(int)  # the same, on paths through a contraction with a weight
     terms: set[Term] = set()
     for op in trace.ops:
@@ -109,7 +109,7 @@ def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
             above |= reached[tensor] | 1 << tensor
             through_above |= through[tensor]
         for tensor in outputs:
-            if tensor not in inputs:  # in place, or one and the same value: it is no ancestor of itself
+            if tensor not in inputs:  # in place or the same value: no ancestor of itself
                 reached[tensor] |= above
                 through[tensor] |= above if weighted else through_above
     return {leaf for leaf in terms if not leaf.data}
@@ -139,7 +139,7 @@ class _Sameness:
 
 
 def _stays_itself(op: Op) -> bool:
-    """Does the op hand on a copy, the same in another shape, or the same but for numbers that scale and shift it?"""
+    """Return whether the op returns a copy, a reshaped value, or the value scaled and shifted by numbers."""
     record = op_record(op.name)
     dropped = record.random.when == "rate" and record.reduces is nothing
     scaled = record.drawn is Drawn.MUL or record.linear in (Linear.ADDS, Linear.SUBTRACTS)
@@ -147,7 +147,7 @@ def _stays_itself(op: Op) -> bool:
 
 
 def _contracts_weight(op: Op, tensors: tuple[int, ...], trace: Trace, axes: Axes) -> bool:
-    """Does the op mix the features of a value? A convolution of each channel by itself does not."""
+    """Return whether the op mixes the features of a value; a depthwise convolution does not."""
     record = op_record(op.name)
     if record.drawn is Drawn.CONVOLUTION and trace.tensors[op.args[1].id].shape[1] == 1 and groups_of(op) > 1:
         return False
@@ -164,38 +164,38 @@ def choose(
     vocabularies: set[Term] | None = None,
     uneven: Mapping[Term, int] = MappingProxyType({}),
 ) -> SplitMarks:
-    """Pick the classes to split at `tp`. `refused` are leaves an earlier round could not place, with reasons.
+    """Choose the classes to split at `tp`. `refused` are leaves an earlier round could not place, with reasons.
 
-    `uneven`: those that may be cut unevenly, and how many of each stay together.
+    `uneven`: leaves that may be split unevenly, with the number of units that stay together.
     """
     choice = SplitMarks()
-    found = occurrences(trace, axes)
+    places = occurrences(trace, axes)
     taken: set[int] = set()
-    candidates = _candidates(trace, axes, found, refused, choice)
+    candidates = _candidates(trace, axes, places, refused, choice)
     rivalled = []
     for leaf in sorted(vocabularies or (), key=lambda x: -x.size):
         if leaf in refused:
             choice.reasons[leaf] = refused[leaf]
         elif not chunk(leaf.size, tp, tp - 1):
             choice.reasons[leaf] = TooFewRows(leaf.size, tp)
-        elif _rivalled(leaf, candidates, found, trace, tp):
+        elif _rivalled(leaf, candidates, places, trace, tp):
             rivalled.append(leaf)
         else:
             choice.mark_vocabulary(leaf)
-            taken |= weights_of(leaf, found, trace)
+            taken |= weights_of(leaf, places, trace)
     choice.order = tuple(leaf for _, _, _, leaf in candidates)
     for leaf in choice.order:
-        own = weights_of(leaf, found, trace)
+        own = weights_of(leaf, places, trace)
         if leaf in choice.marks:
             continue
         if own & taken:
             choice.reasons[leaf] = AlreadySplit()
             continue
-        partner = _partner(leaf, found, candidates, taken, trace, axes)
+        partner = _partner(leaf, places, candidates, taken, trace, axes)
         if _mark(choice, leaf, partner, tp, uneven):
             taken |= own
     for leaf in rivalled:
-        if not weights_of(leaf, found, trace) & taken:
+        if not weights_of(leaf, places, trace) & taken:
             choice.mark_vocabulary(leaf)
         elif leaf not in choice.marks:
             choice.reasons[leaf] = AlreadySplit(cheaper=True)
@@ -205,7 +205,7 @@ def choose(
 def _candidates(
     trace: Trace, axes: Axes, found: Occurrences, refused: dict[Term, Reason], choice: SplitMarks
 ) -> list[_Candidate]:
-    """What could be split, the cheapest and largest first; of the others, why not."""
+    """Return the leaves that could be split, cheapest and largest first; record reasons against the others."""
     residual = residual_leaves(trace, axes)
     inside = _inside_blocks(axes)
     candidates: list[_Candidate] = []
@@ -215,14 +215,14 @@ def _candidates(
             choice.reasons[leaf] = reason if reason is not None else InsideScaledBlock()
             continue
         weights = [t for t in places if len(trace.tensors[t].shape) >= 2]
-        held = sum(prod(trace.tensors[t].shape) for t in weights)
+        elements = sum(prod(trace.tensors[t].shape) for t in weights)
         price = sum(0 if e in FREE else PRICE.get(e, _OTHER_PRICE) for e in leaf.events)
-        candidates.append((price > _EXPENSIVE, -held, price, leaf))
+        candidates.append((price > _EXPENSIVE, -elements, price, leaf))
     return sorted(candidates, key=lambda c: c[:3])
 
 
 def _mark(choice: SplitMarks, leaf: Term, partner: Term | None, tp: int, uneven: Mapping[Term, int]) -> bool:
-    """Say how a class is split, or why it cannot be. Is it?"""
+    """Mark a class as split, or record why it cannot be; return whether it is split."""
     if partner is not None:
         choice.partners[leaf] = partner
     groups = gcd(leaf.size, tp)
@@ -241,34 +241,34 @@ def _mark(choice: SplitMarks, leaf: Term, partner: Term | None, tp: int, uneven:
 
 
 def _rivalled(rows: Term, candidates: list[_Candidate], found: Occurrences, trace: Trace, tp: int) -> bool:
-    """Is a head narrower than what it reads, which can be split? Then its sum is cheaper than its input's gradient."""
-    held = sum(prod(trace.tensors[t].shape) for t in weights_of(rows, found, trace))
+    """Return whether a head is narrower than its input, which can be split: its output is then the cheaper sum."""
+    elements = sum(prod(trace.tensors[t].shape) for t in weights_of(rows, found, trace))
     return any(
-        not expensive and -more > held and leaf.size > rows.size and leaf.size % tp == 0 and leaf is not rows
+        not expensive and -more > elements and leaf.size > rows.size and leaf.size % tp == 0 and leaf is not rows
         for expensive, more, _, leaf in candidates
         if weights_of(leaf, found, trace) & weights_of(rows, found, trace)
     )
 
 
 def _inside_blocks(axes: Axes) -> set[Term]:
-    """Axes of quantised weights within blocks: a companion has one scale for a block, so it has only axes outside."""
+    """Return axes inside the scaling blocks of quantised weights: companions, with one scale a block, lack them."""
     blocks: set[Term] = set()
     for weight, companions in axes.companions.items():
         scaled = [{find(leaf) for term in axes.of(other) for leaf in leaves(term)} for other in companions]
         for term in axes.of(weight):
             parts = leaves(term)
-            for held in scaled:
-                outside = [place for place, leaf in enumerate(parts) if find(leaf) in held]
+            for axes_of_scales in scaled:
+                outside = [place for place, leaf in enumerate(parts) if find(leaf) in axes_of_scales]
                 if outside:
-                    blocks |= {find(leaf) for leaf in parts[outside[0] :] if find(leaf) not in held}
+                    blocks |= {find(leaf) for leaf in parts[outside[0] :] if find(leaf) not in axes_of_scales}
     return blocks
 
 
 def _partner(
     leaf: Term, found: Occurrences, candidates: list[_Candidate], taken: set[int], trace: Trace, axes: Axes
 ) -> Term | None:
-    """The axis that splits on where `leaf` (key/value heads, fewer than ranks) cannot: query heads within a group.
-    Ranks form groups; each group holds some key/value heads, and its ranks shard the query heads of those."""
+    """Return the axis that splits further where `leaf` (key/value heads, fewer than ranks) cannot: query heads within a
+    group. Ranks form groups; each group holds some key/value heads, and its ranks shard the query heads of those."""
     mine = weights_of(leaf, found, trace)
     for _, _, _, other in candidates:
         theirs = weights_of(other, found, trace)
@@ -280,7 +280,7 @@ def _partner(
 
 
 def _follows(major: Term, minor: Term, terms: tuple[Term, ...]) -> bool:
-    """Does some dim run over `minor` right inside `major`?"""
+    """Return whether some dim runs over `minor` right inside `major`."""
     for term in terms:
         parts = [find(part) for part in factors(term)]
         if major in parts and minor in parts and parts.index(minor) == parts.index(major) + 1:
@@ -300,7 +300,7 @@ def _why_not(
     residual: set[Term],
     refused: dict[Term, Reason],
 ) -> Reason | None:
-    """The first reason against splitting a leaf, if there is one."""
+    """Return the first reason against splitting a leaf, if there is one."""
     if leaf.data:
         return SizeOfInput()
     if leaf in residual:
@@ -324,8 +324,8 @@ def _why_not(
 
 
 def _made_and_summed(leaf: Term, trace: Trace, axes: Axes) -> bool:
-    """Do products with one and the same weight bring a leaf in and sum over it? (A decoder that is its encoder,
-    transposed.)"""
+    """Return whether products with the same weight both produce a leaf and sum over it (an autoencoder with tied
+    weights)."""
     summed: dict[int, set[bool]] = defaultdict(set)
     for op in trace.ops:
         product = op_record(op.name).product
@@ -333,27 +333,27 @@ def _made_and_summed(leaf: Term, trace: Trace, axes: Axes) -> bool:
             continue
         value, weight = (op.args[place] for place in (product.value, product.weight))
         if isinstance(value, Ref) and isinstance(weight, Ref) and weight.id in axes.sources:
-            weights, values = ({find(x) for t in axes.of(one.id) for x in leaves(t)} for one in (weight, value))
+            weights, values = ({find(x) for t in axes.of(operand.id) for x in leaves(t)} for operand in (weight, value))
             if leaf in weights:
                 summed[axes.sources[weight.id]].add(leaf in values)
     return any(len(ways) == 2 for ways in summed.values())
 
 
 def _width(shape: tuple[int, ...], dim: int) -> int:
-    """How wide the side of a weight is that a dim belongs to: heads and their width may have a dim each."""
+    """Return the width of a weight's side that a dim belongs to: heads and head width may be two dims."""
     others = sorted(size for d, size in enumerate(shape) if d != dim)
     return shape[dim] * prod(others[:-1])
 
 
-# The sizes at which everything divides that can be split, and no block of a quantised weight is parted.
+# The sizes at which every class that can be split is divisible, and no block of a quantised weight is split.
 
 
 @dataclass(frozen=True)
 class Tried:
     """The candidates in the order in which they were tried first, and those that were given up at this size.
 
-    `blocked`: axes that would be cut inside a block of a quantised weight, each with the axis that splits on within it.
-    `why`: where that would be.
+    `blocked`: axes that would be split inside a block of a quantised weight, each with its partner axis. `why`: where
+    that would be.
     """
 
     order: tuple[Term, ...] = ()
@@ -362,8 +362,8 @@ class Tried:
 
 
 def legal_sizes(trace: Trace, axes: Axes, choice: SplitMarks, tried: Tried, packed: Packed) -> tuple[int, ...]:
-    """Sizes at which every class that can be split divides, between the blocks of quantised weights. Key/value heads
-    may be shared by groups of ranks, or held by all while the queries of each are sharded."""
+    """Return the sizes by which every class is divisible, between blocks of quantised weights. Key/value heads may be
+    shared by groups of ranks, or replicated while the queries of each are sharded."""
     vocabularies = choice.vocabularies
     partners = {**choice.partners, **{leaf: other for leaf, other in tried.blocked.items() if other is not None}}
     splittable = dict.fromkeys((*choice.marks, *choice.indivisible, *tried.blocked))
@@ -386,7 +386,7 @@ def legal_sizes(trace: Trace, axes: Axes, choice: SplitMarks, tried: Tried, pack
 
 
 def _first_choices(trace: Trace, axes: Axes, tried: Tried, splittable: Iterable[Term]) -> set[Term]:
-    """What is split where everything divides: others are tried only for weights that nothing before them cuts."""
+    """Return the classes split where all are divisible: later ones count only for weights still unsplit."""
     places = {leaf: number for number, leaf in enumerate(tried.order)}
     occurring = occurrences(trace, axes)
     choices, taken = set(), set[int]()

@@ -1,4 +1,4 @@
-"""Expert parallelism: put modules that hold a stack of experts into one box, and keep experts whole where asked."""
+"""Expert parallelism: treat modules that hold a stack of experts as one op, and keep experts unsplit where asked."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from autoplan.ops.records.record import REMOVED
 from autoplan.values import Call, IntegerEdit, LocalExperts, ModuleVisit, Op, Ref, Trace, refs
 from autoplan.values.reasons import ExpertsDoNotDivide, ExpertsWhole, OnlyExperts, Reason
 
-# Experts over ranks instead of inside: modules that hold a stack of experts, seen from outside as one op.
+# Experts distributed over ranks instead of sharded: modules that hold a stack of experts are treated as one op.
 #
-# Under expert parallelism a rank holds some of the experts, whole. What then happens inside the module is decided by
-# the values of integers (which token goes to which expert), and no dimension of any tensor says so. But it need not
-# be followed: what the module does for one token and one expert depends on no other, so from outside it is a sum over
-# its experts. Such a module is put in a box here, one op between its inputs and its output, which has the experts'
-# axis as the first dim of its weights. The rest of the analysis sees a contraction over that axis and treats it as
-# any other.
+# Under expert parallelism a rank holds some of the experts entirely. What happens inside the module then depends on the
+# values of integers (which token goes to which expert), which no dimension of any tensor shows. But it need not be
+# followed: the result for one token and one expert depends on no other, so from outside the module is a sum over its
+# experts. Such a module is boxed here: it becomes one op between its inputs and its output, which has the experts' axis
+# as the first dim of its weights. The rest of the analysis sees a contraction over that axis and treats it as any
+# other.
 #
-# Two forms are known, both by structure alone: several weights of three dims or more with one leading size, and either
+# Two forms are recognised by structure: several weights of three dims or more with one leading size, and either
 #
-#     routed   tokens, integers (which experts) and weights of the same shape as these; what comes out is like the
-#              tokens
-#     sorted   the tokens of every expert one after the other: the experts are the major part of the first dim
+#     routed   tokens, integers (the chosen experts) and weights of their shape; the output has the tokens' shape
+#     sorted   the tokens of every expert one after the other: the experts are the major factor of the first dim
 #
-# A box takes the place of the recorded ops and calls without moving any other: their numbers stay what they were.
+# A box replaces the recorded ops and calls without moving any other: their indices stay the same.
 
 _STACKED = 3  # dims of a weight that holds one matrix for each expert
 _INTEGERS = ("int64", "int32", "int16", "uint8")
@@ -41,7 +40,7 @@ _INTEGERS = ("int64", "int32", "int16", "uint8")
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """A module that holds experts: the tensors of its weights, and what is to be done at its boundaries."""
+    """A module that holds experts: the tensors of its weights, and the work at its boundaries."""
 
     stack: tuple[int, ...]
     site: LocalExperts
@@ -55,26 +54,26 @@ class ExpertStack:
         return self.site.experts
 
 
-# ------------------------------------------------------------------------------------------------ recognising them
+# Recognising experts
 
 
 def find_experts(trace: Trace, axes: Axes) -> tuple[ExpertStack, ...]:
-    """Every module of the trace whose experts can live on different ranks."""
+    """Return every module of the trace whose experts can be distributed over ranks."""
     visits: dict[str, list[ModuleVisit]] = {}
     for visit in trace.visits:
         visits.setdefault(visit.module, []).append(visit)
-    found = []
+    expert_stacks = []
     for module, runs in visits.items():
         stack = _stack_of(module, trace)
         forms = {_form(visit, stack, trace, axes) for visit in runs} if stack else set()
         if len(forms) == 1 and None not in forms and _self_contained(module, stack, runs, trace):
             form = next(form for form in forms if form is not None)
-            found.append(ExpertStack(stack, replace(form, pattern=module)))
-    return tuple(found)
+            expert_stacks.append(ExpertStack(stack, replace(form, pattern=module)))
+    return tuple(expert_stacks)
 
 
 def _stack_of(module: str, trace: Trace) -> tuple[int, ...]:
-    """The module's own parameters with one slice for each expert; empty when there is no such leading dim."""
+    """Return the module's own parameters with one slice for each expert; empty if there is no such leading dim."""
     own = {
         number: info.shape
         for number, info in enumerate(trace.tensors)
@@ -89,12 +88,12 @@ def _stack_of(module: str, trace: Trace) -> tuple[int, ...]:
 
 
 def _form(visit: ModuleVisit, stack: tuple[int, ...], trace: Trace, axes: Axes) -> LocalExperts | None:
-    """Where tokens, indices and weights enter in one run of the module."""
+    """Return the paths of tokens, indices and weights in one run of the module."""
     shapes = {tensor: trace.tensors[tensor].shape for _, tensor in (*visit.inputs, *visit.outputs)}
     if len(visit.outputs) != 1:
         return None
-    (result, made), count = visit.outputs[0], trace.tensors[stack[0]].shape[0]
-    out = shapes[made]
+    (result, output), count = visit.outputs[0], trace.tensors[stack[0]].shape[0]
+    out = shapes[output]
     floats = [(path, t) for path, t in visit.inputs if trace.tensors[t].differentiable]
     integers = [(path, t) for path, t in visit.inputs if trace.tensors[t].dtype in _INTEGERS]
     if len(floats) + len(integers) != len(visit.inputs):
@@ -106,14 +105,14 @@ def _form(visit: ModuleVisit, stack: tuple[int, ...], trace: Trace, axes: Axes) 
         return LocalExperts("", count, tokens[0][0], index, weights[0][0], result) if tokens and weights else None
     if len(floats) == 1 and not integers and shapes[floats[0][1]] == out and len(out) > 1:
         experts = find(axes.of(stack[0])[0])
-        major = [factors(axes.of(t)[0])[:1] for t in (floats[0][1], made)]
+        major = [factors(axes.of(t)[0])[:1] for t in (floats[0][1], output)]
         sorted_by_expert = all(len(parts) == 1 and find(parts[0]) is experts for parts in major)
         return LocalExperts("", count, floats[0][0], output=result) if sorted_by_expert else None
     return None
 
 
 def _self_contained(module: str, stack: tuple[int, ...], runs: list[ModuleVisit], trace: Trace) -> bool:
-    """Are the weights read in there only, and does nothing inside draw random numbers?"""
+    """Return whether the weights are read only inside the module, and nothing inside draws random numbers."""
     spans = [_ops_of(visit, trace) for visit in runs]
     if any(span is None for span in spans):
         return False
@@ -128,19 +127,19 @@ def _ops_of(visit: ModuleVisit, trace: Trace) -> tuple[int, int] | None:
     return (calls[0].ops[0], calls[-1].ops[1]) if calls and calls[0].ops[0] < calls[-1].ops[1] else None
 
 
-# ------------------------------------------------------------------------------------------------ the box
+# The box
 
 
 def boxed(trace: Trace, stacks: Iterable[ExpertStack]) -> Trace:
-    """The trace with one op and one call for every run of these modules."""
+    """Return the trace with one op and one call for every run of these modules."""
     ops, calls, visits = list(trace.ops), list(trace.calls), list(trace.visits)
-    known = {stack.module: stack for stack in stacks}
+    by_module = {stack.module: stack for stack in stacks}
     for number, visit in enumerate(trace.visits):
-        if visit.module in known:
-            _put_in_box(known[visit.module], visit, trace, ops, calls)
-        elif any(trace.visits[above].module in known for above in _above(number, trace)):
+        if visit.module in by_module:
+            _put_in_box(by_module[visit.module], visit, trace, ops, calls)
+        elif any(trace.visits[above].module in by_module for above in _above(number, trace)):
             visits[number] = replace(visit, inputs=(), outputs=())
-    comparisons = tuple(item for item in trace.comparisons if item[0] not in known)
+    comparisons = tuple(item for item in trace.comparisons if item[0] not in by_module)
     return replace(trace, ops=tuple(ops), calls=tuple(calls), visits=tuple(visits), comparisons=comparisons)
 
 
@@ -152,7 +151,7 @@ def _above(visit: int, trace: Trace) -> Iterator[int]:
 
 
 def _put_in_box(stack: ExpertStack, visit: ModuleVisit, trace: Trace, ops: list[Op], calls: list[Call]) -> None:
-    """One op where the output was made, one call where the module's last was; of the others nothing is left."""
+    """Put one op where the output was made and one call in place of the module's last; blank out the others."""
     span = _ops_of(visit, trace)
     assert span is not None
     output = Ref(visit.outputs[0][1])
@@ -161,29 +160,29 @@ def _put_in_box(stack: ExpertStack, visit: ModuleVisit, trace: Trace, ops: list[
     others = tuple(Ref(t) for t in read if t not in stack.stack and trace.tensors[t].kind in ("parameter", "buffer"))
     routing = tuple(inputs[path] for path in (stack.site.index, stack.site.weights) if path is not None)
     args = (tuple(Ref(t) for t in stack.stack), inputs[stack.site.tokens], routing, others)
-    made = max(number for number in range(*span) if output.id in refs(trace.ops[number].outputs))
+    producer = max(number for number in range(*span) if output.id in refs(trace.ops[number].outputs))
     for number in range(*span):
         ops[number] = replace(ops[number], name=REMOVED, args=(), kwargs={}, outputs=())
-    ops[made] = Op(BOX, "", args, {}, (output,), stack.module)
+    ops[producer] = Op(BOX, "", args, {}, (output,), stack.module)
     first, last = visit.calls
     for number in range(first, last):
         calls[number] = replace(calls[number], name=REMOVED, args=(), kwargs={}, outputs=(), ops=(span[1], span[1]))
     calls[last - 1] = Call(BOX, stack.module, visit.visit, 0, args, {}, output, span)
 
 
-# ------------------------------------------------------------------------------------------------ what a rank does
+# The work of a rank
 
 
 def split_stacks(stacks: Iterable[ExpertStack], shards: Shards) -> tuple[ExpertStack, ...]:
-    """Those whose experts did end up on different ranks."""
+    """Return those whose experts did end up on different ranks."""
     return tuple(stack for stack in stacks if all(shards.is_split(tensor) for tensor in stack.stack))
 
 
 def expert_edits(trace: Trace, axes: Axes, stacks: Iterable[ExpertStack], tp: int) -> tuple[IntegerEdit, ...]:
-    """How many experts a module believes to have, where it stores that.
+    """Return the edits of attributes in which a module stores how many experts it has.
 
-    The trace shows one implementation of its forward, and another may read what this one does not. So the attribute
-    is the one that has this value in every module of the class, and that gives no other dim its size.
+    The trace shows one implementation of its forward, and another may read an attribute that this one does not. So the
+    attribute is one that has this value in every module of the class, and that gives no other dim its size.
     """
     stacks = tuple(stacks)
     counting = {stack.module: _counting(trace, axes, stack) for stack in stacks}
@@ -200,7 +199,7 @@ def expert_edits(trace: Trace, axes: Axes, stacks: Iterable[ExpertStack], tp: in
 
 
 def _counting(trace: Trace, axes: Axes, stack: ExpertStack) -> set[str]:
-    """The module's own attributes that equal the number of its experts, and are not known to say something else."""
+    """Return the module's attributes that equal the number of its experts and are not known to mean something else."""
     stored = trace.attributes.get(stack.module, {})
     equal = {name for name, value in stored.items() if value == stack.experts and "." not in name}
     experts = find(axes.of(stack.stack[0])[0])
@@ -212,10 +211,10 @@ def _counting(trace: Trace, axes: Axes, stack: ExpertStack) -> set[str]:
     return equal
 
 
-# The solution where whole experts are placed on different ranks, rather than each of them cut inside.
+# The solution where experts are distributed over ranks, rather than each of them sharded.
 #
-# Modules that hold stacks of experts are put in boxes (experts.py) and everything is solved as ever. One whose experts
-# cannot be placed so after all is opened again, so that it is cut inside, and the solution says why.
+# Modules that hold stacks of experts are boxed and everything is solved as usual. One whose experts cannot be
+# distributed after all is opened again, so that each is sharded, and the solution says why.
 
 Experts = Literal["inside", "apart", "alone"]
 
@@ -223,7 +222,7 @@ Experts = Literal["inside", "apart", "alone"]
 def solve_experts(
     trace: Trace, tp: int, *, experts: Experts = "inside", demands: Demands = NO_DEMANDS, **how: Any
 ) -> Solution:
-    """With experts cut "inside", whole on different ranks ("apart"), or that with nothing else split ("alone")."""
+    """Solve with experts sharded ("inside"), distributed over ranks ("apart"), or only that ("alone")."""
     if experts == "inside":
         return solve(trace, tp, demands=demands, **how)
     axes = infer_axes(trace)
@@ -233,22 +232,22 @@ def solve_experts(
     inside: dict[str, Reason] = {s.module: ExpertsDoNotDivide(s.experts, tp) for s in stacks if s.experts % tp}
     while True:
         used = tuple(stack for stack in stacks if stack.module not in inside)
-        found = solve(boxed(trace, used), tp, demands=demands, **how)
-        assert found.shards is not None
-        apart = split_stacks(used, found.shards)
+        solution = solve(boxed(trace, used), tp, demands=demands, **how)
+        assert solution.shards is not None
+        apart = split_stacks(used, solution.shards)
         if len(apart) == len(used):
             break
-        inside |= {stack.module: _why_not(stack, trace, found) for stack in used if stack not in apart}
-    known = {(edit.pattern, edit.name, edit.index) for edit in found.runtime.of(IntegerEdit)}
-    edits = [e for e in expert_edits(trace, axes, used, tp) if (e.pattern, e.name, e.index) not in known]
+        inside |= {stack.module: _why_not(stack, trace, solution) for stack in used if stack not in apart}
+    existing = {(edit.pattern, edit.name, edit.index) for edit in solution.runtime.of(IntegerEdit)}
+    edits = [e for e in expert_edits(trace, axes, used, tp) if (e.pattern, e.name, e.index) not in existing]
     sites = [stack.site for stack in used]
-    others = [instruction for instruction in found.runtime.instructions if not isinstance(instruction, IntegerEdit)]
-    runtime = replace(found.runtime, instructions=(*sites, *found.runtime.of(IntegerEdit), *edits, *others))
-    return replace(found, trace=trace, runtime=runtime, experts_inside=tuple(inside.items()))
+    others = [instruction for instruction in solution.runtime.instructions if not isinstance(instruction, IntegerEdit)]
+    runtime = replace(solution.runtime, instructions=(*sites, *solution.runtime.of(IntegerEdit), *edits, *others))
+    return replace(solution, trace=trace, runtime=runtime, experts_inside=tuple(inside.items()))
 
 
 def _why_not(stack: ExpertStack, trace: Trace, found: Solution) -> Reason:
-    """Why the axis of a module's experts is whole in a solution."""
+    """Return why the axis of a module's experts is not split in a solution."""
     weight = trace.tensors[stack.stack[0]].names[0]
     places = (fact for fact in found.classes if (weight, 0) in fact.parameters)
     reasons = [fact.reason for fact in places if fact.reason is not None]
@@ -256,6 +255,6 @@ def _why_not(stack: ExpertStack, trace: Trace, found: Solution) -> Reason:
 
 
 def _others(trace: Trace, stacks: tuple[ExpertStack, ...]) -> set[int]:
-    """All parameters but the experts'."""
-    held = {number for stack in stacks for number in stack.stack}
-    return {number for number, info in enumerate(trace.tensors) if info.kind == "parameter"} - held
+    """Return all parameters but the experts'."""
+    of_experts = {number for stack in stacks for number in stack.stack}
+    return {number for number, info in enumerate(trace.tensors) if info.kind == "parameter"} - of_experts

@@ -1,10 +1,10 @@
-"""Which stored integers must become smaller on a rank, worked out from where each literal came from.
+"""Find the stored integers that must become smaller on a rank, from the origin of each literal.
 
 Every literal that was computed from a stored attribute is an equation: evaluated with the edited attributes and the
-rank's own tensor sizes it must give what the rank needs there. That holds for literals along split dimensions (they
-shrink) and for all others (they stay). Equalities that the module's Python tests must keep their outcome, and an
-attribute that turned into a float is never edited: it would change numbers. What no edit solves is left over, for the
-scoped function mode or for a refusal.
+rank's own tensor sizes it must give the number that the rank needs. That holds for literals along split dimensions
+(they shrink) and for all others (they stay). Equalities that the module's Python tests must keep their outcome, and an
+attribute that turned into a float is never edited: it would change numbers. What no edit solves is left to the scoped
+function mode or refused.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Edits:
     broken_comparisons: list[tuple[str, Any, Any, bool]] = field(default_factory=list)
 
     def as_edits(self) -> tuple[IntegerEdit, ...]:
-        found = []
+        edits = []
         for (_, module, name, index), values in self.values.items():
             holder, _, own = name.rpartition(".")
             per_rank = values if len(set(values)) > 1 else None
-            found.append(IntegerEdit(module, own, index, 0, values[0], per_rank, holder))
-        return tuple(found)
+            edits.append(IntegerEdit(module, own, index, 0, values[0], per_rank, holder))
+        return tuple(edits)
 
 
 class _Equations:
@@ -48,11 +48,11 @@ class _Equations:
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
-        found = []
+        required = []
         for index, call in enumerate(shards.trace.calls):
-            if not made_whole(call, shards):  # cut afterwards: its sizes stay
-                found += requirements(index, call, shards)
-        self.required = found
+            if not made_whole(call, shards):  # sliced afterwards: its sizes stay
+                required += requirements(index, call, shards)
+        self.required = required
         self.old: dict[Attribute, int] = {}
         self.of_module: dict[str, list[Requirement]] = defaultdict(list)
         self.plain_left: list[Requirement] = []
@@ -65,7 +65,7 @@ class _Equations:
                 self.plain_left.append(requirement)
 
     def _everything(self) -> Iterator[Requirement]:
-        """Requirements, and the literals elsewhere that must stay what they are."""
+        """Yield the requirements, and the literals elsewhere that must stay the same."""
         wanted = {(r.call, r.path) for r in self.required}
         yield from self.required
         for index, call in enumerate(self.shards.trace.calls):
@@ -93,8 +93,8 @@ class _Equations:
         return evaluate(have.origin, lambda tensor, dim: self._size(tensor, dim, rank), attribute)
 
     def seen(self, requirement: Requirement, edits: dict[Attribute, Values]) -> tuple[int, ...]:
-        found = (self.value(requirement.have, edits, rank) for rank in range(self.shards.tp))
-        return tuple(requirement.old if value is None else value for value in found)
+        values = (self.value(requirement.have, edits, rank) for rank in range(self.shards.tp))
+        return tuple(requirement.old if value is None else value for value in values)
 
     def original(self, attribute: Attribute) -> int | None:
         if attribute not in self.old:
@@ -187,7 +187,7 @@ def _best(
 def _options(
     equations: _Equations, mine: list[Requirement], tests: list[tuple[str, Any, Any, bool]]
 ) -> dict[Attribute, list[Values]]:
-    """For each attribute in an equation that fails, the values worth trying: scaled as the equation asks."""
+    """Return the values worth trying for each attribute in a failing equation: scaled as the equation asks."""
     options: dict[Attribute, dict[Values, None]] = defaultdict(dict)
     tp = equations.shards.tp
     for requirement in mine:

@@ -26,7 +26,7 @@ from autoplan.ops.records.sizes import (
 )
 from autoplan.values import Call, Ref, Symbolic, Trace, refs
 
-# Reading the arguments of a recorded call.
+# Arguments of a recorded call.
 
 
 def is_integer(value: Any) -> bool:
@@ -38,7 +38,7 @@ def number(value: Any) -> int:
 
 
 def argument(call: Call, position: int, *names: str) -> tuple[tuple[Any, ...], Any]:
-    """An argument by position or name, with its path."""
+    """Return an argument by position or name, with its path."""
     if len(call.args) > position:
         return ("args", position), call.args[position]
     for name in names:
@@ -47,10 +47,10 @@ def argument(call: Call, position: int, *names: str) -> tuple[tuple[Any, ...], A
     return (), None
 
 
-# Calls that make equal pieces of a value, where ranks hold unequal ones.
+# Calls that split a value into equal pieces, where the local pieces are unequal.
 #
-# Of two pieces of one projection one may be split while its neighbour stays whole. No number that the call is told
-# gives a rank's lengths then, so they are planned.
+# Of two pieces of one projection one may be sharded and the other replicated. No single argument of the call gives a
+# rank's lengths then, so they are planned.
 
 
 def parted_dim(call: Call, shards: Shards) -> int:
@@ -58,18 +58,18 @@ def parted_dim(call: Call, shards: Shards) -> int:
     sizes = call_record(call.name).sizes
     if isinstance(sizes, PieceCount) and sizes.dim is not None:  # the call says it by its name
         return min(sizes.dim, dims - 1)
-    _, given = argument(call, 2, "dim")
-    return number(given if given is not None else 0) % dims
+    _, dim = argument(call, 2, "dim")
+    return number(dim if dim is not None else 0) % dims
 
 
 def pieces_given(call: Call, shards: Shards) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
-    """Of a call that makes equal pieces: along which dim (from the end), and how long they must be on each rank, where
-    those differ. They do where one piece is split and its neighbour is not."""
-    told = call_record(call.name).sizes
-    if not isinstance(told, (Lengths, PieceCount)):
+    """Return, for a call that makes equal pieces, the dim (from the end) and the lengths that the pieces must have on
+    each rank, if those are unequal: where one piece is sharded and its neighbour is replicated."""
+    record = call_record(call.name).sizes
+    if not isinstance(record, (Lengths, PieceCount)):
         return None
     _, sections = argument(
-        call, told.at, "split_size_or_sections", "split_size", "chunks", "sections", "indices_or_sections"
+        call, record.at, "split_size_or_sections", "split_size", "chunks", "sections", "indices_or_sections"
     )
     outputs = list(refs(call.outputs))
     if not is_integer(sections) or not outputs:
@@ -78,11 +78,11 @@ def pieces_given(call: Call, shards: Shards) -> tuple[int, tuple[tuple[int, ...]
     wanted = tuple(
         tuple(shards.local_size(shards.axes.of(output)[dim], rank) for output in outputs) for rank in range(shards.tp)
     )
-    return None if all(_follow(told, sizes, len(outputs)) for sizes in wanted) else (dim, wanted)
+    return None if all(_follow(record, sizes, len(outputs)) for sizes in wanted) else (dim, wanted)
 
 
 def _follow(told: Lengths | PieceCount, sizes: tuple[int, ...], count: int) -> bool:
-    """Would the call give pieces of these lengths, were it told the length of the first, or their number?"""
+    """Return whether the call gives pieces of these lengths when passed the length of the first, or their number."""
     whole = sum(sizes)
     if isinstance(told, PieceCount) and told.even:
         return sizes == tuple(whole // count + (place < whole % count) for place in range(count))
@@ -90,11 +90,11 @@ def _follow(told: Lengths | PieceCount, sizes: tuple[int, ...], count: int) -> b
     return first > 0 and sizes == tuple(max(0, min(first, whole - place * first)) for place in range(count))
 
 
-# Which integers a module's Python passes to torch, and what each must be on a rank.
+# The integers that a module's Python passes to torch, and the value of each on a rank.
 #
 # A recorded call has its literals with their origins (`values.Symbolic`). For every literal that follows a split
 # dimension this module states a requirement: at this place, this rank must pass this number. Whether an edited
-# attribute already makes it so is arithmetic on the origin (`evaluate`), nothing is run.
+# attribute already makes it so is arithmetic on the origin (`evaluate`); nothing is run.
 
 Path = tuple[Any, ...]
 Found = list[tuple[Path, Any, tuple[int, ...]]]
@@ -102,8 +102,8 @@ Found = list[tuple[Path, Any, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Requirement:
-    """At `path` in the arguments of call `call`, ranks must pass `want` (one number per rank); now it is `have`. `seen`
-    is what the Python of a sharded model passes there, with its shards' sizes and the integers that were edited."""
+    """An integer that ranks must pass at `path` in the arguments of call `call`: `want` (one per rank) instead of
+    `have`. `seen` is the integer that a sharded model would pass there, with local sizes and edited integers."""
 
     call: int
     path: Path
@@ -123,7 +123,7 @@ class Requirement:
 def evaluate(
     origin: tuple[Any, ...], size_of: Callable[[int, int], int], attribute: Callable[[tuple[Any, ...]], int | None]
 ) -> int | None:
-    """The value of an origin on a rank, given local sizes and edited attributes. None: cannot be said."""
+    """Return the value of an origin on a rank, given local sizes and edited attributes; None if it is unknown."""
     kind = origin[0]
     if kind == "const":
         return int(origin[1])
@@ -152,7 +152,7 @@ def evaluate(
 
 
 def attributes_of(have: Any) -> Iterator[tuple[Any, ...]]:
-    """The stored attributes an integer was computed from."""
+    """Yield the stored attributes an integer was computed from."""
     if isinstance(have, Symbolic):
         yield from _attributes(have.origin)
 
@@ -167,19 +167,19 @@ def _attributes(origin: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def requirements(index: int, call: Call, shards: Shards) -> list[Requirement]:
-    """Every literal of a call that follows a split dimension."""
+    """Return a requirement for every literal of a call that follows a split dimension."""
     outputs = list(refs(call.outputs))
     if call_record(call.name).assigns:
         outputs = [call.args[0].id]
     inputs = list(refs((call.args, call.kwargs)))
     if not any(shards.is_split(tensor) for tensor in (*inputs, *outputs)):
         return []
-    found = _found(call_record(call.name).sizes, call, outputs, shards)
-    return [Requirement(index, path, have, want) for path, have, want in found]
+    literals = _found(call_record(call.name).sizes, call, outputs, shards)
+    return [Requirement(index, path, have, want) for path, have, want in literals]
 
 
 def _found(sizes: Sizes, call: Call, outputs: list[int], shards: Shards) -> Found:
-    """What each kind of size must be on the ranks, where it follows a split dim."""
+    """Return the literals of each kind of size that follow a split dim, with their values on the ranks."""
     match sizes:
         case OutputShape():
             return _reshape(sizes, call, outputs[0], shards)
@@ -193,10 +193,10 @@ def _found(sizes: Sizes, call: Call, outputs: list[int], shards: Shards) -> Foun
             return _split(sizes, call, outputs, shards)
         case Bounds():
             tensor = call.args[0].id
-            _, given = argument(call, sizes.dim, "dim")
-            if not sizes.length or given is None:
+            _, along = argument(call, sizes.dim, "dim")
+            if not sizes.length or along is None:
                 return []
-            dim = number(given) % len(shards.trace.tensors[tensor].shape)
+            dim = number(along) % len(shards.trace.tensors[tensor].shape)
             if shards.layout_of(shards.axes.of(tensor)[dim]) is None:
                 return []
             start_path, start = argument(call, sizes.start, "start")
@@ -215,32 +215,32 @@ def _found(sizes: Sizes, call: Call, outputs: list[int], shards: Shards) -> Foun
             return _repeat_interleave(sizes, call, outputs[0], shards)
         case Groups():
             return _groups(sizes, call, shards)
-    return []  # none, sizes of what is made whole, or a number of pieces (`pieces_given`)
+    return []  # no sizes, sizes that stay, or a number of pieces (`pieces_given`)
 
 
 def made_in_shards(call: Call, shards: Shards) -> bool:
-    """Does this call make a rank's shard of its value when it is told the shard's sizes?"""
+    """Return whether this call creates a rank's shard of its value when passed the local sizes."""
     sizes = call_record(call.name).sizes
     identity = isinstance(sizes, Identity) and not shards.axes.identities.isdisjoint(refs(call.outputs))
     return isinstance(sizes, Filled) or identity
 
 
 def made_whole(call: Call, shards: Shards) -> bool:
-    """Must this call make all of its value, of which a rank then keeps its shard? Its sizes stay."""
+    """Return whether this call must create its full value, of which a rank then keeps its shard: its sizes stay."""
     return isinstance(call_record(call.name).sizes, (MadeWhole, Identity)) and not made_in_shards(call, shards)
 
 
 def _sizes(call: Call, first: int, *names: str) -> list[tuple[Path, Any]]:
-    """Sizes given as a tuple or as trailing integers."""
+    """Return the sizes passed as a tuple or as trailing integers."""
     path, value = argument(call, first, *names)
     if isinstance(value, tuple):
         return [((*path, i), item) for i, item in enumerate(value)]
-    given = [(("args", i), item) for i, item in enumerate(call.args) if i >= first]
-    return [(path, item) for path, item in given if is_integer(item) or isinstance(item, Ref)]
+    trailing = [(("args", i), item) for i, item in enumerate(call.args) if i >= first]
+    return [(path, item) for path, item in trailing if is_integer(item) or isinstance(item, Ref)]
 
 
 def _told(item: Any, size: int) -> Any:
-    """A number that is an element of a tensor is what the size was: no rank's shards change it."""
+    """Return the literal, or the recorded size if it is an element of a tensor, which sharding does not change."""
     return size if isinstance(item, Ref) else item
 
 
@@ -250,12 +250,12 @@ def _local(shards: Shards, tensor: int, dim: int) -> tuple[int, ...]:
 
 
 def sizes_given(call: Call, trace: Trace) -> list[tuple[int, Any]]:
-    """The sizes that a reshaping call is told, by the dim of its output that they are of."""
+    """Return the sizes passed to a reshaping call, with the dim of its output that each belongs to."""
     outputs = list(refs(call.outputs))
-    told = call_record(call.name).sizes
-    if not isinstance(told, OutputShape) or not outputs:
+    record = call_record(call.name).sizes
+    if not isinstance(record, OutputShape) or not outputs:
         return []
-    sizes = _sizes(call, told.first, *told.names)
+    sizes = _sizes(call, record.first, *record.names)
     return [(dim, item) for dim, (_, item) in enumerate(sizes)] if _covers(sizes, outputs[0], trace) else []
 
 
@@ -267,11 +267,11 @@ def _reshape(told: OutputShape, call: Call, output: int, shards: Shards) -> Foun
     sizes = _sizes(call, told.first, *told.names)
     if not _covers(sizes, output, shards.trace):
         return []
-    made = zip(sizes, shards.trace.tensors[output].shape, strict=True)
-    given = [(path, _told(item, size)) for (path, item), size in made]
+    pairs = zip(sizes, shards.trace.tensors[output].shape, strict=True)
+    literals = [(path, _told(item, size)) for (path, item), size in pairs]
     return [
         (path, item, _local(shards, output, dim))
-        for dim, (path, item) in enumerate(given)
+        for dim, (path, item) in enumerate(literals)
         if is_integer(item) and number(item) != -1
     ]
 
@@ -289,15 +289,15 @@ def _fill(told: Filled, call: Call, output: int, shards: Shards) -> Found:
     sizes = _sizes(call, told.first, "size")
     if len(sizes) != len(shards.trace.tensors[output].shape):
         return []
-    made = zip(sizes, shards.trace.tensors[output].shape, strict=True)
-    given = [(path, _told(item, size)) for (path, item), size in made]
-    return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(given) if is_integer(item)]
+    pairs = zip(sizes, shards.trace.tensors[output].shape, strict=True)
+    literals = [(path, _told(item, size)) for (path, item), size in pairs]
+    return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(literals) if is_integer(item)]
 
 
 def _identity(told: Identity, call: Call, output: int, shards: Shards) -> Found:
-    """Rows, and columns where they are told."""
-    given = argument(call, told.rows, "n"), argument(call, told.columns, "m")
-    sizes = [(path, item) for path, item in given if is_integer(item)]
+    """Return the rows, and the columns if they are passed."""
+    arguments = argument(call, told.rows, "n"), argument(call, told.columns, "m")
+    sizes = [(path, item) for path, item in arguments if is_integer(item)]
     return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(sizes)]
 
 
@@ -317,42 +317,42 @@ def _bounds(shards: Shards, tensor: int, dim: int, bound: int) -> tuple[int, ...
 
 
 def _getitem(call: Call, shards: Shards) -> Found:
-    """Slice bounds and single indices along split dims; negative ones stay relative to the end."""
+    """Return slice bounds and single indices along split dims; negative ones stay relative to the end."""
     tensor = call.args[0].id
     path, index = argument(call, 1)
     several = isinstance(index, tuple) and not _is_list(index, call, shards)
     items = index if several else (index,)
     rank = len(shards.trace.tensors[tensor].shape)
-    found: Found = []
+    literals: Found = []
     for position, dim, item in indexed_dims(items, rank, shards):
-        here = (*path, position) if several else path
+        where = (*path, position) if several else path
         if dim >= rank or shards.layout_of(shards.axes.of(tensor)[dim]) is None:
             continue
         size = shards.trace.tensors[tensor].shape[dim]
         if isinstance(item, slice) and item.step not in (None, 1):
-            continue  # a step is about positions inside a unit: what it says stays
+            continue  # a step selects positions inside a unit, so the bounds stay
         if isinstance(item, slice):
             for key in ("start", "stop"):
                 bound = _number_in(getattr(item, key), call, shards)
                 if is_integer(bound) and abs(number(bound)) < 2**31:
-                    found.append(((*here, key), bound, _index(shards, tensor, dim, number(bound), size)))
-        # A row of a table that is sharded: its number stays, the rank that has the row answers
+                    literals.append(((*where, key), bound, _index(shards, tensor, dim, number(bound), size)))
+        # A row of a sharded table keeps its global index: the rank that has the row provides it
         elif is_integer(item) and not (dim == 0 and shards.axes.is_stored_weight(tensor)):
-            found.append((here, item, _index(shards, tensor, dim, number(item), size)))
+            literals.append((where, item, _index(shards, tensor, dim, number(item), size)))
         elif isinstance(item, tuple) and all(is_integer(i) for i in item):
             for i, inner in enumerate(item):
-                found.append(((*here, i), inner, _index(shards, tensor, dim, number(inner), size)))
-    return found
+                literals.append(((*where, i), inner, _index(shards, tensor, dim, number(inner), size)))
+    return literals
 
 
 def _is_list(index: tuple[Any, ...], call: Call, shards: Shards) -> bool:
-    """Is it a list of positions along one dim? It is recorded like numbers for several dims, but looked up at once."""
+    """Return whether the index is a list of positions along one dim, which is recorded like one index per dim."""
     looked_up = any(op_record(op.name).drawn is Drawn.ROWS for op in shards.trace.ops[slice(*call.ops)])
     return looked_up and all(map(is_integer, index))
 
 
 def _number_in(bound: Any, call: Call, shards: Shards) -> Any:
-    """A bound that is a number in a tensor was read out of it on the way."""
+    """Return a bound; one that is a number in a tensor was read out of it by an op of the call."""
     if not isinstance(bound, Ref):
         return bound
     read = (op for op in shards.trace.ops[slice(*call.ops)] if op_record(op.name).tells and op.args[0] == bound)
@@ -360,7 +360,7 @@ def _number_in(bound: Any, call: Call, shards: Shards) -> Any:
 
 
 def _index(shards: Shards, tensor: int, dim: int, bound: int, size: int) -> tuple[int, ...]:
-    """An index or bound as it must be written on each rank."""
+    """Return the local form of an index or bound, by rank."""
     if bound >= size:  # beyond the end stays beyond the end
         return (bound,) * shards.tp
     local = _bounds(shards, tensor, dim, bound + size if bound < 0 else bound)
@@ -371,7 +371,7 @@ def _index(shards: Shards, tensor: int, dim: int, bound: int, size: int) -> tupl
 
 
 def indexed_dims(items: tuple[Any, ...], rank: int, shards: Shards) -> Iterator[tuple[int, int, Any]]:
-    """(position in the index, dim of the tensor, item) for an indexing expression."""
+    """Yield (position in the index, dim of the tensor, item) for an indexing expression."""
 
     def width(item: Any) -> int:
         if item is None or item is Ellipsis or isinstance(item, bool):
@@ -395,22 +395,22 @@ def _repeat(told: Repeats, call: Call, output: int, shards: Shards) -> Found:
     tensor = call.args[0].id
     counts = _sizes(call, told.first, "repeats", "dims")
     pad = len(counts) - len(shards.trace.tensors[tensor].shape)
-    found: Found = []
+    literals: Found = []
     for dim, (path, count) in enumerate(counts):
         out = _local(shards, output, dim)
         own = _local(shards, tensor, dim - pad) if dim >= pad else (1,) * shards.tp
         if all(size and not o % size for o, size in zip(out, own, strict=True)):
-            found.append((path, count, tuple(o // size for o, size in zip(out, own, strict=True))))
-    return found
+            literals.append((path, count, tuple(o // size for o, size in zip(out, own, strict=True))))
+    return literals
 
 
 def _repeat_interleave(told: RepeatEach, call: Call, output: int, shards: Shards) -> Found:
     path, count = argument(call, told.at, "repeats")
-    _, given = argument(call, told.dim, "dim")
-    if not is_integer(count) or given is None:
+    _, along = argument(call, told.dim, "dim")
+    if not is_integer(count) or along is None:
         return []
     tensor = call.args[0].id
-    dim = number(given) % len(shards.trace.tensors[tensor].shape)
+    dim = number(along) % len(shards.trace.tensors[tensor].shape)
     out, own = _local(shards, output, dim), _local(shards, tensor, dim)
     if any(size == 0 or o % size for o, size in zip(out, own, strict=True)):
         return []
@@ -420,7 +420,7 @@ def _repeat_interleave(told: RepeatEach, call: Call, output: int, shards: Shards
 
 
 def _groups(told: Groups, call: Call, shards: Shards) -> Found:
-    """The groups of a convolution or group norm shrink with the channels, unless each group keeps some of them."""
+    """Scale the groups of a convolution or group norm with the channels, unless each group keeps some of them."""
     path, groups = argument(call, told.at, "groups", "num_groups")
     if groups is None or number(groups) == 1:
         return []

@@ -23,21 +23,21 @@ from autoplan.ops.records.record import writes_in_place
 from autoplan.values import AllGather, Op, OutputShape, Ref, SplitLogits, Trace, VocabularyTable, refs
 from autoplan.values.reasons import NotPlaced
 
-# Large tables beside the one of tokens: cut by columns, and what was looked up gathered.
+# Large tables besides the token embedding: sharded by columns, with an all-gather of the rows that were looked up.
 #
-# A recommender has a table for each kind of thing, a character model one for the shapes of its characters. Cut by rows,
-# ids of other ranks are masked and what was found is summed: that moves each number twice. Cut by columns every rank
-# looks up all ids, whatever they are, and the columns are gathered: each number moves once. So tables that nothing else
-# reads are cut by columns. (The table of tokens is cut by rows, as its head is.) Bags of rows are the same.
+# A recommender has a table for each kind of item, a character model one for the shapes of its characters. Sharded by
+# rows, ids of other ranks are masked and the result is all-reduced: each number moves twice. Sharded by columns, every
+# rank looks up all ids, and the columns are gathered: each number moves once. So tables that nothing else reads are
+# sharded by columns. (The token embedding is sharded by rows, like its head.) Embedding bags are treated the same.
 
-_LARGE = 0.02  # share of all matrix elements, of tables that ids of the input are looked up in
-_MANY_ROWS = 4096  # from here on a table is large whatever its ids are: no model is that narrow
+_LARGE = 0.02  # share of all matrix elements, for tables indexed by the model's inputs
+_MANY_ROWS = 4096  # a table of this many rows is large whatever its ids are, in any model
 
 
 def tables_to_gather(
     trace: Trace, axes: Axes, shards: Shards, given: Collection[int], demands: Demands
 ) -> dict[int, int]:
-    """The lookups (by index of the op) whose columns are to be gathered, with their table."""
+    """Return the lookups (by index of the op) whose columns are to be gathered, with their table."""
     total = sum(prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2)
     lookups = {index: table for index, op in enumerate(trace.ops) if (table := looked_up_in(op, axes)) is not None}
     readers: dict[int, set[int]] = {table: set() for table in lookups.values()}
@@ -45,7 +45,7 @@ def tables_to_gather(
         for tensor in refs((op.args, op.kwargs)):
             if axes.sources.get(tensor, tensor) in readers:
                 readers[axes.sources.get(tensor, tensor)].add(index)
-    found = {}
+    lookups_to_gather = {}
     for index, table in lookups.items():
         rows, width = trace.tensors[table].shape
         ids = {taken[1] for other in readers[table] if (taken := rows_by_ids(trace.ops[other])) is not None}
@@ -53,12 +53,12 @@ def tables_to_gather(
         alone = readers[table] <= lookups.keys() and not any(map(shards.is_split, ids))
         whole = not shards.is_split(table) and bool(chunk(width, shards.tp, shards.tp - 1))
         if large and alone and whole and demands.may_gather(trace.tensors[table].names):
-            found[index] = table
-    return found
+            lookups_to_gather[index] = table
+    return lookups_to_gather
 
 
 def looked_up_in(op: Op, axes: Axes) -> int | None:
-    """The stored table that an op looks rows up in."""
+    """Return the stored table in which an op looks rows up."""
     table, _ = rows_by_ids(op) or (None, None)
     return table if table is not None and axes.is_stored_weight(table) and len(axes.of(table)) == 2 else None
 
@@ -67,49 +67,49 @@ def looked_up_in(op: Op, axes: Axes) -> int | None:
 #
 # The vocabulary axis is not contracted with anything: it is a row of a table and a column of a head. It can be sharded
 # when nothing in the forward reads across it. Where something does (a softmax in forward, a norm after a dense layer)
-# the product can still be computed in parts and gathered at once: the weight is split, everything after sees it whole.
+# the product can still be computed in shards and gathered at once: the weight is sharded, the result replicated.
 
-_WORTH_GATHERING = 0.004  # share of all matrix elements below which a whole weight is not worth an all-gather
-_LARGE_TABLE = 0.5  # of the largest table: smaller ones (positions, types) stay whole
-_UNEVEN = 16  # columns of a rank from which it does not matter that one has fewer
+_WORTH_GATHERING = 0.004  # share of all matrix elements below which a weight is not worth an all-gather
+_LARGE_TABLE = 0.5  # share of the largest table: smaller ones (positions, types) are replicated
+_UNEVEN = 16  # columns per rank from which an uneven split does not matter
 _LOOKED_UP = "embed_index"
-_PRODUCT = "free_a"  # a free dim of a product: of a head whose weight is worked on first
+_PRODUCT = "free_a"  # a free dim of a product: a head whose weight is transformed first
 
 
 def vocabularies(trace: Trace, axes: Axes) -> set[Term]:
-    """Leaves that are rows of a large table or columns of a head, and that nothing reads across."""
-    found = {leaf for leaf in _table_rows(trace, axes) | _head_columns(trace, axes)}
-    return {leaf for leaf in found if not (leaf.events & FORBIDDING) - {_LOOKED_UP} and not leaf.data}
+    """Return the leaves that are rows of a large table or columns of a head, and that nothing reads across."""
+    ends = {leaf for leaf in _table_rows(trace, axes) | _head_columns(trace, axes)}
+    return {leaf for leaf in ends if not (leaf.events & FORBIDDING) - {_LOOKED_UP} and not leaf.data}
 
 
 def _table_rows(trace: Trace, axes: Axes) -> set[Term]:
-    given = _given_ids(trace)
-    single = (op for op in trace.ops if op_record(op.name).drawn in (Drawn.LOOKUP, Drawn.ROWS))  # and no bags
+    inputs = _given_ids(trace)
+    single = (op for op in trace.ops if op_record(op.name).drawn in (Drawn.LOOKUP, Drawn.ROWS))  # no embedding bags
     lookups = filter(None, map(rows_by_ids, single))
-    tables = [table for table, ids in lookups if table in axes.weights and ids in given]
+    tables = [table for table, ids in lookups if table in axes.weights and ids in inputs]
     largest = max((prod(trace.tensors[t].shape) for t in tables), default=0)
-    found = set()
+    row_leaves = set()
     for table in tables:
         rows = leaves(axes.of(table)[0])
         large = prod(trace.tensors[table].shape) >= _LARGE_TABLE * largest
         if large and len(rows) == 1 and rows[0].size == trace.tensors[table].shape[0]:
-            found.add(find(rows[0]))
-    return found
+            row_leaves.add(find(rows[0]))
+    return row_leaves
 
 
 def _given_ids(trace: Trace) -> set[int]:
-    """The model's inputs, parts of them (ids of several codebooks come in one tensor) and copies (once a frame)."""
-    found = {tensor for tensor, info in enumerate(trace.tensors) if info.kind == "input"}
+    """Return the model's inputs, slices of them (ids of several codebooks in one tensor) and copies (one a frame)."""
+    ids = {tensor for tensor, info in enumerate(trace.tensors) if info.kind == "input"}
     for op in trace.ops:
         shows = op_record(op.name).shows not in (Shows.NOTHING, Shows.PICKED)
-        if shows and isinstance(op.args[0], Ref) and op.args[0].id in found:
-            kind = trace.tensors[op.args[0].id].dtype  # what was rounded to a number was no id
-            found |= {output for output in refs(op.outputs) if trace.tensors[output].dtype == kind}
-    return found
+        if shows and isinstance(op.args[0], Ref) and op.args[0].id in ids:
+            kind = trace.tensors[op.args[0].id].dtype  # a rounded float was no id
+            ids |= {output for output in refs(op.outputs) if trace.tensors[output].dtype == kind}
+    return ids
 
 
 def _head_columns(trace: Trace, axes: Axes) -> set[Term]:
-    """Leaves of a weight's dim that make up a whole last dim of something the model returns."""
+    """Return the leaves of a weight's dim that form the entire last dim of an output of the model."""
     in_weights = {
         find(leaf)
         for tensor, info in enumerate(trace.tensors)
@@ -130,10 +130,10 @@ def _head_columns(trace: Trace, axes: Axes) -> set[Term]:
 def products_to_gather(
     trace: Trace, axes: Axes, shards: Shards, tp: int, indivisible: Container[Term], demands: Demands = NO_DEMANDS
 ) -> set[int]:
-    """Matrix products and convolutions of something whole with a large weight that stayed whole: their outputs may be
-    split and gathered at once.
+    """Return the products and convolutions of a replicated value with a large weight that is not split: their outputs
+    may be split and gathered at once.
 
-    A weight that stayed whole because its units do not divide stays so: the plan lists it with the sizes that would do.
+    A weight that is not split because its units are indivisible stays replicated: the plan lists it with valid sizes.
     """
     total = sum(prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2)
     wanted = set()
@@ -157,28 +157,28 @@ def products_to_gather(
 
 
 def _ends_of_products(trace: Trace, axes: Axes, products: Container[int]) -> dict[int, int]:
-    """For each product the op whose result is what its call returns: itself, or the one that adds the call's bias. What
-    else a call adds is whole on every rank: such a product has no place for a gather."""
-    found: dict[int, int] = {}
+    """Return, for each product, the op whose result its call returns: itself, or the one that adds the call's bias.
+    Anything else that a call adds is replicated: such a product has no place for a gather."""
+    ends: dict[int, int] = {}
     for call in trace.calls:
         product = call_record(call.name).product
         if product is None or product.out is None:
             continue
         if product.out[1] > 0:  # a convolution: its op adds the bias
-            found.update((index, index) for index in range(*call.ops))
+            ends.update((index, index) for index in range(*call.ops))
         else:
             added = [index for index in range(*call.ops) if op_record(trace.ops[index].name).linear is Linear.ADDS]
             alone = len(added) == 1 and added_bias(trace.ops[added[0]], axes) is not None
             for index in filter(products.__contains__, range(*call.ops)):
                 if alone and index < added[0]:
-                    found[index] = added[0]
+                    ends[index] = added[0]
                 elif index >= max(added, default=index):
-                    found[index] = index
-    return found
+                    ends[index] = index
+    return ends
 
 
 def added_bias(op: Op, axes: Axes) -> int | None:
-    """The parameter of one dim that an op adds to what is no parameter."""
+    """Return the one-dimensional parameter that an op adds to a value that is no parameter."""
     adds = op_record(op.name).linear is Linear.ADDS and not writes_in_place(op.name)
     if not adds or len(op.args) != 2 or not all(isinstance(arg, Ref) for arg in op.args):
         return None
@@ -188,7 +188,7 @@ def added_bias(op: Op, axes: Axes) -> int | None:
 
 
 def product_weight(op: Op, axes: Axes) -> tuple[int, int] | None:
-    """The weight in a product with an activation (transposed, in a matrix product), and its dim that the result has."""
+    """Return the weight in a product with an activation (transposed, in a matmul), and its dim that the result has."""
     product = op_record(op.name).product
     if product is None or product.out is None:
         return None
@@ -200,24 +200,23 @@ def product_weight(op: Op, axes: Axes) -> tuple[int, int] | None:
 
 
 def _is_one_weight(tensor: int, axes: Axes) -> bool:
-    """Is it a parameter that is scaled or masked, position by position, and no product of parameters?"""
+    """Return whether the tensor is a parameter scaled or masked elementwise, and no product of parameters."""
     if tensor not in axes.computed:
         return False
     one, other = (axes.of(t) for t in (tensor, axes.computed[tensor]))
-    made, stored = ({find(leaf) for term in terms for leaf in leaves(term)} for terms in (one, other))
-    return made == stored
+    computed, stored = ({find(leaf) for term in terms for leaf in leaves(term)} for terms in (one, other))
+    return computed == stored
 
 
 def _are_several(op: Op, weight: Ref, axes: Axes) -> bool:
-    """Is it a convolution in groups (or a transposed one), or products with several matrices?"""
+    """Return whether the op is a grouped (or transposed) convolution, or a product with several matrices."""
     if op_record(op.name).drawn is Drawn.CONVOLUTION:
         return transposed(op) or groups_of(op) > 1
     return len(axes.of(weight.id)) > 2 and not _stretched(weight, axes)
 
 
 def gathered_product(op: Op, axes: Axes) -> tuple[int, int] | None:
-    """Of an op whose result is gathered: the parameter that says how it is sharded, a weight or a bias, and in which
-    of its dims."""
+    """Return the parameter, a weight or a bias, that tells how the result of a gathered op is sharded, and its dim."""
     table = looked_up_in(op, axes)
     if table is not None:
         return table, 1
@@ -226,13 +225,13 @@ def gathered_product(op: Op, axes: Axes) -> tuple[int, int] | None:
 
 
 def dim_of_result(op: Op) -> int:
-    """The dim of its result along which a product is gathered: the features, the channels."""
+    """Return the dim of the result along which a product is gathered: the features, the channels."""
     product = op_record(op.name).product
     return -1 if product is None or product.out is None else product.out[1]
 
 
 def _stretched(weight: Any, axes: Axes) -> bool:
-    """Is this a matrix that was stretched over a batch? (Some matmuls are carried out so.)"""
+    """Return whether this is a matrix that was expanded over a batch, as some matmuls do."""
     if not isinstance(weight, Ref) or weight.id not in axes.weights:
         return False
     stored = {find(leaf) for term in axes.of(axes.sources[weight.id]) for leaf in leaves(term)}
@@ -241,8 +240,8 @@ def _stretched(weight: Any, axes: Axes) -> bool:
 
 
 def gathered_leaves(trace: Trace, axes: Axes) -> set[Term]:
-    """The output axes of products to gather, when they are an axis of their own."""
-    found = set()
+    """Return the output axes of products to gather, where they are an axis of their own."""
+    outputs = set()
     for index in axes.gathered:
         product = gathered_product(trace.ops[index], axes)
         if product is None:
@@ -250,14 +249,14 @@ def gathered_leaves(trace: Trace, axes: Axes) -> set[Term]:
         weight, dim = product
         out = leaves(axes.of(weight)[dim])
         if len(out) == 1 and not out[0].events & (FORBIDDING | {"contract_w", "contract_a"}) - {_LOOKED_UP}:
-            found.add(find(out[0]))
-    return found
+            outputs.add(find(out[0]))
+    return outputs
 
 
 def head_sites(
     trace: Trace, flow: CallFlow, shards: Shards, placement: Placement, vocabulary: set[Term]
 ) -> tuple[tuple[VocabularyTable | SplitLogits, ...], tuple[AllGather, ...]]:
-    """Vocabulary tables to mask, heads whose product leaves the model, other split outputs to gather at its exit."""
+    """Return vocabulary tables to mask, heads whose product leaves the model, and other split outputs to gather."""
     heads: dict[VocabularyTable | SplitLogits, None] = {}
     gathers: dict[AllGather, None] = {}
     for index, crossing in placement.embeddings.items():
@@ -275,29 +274,29 @@ def head_sites(
 
 
 def _of_every_block(gathers: tuple[AllGather, ...], trace: Trace) -> tuple[AllGather, ...]:
-    """Where all items of a sequence are gathered alike, whatever their number: the trace had fewer blocks."""
+    """Merge gathers that are alike for all items of a sequence, whatever its length: the trace had fewer blocks."""
     returned = {path for visit in trace.visits if visit.parent is None for path, _ in visit.outputs}
-    found: dict[AllGather, None] = {}
+    sites: dict[AllGather, None] = {}
     for site in gathers:
         *above, last = site.path or ("",)
         items = {path for path in returned if len(path) == len(site.path) and list(path[:-1]) == above}
         alike = {other.path for other in gathers if replace(other, path=site.path) == site}
         every = above and isinstance(last, int) and len(items) > 1 and items <= alike
-        found[replace(site, path=(*above, "*")) if every else site] = None
-    return tuple(found)
+        sites[replace(site, path=(*above, "*")) if every else site] = None
+    return tuple(sites)
 
 
 def refuse_unplaced_logits(
     trace: Trace, flow: CallFlow, shards: Shards, placement: Placement, vocabulary: set[Term]
 ) -> None:
-    """A loss inside forward needs whole logits; they can be gathered only where a module returns them."""
+    """Refuse logits for a loss inside forward that no module returns: they can only be gathered at its output."""
     for _, _, tensor, dim, _ in _split_outputs(trace, shards):
         if _is_logits(tensor, dim, shards, vocabulary) and _head_crossing(tensor, flow, shards) is None:
             placement.refusals.append(Refusal(-1, NotPlaced("logits-not-returned"), (tensor,)))
 
 
 def _split_outputs(trace: Trace, shards: Shards) -> Iterator[tuple[str, tuple[Any, ...], int, int, Layout]]:
-    """What the model, or a part that is called alone, returns in pieces: module, path, tensor, dim, layout."""
+    """Yield the sharded outputs of the model, or of a submodule called alone: module, path, tensor, dim, layout."""
     for visit in trace.visits:
         if visit.parent is None:
             for path, tensor in visit.outputs:
@@ -312,7 +311,7 @@ def _is_logits(tensor: int, dim: int, shards: Shards, vocabulary: set[Term]) -> 
 
 
 def _head_crossing(tensor: int, flow: CallFlow, shards: Shards) -> Crossing | None:
-    """Where the product that became a split output leaves its module: walk back while one split value makes another."""
+    """Return where the product behind a split output leaves its module, walking back through split values."""
     seen = set()
     while tensor in flow.producer and tensor not in seen:
         seen.add(tensor)
@@ -331,29 +330,29 @@ def _head_crossing(tensor: int, flow: CallFlow, shards: Shards) -> Crossing | No
 
 
 def output_shapes(trace: Trace, axes: Axes) -> tuple[OutputShape, ...]:
-    """Of what the model returns, the dims that weights decide, whatever it is called with.
+    """Return the dims of the model's outputs that weights determine, whatever the inputs are.
 
-    Only those that a product with a weight makes: a dim that a table of positions has may be as long as the input is.
-    A dim of one is like any other of one: it may be a batch.
+    Only those that a product with a weight makes: a dim of a table of positions may be as long as the input is. A dim
+    of size 1 does not count: it may be a batch.
     """
-    made: set[Term] = set()
+    axes_made: set[Term] = set()
     for index, op in enumerate(trace.ops):
         if index in axes.gathered or product_weight(op, axes) is not None:
-            made.add(find(axes.of(next(refs(op.outputs)))[dim_of_result(op)]))
+            axes_made.add(find(axes.of(next(refs(op.outputs)))[dim_of_result(op)]))
     shapes: dict[tuple[Any, ...], OutputShape] = {}
     for visit in trace.visits:
         for path, tensor in visit.outputs if visit.module == "" else ():
             sizes = trace.tensors[tensor].shape
             terms = enumerate(axes.of(tensor))
-            features = tuple((dim, sizes[dim]) for dim, term in terms if sizes[dim] != 1 and find(term) in made)
-            known = shapes.setdefault(path, OutputShape(path, len(sizes), features))
-            if known != OutputShape(path, len(sizes), features):  # another with each call
-                shapes[path] = replace(known, features=())
+            features = tuple((dim, sizes[dim]) for dim, term in terms if sizes[dim] != 1 and find(term) in axes_made)
+            earlier = shapes.setdefault(path, OutputShape(path, len(sizes), features))
+            if earlier != OutputShape(path, len(sizes), features):  # it differs between calls
+                shapes[path] = replace(earlier, features=())
     return tuple(shape for shape in shapes.values() if shape.features)
 
 
 def _is_of_weights(tensor: int, flow: CallFlow) -> bool:
-    """A parameter, or made of parameters alone: a head may norm its rows before it multiplies with them."""
+    """Return whether a tensor is a parameter, or computed from parameters alone (a head may normalise its rows)."""
     waiting, seen = [tensor], {tensor}
     while waiting:
         one = waiting.pop()

@@ -1,4 +1,4 @@
-"""Limits on cuts: blocks of quantised weights, and what a written plan asks to keep whole or to gather."""
+"""Constraints on splits: blocks of quantised weights, and what a written plan asks to replicate or to gather."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from autoplan.values import Trace
 from autoplan.values.quantised import PackedTensor, PackedWeight
 from autoplan.values.reasons import CutOtherwiseOverBoth, InsideQuantisedBlock, Reason
 
-# Cuts of quantised weights: between blocks of numbers that share a scale, or not at all.
+# Quantised weights are split between blocks of numbers that share a scale, or not at all.
 #
-# The model is analysed as the plain weights that it computes with. Which tensors are stored in place of each is known
-# beside that (`values/quantised.py`): a split is refused where, at this size, a cut would fall inside a block of any of
-# them.
+# The model is analysed as the plain weights that it computes with. The tensors stored in place of each are recorded
+# separately (`values/quantised.py`): a split is refused if, at this size, it would fall inside a block of any of them.
 
-# What may happen to an axis of which ranks hold unequal numbers: products, and what is done to each element by itself.
+# Events allowed on an axis that is split unevenly: products and elementwise ops.
 _ANY_NUMBER = frozenset({"contract_w", "batch_w", "batch_a", "free_a"})
 
-Packed = Mapping[str, tuple[PackedWeight, ...]]  # by name in the trace, for all blocks that its block stands for
+Packed = Mapping[str, tuple[PackedWeight, ...]]  # by name in the trace, for all blocks folded into one
 
 
 def parted_blocks(shards: Shards, packed: Packed) -> dict[Term, InsideQuantisedBlock]:
-    """The split axes for which a rank would hold a part of a block, each with the first weight where it would."""
+    """Return the split axes for which a rank would hold a part of a block, each with the first such weight."""
     blocks: dict[Term, InsideQuantisedBlock] = {}
     can_be: dict[Term, int] | None = None
     for name, weights in packed.items():
@@ -46,7 +45,7 @@ def parted_blocks(shards: Shards, packed: Packed) -> dict[Term, InsideQuantisedB
 
 
 def unevenly(trace: Trace, axes: Axes, packed: Packed, tp: int) -> dict[Term, int]:
-    """Axes that can be cut between blocks though not divisible, each with how many units stay together."""
+    """Return axes that can be split between blocks though indivisible, each with how many units stay together."""
     blocks: dict[Term, int] = {}
     for name, weights in packed.items():
         for dims in axes.of(trace.by_name[name]) if name in trace.by_name else ():
@@ -58,28 +57,28 @@ def unevenly(trace: Trace, axes: Axes, packed: Packed, tp: int) -> dict[Term, in
 
 
 def _with_uneven(why: InsideQuantisedBlock, leaf: Term, block: int) -> InsideQuantisedBlock:
-    """The reason with the most that a rank would hold of the dim, were it cut unevenly."""
+    """Return the reason, with the largest shard of the dim if it were split unevenly."""
     most = len(even_blocks(leaf.size, why.ranks, 0, block)) if block else 0
     return replace(why, uneven=why.size * most // leaf.size)
 
 
 def _can_be_uneven(leaf: Term, block: int, tp: int) -> bool:
-    """Is there a block for each rank, but not one number of blocks?"""
+    """Return whether there is a block for each rank, but not the same number of blocks for each."""
     even = leaf.size % (tp * block) == 0
     return not even and -(-leaf.size // block) >= tp and leaf.events <= _ANY_NUMBER
 
 
 def _kept_together(weight: PackedWeight, layouts: tuple[Layout | None, ...]) -> Iterator[int]:
-    """Of an axis that is split alone: how many of it make a block, for each stored tensor."""
+    """Yield, for an axis that is split alone, how many of its units make a block, for each stored tensor."""
     for tensor in weight.tensors:
         for dim in tensor.dims:
-            if any(layouts[one] is not None for one in dim.of):
-                over = joined(tuple(layouts[one] or Layout("factor", weight.shape[one]) for one in dim.of))
+            if any(layouts[axis] is not None for axis in dim.of):
+                over = joined(tuple(layouts[axis] or Layout("factor", weight.shape[axis]) for axis in dim.of))
                 yield from (dim.factor // gcd(dim.factor, inner) for inner in _inside(over))
 
 
 def _inside(layout: Layout, inner: int = 1) -> Iterator[int]:
-    """How many elements each of what is split stands for."""
+    """Yield how many elements each unit of a split part stands for."""
     if layout.split is not None:
         yield inner
     for place, part in enumerate(layout.parts):
@@ -88,14 +87,14 @@ def _inside(layout: Layout, inner: int = 1) -> Iterator[int]:
 
 
 def fits_blocks(trace: Trace, axes: Axes, marks: dict[Term, str], tp: int, packed: Packed) -> bool:
-    """Does every cut at a size fall between blocks?"""
+    """Return whether every split at this size falls between blocks."""
     return not packed or not parted_blocks(Shards(trace, axes, marks, tp), packed)
 
 
 def packed_layouts(
     weight: PackedWeight, layouts: tuple[Layout | None, ...], tp: int
 ) -> tuple[tuple[int, Layout] | None, ...]:
-    """For each stored tensor the dim that is cut with the weight, and its layout; None: it is whole."""
+    """Return, for each stored tensor, the dim that is sharded with the weight, and its layout; None: replicated."""
     return tuple(next(iter(_cuts(weight, tensor, layouts, tp)), None) for tensor in weight.tensors)
 
 
@@ -103,18 +102,18 @@ def _cuts(
     weight: PackedWeight, tensor: PackedTensor, layouts: tuple[Layout | None, ...], tp: int
 ) -> Iterable[tuple[int, Layout]]:
     for place, dim in enumerate(tensor.dims):
-        if dim.of and any(layouts[one] is not None for one in dim.of):
-            over = joined(tuple(layouts[one] or Layout("factor", weight.shape[one]) for one in dim.of))
+        if dim.of and any(layouts[source] is not None for source in dim.of):
+            over = joined(tuple(layouts[source] or Layout("factor", weight.shape[source]) for source in dim.of))
             segments = weight.segments if dim.of == (weight.rows,) else ()
-            found = in_blocks(over, tp, dim.factor, segments)
-            assert found is not None, f"{weight.name}: {tensor.name} is cut inside a block"
-            yield place, found if dim.each == 1 else joined((found, Layout("factor", dim.each)))
+            in_packed = in_blocks(over, tp, dim.factor, segments)
+            assert in_packed is not None, f"{weight.name}: {tensor.name} is cut inside a block"
+            yield place, in_packed if dim.each == 1 else joined((in_packed, Layout("factor", dim.each)))
 
 
 def _parted(
     weight: PackedWeight, layouts: tuple[Layout | None, ...], tp: int
 ) -> Iterable[tuple[int, InsideQuantisedBlock]]:
-    """The dims of the plain weight whose cut falls inside a block, and why."""
+    """Yield the dims of the plain weight whose split falls inside a block, and why."""
     for tensor in weight.tensors:
         for one in tensor.dims:
             split = [dim for dim in one.of if layouts[dim] is not None]
@@ -124,7 +123,7 @@ def _parted(
             segments = weight.segments if one.of == (weight.rows,) else ()
             if in_blocks(over, tp, one.factor, segments) is None:
                 for dim in split:
-                    # The size of the first segment that is cut inside a block; of all of it, where none is by itself
+                    # The size of the first segment that is split inside a block, else of the whole dim
                     layout = layouts[dim]
                     assert layout is not None
                     parts = layout.parts if layout.kind == "concatenation" else ()
@@ -133,7 +132,7 @@ def _parted(
 
 
 def marks_at(leaf: Term, partner: Term | None, tp: int) -> dict[Term, str]:
-    """How an axis is split at a size; where it has fewer units than ranks, with the axis that splits on."""
+    """Return how an axis is split at a size; if it has fewer units than ranks, with the axis that splits further."""
     groups = gcd(leaf.size, tp)
     if partner is None or leaf.size % tp == 0:
         return {leaf: "!"}
@@ -142,19 +141,19 @@ def marks_at(leaf: Term, partner: Term | None, tp: int) -> dict[Term, str]:
     return {leaf: f"!{groups}@{tp // groups}", partner: f"!{tp // groups}@1"}
 
 
-# What a plan that somebody wrote asks of the analysis: dims that must stay whole, and products to gather at once.
+# Demands of a written plan on the analysis: dims that must not be split, and products to gather at once.
 #
-# Units, integers and sums always come from analysis; a written plan only chooses which weights are cut. So it reaches
-# the solver as this: everything that is not to be cut is refused from the start, with the reason that the plan gives.
+# Units, integers and sums always come from analysis; a written plan only chooses which weights to split. So it reaches
+# the solver like this: anything not to be split is refused from the start, with the reason that the plan gives.
 
 
 @dataclass(frozen=True)
 class Demands:
     """`whole`: why no axis in a (parameter, dim) may be split. `gathered`: weights whose product is to be gathered.
 
-    Of the other products analysis gathers what it likes, unless `only_those`. `packed`: quantised weights, whose blocks
-    are not parted; `uneven`: where blocks do not divide, some ranks have one more. `inside`: of the axes in a
-    (parameter, dim) these, by number, may not be split, where over ranks of context parallelism too others are.
+    Analysis decides about gathering other products, unless `only_those`. `packed`: quantised weights, whose blocks are
+    not split; `uneven`: where blocks are indivisible, some ranks have one more. `inside`: axes, by number, in a
+    (parameter, dim) that may not be split, since over ranks of context parallelism too others are.
     """
 
     whole: Mapping[tuple[str, int], Reason] = field(default_factory=dict)
@@ -165,58 +164,58 @@ class Demands:
     inside: frozenset[tuple[str, int, int]] = frozenset()
 
     def with_whole(self, trace: Trace, tensors: Iterable[int], why: Reason) -> Demands:
-        """These tensors stay whole too."""
-        found = [trace.tensors[number] for number in tensors]
-        more = {(name, dim): why for info in found for name in info.names[:1] for dim in range(len(info.shape))}
+        """Return demands that also forbid splitting these tensors."""
+        infos = [trace.tensors[number] for number in tensors]
+        more = {(name, dim): why for info in infos for name in info.names[:1] for dim in range(len(info.shape))}
         return replace(self, whole={**more, **self.whole}, only_those=False)
 
     def and_also(self, other: Demands) -> Demands:
-        """Both: what either keeps whole stays whole, for its own reason where it has one."""
+        """Return both: a dim that either forbids splitting stays unsplit, for its own reason if it has one."""
         whole, packed = {**other.whole, **self.whole}, {**other.packed, **self.packed}
         uneven = self.uneven or other.uneven
         gathered, inside = self.gathered | other.gathered, self.inside | other.inside
         return replace(self, whole=whole, gathered=gathered, packed=packed, uneven=uneven, inside=inside)
 
     def refused(self, trace: Trace, axes: Axes) -> dict[Term, Reason]:
-        """The axes that may not be split, as the solver wants them."""
-        found: dict[Term, Reason] = {}
+        """Return the axes that may not be split, in the form that the solver takes."""
+        axes_refused: dict[Term, Reason] = {}
         for (name, dim), why in self.whole.items():
             if name in trace.by_name:
                 for leaf in leaves(axes.of(trace.by_name[name])[dim]):
-                    found.setdefault(find(leaf), why)
+                    axes_refused.setdefault(find(leaf), why)
         for name, dim, number in self.inside:
-            found.setdefault(find(leaves(axes.of(trace.by_name[name])[dim])[number]), CutOtherwiseOverBoth())
-        return found
+            axes_refused.setdefault(find(leaves(axes.of(trace.by_name[name])[dim])[number]), CutOtherwiseOverBoth())
+        return axes_refused
 
     def may_gather(self, names: tuple[str, ...]) -> bool:
-        """May the product with the weight of these names be computed in parts and gathered?"""
+        """Return whether the product with the weight of these names may be computed in shards and gathered."""
         if not self.gathered.isdisjoint(names):
             return True
         return not self.only_those and not any(name in names for name, _ in self.whole)
 
 
 def as_over_both(shards: Shards) -> Demands:
-    """Demands that split no axis beside one that is split over these ranks, of which a part stand for one rank."""
-    found = set[tuple[str, int, int]]()
+    """Return demands that split no axis next to one that is split over these ranks, of which several form one rank."""
+    inside = set[tuple[str, int, int]]()
     for tensor, info in enumerate(shards.trace.tensors):
         for dim, term in enumerate(shards.axes.of(tensor)) if info.kind == "parameter" and info.names else ():
             for part in segments(term):
-                held = [find(leaf) for leaf in leaves(part)]
-                if any(leaf in shards.marks for leaf in held):
+                parts = [find(leaf) for leaf in leaves(part)]
+                if any(leaf in shards.marks for leaf in parts):
                     numbers = [find(leaf) for leaf in leaves(term)]
-                    found |= {(info.names[0], dim, numbers.index(leaf)) for leaf in held if leaf not in shards.marks}
-    return Demands(inside=frozenset(found))
+                    inside |= {(info.names[0], dim, numbers.index(leaf)) for leaf in parts if leaf not in shards.marks}
+    return Demands(inside=frozenset(inside))
 
 
 def divides_one_only(both: Shards, size: int) -> bool:
-    """May ranks of one of two dims, of this size, split an axis beside that which ranks of both split?"""
+    """Return whether ranks of one of two dims, of this size, may split an axis next to that split by ranks of both."""
     axes, names = both.axes, both.trace.by_name
     sizes = {leaves(axes.of(names[name])[dim])[number].size for name, dim, number in as_over_both(both).inside}
     return any(number % both.tp and number % size == 0 for number in sizes)
 
 
 def split_otherwise(both: Shards, alone: Shards) -> tuple[str, ...]:
-    """Modules in whose weights ranks of one dim alone split another axis than ranks of both."""
+    """Return modules in whose weights ranks of one dim alone split another axis than ranks of both."""
     axes, names = alone.axes, alone.trace.by_name
     return tuple(
         sorted(
@@ -230,10 +229,10 @@ def split_otherwise(both: Shards, alone: Shards) -> tuple[str, ...]:
 
 
 def stay_whole(trace: Trace, patterns: tuple[str, ...], why: Reason) -> Demands:
-    """Demands that keep every parameter under some modules whole."""
+    """Return demands that split no parameter under some modules."""
     names = [(n, t) for t in trace.tensors if t.kind == "parameter" for n in t.names]
-    held = [(n, t) for n, t in names if any(is_under(pattern, n) for pattern in patterns)]
-    return Demands({(n, dim): why for n, t in held for dim in range(len(t.shape))})
+    chosen = [(n, t) for n, t in names if any(is_under(pattern, n) for pattern in patterns)]
+    return Demands({(n, dim): why for n, t in chosen for dim in range(len(t.shape))})
 
 
 NO_DEMANDS = Demands()

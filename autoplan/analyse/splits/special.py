@@ -1,4 +1,4 @@
-"""Cases of their own: recurrent networks, low-rank branches and a loss that the model computes itself."""
+"""Special cases: recurrent networks, low-rank branches and a loss that the model computes itself."""
 
 from __future__ import annotations
 
@@ -33,18 +33,17 @@ from autoplan.values.reasons import CutOfRecurrent
 
 # Low-rank branches parallel to a split projection: their sums join those of the projection.
 #
-# An adapter adds B(A(x)) to a projection of x; A and B are thin matrices that every rank can hold. Left to themselves
-# they would cost sums of their own, and keep the projection's sums where they do not merge with those of its
-# neighbours. Since the branch is linear, its partial sum can pass B and meet the projection's: one sum for both, in
-# the place where they have been added (delayed_sums.py). And the partial gradient of what enters can pass A and be
-# summed with that of all other readers of x. Each time the gradient of the thin matrix is summed instead, once a step
-# and small.
+# An adapter adds B(A(x)) to a projection of x; A and B are thin matrices that can be replicated. Naively they would
+# cost sums of their own, and keep the projection's sums from merging with those of its neighbours. Since the branch is
+# linear, its partial sum can pass B and meet the projection's: one all-reduce for both, where they have been added
+# (delayed_sums.py). And the partial gradient of the input can pass A and be summed with that of all other readers of
+# x. Each time the gradient of the thin matrix is all-reduced instead, which is small and happens once a step.
 
 _THIN = 4  # times longer than wide
 
 
 def branch_weights(axes: Axes, read: Iterable[int]) -> set[int]:
-    """Of these weights (inner x outer, the way they are multiplied) the pairs parallel to one from end to end."""
+    """Return, of these weights (inner x outer, as they are multiplied), the pairs parallel to one from end to end."""
     ends: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for weight in read:
         inner, outer = (tuple(find(leaf).id for leaf in leaves(term)) for term in axes.of(weight))
@@ -63,7 +62,7 @@ def branch_weights(axes: Axes, read: Iterable[int]) -> set[int]:
 
 
 def thin_matrix(index: int, flow: CallFlow, shards: Shards) -> int | None:
-    """The matrix of a linear call, if it is thin and every rank holds it whole."""
+    """Return the matrix of a linear call, if it is thin and replicated."""
     call = flow.trace.calls[index]
     weight = call.args[1] if call_record(call.name).is_layer and len(call.args) > 1 else None
     if not isinstance(weight, Ref) or len(flow.outputs[index]) != 1:
@@ -73,19 +72,19 @@ def thin_matrix(index: int, flow: CallFlow, shards: Shards) -> int | None:
     return weight.id if info.kind == "parameter" and thin and not shards.is_split(weight.id) else None
 
 
-# A loss that the model itself makes of the logits that it returns, taken out of the trace.
+# Removal of a loss that the model itself computes from the logits that it returns.
 #
 # The problem: `loss = F.cross_entropy(logits.view(-1, vocabulary), targets)` reads across the vocabulary, so the head
-# could not stay split: its columns would be gathered, for a loss that ranks can compute of the columns they hold
-# (`execute/vocabulary`). What the head's columns go through on the way to such a loss knows that it holds columns only,
-# and whatever else reads them there gets whole logits. So the loss says nothing about how the weights may be cut.
+# could not stay split: its columns would be gathered, for a loss that ranks can compute from their shards
+# (`execute/vocabulary`). The ops between the head and such a loss handle sharded logits, and any other reader there
+# gets full logits. So the loss puts no constraint on how the weights may be split.
 #
-# Taken out are the loss and what is made of it alone. A loss of logits that do not leave the model stays, as does one
-# that is added to something else: that sum would be lost.
+# Only the loss and what is computed from it alone are removed. A loss of logits that the model does not return stays,
+# as does one that is added to something else: that sum would be lost.
 
 
 def without_own_loss(trace: Trace) -> Trace:
-    """The trace as if the model had returned its logits and computed no loss of them."""
+    """Return the trace as if the model had returned its logits and computed no loss from them."""
     taken = _losses(trace)
     if not taken:
         return trace
@@ -99,7 +98,7 @@ def without_own_loss(trace: Trace) -> Trace:
 
 
 def _losses(trace: Trace) -> set[int]:
-    """The calls of such losses, of what only they read, and of what is made of them; none if other values join that."""
+    """Return the calls of such losses, of values only they read, and of their results; none if others join those."""
     returned = {tensor for visit in trace.visits if visit.module == "" for _, tensor in visit.outputs}
     made_by = {tensor: number for number, call in enumerate(trace.calls) for tensor in refs(call.outputs)}
     losses: set[int] = set()
@@ -119,8 +118,8 @@ def _losses(trace: Trace) -> set[int]:
 
 
 def _way_from_logits(loss: Call, returned: set[int], trace: Trace, made_by: dict[int, int]) -> list[int] | None:
-    """The calls between scores that the model returns and the loss of them: views, casts, pieces. None if there are no
-    such scores."""
+    """Return the calls (views, casts, slices) between logits that the model returns and their loss; None if it reads
+    none."""
     scores = loss.args[0] if loss.args else loss.kwargs.get("input")
     way: list[int] = []
     while isinstance(scores, Ref) and scores.id not in returned:
@@ -133,7 +132,7 @@ def _way_from_logits(loss: Call, returned: set[int], trace: Trace, made_by: dict
 
 
 def _only_for(losses: set[int], ways: set[int], trace: Trace) -> set[int]:
-    """Of the calls on the way to losses those that nothing else reads: the last first, the next one reads it."""
+    """Return, of the calls on the way to losses, those that nothing else reads, checked from the last to the first."""
     readers: dict[int, set[int]] = {}
     for number, call in enumerate(trace.calls):
         for tensor in refs((call.args, call.kwargs)):
@@ -145,22 +144,22 @@ def _only_for(losses: set[int], ways: set[int], trace: Trace) -> set[int]:
     return gone
 
 
-# Recurrent networks whose weights stayed whole: their rows in shards, each gate cut by hidden unit.
+# Recurrent networks whose weights have no axis to split: their rows are sharded, each gate by hidden unit.
 #
-# A step needs all of the state before it: the hidden units are the columns of one weight and the rows of the same, so
-# no axis can be split. But the rows alone can lie in shards, where something is gathered. One call of all steps
-# (`nn.LSTM`) gets its weights gathered and runs whole, in its own kernel: a state gathered at each step would be as
-# many waits as there are steps, and no kernel. Where the model's Python makes the steps (`nn.LSTMCell`), a rank
-# computes its hidden units, and the new state, much less than the weights, is gathered each time.
+# A step needs all of the previous state: the hidden units are the columns of one weight and the rows of the same, so
+# no axis can be split. But the rows alone can be sharded, with an all-gather. A call that runs all steps (`nn.LSTM`)
+# gets its weights gathered and runs in its own fused kernel: gathering the state at each step would mean as many waits
+# as there are steps, and no fused kernel. Where the model's Python runs the steps (`nn.LSTMCell`), a rank computes its
+# hidden units, and the new state, much smaller than the weights, is gathered each time.
 #
-# Nothing else is touched: what goes in and comes out is whole, as analysis found it.
+# Nothing else changes: inputs and outputs stay replicated, as analysis found them.
 
-_WORTHWHILE = 0.004  # of all matrix elements: fewer are not worth a gather
+_WORTHWHILE = 0.004  # share of all matrix elements: fewer are not worth a gather
 
 
 @dataclass
 class Recurrent:
-    """The layout of the rows of each weight, and the calls that know of them."""
+    """The layout of the rows of each weight, and the instructions for the calls that use them."""
 
     rows: dict[int, str] = field(default_factory=dict)
     how: dict[int, CutOfRecurrent] = field(default_factory=dict)
@@ -168,30 +167,30 @@ class Recurrent:
 
 
 def recurrent(shards: Shards, flow: CallFlow, scoped: Collection[CallRewrite], demands: Demands) -> Recurrent:
-    """What can be done at the calls of recurrent networks in which nothing is split."""
-    trace, found = shards.trace, Recurrent()
-    known = {(one.pattern, one.site.function, one.site.place) for one in scoped}
+    """Return the row shardings at calls of recurrent networks in which no axis is split."""
+    trace, result = shards.trace, Recurrent()
+    taken = {(one.pattern, one.site.function, one.site.place) for one in scoped}
     total = sum(prod(info.shape) for info in trace.tensors if info.kind == "parameter" and len(info.shape) >= 2)
     for place, indices in _places(trace).items():
-        held = {index: _held(trace.calls[index], trace, shards.tp) for index in indices}
-        weights = {tensor for one in held.values() for tensor, _ in one.values()}
+        rows = {index: _held(trace.calls[index], trace, shards.tp) for index in indices}
+        weights = {tensor for one in rows.values() for tensor, _ in one.values()}
         split = any(map(shards.is_split, (t for i in indices for t in (*flow.inputs[i], *flow.outputs[i]))))
-        alike = len({tuple((path, layout) for path, (_, layout) in one.items()) for one in held.values()}) == 1
+        alike = len({tuple((path, layout) for path, (_, layout) in one.items()) for one in rows.values()}) == 1
         own = all(use in indices or _asks_only(use, flow) for tensor in weights for use in flow.uses[tensor])
         large = sum(prod(trace.tensors[tensor].shape) for tensor in weights) >= _WORTHWHILE * total
         allowed = all(demands.may_gather(trace.tensors[tensor].names) for tensor in weights)
         enough = all(chunk(_hidden(trace.calls[i], trace), shards.tp, shards.tp - 1) for i in indices)
-        if not weights or split or place in known or not (alike and own and large and allowed and enough):
+        if not weights or split or place in taken or not (alike and own and large and allowed and enough):
             continue
-        calls = tuple(_instructions(place, indices, held[indices[0]], flow))
-        found.calls += calls
-        found.rows.update(pair for one in held.values() for pair in one.values())
-        found.how.update(dict.fromkeys(weights, CutOfRecurrent(at_each_step=_network(place[1]).one_step)))
-    return found
+        calls = tuple(_instructions(place, indices, rows[indices[0]], flow))
+        result.calls += calls
+        result.rows.update(pair for one in rows.values() for pair in one.values())
+        result.how.update(dict.fromkeys(weights, CutOfRecurrent(at_each_step=_network(place[1]).one_step)))
+    return result
 
 
 def _places(trace: Trace) -> dict[tuple[str, str, str], list[int]]:
-    """The calls of recurrent networks by module, function and place in the code."""
+    """Return the calls of recurrent networks by module, function and place in the code."""
     places: dict[tuple[str, str, str], list[int]] = {}
     for index, call in enumerate(trace.calls):
         network = call_record(call.name).recurrent
@@ -201,9 +200,9 @@ def _places(trace: Trace) -> dict[tuple[str, str, str], list[int]]:
 
 
 def _asks_only(call: int, flow: CallFlow) -> bool:
-    """Are the outputs of a call never read? (Recurrent layers look at `weight.data` to learn where it lies.)"""
-    made = flow.outputs[call]
-    return not any(flow.uses[tensor] for tensor in made) and flow.final.isdisjoint(made)
+    """Return whether a call's outputs are never read: recurrent layers look at `weight.data` for its address."""
+    outputs = flow.outputs[call]
+    return not any(flow.uses[tensor] for tensor in outputs) and flow.final.isdisjoint(outputs)
 
 
 def _network(function: str) -> Network:
@@ -213,7 +212,7 @@ def _network(function: str) -> Network:
 
 
 def _hidden(call: Call, trace: Trace) -> int:
-    """How many hidden units it has: the widest of its weights has all gates of all of them as rows."""
+    """Return the number of hidden units: the widest of the weights has all gates of all of them as rows."""
     rows = [trace.tensors[t].shape[0] for _, t in refs_with_paths(call.args) if _is_matrix(t, trace)]
     return max(rows, default=0) // _network(call.name).gates
 
@@ -223,18 +222,18 @@ def _is_matrix(tensor: int, trace: Trace) -> bool:
 
 
 def _held(call: Call, trace: Trace, tp: int) -> dict[tuple[object, ...], tuple[int, str]]:
-    """By path in the arguments: the weights whose rows lie in shards (of a cell its biases too), with the layout. Where
-    the hidden units do not divide, rows are cut wherever a rank's part ends."""
+    """Return the weights whose rows are sharded (and biases of a cell), with the layout, by path in the arguments.
+    Where the hidden units are indivisible, rows are sharded regardless of gates."""
     hidden, network = _hidden(call, trace), _network(call.name)
     gates = network.gates
-    found: dict[tuple[object, ...], tuple[int, str]] = {}
+    rows: dict[tuple[object, ...], tuple[int, str]] = {}
     for path, tensor in refs_with_paths(call.args):
         info = trace.tensors[tensor]
         cell_bias = network.one_step and info.kind == "parameter" and len(info.shape) == 1 and path[0] in (4, 5)
         if cell_bias or _is_matrix(tensor, trace) and (network.one_step and path[0] in (2, 3) or len(path) == 2):
             gated = info.shape[0] == gates * hidden and gates > 1 and hidden % tp == 0
-            found["args", *path] = (tensor, f"{gates}*{hidden}!" if gated else f"{info.shape[0]}!")
-    return found
+            rows["args", *path] = (tensor, f"{gates}*{hidden}!" if gated else f"{info.shape[0]}!")
+    return rows
 
 
 def _instructions(

@@ -1,4 +1,4 @@
-"""Draft plans in the shape that was asked for: chosen modules, expert parallelism, quantised weights."""
+"""Draft plans as requested: chosen modules, expert parallelism, quantised weights."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from autoplan.values import (
 from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import DifferedOnRanks, InsideQuantisedBlock, MadeAnewInTraining, Reason
 
-# Quantised weights: a stored tensor is cut as the weight that it stands for, in blocks. Where a size would part a
-# block, the weight stays whole with whatever shares its cut, and a finding lists the ways out with their bytes.
+# Quantised weights: a stored tensor is sharded like the weight that it stands for, in blocks. If a size would split a
+# block, the weight is replicated with all that shares its axis, and a finding lists the ways out with their bytes.
 
 _PACKED_CHECK = "quantised"
 
 
 @dataclass(frozen=True)
 class WayOut:
-    """What to do where a block would be parted. `size`: of tp or ep; `bytes`: of the weights in question, per rank."""
+    """An option where a block would be split. `size`: of tp or ep; `bytes`: of the weights in question, per rank."""
 
     kind: str  # "experts apart", "smaller tp", "uneven", "whole"
     size: int
@@ -59,15 +59,15 @@ class WayOut:
 
 
 def packed_in_trace(packed: tuple[PackedWeight, ...], trace: Trace) -> dict[str, tuple[PackedWeight, ...]]:
-    """The weights by their names in a trace: those of all blocks, where one block stands for many."""
+    """Return the weights by their names in a trace: those of all blocks, if one block stands for many."""
     by_name = {weight.name: weight for weight in packed}
-    found: dict[str, tuple[PackedWeight, ...]] = {}
+    by_fold_name: dict[str, tuple[PackedWeight, ...]] = {}
     for fold_name, everywhere in _expanded(trace):
         weights = dict.fromkeys(by_name[name] for name in everywhere if name in by_name)
         alike = dict.fromkeys(replace(weight, name=starred(weight.name)) for weight in weights)
         if alike:
-            found[fold_name] = tuple(alike)
-    return found
+            by_fold_name[fold_name] = tuple(alike)
+    return by_fold_name
 
 
 def _expanded(trace: Trace) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -77,11 +77,11 @@ def _expanded(trace: Trace) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield from ((name, names.expand(name)) for name in info.names)
 
 
-# ---------------------------------------------------------------------------------------------------- in the plan
+# Quantised weights in the plan
 
 
 def with_packed(plan: Plan, solution: Solution, packed: tuple[PackedWeight, ...]) -> Plan:
-    """The plan, knowing how its weights are stored: cuts, bytes, entries, and what could not be cut."""
+    """Return the plan with the storage of its weights: shardings, bytes, entries, findings on unsplit blocks."""
     if not packed:
         return plan
     names = Names(solution.trace)
@@ -97,7 +97,7 @@ def with_packed(plan: Plan, solution: Solution, packed: tuple[PackedWeight, ...]
 
 
 def _laid(weight: PackedWeight, fact: ParameterFact | None, tp: int) -> PackedWeight:
-    """Its tensors, cut as the plain weight is."""
+    """Return the weight with its tensors sharded like the plain weight."""
     if fact is None or fact.dim is None or fact.layout is None:
         return weight
     layouts = tuple(Layout.parse(fact.layout) if dim == fact.dim else None for dim in range(len(weight.shape)))
@@ -113,7 +113,7 @@ def _laid(weight: PackedWeight, fact: ParameterFact | None, tp: int) -> PackedWe
 
 
 def _folded(weights: tuple[PackedWeight, ...], names: Names) -> Iterator[PackedWeight]:
-    """One for all that are stored and cut alike, by pattern."""
+    """Yield one weight for all that are stored and sharded alike, by pattern."""
     groups: dict[PackedWeight, list[str]] = {}
     for weight in weights:
         groups.setdefault(replace(weight, name=""), []).append(weight.name)
@@ -123,7 +123,7 @@ def _folded(weights: tuple[PackedWeight, ...], names: Names) -> Iterator[PackedW
 
 
 def _entry(entry: Entry, weights: tuple[PackedWeight, ...], facts: dict[str, ParameterFact]) -> Entry:
-    """The same entry with the stored tensors in place of plain ones, and the bytes of those."""
+    """Return the entry with the stored tensors in place of plain ones, and their bytes."""
     mine = [weight for weight in weights if _is_of(entry, weight)]
     if not mine:
         return entry
@@ -154,18 +154,18 @@ def _whole(item: Replicated, weights: tuple[PackedWeight, ...], facts: dict[str,
 
 
 def _saved(weight: PackedWeight, facts: dict[str, ParameterFact]) -> int:
-    """Bytes as stored, less those of the plain weight."""
+    """Return the stored bytes minus those of the plain weight (negative if smaller)."""
     return weight.bytes - facts[weight.name].bytes if weight.name in facts else 0
 
 
-# -------------------------------------------------------------------------------------- where blocks would be parted
+# Options where blocks would be split
 
 
 def ways_out(facts: Sequence[ClassFact], solution: Solution, packed: tuple[PackedWeight, ...]) -> tuple[WayOut, ...]:
-    """What to do about axes that would be cut inside a block, in the order in which to try."""
+    """Return the options for axes that would be split inside a block, in the order in which to try them."""
     names, tp = Names(solution.trace), solution.tp_size
-    held = {name for fact in facts for parameter, _ in fact.parameters for name in names.expand(parameter)}
-    mine = [weight for weight in packed if weight.name in held]
+    parameters = {name for fact in facts for parameter, _ in fact.parameters for name in names.expand(parameter)}
+    mine = [weight for weight in packed if weight.name in parameters]
     size = sum(weight.bytes for weight in mine)
     ways = []
     if mine and all(len(weight.shape) == 3 and weight.shape[0] % tp == 0 for weight in mine):
@@ -179,10 +179,10 @@ def ways_out(facts: Sequence[ClassFact], solution: Solution, packed: tuple[Packe
 
 
 def refuse_parted_blocks(name: str, solution: Solution, packed: tuple[PackedWeight, ...]) -> None:
-    """Raise where a size would part a block of a quantised weight, with the ways out."""
+    """Raise if a size would split a block of a quantised weight, with the ways out."""
     parted = list(_parted(solution))
     for _, why in parted[:1]:
-        alike = [one for one, other in parted if other.weight == why.weight]
+        alike = [fact for fact, other in parted if other.weight == why.weight]
         legal = ", ".join(map(str, solution.legal_tp))
         ways = "; ".join(map(str, ways_out(alike, solution, packed)))
         raise IndivisibleError(f"{name}: {why}", hint=f"sizes that part no block: {legal}. Ways out, in order: {ways}")
@@ -196,27 +196,27 @@ def _packed_findings(
     for fact, why in _parted(solution):
         alike.setdefault(why, []).append(fact)
     for why, facts in alike.items():
-        held = (name for fact in facts for name, _ in fact.parameters if starred(name) == why.weight)
-        weights = [name for one in held for name in names.expand(one)]
-        found = ways_out(facts, solution, packed)
+        members = (name for fact in facts for name, _ in fact.parameters if starred(name) == why.weight)
+        weights = [name for member in members for name in names.expand(member)]
+        options = ways_out(facts, solution, packed)
         whole = _bytes_whole(facts, solution, packed)
         text = f"{why}; " + ("it stays whole with what shares its cut" if whole else "products are cut and gathered")
-        ways = "; ".join(str(way) for way in found if way.kind != "whole")
+        ways = "; ".join(str(way) for way in options if way.kind != "whole")
         for pattern in fold_names(weights, names.parameters):
             yield Finding(_PACKED_CHECK, "warn", pattern, text, f"ways out, in order: {ways}", whole)
 
 
 def _bytes_whole(facts: Sequence[ClassFact], solution: Solution, packed: tuple[PackedWeight, ...]) -> int:
-    """Of the weights in question, what every rank holds in the end."""
+    """Return the bytes of the weights in question that are replicated in the end."""
     names = Names(solution.trace)
     cut = {name for fact in solution.parameters if fact.dim is not None for name in fact.names}
     own = {name for fact in facts for name, _ in fact.parameters if name not in cut}
-    held = {name for one in own for name in names.expand(one)}
-    return sum(weight.bytes for weight in packed if weight.name in held)
+    replicated = {name for member in own for name in names.expand(member)}
+    return sum(weight.bytes for weight in packed if weight.name in replicated)
 
 
 def _said(packed: tuple[PackedWeight, ...]) -> str:
-    """How many weights are stored how."""
+    """Return how many weights are stored in which scheme."""
     schemes: dict[str, int] = {}
     for weight in packed:
         schemes[weight.scheme.title] = schemes.get(weight.scheme.title, 0) + 1
@@ -229,7 +229,7 @@ def _parted(solution: Solution) -> Iterator[tuple[ClassFact, InsideQuantisedBloc
             yield fact, fact.reason
 
 
-# A written plan put to the test: solved under its choices, checked line by line, written down like any other plan.
+# Written plans: solved under their choices, checked line by line, and made into a plan like any other.
 
 
 def solve_chosen(
@@ -247,12 +247,11 @@ def solve_chosen(
     context: bool = False,
     both: Shards | None = None,
 ) -> Solution:
-    """The solution under a written plan, with notes on it. Raises where the plan asks for what cannot be.
+    """Return the solution under a written plan, with notes on it. Raises if the plan asks for the impossible.
 
     `packed`: the quantised weights of the model, whose blocks stay together; `uneven`: some ranks may have one more of
-    them than others. `remade`: where weights lie that are made
-    otherwise in training. `context`: split only what calls that mix positions treat apart. `both`: how that was split
-    over ranks of context parallelism too.
+    them than others. `remade`: modules whose weights are computed differently in training. `context`: split only what
+    calls that mix positions keep independent. `both`: the split over ranks of context parallelism combined with these.
     """
     how: dict[str, Any] = {"scoped": scoped, "sequence_stacks": sequence_stacks, "experts": experts, "context": context}
     tried = stay_whole(trace, whole, DifferedOnRanks()) if whole else NO_DEMANDS
@@ -263,7 +262,7 @@ def solve_chosen(
         blocks = stay_whole(trace, remade, MadeAnewInTraining()).and_also(blocks)
     if choices is None:
         return solve_experts(trace, tp, demands=tried.and_also(blocks), **how)
-    # Raise where somebody's own line cuts what gave other numbers on ranks: leaving it whole is theirs to decide
+    # Raise if a user's own line shards what gave other numbers on ranks: replicating it is their decision
     for name in () if choices.tolerant else dict.fromkeys(name for name, _ in tried.whole):
         choice = choices.of(name)
         if choice is not None and choice.cut not in ("whole", "nothing"):
@@ -280,16 +279,16 @@ def solve_chosen(
 def fitting(
     solved: Callable[..., Solution], choices: ChosenCuts | None
 ) -> tuple[Solution, ChosenCuts | None, tuple[Finding, ...]]:
-    """The solution under a written plan, or without its optional part where that does not fit; a finding says why."""
+    """Return the solution under a written plan, or without its optional part if that fails; a finding says why."""
     try:
         return solved(choices=choices), choices, ()
     except (WrittenPlanError, IndivisibleError) as error:
-        asked = choices.without_optional() if choices is not None else None
-        if asked == choices:
+        requested = choices.without_optional() if choices is not None else None
+        if requested == choices:
             raise
         why = error.message
     text = f"the hand-written plan of this class does not fit here, and analysis decides in its place: {why}"
-    return solved(choices=asked), asked, (Finding("written plan", "warn", "", text),)
+    return solved(choices=requested), requested, (Finding("written plan", "warn", "", text),)
 
 
 def plan_chosen(
@@ -300,33 +299,33 @@ def plan_chosen(
     layers: Sequence[Stack],
     sequence_parallel: bool = False,
 ) -> Plan:
-    """The plan of a solution; every entry says whose choice it is."""
+    """Return the plan of a solution; every entry says whose choice it is."""
     if choices is None:
         return make_plan(solution, model=model, layers=layers, sequence_parallel=sequence_parallel)
-    made = make_plan(
+    plan = make_plan(
         solution, model=model, layers=layers, sequence_parallel=sequence_parallel, source_of=choices.source_of
     )
     origin = () if choices.optional else (f"chosen by {choices.name}",)
     notes = tuple(Finding("written plan", "note", "", note) for note in (*origin, *solution.notes))
-    return replace(made, source=_origin(choices), findings=made.findings + notes)
+    return replace(plan, source=_origin(choices), findings=plan.findings + notes)
 
 
 def _origin(choices: ChosenCuts) -> str:
-    """Where a plan comes from as a whole: overrides do not change what they were laid over."""
+    """Return the source of a plan as a whole: overrides do not change the source of what they override."""
     if choices.complete or choices.source == "handwritten":
         return choices.source
     return choices.under.source if choices.under is not None else "inferred"
 
 
 def wish_of_plan(plan: Plan) -> Wish:
-    """What a plan was wanted for, to make it again."""
-    along = plan.sequence_parallel and plan.cp_size == 1  # under context parallelism that follows
+    """Return the wish that a plan fulfils, to make it again."""
+    along = plan.sequence_parallel and plan.cp_size == 1  # implied by context parallelism
     return Wish(plan.tp_size, plan.ep_size, along, uneven=plan.uneven, cp_size=plan.cp_size)
 
 
 def choices_of_plan(plan: Plan, name: str = "") -> ChosenCuts | None:
-    """A plan's own decisions as choices, to plan another size of the same model alike; None if nothing was chosen.
-    With a `name` (of the file it came from) they are a user's choices, whoever made them."""
+    """Return a plan's own decisions as choices, to plan another size of the same model alike; None if nothing was
+    chosen. With a `name` (of the file it came from) they are a user's choices, whoever made them."""
     sources = {entry.source for entry in plan.entries} - {"inferred"}
     if not sources and not name:
         return None
@@ -335,21 +334,21 @@ def choices_of_plan(plan: Plan, name: str = "") -> ChosenCuts | None:
     return ChosenCuts(name or f"the plan of {plan.model}", source, tuple(lines), tolerant=True)  # type: ignore[arg-type]
 
 
-# Expert parallelism as an option of a plan: which sizes make sense, and what is said where it does not reach.
+# Expert parallelism as an option of a plan: the sizes that make sense, and findings where it cannot be applied.
 
 _CHECK = "experts"
 _HINT = "ep_size must divide the number of experts, and no written plan may cut them otherwise"
 
 
 def experts_of(tp_size: int, ep_size: int, capabilities: Capabilities) -> Experts:
-    """What the solver is to do with experts."""
+    """Return how the solver should treat experts."""
     if ep_size == 1 or not capabilities.experts:
         return "inside"
     return "apart" if tp_size > 1 else "alone"
 
 
 def expert_findings(plan: Plan, solution: Solution) -> tuple[Finding, ...]:
-    """Where experts are not placed on different ranks although that was asked for, and why."""
+    """Return findings on experts that are not distributed over ranks although that was requested, with the reasons."""
     return tuple(_findings(plan, solution))
 
 

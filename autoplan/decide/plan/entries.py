@@ -1,4 +1,4 @@
-"""What an entry of a plan says: style, costs, communication, dataflow and reason."""
+"""The content of a plan's entry: style, costs, communication, dataflow and reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autoplan.values import (
 )
 from autoplan.values.reasons import CutOfRecurrent, Reason, sentence
 
-# The style of a parameter is read off the facts, so that a rule can never make a split that was not proven.
+# The style of a parameter follows from the facts, so that a rule can never make a split that was not proven.
 
 _BY_FIELD = {
     ("linear", "out"): "colwise",
@@ -42,7 +42,7 @@ _BY_FIELD = {
 
 
 def style_of(fact: ParameterFact, readers: Iterable[Node], tp: int, *, gathered: bool, reduced: bool) -> str:
-    """`readers` are the boxes that read the parameter; `gathered` and `reduced` tell what its module does besides."""
+    """Return the style of a parameter. `readers`: boxes that read it; `gathered`, `reduced`: what its module does."""
     if fact.dim is None:
         return "replicated_with_grad_allreduce" if fact.gradient != "local" else "replicate"
     plain = {_style_in(node, fact) for node in readers}
@@ -65,24 +65,24 @@ def _style_in(node: Node, fact: ParameterFact) -> str:
             return "norm" if node.kind == "norm" else _BY_FIELD.get((node.kind, field), "local")
     out = node.dim("out")
     is_bias = any(name in fact.names for name in node.parameters[1:])
-    if is_bias and node.kind == "linear" and len(fact.shape) > 1:  # scales: they lie as their weight does
+    if is_bias and node.kind == "linear" and len(fact.shape) > 1:  # scales are sharded like their weight
         return next((_BY_FIELD[node.kind, field] for field, dim in node.dims if dim.dim == fact.dim), "local")
     return "colwise" if is_bias and out is not None and out.layout is not None else "local"
 
 
-# The communication of a plan, block by block: equal blocks said once, a line for whatever exceeds the least.
+# The communication of a plan, block by block: equal blocks once, and a finding for each excess over the minimum.
 
 
 def communication(
     solution: Solution, layers: Iterable[Stack], names: Names
 ) -> tuple[tuple[Traffic, ...], tuple[Finding, ...]]:
-    """What blocks move compared with the least they need, and findings that explain each excess."""
+    """Return the traffic of blocks compared with the minimum, and findings that explain each excess."""
     if solution.shards is None or solution.tp_size == 1:
         return (), ()
     blocks = [fqn for stack in layers for fqn in stack.fqns]
-    found, excesses = _traffic(solution, blocks)
+    traffics, excesses = _traffic(solution, blocks)
     alike: dict[str, tuple[Traffic, list[str]]] = {}
-    for one in found:
+    for one in traffics:
         same = replace(one, block="")
         alike.setdefault(repr(same), (same, []))[1].append(one.block)
     blocks_by_excess: dict[str, list[str]] = {}
@@ -107,10 +107,10 @@ def _traffic(solution: Solution, blocks: list[str]) -> tuple[tuple[Traffic, ...]
         replace(every, instructions=tuple(one for one in every.instructions if one.over == over))
         for over in ("", "cp", "all")
     )
-    found, excess = block_traffic(solution.shards, split, solution.reductions, blocks, pieces=cp)
+    by_tp, excess = block_traffic(solution.shards, split, solution.reductions, blocks, pieces=cp)
     more, beyond = block_traffic(other.shards, cut, other.reductions, blocks, context=cp, within=solution.shards)
     last, _ = block_traffic(other.shards, both, other.reductions, blocks)
-    by_block = {one.block: one for one in found}
+    by_block = {one.block: one for one in by_tp}
     sums = zip(more, last, strict=True)
     return (
         tuple(both_traffics(by_block[one.block], one, all_of) for one, all_of in sums if one.block in by_block),
@@ -118,17 +118,17 @@ def _traffic(solution: Solution, blocks: list[str]) -> tuple[tuple[Traffic, ...]
     )
 
 
-# What a module's split costs at run time. A sum of input gradients that several projections share is said at each.
+# The cost of a module's split at run time. A sum of input gradients that several projections share is listed at each.
 
 
 class Costs:
-    """Answers for modules, from the sites that analysis decided on."""
+    """The costs of modules, from the sites that analysis decided on."""
 
     def __init__(self, solution: Solution, flow: Flow) -> None:
         self.flow = flow
         self.runtime = solution.runtime
         self.trace = solution.trace
-        # Boxes whose value has its gradient summed, wherever that is attached
+        # Boxes whose value has its gradient all-reduced, wherever the instruction is attached
         partial = (boundary for boundary in self.runtime.of(Boundary) if boundary.gives is Spread.PARTIAL_GRADIENT)
         sites = {(one.pattern, one.side, one.path) for one in partial}
         tensors: set[int] = set()
@@ -150,10 +150,10 @@ class Costs:
         *,
         ends_here: bool = True,
     ) -> tuple[Cost, ...]:
-        """Every cost of one module, forward ones first. `ends_here`: the module's output is these parameters' product.
-        (Of experts' two weights only the second's is.)"""
-        here = (instruction for instruction in self.runtime.instructions if instruction.pattern == module)
-        costs = [one.cost for one in here if one.cost is not None and self._is_of_product(one, ends_here)]
+        """Return every cost of one module, forward ones first. `ends_here`: the module's output is the product with
+        these parameters. (Of experts' two weights only the second's is.)"""
+        own_instructions = (instruction for instruction in self.runtime.instructions if instruction.pattern == module)
+        costs = [one.cost for one in own_instructions if one.cost is not None and self._is_of_product(one, ends_here)]
         costs += self._sum_further_out(module) if ends_here else []
         costs += self._input_gradient(module, readings)
         for name, fact in facts:
@@ -163,13 +163,13 @@ class Costs:
         return tuple(dict.fromkeys(costs))
 
     def _is_of_product(self, one: Instruction, ends_here: bool) -> bool:
-        """Does an instruction at a module belong to the product of the parameters that are asked about?"""
+        """Return whether an instruction at a module belongs to the product with the parameters in question."""
         if isinstance(one, CallRewrite):
             return one is self.calls.get(one.pattern)
         return not isinstance(one, Boundary) or (ends_here and one.side == "output")
 
     def _sum_further_out(self, module: str) -> list[Cost]:
-        """A partial sum that travels to a module around this one, where others join it."""
+        """Return the cost of a partial sum that is reduced at an enclosing module, where others join it."""
         if module not in self.summing or module in self.calls:
             return []
         sites = {b.pattern for b in self.runtime.of(Boundary) if b.side == "output" and b.settles_partial}
@@ -202,20 +202,20 @@ class Costs:
 
 
 def _seen_from(module: str, other: str) -> str:
-    """The other module's name without what both have in common: "k_proj", "k_proj.base"."""
+    """Return the other module's name without the common prefix: "k_proj", "k_proj.base"."""
     own, parts = module.split("."), other.split(".")
     common = next((i for i, (a, b) in enumerate(zip(own, parts, strict=False)) if a != b), min(len(own), len(parts)))
     return ".".join(parts[min(common, len(parts) - 1) :])
 
 
-# Numbers in sentences: how many units a parameter is sharded in, what a rank gets, and why; or why it is whole.
+# Sentences with numbers: the units of a sharded parameter, what a rank gets, and why; or why it is replicated.
 
 _OF_HEADS = "feature of each head"
 _PLURALS = {_OF_HEADS: "features of each head"}
 
 
 def units_text(fact: ParameterFact, naming: Naming | None) -> tuple[str, str]:
-    """What is sharded: "14336 features"; where a unit holds several rows with these, "8 groups × 16", and without."""
+    """Return what is sharded: "14336 features"; for units of several rows with these, "8 groups × 16", and without."""
     if fact.layout is None:
         return "", ""
     layout = Layout.parse(fact.layout)
@@ -228,16 +228,16 @@ def units_text(fact: ParameterFact, naming: Naming | None) -> tuple[str, str]:
 
 
 def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
-    """One sentence: the units, what each rank gets, and for attention the heads that read them."""
+    """Return one sentence: the units, what each rank gets, and for attention the heads that read them."""
     if fact.dim is None:
         return "every rank holds it whole and sees a part of its gradient: the parts are summed"
     assert fact.layout is not None
     layout = Layout.parse(fact.layout)
     unit = _unit_of_gates(layout) if isinstance(fact.how, CutOfRecurrent) else _unit(naming, layout)
     parts = [_heads_text(layout, naming, tp) or _shards_text(layout, unit, tp)]
-    held = _held_by_all(layout)
-    if held:
-        parts.append(f"{held} of its {layout.size} rows are held by every rank, their gradients summed")
+    replicated_rows = _held_by_all(layout)
+    if replicated_rows:
+        parts.append(f"{replicated_rows} of its {layout.size} rows are held by every rank, their gradients summed")
     if layout.kind == "concatenation":
         parts.append(f"each of its {len(layout.parts)} segments is cut by itself")
     if fact.how is not None:
@@ -247,7 +247,7 @@ def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
 
 
 def whole_text(said: Iterable[tuple[str, tuple[Reason, ...]]]) -> str:
-    """Why parameters of like blocks are whole, each with its role: once, where blocks agree."""
+    """Return why parameters of like blocks are replicated, each with its role: once, if blocks agree."""
     return " / ".join(dict.fromkeys((f"{role}: " if role else "") + sentence(why) for role, why in said))
 
 
@@ -263,34 +263,34 @@ def _shards_text(layout: Layout, unit: str, tp: int) -> str:
 
 
 def _heads_text(layout: Layout, naming: Naming | None, tp: int) -> str:
-    """Where several query heads read one key/value head, say both."""
+    """Return both numbers of heads if several query heads read one key/value head; else ""."""
     groups = _first_sharded(layout)
     if naming is None or naming.unit != "head" or groups.split != (0, 1) or groups.size % tp:
         return ""
     heads = _heads(naming, groups.size)
     if heads <= groups.size or heads % groups.size:
         return ""
-    held = groups.size // tp
+    key_heads = groups.size // tp
     return (
         f"{_count(heads, 'query head')} in {_count(groups.size, 'group')}; tp={tp} gives each rank "
-        f"{_count(heads // groups.size * held, 'query head')} and {_count(held, 'key/value head')}"
+        f"{_count(heads // groups.size * key_heads, 'query head')} and {_count(key_heads, 'key/value head')}"
     )
 
 
 def _unit(naming: Naming | None, layout: Layout) -> str:
-    """What is sharded. Where it is the last factor of several, it is features of every head, not heads."""
+    """Return the unit that is sharded. For the last of several factors it is features of every head, not heads."""
     if naming is None:
         return "unit"
     return _OF_HEADS if naming.unit == "head" and _is_minor(layout) else naming.unit
 
 
 def _unit_of_gates(layout: Layout) -> str:
-    """Of recurrent weights: a rank has all gates of its hidden units, or some rows."""
+    """Return the unit of recurrent weights: a rank has all gates of its hidden units, or some rows."""
     return "hidden unit" if layout.kind == "product" else "row"
 
 
 def _is_minor(layout: Layout) -> bool:
-    """Is the factor that is sharded the last of a product whose earlier factors are not, in all segments?"""
+    """Return whether the only sharded factor is the last of a product, in all segments."""
     if layout.kind == "concatenation":
         return all(_is_minor(part) for part in layout.parts if part.is_split)
     last = layout.parts[-1] if layout.kind == "product" else layout
@@ -298,15 +298,15 @@ def _is_minor(layout: Layout) -> bool:
 
 
 def _held_by_all(layout: Layout) -> int:
-    """Rows that every rank holds."""
+    """Return how many rows are replicated."""
     if not layout.parts:
         return 0 if layout.is_split else layout.size
-    held = [_held_by_all(part) for part in layout.parts]
-    return prod(held) if layout.kind == "product" else sum(held)
+    counts = [_held_by_all(part) for part in layout.parts]
+    return prod(counts) if layout.kind == "product" else sum(counts)
 
 
 def _heads(naming: Naming, groups: int) -> int:
-    """Query heads, from what the output contracts and how wide a value head is."""
+    """Return the number of query heads, from the contracted size of the output and the width of a value head."""
     contracted, value = naming.sizes.get("output.in", 0), naming.sizes.get("value.out", 0)
     return contracted * groups // value if value and (contracted * groups) % value == 0 else 0
 

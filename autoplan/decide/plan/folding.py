@@ -26,7 +26,7 @@ from autoplan.values import (
     refs,
 )
 
-# What was decided for a representative is said for every block that it stands for (`Trace.folds`), in few patterns.
+# Decisions on a representative are extended to every block that it stands for (`Trace.folds`), in few patterns.
 
 Item = TypeVar("Item")
 
@@ -37,41 +37,41 @@ class Names:
     def __init__(self, trace: Trace) -> None:
         self.folds = tuple(_followers(fold) for fold in trace.folds)
         self.modules = Universe(self.expand_all(trace.module_classes))
-        held = (name for tensor in trace.tensors if tensor.kind in ("parameter", "buffer") for name in tensor.names)
-        self.parameters = Universe(self.expand_all(held))
+        stored = (name for tensor in trace.tensors if tensor.kind in ("parameter", "buffer") for name in tensor.names)
+        self.parameters = Universe(self.expand_all(stored))
 
     def expand(self, name: str) -> tuple[str, ...]:
-        """The name itself, and its like in every block that its block stands for."""
+        """Return the name itself, and its counterparts in every block that its block stands for."""
         names = [name]
         for prefix, followers in self.folds:
-            names += [other for known in names for other in _in_other_blocks(known, prefix, followers)]
+            names += [other for each in names for other in _in_other_blocks(each, prefix, followers)]
         return tuple(dict.fromkeys(names))
 
     def expand_all(self, names: Iterable[str]) -> list[str]:
         return [expanded for name in names for expanded in self.expand(name)]
 
     def fold(self, names: Sequence[str], *, parameters: bool = False) -> tuple[str, ...]:
-        """Patterns for these names (of representatives) and their like, and for nothing else."""
+        """Return patterns for these names (of representatives) and their counterparts, and for nothing else."""
         return tuple(pattern for pattern, _ in self.fold_counted(names, parameters=parameters))
 
     def fold_counted(self, names: Sequence[str], *, parameters: bool = False) -> tuple[tuple[str, int], ...]:
-        """`fold`, with how many names each pattern stands for."""
+        """Return the patterns of `fold`, with the number of names each stands for."""
         expanded = sorted(self.expand_all(names), key=_natural)
         return fold_counted(expanded, self.parameters if parameters else self.modules)
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Numbers in order of size: layer 2 before layer 10, expert_2 before expert_10."""
+    """Return a sort key that orders numbers by size: layer 2 before layer 10, expert_2 before expert_10."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+|\.)", name) if part)
 
 
 def starred(name: str) -> str:
-    """The name with `*` for every number: what blocks of one kind have in common."""
+    """Return the name with `*` for every number: the common pattern of blocks of one kind."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _followers(fold: Fold) -> tuple[str, dict[str, list[str]]]:
-    """Where the blocks of a fold are, and which of them each representative stands for."""
+    """Return the prefix of a fold's blocks, and the blocks that each representative stands for."""
     followers: dict[str, list[str]] = {}
     for member, stands_in in fold.members:
         followers.setdefault(stands_in, []).append(member)
@@ -86,35 +86,35 @@ def _in_other_blocks(name: str, prefix: str, followers: dict[str, list[str]]) ->
 
 
 def same_in_like_blocks(facts: Iterable[ParameterFact], runtime: Runtime, folds: Iterable[Fold]) -> bool:
-    """Is all that is done to a representative also done to the traced block of its kind before it?
+    """Return whether all that is done to a representative is also done to the traced block of its kind before it.
 
-    Not so where nothing adds to a stream: each block's output is the next one's input, and cuts by output and by input
-    alternate. Nor where the sum that a block of another kind needs for its input is placed on this block's output. Such
-    a block cannot stand for others.
+    This fails if nothing adds to a stream: each block's output is the next one's input, and splits by output and by
+    input alternate. It also fails if the sum that a block of another kind needs for its input is placed on this block's
+    output. Such a block cannot stand for others.
     """
     done: dict[str, list[Any]] = {}
     for fact in facts:
         for name in fact.names:
             done.setdefault(name, []).append((fact.dim, fact.layout, fact.divide))
     for item in runtime.instructions:
-        if isinstance(item, (Boundary, ParallelBlock, CallRewrite, IntegerEdit)):  # the model's ends are no block's
+        if isinstance(item, (Boundary, ParallelBlock, CallRewrite, IntegerEdit)):  # the model's ends are in no block
             done.setdefault(item.pattern, []).append(replace(item, pattern=""))
     for fold in folds:
         for key, representative in fold.alike:
-            mine, its = (_within(done, fold.container, one) for one in (key, representative))
+            mine, its = (_within(done, fold.container, block) for block in (key, representative))
             if mine != its:
                 return False
     return True
 
 
 def _within(done: dict[str, list[Any]], container: str, key: str) -> dict[str, list[Any]]:
-    """What is done to one block, by the name of the place inside it."""
+    """Return what is done to one block, by the path inside it."""
     block = f"{container}.{key}" if container else key
-    return {name[len(block) :]: what for name, what in done.items() if name == block or name.startswith(f"{block}.")}
+    return {name[len(block) :]: work for name, work in done.items() if name == block or name.startswith(f"{block}.")}
 
 
 def fold_runtime(runtime: Runtime, names: Names) -> Runtime:
-    """The same actions, one per pattern."""
+    """Return the same actions, one per pattern."""
     return replace(
         runtime,
         parameters=_fold_items(runtime.parameters, names, parameters=True),
@@ -131,7 +131,7 @@ def _fold_plain(modules: tuple[str, ...], names: Names) -> tuple[str, ...]:
 
 
 def _fold_items(items: tuple[Any, ...], names: Names, *, parameters: bool = False) -> tuple[Any, ...]:
-    """Items that say the same of different names become items that say it of patterns; order of appearance stays."""
+    """Merge items that differ only in their name into items for patterns; order of appearance stays."""
     groups: dict[str, tuple[Any, list[str]]] = {}
     for item in items:
         plain = replace(item, pattern="")
@@ -143,13 +143,13 @@ def _fold_items(items: tuple[Any, ...], names: Names, *, parameters: bool = Fals
     )
 
 
-# A size at which no block splits: the plan is legal, and every rank holds and computes nearly the whole model.
+# Sizes at which no block is split: the plan is valid, but every rank holds and computes nearly the entire model.
 
-BLOCKS = "blocks"  # what findings call it
+BLOCKS = "blocks"  # its name in findings
 
 
 def whole_blocks(plan: Plan) -> tuple[Finding, ...]:
-    """A warning if something is split, and nothing of it lies in a repeated block."""
+    """Return a warning if something is split, but nothing in a repeated block."""
     blocks = [block for stack in plan.layers for block in stack.fqns]
     if plan.ranks == 1 or not blocks or not plan.entries:
         return ()
@@ -163,17 +163,17 @@ def whole_blocks(plan: Plan) -> tuple[Finding, ...]:
 
 
 def _inside(pattern: str, block: str) -> bool:
-    """Does a pattern of a module mean one in this block, or the block itself?"""
+    """Return whether a pattern of a module matches one in this block, or the block itself."""
     depth = block.count(".") + 1
     return is_under(block, pattern) or matches(".".join(pattern.split(".")[:depth]), block)
 
 
-_FEW = 4  # so many alike are written one by one: the parts of a block that its author numbered
-Part = tuple[str, list[str]]  # a block ("" for none), and the modules that ran in it
+_FEW = 4  # up to this many alike are listed one by one: numbered parts of a block
+Part = tuple[str, list[str]]  # (a block, "" for none; the modules that ran in it)
 
 
 def flow_of(trace: Trace, layers: Sequence[Stack], names: Names) -> tuple[FlowPart, ...]:
-    """Parts in the order of their first module."""
+    """Return the parts in the order of their first module."""
     blocks = {block: stack.name for stack in layers for block in stack.fqns}
     kinds: dict[tuple[str, tuple[str, ...]], FlowPart] = {}
     feeds = _with_parameters(trace)
@@ -189,25 +189,25 @@ def flow_of(trace: Trace, layers: Sequence[Stack], names: Names) -> tuple[FlowPa
             kinds[f"\0{place}", steps] = part
             continue
         many = sum(name in blocks for name in names.expand(block))
-        known = kinds.get((blocks[block], steps))
-        kinds[blocks[block], steps] = replace(known or part, blocks=many + (known.blocks if known else 0))
+        earlier = kinds.get((blocks[block], steps))
+        kinds[blocks[block], steps] = replace(earlier or part, blocks=many + (earlier.blocks if earlier else 0))
     return tuple(kinds.values())
 
 
 def _with_parameters(trace: Trace) -> dict[str, frozenset[str]]:
-    """The modules that own parameters, in the order in which those are first read: which others feed them directly.
+    """Return the modules that own parameters, in the order in which those are first read, with their direct feeders.
 
-    A module need not run for that: the code of another may read its weight. A tied weight is that of the module which
-    runs, if it is one of its owners. What is computed of weights alone feeds nobody until it meets a value.
+    A module need not run for that: the code of another may read its weight. A tied weight counts for the module that
+    runs, if that is one of its owners. Values computed from weights alone feed nothing until they meet data.
     """
     owners = {
         number: [name.rpartition(".")[0] for name in tensor.names]
         for number, tensor in enumerate(trace.tensors)
         if tensor.kind == "parameter" and tensor.names
     }
-    numbers: dict[str, int] = {}  # of modules; sets of them are the bits of an integer, since there may be thousands
-    weights: dict[int, int] = {}  # tensor -> whose weights it is made of, and of nothing else
-    made: dict[int, int] = {}  # tensor -> the last modules on its ways
+    numbers: dict[str, int] = {}  # of modules; a set of them is an integer's bits, since there may be thousands
+    weights: dict[int, int] = {}  # tensor computed from weights alone -> their owners
+    makers: dict[int, int] = {}  # tensor -> the last modules on the paths to it
     feeds: dict[int, int] = {}
     behind: dict[int, int] = {}
     for op in trace.ops:
@@ -220,20 +220,20 @@ def _with_parameters(trace: Trace) -> dict[str, frozenset[str]]:
         if own and read <= owners.keys() | weights.keys():
             weights |= dict.fromkeys(refs(op.outputs), own)
             continue
-        fed = _last(reduce(or_, (made.get(ref, 0) for ref in read), 0), behind)
+        fed = _last(reduce(or_, (makers.get(ref, 0) for ref in read), 0), behind)
         for number in _bits(own):
             if number not in behind:
                 feeds[number] = fed
                 behind[number] = reduce(or_, (behind[one] for one in _bits(fed)), fed)
-        given = _last(fed | own, behind)
-        made |= dict.fromkeys(refs(op.outputs), given)
+        last_modules = _last(fed | own, behind)
+        makers |= dict.fromkeys(refs(op.outputs), last_modules)
     modules = list(numbers)
     return {name: frozenset(modules[one] for one in _bits(feeds.get(n, 0))) for name, n in numbers.items()}
 
 
 def _last(modules: int, behind: dict[int, int]) -> int:
-    """Without those that feed another of them."""
-    return modules & ~reduce(or_, (behind[one] for one in _bits(modules)), 0) if modules & (modules - 1) else modules
+    """Return the modules without those that feed another of them."""
+    return modules & ~reduce(or_, (behind[bit] for bit in _bits(modules)), 0) if modules & (modules - 1) else modules
 
 
 def _bits(number: int) -> Iterator[int]:
@@ -244,7 +244,7 @@ def _bits(number: int) -> Iterator[int]:
 
 
 def _parts(modules: Iterable[str], blocks: dict[str, str]) -> Iterable[Part]:
-    """Runs of modules in one block, or in none."""
+    """Return runs of modules in one block, or in none."""
     kinds: dict[str, list[str]] = {}
     outside = 0
     last = None
@@ -257,14 +257,14 @@ def _parts(modules: Iterable[str], blocks: dict[str, str]) -> Iterable[Part]:
 
 
 def _block_of(module: str, blocks: dict[str, str]) -> str:
-    """The innermost block that holds the module, or is it."""
+    """Return the innermost block that holds the module, or is it."""
     while module and module not in blocks:
         module = module.rpartition(".")[0]
     return module
 
 
 def _folded(steps: list[str]) -> tuple[tuple[str, ...], list[int]]:
-    """Many alike (experts) as one, where the first of them runs; and for each step which of these it is."""
+    """Merge many alike steps (experts) into one, where the first of them runs; return each step's pattern index."""
     groups: dict[str, list[str]] = {}
     for step in steps:
         groups.setdefault(starred(step), []).append(step)

@@ -1,5 +1,5 @@
-"""Write the plan from what analysis proved and rules named: every parameter ends in an entry, or in the list of what
-stays whole, with its reason."""
+"""Write the plan from what analysis proved and rules named: every parameter ends in an entry, or in the list of
+replicated ones, with its reason."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from autoplan.values import (
 from autoplan.values.reasons import CutOfRecurrent, GradientSummed, NothingToSplit, Reason
 
 Source = Literal["user", "handwritten", "inferred", "hf"]
-_RECURRENT = "recurrent weights"  # of those that no box of the picture stands for
-_Whole = tuple[str, tuple[Reason, ...]]  # the role of a parameter that stays whole ("": none), and why it does
+_RECURRENT = "recurrent weights"  # for those without a box in the picture
+_Whole = tuple[str, tuple[Reason, ...]]  # (the role of a replicated parameter, "" for none; the reasons)
 
 
 def make_plan(
@@ -46,8 +46,8 @@ def make_plan(
     rules: Sequence[Rule] | None = None,
     source_of: Callable[[str], str | None] = lambda parameter: None,
 ) -> Plan:
-    """Write the plan of a solution. `rules` are the shipped ones unless given. `source_of` tells for a parameter whose
-    choice its cut is, where it is not that of `source`."""
+    """Write the plan of a solution. `rules` are the shipped ones by default. `source_of` returns whose choice a
+    parameter's sharding is, if not that of `source`."""
     picture = with_facts(dataflow(solution.trace), solution)
     matching = match_rules(picture, load_rules() if rules is None else rules, refused=False)
     desk = _Desk(
@@ -75,7 +75,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Draft:
-    """An entry for one module of the trace, before blocks are folded, and what its rule expected."""
+    """An entry for one module of the trace, before blocks are folded, with its rule and the styles that it allows."""
 
     entry: Entry
     allowed: tuple[str, ...]
@@ -85,12 +85,12 @@ class _Draft:
 def _sourced(draft: _Draft, source_of: Callable[[str], str | None]) -> _Draft:
     entry = draft.entry
     names = [f"{entry.pattern}.{parameter}" for parameter in entry.parameters] + [entry.pattern]
-    source = next((said for name in names if (said := source_of(name))), entry.source)
+    source = next((found_source for name in names if (found_source := source_of(name))), entry.source)
     return replace(draft, entry=replace(entry, source=source))  # type: ignore[arg-type]
 
 
 class _Desk:
-    """Everything known about modules while entries are written."""
+    """The facts about modules while entries are written."""
 
     def __init__(self, solution: Solution, picture: Flow, matching: Matching, sequence_parallel: bool) -> None:
         self.solution = solution
@@ -118,16 +118,16 @@ class _Desk:
                 yield self._draft(module, module, facts, self._leading(decided, styles), source)
 
     def _is_decided(self, fact: ParameterFact) -> bool:
-        """Cut, or whole with a gradient that ranks must sum. (A bias that is divided follows its weight.)"""
+        """Return whether it is sharded, or replicated with a gradient to sum. (A divided bias follows its weight.)"""
         return fact.dim is not None or (fact.gradient != "local" and not fact.buffer)
 
     def _leading(self, decided: list[tuple[str, ParameterFact]], styles: dict[str, str]) -> str:
-        """The style of a module is that of its largest cut parameter, else of its largest."""
+        """Return the style of the largest sharded parameter of a module, else of its largest."""
         _, _, name = max((fact.dim is not None, fact.bytes, name) for name, fact in decided)
         return styles[name]
 
     def _by_module(self) -> dict[str, list[tuple[str, ParameterFact]]]:
-        """Parameters by the module that owns them; a tied one under each module that reads it."""
+        """Return parameters by the module that owns them; a tied one under each module that reads it."""
         modules: dict[str, list[tuple[str, ParameterFact]]] = {}
         for fact in self.solution.parameters:
             own = dict.fromkeys(reading.name for reading in self.read.get(fact.names[0], ()))
@@ -170,7 +170,7 @@ class _Desk:
         return _Draft(entry, naming.styles if naming else (), naming.rule if naming else None)
 
     def _chosen(self, style: str, naming: Naming | None) -> str:
-        """Under sequence parallel a rule may choose another form of the proven style."""
+        """Return the style, or the form of it that the rule chooses under sequence parallelism."""
         if naming is None or not self.sequence_parallel:
             return style
         return dict(naming.rule.sequence_parallel).get(naming.binding, style)
@@ -181,8 +181,8 @@ def _owner(parameter: str) -> str:
 
 
 def _fold_entries(drafts: list[_Draft], names: Names) -> Iterator[Entry]:
-    """Entries that say the same of several modules become one; in the order in which the model holds them. Who shares a
-    sum may differ between blocks of one kind (a layer with a compressor, one without): that is said once."""
+    """Merge equal entries of several modules, in the order in which the model holds them. The modules that share a sum
+    may differ between blocks of one kind (a layer with a compressor, one without): their costs are merged."""
     groups: dict[Entry, list[str]] = {}
     costs: dict[Entry, dict[Cost, None]] = {}
     axes: dict[Entry, set[int]] = {}
@@ -199,7 +199,7 @@ def _fold_entries(drafts: list[_Draft], names: Names) -> Iterator[Entry]:
 
 
 def _obstacles(solution: Solution, drafts: list[_Draft], names: Names) -> tuple[Obstacle, ...]:
-    """What hinders others at the modules that are split, and at their like in other blocks: one line for each kind."""
+    """Return obstacles for other systems at split modules and their counterparts in other blocks, one of each kind."""
     split = {starred(draft.entry.pattern) for draft in drafts}
     modules = [module for module in solution.trace.module_classes if starred(module) in split]
     edited = {(edit.pattern, edit.name) for edit in solution.runtime.of(IntegerEdit)}
@@ -212,8 +212,8 @@ def _obstacles(solution: Solution, drafts: list[_Draft], names: Names) -> tuple[
 
 
 def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> Iterator[Replicated]:
-    """Every parameter that stays whole, by pattern, with the bytes of all blocks and the reason. What differs between
-    blocks only in its reason is one line that gives each reason once."""
+    """Yield every replicated parameter, by pattern, with the bytes of all blocks and the reason. Blocks that differ
+    only in the reason share one line that gives each reason once."""
     groups: dict[tuple[str, int], dict[str, _Whole]] = {}
     for fact in solution.parameters:
         if fact.dim is None and not fact.buffer:
@@ -229,7 +229,7 @@ def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> I
         for pattern in names.fold(list(reasons), parameters=True):
             said = [reason for name, reason in everywhere.items() if matches(pattern, name)]
             if len(said) > 1:
-                # Reasons that differ only in the number of a block are one
+                # Reasons that differ only in the number of a block are merged
                 said = [
                     (role, tuple(dict.fromkeys(reason.with_paths(starred) for reason in why))) for role, why in said
                 ]
@@ -239,7 +239,7 @@ def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> I
 
 
 def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Names) -> Iterator[Finding]:
-    """Notes on what was refused, and warnings where rules and facts disagree (facts win)."""
+    """Yield notes on what was refused, and warnings where rules and facts disagree (facts win)."""
     like: dict[Reason, list[Reason]] = {}
     for refusal in solution.refusals:
         like.setdefault(refusal.with_paths(starred), []).append(refusal)

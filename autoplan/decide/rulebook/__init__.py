@@ -1,4 +1,4 @@
-"""Rules are documents: how they are read, what their patterns and conditions mean, and whether their examples hold.
+"""The rulebook: read rule documents, interpret their patterns and conditions, and check their examples.
 
 In: rules/roles/*.toml. Out: Rule values. May import: what decide may.
 """

@@ -33,10 +33,10 @@ Boxes = Mapping[str, Node]
 
 @dataclass(frozen=True)
 class Condition:
-    """A parsed guard. `check` gives "" when it holds, else the sentence that says why not."""
+    """A parsed guard. `check` returns "" if it holds, else a sentence that says why not."""
 
     text: str
-    names: frozenset[str] = frozenset()  # the boxes it speaks of
+    names: frozenset[str] = frozenset()  # the boxes it mentions
 
     def check(self, boxes: Boxes, tp: int | None) -> str:
         text, wanted = (self.text[4:], False) if self.text.startswith("not ") else (self.text, True)
@@ -47,13 +47,13 @@ class Condition:
 
 
 def parse_condition(text: str, names: tuple[str, ...]) -> Condition:
-    """Read a guard, and make sure that it speaks of boxes the pattern names."""
+    """Parse a guard, and check that it mentions only boxes that the pattern names."""
     bare = text.removeprefix("not ").strip()
     call = _CALL.fullmatch(bare)
     if call:
         if call[1] not in _FACTS:
-            known = ", ".join(sorted(_FACTS))
-            raise AutoplanError(f"{call[1]!r} is not a fact, in {text!r}", hint=f"facts are {known}")
+            facts = ", ".join(sorted(_FACTS))
+            raise AutoplanError(f"{call[1]!r} is not a fact, in {text!r}", hint=f"facts are {facts}")
         used = [argument.strip().partition(".")[0] for argument in call[2].split(",")]
     else:
         comparison = _COMPARISON.fullmatch(bare)
@@ -110,7 +110,7 @@ def _related(left: Dim, right: Dim) -> bool:
     return not left.classes or not right.classes or bool(left.classes & right.classes)
 
 
-# ------------------------------------------------------------------------------------------------------- the facts
+# Facts
 
 
 def _split(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
@@ -122,7 +122,7 @@ def _split(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
 
 
 def _uneven(layout: Layout, tp: int | None) -> int:
-    """The first factor that does not divide over tp ranks; 0 when there is none, or when analysis has settled it."""
+    """Return the first factor that is not divisible by tp; 0 if there is none, or if analysis has settled it."""
     if tp is None:
         return 0
     if layout.parts:

@@ -23,7 +23,7 @@ from autoplan.analyse.picture.flow import Dim, Flow, Node
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
 
-# The dims that a kind's weight has, in the order in which examples give them.
+# The dims of the weight of each kind, in the order in which examples list them.
 FIELDS: dict[str, tuple[str, ...]] = {
     "linear": ("in", "out"),
     "stacked": ("in", "out", "stack"),
@@ -51,7 +51,7 @@ _BOX = re.compile(
 
 @dataclass(frozen=True)
 class Arrow:
-    """`reader` reads `source` at `port` ("" for any); `direct` tells `->` from `~>`."""
+    """An arrow: `reader` reads `source` at `port` ("" for any); `direct` distinguishes `->` from `~>`."""
 
     source: str
     reader: str
@@ -99,7 +99,7 @@ def _read_box(text: str, line: str) -> _Box:
 
 
 def _chains(text: str) -> list[tuple[list[_Box], list[bool]]]:
-    """Each line as boxes and whether the arrow after each is direct."""
+    """Return each line as boxes, with whether the arrow after each is direct."""
     chains = []
     for line in text.strip().splitlines():
         parts = re.split(r"(->|~>)", line.partition("  #")[0])
@@ -110,7 +110,7 @@ def _chains(text: str) -> list[tuple[list[_Box], list[bool]]]:
 
 
 def parse_pattern(text: str) -> Pattern:
-    """The pattern of a rule. A name without a kind may be any box."""
+    """Parse the pattern of a rule. A name without a kind may be any box."""
     kinds: dict[str, frozenset[str]] = {}
     arrows: list[Arrow] = []
     for boxes, direct in _chains(text):
@@ -123,7 +123,7 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def draw(text: str) -> Flow:
-    """The picture of an example. Boxes are numbered in order of appearance; a box's parameter is its name."""
+    """Draw the picture of an example. Boxes are numbered in order of appearance; a box's parameter is its name."""
     flow: Flow = nx.DiGraph()
     numbers: dict[str, int] = {}
     for boxes, _ in _chains(text):
@@ -160,7 +160,7 @@ def _example_dim(text: str, parameter: str, dim: int) -> Dim:
 
 
 def layout_classes(layout: Layout) -> frozenset[str]:
-    """Classes of an example's dim: the sizes of the factors that are sharded, or the whole size."""
+    """Return the classes of an example's dim: the sizes of the sharded factors, or the size of the dim."""
     split = {str(factor.size) for factor in _factors(layout) if factor.split is not None}
     return frozenset(split or {str(layout.size)})
 

@@ -20,7 +20,7 @@ from autoplan.decide.rulebook.pattern import Pattern, parse_pattern
 
 GENERIC = "generic"
 
-# What can be said of a module, and what it means: how its weight lies on ranks, what comes in, what goes out.
+# The styles of a module: the sharding of its weight, its input and its output.
 STYLES = {
     "colwise": "output features cut; whole input, split output",
     "rowwise": "input features cut; split input, output summed over ranks",
@@ -39,8 +39,8 @@ STYLES = {
     "sequence_parallel": "sequence parallel: whole weight on values split along the sequence",
 }
 
-# What a rule's modules are to other systems, which split one layer at a time. Said by `exported_as`: an export asks for
-# this and never for a rule by its id.
+# The kinds of modules that other systems, which split one layer at a time, distinguish. A rule declares its kind by
+# `exported_as`: exports look for this and never for a rule by its id.
 EXPORTS = {
     "layers": "column and row layers, as everybody writes them",
     "small": "small parameters next to such layers, or next to a latent, which every style leaves alone",
@@ -58,7 +58,7 @@ _KEYS |= {"exported_as", "holds_experts", "unseen"}
 
 
 class RuleError(AutoplanError):
-    """A rule file cannot be read, or rules beat each other in a circle."""
+    """Raised when a rule file cannot be read, or when rules beat each other in a circle."""
 
 
 _REFUSAL = NotPlain(error=RuleError, hint="fix the file")
@@ -74,7 +74,7 @@ _SHAPE = {
 
 @dataclass(frozen=True)
 class Example:
-    """A picture and what the rule must make of it: a style per box, or a refusal that says `because`."""
+    """A picture and the expected outcome: a style per box, or a refusal that says `because`."""
 
     name: str
     graph: str
@@ -85,7 +85,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Match:
-    """What a rule looks for. Texts are kept next to what was read from them: they are printed, and mutated in tests."""
+    """The pattern of a rule. Texts are kept next to their parsed form: they are printed, and mutated in tests."""
 
     flow: str
     where: tuple[str, ...]
@@ -95,7 +95,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule file. `yields` maps a box to the styles that it may have; `roles` to what it is called."""
+    """One rule file. `yields` maps a box to the styles that it may have; `roles` to the name of its role."""
 
     id: str
     summary: str
@@ -115,7 +115,7 @@ class Rule:
     holds_experts: bool = False
 
     def unit(self, name: str) -> str:
-        """What is sharded over ranks at a box, as reasons call it."""
+        """Return the unit that is sharded over ranks at a box, as reasons name it."""
         units = dict(self.units)
         return units.get(name, units[""])
 
@@ -124,32 +124,32 @@ class Rule:
 
 
 def load_rules(folder: Path | None = None) -> tuple[Rule, ...]:
-    """All role rules, ordered by id: the order of files never decides anything."""
+    """Return all role rules, ordered by id: the order of files never decides anything."""
     return _load(rules_folders() if folder is None else (folder,))
 
 
 @cache
 def _load(folders: tuple[Path, ...]) -> tuple[Rule, ...]:
-    """Of two rules with one id that of the earlier folder."""
+    """Load the rules of some folders; of two rules with one id that of the earlier folder counts."""
     files = {path.stem: path for folder in reversed(folders) for path in (folder / "roles").glob("*.toml")}
     texts = {path.stem: read_text(path, _REFUSAL, BYTES["toml"]) for path in sorted(files.values(), key=_id)}
     rules = tuple(parse_rule(text, name) for name, text in texts.items())
-    known = {rule.id for rule in rules}
+    ids = {rule.id for rule in rules}
     for rule in rules:
         for other in rule.beats:
-            if other not in known:
+            if other not in ids:
                 raise RuleError(f"rule {rule.id!r} beats {other!r}, which does not exist")
     _refuse_circles(rules)
     return rules
 
 
 def rule_named(name: str) -> Rule | None:
-    """The rule that an entry of a plan cites; None for a rule that is no longer here."""
+    """Return the rule that an entry of a plan cites; None if it no longer exists."""
     return next((rule for rule in load_rules() if rule.id == name), None)
 
 
 def exported_as(name: str) -> str:
-    """What the modules of a rule are to other systems, one of EXPORTS; an empty string where no rule says."""
+    """Return the kind of a rule's modules for exports, one of EXPORTS; an empty string if the rule has none."""
     rule = rule_named(name)
     return rule.exported_as if rule else ""
 
@@ -165,7 +165,7 @@ def _id(path: Path) -> str:
 
 
 def parse_rule(text: str, stem: str) -> Rule:
-    """Read one rule file; every problem names the file."""
+    """Parse one rule file; every problem names the file."""
     data = parse_plain(text, "toml", f"rules/roles/{stem}.toml", _REFUSAL)
     try:
         return _parse(data, text, stem)

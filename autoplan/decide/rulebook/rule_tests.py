@@ -29,11 +29,11 @@ def test_rules(strict: bool = False, rules: Iterable[Rule] | None = None) -> tup
         own = list(_test_rule(rule))
         results += own
         if strict and rule.match is not None and all(result.ok for result in own):
-            results += [_test_mutant(rule, what, mutant) for what, mutant in mutants(rule)]
+            results += [_test_mutant(rule, dropped, mutant) for dropped, mutant in mutants(rule)]
     return tuple(results)
 
 
-test_rules.__test__ = False  # type: ignore[attr-defined]  # pytest collects by name: this is not a test of ours
+test_rules.__test__ = False  # type: ignore[attr-defined]  # pytest collects by name, and this is no test
 
 
 def _test_rule(rule: Rule) -> Iterator[RuleResult]:
@@ -42,28 +42,28 @@ def _test_rule(rule: Rule) -> Iterator[RuleResult]:
         yield RuleResult(rule.id, f"example: {example.name}", not problem, problem)
     if rule.match is None:
         return
-    for wanted, there in (
+    for wanted, present in (
         ("an example that matches", any(example.expect for example in rule.examples)),
         ("an example that is refused", any(not example.expect for example in rule.examples)),
     ):
-        if not there:
+        if not present:
             yield RuleResult(rule.id, wanted, False, f"rule {rule.id!r} has not {wanted}")
 
 
 def problem_with(rule: Rule, example: Example) -> str:
-    """What the rule makes of the picture, where it is not what the example says; "" when it is."""
+    """Return how the rule's outcome differs from the example's; "" if it does not."""
     flow = draw(example.graph)
     matching = match_rules(flow, [rule], example.tp)
     names = {box: flow.nodes[box]["node"].module for box in flow}
     styles = dict(rule.yields)
-    claimed = {names[box]: styles[name] for found in matching.found for name, box in found.claims}
+    claimed = {names[box]: styles[name] for match in matching.found for name, box in match.claims}
     expected = dict(example.expect)
     if claimed != expected:
         reasons = "; ".join(dict.fromkeys(refusal.because for refusal in matching.refusals))
         return f"claims {_styles(claimed)}, not {_styles(expected)}" + (f" (refused: {reasons})" if reasons else "")
     if example.because and not any(example.because in refusal.because for refusal in matching.refusals):
-        given = "; ".join(refusal.because for refusal in matching.refusals) or "nothing: the flow is not there"
-        return f"refused because of {given}, not because {example.because}"
+        reasons_given = "; ".join(refusal.because for refusal in matching.refusals) or "nothing: the flow is not there"
+        return f"refused because of {reasons_given}, not because {example.because}"
     return ""
 
 
@@ -77,7 +77,7 @@ def _test_mutant(rule: Rule, what: str, mutant: Rule | None) -> RuleResult:
 
 
 def mutants(rule: Rule) -> Iterator[tuple[str, Rule | None]]:
-    """The rule with one thing dropped; None where nothing readable is left."""
+    """Yield the rule with one part dropped; None if the rest is not readable."""
     match = rule.match
     assert match is not None
     for text in match.where:
@@ -91,7 +91,7 @@ def mutants(rule: Rule) -> Iterator[tuple[str, Rule | None]]:
 
 
 def _with(rule: Rule, flow: str, where: tuple[str, ...]) -> Rule | None:
-    """The rule with another flow and guards; guards and yields about boxes that are gone go with them."""
+    """Return the rule with another flow and guards, without guards and yields about missing boxes."""
     try:
         pattern = parse_pattern(flow)
     except AutoplanError:

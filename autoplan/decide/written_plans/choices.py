@@ -1,5 +1,5 @@
-"""A written plan in one vocabulary: which weights of which modules are cut, in which direction. Units and sums are left
-to the analysis, so that a plan can be refused but not made wrong."""
+"""A written plan in one vocabulary: the weights to shard, with the side of each. Units and sums are left to analysis,
+so that a plan can be refused but not made wrong."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autoplan.common.patterns import fold_names, matches, nearest
 
 Cut = Literal["out", "in", "rows", "width", "experts", "any", "whole", "nothing"]
 
-# Which side of its weight a style cuts. "experts": the first dim of a stack, so that each rank has whole ones. "whole":
-# every rank holds it; "nothing": a remark about the module's own inputs or outputs, which analysis places by itself;
-# "any": whatever its axis says.
+# The side of its weight that a style shards. "experts": the first dim of a stack, so that each rank has complete ones.
+# "whole": it is replicated; "nothing": it is about the module's inputs or outputs, which analysis places by itself;
+# "any": as its axis requires.
 CUTS: dict[str, Cut] = {
     "colwise": "out",
     "colwise_gather_output": "out",
@@ -42,12 +42,12 @@ CUTS: dict[str, Cut] = {
 
 
 class WrittenPlanError(AutoplanError):
-    """A written plan that cannot be right: an unknown style, a dead key, half of a pair."""
+    """Raised for a written plan that cannot be right: an unknown style, a dead key, half of a pair."""
 
 
 @dataclass(frozen=True)
 class ChosenCut:
-    """One line of a written plan. `written` is the style as it stood there, `origin` where that was. `by_position`: in
+    """One line of a written plan. `written` is the style as it was written, `origin` where that was. `by_position`: in
     stacked (3-D) weights "out" means the last dim but one, as transformers counts, whatever the forward contracts."""
 
     pattern: str
@@ -62,7 +62,7 @@ class ChosenCut:
 
     @property
     def gathers(self) -> bool:
-        """Is the product wanted whole on every rank?"""
+        """Return whether the product is wanted replicated on every rank."""
         return self.style == "colwise_gather_output"
 
     def __str__(self) -> str:
@@ -71,12 +71,12 @@ class ChosenCut:
 
 @dataclass(frozen=True)
 class ChosenCuts:
-    """A written plan. `complete`: weights it does not name stay whole; otherwise analysis decides them.
+    """A written plan. `complete`: weights it does not name are replicated; otherwise analysis decides them.
 
-    `source` is what entries will say. `tolerant`: keys that match nothing and cuts that a model does not allow are
-    noted rather than refused (a plan for a whole family of models); `trial`: so is every other contradiction (the plan
-    was accepted for the model and is tried on a small clone of it). `optional`: this plan was not requested, so where
-    it does not fit, analysis stands in for it. `under` is asked for what this plan does not name.
+    `source` is what entries will say. `tolerant`: keys that match nothing and splits that a model does not allow are
+    noted rather than refused (a plan for an entire family of models); `trial`: so is every other contradiction (the
+    plan was accepted for the model and is tried on a small clone of it). `optional`: this plan was not requested, so if
+    it does not fit, analysis replaces it. `under` decides about what this plan does not name.
     """
 
     name: str
@@ -91,40 +91,40 @@ class ChosenCuts:
     _cache: dict[str, ChosenCut | None] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, parameter: str) -> ChosenCut | None:
-        """What the plan says of a parameter: by its own key, by its module's, else what the plan underneath says."""
+        """Return the plan's line for a parameter: by its own key, by its module's, else from the plan underneath."""
         if parameter not in self._cache:
             self._cache[parameter] = self._find(parameter) or (self.under.of(parameter) if self.under else None)
         return self._cache[parameter]
 
     def source_of(self, parameter: str) -> str | None:
-        """Whose choice it is: "user", "handwritten", "hf", or None where nothing is said."""
+        """Return whose choice it is: "user", "handwritten", "hf", or None if no line names it."""
         if self._find(parameter) is not None:
             return self.source
         return self.under.source_of(parameter) if self.under else None
 
     def for_clone(self) -> ChosenCuts:
-        """The same plan, to be tried on a clone of other sizes and fewer blocks."""
+        """Return the same plan, to be tried on a clone of other sizes and fewer blocks."""
         under = self.under.for_clone() if self.under else None
         return replace(self, tolerant=True, trial=True, under=under, _cache={})
 
     def without_optional(self) -> ChosenCuts | None:
-        """What somebody asked for; None if that is nothing."""
+        """Return the part that was requested; None if there is none."""
         under = self.under.without_optional() if self.under else None
         return None if self.optional else replace(self, under=under, _cache={})
 
     @property
     def decides_all(self) -> bool:
-        """Does a weight that no line names stay whole?"""
+        """Return whether a weight that no line names is replicated."""
         return self.complete or (self.under is not None and self.under.decides_all)
 
     def _find(self, parameter: str) -> ChosenCut | None:
         module = parameter.rpartition(".")[0]
         for name in (parameter, module):
-            meant = [c for c in self.choices if matches(c.pattern, name) and (name == parameter or c.cut != "nothing")]
-            if meant:
-                # Several patterns may mean one module if they say the same of it
-                first = meant[0]
-                for other in meant[1:]:
+            lines = [c for c in self.choices if matches(c.pattern, name) and (name == parameter or c.cut != "nothing")]
+            if lines:
+                # Several patterns may match one module if they agree
+                first = lines[0]
+                for other in lines[1:]:
                     if other.cut != first.cut:
                         raise WrittenPlanError(
                             f"{self.name}: two keys with different styles match {name!r}: {first} and {other}",
@@ -135,11 +135,11 @@ class ChosenCuts:
 
     def check_keys(self, modules: Iterable[str], parameters: Iterable[str]) -> tuple[str, ...]:
         """Raise on a key that matches nothing; a tolerant plan lists them instead."""
-        known = [*modules, *parameters]
-        dead = [c for c in self.choices if not any(matches(c.pattern, name) for name in known)]
+        names = [*modules, *parameters]
+        dead = [c for c in self.choices if not any(matches(c.pattern, name) for name in names)]
         if dead and not self.tolerant:
             first = dead[0]
-            close = nearest(first.pattern, fold_names(known))
+            close = nearest(first.pattern, fold_names(names))
             more = f" (and {len(dead) - 1} more: {', '.join(c.pattern for c in dead[1:4])})" if len(dead) > 1 else ""
             raise WrittenPlanError(
                 f"{self.name}: the key {first.pattern!r} matches no module and no parameter of the model{more}",
@@ -153,7 +153,7 @@ _LONGEST_KEY = 500
 
 
 def check_key(key: object, plan: str) -> None:
-    """Raise on a key of a plan that can be no path of a module."""
+    """Raise on a key of a plan that cannot be the path of a module."""
     if not isinstance(key, str):
         raise WrittenPlanError(f"{plan} has the key {key!r}, which is no path", hint="keys are module paths with *")
     if len(key) > _LONGEST_KEY:
@@ -163,7 +163,7 @@ def check_key(key: object, plan: str) -> None:
 
 
 def check_style(style: str, pattern: str, plan: str, aliases: dict[str, str] | None = None) -> str:
-    """The canonical name of a style. Raises with what is known."""
+    """Return the canonical name of a style. Raises with the known ones."""
     if not isinstance(style, str):
         raise WrittenPlanError(
             f"{plan}: {pattern!r} has the style {str(style)[:80]!r}, which is no style's name",

@@ -1,7 +1,7 @@
-"""Turn a written plan into demands on the solver, and check that each line got the cut it asks for.
+"""Turn a written plan into demands on the solver, and check that each line got the sharding it asks for.
 
-Axes run through several weights: one is cut in all of them or in none, so `demands_of` refuses the axes of everything
-that the plan leaves whole, and `check_choices` explains what stands in the way, with the line that would fix it.
+An axis runs through several weights: it is split in all of them or in none. So `demands_of` refuses the axes of
+everything that the plan replicates, and `check_choices` explains conflicts, with the line that would fix them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from autoplan.values.reasons import CutElsewhere, DoesNotDivide, KeptWhole, NotN
 
 Fields = dict[str, dict[str, int]]  # parameter -> {"out": 0, "in": 1}
 
-# What a cut means for the kind of weight that is there: a lookup table has rows and width, a product out and in.
+# The meaning of a cut for each kind of weight: a lookup table has rows and width, a product out and in.
 _SAY_PACKING = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 _MEANS = {"out": ("out", "width"), "in": ("in", "rows"), "rows": ("rows", "out"), "width": ("width", "in")}
 
 
 def demands_of(choices: ChosenCuts, trace: Trace) -> Demands:
-    """What must stay whole under a written plan, and whose products may be gathered."""
+    """Return the dims that must not be split under a written plan, and the weights whose products may be gathered."""
     fields = weight_fields(dataflow(trace))
     whole: dict[tuple[str, int], Reason] = {}
     gathered: set[str] = set()
@@ -35,30 +35,30 @@ def demands_of(choices: ChosenCuts, trace: Trace) -> Demands:
         if info.kind != "parameter" or not info.names:
             continue
         choice = _choice(choices, info)
-        kept = _kept_dims(choice, choices, info, fields)
+        forbidden = _kept_dims(choice, choices, info, fields)
         for name in info.names[:1]:
-            whole.update({(name, dim): why for dim, why in kept.items()})
+            whole.update({(name, dim): why for dim, why in forbidden.items()})
         if choice is not None and choice.gathers:
             gathered.update(info.names)
     return Demands(whole, frozenset(gathered), choices.decides_all)
 
 
 def _choice(choices: ChosenCuts, info: TensorInfo | ParameterFact) -> ChosenCut | None:
-    """What is said of a parameter under any of its names: a tied one may be named by either, or by both alike."""
+    """Return the line for a parameter under any of its names: a tied one may be named by either, or by both alike."""
     by_cut = {choice.cut: choice for name in info.names if (choice := choices.of(name)) is not None}
-    # A tied table's rows are its head's columns
+    # The rows of a tied table are its head's columns
     cuts = {{"rows": "out", "width": "in"}.get(cut, cut) for cut in by_cut}
     if len(cuts) > 1:
-        one, other = list(by_cut.values())[:2]
+        first, second = list(by_cut.values())[:2]
         raise WrittenPlanError(
-            f"{choices.name}: {' and '.join(info.names)} are one tied parameter, but {one} and {other} differ",
+            f"{choices.name}: {' and '.join(info.names)} are one tied parameter, but {first} and {second} differ",
             hint="give both the same cut: embedding_rowwise for the table is colwise for the head",
         )
     return next(iter(by_cut.values()), None)
 
 
 def _kept_dims(choice: ChosenCut | None, choices: ChosenCuts, info: TensorInfo, fields: Fields) -> dict[int, Reason]:
-    """Dims that may not be cut, with the reason."""
+    """Return dims that may not be split, with the reason."""
     name, dims = info.names[0], range(len(info.shape))
     if choice is None or choice.cut == "nothing":
         if not choices.decides_all or len(info.shape) < 2:
@@ -73,21 +73,21 @@ def _kept_dims(choice: ChosenCut | None, choices: ChosenCuts, info: TensorInfo, 
 
 
 def _wanted_dim(choice: ChosenCut, info: TensorInfo | ParameterFact, fields: Fields) -> int | None:
-    """The dim that a choice cuts; None where it has nothing to cut (the bias of a row-wise projection)."""
+    """Return the dim that a choice shards; None if it has nothing to shard (the bias of a row-wise projection)."""
     if choice.cut == "experts":
         return 0
     if len(info.shape) < 2:
         return 0 if info.shape and choice.cut in ("out", "rows") else None
     if not (choice.by_position and len(info.shape) > 2):
-        known = next((fields[name] for name in info.names if name in fields), {})
+        dims = next((fields[name] for name in info.names if name in fields), {})
         for field in _MEANS[choice.cut]:
-            if field in known:
-                return known[field]
+            if field in dims:
+                return dims[field]
     return len(info.shape) - (2 if choice.cut in ("out", "rows") else 1)
 
 
 def weight_fields(flow: Flow) -> Fields:
-    """Which dim of a weight is its output, its input, its rows, its width: as the forward uses it."""
+    """Return which dim of a weight is its output, its input, its rows, its width, as the forward uses it."""
     fields: Fields = {}
     for box in flow:
         for field, dim in node_of(flow, box).dims:
@@ -97,7 +97,7 @@ def weight_fields(flow: Flow) -> Fields:
 
 
 def same_in_folded_blocks(choices: ChosenCuts, trace: Trace) -> bool:
-    """Does the plan say the same of every block that one traced block stands for?"""
+    """Return whether the plan has the same styles for every block that one traced block stands for."""
     names = Names(trace)
     for info in trace.tensors:
         if info.kind == "parameter" and info.names:
@@ -109,11 +109,11 @@ def same_in_folded_blocks(choices: ChosenCuts, trace: Trace) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------------ what came of it
+# The outcome
 
 
 def check_choices(choices: ChosenCuts, solution: Solution) -> tuple[str, ...]:
-    """Raise where a line did not get its cut. Returns notes on what a tolerant plan had to leave whole."""
+    """Raise if a line did not get its sharding. Returns notes on what a tolerant plan had to replicate."""
     fields = weight_fields(dataflow(solution.trace))
     notes = []
     for fact in solution.parameters:
@@ -128,27 +128,27 @@ def check_choices(choices: ChosenCuts, solution: Solution) -> tuple[str, ...]:
         if fact.dim != wanted:
             notes.append(_missed(choices, choice, fact, wanted, solution))
         elif fact.layout is not None and not choices.trial:
-            # A packed weight cut as if it were plain is scrambled silently; the other way round too
+            # A packed weight sharded as if it were plain is scrambled silently, and vice versa
             assert fact.layout is not None
             says_packed = choice.style.startswith("packed_")
-            # Heads over groups of ranks: no written plan says this; analysis does it where tp exceeds the heads
+            # Heads over groups of ranks are not in written plans: analysis does this if tp exceeds the heads
             if (
                 is_packed(fact.layout, solution.tp_size) != says_packed
                 and choice.style in _SAY_PACKING
                 and "@" not in fact.layout
             ):
                 right = choice.style.removeprefix("packed_") if says_packed else f"packed_{choice.style}"
-                what = "one run of units" if says_packed else "several segments, each cut by itself"
+                contents = "one run of units" if says_packed else "several segments, each cut by itself"
                 raise WrittenPlanError(
                     f"{choices.name}: {choice} cuts {fact.names[0]} as {'packed' if says_packed else 'plain'}, but dim "
-                    f"{fact.dim} holds {what}: {fact.layout}",
+                    f"{fact.dim} holds {contents}: {fact.layout}",
                     hint=f"write {choice.pattern!r}: '{right}'",
                 )
     return tuple(dict.fromkeys(notes))
 
 
 def _missed(choices: ChosenCuts, choice: ChosenCut, fact: ParameterFact, wanted: int, solution: Solution) -> str:
-    """A wanted cut that was not made: raise with the reason, or say it where the plan is tolerant."""
+    """Report a requested sharding that was not made: raise with the reason, or return it if the plan is tolerant."""
     name, size = fact.names[0], fact.shape[wanted]
     reasons = [c.reason for c in solution.classes if (name, wanted) in c.parameters and c.reason is not None]
     otherwise = "nothing in it can be split" if fact.dim is None else f"it is cut along dim {fact.dim}"
@@ -170,19 +170,19 @@ def _missed(choices: ChosenCuts, choice: ChosenCut, fact: ParameterFact, wanted:
 
 
 def _keep_whole(choice: ChosenCut, free: ParameterFact | None) -> str:
-    """The line to write instead; and what analysis alone does with the parameter."""
+    """Return the line to write instead, and what analysis alone does with the parameter."""
     cut = free is not None and free.dim is not None
     other = f"; analysis would cut dim {free.dim} ({free.layout})" if free is not None and cut else ""
     return f"write {choice.pattern!r}: 'replicate'{other}"
 
 
 def _lines_for(fact: ParameterFact, free: Solution) -> Iterator[str]:
-    """`pattern: style` for every weight that the axis of `fact` cuts besides it."""
+    """Yield `pattern: style` for every other weight that the axis of `fact` shards."""
     fields, names = weight_fields(dataflow(free.trace)), Names(free.trace)
     for other in free.parameters:
         if other.axis == fact.axis and other.dim is not None and other.names != fact.names and len(other.shape) > 1:
-            known = next((fields[n] for n in other.names if n in fields), {})
-            field = next((f for f, dim in known.items() if dim == other.dim), "out" if other.dim == 0 else "in")
+            dims = next((fields[n] for n in other.names if n in fields), {})
+            field = next((f for f, dim in dims.items() if dim == other.dim), "out" if other.dim == 0 else "in")
             style = {"out": "colwise", "in": "rowwise", "rows": "embedding_rowwise", "width": "embedding_colwise"}
             pattern = _pattern_like(other.names[0], names)
             packed = "packed_" if is_packed(other.layout or "1", free.tp_size) else ""
@@ -190,11 +190,11 @@ def _lines_for(fact: ParameterFact, free: Solution) -> Iterator[str]:
 
 
 def _pattern_like(parameter: str, names: Names) -> str:
-    """The module of a parameter, or the parameter where the module has several weights, in every block alike."""
+    """Return the module of a parameter, or the parameter if the module has several weights, in every block alike."""
     module = parameter.rpartition(".")[0]
-    known, name = (names.modules, module) if parameter.endswith(".weight") else (names.parameters, parameter)
-    alike = [other for other in known if _plain(other) == _plain(name)]
-    return names.fold(alike, parameters=known is names.parameters)[0] if alike else name
+    universe, name = (names.modules, module) if parameter.endswith(".weight") else (names.parameters, parameter)
+    alike = [other for other in universe if _plain(other) == _plain(name)]
+    return names.fold(alike, parameters=universe is names.parameters)[0] if alike else name
 
 
 def _plain(name: str) -> str:
@@ -202,5 +202,5 @@ def _plain(name: str) -> str:
 
 
 def is_packed(layout: str, tp: int) -> bool:
-    """Is this dim cut segment by segment, so that a rank's rows are not one run?"""
+    """Return whether this dim is sharded segment by segment, so that a rank's rows are not one run."""
     return not Layout.parse(layout).one_run(tp)

@@ -17,17 +17,17 @@ from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, Written
 from autoplan.values import Plan
 
 # Dotted paths: `pkg.module.NAME`, `pkg.module.Class.attribute`, `pkg.module:function`. The value is a plan, or a
-# function of nothing, the model, or the model and `sequence_parallel` that returns one.
+# function that returns one, of no argument, of the model, or of the model and `sequence_parallel`.
 
 
 def looks_dotted(text: str) -> bool:
-    """Could this be a dotted path? (Whether it leads anywhere is another question.)"""
+    """Return whether this could be a dotted path. (Whether it leads anywhere is another question.)"""
     parts = text.replace(":", ".").split(".")
     return len(parts) > 1 and all(part.isidentifier() for part in parts)
 
 
 def plan_at(path: str, model: Any, sequence_parallel: bool = False) -> Mapping[str, Any] | Plan:
-    """The dict or Plan that a dotted path leads to."""
+    """Return the dict or Plan that a dotted path leads to."""
     with importable_here():
         value = _value_at(path)
     called = ""
@@ -65,18 +65,18 @@ def _value_at(path: str) -> Any:
 
 
 def _exists(module: str) -> bool:
-    if module in sys.modules:  # `__main__` is, and has no spec
+    if module in sys.modules:  # `__main__` is there but has no spec
         return True
     try:
         return find_spec(module) is not None
-    except (ModuleNotFoundError, ValueError):  # a parent that is missing, or is no package
+    except (ModuleNotFoundError, ValueError):  # a parent is missing, or is no package
         return False
 
 
 def _attribute(value: Any, name: str, rest: list[str], path: str) -> Any:
     for part in rest:
         if not hasattr(value, part):
-            public = [known for known in dir(value) if not known.startswith("_")]
+            public = [attribute for attribute in dir(value) if not attribute.startswith("_")]
             raise WrittenPlanError(f"{path}: {name} has no {part!r}", hint=f"it has {', '.join(public[:12])}")
         value, name = getattr(value, part), f"{name}.{part}"
     return value
@@ -91,8 +91,8 @@ def _called(function: Callable[..., Any], path: str, model: Any, sequence_parall
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if any(p.name in offered for p in places):
         arguments = {p.name: offered[p.name] for p in places if p.name in offered}
-        asked = [p for p in places if p.name not in offered and p.default is p.empty]
-        if not asked:
+        unfilled = [p for p in places if p.name not in offered and p.default is p.empty]
+        if not unfilled:
             return function(**arguments)
     required = [p for p in places if p.default is p.empty]
     if len(required) > 2:
@@ -110,14 +110,14 @@ def _described(value: Any) -> str:
     return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
 
 
-# Dicts of `ParallelStyle` objects. Only the side of the weight that is cut is a choice; layouts follow from it.
+# Dicts of `ParallelStyle` objects. Only the side of the weight to shard is a choice; layouts follow from it.
 # Frameworks subclass torch's styles, so a class is recognised by its ancestors.
 
 _LAYOUT_ONLY = ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
 
 
 def read_styles(plan: Mapping[str, Any], name: str) -> tuple[ChosenCut, ...]:
-    """ChosenCuts of the style objects in a dict. Strings are another dialect's and are not looked at."""
+    """Return the ChosenCuts of style objects in a dict. Strings belong to another dialect and are skipped."""
     return tuple(
         ChosenCut(planned, chosen, name, _written(style))
         for pattern, style in plan.items()
@@ -127,7 +127,7 @@ def read_styles(plan: Mapping[str, Any], name: str) -> tuple[ChosenCut, ...]:
 
 
 def _choices_of(style: Any, pattern: str, name: str) -> tuple[tuple[str, str], ...]:
-    """What a style object chooses, and for which pattern: ours may speak for several parameters of its module."""
+    """Return the choices of a style object, by pattern: ours may cover several parameters of its module."""
     if "PlannedModule" in [cls.__name__ for cls in type(style).__mro__]:
         return tuple(style.choices)
     return ((pattern, _style_of(style, pattern, name)),)
@@ -152,7 +152,7 @@ def _style_of(style: Any, pattern: str, name: str) -> str:
 
 
 def _is_whole(layouts: Any) -> bool:
-    """Is the (first) layout Replicate()?"""
+    """Return whether the (first) layout is Replicate()."""
     first = layouts[0] if isinstance(layouts, (list, tuple)) and layouts else layouts
     return type(first).__name__ == "Replicate"
 
@@ -166,10 +166,10 @@ def _written(style: Any) -> str:
     return f"{type(style).__name__}({', '.join(layouts)})"
 
 
-# transformers' plans: strings by module or parameter. A model's plan is put together from parts (hf/own_sharding.py);
-# where a key was written decides what it means, so each choice keeps that.
+# transformers' plans: strings by module or parameter. A model's plan is assembled from parts (hf/own_sharding.py);
+# the place of a key decides its meaning, so each choice records that.
 
-# Names that transformers used before, or uses besides; ours are its newest.
+# Older and alternative names in transformers; ours are its newest.
 ALIASES = {
     "colwise_rep": "colwise_gather_output",
     "rowwise_rep": "rowwise_split_input",
@@ -185,7 +185,7 @@ ALIASES = {
 
 
 def read_strings(plan: Mapping[str, Any], name: str, *, by_position: bool) -> tuple[ChosenCut, ...]:
-    """ChosenCuts of the style names in a dict. Style objects are another dialect's and are not looked at."""
+    """Return the ChosenCuts of style names in a dict. Style objects belong to another dialect and are skipped."""
     return tuple(
         ChosenCut(pattern, check_style(style, pattern, name, ALIASES), name, style, by_position)
         for pattern, style in plan.items()
@@ -194,7 +194,7 @@ def read_strings(plan: Mapping[str, Any], name: str, *, by_position: bool) -> tu
 
 
 def hf_plan(model: object, name: str) -> ChosenCuts:
-    """The plan that transformers itself would apply to a model, every key with its origin."""
+    """Return the plan that transformers itself would apply to a model, every key with its origin."""
     parts, parts_notes = conventions().shipped_parts(model)
     styles: dict[str, tuple[str, str]] = {}
     for part in parts:
@@ -215,14 +215,14 @@ def hf_plan(model: object, name: str) -> ChosenCuts:
 
 
 def with_prefix(choices: ChosenCuts, modules: Iterable[str], parameters: Iterable[str]) -> ChosenCuts:
-    """Keys relative to an inner model (as configs write them), made absolute where one prefix fits all dead keys."""
+    """Make keys relative to an inner model (as configs write them) absolute, if one prefix fits all dead keys."""
     modules = list(modules)
-    known = [*modules, *parameters]
-    dead = [c for c in choices.choices if not any(matches(c.pattern, name) for name in known)]
+    names = [*modules, *parameters]
+    dead = [c for c in choices.choices if not any(matches(c.pattern, name) for name in names)]
     if not dead:
         return choices
     for prefix in sorted((m for m in modules if m), key=lambda name: (name.count("."), name)):
-        if all(any(matches(f"{prefix}.{c.pattern}", name) for name in known) for c in dead):
+        if all(any(matches(f"{prefix}.{c.pattern}", name) for name in names) for c in dead):
             moved = tuple(replace(c, pattern=f"{prefix}.{c.pattern}") if c in dead else c for c in choices.choices)
             note = f"{len(dead)} keys are relative to {prefix!r}"
             return replace(choices, choices=moved, notes=(*choices.notes, note), _cache={})

@@ -17,7 +17,7 @@ from autoplan.values.module_tree import NamedModules
 #
 #     {"layer_specs": [{"patterns": [".*\.qkv_proj\.weight$"], "partition_type": "column", "shape": [3, -1]}]}
 
-# Attributes that AutoTP divides, by name, on every module above a layer that it cuts (release 0.19).
+# Attributes that AutoTP divides, by name, on every module above a layer that it shards (release 0.19).
 COUNTS = (
     *("n_heads", "inner_dim", "num_heads", "num_kv", "num_attention_heads", "num_attn_heads", "all_head_size"),
     *("embed_dim", "hidden_size", "num_key_value_heads", "num_kv_heads", "kv_n_heads", "d_model"),
@@ -33,12 +33,12 @@ _MORE = {
 
 
 def is_deepspeed(data: Any) -> bool:
-    """Is this a DeepSpeed config, or the part of one that is about tensor parallelism?"""
+    """Return whether this is a DeepSpeed config, or its part about tensor parallelism."""
     return specs_of(data) is not None
 
 
 def specs_of(data: Any) -> list[Any] | None:
-    """The specs of a config; None where it is none."""
+    """Return the specs of a config; None if it is none."""
     for key in ("tensor_parallel", "partition_config"):
         if isinstance(data, Mapping) and key in data:
             data = data[key]
@@ -47,7 +47,7 @@ def specs_of(data: Any) -> list[Any] | None:
 
 
 def spec_for(data: Any, parameter: str) -> Mapping[str, Any] | None:
-    """The spec that decides about a parameter."""
+    """Return the spec that decides about a parameter."""
     matching = (
         s for s in specs_of(data) or [] if any(_matches(e, parameter, "a pattern") for e in s.get("patterns", ()))
     )
@@ -55,39 +55,39 @@ def spec_for(data: Any, parameter: str) -> Mapping[str, Any] | None:
 
 
 def heads_of(data: Any) -> tuple[str, ...]:
-    """What DeepSpeed takes for a vocabulary head: the last part of a module's name, unless the config says others."""
+    """Return the names of vocabulary heads for DeepSpeed: last parts of module names, unless the config says others."""
     for key in ("tensor_parallel", "partition_config"):
         data = data[key] if isinstance(data, Mapping) and key in data else data
     return tuple(data.get("lm_head_patterns", ("lm_head", "embed_out")))
 
 
 def kind_of(spec: Mapping[str, Any]) -> str:
-    """column | row | skip; a spec that does not say is a column."""
+    """Return column, row or skip; a spec without a type is a column."""
     return str(spec.get("partition_type", "column")).lower()
 
 
 def read_deepspeed(data: Any, name: str, parameters: Iterable[str], tolerant: bool = False) -> tuple[ChosenCut, ...]:
-    """The choices of a partition config, on the parameters of one model. The first spec that matches counts.
+    """Return the choices of a partition config, on the parameters of one model. The first spec that matches counts.
     `tolerant`: a spec that matches nothing is a choice for its first expression."""
     if problem := misshapen(data, _SHAPE):
         raise WrittenPlanError(f"{name}: {problem}", hint="see DeepSpeed's partition_config")
-    known = list(parameters)
+    names = list(parameters)
     taken: set[str] = set()
     choices = []
     for index, spec in enumerate(specs_of(data) or []):
         where = f"{name}: layer_specs[{index}]"
         style = _style_of(spec, where)
-        matched = [p for p in known if p not in taken and any(_matches(e, p, where) for e in spec.get("patterns", ()))]
+        matched = [p for p in names if p not in taken and any(_matches(e, p, where) for e in spec.get("patterns", ()))]
         if not matched and tolerant and spec.get("patterns"):
             choices.append(ChosenCut(str(spec["patterns"][0]), style, where, kind_of(spec)))
         elif not matched:
             raise WrittenPlanError(
                 f"{where}: {spec.get('patterns')} match no parameter of the model that is still free",
                 hint="DeepSpeed matches from the start of a name (begin with '.*'); parameters look like "
-                f"{', '.join(fold_names(known)[:3])}",
+                f"{', '.join(fold_names(names)[:3])}",
             )
         taken.update(matched)
-        choices += [ChosenCut(pattern, style, where, kind_of(spec)) for pattern in fold_names(matched, known)]
+        choices += [ChosenCut(pattern, style, where, kind_of(spec)) for pattern in fold_names(matched, names)]
     return tuple(choices)
 
 
@@ -100,7 +100,7 @@ def _style_of(spec: Any, where: str) -> str:
     return f"packed_{style}" if spec.get("shape") and more is None and kind != "skip" else style
 
 
-# A repeat inside a repeat, or many repeats in a row, can take longer than anyone waits.
+# A repeat inside a repeat, or many repeats in a row, can take exponential time.
 _REPEAT = r"(?:[*+]|\{\d*,\d*\})"
 _NESTED = re.compile(rf"\([^()]*{_REPEAT}[^()]*\)+{_REPEAT}")
 _MOST_REPEATS = 6
@@ -108,7 +108,7 @@ _MOST_REPEATS = 6
 
 @cache
 def _refuse_slow(expression: Any, where: str) -> None:
-    """Raise on an expression that could take for ever on a name."""
+    """Raise on an expression that could take forever on a name."""
     if not isinstance(expression, str):
         raise WrittenPlanError(f"{where}: {expression!r} is no regular expression", hint="write the pattern as text")
     bare = re.sub(r"\\.|\[(?:\\.|[^\]])*\]", "x", expression)
@@ -136,7 +136,7 @@ _LIBRARIES = ("peft.", "torch.", "accelerate.", "deepspeed.")
 
 
 def unwrapped(model: NamedModules) -> tuple[str, NamedModules]:
-    """The innermost model and its path inside the wrappers ("" when there are none)."""
+    """Return the innermost model and its path inside the wrappers ("" if there are none)."""
     path: list[str] = []
     while True:
         inner = _inner(model)
@@ -149,10 +149,10 @@ def unwrapped(model: NamedModules) -> tuple[str, NamedModules]:
 def _inner(model: NamedModules) -> str | None:
     if not type(model).__module__.startswith(_LIBRARIES):
         return None
-    held = dict(model.named_children())
-    return next((name for name in _INNER if name in held), None)
+    children = dict(model.named_children())
+    return next((name for name in _INNER if name in children), None)
 
 
 def ancestors_of(cls: type) -> tuple[tuple[str, str], ...]:
-    """(module, qualname) of a class and of what it descends from, nearest first."""
+    """Return (module, qualname) of a class and of its ancestors, nearest first."""
     return tuple((base.__module__, base.__qualname__) for base in cls.__mro__ if base.__module__ != "builtins")

@@ -1,7 +1,7 @@
 """Hand-written plans (rules/plans/*.toml), found by the qualified name of a model's class or of its nearest ancestor.
 
-Classes are often made anew under one name, so plans are keyed by text; by bare name only for transformers' remote code.
-What a plan does not name (a vision tower, adapters) is left to analysis.
+Classes are often created anew under one name, so plans are keyed by text; by bare name only for transformers' remote
+code. Modules that a plan does not name (a vision tower, adapters) are left to analysis.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REMOTE = "transformers_modules."
 @dataclass(frozen=True)
 class HandwrittenPlan:
     """One file of rules/plans. `sequence_parallel`: entries that differ under it, or the reason why there are none.
-    `where`: what it is called in messages, where it is no file of ours."""
+    `where`: its name in messages, if it is no file of ours."""
 
     id: str
     qualnames: tuple[str, ...]
@@ -43,7 +43,7 @@ class HandwrittenPlan:
     where: str = ""
 
     def choices(self, *, sequence_parallel: bool = False, matched: str = "") -> ChosenCuts:
-        """The plan as choices; `matched` says how it was found."""
+        """Return the plan as choices; `matched` says how it was found."""
         entries = dict(self.entries)
         notes = (matched,) if matched else ()
         if sequence_parallel:
@@ -67,19 +67,19 @@ def register_plan(
     *,
     sequence_parallel: Mapping[str, str] | str = "none was registered",
 ) -> Callable[[], None]:
-    """A plan for a class of models, as if it were a file of rules/plans; it counts before those that are.
+    """Register a plan for a class of models, as if it were a file of rules/plans; it has precedence over files.
 
     `model_class` is the class or its qualified name ("package.module.Class"); `entries` is {pattern: style}.
     `sequence_parallel` holds the entries that differ under it, or says why there are none. A second plan for the same
-    class takes the place of the first. Returns a function that takes the plan away again.
+    class replaces the first. Returns a function that removes the plan again.
     """
     check_argument("model_class", model_class, (str, type), 'give the class, or "package.module.Class"')
     name = model_class if isinstance(model_class, str) else f"{model_class.__module__}.{model_class.__qualname__}"
     where = f"the plan registered for {name}"
-    for given in (entries, sequence_parallel):
-        plain = isinstance(given, Mapping) and all(isinstance(text, str) for pair in given.items() for text in pair)
-        if "." not in name or not plain and (given is entries or not isinstance(given, str)):
-            raise WrittenPlanError(f"{where} is {given!r}", hint='give "package.module.Class" and {"pattern": "style"}')
+    for value in (entries, sequence_parallel):
+        plain = isinstance(value, Mapping) and all(isinstance(text, str) for pair in value.items() for text in pair)
+        if "." not in name or not plain and (value is entries or not isinstance(value, str)):
+            raise WrittenPlanError(f"{where} is {value!r}", hint='give "package.module.Class" and {"pattern": "style"}')
     if not entries:
         raise WrittenPlanError(f"{where} is empty: it names no module", hint='give {"pattern": "style"}')
     variant = sequence_parallel if isinstance(sequence_parallel, str) else _entries(sequence_parallel, where)
@@ -93,20 +93,20 @@ def register_plan(
 
 
 def load_plans(folder: Path | None = None) -> tuple[HandwrittenPlan, ...]:
-    """All hand-written plans: those registered at run time, then files by id. Where several are for one class, the
+    """Return all hand-written plans: those registered at run time, then files by id. If several are for one class, the
     first counts."""
     if folder is not None:
         return _of_folder(folder)
     files: dict[str, HandwrittenPlan] = {}
-    for one in rules_folders():
-        for plan in _of_folder(one / "plans"):
+    for root in rules_folders():
+        for plan in _of_folder(root / "plans"):
             files.setdefault(plan.id, plan)
     return (*_registered, *files.values())
 
 
 @lru_cache(maxsize=16)
 def _of_folder(folder: Path) -> tuple[HandwrittenPlan, ...]:
-    """The plans of one folder. Raises on a file that is not right, and on two for one class."""
+    """Return the plans of one folder. Raises on an invalid file, and on two for one class."""
     plans = tuple(read_plan(path) for path in sorted(folder.glob("*.toml")))
     seen: dict[str, str] = {}
     for plan in plans:
@@ -118,7 +118,7 @@ def _of_folder(folder: Path) -> tuple[HandwrittenPlan, ...]:
 
 
 def read_plan(path: Path) -> HandwrittenPlan:
-    """One plan file, checked key by key."""
+    """Read one plan file, checked key by key."""
     data = read_plain(path, NotPlain(hint="fix the file"), notation="toml")
     wrong = sorted(data.keys() - _KEYS) + sorted(f"no {key}" for key in _KEYS - {"aliases"} - data.keys())
     if wrong or data["id"] != path.stem:
@@ -144,7 +144,7 @@ def _entries(table: Mapping[str, Any], where: str) -> tuple[tuple[str, str], ...
 
 
 def find_plan(ancestors: Sequence[tuple[str, str]]) -> tuple[HandwrittenPlan, str] | None:
-    """The plan for a class given as its ancestors' (module, qualname), nearest first; with how it was found."""
+    """Return the plan for a class given as its ancestors' (module, qualname), nearest first; with how it was found."""
     first = tuple(reversed(load_plans()))
     by_name = {name: plan for plan in first for name in plan.qualnames}
     by_bare = {name.rpartition(".")[2]: plan for plan in first for name in plan.qualnames if name.startswith(_REMOTE)}
@@ -160,5 +160,5 @@ def find_plan(ancestors: Sequence[tuple[str, str]]) -> tuple[HandwrittenPlan, st
 
 
 def plan_by_id(name: str) -> HandwrittenPlan | None:
-    """The plan that a user names: by file name or by one of its aliases."""
+    """Return the plan that a user names: by file name or by one of its aliases."""
     return next((plan for plan in load_plans() if name == plan.id or name in plan.aliases), None)

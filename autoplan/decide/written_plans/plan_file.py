@@ -37,7 +37,7 @@ _MORE_KEYS = ("source", "legal_tp", "findings", "communication", "runtime", "obs
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as plain dicts, lists, text and numbers: what files hold and `--json` prints."""
+    """Return the plan as plain dicts, lists, text and numbers: what files hold and `--json` prints."""
     values = {name: plain(getattr(plan, name), brief=name == "runtime") for name in _KEYS + _MORE_KEYS}
     experts = {"ep_size": plan.ep_size} if plan.ep_size > 1 else {}
     experts |= {"cp_size": plan.cp_size} if plan.cp_size > 1 else {}
@@ -49,7 +49,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_dict(data: Any, where: str = "plan") -> Plan:
-    """The inverse of `plan_to_dict`, checked key by key."""
+    """Invert `plan_to_dict`, checking key by key."""
     if not isinstance(data, dict) or "autoplan" not in data:
         raise PlanFileError(
             f"{where} is not an autoplan plan: it does not begin with `autoplan: {FORMAT_VERSION}`",
@@ -84,7 +84,7 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
 
 
 def _with_facts_of_calls(runtime: Any) -> Any:
-    """A runtime whose calls say what is known of their functions: older files left that to the reader."""
+    """Return a runtime whose calls have the facts about their functions: older files left these to the reader."""
     instructions = runtime.get("instructions") if isinstance(runtime, dict) else None
     if not isinstance(instructions, list):
         return runtime
@@ -100,30 +100,30 @@ def _with_facts_of_calls(runtime: Any) -> Any:
 def _known_of(instruction: dict[str, Any]) -> dict[str, Any]:
     site = instruction.get("site")
     function = site.get("function") if isinstance(site, dict) else None
-    known = call_record(function if isinstance(function, str) else "")
+    record = call_record(function if isinstance(function, str) else "")
     match instruction.get("do"):
         case "LengthCall":
-            return {"divides": known.divides}
-        case "NormCall" if known.statistics:
-            return {"statistics": known.statistics}
-        case "CellCall" if known.recurrent is not None:
-            return {"gates": known.recurrent.gates, "states": known.recurrent.states}
+            return {"divides": record.divides}
+        case "NormCall" if record.statistics:
+            return {"statistics": record.statistics}
+        case "CellCall" if record.recurrent is not None:
+            return {"gates": record.recurrent.gates, "states": record.recurrent.states}
     return {}
 
 
 def _anew(data: dict[str, Any]) -> str:
-    """The command that makes the plan of a file again."""
+    """Return the command that makes the plan of a file again."""
     size = data.get("tp_size")
     return f"make it again: `autoplan plan MODEL --tp {size if isinstance(size, int) else 'N'} -o FILE`"
 
 
 def names_plan_file(name: str | PathLike[str]) -> bool:
-    """Is this the name of a plan file, there or not, rather than of a model?"""
+    """Return whether this is the name of a plan file, existing or not, rather than of a model."""
     return Path(name).suffix.lower() in _WRITERS and not is_folder(name)
 
 
 def check_suffix(path: str | PathLike[str]) -> None:
-    """Raise now, rather than after the plan is made, if no plan file can have this name."""
+    """Raise if no plan file can have this name: now, rather than after the plan is made."""
     _writer_for(Path(path))
 
 
@@ -139,16 +139,16 @@ def load_plan(path: str | PathLike[str]) -> Plan:
     """Read a plan file. Nothing in it is executed."""
     check_argument("the plan file", path, (str, PathLike), "give its path")
     source = Path(path)
-    _writer_for(source)  # or no plan file can have this name
+    _writer_for(source)  # raises if no plan file can have this name
     data = read_plain(source, _REFUSAL)
     return plan_from_dict(data, f"plan file {source}")
 
 
-# ------------------------------------------------------------------------------------------------ the two notations
+# The two notations
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML that reads well: what fits on a line stands on one, and nothing refers to something elsewhere."""
+    """Dumps readable YAML: whatever fits on one line is put on one line, and there are no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -185,7 +185,7 @@ _WRITERS = {".yaml": _write_yaml, ".yml": _write_yaml, ".json": _write_json}
 
 
 def _writer_for(path: Path) -> Callable[[dict[str, Any]], str]:
-    """How to write a file of this name."""
+    """Return the function that writes a file of this name."""
     if path.suffix.lower() not in _WRITERS:
         raise PlanFileError(
             f"{path}: plan files end in .yaml, .yml or .json, not {path.suffix or 'no suffix'!r}",

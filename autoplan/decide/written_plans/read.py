@@ -1,6 +1,6 @@
-"""Where a plan comes from: the user's (dict, file, id, dotted path), else a hand-written one, else inferred.
+"""Read the source of a plan: the user's (dict, file, id, dotted path), else a hand-written one, else inferred.
 
-transformers' own plan is used only when asked for. `overrides` are laid over whatever the source gives.
+transformers' own plan is used only if requested. `overrides` are laid over whatever the source gives.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def read_source(
     sequence_parallel: bool = False,
     unmatched: str = "error",
 ) -> ChosenCuts | Plan | None:
-    """What a source says about a model: choices, a whole plan (from a file), or None, which leaves all to analysis.
+    """Return what a source specifies for a model: choices, a full plan (from a file), or None, for analysis alone.
 
-    `ep_size` None is whatever a plan file says. `unmatched` "list": keys and styles that mean nothing are noted, not
+    `ep_size` None is whatever a plan file says. `unmatched` "list": keys and styles without meaning are noted, not
     refused.
     """
     if unmatched not in ("error", "list"):
@@ -100,7 +100,7 @@ class _Reader:
         return self._for_size(value, text) if isinstance(value, Plan) else self._of_mapping(value, text)
 
     def of_dict(self, data: Mapping[str, Any], name: str, *, by_position: bool) -> ChosenCuts:
-        """A dict of styles, of names of styles, or of both."""
+        """Read a dict of styles, of names of styles, or of both."""
         for key in data:
             check_key(key, name)
         lines: list[ChosenCut] = []
@@ -132,7 +132,7 @@ class _Reader:
         return self.of_dict(data, name, by_position=True)
 
     def _of_file(self, path: Path) -> ChosenCuts | Plan:
-        """One of our plan files, a DeepSpeed config, or a dict of style names in JSON or YAML."""
+        """Read one of our plan files, a DeepSpeed config, or a dict of style names in JSON or YAML."""
         data = read_plain(path, NotPlain("plan file", WrittenPlanError))
         if is_deepspeed(data) or (isinstance(data, dict) and data and all(isinstance(v, str) for v in data.values())):
             return self._of_mapping(data, str(path))
@@ -167,19 +167,19 @@ class _Reader:
         choices = replace(choices, optional=not wanted, _cache={})
         modules, parameters = _paths(self.model)
         if not any(name.startswith(f"{path}.") for name in parameters):
-            return choices  # not wrapped, or by a wrapper that keeps the names
+            return choices  # not wrapped, or in a wrapper that keeps the names
         moved = tuple(replace(choice, pattern=_below(path, choice.pattern, modules)) for choice in choices.choices)
         notes = (*choices.notes, f"inside {path!r}")
         return replace(choices, choices=moved, notes=notes, _cache={})
 
 
 def _paths(model: NamedModules) -> tuple[list[str], list[str]]:
-    """All names of modules and of parameters, tied ones under each."""
+    """Return all names of modules and of parameters, tied ones under each."""
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     return modules, [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 
 def _below(path: str, pattern: str, modules: list[str]) -> str:
-    """A key of the inner model, as the wrapped one calls it: adapters keep the planned layer as `base_layer`."""
+    """Return a key of the inner model as the wrapped one names it: adapters keep the planned layer as `base_layer`."""
     absolute = f"{path}.{pattern}"
     return f"{absolute}.base_layer" if any(matches(f"{absolute}.base_layer", name) for name in modules) else absolute

@@ -12,7 +12,7 @@ from autoplan.values import Op, Ref, Trace
 
 
 class _Dims(Protocol):
-    """What the dims of tensors are (`analyse.infer.Axes`)."""
+    """The terms of tensor dims (`analyse.infer.Axes`)."""
 
     @property
     def identities(self) -> set[int]: ...
@@ -21,7 +21,7 @@ class _Dims(Protocol):
 
 
 class Splits(Protocol):
-    """What ranks hold (`analyse.shards.Shards`)."""
+    """The shards that ranks hold (`analyse.shards.Shards`)."""
 
     @property
     def trace(self) -> Trace: ...
@@ -38,46 +38,46 @@ class Splits(Protocol):
 
 @dataclass
 class SplitOp:
-    """A recorded op, and questions about what of it is split."""
+    """A recorded op, with queries about its split dims."""
 
     shards: Splits
     op: Op
 
     def told(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument as it was recorded, by position, else by name."""
+        """Return an argument as it was recorded, by position, else by name."""
         return self.op.args[position] if len(self.op.args) > position else self.op.kwargs.get(name, default)
 
     def terms(self, position: int) -> tuple[Term, ...]:
-        """The dims of the position-th argument; none if it is no tensor."""
-        given = self.op.args[position] if len(self.op.args) > position else None
-        return self.shards.axes.of(given.id) if isinstance(given, Ref) else ()
+        """Return the dims of the position-th argument; none if it is no tensor."""
+        argument = self.op.args[position] if len(self.op.args) > position else None
+        return self.shards.axes.of(argument.id) if isinstance(argument, Ref) else ()
 
     def layout(self, position: int, dim: int) -> Layout | None:
-        """How a dim of the position-th argument is split."""
-        given = self.op.args[position] if len(self.op.args) > position else None
-        layouts = self.shards.layouts(given.id) if isinstance(given, Ref) else ()
+        """Return the layout of a dim of the position-th argument, if it is split."""
+        argument = self.op.args[position] if len(self.op.args) > position else None
+        layouts = self.shards.layouts(argument.id) if isinstance(argument, Ref) else ()
         return layouts[dim] if layouts else None
 
     def is_split(self, position: int, dim: int) -> bool:
         return self.layout(position, dim) is not None
 
     def size(self, position: int, dim: int) -> int:
-        """The whole size of a dim of the position-th argument."""
+        """Return the global size of a dim of the position-th argument."""
         tensor: int = self.op.args[position].id
         return self.shards.trace.tensors[tensor].shape[dim]
 
     def is_identity(self, position: int) -> bool:
-        """Is the position-th argument an identity matrix? Nothing is summed over in a product with it."""
-        given = self.op.args[position]
-        return isinstance(given, Ref) and given.id in self.shards.axes.identities
+        """Return whether the position-th argument is an identity matrix: a product with it sums over nothing."""
+        argument = self.op.args[position]
+        return isinstance(argument, Ref) and argument.id in self.shards.axes.identities
 
 
 @dataclass
 class Local(SplitOp):
-    """One op on one rank. What leaves a partial result sets `reducing`, and `weight` for its part in the sum.
+    """One op on one rank. An op that leaves a partial result sets `reducing`, and `weight` for its part in the sum.
 
-    `exchanged`: ranks exchange, but the result is no sum. `recorded`: the result on whole inputs. `on_ranks`: an
-    argument of each rank.
+    `exchanged`: ranks exchange values, but the result is no sum. `recorded`: the result on the full inputs. `on_ranks`:
+    an argument on each rank.
     """
 
     function: Any
@@ -96,23 +96,23 @@ class Local(SplitOp):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What this rank's first output should look like."""
+        """Return the shape that this rank's first output should have."""
         return self.shards.local_shape(self.outputs[0], self.rank)
 
     def held(self, layout: Layout) -> Sequence[int]:
-        """The positions along a split dim that this rank has."""
+        """Return the positions along a split dim that this rank has."""
         return layout.rows(self.rank, self.shards.tp)
 
     def argument(self, position: int, name: str, default: Any) -> Any:
-        """An argument as this rank passes it."""
+        """Return an argument as this rank passes it."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
 
 def as_written(local: Local) -> Any:
-    """On shards it does what is right by itself, told what it was told."""
+    """Run the op on shards with the same arguments, which is right by itself."""
     return local.call()
 
 
 def recorded(local: Local) -> Any:
-    """Nothing can be computed (empty memory, random numbers): a rank takes its shard of the recorded value."""
+    """Return the rank's shard of the recorded value: nothing can be computed (empty memory, random numbers)."""
     return list(local.recorded)

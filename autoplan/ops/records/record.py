@@ -1,7 +1,7 @@
-"""All that is known of an op, in one record, and the two tables of records: of aten ops and of Python's calls.
+"""The record of an op, which holds all that is known of it, and the two tables of records: aten ops and Python calls.
 
-An in-place op (`add_`) has the record of its plain form. `PythonCall` says where a call of torch differs from the op
-that it becomes; a call without one is answered for by the op of its name.
+An in-place op (`add_`) has the record of its plain form. A `PythonCall` says where a torch function differs from the op
+that it becomes; a call without one uses the record of the op of its name.
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ from autoplan.values.reasons import NotPlaced
 Dims = Callable[[Site], Answer]
 Reduces = Callable[[SplitOp], Reduction | NotPlaced | None]
 Runs = Callable[[Local], Any]
-Over = Callable[[Op, int], list[int]]  # of the op and how many dims its first input has
-Moves = Callable[[Op, list[Any], Any, int], list[Any]]  # of the op, something for each dim, for a new dim, dims after
+Over = Callable[[Op, int], list[int]]  # (the op, the number of dims of its first input)
+Moves = Callable[[Op, list[Any], Any, int], list[Any]]  # (op, a value per dim, one for new dims, dims after)
 
 
 @dataclass(frozen=True)
 class OpRecord:
-    """One op. What decides about numbers has no default: whoever adds an op answers for each of these."""
+    """One op. Fields that affect numbers have no default: adding an op means to decide about each of these."""
 
     name: str
-    dims: Dims  # how the dims of its outputs follow from those of its inputs
-    sizes: Sizes  # which of the literals that it is told are sizes
-    reduces: Reduces  # what it sums over, and how ranks do that together
-    linear: Linear  # may a partial sum pass it
-    random: Random  # does it draw random numbers
+    dims: Dims  # relates the dims of its outputs to those of its inputs
+    sizes: Sizes  # which of its literal arguments are sizes
+    reduces: Reduces  # what it sums over, and how ranks reduce that
+    linear: Linear  # whether a partial sum may pass it
+    random: Random  # whether it draws random numbers
     runs: Runs  # how it runs on a rank's shards
     shows: Shows = Shows.NOTHING
     product: Product | None = None
     along: Along | None = None
-    alike: bool = False  # what it makes or adds is the same at every position
+    alike: bool = False  # the values that it makes or adds are equal everywhere
     drawn: Drawn = Drawn.PASSED
-    over: Over | None = None  # the dims that it takes a statistic over
-    moves: Moves | None = None  # of a view that keeps dims whole: where each of them goes
+    over: Over | None = None  # the dims over which it takes a statistic
+    moves: Moves | None = None  # for a view that keeps dims intact: where each goes
     detaches: bool = False  # no gradient comes back
-    overwrites: bool = False  # its first input becomes its second, whatever it held
-    tells: bool = False  # Python gets to know what values it found: another run may go another way
-    supposed: Supposed | None = None  # what it may be supposed to find where values are unknown
+    overwrites: bool = False  # overwrites its first input with its second
+    tells: bool = False  # Python learns values from it: another run may branch differently
+    supposed: Supposed | None = None  # the result to assume where values are unknown
 
 
 @dataclass(frozen=True)
 class PythonCall:
-    """A torch function as Python calls it: what of the op that it becomes is said otherwise.
+    """A torch function as Python calls it, with what differs from the op that it becomes.
 
-    `pays`: what it is as a whole where its ops run over a split dim, whatever they are one by one. `settles`: what only
-    calls that say so can have among their ops, for ranks do it in the place of the call. `divides`: by the lengths that
-    it takes. `statistics`: how many numbers a row a norm takes. `loss_of_columns`: a loss that ranks can compute of
-    scores of which each holds some columns. `follows`: how long its results are is read off "another" argument, off
-    "all" of them, or off how "long" a row is. `assigns`: it returns nothing, for its first argument is what it makes.
-    `causal`: where attention is told that it is.
+    `pays`: its reduction as a whole where its ops run over a split dim, whatever theirs are. `settles`: a reduction
+    that only calls that say so can have among their ops, since ranks replace the call. `divides`: by the lengths that
+    it takes. `statistics`: the number of statistics per row of a norm. `loss_of_columns`: a loss that ranks can compute
+    from shards of the columns of scores. `follows`: the length of its results is read off "another" argument, off "all"
+    of them, or off how "long" a row is. `assigns`: it returns nothing, and its first argument is the result. `causal`:
+    the argument that makes attention causal.
     """
 
     name: str
@@ -94,7 +94,7 @@ class PythonCall:
 
     @property
     def is_layer(self) -> bool:
-        """Is it a linear layer?"""
+        """Return whether it is a linear layer."""
         return self.product is not None and self.product.of_rows
 
 
@@ -130,7 +130,7 @@ class _OfCall(_OfBoth, total=False):
     recurrent: Recurrent
 
 
-# What became of the ops and calls that analysis took out of a trace: nothing goes in, nothing comes out.
+# The name of ops and calls that analysis removed from a trace: they have no inputs and no outputs.
 REMOVED = "removed"
 
 OPS: dict[str, OpRecord] = {}
@@ -138,22 +138,22 @@ CALLS: dict[str, PythonCall] = {}
 
 
 def nothing(_: SplitOp) -> None:
-    """It runs over no dim: each position is worked on by itself."""
+    """Return no reduction: the op runs over no dim, each position is independent."""
 
 
 def kept_whole(_: SplitOp) -> None:
-    """It runs over dims that no rank has a shard of: its dim rule leaves an event on them that forbids it."""
+    """Return no reduction: the op runs over dims that are never sharded, since its dim rule forbids it by an event."""
 
 
 def unknown(_: Site) -> Answer:
-    """No exact rule for its dims: all that it touches stays whole."""
+    """Return no dims: there is no exact rule, so that no axis the op touches is split."""
     return None
 
 
 def op(
     *names: str, sizes: Sizes, reduces: Reduces, linear: Linear, random: Random, runs: Runs, **more: Unpack[_OfOp]
 ) -> Callable[[Dims], Dims]:
-    """Register records of these ops (and their in-place forms). The decorated function says how their dims follow."""
+    """Register records of these ops (and their in-place forms). The decorated function relates their dims."""
 
     def register(dims: Dims) -> Dims:
         for name in names:
@@ -166,8 +166,8 @@ def op(
 
 
 def python_call(*names: str, becomes: str = "", **said: Unpack[_OfCall]) -> None:
-    """Register calls by these names, as the op that they become unless said otherwise. Calls that become several ops
-    must say sizes, linear and random."""
+    """Register calls by these names, as the op that they become unless overridden. Calls that become several ops must
+    give sizes, linear and random."""
     for name in names:
         assert name not in CALLS, f"two records of the call {name}"
         assert becomes in OPS or {"sizes", "linear", "random"} <= said.keys(), f"{name}: no op answers for it"
@@ -184,30 +184,30 @@ def _of_op(name: str) -> PythonCall:
     return PythonCall(becomes=name, **{field: getattr(OPS[name], field) for field in _SHARED})
 
 
-# What Python calls for `x += y` and for `x[...] = y`.
+# The methods that Python calls for `x += y` and for `x[...] = y`.
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _WRITING = {f"__i{name}__" for name in _OPERATORS} | {"__setitem__"}
 
 
 def writes_in_place(name: str) -> bool:
-    """Does an op or a call of this name change its first argument?"""
+    """Return whether an op or a call of this name changes its first argument."""
     return (name.endswith("_") and not name.endswith("__")) or name in _WRITING
 
 
 def _plain(name: str) -> str:
-    """The name of the plain form of an in-place op."""
+    """Return the name of the plain form of an in-place op."""
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
 @cache
 def op_record(name: str) -> OpRecord:
-    """The record of an op or of its plain form. Without one, all dims that the op touches stay whole."""
+    """Return the record of an op or of its plain form. Without one, no dim that the op touches is split."""
     return OPS.get(name) or OPS.get(_plain(name)) or replace(_UNKNOWN_OP, name=name)
 
 
 @cache
 def call_record(name: str) -> PythonCall:
-    """The record of a call, or that of the op of this name; a blank one for unknown calls."""
+    """Return the record of a call, or that of the op of this name; a blank one for unknown calls."""
     for form in (name, _plain(name)):
         if form in CALLS:
             return CALLS[form]

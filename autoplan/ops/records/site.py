@@ -1,6 +1,6 @@
-"""What a dim rule gets to see: how output dims follow from input dims, and which events happen to them.
+"""The view that a dim rule gets of an op: it relates output dims to input dims and leaves events on them.
 
-An op whose record has no rule, or whose rule answers None, is treated as opaque.
+An op whose record has no rule, or whose rule returns None, is treated as opaque.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from autoplan.axes.terms import Term, factors, find, is_data, leaf, product, sho
 from autoplan.values import Op, Ref, TensorInfo, Trace
 
 Dims = list[Term]
-Answer = list[Dims | None] | None  # dims per output tensor; None: this rule does not know
+Answer = list[Dims | None] | None  # dims per output tensor; None: the rule does not apply
 
 
 def told(op: Op, index: int, name: str, default: Any = None) -> Any:
-    """An argument of an op by position, else by name, else its default."""
+    """Return an argument of an op by position, else by name, else its default."""
     return op.args[index] if index < len(op.args) else op.kwargs.get(name, default)
 
 
 @dataclass
 class Inference:
-    """What is known so far while a trace is read from its first op to its last."""
+    """The state of axis inference while a trace is read from its first op to its last."""
 
     trace: Trace
     algebra: Algebra = field(default_factory=Algebra)
     dims: dict[int, Dims] = field(default_factory=dict)
     sources: dict[int, int] = field(default_factory=dict)  # weights: tensor -> the parameter it shows
-    kept: dict[int, frozenset[int]] = field(default_factory=dict)  # what holds no input: the parameters, buffers in it
-    multiplied: set[int] = field(default_factory=set)  # of these, what is made of a product of matrices
+    kept: dict[int, frozenset[int]] = field(default_factory=dict)  # independent of inputs: its parameters and buffers
+    multiplied: set[int] = field(default_factory=set)  # those of `kept` that come from a product of matrices
     static: set[int] = field(default_factory=set)
     identities: set[int] = field(default_factory=set)  # identity matrices, whose dims are one axis
     contracted: dict[int, Term] = field(default_factory=dict)  # everything summed over
     gathered: bool = False  # the op at hand is followed by an all-gather
 
     def parameters_of(self, tensor: int) -> list[int]:
-        """The parameters in a tensor that is made of them, buffers and constants alone, by no product of matrices."""
+        """Return the parameters in a tensor made of them, buffers and constants alone, by no product of matrices."""
         if tensor in self.multiplied:
             return []
         return sorted(root for root in self.kept.get(tensor, ()) if self.trace.tensors[root].kind == "parameter")
 
     def terms(self, tensor: int) -> Dims:
-        """The dims of a tensor. One that no op made is new here: a parameter, an input or a constant."""
+        """Return the dims of a tensor. One that no op made gets new ones: a parameter, an input or a constant."""
         terms = self.dims.get(tensor)
         if terms is None:
             info = self.trace.tensors[tensor]
@@ -66,14 +66,14 @@ class Site:
         self.op, self.state, self.algebra = op, state, state.algebra
         self.inputs, self.outputs = inputs, outputs
 
-    # ---------------------------------------------------------------------------------- what was passed
+    # Arguments
 
     def arg(self, index: int, name: str = "", default: Any = None) -> Any:
-        """An argument by position, else by name, else its default."""
+        """Return an argument by position, else by name, else its default."""
         return told(self.op, index, name, default)
 
     def tensor(self, index: int, name: str = "") -> Ref | None:
-        """An argument if it is a tensor."""
+        """Return an argument if it is a tensor."""
         value = self.arg(index, name)
         return value if isinstance(value, Ref) else None
 
@@ -85,31 +85,31 @@ class Site:
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """Shape of the first output."""
+        """Return the shape of the first output."""
         return self.shape(self.outputs[0])
 
     def terms(self, ref: Ref) -> Dims:
-        """The dims of a tensor, as a list that the rule may change."""
+        """Return the dims of a tensor, as a list that the rule may change."""
         return [find(term) for term in self.state.terms(ref.id)]
 
     def is_weight(self, ref: Ref | None) -> bool:
-        """Is this a parameter, or a view of one?"""
+        """Return whether this is a parameter, or a view of one."""
         return ref is not None and ref.id in self.state.sources
 
     def is_of_weights(self, ref: Ref | None) -> bool:
-        """Is this a weight, or computed from weights alone (masked, scaled, standardised)?"""
+        """Return whether this is a weight, or computed from weights alone (masked, scaled, standardised)."""
         return ref is not None and (ref.id in self.state.sources or bool(self.state.parameters_of(ref.id)))
 
     def is_parameter(self, ref: Ref) -> bool:
-        """Is this a whole parameter, not a part of one?"""
+        """Return whether this is a parameter itself, not a view of one."""
         return self.state.sources.get(ref.id) == ref.id
 
     def constant_values(self, ref: Ref) -> tuple[int, ...] | None:
-        """The elements of a small integer tensor that is the same in every run."""
+        """Return the elements of a small integer tensor that is the same in every run."""
         fixed = ref.id in self.state.static or self.info(ref).kind in ("buffer", "constant")
         return self.info(ref).values if fixed else None
 
-    # ---------------------------------------------------------------------------------- what to say about it
+    # Relations and events
 
     def mark(self, term: Term, event: Event) -> None:
         self.algebra.mark(term, event)
@@ -118,31 +118,31 @@ class Site:
         self.algebra.unify(left, right)
 
     def fresh(self, size: int, event: Event | None = None, data: bool = False) -> Term:
-        """A new axis, with an event where positions along it already mean something."""
+        """Return a new axis, with an event if positions along it already have a meaning."""
         term = leaf(size, data)
         if event:
             self.algebra.mark(term, event)
         return term
 
     def replaced(self, old: Sequence[Term], size: int, event: Event) -> Term:
-        """A new axis in the place of others whose link cannot be kept: both sides are marked; input stays input."""
+        """Return a new axis instead of others whose link cannot be kept: both sides are marked; input stays input."""
         for term in old:
             self.algebra.mark(term, event)
         return self.fresh(size, event, data=bool(old) and all(is_data(term) for term in old))
 
     def contract(self, term: Term, event: Event) -> None:
-        """The op sums over this term (or takes a norm, which is a sum of squares)."""
+        """Record that the op sums over this term (or takes a norm, which is a sum of squares)."""
         self.mark(term, event)
         term = find(term)
         if term.parts:
             self.state.contracted[term.id] = term
 
     def from_weight(self, term: Term) -> Term:
-        """An output dim that a weight brings in: what follows an all-gather no longer depends on its axis."""
+        """Return an output dim that comes from a weight; after an all-gather it no longer depends on its axis."""
         return self.fresh(term.size, Event.GATHERED) if self.state.gathered else term
 
     def unify_equal_sizes(self, left: Sequence[Term], right: Sequence[Term], skip: int = -1) -> None:
-        """Pair dims position by position; those that differ in size are not what they seem and are marked."""
+        """Unify dims position by position; those that differ in size do not match after all and are marked."""
         for position, (a, b) in enumerate(zip(left, right, strict=False)):
             if position == skip:
                 continue
@@ -153,7 +153,7 @@ class Site:
                 self.mark(b, Event.CUT)
 
     def broadcast(self, operands: Sequence[Dims], shape: Sequence[int]) -> Dims:
-        """Dims of an elementwise result: equal where sizes are, aligned at the end."""
+        """Return the dims of an elementwise result: aligned at the end, unified where sizes are equal."""
         result: Dims = []
         for position in range(1, len(shape) + 1):
             size = shape[-position]
@@ -167,14 +167,14 @@ class Site:
         return result[::-1]
 
     def broadcasts(self, shapes: Sequence[Sequence[int]], shape: Sequence[int]) -> bool:
-        """Can tensors of these shapes meet in one of `shape`?"""
+        """Return whether tensors of these shapes broadcast to `shape`."""
         return all(
             len(operand) <= len(shape) and all(n in (1, m) for n, m in zip(operand[::-1], shape[::-1], strict=False))
             for operand in shapes
         )
 
     def reshape(self, dims: Dims, shape: Sequence[int]) -> Dims:
-        """Dims of a view. Groups of dims with equal products are worked out apart, so that one that fails is alone."""
+        """Return the dims of a view. Groups of dims with equal products are separate, so that a failure stays local."""
         if 0 in shape:
             return [leaf(size) for size in shape]
         result: Dims = []
@@ -213,7 +213,7 @@ class Site:
         return result
 
     def _mixed(self, old: Dims, sizes: Sequence[int]) -> Dims:
-        """A view that mixes neighbours. Input axes among themselves may; anything else is a conflict."""
+        """Return the dims of a view that mixes neighbours: a conflict, unless all of them are input axes."""
         axes = [term for term in old if term.size > 1]
         if not all(map(is_data, axes)):
             self.algebra.conflict("view", ", ".join(map(show, axes)), str(list(sizes)), axes, Event.BADVIEW)
@@ -221,7 +221,7 @@ class Site:
 
 
 def _groups(dims: Dims, shape: Sequence[int]) -> Iterator[tuple[Dims, list[int]]]:
-    """The smallest runs of old dims and new sizes that hold the same number of elements."""
+    """Yield the smallest runs of old dims and new sizes that hold the same number of elements."""
     i = j = 0
     while i < len(dims) or j < len(shape):
         old, new = dims[i : i + 1], list(shape[j : j + 1])

@@ -1,5 +1,5 @@
-"""Which literals of a call are sizes, and of what: where one follows a split dim, a rank must pass another number
-(`analyse/splits/literal_sizes.py`). Positions count arguments as passed; `names` are their keywords."""
+"""The literals of a call that are sizes, and what they measure: for those of a split dim, a rank must pass another
+number (`analyse/splits/literal_sizes.py`). Positions count arguments as passed; `names` are their keywords."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class NoSizes:
-    """It is told no size that could follow a split dim."""
+    """No argument is a size that could follow a split dim."""
 
 
 @dataclass(frozen=True)
 class OutputShape:
-    """The shape of the result, as a tuple or as trailing integers; -1 follows by itself."""
+    """The shape of the result, as a tuple or as trailing integers; -1 adapts by itself."""
 
     first: int = 1
     names: tuple[str, ...] = ("shape", "size")
@@ -21,7 +21,7 @@ class OutputShape:
 
 @dataclass(frozen=True)
 class Unflattened:
-    """The sizes into which one dim is taken apart."""
+    """The sizes into which one dim is unflattened."""
 
     dim: int = 1
     sizes: int = 2
@@ -29,7 +29,7 @@ class Unflattened:
 
 @dataclass(frozen=True)
 class Filled:
-    """The shape of a value that is alike everywhere. `defined`: its contents are known (not: empty memory)."""
+    """The shape of a constant-filled value. `defined`: its contents are known (unlike empty memory)."""
 
     first: int = 0
     defined: bool = True
@@ -37,7 +37,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class Identity:
-    """Rows and columns of an identity matrix."""
+    """The rows and columns of an identity matrix."""
 
     rows: int = 0
     columns: int = 1
@@ -45,20 +45,20 @@ class Identity:
 
 @dataclass(frozen=True)
 class MadeWhole:
-    """Sizes of a value that differs from place to place: it is made whole, and a rank keeps its shard."""
+    """The sizes of a value that varies by position: it is created at full size, and a rank keeps its shard."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long pieces are: one number for all, or one for each."""
+    """The lengths of pieces: one number for all, or one for each."""
 
     at: int = 1
 
 
 @dataclass(frozen=True)
 class PieceCount:
-    """How many pieces are made. `dim`: the default dim; `even`: sizes differ by at most one (else the last piece takes
-    the remainder)."""
+    """The number of pieces. `dim`: the default dim; `even`: sizes differ by at most one (else the last piece takes the
+    remainder)."""
 
     at: int = 1
     dim: int | None = None
@@ -67,7 +67,7 @@ class PieceCount:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where a slice along a dim begins, and where it ends (or how long it is: `length`)."""
+    """The start of a slice along a dim, and its end (or its length: `length`)."""
 
     dim: int
     start: int
@@ -77,19 +77,19 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Indexed:
-    """Slice bounds and positions of an indexing expression, the second argument."""
+    """The slice bounds and positions of an indexing expression, the second argument."""
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often each dim is repeated, as a tuple or as trailing integers."""
+    """The number of repetitions of each dim, as a tuple or as trailing integers."""
 
     first: int = 1
 
 
 @dataclass(frozen=True)
 class RepeatEach:
-    """How often each element is repeated along a dim. `length`: the argument that may tell the result's length."""
+    """The number of repetitions of each element along a dim. `length`: the argument for the result's length."""
 
     at: int = 1
     dim: int = 2

@@ -1,4 +1,4 @@
-"""What is done to a live model when it runs: a closed union of small frozen classes, one for each thing done.
+"""Instructions for a live model at run time: a closed union of small frozen classes, one for each thing done.
 
 `INSTRUCTIONS` are all of them by name, as plan files write them. docs/howto/add-an-instruction.md says how to add one.
 

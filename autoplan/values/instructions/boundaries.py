@@ -8,14 +8,14 @@ from typing import Any, ClassVar, Literal
 from autoplan.values.estimate import Cost
 from autoplan.values.instructions.base import Collective, Instruction, Move, Spread, instruction
 
-# What is done to one tensor where it enters or leaves a module, on every call.
+# Instructions for one tensor where it enters or leaves a module, on every call.
 
 Side = Literal["input", "output"]
 
 
 @dataclass(frozen=True)
 class SequenceName:
-    """Which sequence a value's positions are of. `flattened`: they lie in one dim with the batch, as the minor part."""
+    """The sequence that a value's positions belong to. `flattened`: merged with the batch, as the minor part."""
 
     name: str
     flattened: bool = False
@@ -23,11 +23,11 @@ class SequenceName:
 
 @dataclass(frozen=True)
 class Boundary(Instruction):
-    """A tensor at a module's entry or exit, at `path` in its arguments or in what it returns.
+    """An instruction for a tensor among a module's inputs or outputs, at `path` in these.
 
-    `turn`: where several stand at one place, which comes first. `at_exit`: of the model's own outputs it is done last
-    of all, and only to what was returned. `gradients_only`: forward nothing happens. `stream_end`: on this side of a
-    block it begins or ends a stream of shards, and belongs to no block.
+    `turn`: the order of several at one place. `at_exit`: among the model's own outputs it is done last, and only to
+    what was returned. `gradients_only`: forward nothing happens. `stream_end`: on this side of a block it begins or
+    ends a sharded stream, and belongs to no block.
     """
 
     side: Side
@@ -40,8 +40,8 @@ class Boundary(Instruction):
     in_styles: ClassVar[bool] = True
 
     def said(self, ranks: int) -> str:
-        what = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).removeprefix(".")
-        return f"{self.pattern}: {self.says.format(what=f'{self.side} {what}'.strip(), tp=ranks)}"
+        place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).removeprefix(".")
+        return f"{self.pattern}: {self.says.format(what=f'{self.side} {place}'.strip(), tp=ranks)}"
 
     @property
     def communicates(self) -> bool:
@@ -51,12 +51,12 @@ class Boundary(Instruction):
 @instruction
 @dataclass(frozen=True)
 class AllReduceGradient(Boundary):
-    """Identity forward; backward the gradient, of which each rank has a part, is summed (Megatron's f)."""
+    """Identity forward; backward all-reduces the partial gradient (Megatron's f)."""
 
     takes = Spread.REPLICATE
     gives = Spread.PARTIAL_GRADIENT
     says = "the gradient of {what} is summed over ranks (backward)"
-    cost = None  # told at each module that reads the value
+    cost = None  # reported at each module that reads the value
     turn = 4
     gradients_only = True
     collectives = (Move(Collective.ALL_REDUCE, backward=True),)
@@ -65,7 +65,7 @@ class AllReduceGradient(Boundary):
 @instruction
 @dataclass(frozen=True)
 class AllReduce(Boundary):
-    """Forward the parts that ranks hold are summed; identity backward (Megatron's g)."""
+    """Forward all-reduces the partial value; identity backward (Megatron's g)."""
 
     takes = Spread.PARTIAL
     gives = Spread.REPLICATE
@@ -78,7 +78,7 @@ class AllReduce(Boundary):
 @instruction
 @dataclass(frozen=True)
 class MeanOverRanks(Boundary):
-    """A mean over an axis of which each rank holds an equal part: the means of the parts are summed, divided by tp."""
+    """A mean over an axis with equal shards: forward all-reduces the means of the shards and divides by tp."""
 
     takes = Spread.PARTIAL
     gives = Spread.REPLICATE
@@ -91,8 +91,8 @@ class MeanOverRanks(Boundary):
 @instruction
 @dataclass(frozen=True)
 class ScaleGradient(Boundary):
-    """Identity forward; backward a gradient that every rank has whole is divided by tp, and so is one part of a sum.
-    With a `layout`, only on the segments along `dim` that every rank holds."""
+    """Identity forward; backward divides by tp a gradient that every rank has in full, so that it is one part of a sum.
+    With a `layout`, only on the replicated segments along `dim`."""
 
     dim: int | None = None
     layout: str | None = None
@@ -109,7 +109,7 @@ class ScaleGradient(Boundary):
 @instruction
 @dataclass(frozen=True)
 class AllGather(Boundary):
-    """Forward the pieces along `dim` are gathered into the order of `layout`; backward a rank keeps its piece."""
+    """Forward gathers the shards along `dim` into the order of `layout`; backward a rank keeps its shard."""
 
     dim: int
     layout: str
@@ -126,8 +126,8 @@ class AllGather(Boundary):
 @instruction
 @dataclass(frozen=True)
 class WithholdPartial(Boundary):
-    """A branch's part of a sum is kept back for the next branch of the block, which adds it to its own; it gives zeros.
-    Under sequence parallelism these are zeros of a shard: of `sequence`, which lies along `dim`."""
+    """Withholds a branch's part of a sum for the next branch of the block, which adds it to its own, and returns zeros.
+    Under sequence parallelism these are zeros of a shard: of `sequence`, along `dim`."""
 
     dim: int | None = None
     sequence: SequenceName | None = None
@@ -137,13 +137,13 @@ class WithholdPartial(Boundary):
     says = "{what} is withheld (forward), and summed together with the branch that follows"
     cost = Cost("sum", with_next_branch=True)
     turn = 1
-    collectives = ()  # the branch that joins it does the sum
+    collectives = ()  # the branch that joins it is reduced
 
 
 @instruction
 @dataclass(frozen=True)
 class JoinPartial(Boundary):
-    """To a branch's part of a sum is added what the branch before it withheld."""
+    """Adds the part that the previous branch withheld to a branch's part of a sum."""
 
     takes = Spread.PARTIAL
     gives = Spread.PARTIAL
@@ -153,12 +153,12 @@ class JoinPartial(Boundary):
     collectives = ()
 
 
-# What is done where a value enters or leaves the part of the model whose stream is cut along the sequence.
+# Instructions where a value enters or leaves the region of the model whose stream is sharded along the sequence.
 
 
 @dataclass(frozen=True)
 class SequenceBoundary(Boundary):
-    """One whose value has the positions of `sequence` along `dim`."""
+    """A boundary whose value has the positions of `sequence` along `dim`."""
 
     dim: int
     sequence: SequenceName
@@ -167,7 +167,7 @@ class SequenceBoundary(Boundary):
 @instruction
 @dataclass(frozen=True)
 class ScatterSequence(SequenceBoundary):
-    """Forward a rank keeps its own positions of a whole value; backward the whole gradient is gathered."""
+    """Forward a rank keeps its own positions of a replicated value; backward gathers the full gradient."""
 
     takes = Spread.REPLICATE
     gives = Spread.SEQUENCE_SHARD
@@ -181,8 +181,8 @@ class ScatterSequence(SequenceBoundary):
 @instruction
 @dataclass(frozen=True)
 class OwnPositions(SequenceBoundary):
-    """Forward a rank keeps its own positions of a whole value; so is its gradient a part of a sum, which nothing sums
-    here: under context parallelism whatever made the value has its gradient summed once, at its parameters."""
+    """Forward a rank keeps its own positions of a replicated value; its gradient is thus partial, and is not reduced
+    here: under context parallelism the gradient is reduced once, at the parameters that the value comes from."""
 
     takes = Spread.PARTIAL_GRADIENT
     gives = Spread.SEQUENCE_SHARD
@@ -196,7 +196,7 @@ class OwnPositions(SequenceBoundary):
 @instruction
 @dataclass(frozen=True)
 class AllGatherSequence(SequenceBoundary):
-    """Forward all positions are gathered, for readers that every rank runs alike; backward a rank keeps its own."""
+    """Forward gathers all positions, for replicated readers; backward a rank keeps its own."""
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.REPLICATE
@@ -211,13 +211,13 @@ class AllGatherSequence(SequenceBoundary):
 @instruction
 @dataclass(frozen=True)
 class AllGatherSequenceSumGradient(SequenceBoundary):
-    """Forward all positions are gathered, for readers of which each rank runs a part; backward the gradients are summed
-    and each rank keeps its own positions of the sum."""
+    """Forward gathers all positions, for sharded readers; backward reduce-scatters the gradients, so that each rank
+    keeps its own positions of the sum."""
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.PARTIAL_GRADIENT
     says = "the whole sequence of {what} is gathered (forward), its gradient summed and cut (backward)"
-    cost = None  # told at each module that reads the value
+    cost = None  # reported at each module that reads the value
     turn = 2
     collectives = (Move(Collective.ALL_GATHER), Move(Collective.REDUCE_SCATTER, backward=True))
 
@@ -225,7 +225,7 @@ class AllGatherSequenceSumGradient(SequenceBoundary):
 @instruction
 @dataclass(frozen=True)
 class ReduceScatterSequence(SequenceBoundary):
-    """Forward the parts that ranks hold are summed and each keeps its own positions; backward all are gathered."""
+    """Forward reduce-scatters the partial value along the sequence; backward gathers all positions."""
 
     takes = Spread.PARTIAL
     gives = Spread.SEQUENCE_SHARD
@@ -238,8 +238,8 @@ class ReduceScatterSequence(SequenceBoundary):
 @instruction
 @dataclass(frozen=True)
 class WholeLength(SequenceBoundary):
-    """A rank's own positions, for code that asks how long the sequence is and hands them on to modules that take own
-    positions: it is told the whole length. Whatever else is done with them gathers the others first."""
+    """A rank's own positions, for code that asks for the length of the sequence and passes them to modules that take
+    own positions: it sees the global length. Anything else done with them gathers the others first."""
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.SEQUENCE_SHARD
@@ -251,7 +251,7 @@ class WholeLength(SequenceBoundary):
 
 @dataclass(frozen=True)
 class Exchange(SequenceBoundary):
-    """Ranks exchange positions for pieces of another dim, `feature`, which lie on them by `layout`."""
+    """An all-to-all between positions and shards of another dim, `feature`, which is sharded by `layout`."""
 
     feature: int
     layout: str
@@ -264,8 +264,8 @@ class Exchange(SequenceBoundary):
 @instruction
 @dataclass(frozen=True)
 class ExchangeToPieces(Exchange):
-    """Forward each rank gives its own positions of the other ranks' heads, and has all positions of its own heads;
-    backward the gradient goes the other way, added where several ranks hold a head."""
+    """Forward each rank sends its own positions of the other ranks' heads, and gets all positions of its own heads;
+    backward the gradient goes the other way, summed where several ranks hold a head."""
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.SHARD
@@ -275,7 +275,7 @@ class ExchangeToPieces(Exchange):
 @instruction
 @dataclass(frozen=True)
 class ExchangeToPositions(Exchange):
-    """Forward each rank gives the other ranks' positions of its own heads, and has all heads of its own positions;
+    """Forward each rank sends the other ranks' positions of its own heads, and gets all heads of its own positions;
     backward the gradient goes the other way."""
 
     takes = Spread.SHARD
@@ -286,7 +286,7 @@ class ExchangeToPositions(Exchange):
 @instruction
 @dataclass(frozen=True)
 class LogitsOfPositions(SequenceBoundary):
-    """Logits of a rank's own positions, where the model goes on to a loss of its own: it is made of those."""
+    """Logits of a rank's own positions, from which the model goes on to compute its own loss."""
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.SEQUENCE_SHARD
@@ -299,20 +299,20 @@ class LogitsOfPositions(SequenceBoundary):
 @instruction
 @dataclass(frozen=True)
 class AllGatherPicked(SequenceBoundary):
-    """All positions are gathered in a call that is told by a number which of them to go on with (`logits_to_keep`)."""
+    """Gathers all positions in a call where a number selects those to continue with (`logits_to_keep`)."""
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.SEQUENCE_SHARD
     says = "the whole sequence of {what} is gathered in calls without gradients that ask for some positions only"
     cost = None
     turn = 5
-    collectives = ()  # in the calls that a plan is about there is none
+    collectives = ()  # there is none in the calls that a plan covers
 
 
 @instruction
 @dataclass(frozen=True)
 class NoteShard(SequenceBoundary):
-    """Nothing is changed: a value is noted to be a shard of the positions, in case a caller collects it."""
+    """Marks a value as a shard of the positions, unchanged, in case a caller collects it."""
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.SEQUENCE_SHARD

@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 from autoplan.values.estimate import Cost
 from autoplan.values.instructions.base import Amount, Collective, Instruction, Move, Spread, instruction
 
-# What is done to one call of a module's own Python, where neither a boundary nor a stored integer can do it.
+# Instructions for one call of a module's own Python, where neither a boundary nor an integer edit is enough.
 
 
 @dataclass(frozen=True)
 class CallSite:
-    """Where a call stands: the torch function, and its place in the code, "forward:12:8-30>repeat_kv:3:20-41".
+    """The place of a call: the torch function, and its position in the code, "forward:12:8-30>repeat_kv:3:20-41".
 
     Only some of the calls there may be meant: the `time`-th of a module's run (from 1), those whose first argument has
-    so many `dims` (-1: is no tensor), those whose first argument is not `width` wide.
+    `dims` dims (-1: is no tensor), those whose first argument is not `width` wide.
     """
 
     function: str
@@ -32,15 +32,15 @@ class CallSite:
         view at forward:3:8-20, time 2
         """
         more = [f"time {self.time}"] if self.time is not None else []
-        given = "no tensor" if self.dims == -1 else f"{self.dims} dims"
-        more += [f"where it is given {given}"] if self.dims is not None else []
+        shape = "no tensor" if self.dims == -1 else f"{self.dims} dims"
+        more += [f"where it is given {shape}"] if self.dims is not None else []
         more += [f"where its last dim is not {self.width}"] if self.width is not None else []
         return ", ".join([f"{self.function} at {self.place}", *more])
 
 
 @dataclass(frozen=True)
 class LiteralArgument:
-    """A number at `path` in a call's arguments: what each rank's Python passes there, and what each must pass."""
+    """A number at `path` in a call's arguments: the one that each rank's Python passes, and the one it must pass."""
 
     path: tuple[Any, ...]
     passed: tuple[int, ...]
@@ -58,10 +58,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class CallRewrite(Instruction):
-    """A call that runs otherwise on a rank. What any of them may need besides what its kind does:
+    """A call that runs differently on a rank. Besides what its kind does, any of them may need:
 
     `arguments`: numbers to pass in place of those written. `copies`: paths of arguments whose gradient is summed.
-    `cuts`: outputs that are made whole, of which a rank keeps its shard. `sometimes`: a run may leave the call out.
+    `cuts`: outputs created at full size, of which a rank keeps its shard. `sometimes`: a run may leave the call out.
     """
 
     site: CallSite
@@ -79,16 +79,16 @@ class CallRewrite(Instruction):
 
     @property
     def own_moves(self) -> tuple[Move, ...]:
-        """What the call itself moves, by its kind."""
+        """Return what the call itself moves, by its kind."""
         return self.collectives
 
     @property
     def reduces(self) -> bool:
-        """Does the call put together what ranks hold parts of?"""
+        """Return whether the call combines parts that ranks hold."""
         return bool(self.collectives)
 
     def bare(self) -> RewriteCall:
-        """The same without what its kind does."""
+        """Return the same rewrite without what its kind does."""
         more = {"arguments": self.arguments, "copies": self.copies, "cuts": self.cuts, "sometimes": self.sometimes}
         return RewriteCall(self.pattern, self.site, **more)  # type: ignore[arg-type]
 
@@ -110,15 +110,15 @@ class CallRewrite(Instruction):
 
     def problem(self, ranks: int) -> str:
         odd = (a for a in self.arguments if not len(a.passed) == len(a.wanted) == ranks)
-        if (one := next(odd, None)) is not None:
-            return f"its argument {list(one.path)} has numbers for {len(one.wanted)} ranks, not {ranks}"
+        if (literal := next(odd, None)) is not None:
+            return f"its argument {list(literal.path)} has numbers for {len(literal.wanted)} ranks, not {ranks}"
         return ""
 
 
 @instruction
 @dataclass(frozen=True)
 class RewriteCall(CallRewrite):
-    """Run as written, with other numbers, sums of its inputs' gradients, or its outputs cut."""
+    """A call that runs as written, with other numbers, sums of its inputs' gradients, or its outputs sliced."""
 
     takes = Spread.ANY
     gives = Spread.ANY
@@ -130,7 +130,7 @@ class RewriteCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class SumCall(CallRewrite):
-    """A call that sums over an axis of which each rank holds a part: the parts are summed, a bias is added once."""
+    """A call that sums over a sharded axis: the partial result is all-reduced, a bias is added once."""
 
     takes = Spread.SHARD
     gives = Spread.REPLICATE
@@ -142,7 +142,7 @@ class SumCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class MeanCall(CallRewrite):
-    """A mean over an axis of which each rank holds an equal part: the means of the parts are averaged."""
+    """A mean over an axis with equal shards: the means of the shards are averaged."""
 
     takes = Spread.SHARD
     gives = Spread.REPLICATE
@@ -154,8 +154,8 @@ class MeanCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class NormCall(CallRewrite):
-    """layer_norm or rms_norm over the last `dims` dims, which are `count` numbers on all ranks together. Its statistics
-    are summed over ranks, forward and backward: the squares, and before them, where it takes two, the mean."""
+    """layer_norm or rms_norm over the last `dims` dims, with `count` elements over all ranks. Its statistics are
+    all-reduced, forward and backward: the squares, and before them, if it takes two statistics, the mean."""
 
     dims: int
     count: int
@@ -176,7 +176,7 @@ class NormCall(CallRewrite):
 @dataclass(frozen=True)
 class VarianceCall(CallRewrite):
     """`var` or `std` over `dims` (from the end), of which rank r holds `held[r]` positions. Ranks gather each other's
-    mean and variance and put them together. `correction` is what is taken off the count."""
+    mean and variance and combine them. `correction` is subtracted from the count."""
 
     dims: tuple[int, ...]
     keepdim: bool
@@ -197,8 +197,8 @@ class VarianceCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class LengthCall(CallRewrite):
-    """Lengths of vectors along `dims` (from the end), of which each rank holds a part: their squares are summed. A
-    function that `divides` by the lengths sums their gradient, too."""
+    """Lengths of vectors along sharded `dims` (from the end): the squares are all-reduced. A function that `divides` by
+    the lengths all-reduces their gradient, too."""
 
     dims: tuple[int, ...]
     keepdim: bool
@@ -219,7 +219,7 @@ class LengthCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class EmbeddingCall(CallRewrite):
-    """A lookup in a table of which each rank holds a run of the `rows`: foreign ids give zeros, the rows are summed."""
+    """A lookup in a table whose `rows` are sharded: ids of other ranks give zeros, and the rows are all-reduced."""
 
     rows: int
 
@@ -233,8 +233,7 @@ class EmbeddingCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class RowCall(CallRewrite):
-    """table[number] or table[ids], of a table of which each rank holds a run of the `rows`: others than the owner of a
-    row give zeros."""
+    """table[number] or table[ids], of a table whose `rows` are sharded: ranks that do not own a row give zeros."""
 
     rows: int
 
@@ -248,7 +247,7 @@ class RowCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class GatherCall(CallRewrite):
-    """A product whose pieces along `dim` are gathered into the order of `layout`."""
+    """A product whose shards along `dim` are gathered into the order of `layout`."""
 
     dim: int
     layout: str
@@ -263,7 +262,7 @@ class GatherCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class AttentionCall(CallRewrite):
-    """`multi_head_attention_forward` on a rank's own heads: its output projection is summed over ranks."""
+    """`multi_head_attention_forward` on a rank's own heads: its output projection is all-reduced."""
 
     takes = Spread.PARTIAL_GRADIENT
     gives = Spread.REPLICATE
@@ -275,7 +274,7 @@ class AttentionCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class EqualPieces(CallRewrite):
-    """Pieces along `dim` (from the end), equally long on the whole model, not on a rank: `pieces[r]` are rank r's."""
+    """Pieces along `dim` (from the end), equal in the full model but not on a rank: `pieces[r]` are rank r's."""
 
     dim: int
     pieces: tuple[tuple[int, ...], ...]
@@ -294,7 +293,7 @@ class EqualPieces(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class DrawOnShards(CallRewrite):
-    """A random draw on a rank's shard, in a module that also draws on whole values: from the rank's own stream."""
+    """A random draw on a rank's shard, in a module that also draws on replicated values: from the rank's own stream."""
 
     takes = Spread.SHARD
     gives = Spread.SHARD
@@ -303,12 +302,12 @@ class DrawOnShards(CallRewrite):
     collectives = ()
 
 
-# What a rank does at a call that runs a recurrent network, of whose weights it holds some rows.
+# Instructions for a call that runs a recurrent network whose weights are sharded by rows.
 
 
 @dataclass(frozen=True)
 class HeldRows:
-    """Where a weight stands in a call's arguments, and how its rows lie on ranks."""
+    """The path of a weight in a call's arguments, and the layout of its rows."""
 
     path: tuple[Any, ...]
     layout: str
@@ -317,7 +316,7 @@ class HeldRows:
 @instruction
 @dataclass(frozen=True)
 class RecurrentCall(CallRewrite):
-    """All steps in one call: the weights are gathered, and it runs whole. Backward a rank keeps the gradient of its
+    """All steps in one call: the weights are gathered, and it runs in full. Backward a rank keeps the gradient of its
     rows."""
 
     weights: tuple[HeldRows, ...]
@@ -340,11 +339,11 @@ class RecurrentCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class CellCall(CallRewrite):
-    """One step of a cell: each rank multiplies with the rows of the weights that it holds, which lie in `layout`.
+    """One step of a cell: each rank multiplies by the rows of the weights that it holds, sharded by `layout`.
 
-    A cell has so many `gates` and `states`. Where a rank holds all gates of its hidden units ("4*48!"), the new states
-    are gathered; else the gates are, and the step goes on whole. Backward the gradients of the step's input and of the
-    states before it are summed.
+    A cell has this many `gates` and `states`. If a rank holds all gates of its hidden units ("4*48!"), the new states
+    are gathered; else the gates are, and the step continues replicated. Backward the gradients of the step's input and
+    of the previous states are all-reduced.
     """
 
     layout: str
@@ -359,13 +358,13 @@ class CellCall(CallRewrite):
 
     @property
     def by_unit(self) -> bool:
-        """Does a rank hold all gates of its hidden units?"""
+        """Return whether a rank holds all gates of its hidden units."""
         return "*" in self.layout or self.gates == 1
 
     @property
     def own_moves(self) -> tuple[Move, ...]:
         states = tuple(("args", 1, at) for at in range(self.states)) if self.states > 1 else (("args", 1),)
-        given: tuple[tuple[Any, ...], ...] = (("args", 0), *(states if self.by_unit else states[:1]))
+        paths: tuple[tuple[Any, ...], ...] = (("args", 0), *(states if self.by_unit else states[:1]))
         gathered = self.states if self.by_unit else 2 * self.gates  # of the input and of the state
-        back = (Move(Collective.ALL_REDUCE, Amount.ARGUMENT, backward=True, path=path) for path in given)
+        back = (Move(Collective.ALL_REDUCE, Amount.ARGUMENT, backward=True, path=path) for path in paths)
         return (Move(Collective.ALL_GATHER, times=gathered), *back)

@@ -1,4 +1,4 @@
-"""Instructions for modules, and the instructions of a whole model."""
+"""Instructions for modules, and all instructions of a model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from autoplan.values.estimate import Cost
 from autoplan.values.instructions.base import Collective, Instruction, Move, Spread, instruction
 from autoplan.values.instructions.boundaries import Side
 
-# What is done around a module as a whole, or to what it stores.
+# Instructions for a module's run, or for its attributes.
 
 
 @dataclass(frozen=True)
 class AroundModule(Instruction):
-    """Something done before and after each run of a module. `turn`: when it is done to the output, as at boundaries."""
+    """An instruction before and after each run of a module. `turn`: its order at the output, as at boundaries."""
 
     turn: ClassVar[int] = 0
 
@@ -22,8 +22,8 @@ class AroundModule(Instruction):
 @instruction
 @dataclass(frozen=True)
 class VocabularyTable(AroundModule):
-    """A table of `rows`, of which each rank holds a run: ids (the module's input at `path`) of other ranks are masked,
-    rows that were looked up are summed."""
+    """A table of `rows`, sharded by rows: ids (the module's input at `path`) of other ranks are masked, and the rows
+    that were looked up are all-reduced."""
 
     rows: int
     path: tuple[Any, ...]
@@ -40,9 +40,9 @@ class VocabularyTable(AroundModule):
 @instruction
 @dataclass(frozen=True)
 class SplitLogits(AroundModule):
-    """A vocabulary head, whose output of `columns` along `dim` stays split until the model returns it at `outputs`.
+    """A vocabulary head, whose output of `columns` along `dim` stays sharded until the model returns it at `outputs`.
 
-    There it is a DTensor, or gathered where that is asked for; a loss in the model's own forward is made of the pieces.
+    There it is a DTensor, or gathered if requested; a loss in the model's own forward is computed from the shards.
     """
 
     columns: int
@@ -65,12 +65,12 @@ class SplitLogits(AroundModule):
 @instruction
 @dataclass(frozen=True)
 class LocalExperts(AroundModule):
-    """A module whose experts live on different ranks: of `experts`, each rank holds an equal run.
+    """A module whose experts are distributed over ranks: of `experts`, each rank holds an equal run.
 
-    `tokens`, `index` and `weights` are paths of its inputs: what is computed, which experts each token goes to, and
-    with which weights; `output` is that of its result. A rank leaves out what goes to experts that it does not hold,
-    and numbers its own from 0. Without an `index` the tokens lie expert by expert in their first dim, of which a rank
-    takes its part.
+    `tokens`, `index` and `weights` are paths of its inputs: the values, the experts chosen for each token, and their
+    weights; `output` is that of its result. A rank leaves out tokens of experts that it does not hold, and numbers its
+    own experts from 0. Without an `index` the tokens are sorted by expert in their first dim, of which a rank takes its
+    part.
     """
 
     experts: int
@@ -85,7 +85,7 @@ class LocalExperts(AroundModule):
     cost = None
     in_styles = False
     turn = -2
-    collectives = ()  # the sum of its output is a boundary's
+    collectives = ()  # a boundary all-reduces its output
 
     @property
     def communicates(self) -> bool:
@@ -104,7 +104,7 @@ class LocalExperts(AroundModule):
 @instruction
 @dataclass(frozen=True)
 class ParallelBlock(AroundModule):
-    """A block whose branches share a sum: what one withholds while the block runs, the next one must add to its own."""
+    """A block whose branches share a sum: a part that one withholds while the block runs is added by the next one."""
 
     takes = Spread.ANY
     gives = Spread.ANY
@@ -124,7 +124,7 @@ class IntegerEdit(Instruction):
     """An integer that the module's own Python reads and that must be smaller on a rank.
 
     `attribute` is a name on the module ("num_heads"), or with a `holder` ("config") a name on that object, of which the
-    module gets a copy of its own. `index` selects inside a list or tuple. `per_rank`: where `new` differs by rank.
+    module gets its own copy. `index` selects inside a list or tuple. `per_rank`: the values if `new` differs by rank.
     """
 
     attribute: str
@@ -143,17 +143,17 @@ class IntegerEdit(Instruction):
 
     @property
     def name(self) -> str:
-        """As the module's code says it: "num_heads", "config.num_heads"."""
+        """Return the name as the module's code has it: "num_heads", "config.num_heads"."""
         return f"{self.holder}.{self.attribute}" if self.holder else self.attribute
 
     def on_rank(self, rank: int) -> int:
-        """What it becomes there."""
+        """Return the new value on a rank."""
         return self.new if self.per_rank is None else self.per_rank[rank]
 
     def said(self, ranks: int) -> str:
-        what = self.name if self.index is None else f"{self.name}[{self.index}]"
+        name = self.name if self.index is None else f"{self.name}[{self.index}]"
         new = f"{self.new}" if self.per_rank is None else f"{', '.join(map(str, self.per_rank))} by rank"
-        return f"{self.pattern}: {self.says.format(what=what, old=self.old, new=new)}"
+        return f"{self.pattern}: {self.says.format(what=name, old=self.old, new=new)}"
 
     def beyond_styles(self) -> str:
         return f"{self.name} of {self.pattern} must be {self.new} instead of {self.old} on a rank"
@@ -164,17 +164,17 @@ class IntegerEdit(Instruction):
         return ""
 
 
-# Everything that is done to a live model, decided when the plan is made; and what a plan may use.
+# All that is done to a live model, decided when the plan is made; and the capabilities of a plan.
 
 Kind = TypeVar("Kind", bound=Instruction)
 
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """How parameters matching `pattern` lie on ranks. `layout` is the notation of `common/layout.py`; None: whole.
+    """The sharding of parameters matching `pattern`. `layout` is the notation of `common/layout.py`; None: replicated.
 
-    `read`: what ranks of context parallelism beside that split read of what is held, and how its gradient lies on them
-    (its own pattern is empty).
+    `read`: the part of the local shard that ranks of context parallelism, combined with that split, read, and how its
+    gradient lies on them (its own pattern is empty).
     """
 
     pattern: str
@@ -187,8 +187,8 @@ class ParameterRule:
 
 @dataclass(frozen=True)
 class OutputShape:
-    """What the model returned at `path`: of how many dims, and how long those are that its weights decide. `features`
-    are (dim, size): output features of products with weights. Batches and lengths are the caller's."""
+    """The shape of what the model returned at `path`: its number of dims, and the sizes that its weights determine.
+    `features` are (dim, size): output features of products with weights. Batches and lengths are the caller's."""
 
     path: tuple[Any, ...]
     dims: int
@@ -197,8 +197,8 @@ class OutputShape:
 
 @dataclass(frozen=True)
 class Constant:
-    """What modules take or return at `path`: a constant in every recorded call. In another that may be something that
-    has a gradient, of which each rank makes a part. `sums`: it is summed then; else the call is refused."""
+    """A value that modules take or return at `path`, constant in every recorded call. In another it may have a
+    gradient, of which each rank computes a part. `sums`: it is all-reduced then; else the call is refused."""
 
     pattern: str
     side: Side
@@ -208,31 +208,31 @@ class Constant:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How parameters lie on ranks, and what is done around them when the model runs."""
+    """The sharding of parameters, and what is done around them when the model runs."""
 
     parameters: tuple[ParameterRule, ...] = ()
     instructions: tuple[Instruction, ...] = ()
     random: tuple[str, ...] = ()  # module patterns whose random draws act on split values: each rank its own
-    random_whole: tuple[str, ...] = ()  # and those that act on whole values: the same on every rank
-    draws: bool = False  # are random numbers drawn in eval mode too?
-    outputs: tuple[tuple[Any, ...], ...] = ()  # paths of what the model was seen to return
-    shapes: tuple[OutputShape, ...] = ()  # of those that have features
-    given: tuple[str, ...] = ()  # the arguments that the model was seen to be given
-    unsummed: tuple[str, ...] = ()  # those of whose gradient each rank makes a part that is not summed
-    constants: tuple[Constant, ...] = ()  # what had no gradient, and may have one in another call
-    idle: tuple[str, ...] = ()  # module patterns: they hold weights, and no recorded call ran them
+    random_whole: tuple[str, ...] = ()  # and on replicated values: the same on every rank
+    draws: bool = False  # random numbers are drawn in eval mode too
+    outputs: tuple[tuple[Any, ...], ...] = ()  # paths of the outputs that the model returned
+    shapes: tuple[OutputShape, ...] = ()  # of the outputs that have features
+    given: tuple[str, ...] = ()  # the arguments that the model was called with
+    unsummed: tuple[str, ...] = ()  # those whose gradient is partial and not summed
+    constants: tuple[Constant, ...] = ()  # values without gradient that may have one in another call
+    idle: tuple[str, ...] = ()  # module patterns with weights that no recorded call ran
 
     def of(self, kind: type[Kind]) -> tuple[Kind, ...]:
-        """The instructions of one kind, or of all kinds that derive from it, in order."""
+        """Return the instructions of one kind, or of all kinds that derive from it, in order."""
         return tuple(instruction for instruction in self.instructions if isinstance(instruction, kind))
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a plan may use: the scoped function mode, and cutting the stream along the sequence.
+    """The features that a plan may use: the scoped function mode, and sharding the stream along the sequence.
 
-    `whole`: patterns of modules whose parameters stay whole, because cut they did not give the same. `experts`: experts
-    may live on different ranks, where that is asked for.
+    `whole`: patterns of modules whose parameters are replicated, because sharded they gave other results. `experts`:
+    experts may be distributed over ranks, if requested.
     """
 
     scoped: bool = True
@@ -241,9 +241,9 @@ class Capabilities:
     experts: bool = True
 
     def __str__(self) -> str:
-        """What is out of the ordinary."""
-        said = ("the stream is cut along the sequence" if self.sequence else "",
+        """Return what differs from the usual."""
+        parts = ("the stream is cut along the sequence" if self.sequence else "",
                 "" if self.scoped else "no call inside a module's forward is changed",
                 f"left whole: {', '.join(self.whole)}" if self.whole else "",
                 "" if self.experts else "experts are not placed on different ranks")  # fmt: skip
-        return "; ".join(filter(None, said))
+        return "; ".join(filter(None, parts))
