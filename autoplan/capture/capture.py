@@ -81,24 +81,24 @@ def _capture_any(model: nn.Module, feeds: dict[str, dict[str, Any]], notes: tupl
             return _with_notes(supposed, (*notes, note))
         if len(feeds) < 2:
             raise error from fake_error
-        kept, more = _runnable(model, feeds)
-        if not kept:
+        runnable, more = _runnable(model, feeds)
+        if not runnable:
             raise error from fake_error
-        return _capture_any(model, kept, (*notes, *more))
+        return _capture_any(model, runnable, (*notes, *more))
     note = f"traced on real numbers, since its Python needs them: {fake_error.message}"
     return _with_notes(captured, (*notes, note))
 
 
 def _runnable(model: nn.Module, feeds: dict[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    kept: dict[str, dict[str, Any]] = {}
+    runnable: dict[str, dict[str, Any]] = {}
     notes = []
     for name, inputs in feeds.items():
         try:
             capture_any(model, {name: inputs})
-            kept[name] = inputs
+            runnable[name] = inputs
         except CaptureError as error:
             notes.append(f"feed {name!r} was left out: {error.message}")
-    return kept, notes
+    return runnable, notes
 
 
 def _with_notes(captured: Captured, notes: tuple[str, ...]) -> Captured:
@@ -232,7 +232,7 @@ def _settle_experts(module: nn.Module) -> None:
 
 
 def capture_real(model: nn.Module, feeds: dict[str, dict[str, Any]], *, keep_values: bool = False) -> Captured:
-    """Record a real model that nobody needs afterwards: its stored integers are replaced."""
+    """Record a real model, which must not be used afterwards: its stored integers are replaced."""
     for parameter in model.parameters():
         if parameter.is_leaf:  # a scripted submodule may hold a non-leaf tensor
             parameter.requires_grad_(False)

@@ -89,13 +89,13 @@ class Rebinding:
     def everything(self) -> None:
         """Fix every copy in the memo, and those that are added on the way."""
         while True:
-            fresh = [(key, made) for key, made in self.memo.items() if key not in self._fixed and key != id(self.memo)]
+            fresh = [(key, new) for key, new in self.memo.items() if key not in self._fixed and key != id(self.memo)]
             if not fresh and not self._later:
                 return
-            for key, made in fresh:
+            for key, new in fresh:
                 self._fixed.add(key)
-                if id(made) != key:
-                    self._fix(made)
+                if id(new) != key:
+                    self._fix(new)
             while self._later:
                 self._later.pop()()
 

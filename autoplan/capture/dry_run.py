@@ -107,8 +107,8 @@ class Twin:
         with untouched_randomness(0), quiet(), on_reference_path(), torch.no_grad(), refusing_outsiders(self.module):
             if self.known is None:
                 return function(**{name: own(value) for name, value in keywords.items()})
-            with code_lies_open(self.module), self.known as known:
-                return function(**{name: known.admit(value) for name, value in keywords.items()})
+            with code_lies_open(self.module), self.known as mode:
+                return function(**{name: mode.admit(value) for name, value in keywords.items()})
 
 
 def own(value: Any) -> Any:

@@ -65,7 +65,7 @@ def made_anew_in_training(model: nn.Module) -> tuple[str, ...]:
     names = []
     for name, module in model.named_modules():
         hooks = (type(hook) for _, _, hook in hooks_of_forward(module))
-        made = [hook.__call__ for hook in hooks if hook.__module__.startswith(_MAKING_WEIGHTS)]
-        if any("training" in inspect.unwrap(function).__code__.co_names for function in made):
+        calls = [hook.__call__ for hook in hooks if hook.__module__.startswith(_MAKING_WEIGHTS)]
+        if any("training" in inspect.unwrap(function).__code__.co_names for function in calls):
             names.append(name)
     return tuple(names)

@@ -62,13 +62,13 @@ class _Computing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [tensor for _, tensor in flatten_tensors((args, kwargs))]
-        if any(isinstance(tensor, FakeTensor) for tensor in given):
-            if func._schema.is_mutable and not isinstance(given[0], FakeTensor):
+        tensors = [tensor for _, tensor in flatten_tensors((args, kwargs))]
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            if func._schema.is_mutable and not isinstance(tensors[0], FakeTensor):
                 raise RuntimeError(f"{func}: a known tensor is overwritten with what is not known")
             result = func(*args, **kwargs)
-            return _supposed(func, given[0], result) if self.supposing and not func._schema.is_mutable else result
-        if not given:
+            return _supposed(func, tensors[0], result) if self.supposing and not func._schema.is_mutable else result
+        if not tensors:
             fresh = func(*args, **kwargs)
             if not all(_is_known(tensor) and tensor.device.type == "cpu" for _, tensor in flatten_tensors(fresh)):
                 return fresh

@@ -66,19 +66,19 @@ _remembered: weakref.WeakKeyDictionary[nn.Module, Outsiders] = weakref.WeakKeyDi
 
 def remember_original(new: nn.Module, original: nn.Module) -> None:
     """Record that a run of the copy must not meet parameters of the original, nor of what that was copied from."""
-    known = outsiders_of(original)
+    outsiders = outsiders_of(original)
     own = {id(parameter) for parameter in new.parameters()}
-    originals = {**known.originals, **known.replaced, **_parameters(original)}
+    originals = {**outsiders.originals, **outsiders.replaced, **_parameters(original)}
     _remembered[new] = Outsiders({key: entry for key, entry in originals.items() if key not in own}, {})
 
 
 def replacing(model: nn.Module, change: Callable[[nn.Module], nn.Module]) -> nn.Module:
     """Apply a change to the model and return it; a run of it must not meet the parameters that it had before."""
-    before, known = _parameters(model), outsiders_of(model)
+    before, outsiders = _parameters(model), outsiders_of(model)
     changed = change(model)
     own = {id(parameter) for parameter in changed.parameters()}
-    gone = {key: entry for key, entry in {**known.replaced, **before}.items() if key not in own}
-    _remembered[changed] = Outsiders(known.originals, gone)
+    gone = {key: entry for key, entry in {**outsiders.replaced, **before}.items() if key not in own}
+    _remembered[changed] = Outsiders(outsiders.originals, gone)
     return changed
 
 

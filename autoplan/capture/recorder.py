@@ -2,7 +2,7 @@
 
 Three levels are needed at once. Aten ops are exact enough to tell what each dimension is; torch-function calls are
 where the module's own Python passes literals and where a rewrite can be attached at run time; module visits are where
-hooks can sit. Tensors are told apart by object identity (strong references are kept: Python reuses ids).
+hooks can sit. Tensors are distinguished by object identity (strong references are kept: Python reuses ids).
 
 Works on real and on fake tensors. Gradients are enabled but no tensor requires them: views then keep their identity
 from the aten level up to Python, and `torch.no_grad` blocks in the model remain visible.
@@ -134,9 +134,9 @@ class Recording:
         values = None
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # lives only inside its vmap
         if kind in ("constant", "activation") and not (tensor.is_floating_point() or tensor.is_complex() or wrapped):
-            known = getattr(tensor, "constant", None) if _is_fake(tensor) else tensor
-            if known is not None and known.numel() < _KEEP_VALUES_BELOW and known.device.type != "meta":
-                values = tuple(int(item) for item in known.reshape(-1).tolist())
+            constant = getattr(tensor, "constant", None) if _is_fake(tensor) else tensor
+            if constant is not None and constant.numel() < _KEEP_VALUES_BELOW and constant.device.type != "meta":
+                values = tuple(int(item) for item in constant.reshape(-1).tolist())
         shape = tuple(int(n) for n in tensor.shape)
         names = tuple(self.names.get(index, ()))
         return TensorInfo(shape, str(tensor.dtype).removeprefix("torch."), kind, names, values)  # type: ignore[arg-type]

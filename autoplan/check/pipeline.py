@@ -7,7 +7,7 @@
               └ the trial: a tiny clone, sharded, on simulated ranks (Proof.trial names it)
 
 The trial comes first because it says what the draft may use. The steps of the proof follow it. The pipeline
-stands here and not in `planning.py`, since simulated ranks and `verify` draft plans themselves: no import runs up.
+is here and not in `planning.py`, since simulated ranks and `verify` draft plans themselves: no import runs up.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from autoplan.values import Capabilities, Entry, Finding, LocalExperts, Plan, Pr
 
 def proven_plan(source: Source, wish: Wish, choices: ChosenCuts | None = None, module: nn.Module | None = None) -> Plan:
     """Return a plan with its proof. `wish.prove` "ranks" adds everything that verify does; "none" leaves a draft."""
-    with alone() as asked:
-        made = _steps(source, wish, choices, source.module() if module is None else module)
+    with alone() as used:
+        plan = _steps(source, wish, choices, source.module() if module is None else module)
     if versions := version_findings():
-        made = replace(made, findings=(*made.findings, *versions))
-    if not asked or not dist.is_initialized():
-        return made
-    text = f"the model calls torch.distributed itself ({', '.join(sorted(asked))}): planned as if it were alone"
-    return replace(made, findings=(*made.findings, Finding("distributed", "note", "", text)))
+        plan = replace(plan, findings=(*plan.findings, *versions))
+    if not used or not dist.is_initialized():
+        return plan
+    text = f"the model calls torch.distributed itself ({', '.join(sorted(used))}): planned as if it were alone"
+    return replace(plan, findings=(*plan.findings, Finding("distributed", "note", "", text)))
 
 
 def _steps(source: Source, wish: Wish, choices: ChosenCuts | None, module: nn.Module) -> Plan:
@@ -72,14 +72,14 @@ def _steps(source: Source, wish: Wish, choices: ChosenCuts | None, module: nn.Mo
     settled = settle_capabilities(source, wanted, wish.tp_size, wish.ep_size, wish.cp_size, choices, budget)
 
     draft = draft_plan(source, wish, choices=choices, capabilities=settled.capabilities, module=module)
-    made = replace(draft.plan, findings=draft.plan.findings + settled.findings)
-    made = with_paths(made, seen_code(added(ways_of(made.paths), settled.ways)))
+    plan = replace(draft.plan, findings=draft.plan.findings + settled.findings)
+    plan = with_paths(plan, seen_code(added(ways_of(plan.paths), settled.ways)))
 
     stage("proving the plan on the graph of a tiny clone")
-    proof = prove_graph(source, made, draft.trace, draft.choices, settled.trial, settled.clone)
-    made = replace(made, proof=proof.proof, findings=made.findings + proof.findings, entries=proof.stamp(made.entries))
+    proof = prove_graph(source, plan, draft.trace, draft.choices, settled.trial, settled.clone)
+    plan = replace(plan, proof=proof.proof, findings=plan.findings + proof.findings, entries=proof.stamp(plan.entries))
 
-    return prove_ranks(source, made, settled.clone) if wish.prove == "ranks" else made
+    return prove_ranks(source, plan, settled.clone) if wish.prove == "ranks" else plan
 
 
 # Proofs in a plan: the trial on simulated ranks, permutation law and graph replay on a tiny clone, `verify`.
@@ -294,9 +294,9 @@ def settle_capabilities(
     if wanted.sequence and not capabilities.sequence:
         left_out.append(_left_out("sequence", "sequence parallelism was asked for and is not applied"))
     if capabilities.whole:
-        what = f"{', '.join(capabilities.whole)} and what shares its cut stays whole"
+        modules = f"{', '.join(capabilities.whole)} and what shares its cut stays whole"
         left_out.append(
-            Finding("proof", "warn", capabilities.whole[0], f"{what}: cut, the tiny clone did not give the same")
+            Finding("proof", "warn", capabilities.whole[0], f"{modules}: cut, the tiny clone did not give the same")
         )
     if ep_size > 1 and not capabilities.experts:
         left_out.append(_left_out("experts", "expert parallelism was asked for and is not applied"))

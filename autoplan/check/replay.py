@@ -120,9 +120,9 @@ class _Player:
             problem = ""
             for rank in range(self.tp):
                 want, got = self._shard(whole, tensor, rank), results[rank][position]
-                found = self._difference(got, want)
-                problem = problem or (f"{found} on rank {rank}" if found else "")
-                self._keep(tensor, rank, want if found else got)
+                difference = self._difference(got, want)
+                problem = problem or (f"{difference} on rank {rank}" if difference else "")
+                self._keep(tensor, rank, want if difference else got)
             if problem and position == 0:  # later outputs are statistics for the backward
                 self._report(op, f"{op.name} gives another value on shards than it gave whole: {problem}")
 
@@ -187,12 +187,12 @@ class _Player:
         return item
 
     def _get(self, tensor: int, rank: int) -> torch.Tensor:
-        held = self.local[rank] if self.shards.is_split(tensor) else self.shared
-        if tensor not in held:
+        tensors = self.local[rank] if self.shards.is_split(tensor) else self.shared
+        if tensor not in tensors:
             if tensor not in self.first:
                 raise _NotKept("what it takes was made where no op is recorded")
-            held[tensor] = self._shard(self.first[tensor], tensor, rank).clone()
-        return held[tensor]
+            tensors[tensor] = self._shard(self.first[tensor], tensor, rank).clone()
+        return tensors[tensor]
 
     def _shard(self, whole: torch.Tensor, tensor: int, rank: int) -> torch.Tensor:
         """Return a rank's shard of a full value."""
@@ -208,10 +208,10 @@ class _Player:
 
     def _keep(self, tensor: int, rank: int, value: torch.Tensor) -> None:
         """Store a tensor; a known one is overwritten in place, so that its views see it."""
-        held = self.local[rank] if self.shards.is_split(tensor) else self.shared
-        current = held.get(tensor)
+        tensors = self.local[rank] if self.shards.is_split(tensor) else self.shared
+        current = tensors.get(tensor)
         if current is None or current.shape != value.shape:
-            held[tensor] = value
+            tensors[tensor] = value
         elif current is not value:
             current.copy_(value)
 

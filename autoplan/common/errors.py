@@ -43,7 +43,7 @@ class PlanMismatchError(AutoplanError):
 
 
 class PlanRefusedError(AutoplanError):
-    """A plan that somebody wrote was audited before it was applied, and is wrong."""
+    """A plan that a person wrote failed its audit, before it was applied."""
 
 
 class UnprovenPlanWarning(UserWarning):

@@ -117,8 +117,8 @@ class Layout:
             return split[0].shared_rows(tp)
         if self.split == (0, 1):
             return False
-        held = [row for rank in range(tp) for row in self.rows(rank, tp)]
-        return len(held) != len(set(held))
+        all_rows = [row for rank in range(tp) for row in self.rows(rank, tp)]
+        return len(all_rows) != len(set(all_rows))
 
     def contiguous(self, tp: int) -> bool:
         """Return whether a plain `Shard(dim)` holds the same: consecutive rows, cut by ceiling."""
@@ -298,8 +298,8 @@ def _divided_leaf(leaf: Layout, tp: int, block: int) -> Layout | None:
     pieces = leaf.split[0] or tp
     blocks = -(-leaf.size // block)
     for index in range(pieces):
-        rows, held = chunk(leaf.size, pieces, index), chunk(blocks, pieces, index)
-        if (rows.start, rows.stop) != (min(held.start * block, leaf.size), min(held.stop * block, leaf.size)):
+        rows, piece = chunk(leaf.size, pieces, index), chunk(blocks, pieces, index)
+        if (rows.start, rows.stop) != (min(piece.start * block, leaf.size), min(piece.stop * block, leaf.size)):
             return None
     return Layout("factor", blocks, split=leaf.split)
 

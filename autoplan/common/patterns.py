@@ -141,11 +141,11 @@ def fold_names(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[str,
 def fold_counted(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[tuple[str, int], ...]:
     """Return `fold_names` with the number of names that each pattern stands for."""
     wanted = dict.fromkeys(names)
-    known = universe if isinstance(universe, Universe) else Universe(universe)
+    tree = universe if isinstance(universe, Universe) else Universe(universe)
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for name in wanted:
-        groups.setdefault(known.shape(name), []).append(tuple(name.split(".")))
-    return tuple(folded for shape, members in groups.items() for folded in _fold(shape, members, known))
+        groups.setdefault(tree.shape(name), []).append(tuple(name.split(".")))
+    return tuple(folded for shape, members in groups.items() for folded in _fold(shape, members, tree))
 
 
 def _fold(shape: tuple[str, ...], members: Sequence[tuple[str, ...]], known: Universe) -> list[tuple[str, int]]:
@@ -170,11 +170,11 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:
 
     wanted = plain(name[:_LONGEST])
     scored: dict[str, float] = {}
-    for known in names:
-        matcher = SequenceMatcher(None, wanted, plain(known), autojunk=False)
-        # Paths that end alike are better help than paths that begin alike: everything begins with "model.layers".
-        same_leaf = 0.2 if wanted.rsplit(".", 1)[-1] == plain(known).rsplit(".", 1)[-1] else 0.0
+    for candidate in names:
+        matcher = SequenceMatcher(None, wanted, plain(candidate), autojunk=False)
+        # A common end is better help than a common beginning: everything begins with "model.layers".
+        same_leaf = 0.2 if wanted.rsplit(".", 1)[-1] == plain(candidate).rsplit(".", 1)[-1] else 0.0
         score = matcher.ratio() + same_leaf
         if score > 0.5:
-            scored.setdefault(known, score)
-    return tuple(sorted(scored, key=lambda known: (-scored[known], known))[:count])
+            scored.setdefault(candidate, score)
+    return tuple(sorted(scored, key=lambda candidate: (-scored[candidate], candidate))[:count])

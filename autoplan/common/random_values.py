@@ -154,8 +154,8 @@ def cast_numbers(model: nn.Module, dtype: torch.dtype) -> None:
 def inputs_in(dtype: torch.dtype, value: Any) -> Any:
     """Return example inputs, which users make for their own model, for a clone on the CPU that computes in `dtype`."""
     if isinstance(value, torch.Tensor):
-        here = value if value.is_meta else value.cpu()
-        return here.to(dtype) if here.is_floating_point() else here
+        tensor = value if value.is_meta else value.cpu()
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
     return changed_inside(value, partial(inputs_in, dtype))
 
 

@@ -65,8 +65,8 @@ def rules_folder() -> Path:
 
 def from_here() -> list[str]:
     """Return `sys.path` with the current folder."""
-    here = os.getcwd()
-    return [*sys.path] if here in sys.path or "" in sys.path else [here, *sys.path]
+    folder = os.getcwd()
+    return [*sys.path] if folder in sys.path or "" in sys.path else [folder, *sys.path]
 
 
 @contextmanager

@@ -58,14 +58,14 @@ class _Converted:
             converter.add_tensor(name, key, pattern, partial(read, key))
         try:
             converter.operations = [self._settled(operation, model) for operation in converter.operations]
-            made = converter.convert(self.first, model=model, config=conventions().config_of(model))
+            results = converter.convert(self.first, model=model, config=conventions().config_of(model))
         except (RuntimeError, ValueError, LookupError, AttributeError) as error:
             raise AutoplanError(
                 f"transformers' conversion of {len(self.keys)} checkpoint tensors ({self.keys[0]}, …) "
                 f"to {self.first} failed: {error}",
                 hint="is the checkpoint complete, and is transformers as new as the checkpoint?",
             ) from error
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
     def _settled(self, operation: Any, model: Any) -> Any:
         """Return an operation that does for shards what it would do for the full tensor, whose shape it may look at."""

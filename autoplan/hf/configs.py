@@ -105,11 +105,11 @@ def _too_many(data: Mapping[str, Any]) -> str:
 @contextmanager
 def limited_modules(name: str) -> Iterator[None]:
     """Raise SourceError if a model is built of more modules and parameters than any real one has."""
-    here, found = threading.get_ident(), 0
+    thread, found = threading.get_ident(), 0
 
     def count(*_: Any) -> None:
         nonlocal found
-        if threading.get_ident() == here:
+        if threading.get_ident() == thread:
             found += 1
             if found > MOST_REGISTERED:
                 raise SourceError(
@@ -192,9 +192,9 @@ def settled_dtype(config: PretrainedConfig, where: str) -> tuple[PretrainedConfi
 
 def stored_as(config: PretrainedConfig | None, weights: str) -> PretrainedConfig:
     """Return a copy of `config` for a checkpoint with weights stored as `weights`: a dtype, or a quantised format."""
-    known = (*DTYPES, *USUAL_CONFIGS)
-    if weights not in known:
-        raise AutoplanError(f"weights={weights!r}", hint=f"choose one of {', '.join(known)}")
+    choices = (*DTYPES, *USUAL_CONFIGS)
+    if weights not in choices:
+        raise AutoplanError(f"weights={weights!r}", hint=f"choose one of {', '.join(choices)}")
     if config is None:
         raise AutoplanError(
             f"weights={weights!r} is asked of a model that no config describes",

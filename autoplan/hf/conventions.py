@@ -84,14 +84,14 @@ def _parts_to_save(model: nn.Module, options: Mapping[str, Any]) -> tuple[str, .
 
     state = model.state_dict()
     layers = {key: value for key, value in options.items() if key == "save_embedding_layers"}
-    kept: set[int] = set()
+    saved: set[int] = set()
     for name in names:
         own_state = get_peft_model_state_dict(model, state_dict=state, adapter_name=name, **layers)
-        kept |= {id(tensor) for tensor in own_state.values()}
+        saved |= {id(tensor) for tensor in own_state.values()}
     if not names:
         own: Any = model
-        kept = {id(tensor) for tensor in own.get_adapter_state_dict(state_dict=state).values()}
-    return tuple(name for name, tensor in state.items() if id(tensor) in kept)
+        saved = {id(tensor) for tensor in own.get_adapter_state_dict(state_dict=state).values()}
+    return tuple(name for name, tensor in state.items() if id(tensor) in saved)
 
 
 def _is_base(cls: type) -> bool:

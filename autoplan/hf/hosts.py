@@ -104,7 +104,7 @@ def _training_trainer(base: Any, sharded: Sharded) -> Any:
                 self._seed_copies_alike(host.process_index, self._sharded_sizes[2])
 
         def _seed_copies_alike(self, process: int, tp: int) -> None:
-            """Seed ranks of one tp group alike where a Trainer draws tokens; the first of a group keeps its stream."""
+            """Seed ranks of a tp group identically if the Trainer draws tokens; the first rank keeps its stream."""
             if process % tp and torch.initial_seed() == self.args.seed + process:
                 import_module("accelerate.utils").set_seed(self.args.seed + process - process % tp)
 
@@ -214,11 +214,11 @@ def _training_accelerator(base: Any, sharded: Sharded, model: Any) -> Any:
             return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
         def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-            given = list(parameters)
-            if norm_type == 2 and {id(p) for p in given} == {id(p) for p in model.parameters()}:
+            listed = list(parameters)
+            if norm_type == 2 and {id(p) for p in listed} == {id(p) for p in model.parameters()}:
                 self.unscale_gradients()
                 return sharded.clip(model, max_norm)
-            return super().clip_grad_norm_(given, max_norm, norm_type)
+            return super().clip_grad_norm_(listed, max_norm, norm_type)
 
         def gather_for_metrics(self, *args: Any, **options: Any) -> Any:
             return _metrics_once(self, sharded.sizes(model), super().gather_for_metrics, *args, **options)

@@ -133,8 +133,8 @@ def _said(error: Exception) -> str:
 
 def _refuse_remote_code(data: Mapping[str, Any], where: str, trust_remote_code: bool) -> None:
     """Raise if a config's classes come with it, unless the user trusts them or transformers has its own."""
-    known = data.get("model_type") in CONFIG_MAPPING
-    if data.get("auto_map") and not trust_remote_code and not known:
+    built_in = data.get("model_type") in CONFIG_MAPPING
+    if data.get("auto_map") and not trust_remote_code and not built_in:
         raise _remote_code_error(where)
 
 
@@ -147,17 +147,17 @@ def _remote_code_error(where: str) -> SourceError:
 
 def _from_builder(module_name: str, function_name: str) -> Found:
     """Call `package.module:builder` without arguments; modules of the working directory can be imported."""
-    what = f"{module_name}:{function_name}"
-    result = _call_of_user(module_name, function_name, what)
+    builder = f"{module_name}:{function_name}"
+    result = _call_of_user(module_name, function_name, builder)
     module, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(module, nn.Module):
         raise SourceError(
-            f"{what}() returned {type(module).__name__}",
+            f"{builder}() returned {type(module).__name__}",
             hint="a builder returns an nn.Module, or (module, inputs) with inputs as keyword arguments of its forward",
         )
     if inputs is not None and not isinstance(inputs, Mapping):
         raise SourceError(
-            f"{what}() returned inputs of type {type(inputs).__name__}", hint="give a dict: argument name -> tensor"
+            f"{builder}() returned inputs of type {type(inputs).__name__}", hint="give a dict: argument name -> tensor"
         )
     return Found(module=module, inputs=inputs)
 

@@ -63,9 +63,9 @@ def _parts_of(module: nn.Module, config: PretrainedConfig | None) -> Iterator[tu
         yield f"{type(config).__name__}.base_model_tp_plan", of_config
     own = module.__dict__.get("_tp_plan") or {}
     inner = tuple(f"{child}." for child, _ in module.named_children())
-    known = of_class | of_config
+    shipped = of_class | of_config
     # Keys that only the instance has: set by hand; those of inner models come with their own plans.
-    beyond = {k: v for k, v in own.items() if known.get(k) != v and not (k.startswith(inner) and _speaks(module, k))}
+    beyond = {k: v for k, v in own.items() if shipped.get(k) != v and not (k.startswith(inner) and _speaks(module, k))}
     yield f"the {cls.__name__} instance", beyond
 
 
@@ -77,8 +77,8 @@ def _speaks(module: nn.Module, key: str) -> bool:
 
 def known_styles() -> frozenset[str]:
     """Return the styles of the installed transformers."""
-    here = "transformers.distributed.tensor_parallel"
-    module = importlib.import_module(here if find_spec(here) else "transformers.integrations.tensor_parallel")
+    name = "transformers.distributed.tensor_parallel"
+    module = importlib.import_module(name if find_spec(name) else "transformers.integrations.tensor_parallel")
     return frozenset(module.ALL_PARALLEL_STYLES.keys())
 
 

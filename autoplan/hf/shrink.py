@@ -97,8 +97,8 @@ def tiny_config(
         for name, value in vision_layers(vars(section), depth).items() if depth else ():
             setattr(section, name, value)
     # Resolutions are multiples of a tile, whose side is the vision tower's image: as many tiny tiles
-    old, new = (next((n for c in all_configs(one) if isinstance(n := _read(c, "image_size"), int)), 0)
-                for one in (config, tiny))  # fmt: skip
+    old, new = (next((n for c in all_configs(version) if isinstance(n := _read(c, "image_size"), int)), 0)
+                for version in (config, tiny))  # fmt: skip
     pinpoints = vars(tiny).get("image_grid_pinpoints")
     if pinpoints and old:
         resolutions = vars(config)["image_grid_pinpoints"]
@@ -162,8 +162,8 @@ def _built(config: PretrainedConfig, keywords: dict[str, Any], layers: list[int]
     }
     if not past_the_end:
         return built
-    kept = {name: _small(name, value, config, layers, work) for name, value in past_the_end.items()}
-    return type(config)(**keywords, **kept)
+    shrunk = {name: _small(name, value, config, layers, work) for name, value in past_the_end.items()}
+    return type(config)(**keywords, **shrunk)
 
 
 # Fields that were chosen

@@ -91,7 +91,7 @@ def open_fields(model_type: str) -> dict[str, Any]:
 
 def _first(files: Callable[[Path], dict[str, Found]], model_type: str) -> Found | None:
     """Return the first non-empty rule among the search paths."""
-    return next((found[model_type] for folder in rules_folders() if model_type in (found := files(folder))), None)
+    return next((rules[model_type] for folder in rules_folders() if model_type in (rules := files(folder))), None)
 
 
 @lru_cache(maxsize=16)

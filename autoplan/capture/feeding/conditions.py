@@ -43,14 +43,14 @@ def asked_by_condition(place: Place, state: State) -> Iterator[State]:
 def keys_asked_for(place: Place) -> tuple[str, ...]:
     """Return the keys that a dict should have: `assert key in data`, `all(key in data for key in needed)`."""
     test = place.condition()
-    asked: list[Any] = []
+    wanted: list[Any] = []
     for node in ast.walk(test) if test is not None else ():
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
-            asked.append(value_of(place, node.left))
+            wanted.append(value_of(place, node.left))
         elif isinstance(node, ast.GeneratorExp | ast.ListComp) and isinstance(node.elt, ast.Compare):
             several = value_of(place, node.generators[0].iter)
-            asked += several if isinstance(several, list | tuple | set) else []
-    return tuple(dict.fromkeys(key for key in asked if isinstance(key, str)))
+            wanted += several if isinstance(several, list | tuple | set) else []
+    return tuple(dict.fromkeys(key for key in wanted if isinstance(key, str)))
 
 
 def _compared(place: Place, state: State, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Iterator[State]:
@@ -67,10 +67,10 @@ def _compared(place: Place, state: State, left: ast.expr, op: ast.cmpop, right: 
             yield from of_kind(state, path, "unit")
     lists = dict(state.holding("list"))
     for side, wanted in ((left, rhs), (right, lhs)):
-        held = lists.get((ast.unparse(side)[4:-1],)) if ast.unparse(side).startswith("len(") else None
-        if held is not None and held.items and is_number(wanted) and 0 < wanted <= _MOST_PARTS:
-            items = tuple((at, dict(held.items).get(at, held.items[0][1])) for at in range(wanted))
-            yield state.with_want((ast.unparse(side)[4:-1],), replace(held, items=items))
+        old = lists.get((ast.unparse(side)[4:-1],)) if ast.unparse(side).startswith("len(") else None
+        if old is not None and old.items and is_number(wanted) and 0 < wanted <= _MOST_PARTS:
+            items = tuple((at, dict(old.items).get(at, old.items[0][1])) for at in range(wanted))
+            yield state.with_want((ast.unparse(side)[4:-1],), replace(old, items=items))
             return
     if any(ast.unparse(side).startswith("len(") for side in (left, right)) and is_number(lhs) and is_number(rhs):
         for path in paths:

@@ -76,8 +76,8 @@ def _from_table(failure: Failure, key: object) -> Iterator[State]:
 
 def _asked(state: State, path: Path, asked: tuple[str, ...], model: torch.nn.Module) -> Iterator[State]:
     """Yield states with all keys that a condition asks for, at once."""
-    known = dict(state.inner(path).items)
-    new = [key for key in asked if key not in known]
+    items = dict(state.inner(path).items)
+    new = [key for key in asked if key not in items]
     for together in itertools.islice(zip(*(_of_key(key, model) for key in new), strict=False), _FEW):
         more = state
         for key, want in zip(new, together, strict=True):

@@ -118,7 +118,7 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
         if drawn:
             ranks.append(len(drawn[1].split()))
         for pattern in _RANKS:
-            ranks += [int(found) for found in pattern.findall(text)]
+            ranks += [int(number) for number in pattern.findall(text)]
         if re.search(r"number of dimensions|must have .*dim", text):
             ranks += [now + 1, now - 1]
         if _TOO_MANY.search(text):
@@ -225,9 +225,9 @@ def _sizes(failure: Failure) -> Iterator[State]:
     outside = _OUTSIDE.search(failure.text)
     if outside and int(outside[1]) >= 0:
         yield from resized(state, paths, int(outside[2]), int(outside[1]) + 1)
-    asked = _ASKED.search(failure.text)
-    if asked:
-        yield from resized(state, failure.blamed, int(asked[2]), int(asked[1]))
+    expected = _ASKED.search(failure.text)
+    if expected:
+        yield from resized(state, failure.blamed, int(expected[2]), int(expected[1]))
     split = _SPLIT.search(failure.text)
     if split:
         yield from resized(state, paths, int(split[1]), sum(map(int, split[2].split(","))))

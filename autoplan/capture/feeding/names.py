@@ -1,7 +1,7 @@
 """Tell what arguments usually are by words in their names: `rules/arguments.toml`, read once.
 
-Which words mean what is a habit of code bases, not a fact about a model; so it is data, and whoever knows another habit
-adds a line there.
+Which words mean what is a habit of code bases, not a fact about a model; so it is data, and another habit is one more
+line there.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def of_rank(state: State, path: Path, rank: int, channels: int = 0) -> Iterator[
         shapes = [*alone, *shapes] if rank < 4 else [*shapes, *alone]
         if rank == 1 and leaf.shape[:1] == (BATCH,):  # one number per item
             shapes = [(BATCH,), *shapes]
-    if rank == 3 and leaf.kind in ("bool", "nowhere") and any("side" in one.shape for _, one in state.leaves()):
+    if rank == 3 and leaf.kind in ("bool", "nowhere") and any("side" in other.shape for _, other in state.leaves()):
         shapes = [(BATCH, "side", "side"), *shapes]  # a mask of images
     lead = leaf.shape[0] if leaf.shape else ""
     if lead in ("nodes", "edges"):  # a graph has no batch: one row of features per node or edge
@@ -217,11 +217,11 @@ def of_shape(state: State, tensor: torch.Tensor, sizes: Sequence[int]) -> Iterat
     if path is None or leaf is None:
         return
     have, met = leaf.sizes(state.sizes), tuple(tensor.shape)
-    kept = [dim for dim, size in enumerate(met) if size != 1]
+    dims = [dim for dim, size in enumerate(met) if size != 1]
     if have == met or tensor.dim() == len(sizes) == 1 and prod(have) == met[0]:
         shape = list(sizes)
-    elif have == tuple(met[dim] for dim in kept):
-        shape = [sizes[dim - len(met)] for dim in kept if dim - len(met) >= -len(sizes)]
+    elif have == tuple(met[dim] for dim in dims):
+        shape = [sizes[dim - len(met)] for dim in dims if dim - len(met) >= -len(sizes)]
     elif sorted(have) == sorted(met) and leaf.shape[0] == BATCH and state.sizes[BATCH] in sizes:
         shape = list(sizes)
         shape.insert(0, shape.pop(shape.index(have[0])))

@@ -1,6 +1,6 @@
 """Relate arguments to each other and to what the model computes: joined, added, iterated together, looked up.
 
-Here the shape of one tensor tells that of another, where the failed operation alone tells only that they differ.
+Here the shape of one tensor gives that of another; the failed operation alone shows only that they differ.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ def fitting(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
                 yield failure.state.with_want(path, replace(leaf, kind="positions"))
     elif _ELEMENTWISE.match(call.name) or compares(call.name):
         tensors = [tensor for tensor in call.tensors() if tensor.dim()]
-        for tensor, kept in itertools.permutations(tensors, 2):
-            yield from _without_positions(failure.state, tensor, kept)
-        for tensor, made in itertools.permutations(tensors, 2):
-            yield from _fewer_dims(failure.state, tensor, made)
-        for tensor, made in itertools.permutations(tensors, 2):
-            yield from _alike(failure.state, tensor, made)
+        for tensor, table in itertools.permutations(tensors, 2):
+            yield from _without_positions(failure.state, tensor, table)
+        for tensor, other in itertools.permutations(tensors, 2):
+            yield from _fewer_dims(failure.state, tensor, other)
+        for tensor, other in itertools.permutations(tensors, 2):
+            yield from _alike(failure.state, tensor, other)
 
 
 def _targets(state: State, call: FailedCall) -> Iterator[State]:
@@ -207,7 +207,7 @@ def _changed(state: State, paths: Iterable[Path], more: int) -> Iterator[State]:
     for path in paths:
         together = next(_with_dims(together, path, more), together)
     alone = itertools.chain.from_iterable(_with_dims(state, path, more) for path in paths)
-    yield from (one for one in (together, *alone) if one != state)
+    yield from (other for other in (together, *alone) if other != state)
 
 
 def _with_dims(state: State, path: Path, more: int) -> Iterator[State]:

@@ -234,14 +234,14 @@ def _parted(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
 
 def _with_item(failure: Failure, path: Path, name: str, held: Want, model: torch.nn.Module) -> State:
     """Return the state with one more item of a record. The other items are derived again if edges bring in nodes."""
-    known = {key: want for key, want in held.items if isinstance(key, str)}
-    fields = {key: field_of(held.value, key) for key in (*known, name)}
-    made = of_items("record", fields, model, held.value)
-    if dict(made.items).keys() == known.keys():
+    current = {key: want for key, want in held.items if isinstance(key, str)}
+    fields = {key: field_of(held.value, key) for key in (*current, name)}
+    record = of_items("record", fields, model, held.value)
+    if dict(record.items).keys() == current.keys():
         return failure.state
-    kept = {} if "nodes" in str(made) and "nodes" not in str(held) else known
-    items = tuple((key, kept.get(str(key), want)) for key, want in made.items)
-    return failure.state.with_want(path, replace(made, items=items))
+    unchanged = {} if "nodes" in str(record) and "nodes" not in str(held) else current
+    items = tuple((key, unchanged.get(str(key), want)) for key, want in record.items)
+    return failure.state.with_want(path, replace(record, items=items))
 
 
 def _held(failure: Failure, value: object, name: str) -> Iterator[Path]:

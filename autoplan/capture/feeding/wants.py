@@ -1,7 +1,7 @@
 """State what one argument should be, and what all arguments of a call should be: the state of the search.
 
 Sizes have names where several arguments share them (batch, length, side): a change of one is a change for all. A size
-that a failure tells of one argument alone is a number.
+that a failure gives for a single argument is a number.
 """
 
 from __future__ import annotations

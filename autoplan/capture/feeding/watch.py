@@ -200,11 +200,11 @@ def _addmm(call: FailedCall) -> Demand:
 
 
 def _convolution(call: FailedCall) -> Demand:
-    known, weight = call_record(call.name), call.get(1, "weight")
-    assert known.product is not None and isinstance(known.sizes, Groups)
-    channels = weight.shape[known.product.inner]
-    if known.product.inner == 1:  # the channels of one group; a transposed convolution has them all
-        channels *= call.get(known.sizes.at, "groups") or 1
+    op, weight = call_record(call.name), call.get(1, "weight")
+    assert op.product is not None and isinstance(op.sizes, Groups)
+    channels = weight.shape[op.product.inner]
+    if op.product.inner == 1:  # the channels of one group; a transposed convolution has them all
+        channels *= call.get(op.sizes.at, "groups") or 1
     spatial = weight.dim() - 2
     return Demand(call.get(0, "input"), "float", (spatial + 2,), ((1, channels),), spatial=spatial)
 

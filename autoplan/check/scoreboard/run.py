@@ -105,15 +105,15 @@ def scoreboard(
 def _chosen(mapping: str, only: Sequence[str]) -> list[tuple[str, str]]:
     from autoplan.hf.type_rules import architectures
 
-    known = architectures(mapping)
-    types = [model_type for model_type, _ in known]
+    pairs = architectures(mapping)
+    types = [model_type for model_type, _ in pairs]
     for name in only:
         if name not in types:
             close = ", ".join(nearest(name, types))
             raise AutoplanError(
                 f"mapping {mapping!r} has no model type {name!r}", hint=f"types like it: {close}" if close else ""
             )
-    return [(model_type, name) for model_type, name in known if not only or model_type in only]
+    return [(model_type, name) for model_type, name in pairs if not only or model_type in only]
 
 
 # Processes
@@ -179,8 +179,8 @@ def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")  # libraries warn about hundreds of models
     with redirect_stdout(sys.stderr):  # stdout is for our data, but models print
-        found = score(*pair, how)
-    pipe.send(found)
+        result = score(*pair, how)
+    pipe.send(result)
     pipe.close()
 
 

@@ -109,8 +109,8 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
     except IndivisibleError as error:
         return replace(blank, verdict="refused", reason=_said(error))
     cut = solution.sequence_parallel
-    made = make_plan(solution, model=source.name, layers=stacks, sequence_parallel=cut)
-    plan = replace(made, tp_size=how.tp_size, ep_size=how.ep_size, cp_size=how.cp_size)
+    drafted = make_plan(solution, model=source.name, layers=stacks, sequence_parallel=cut)
+    plan = replace(drafted, tp_size=how.tp_size, ep_size=how.ep_size, cp_size=how.cp_size)
     share = share_of(solution, plan)
     forward, backward = reductions_per_block(plan)
     scored = replace(

@@ -68,7 +68,7 @@ def forward(subject: Subject) -> Observation:
     if _kept_tensors(subject.model) == before:
         return first
     again = _each(subject, subject.feeds)
-    return first | {replace(one, name=f"{one.name}, again"): seen for one, seen in again.items()}
+    return first | {replace(group, name=f"{group.name}, again"): seen for group, seen in again.items()}
 
 
 def _kept_tensors(model: torch.nn.Module) -> set[tuple[str, str, int]]:
@@ -155,7 +155,7 @@ def _trained(subject: Subject) -> Observation:
             subject.seed(2)
             second = _each(subject, feeds)
         first[NOISE] = {} if _same(first, second) else {"yes": torch.ones(1)}
-    first |= {replace(one, name=f"{one.name} of a second step"): seen for one, seen in again.items()}
+    first |= {replace(group, name=f"{group.name} of a second step"): seen for group, seen in again.items()}
     return first | {Group(f"buffer {name} after a step"): {name: value} for name, value in left.items()}
 
 
@@ -172,7 +172,7 @@ def _drawn(subject: Subject) -> Observation:
         return {}
     with _training(subject), FixedNoise() as noise:
         fixed = _each(subject, feeds)
-    named = {replace(one, name=f"{one.name}, with fixed noise", fixed=True): seen for one, seen in fixed.items()}
+    named = {replace(group, name=f"{group.name}, with fixed noise", fixed=True): seen for group, seen in fixed.items()}
     return {DRAWS: dict(draws.observed()), **({} if noise.unknown else named)}
 
 
@@ -323,14 +323,14 @@ def _trains_alike(subject: Subject) -> str:
         return ""
     runs: list[list[torch.Tensor]] = []
     for mode in (False, True):
-        one = replace(subject, model=copied(subject.model).train(mode))
+        twin = replace(subject, model=copied(subject.model).train(mode))
         try:
-            with _dropout_at(one.model, 0.0):
+            with _dropout_at(twin.model, 0.0):
                 subject.seed(1)
-                given = [tensors_in(one.forward(inputs)) for inputs in calls_the_model(one.feeds).values()]
+                outputs = [tensors_in(twin.forward(inputs)) for inputs in calls_the_model(twin.feeds).values()]
         except CANNOT_RUN:  # the check itself reports why
             return ""
-        runs.append([tensor for found in given for tensor in found.values()] + list(one.model.buffers()))
+        runs.append([tensor for result in outputs for tensor in result.values()] + list(twin.model.buffers()))
     return SAME if len(runs[0]) == len(runs[1]) and all(map(torch.equal, *runs)) else ""
 
 

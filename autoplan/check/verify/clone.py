@@ -134,12 +134,12 @@ def feeds_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str, A
 
     A path that does not run is tried in single precision too, for which models are written.
     """
-    made = _made(source, model, batch, length)
-    if made.notes:
+    example = _made(source, model, batch, length)
+    if example.notes:
         probe = copied(model)
         cast_numbers(probe, torch.float32)
-        made = max(made, _made(source, probe, batch, length), key=_calls)
-    return inputs_in(working_dtype(model), made.feeds)
+        example = max(example, _made(source, probe, batch, length), key=_calls)
+    return inputs_in(working_dtype(model), example.feeds)
 
 
 def _made(source: Any, model: Any, batch: int, length: int) -> Any:
@@ -216,7 +216,7 @@ class Sizes:
         """Return the same kinds of sizes for so many ranks; with two kinds, at least two ranks of each."""
         both = self.cp > 1 and self.ranks > self.cp
         each = max(2, ranks // 2) if both else ranks
-        return Sizes(*(one if one == 1 else min(one, each) if both else each for one in (self.tp, self.ep, self.cp)))
+        return Sizes(*(n if n == 1 else min(n, each) if both else each for n in (self.tp, self.ep, self.cp)))
 
 
 def tried_sizes(source: Source, sizes: Sizes, *, own: bool = False) -> tuple[tuple[Source, Sizes], ...]:
@@ -227,9 +227,9 @@ def tried_sizes(source: Source, sizes: Sizes, *, own: bool = False) -> tuple[tup
     """
     few = (source, sizes.at(min(sizes.ranks, 2)))
     # the parameters of a model that is its own clone; 0 if it is none
-    given = source.given
-    itself = given is not None and (is_small_and_real(given) or source.own_clone)
-    if numbers := (sum(parameter.numel() for parameter in given.parameters()) if given is not None and itself else 0):
+    module = source.given
+    itself = module is not None and (is_small_and_real(module) or source.own_clone)
+    if numbers := (sum(parameter.numel() for parameter in module.parameters()) if module is not None and itself else 0):
         fits = 2 < sizes.ranks <= _MOST and numbers * sizes.ranks <= _LARGEST
         return ((source, sizes), few) if fits else (few,)
     single = source.leaves_single_units(sizes.ranks)

@@ -39,8 +39,8 @@ class _AtDraws(TorchDispatchMode):
         before = random_streams.get_state()
         result = func(*args, **kwargs)
         if random_streams.unlike(random_streams.get_state(), before) != random_streams.Generators(None):
-            given = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-            self.drew(func.overloadpacket.__name__, before, given, result)
+            named = {arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+            self.drew(func.overloadpacket.__name__, before, named, result)
         return result
 
     def drew(self, name: str, before: random_streams.Generators, given: dict[str, Any], result: Any) -> None:
@@ -58,13 +58,13 @@ class Draws(_AtDraws):
         drawn = _numbers(result)
         if drawn is not None:
             with _disable_current_modes():
-                kept = drawn.detach().flatten()[:_MOST].to(torch.float64, copy=True)
-            self.found.append((name.strip("_"), random_streams.number_of(before), drawn.numel(), kept))
+                first = drawn.detach().flatten()[:_MOST].to(torch.float64, copy=True)
+            self.found.append((name.strip("_"), random_streams.number_of(before), drawn.numel(), first))
 
     def observed(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each draw as a named tensor: generator state and count, then the numbers."""
-        for number, (name, place, count, kept) in enumerate(self.found):
-            yield f"{number} {name}", torch.cat([torch.tensor([place, count], dtype=torch.float64), kept.cpu()])
+        for number, (name, place, count, first) in enumerate(self.found):
+            yield f"{number} {name}", torch.cat([torch.tensor([place, count], dtype=torch.float64), first.cpu()])
 
 
 def _numbers(result: Any) -> torch.Tensor | None:

@@ -268,7 +268,7 @@ def unread_parts(gradients: Iterable[Mapping[str, torch.Tensor]], *, plan: Plan)
                 others = [dim for dim in range(gradient.dim()) if dim != rule.dim % gradient.dim()]
                 read = (gradient != 0).sum(others) if others else gradient != 0
                 rows = {rank: list(layout.rows(rank, plan.cut_over)) for rank in range(plan.cut_over)}
-                zero = {rank for rank, held in rows.items() if held and not bool(read[held].any())}
+                zero = {rank for rank, own in rows.items() if own and not bool(read[own].any())}
             unread[name] = unread.get(name, zero) & zero
     return {name: tuple(sorted(ranks)) for name, ranks in unread.items() if ranks}
 

@@ -144,12 +144,12 @@ def _outputs(job: _Job) -> Outputs:
     """Return the outputs of each layer and of the model itself, in each of its calls."""
     seen: Outputs = {}
     with torch.no_grad():
-        for feed, given in job.feeds.items():
+        for feed, inputs in job.feeds.items():
             with _watched(job, feed, seen):
-                result = call(job.model, own(dict(given)))
-            known = conventions()
+                result = call(job.model, own(dict(inputs)))
+            names = conventions()
             for name, tensor in tensors_in(result).items():
-                if name in (known.logits, known.hidden, "output"):
+                if name in (names.logits, names.hidden, "output"):
                     seen[f"{feed}: {_OUTPUT}"] = tensor.detach().to("cpu", torch.float64)
     return seen
 

@@ -74,9 +74,9 @@ def check_sharding(
                     findings += note
                 findings += more
                 if check.name == "forward":
-                    gradients = _worst(found for group, found in errors.items() if group.gradient)
+                    gradients = _worst(of_group for group, of_group in errors.items() if group.gradient)
                     forward = max(
-                        _worst(found for group, found in errors.items() if group.output).values(), default=None
+                        _worst(of_group for group, of_group in errors.items() if group.output).values(), default=None
                     )
     moved = ranks[0][1] if ranks else {}
     done = tuple(name for name in CHECK_NAMES if ranks and name in ranks[0][0])

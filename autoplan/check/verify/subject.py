@@ -35,7 +35,7 @@ SAME = "in training mode it computes the same as in eval mode"  # why there is n
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
 
 Inputs = Mapping[str, Any]  # keyword arguments of one forward call
-Gather = Callable[[nn.Module, bool], Mapping[str, torch.Tensor]]  # (model, gradients?) -> whole tensors
+Gather = Callable[[nn.Module, bool], Mapping[str, torch.Tensor]]  # (model, gradients?) -> full tensors
 
 
 @dataclass(frozen=True)

@@ -152,12 +152,12 @@ def verify_source(
     for wanted in capabilities_of(plan, sequence_parallel, sizes):
         budget.check("before a clone was run on ranks")
         try:
-            drawn, said = _plan_for(clone, source, plan, sizes, wanted, choices)
+            drawn, differences = _plan_for(clone, source, plan, sizes, wanted, choices)
         except AutoplanError:
             if report is None:
                 raise
             continue  # with fewer capabilities nothing is left to split: the last report holds
-        capabilities, applied, findings = wanted, drawn, said
+        capabilities, applied, findings = wanted, drawn, differences
         report = verify_clone(clone, applied, engine=engine, checks=checks, **how)
         if not _decisively_wrong(report) or budget.spent:
             break
@@ -194,9 +194,9 @@ def verify_tried(
     """
 
     def verified(source: Any, sizes: Sizes) -> tuple[Report, Sizes, Clone]:
-        made = clone if clone is not None and clone.ranks == source.ranks else clone_of(source)
-        report = verify_source(source, plan, sizes.tp, ep_size=sizes.ep, cp_size=sizes.cp, clone=made, **how)
-        return report, sizes, made
+        chosen = clone if clone is not None and clone.ranks == source.ranks else clone_of(source)
+        report = verify_source(source, plan, sizes.tp, ep_size=sizes.ep, cp_size=sizes.cp, clone=chosen, **how)
+        return report, sizes, chosen
 
     *before, last = attempts
     for attempt in before:
@@ -262,7 +262,7 @@ def verify_clone(
     if report.ok and "loss" in wanted and plan.runtime.of(SplitLogits):
         gathered = sharding_of(plan, gather_logits=True)
         again = check_sharding(clone.model, clone.feeds, gathered, plan.ranks, checks=["loss"], **how)
-        findings += [replace(found, message=f"with gathered logits: {found.message}") for found in again.findings]
+        findings += [replace(extra, message=f"with gathered logits: {extra.message}") for extra in again.findings]
     ok = not any(finding.level == "error" for finding in findings)
     details = {**report.details, "clone": clone.note}
     details["communication"] = against_the_least(details.pop("blocks"), plan.communication)
@@ -327,13 +327,13 @@ def _narrowed(
     try:
         whole = wrong_cuts(cut_together(modules, still_cut), is_wrong, _MOST_TRIALS)
         narrower = planned(whole)
-        found = run(narrower, checks) if narrower is not None else report
+        narrowed = run(narrower, checks) if narrower is not None else report
     except BudgetSpent as error:
         late = Finding("sharding", "note", "", error.message, error.hint)
         return capabilities, replace(report, findings=(*report.findings, late)), applied
-    if narrower is None or _decisively_wrong(found):
+    if narrower is None or _decisively_wrong(narrowed):
         return capabilities, report, applied
-    return replace(capabilities, whole=whole), found, narrower
+    return replace(capabilities, whole=whole), narrowed, narrower
 
 
 def capabilities_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) -> tuple[Capabilities, ...]:
@@ -392,10 +392,10 @@ def _correspondence(plan: Plan, derived: Plan, model: Any) -> list[Finding]:
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     findings = []
     for entry in plan.entries:
-        here = next((name for name in names if matches(entry.pattern, name)), None)
-        if here is None:
+        module = next((name for name in names if matches(entry.pattern, name)), None)
+        if module is None:
             continue  # a block that the clone is not deep enough for
-        other = best_match(derived.entries, here)
+        other = best_match(derived.entries, module)
         theirs = "whole" if other is None else f"{other.style} ({other.role})"
         if other is None or (other.style, other.role) != (entry.style, entry.role):
             message = (

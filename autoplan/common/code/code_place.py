@@ -107,14 +107,14 @@ def _functions(kind: type[Any], places: Iterable[str]) -> Iterator[FunctionType]
         return
     seen: dict[FunctionType, None] = {forward: None}
     for place in places:
-        here = forward
+        caller = forward
         for step in place.split(">")[1:]:
             name = step.partition(":")[0]
-            below = plain_function(getattr(kind, name, None)) or plain_function(here.__globals__.get(name))
+            below = plain_function(getattr(kind, name, None)) or plain_function(caller.__globals__.get(name))
             if below is None:  # a nested function, whose source is part of the outer one's, or a library's function
                 break
             seen[below] = None
-            here = below
+            caller = below
     yield from sorted(seen, key=lambda function: (function is not forward, function.__qualname__))
 
 

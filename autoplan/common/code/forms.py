@@ -149,8 +149,8 @@ class Forms:
         """Return whether the form was seen. `edited`: names of attributes that sharding has set."""
         name, words = _taken_apart(form)
         seen = self.seen.get((name, len(words)), ())
-        many = [len({one[at].value for one in seen}) >= _MOST_VALUES for at in range(len(words))]
-        return any(all(map(partial(_is_like, edited), words, one, many)) for one in seen)
+        many = [len({other[at].value for other in seen}) >= _MOST_VALUES for at in range(len(words))]
+        return any(all(map(partial(_is_like, edited), words, other, many)) for other in seen)
 
 
 def _is_like(edited: Collection[str], word: _Word, seen: _Word, many: bool) -> bool:
@@ -179,8 +179,8 @@ def without_repeats(ways: Collection[str]) -> set[str]:
     for way in sorted(ways, key=lambda way: ("@" not in way, way)):  # forms with attributes cover those without
         name = way.partition("(")[0]
         words = _taken_apart(way.partition("=")[2])[1] if "=" in way else ()
-        if not any(_covers(one, (way, name, words)) for one in kept):
-            kept = [one for one in kept if not _covers((way, name, words), one)]
+        if not any(_covers(other, (way, name, words)) for other in kept):
+            kept = [other for other in kept if not _covers((way, name, words), other)]
             kept.append((way, name, words))
     return {way for way, *_ in kept}
 

@@ -459,5 +459,5 @@ def key_in(ways: Collection[Key], place: str, code: str, owner: str) -> Key:
 
 def others_of(ways: Ways, known: Ways) -> Ways:
     """Return the ways that are not known."""
-    left = {key: unlike(found, known.get(key, set())) for key, found in ways.items()}
-    return {key: found for key, found in left.items() if found or key not in known}
+    left = {key: unlike(taken, known.get(key, set())) for key, taken in ways.items()}
+    return {key: taken for key, taken in left.items() if taken or key not in known}

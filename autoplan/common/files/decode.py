@@ -71,15 +71,15 @@ def _hints(cls: Any) -> dict[str, Any]:
 def _decode_fields(cls: Any, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         return _refuse(where, f"the keys of {cls.__name__.lower()}", data)
-    known = {field.name: field for field in fields(cls)}
+    by_name = {field.name: field for field in fields(cls)}
     for key in data:
-        if key not in known:
-            close = nearest(str(key), known, count=1)
+        if key not in by_name:
+            close = nearest(str(key), by_name, count=1)
             raise PlanFileError(
                 f"{where}: unknown key {str(key)!r}",
-                hint=f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(known)}",
+                hint=f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(by_name)}",
             )
-    for name, field in known.items():
+    for name, field in by_name.items():
         if name not in data and field.default is MISSING and field.default_factory is MISSING:
             raise PlanFileError(f"{where}: key {name!r} is missing", hint="add it, or make the plan again")
     hints = _hints(cls)
@@ -210,7 +210,7 @@ def _misshapen_mapping(value: Mapping[str, Any], shape: dict[str, Any], where: s
     prefix = f"{where}." if where else ""
     if missing := next((key[:-1] for key in shape if key.endswith("!") and key[:-1] not in value), ""):
         return f"{where + ': ' if where else ''}the key {missing!r} is missing"
-    shapes = {key.removesuffix("!"): one for key, one in shape.items()}
+    shapes = {key.removesuffix("!"): inner for key, inner in shape.items()}
     problems = (
         misshapen(item, shapes.get(key, shapes.get("*")), f"{prefix}{key}")
         for key, item in value.items()

@@ -95,8 +95,8 @@ def read_text(path: str | PathLike[str], refusal: NotPlain, limit: int) -> str:
     except (OSError, ValueError) as error:
         if isinstance(error, AutoplanError):
             raise
-        said = getattr(error, "strerror", None) or error
-        raise refusal.error(f"{name} cannot be read: {said}", hint="check the path") from error
+        reason = getattr(error, "strerror", None) or error
+        raise refusal.error(f"{name} cannot be read: {reason}", hint="check the path") from error
     if len(content) > limit:
         refusal.refuse(f"{name} is larger than {limit:,} bytes, which is more than such a file needs")
     try:
@@ -116,9 +116,9 @@ def parse_plain(text: str, notation: Notation, name: str, refusal: NotPlain, *, 
     except RecursionError as error:
         raise refusal.error(f"{name}: nested deeper than {MOST_DEPTH} levels", hint=refusal.hint) from error
     except (yaml.YAMLError, ValueError) as error:  # the parsers' own errors, with line and column
-        said = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+        reason = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
         raise refusal.error(
-            f"{name} cannot be parsed as {notation.upper()}: {said[:500]}", hint=refusal.hint
+            f"{name} cannot be parsed as {notation.upper()}: {reason[:500]}", hint=refusal.hint
         ) from error
     return value
 
@@ -226,8 +226,8 @@ def write_whole(path: Path, text: str, error: type[AutoplanError] = AutoplanErro
             return
         _replace(path.resolve(), text)
     except (OSError, ValueError) as problem:
-        said = getattr(problem, "strerror", None) or problem
-        raise error(f"{path} cannot be written: {said}", hint="choose another path") from problem
+        reason = getattr(problem, "strerror", None) or problem
+        raise error(f"{path} cannot be written: {reason}", hint="choose another path") from problem
 
 
 def _replace(place: Path, text: str) -> None:

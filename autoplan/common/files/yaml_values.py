@@ -106,8 +106,8 @@ class YamlReader:
         if kind == "str":
             return event.value
         if kind is None:
-            said = tag.rpartition(":")[2]
-            _refuse(event, f"{event.value[:40]!r} is read as a {said}, which is no plain value: quote it")
+            tag_name = tag.rpartition(":")[2]
+            _refuse(event, f"{event.value[:40]!r} is read as a {tag_name}, which is no plain value: quote it")
         if len(event.value) > self.most_digits:
             _refuse(event, f"a number of {len(event.value):,} digits: at most {self.most_digits} are read")
         node = yaml.ScalarNode(tag, event.value)

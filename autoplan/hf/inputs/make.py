@@ -41,10 +41,10 @@ def make_feeds(
     maker = _Maker(model, config, model_type, batch, length, seed)
     main = maker.main_feed()
     if any(maker.requires(name) and name not in main for name in maker.parameters):
-        made = (
+        inputs = (
             maker.tower_alone() or maker.another_way(main) or derive(model, batch, length, seed)
         )  # it names what fails
-        return {"forward": {**made, **maker.without_cache()}}, []
+        return {"forward": {**inputs, **maker.without_cache()}}, []
     if not main:
         raise CaptureError(
             f"no inputs known for {type(model).__name__}: its main input is {maker.main!r}",
@@ -201,12 +201,12 @@ class _Maker:
     def prompts(self, main: Mapping[str, Any]) -> Iterator[tuple[str, Modality]]:
         """Yield what can be put into a prompt: as the type's rule file says, then what else the forward takes."""
         described = type_rules(self.model_type).prompts
-        known = {modality.name: modality for modality in MODALITIES}
+        remaining = {modality.name: modality for modality in MODALITIES}
         for feed in described:
             kind = feed.split("_")[0]  # "image_wide" is another form of an image
             yield feed, next((m for m in MODALITIES if m.name == kind), Modality(kind, kind))
-            known.pop(kind, None)
-        for modality in known.values():
+            remaining.pop(kind, None)
+        for modality in remaining.values():
             if self.takes(modality.argument) and modality.argument not in main:
                 yield modality.name, modality
 

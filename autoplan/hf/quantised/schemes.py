@@ -122,8 +122,8 @@ def packed_weight(plain: Plain, scheme: Scheme) -> PackedWeight:
     for tensor in scheme_files()[scheme.id]["tensors"]:
         if "when" in tensor and not values.get(tensor["when"]):
             continue
-        said = tensor.get("stacked", tensor["dims"]) if plain.stacked else tensor["dims"]
-        dims = tuple(_dim(text, plain, values) for text in said)
+        texts = tensor.get("stacked", tensor["dims"]) if plain.stacked else tensor["dims"]
+        dims = tuple(_dim(text, plain, values) for text in texts)
         dims = (PackedDim(plain.shape[0], (0,)), *dims) if plain.stacked else dims
         dtype = str(tensor["dtype"]).format_map(values)
         size = prod(dim.size for dim in dims) * _SIZES[dtype]
@@ -133,18 +133,18 @@ def packed_weight(plain: Plain, scheme: Scheme) -> PackedWeight:
 
 def announced(keys: Iterable[str], scheme: Scheme | None = None) -> Iterator[tuple[str, str, str]]:
     """Yield (key, module, parameter) for each key that only packed weights have: those of a scheme, or of any."""
-    files, known = scheme_files(), dict.fromkeys(keys)
+    files, present = scheme_files(), dict.fromkeys(keys)
     for data in [files[scheme.id]] if scheme is not None else list(files.values()):
         first = data["tensors"][0]["name"]
         names = [tensor["name"] for tensor in data["tensors"] if tensor["name"] != "{weight}" and "when" not in tensor]
         own = re.escape(names[0]).replace(r"\{weight\}", r"(?P<weight>[A-Za-z]\w*?)")
         pattern = re.compile(rf"(?P<owner>.+)\.{own}")
-        for key in known:
+        for key in present:
             match = pattern.fullmatch(key)
             if match is None:
                 continue
             parameter = match.groupdict().get("weight") or "weight"
-            if f"{match['owner']}.{first.format(weight=parameter)}" in known:
+            if f"{match['owner']}.{first.format(weight=parameter)}" in present:
                 yield key, match["owner"], parameter
 
 
@@ -155,15 +155,15 @@ def is_for_linears(scheme: Scheme) -> bool:
 
 def state_of(weight: PackedWeight) -> str | None:
     """Return the name, after that of the weight, of the tensor of bytes with its shape; None if there is none."""
-    said = scheme_files()[weight.scheme.id].get("state")
-    return None if said is None else str(said).format_map(dict(weight.scheme.values))
+    text = scheme_files()[weight.scheme.id].get("state")
+    return None if text is None else str(text).format_map(dict(weight.scheme.values))
 
 
 def stored_names() -> tuple[tuple[str, str], ...]:
     """Return suffixes of stored tensors: for a parameter named "weight", and after any other parameter's name."""
     names = dict.fromkeys(tensor["name"] for data in scheme_files().values() for tensor in data["tensors"])
-    kept = (name for name in names if name != "{weight}" and "." not in name)
-    return tuple((_name(name, _BESIDE), _name(name, _AFTER)) for name in kept)
+    suffixes = (name for name in names if name != "{weight}" and "." not in name)
+    return tuple((_name(name, _BESIDE), _name(name, _AFTER)) for name in suffixes)
 
 
 def plain_shape(
@@ -174,13 +174,13 @@ def plain_shape(
     first = data["tensors"][0]
     stored = shape(_name(first["name"], Plain(name, ())))
     lead, sizes = (stored[:1], stored[1:]) if stacked else ((), stored)
-    found = {}
-    for said, size in zip(first["dims"], sizes, strict=False):
-        match = _DIM.fullmatch(str(said).format_map(values))
+    dims = {}
+    for text, size in zip(first["dims"], sizes, strict=False):
+        match = _DIM.fullmatch(str(text).format_map(values))
         if match is not None:
-            found[match[2]] = size // int(match[4] or 1) * int(match[3] or 1)
+            dims[match[2]] = size // int(match[4] or 1) * int(match[3] or 1)
     transposed = stacked and bool(data.get("transposed_stacks"))
-    own = (found["in"], found["out"]) if transposed else (found["out"], found["in"])
+    own = (dims["in"], dims["out"]) if transposed else (dims["out"], dims["in"])
     return (*lead, *own), transposed
 
 

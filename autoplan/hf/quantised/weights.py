@@ -207,19 +207,19 @@ def stored_weights(
 
 
 def stored_aliases(folder: Path, keys: tuple[str, ...]) -> dict[str, str]:
-    """Map stored tensors to their scheme's names where these differ; "" for what is no part of a weight."""
+    """Map stored tensors to their scheme's names where these differ; "" for tensors that belong to no weight."""
     if not (folder / "config.json").is_file():
         return {}
     data = _quantization_config(folder)
     if data is None:
         return {}
-    known, names = set(keys), dict[str, str]()
+    present, names = set(keys), dict[str, str]()
     aliases = _ALIASES if data.get("quant_method") in _METHODS_WITH_ALIASES else {}
     for key in keys:
         owner, _, name = key.rpartition(".")
-        if name in aliases and f"{owner}.weight" in known and f"{owner}.{aliases[name]}" not in known:
+        if name in aliases and f"{owner}.weight" in present and f"{owner}.{aliases[name]}" not in present:
             names[key] = f"{owner}.{aliases[name]}"
-        elif name in _OF_THE_CACHE or (name == "weight_format" and f"{owner}.SCB" in known):
+        elif name in _OF_THE_CACHE or (name == "weight_format" and f"{owner}.SCB" in present):
             names[key] = ""
     return names
 
@@ -245,7 +245,7 @@ def _quantization_config(folder: Path) -> dict[str, Any] | None:
 def _checkpoint_weights(
     folder: Path, method: Method, keys: tuple[str, ...], shape: Shape, read: Callable[[str], Any]
 ) -> Iterator[PackedWeight]:
-    known = set(keys)
+    present = set(keys)
     schemes = dict.fromkeys(
         scheme for group in method.groups for scheme in (group.of(False), group.of(True)) if scheme is not None
     )
@@ -253,8 +253,8 @@ def _checkpoint_weights(
         for key, owner, parameter in announced(keys, scheme):
             stacked = parameter != "weight"
             if _checkpoint_scheme(method, owner, stacked) == scheme:
-                plain = _plain(f"{owner}.{parameter}", scheme, stacked, known, shape, read)
-                yield _checked(folder, packed_weight(plain, scheme), key, known, shape)
+                plain = _plain(f"{owner}.{parameter}", scheme, stacked, present, shape, read)
+                yield _checked(folder, packed_weight(plain, scheme), key, present, shape)
 
 
 def _checkpoint_scheme(method: Method, owner: str, stacked: bool) -> Scheme | None:
