@@ -27,7 +27,7 @@ FROZEN = ("units", "root", "ignore")
 
 @dataclass(frozen=True)
 class Wish:
-    """The sizes and options of a plan. `ep_size`: each expert on one rank, of tp or (with tp_size=1) of its own dim.
+    """Sizes and options of a plan. `ep_size`: ranks that experts are divided over, of tp or (with tp_size=1) others.
 
     `strict` raises if an axis is not divisible. `prove`: "graph" (a trial of a tiny clone on simulated ranks, and the
     recorded graph), "ranks" (everything that verify does, too), or "none". `trial_seconds`: the trial's time limit.
@@ -122,7 +122,7 @@ class Checkpointing:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Options of sharding over data-parallel ranks with FSDP2. None is the default of FSDP2 for each."""
+    """Options for sharding over data-parallel ranks with FSDP2 (see `parallelize`). None is the default of each."""
 
     mp_policy: MixedPrecisionPolicy | str | bool | None = None
     offload_policy: OffloadPolicy | None = None

@@ -128,8 +128,8 @@ def working_dtype(model: nn.Module, default: torch.dtype = torch.float32) -> tor
 
 
 def tried_dtypes(model: Callable[[], nn.Module]) -> Iterator[torch.dtype]:
-    """Yield the dtypes in which a clone is run, the widest first. `model` returns the model, which is costly and so
-    called last; without a config it fails."""
+    """Yield the dtypes in which a clone is run, the widest first. `model` builds the model to find its own dtype, last
+    since that is costly; it may fail."""
     tried = (torch.float64, torch.float32)
     yield from tried
     try:

@@ -20,7 +20,7 @@ from autoplan.capture.feeding.watch import is_direct, origin
 _STEPS = (2, 4)
 _SHARED = ("batch", "length", "nodes", "edges")
 _FEW = 8  # smallest size that windows may go over
-_TOKENS = 17  # more than the tokens that are added to patches: of classes, of times, buffers
+_TOKENS = 17  # one more than the most tokens that are added to patches: of classes, of times, buffers
 _LARGEST = {"side": 256, "length": 1024, "samples": 65536, "frames": 64}
 
 

@@ -173,7 +173,7 @@ def _condition(failure: Failure, arguments: Arguments, model: torch.nn.Module) -
 
 
 def _none(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Yield states with an argument that is None: that of the name in the code, or one that may have become it."""
+    """Yield states with a value for what is None: the argument of that name, or one that may have become it."""
     if not lacks_a_value(failure):
         return
     names = [name for place in reversed(failure.places) for name in none_names(place)]
@@ -267,7 +267,7 @@ def _alike(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
 
 
 def _left_out(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Yield states with optional arguments that are None and in the running lines."""
+    """Yield states with values for optional arguments that are None and named in the running lines."""
     names = [name for place in reversed(failure.places) for name in none_names(place)]
     for name in dict.fromkeys(names):
         yield from _given(failure, arguments, model, name, most=3)

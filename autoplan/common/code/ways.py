@@ -183,7 +183,7 @@ class Tracer:
         self.names = {id(module): name or ROOT for name, module in model.named_modules()}
 
     def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """The trace function: called for each frame that begins."""
+        """Follow a frame that begins, if it is the model's. (This is the trace function.)"""
         facts = facts_of(frame)
         if facts is None:
             return self.on_module_call(frame) if is_module_call(frame.f_code) else None
