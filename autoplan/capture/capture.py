@@ -1,4 +1,4 @@
-"""Record the trace of a source, on fake tensors where possible.
+"""Record the trace of a model, on fake tensors where possible.
 
 First on a folded copy with fake tensors at real widths: no memory, no weights, a cost that grows with distinct blocks
 only. If the model's Python counts blocks, on all of them. If it needs real numbers (branches on values, kernels without

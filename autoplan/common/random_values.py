@@ -1,4 +1,4 @@
-"""Draw random numbers that hide nothing, without changing anybody's random state.
+"""Draw random numbers that hide no mistake, without changing the caller's random state.
 
 Ones and zeros hide wrong layouts, so every parameter of a tiny clone is random, in the range that its module expects.
 """

@@ -69,7 +69,7 @@ def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
-    kinds: dict[type, tuple[str, ...]] = {  # by class, its children that are (or have inside) the original
+    kinds: dict[type, tuple[str, ...]] = {  # class -> children that are, or contain, the original
         PeftModel: ("base_model",),
         BaseTuner: ("model",),
         BaseTunerLayer: ("base_layer",),
@@ -85,7 +85,7 @@ def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -
             yield from _base_names(child, f"{path}{name}.", f"{base}{name}.", copied)
         elif name in originals:
             yield from _base_names(child, f"{path}{name}.", base, copied)
-        elif name in ("modules_to_save", "ln_tuning_layers"):  # by adapter, a copy of the original
+        elif name in ("modules_to_save", "ln_tuning_layers"):  # one copy of the original per adapter
             for adapter, copy_ in child.named_children():
                 yield from _base_names(copy_, f"{path}{name}.{adapter}.", base, True)
         else:

@@ -1,4 +1,4 @@
-"""Tell what arguments usually are by words in their names: `rules/arguments.toml`, read once.
+"""Infer what arguments usually are from words in their names: `rules/arguments.toml`, read once.
 
 Which words mean what is a habit of code bases, not a fact about a model; so it is data, and another habit is one more
 line there.

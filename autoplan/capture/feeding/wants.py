@@ -1,4 +1,4 @@
-"""State what one argument should be, and what all arguments of a call should be: the state of the search.
+"""The state of the search: what one argument should be, and what all arguments of a call should be.
 
 Sizes have names where several arguments share them (batch, length, side): a change of one is a change for all. A size
 that a failure gives for a single argument is a number.

@@ -1,4 +1,4 @@
-"""How wrong is a sharded model? One error measure, and findings that name the tensor and the size of its error.
+"""Measure how far off a sharded model is: one error measure, and findings with the tensor and the size of its error.
 
 A gradient may be zero for mathematical reasons (a key's bias under softmax), so its error is measured against its own
 size plus a small part of the largest tensor of its kind: `|got - want|max / (|want|max + 1e-4 * max over all |want|)`.

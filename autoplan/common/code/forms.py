@@ -49,7 +49,7 @@ def form_of_given(given: Iterable[Any]) -> str:
 
 
 def _written(name: str, words: list[str], dims: list[str]) -> str:
-    if not any(word.rpartition(":")[2].isdigit() for word in dims):  # with negative dims the rank does not matter
+    if not any(word.rpartition(":")[2].isdigit() for word in dims):  # no dim is counted from the front
         words = [re.sub(r"(^|:)T\d+$", r"\1T", word) for word in words]
     return f"{_plain(name)}({','.join(words)})"
 

@@ -43,7 +43,7 @@ def make_feeds(
     if any(maker.requires(name) and name not in main for name in maker.parameters):
         inputs = (
             maker.tower_alone() or maker.another_way(main) or derive(model, batch, length, seed)
-        )  # it names what fails
+        )  # its error names what fails
         return {"forward": {**inputs, **maker.without_cache()}}, []
     if not main:
         raise CaptureError(
