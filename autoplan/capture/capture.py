@@ -219,8 +219,7 @@ def _faker(mode: FakeTensorMode) -> Any:
 
 
 def _settle_experts(module: nn.Module) -> None:
-    """Choose the batched form of experts, equal in its mathematics: the grouped one has no fake version for every
-    dtype."""
+    """Choose the batched form of experts, with equal results: the grouped one lacks fake versions for some dtypes."""
     seen: set[int] = set()
     for part in module.modules():
         for value in list(vars(part).values()):

@@ -94,8 +94,7 @@ def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -
 
 
 def usual_targets(model_type: str, config: PretrainedConfig | None) -> tuple[str, ...] | str:
-    """Return the layers that peft's LoRA adapts by default, for this type of model. Raise SourceError if peft has
-    none."""
+    """Return the layers that peft's LoRA adapts by default in this type of model; raise SourceError without any."""
     hint = "name them: --lora-targets q_proj,v_proj (lora_targets=), or all-linear"
     try:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual

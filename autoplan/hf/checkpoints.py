@@ -126,8 +126,7 @@ def _for_stored(rule: Any, names: frozenset[str]) -> Iterator[Any]:
 
 
 def _for_lists(model: nn.Module, known: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yield converters for stacks of experts that tools write one by one, and whether rows of an entry become columns
-    of the stack."""
+    """Yield converters for expert stacks that tools write one by one, and whether an entry's rows become columns."""
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
     covered = {target for rule in known for target in rule.target_patterns}
@@ -179,8 +178,7 @@ Stored = Mapping[str, tuple[PackedWeight, PackedTensor]]
 def checkpoint_writer(
     model: nn.Module, original: bool = True, stored: Stored = MappingProxyType({})
 ) -> CheckpointWriter:
-    """Return a writer for any model; one that is not transformers' own has no settings. `stored`: the packed tensors
-    among those to write."""
+    """Return a writer for any model; only transformers' own have settings. `stored`: packed tensors to be written."""
     if not _is_theirs(model):
         return CheckpointWriter(lambda names: [(name,) for name in names], lambda tensors: tensors)
     group_of = _group_names(model) if original else None

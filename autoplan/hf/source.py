@@ -163,8 +163,8 @@ class Source:
         return model
 
     def ever_larger(self) -> Iterator[Source]:
-        """Yield this source, then ones whose clones are shrunk less (some sizes fit each other in ways that no config
-        tells)."""
+        """Yield this source, then ones whose clones are shrunk less (sizes may depend on each other in unknown
+        ways)."""
         yield self
         if self._described_by_config and self.shrink == "all":
             yield replace(self, shrink="related")

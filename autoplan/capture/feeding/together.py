@@ -146,8 +146,7 @@ def _alike(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[S
 
 
 def concatenated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Yield states for a failed concatenation: the part that is unlike the others changes first, and arguments before
-    computed parts."""
+    """Yield states for a failed concatenation: the odd part changes first, and arguments before computed parts."""
     call = failure.watch.failed
     if call is None or not joins(call.name) or not isinstance(call.get(0, "tensors"), list | tuple):
         return

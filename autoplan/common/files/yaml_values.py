@@ -115,8 +115,7 @@ class YamlReader:
 
 
 def stops_in_a_nest(text: str, mark: yaml.Mark | None, most_depth: int, most_digits: int) -> bool:
-    """Return whether libyaml gave up at `mark` because of the depth of its line: Python's own parser has no limit, and
-    counts."""
+    """Return whether libyaml gave up at `mark` because its line is nested too deep, as Python's parser counts."""
     if mark is None:
         return False
     line = text[max(0, mark.index - _AHEAD) : mark.index].rpartition("\n")[2]
