@@ -1,6 +1,6 @@
-"""What a feed calls: the model, or the part of it that the key "@module" names; "@training" runs its training paths.
+"""Call the model on a feed. The key "@module" calls a submodule instead; "@training" runs training-only code as well.
 
-Below: which modules have code for training only, and layers that take their shapes from a first call.
+Also here: which modules have training-only code, and lazy layers, which take their shapes from a first call.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ PART, TRAINING = "@module", "@training"
 
 
 def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """Run the model, or the part of it that the feed names, on the other keys."""
-    given = dict(inputs)
-    part, training = given.pop(PART, None), given.pop(TRAINING, False)
+    """Run the model on a feed, or the submodule that the feed's key `@module` names."""
+    keywords = dict(inputs)
+    part, training = keywords.pop(PART, None), keywords.pop(TRAINING, False)
     with where_it_runs(model), in_training(model) if training else nullcontext():
-        return (model if part is None else model.get_submodule(part))(**given)
+        return (model if part is None else model.get_submodule(part))(**keywords)
 
 
 def calls_the_model(feeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The feeds that call the model itself."""
+    """Return the feeds that call the model itself, not one of its submodules."""
     return {name: inputs for name, inputs in feeds.items() if PART not in inputs}
 
 
 def inside_a_function() -> bool:
-    """Is the forward of a `torch.autograd.Function` running? It has a backward of its own, whatever is off within: one
-    that checkpoints runs the model's code without gradients, and once more with them."""
+    """Return whether the forward of a `torch.autograd.Function` is running. Its backward is its own even where
+    gradients are off: a checkpointing function runs the model's code without gradients, and later again with them."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -56,24 +56,24 @@ def inside_a_function() -> bool:
     return False
 
 
-# Code that runs in training only: which modules have such code, and how it is run while all else is as it was.
+# Code that runs in training only.
 #
-# The problem: a head that only training reads, noise on a router, a loss of its own stand behind `if self.training`. A
-# recording in eval mode never meets them. So modules whose own code branches on the mode are put into training mode for
-# one call more. All others stay in eval mode: dropout and batch norms have one code for both, and draw or write in one.
+# A head that only training reads, noise on a router or an auxiliary loss stands behind `if self.training`: a recording
+# in eval mode never meets it. So modules whose own code branches on the mode are put into training mode for one more
+# call. All others stay in eval mode: dropout and batch norm have one code for both, and draw or write in training.
 
 
 _MODE = "training"
 
 
 def has_training_paths(model: nn.Module) -> bool:
-    """Does any of its modules choose by the mode what it runs?"""
+    """Return whether any module runs other code in training mode."""
     return any(map(_has_code, model.modules()))
 
 
 @contextmanager
 def in_training(model: nn.Module) -> Iterator[None]:
-    """Modules that choose by the mode are in training mode, by themselves."""
+    """Put the modules that have training-only code, and only those, into training mode."""
     changed = [module for module in model.modules() if not module.training and _has_code(module)]
     for module in changed:
         module.training = True
@@ -90,17 +90,17 @@ def _has_code(module: nn.Module) -> bool:
 
 
 def _of_torch(module: str) -> bool:
-    """Is it torch's own code? What makes weights (a spectral norm) counts as the model's."""
+    """Return whether a class is torch's own. `torch.nn.utils` (a spectral norm) counts as the model's."""
     return module.startswith("torch.") and not module.startswith("torch.nn.utils.")
 
 
 @lru_cache(maxsize=4096)
 def _choices(cls: Any) -> tuple[tuple[ast.expr, ...], ...]:
-    """For each choice by the mode in the code of a class, what else must hold for it."""
+    """Return, for each branch on `self.training` in the code of a class, the other conditions of that branch."""
     bases = (base for base in cls.__mro__ if base is not object and not _of_torch(base.__module__))
     functions = (f for base in bases if not conventions().is_base(base) for f in vars(base).values())
-    asking = (f for f in functions if inspect.isfunction(f) and _MODE in inspect.unwrap(f).__code__.co_names)
-    return tuple(found for f in asking for node in _nodes(f) if (found := _chosen(node)) is not None)
+    by_mode = (f for f in functions if inspect.isfunction(f) and _MODE in inspect.unwrap(f).__code__.co_names)
+    return tuple(rest for f in by_mode for node in _nodes(f) if (rest := _chosen(node)) is not None)
 
 
 def _nodes(function: Any) -> Iterator[ast.AST]:
@@ -111,9 +111,9 @@ def _nodes(function: Any) -> Iterator[ast.AST]:
 
 
 def _chosen(node: ast.AST) -> tuple[ast.expr, ...] | None:
-    """What else is asked for, where a node chooses by the mode between pieces of code; None for any other.
+    """Return the other conditions of a branch on the mode that chooses between pieces of code; None for other nodes.
 
-    Two numbers are none: `0.0 if not self.training else p`.
+    A choice between two numbers does not count: `0.0 if not self.training else p`.
     """
     if isinstance(node, ast.If | ast.While):
         return _asked(node.test)
@@ -134,7 +134,7 @@ def _asks(test: ast.AST) -> bool:
 
 
 def _may_hold(test: ast.expr, module: nn.Module) -> bool:
-    """False for `self.flag` and `self.number > 0` that do not hold; of anything else nothing is known."""
+    """Return False for a `self.flag` or `self.number > 0` that is false, and True for any other condition."""
     if isinstance(test, ast.Attribute) and _is_self(test.value):
         return _truth(getattr(module, test.attr, True))
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.left, ast.Attribute):
@@ -157,15 +157,15 @@ def _calls(node: ast.AST) -> bool:
 
 
 def _is_setting(node: ast.AST) -> bool:
-    """A number, or what a module holds: then the other choice is one, too."""
+    """Return whether a node is a number or an attribute; then so is the other branch."""
     return isinstance(node, ast.Constant | ast.Attribute | ast.UnaryOp)
 
 
-# Layers that take their shapes from the first call: a plan needs the shapes, so a copy is called first.
+# Lazy layers take their shapes from a first call. A plan needs the shapes, so a copy is called first.
 
 
 def with_shapes(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]] | None) -> nn.Module:
-    """The model itself, or a copy of it that was called once where parameters have no shape yet."""
+    """Return the model, or a copy of it that was called once if parameters have no shape yet (lazy layers)."""
     waiting = _waiting(model)
     if not waiting:
         return model

@@ -1,8 +1,8 @@
-"""From a source to a trace, on fake tensors where possible.
+"""Record the trace of a model, on fake tensors where possible.
 
-First on a folded copy with fake tensors at real widths: no memory, no weights, cost by distinct blocks. If its Python
-counts blocks, on all blocks. If its Python needs real numbers (branches on values, kernels without fake versions), on a
-real tiny clone, whose parameters have the same names but other sizes. The trace says which it was.
+First on a folded copy with fake tensors at real widths: no memory, no weights, a cost that grows with distinct blocks
+only. If the model's Python counts blocks, on all of them. If it needs real numbers (branches on values, kernels without
+fake versions), on a copy with real but hollow parameters. The trace says which it was.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from autoplan.common.patterns import holders
 from autoplan.common.random_values import untouched_randomness
 from autoplan.values import Fold, Trace
 
-_MOST_REAL = 4_000_000_000  # parameters that a run on hollow real tensors may multiply with
-_LISTED = 3  # so many results in one list may be those of blocks
-_MODEL_COPIES = (True, False)  # folded first, then every block
+_MOST_REAL = 4_000_000_000  # most parameters of a model that is run on hollow real tensors
+_LISTED = 3  # fewest tensors in a returned list that may be the outputs of blocks
+_MODEL_COPIES = (True, False)  # first folded, then with all blocks
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A trace with the recording that made it (real tensors by id, for replaying).
+    """A trace, and the recording that made it (real tensors by id, for replaying).
 
     `unfold` records every block, for models whose blocks of one kind turn out to be cut in several ways.
     """
@@ -49,7 +49,7 @@ class Captured:
 
 
 def capture_any(model: nn.Module, feeds: dict[str, dict[str, Any]], notes: tuple[str, ...] = ()) -> Captured:
-    """Fake tensors if they do, else real numbers: feeds that cannot run are left out with a note if others can."""
+    """Record on fake tensors, else on real numbers. Feeds that cannot run are left out with a note if others can."""
     with _no_collection():
         captured = _capture_any(model, feeds, notes)
         return replace(captured, trace=with_idle_members(captured.trace, model))
@@ -57,7 +57,7 @@ def capture_any(model: nn.Module, feeds: dict[str, dict[str, Any]], notes: tuple
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A trace is many small objects that stay: looking for garbage among them costs more than making them."""
+    """Turn off garbage collection: a trace is many small objects, all of them kept, and scanning them is slow."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -81,24 +81,24 @@ def _capture_any(model: nn.Module, feeds: dict[str, dict[str, Any]], notes: tupl
             return _with_notes(supposed, (*notes, note))
         if len(feeds) < 2:
             raise error from fake_error
-        kept, more = _runnable(model, feeds)
-        if not kept:
+        runnable, more = _runnable(model, feeds)
+        if not runnable:
             raise error from fake_error
-        return _capture_any(model, kept, (*notes, *more))
+        return _capture_any(model, runnable, (*notes, *more))
     note = f"traced on real numbers, since its Python needs them: {fake_error.message}"
     return _with_notes(captured, (*notes, note))
 
 
 def _runnable(model: nn.Module, feeds: dict[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    kept: dict[str, dict[str, Any]] = {}
+    runnable: dict[str, dict[str, Any]] = {}
     notes = []
     for name, inputs in feeds.items():
         try:
             capture_any(model, {name: inputs})
-            kept[name] = inputs
+            runnable[name] = inputs
         except CaptureError as error:
             notes.append(f"feed {name!r} was left out: {error.message}")
-    return kept, notes
+    return runnable, notes
 
 
 def _with_notes(captured: Captured, notes: tuple[str, ...]) -> Captured:
@@ -145,9 +145,9 @@ def _hollow(tensor: torch.Tensor, name: str) -> torch.Tensor:
 def capture_fake(
     model: nn.Module, feeds: dict[str, dict[str, Any]], *, folded: bool = True, supposing: bool = False
 ) -> Captured:
-    """Record a storage-free copy of `model`. Raises CaptureError when its Python needs more than shapes.
+    """Record a copy of `model` without storage. Raise CaptureError when its Python needs more than shapes.
 
-    `supposing` makes up the choices that it asks for.
+    `supposing` makes up the outcome of branches on values.
     """
     problem: CaptureError | None = None
     unfolded = counted = False
@@ -159,7 +159,7 @@ def capture_fake(
         if folding and not copy.folds:
             unfolded = True
         elif unfolded and not folding:
-            break  # there is nothing to fold: it has been tried
+            break  # nothing to fold: all blocks have been tried already
         _settle_experts(copy.module)
         copy.module.eval()
         try:
@@ -176,9 +176,9 @@ def capture_fake(
 
 
 def _gives_more_unfolded(model: nn.Module, feeds: dict[str, dict[str, Any]], trace: Trace) -> bool:
-    """Does the model return a list of what its blocks make, of which the folded copy returned another one?
+    """Return whether the unfolded model returns another list of block outputs than the folded copy did.
 
-    Yes, too, where only the folded copy runs: what is recorded of it is not what the model does.
+    True as well if the unfolded model fails: then the recorded run of the folded copy is not what the model does.
     """
     calls = [feed for feed in feeds.values() if PART not in feed]
     visits = [visit for visit in trace.visits if visit.module == ""]
@@ -186,29 +186,29 @@ def _gives_more_unfolded(model: nn.Module, feeds: dict[str, dict[str, Any]], tra
         listed = Counter(path[:-1] for path, _ in visit.outputs if path and isinstance(path[-1], int))
         if TRAINING in feed or max(listed.values(), default=0) < _LISTED:
             continue
-        whole = Twin(model, folded=False)
-        whole.module.eval()
+        unfolded = Twin(model, folded=False)
+        unfolded.module.eval()
         try:
-            given = flatten_tensors(whole.run(whole.module, feed))
+            results = flatten_tensors(unfolded.run(unfolded.module, feed))
         except OutsideError:
             raise
-        except Exception:  # someone else's forward may raise anything: recording all blocks says what it was
+        except Exception:  # foreign code may raise anything; recording all blocks will report it
             return True
         recorded = [(path, trace.tensors[tensor].shape) for path, tensor in visit.outputs]
-        if [(path, tuple(tensor.shape)) for path, tensor in given] != recorded:
+        if [(path, tuple(tensor.shape)) for path, tensor in results] != recorded:
             return True
     return False
 
 
 @torch.no_grad()
 def _fill_out(module: nn.Module) -> None:
-    """Storage for every number: some kernels take no repeated rows."""
+    """Give each number its own storage: some kernels refuse expanded rows."""
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()
 
 
 def _faker(mode: FakeTensorMode) -> Any:
-    """Fake tensors of the same shape, on a pretended CPU; nothing requires a gradient (see recorder)."""
+    """Return a function that makes a fake CPU tensor of the same shape, which requires no gradient (see recorder)."""
 
     def fake(tensor: torch.Tensor, name: str) -> torch.Tensor:
         with mode:
@@ -219,7 +219,7 @@ def _faker(mode: FakeTensorMode) -> Any:
 
 
 def _settle_experts(module: nn.Module) -> None:
-    """Grouped products of experts have no fake version for every dtype; the batched form is the same mathematics."""
+    """Choose the batched form of experts, with equal results: the grouped one lacks fake versions for some dtypes."""
     seen: set[int] = set()
     for part in module.modules():
         for value in list(vars(part).values()):
@@ -231,29 +231,28 @@ def _settle_experts(module: nn.Module) -> None:
 
 
 def capture_real(model: nn.Module, feeds: dict[str, dict[str, Any]], *, keep_values: bool = False) -> Captured:
-    """Record a throw-away real model (its stored integers are replaced)."""
+    """Record a real model, which must not be used afterwards: its stored integers are replaced."""
     for parameter in model.parameters():
-        if parameter.is_leaf:  # a scripted part may hold what was made of one
+        if parameter.is_leaf:  # a scripted submodule may hold a non-leaf tensor
             parameter.requires_grad_(False)
     with untouched_randomness():
         trace, recording = record(model, feeds, keep_values=keep_values)
     return Captured(replace(trace, real=True), recording)
 
 
-# Experts that no token chose: they follow one that ran.
+# Experts that no token chose follow one that ran.
 #
-# The problem: a model that keeps its experts in a list runs those that some token chose. With the few tokens of a trace
-# most are never seen, and what was not seen would stay whole. But a member of a list of equals is run by the code that
-# runs the others. So what the trace says of one that ran holds for those that did not, as with the blocks of a deep
-# stack that were left out before the run (see fold.py); they are taken out of the trace after it.
+# A model that keeps its experts in a list runs only those that some token chose. With the few tokens of a trace most
+# never run, and their weights would stay replicated. But the code that runs one expert runs them all, so what the trace
+# says of one that ran holds for the others, as with the folded blocks of a deep stack (see fold.py). Folded blocks are
+# left out before the run, idle experts are taken out of the trace after it.
 #
-# Only members of one list or dictionary of modules are taken for equals, only if they are of one kind, and only if they
-# hold matrices: a list may also hold the parts of a block, one after the other, of which a branch that nobody took runs
-# some (a second norm).
+# Only members of one ModuleList or ModuleDict count, only if they are of one kind, and only if they hold matrices: a
+# list may also hold the steps of a block, some of which (a second norm) run on a branch that was not taken.
 
 
 def with_idle_members(trace: Trace, model: nn.Module) -> Trace:
-    """The trace without modules that never ran, where another of their list did: that one stands for them."""
+    """Return the trace without modules that never ran if another member of their list did: that one stands for them."""
     folds = tuple(_folds(trace, model))
     if not folds:
         return trace
@@ -269,8 +268,8 @@ def with_idle_members(trace: Trace, model: nn.Module) -> Trace:
             for info in trace.tensors
         ),
         module_classes={name: kind for name, kind in trace.module_classes.items() if stays(name)},
-        attributes={name: found for name, found in trace.attributes.items() if stays(name)},
-        folds=(*folds, *trace.folds),  # innermost first: a folded block has such lists, too
+        attributes={name: values for name, values in trace.attributes.items() if stays(name)},
+        folds=(*folds, *trace.folds),  # innermost first: folded blocks have such lists, too
     )
 
 
@@ -281,9 +280,9 @@ def _folds(trace: Trace, model: nn.Module) -> Iterator[Fold]:
     for name, container in model.named_modules():
         if not isinstance(container, nn.ModuleList | nn.ModuleDict) or name not in trace.module_classes:
             continue
-        known = left_out.get(name, {})
-        held = {key: one for key, one in container._modules.items() if one is not None and key not in known}
-        members = {key: one for key, one in held.items() if any(p.dim() > 1 for p in one.parameters())}
+        folded = left_out.get(name, {})
+        blocks = {key: block for key, block in container._modules.items() if block is not None and key not in folded}
+        members = {key: block for key, block in blocks.items() if any(p.dim() > 1 for p in block.parameters())}
         at_work = [key for key in members if f"{name}.{key}" in ran]
         idle = [key for key in members if f"{name}.{key}" not in busy]
         if not at_work or not idle:

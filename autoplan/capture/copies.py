@@ -1,13 +1,13 @@
-"""A copy of a model of which nothing reaches back into the original.
+"""Copy a model such that nothing in the copy reaches back into the original.
 
-The problem: `copy.deepcopy` takes functions as they are. A model that keeps `self.head = lambda x: x @
-self.emb.weight.t()` has a copy whose head still multiplies with the original's weights: a run of the copy says nothing
-about them, and a change of the copy does not change its head. The same holds for what is wrapped around functions and
-methods (caches, weak references, methods of lists and tensors) and for forward hooks that hold modules.
+The problem: `copy.deepcopy` does not copy functions. A model that keeps `self.head = lambda x: x @ self.emb.weight.t()`
+has a copy whose head still multiplies with the original's weights: a run of the copy says nothing about them, and a
+change of the copy does not change its head. The same holds for what is wrapped around functions and methods (caches,
+weak references, methods of lists and tensors) and for forward hooks that hold modules.
 
-So after deepcopy, with its own memo, whatever it took as it is and that reaches the model is made anew: functions get
-new cells, default arguments and attributes. What lies outside of the model (a global, a closure of a class) cannot be
-copied with it; `outside.py` notices when it is used.
+So after deepcopy, with its own memo, every function that reaches the model is rebuilt with new cells, default arguments
+and attributes. What lies outside of the model (a global, a closure of a class) cannot be copied with it; `outside.py`
+notices when it is used.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ PLAIN_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque, bytearray)
 
 
 def copied(model: Model) -> Model:
-    """A deep copy of the model, functions that reach it included."""
+    """Return a deep copy of the model in which functions that reach the model are rebuilt, too."""
     memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _results(model)}
-    for held in (value for module in model.modules() for value in vars(module).values()):
-        if type(held) is OrderedDict and not held:  # hooks that nobody has set: most of what deepcopy would work at
-            memo[id(held)] = OrderedDict()
+    for value in (attribute for module in model.modules() for attribute in vars(module).values()):
+        if type(value) is OrderedDict and not value:  # empty hook dicts: most of what deepcopy would spend time on
+            memo[id(value)] = OrderedDict()
     try:
         new = copy.deepcopy(model, memo)
     except AutoplanError:
@@ -59,7 +59,7 @@ def copied(model: Model) -> Model:
 
 
 def copy_slots(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Copy what modules keep in `__slots__`, which a deepcopy with this memo has left out: torch copies attributes."""
+    """Copy the `__slots__` of modules, which a deepcopy with this memo left out: torch copies `__dict__` only."""
     for module in model.modules():
         twin = memo.get(id(module), module)
         for name in _slots(type(module)):
@@ -68,8 +68,8 @@ def copy_slots(model: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def _results(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors that a run has left in the model, with their history: deepcopy takes none. The old `weight_norm` and
-    `spectral_norm` keep such a weight, and make it anew at each call."""
+    """Yield non-leaf tensors that a run left in the model: deepcopy refuses them. The old `weight_norm` and
+    `spectral_norm` keep such a weight, and compute it again at each call."""
     for module in model.modules():
         for _, tensor in flatten_tensors(vars(module)):
             if not tensor.is_leaf:
@@ -77,34 +77,34 @@ def _results(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 class Rebinding:
-    """Makes anew, in all that a deepcopy with this memo has made, what reaches the original of it."""
+    """Rebuilds what still reaches the original in everything that a deepcopy with this memo has made."""
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self.memo = memo
-        self._made: dict[int, tuple[Any, Any]] = {}  # id -> what deepcopy took as it is, and what stands for it
-        self._cold: dict[int, Any] = {}  # seen, and does not reach the model; kept alive for their ids
+        self._made: dict[int, tuple[Any, Any]] = {}  # id -> an object that deepcopy shares, and its replacement
+        self._cold: dict[int, Any] = {}  # objects that do not reach the model, kept alive so that ids stay valid
         self._later: list[Callable[[], None]] = []
         self._fixed: set[int] = set()
 
     def everything(self) -> None:
-        """Fix every copy in the memo, and those that are made for it on the way."""
+        """Fix every copy in the memo, and those that are added on the way."""
         while True:
-            fresh = [(key, made) for key, made in self.memo.items() if key not in self._fixed and key != id(self.memo)]
+            fresh = [(key, new) for key, new in self.memo.items() if key not in self._fixed and key != id(self.memo)]
             if not fresh and not self._later:
                 return
-            for key, made in fresh:
+            for key, new in fresh:
                 self._fixed.add(key)
-                if id(made) != key:
-                    self._fix(made)
+                if id(new) != key:
+                    self._fix(new)
             while self._later:
                 self._later.pop()()
 
     def of(self, original: Any) -> Any:
-        """What stands for this part of the original: a copy if it reaches the model, else the thing itself."""
+        """Return what replaces this part of the original: a copy if it reaches the model, else the object itself."""
         if not self.reaches(original):
             return original
         for value in reachable(original, self.memo):
-            if isinstance(value, torch.Tensor) and not value.is_leaf:  # of a run long gone: deepcopy takes none
+            if isinstance(value, torch.Tensor) and not value.is_leaf:  # left by an earlier run: deepcopy refuses it
                 self.memo.setdefault(id(value), value)
         try:
             return self._anew(copy.deepcopy(original, self.memo))
@@ -118,8 +118,8 @@ class Rebinding:
             ) from error
 
     def reaches(self, original: Any) -> bool:
-        """Can the model be reached from here, other than through globals and classes? Or a function with a list or a
-        variable that it may write to: it is the original's."""
+        """Return whether the model can be reached from here, other than through globals and classes; True also for a
+        function that may write to a list or a variable that it holds, since these are the original's."""
         seen: dict[int, Any] = {}
         for value in reachable(original, self._cold):
             if id(value) in self.memo and value is not self.memo or _may_write(value):
@@ -131,7 +131,7 @@ class Rebinding:
         return False
 
     def _fix(self, made: Any) -> None:
-        if type(made) is dict:  # most of what a module is made of
+        if type(made) is dict:  # the common case: a module's __dict__
             self._fix_values(made)
             return
         if isinstance(made, torch.Tensor):
@@ -166,14 +166,14 @@ class Rebinding:
             made.__setstate__((func, args, made.keywords, vars(made)))
 
     def _anew(self, value: Any) -> Any:
-        """The same, if nothing that deepcopy takes as it is is in it and reaches the original."""
+        """Return the value rebuilt; the value itself unless it contains a function that reaches the original."""
         if not isinstance(value, _TAKEN_AS_THEY_ARE):
             return value
-        known = self._made.get(id(value))
-        if known is None:
-            known = self._made[id(value)] = value, self._made_anew(value)
-            self._made.setdefault(id(known[1]), (known[1], known[1]))
-        return known[1]
+        pair = self._made.get(id(value))
+        if pair is None:
+            pair = self._made[id(value)] = value, self._made_anew(value)
+            self._made.setdefault(id(pair[1]), (pair[1], pair[1]))
+        return pair[1]
 
     def _made_anew(self, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -198,7 +198,7 @@ class Rebinding:
 
     def _function(self, old: FunctionType) -> FunctionType:
         cells = tuple(map(self._cell, old.__closure__)) if old.__closure__ is not None else None
-        shared = {name: self.memo[id(one)] for name, one in _global_containers(old).items() if id(one) in self.memo}
+        shared = {name: self.memo[id(box)] for name, box in _global_containers(old).items() if id(box) in self.memo}
         names = {**old.__globals__, **shared} if shared else old.__globals__
         new = FunctionType(old.__code__, names, old.__name__, None, cells)
         new.__qualname__, new.__module__, new.__doc__ = old.__qualname__, old.__module__, old.__doc__
@@ -210,18 +210,18 @@ class Rebinding:
                 new.__kwdefaults__ = {name: self.of(value) for name, value in old.__kwdefaults__.items()}
             vars(new).update((name, self.of(value)) for name, value in vars(old).items())
 
-        self._later.append(fill)  # it may hold itself
+        self._later.append(fill)  # the function may hold itself
         return new
 
     def _cell(self, old: CellType) -> CellType:
-        """Functions that share a cell go on sharing it. A list that they write to is theirs, not the original's."""
+        """Return the copy of a cell: functions that share one still do. A list that they write to is copied, too."""
         if id(old) in self._made:
-            found: CellType = self._made[id(old)][1]
-            return found
+            copied_cell: CellType = self._made[id(old)][1]
+            return copied_cell
         new = CellType()
         self._made[id(old)] = old, new
         try:
-            content = old.cell_contents  # kept alive, as all it holds, by the cell
+            content = old.cell_contents
         except ValueError:  # not bound yet
             return new
         if type(content) in PLAIN_CONTAINERS and not self.reaches(content):
@@ -237,25 +237,25 @@ class Rebinding:
 
 
 def holds_weights(value: Any) -> bool:
-    """Can a module or a parameter be reached from here, other than through globals and classes?"""
-    return any(isinstance(one, nn.Module | nn.Parameter) for one in reachable(value))
+    """Return whether a module or a parameter can be reached from here, other than through globals and classes."""
+    return any(isinstance(item, nn.Module | nn.Parameter) for item in reachable(value))
 
 
 def reachable(value: Any, known: Container[int] = ()) -> Iterator[Any]:
-    """The value and all that can be reached from it, each once; what is known already is not entered."""
+    """Yield the value and everything that can be reached from it, once each; ids in `known` are not entered."""
     seen: dict[int, Any] = {}
     todo = [value]
     while todo:
-        one = todo.pop()
-        if id(one) not in seen and not isinstance(one, _ENDS):
-            seen[id(one)] = one
-            yield one
-            if id(one) not in known:
-                todo.extend(_parts_of(one))
+        item = todo.pop()
+        if id(item) not in seen and not isinstance(item, _ENDS):
+            seen[id(item)] = item
+            yield item
+            if id(item) not in known:
+                todo.extend(_parts_of(item))
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
-    """What can be reached from a value in one step: items, attributes, what a function holds."""
+    """Yield what can be reached from a value in one step: items, attributes, a function's closure and defaults."""
     if isinstance(value, torch.Tensor):
         return
     if isinstance(value, FunctionType):
@@ -284,7 +284,7 @@ def _parts_of(value: Any) -> Iterator[Any]:
 
 
 def contents_of(function: Any) -> Iterator[Any]:
-    """What its closure holds."""
+    """Yield the values in a function's closure."""
     for cell in getattr(function, "__closure__", None) or ():
         try:
             yield cell.cell_contents
@@ -293,23 +293,23 @@ def contents_of(function: Any) -> Iterator[Any]:
 
 
 def containers_of(function: Any) -> Iterator[Any]:
-    """Lists and dicts that a function can write to: those that it holds, and globals of its module."""
-    for one in reachable(function):
-        if type(one) in PLAIN_CONTAINERS:
-            yield one
-        yield from _global_containers(one).values()
+    """Yield lists and dicts that a function can write to: in its closure, and globals of its module."""
+    for item in reachable(function):
+        if type(item) in PLAIN_CONTAINERS:
+            yield item
+        yield from _global_containers(item).values()
 
 
 def _global_containers(value: Any) -> dict[str, Any]:
-    """Lists and dicts that a function reads from its module."""
+    """Return the lists and dicts that a function reads from its module, by name."""
     if not isinstance(value, FunctionType):
         return {}
     named = ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
-    return {name: one for name, one in named if type(one) in PLAIN_CONTAINERS}
+    return {name: item for name, item in named if type(item) in PLAIN_CONTAINERS}
 
 
 def _may_write(value: Any) -> bool:
-    """May a function write to what it holds: a container, or a variable that it binds anew?"""
+    """Return whether a function may write to a container in its closure, or rebinds a variable of it."""
     if not isinstance(value, FunctionType):
         return False
     return any(type(content) in PLAIN_CONTAINERS for content in contents_of(value)) or bool(
@@ -323,13 +323,13 @@ _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictio
 def _slots(kind: type) -> tuple[str, ...]:
     if kind in _SLOTS:
         return _SLOTS[kind]
-    found = []
+    names = []
     for cls in kind.__mro__:
-        named = cls.__dict__.get("__slots__", ())
-        for name in (named,) if isinstance(named, str) else named:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__"):
-                found.append(f"_{cls.__name__.lstrip('_')}{name}" if name[:2] == "__" != name[-2:] else name)
-    return _SLOTS.setdefault(kind, tuple(found))
+                names.append(f"_{cls.__name__.lstrip('_')}{name}" if name[:2] == "__" != name[-2:] else name)
+    return _SLOTS.setdefault(kind, tuple(names))
 
 
 def _put(write: Callable[[Any, Any], Any], place: Any, old: Any, new: Any) -> None:

@@ -1,8 +1,8 @@
-"""Inputs for an unfamiliar module: a recipe that is searched for once, from which calls of two sizes are drawn.
+"""Derive inputs for an unfamiliar module: search once for a recipe, from which calls of two sizes are drawn.
 
-Nothing says what `forward(x)` takes, but the code does, when it fails: what is unpacked tells how many dims, what is
-multiplied a width, what is None an argument that is needed (feeding/). The search tries, within a budget, what
-failures tell; its trail is kept.
+Nothing says what `forward(x)` takes, but its errors do: an unpacking tells the number of dims, a matmul a width, an
+operation on None that an argument is needed (feeding/). The search tries, within a budget, what errors suggest, and
+keeps its trail.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import working_dtype
 from autoplan.values import Fed
 
-if TYPE_CHECKING:  # most models are fed as their config says: what searches is imported when it is needed
+if TYPE_CHECKING:  # most models are fed as their config says: the search is imported only when needed
     from autoplan.capture.feeding.arguments import Arguments
     from autoplan.capture.feeding.search import Search, Step
 
-_OF_A_PART = 60  # tries
+_OF_A_PART = 60  # tries for a submodule
 _SHOWN = 8  # tries that a message lists
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What each argument is, in sizes and in other sizes, and how that was found. `training`: with what makes a forward
-    compute its loss, where it takes that."""
+    """Example arguments, also in other sizes, and how they were derived. `training`: with the arguments that make
+    forward compute its loss, if it takes them."""
 
     state: State
     other: State | None
@@ -45,7 +45,7 @@ class Recipe:
     training: State | None = None
 
     def draw(self, model: nn.Module, seed: int, *, other: bool = False) -> dict[str, dict[str, Any]]:
-        """Keyword arguments by call, in the model's own dtype; `other`: in the other sizes, if it has any."""
+        """Return keyword arguments by call, in the model's own dtype; `other`: in the other sizes, if there are any."""
         state = self.other if other and self.other is not None else self.state
         calls = {"forward": state}
         if self.training is not None:
@@ -53,7 +53,7 @@ class Recipe:
         return {name: call.draw(seed, working_dtype(model)) for name, call in calls.items()}
 
     def fed(self) -> tuple[Fed, ...]:
-        """What a plan keeps of it."""
+        """Return what a plan records: each argument in both sizes, and why it was chosen."""
         reasons: dict[str, str] = {}
         last = self.training or self.state
         others = dict(self.other.wants) if self.other is not None else {}
@@ -73,20 +73,20 @@ class Recipe:
 
 
 def recipe_for(model: nn.Module) -> Recipe:
-    """Search. Raises CaptureError with the signature, what was tried, the line that failed, and a snippet to edit."""
-    search, found = _searched(model, 0, first=False, sizes={})
-    found = search.marked(found, there=False)
-    other = search.other_sizes(found) if found.wants else None
+    """Search for a recipe. Raise CaptureError with signature, tries, the line that failed and a snippet to edit."""
+    search, state = _searched(model, 0, first=False, sizes={})
+    state = search.marked(state, there=False)
+    other = search.other_sizes(state) if state.wants else None
     other = search.marked(other, there=True) if other is not None else None
-    return Recipe(found, other, tuple(search.steps), search.with_targets(found, other))
+    return Recipe(state, other, tuple(search.steps), search.with_targets(state, other))
 
 
 def derive(model: nn.Module, batch: int, length: int, seed: int, *, first: bool = False) -> dict[str, Any]:
-    """Keyword arguments for one forward. `first`: of a part, whose first argument is given even if it may be left out;
-    there are many parts, and what is derived for one is worth fewer tries."""
+    """Return keyword arguments for one forward. `first`: for a submodule, whose first argument is passed even if it is
+    optional; there may be many submodules, so each gets fewer tries."""
     most = _OF_A_PART if first else None
-    _, found = _searched(model, seed, first=first, sizes={"batch": batch, "length": length}, most=most)
-    return found.draw(seed, working_dtype(model))
+    _, state = _searched(model, seed, first=first, sizes={"batch": batch, "length": length}, most=most)
+    return state.draw(seed, working_dtype(model))
 
 
 def _searched(
@@ -101,10 +101,10 @@ def _searched(
         if size != SIZES[name]:
             start = start.with_size(name, size)
     search = Search(model, arguments, seed, MOST_TRIES if most is None else most)
-    found = search.run(start) if start.wants or arguments.open else start
-    if found is None:
+    state = search.run(start) if start.wants or arguments.open else start
+    if state is None:
         raise _not_found(arguments, search)
-    return search, found
+    return search, state
 
 
 def _not_found(arguments: Arguments, search: Search) -> CaptureError:
@@ -112,8 +112,8 @@ def _not_found(arguments: Arguments, search: Search) -> CaptureError:
     sizes = best.state.sizes
     guess = ", ".join(f"{name!r}: {want.code(sizes)}" for name, want in best.state.wants)
     where = f"\n  failed at {best.where}" if best.where else ""
-    told = sorted(search.steps, key=lambda step: -step.reached)[:_SHOWN]
-    lines = "".join(f"\n    {_tried(step)}" for step in told)
+    closest = sorted(search.steps, key=lambda step: -step.reached)[:_SHOWN]
+    lines = "".join(f"\n    {_tried(step)}" for step in closest)
     return CaptureError(
         f"no inputs could be derived for {arguments.signature}: after {len(search.steps)} tries the nearest still "
         f"ends in {best.failed}{where}\n  tried, the farthest first:{lines}",
@@ -122,61 +122,61 @@ def _not_found(arguments: Arguments, search: Search) -> CaptureError:
 
 
 def _tried(step: Step) -> str:
-    given = ", ".join(f"{name}={want.text(step.state.sizes)}" for name, want in step.state.wants)
-    return f"{given} -> {step.failed[:120] or 'ran'}"
+    arguments = ", ".join(f"{name}={want.text(step.state.sizes)}" for name, want in step.state.wants)
+    return f"{arguments} -> {step.failed[:120] or 'ran'}"
 
 
-# Parts of a model that its own forward never runs: they are called alone.
+# Submodules that the model's own forward never runs are called alone.
 #
 # Decoders of image tokens, heads of a second task, codecs: methods of a model run them, its forward does not, and yet
-# their weights fill memory. A feed with the key "@module" calls that module in place of the model. What it takes is
-# derived as for any plain module. Whoever calls it, it must give whole results, and whole gradients of what it takes.
+# their weights fill memory. A feed with the key "@module" calls that module in place of the model. Its inputs are
+# derived as for any plain module. Its results, and the gradients of its inputs, must be replicated, whoever calls it.
 #
-# Of equal parts in one list some may be read and others not: a router chose so. Those are left alone, since what their
-# siblings' results run into was seen, and theirs must be the same.
+# If a router chose some of the equal members of a list, the others are left alone: what follows their siblings' results
+# was recorded, and the same must follow theirs.
 #
-# A part that has other methods which run its parts (`encode`, `decode`) is not called itself: nothing says that its
-# forward does what they do. Its parts are.
+# A module with other methods that run its children (`encode`, `decode`) is not called itself, since its forward need
+# not do what they do. Its children are.
 
 
-_SIDES = (4, 8, 16)  # of pictures
-_WORTH = 0.001  # of the model's weights: what holds less stays whole
+_SIDES = (4, 8, 16)  # of example images
+_WORTH = 0.001  # share of the model's weights below which a submodule is not fed, and stays replicated
 
 
-Make = Callable[[str, nn.Module], dict[str, Any] | None]  # what a part is given, where something says so
+Make = Callable[[str, nn.Module], dict[str, Any] | None]  # inputs of a submodule, if a rule describes them
 
 
 def part_feeds(
     model: nn.Module, feeds: Mapping[str, Mapping[str, Any]], described: Make, size: tuple[int, int, int]
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """A feed for each part of some size that none of the given ones reads, and a note for each that has none.
+    """Return a feed for each large submodule that no given feed reads, and a note for each that cannot be fed.
 
-    `size`: batch, length and seed of what is derived.
+    `size`: batch, length and seed of derived inputs.
     """
-    found: dict[str, dict[str, Any]] = {}
+    part_inputs: dict[str, dict[str, Any]] = {}
     notes: list[str] = []
     reads = _Reads.of(model, feeds)
     waiting = list(reads.unread_parts(model, ""))
     while waiting:
         name, part = waiting.pop(0)
         try:
-            given = described(name, part)
-            found[name] = {PART: name, **(_derived(part, size) if given is None else given)}
+            arguments = described(name, part)
+            part_inputs[name] = {PART: name, **(_derived(part, size) if arguments is None else arguments)}
         except CaptureError as error:
             inside = list(reads.unread_parts(part, f"{name}."))
             if not inside:
                 notes.append(f"no feed for {name}, which forward does not run: {error.message}")
             waiting = inside + waiting
-    return found, notes
+    return part_inputs, notes
 
 
 def _derived(part: nn.Module, size: tuple[int, int, int]) -> dict[str, Any]:
-    """What the part takes; of pictures the smallest that goes through it, for what makes pictures makes large ones."""
-    given = _smallest(part, derive(part, *size, first=True))
-    run = tried(part, given, supposing=True)
-    if not run.complete:  # a search on shapes alone stops where values are read
+    """Return arguments for a submodule; images as small as it takes, since an image generator's outputs are large."""
+    arguments = _smallest(part, derive(part, *size, first=True))
+    run = tried(part, arguments, supposing=True)
+    if not run.complete:  # the search works on shapes alone and stops where values are read
         raise CaptureError(str(run.failure or "it reads values of what it is given"))
-    return given
+    return arguments
 
 
 def _smallest(part: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def _smallest(part: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_to(value: Any, side: int) -> Any:
-    """The corner of a picture (or a film)."""
+    """Crop an image (or a video) to its corner."""
     if not isinstance(value, torch.Tensor) or value.dim() < 4:
         return value
     return value[..., :side, :side].contiguous()
@@ -201,7 +201,7 @@ def _cut_to(value: Any, side: int) -> Any:
 
 @dataclass(frozen=True)
 class _Reads:
-    """Which parameters some feed reads, and which none does. Of equal blocks one is known for all."""
+    """The parameters that some feed reads, and those that none does; one of a set of folded blocks stands for all."""
 
     read: frozenset[str]
     unread: frozenset[str]
@@ -209,22 +209,22 @@ class _Reads:
 
     @staticmethod
     def of(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]]) -> _Reads:
-        """Nothing counts as unread where a run stopped halfway."""
+        """Run the feeds. No parameter counts as unread if a run stopped halfway."""
         runs = [tried(model, feed, supposing=True) for feed in feeds.values()]
         read = frozenset[str]().union(*(run.used for run in runs))
-        known = frozenset[str]().union(*(run.known for run in runs))
-        unread = known - read if all(run.complete for run in runs) else frozenset[str]()
+        parameters = frozenset[str]().union(*(run.known for run in runs))
+        unread = parameters - read if all(run.complete for run in runs) else frozenset[str]()
         return _Reads(read, unread, _WORTH * sum(p.numel() for p in model.parameters()))
 
     def unread_parts(self, model: nn.Module, above: str) -> Iterator[tuple[str, nn.Module]]:
-        """The outermost modules that nobody reads and that can be called by themselves."""
+        """Yield the outermost submodules that no feed reads and that can be called by themselves."""
         for short, part in model.named_children():
             name = f"{above}{short}"
-            held = {f"{name}.{own}": parameter.numel() for own, parameter in part.named_parameters()}
-            unread = held.keys() & self.unread
-            if not unread or sum(held.values()) < self.worth:
+            sizes = {f"{name}.{own}": parameter.numel() for own, parameter in part.named_parameters()}
+            unread = sizes.keys() & self.unread
+            if not unread or sum(sizes.values()) < self.worth:
                 continue
-            partly_read = bool(held.keys() & self.read)
+            partly_read = bool(sizes.keys() & self.read)
             if not partly_read and self._has_read_sibling(model, above, part):
                 continue
             if partly_read or not _is_called(part):
@@ -233,7 +233,7 @@ class _Reads:
                 yield name, part
 
     def _has_read_sibling(self, model: nn.Module, above: str, part: nn.Module) -> bool:
-        """Is a part of the same class next to it read?"""
+        """Return whether a member of the same container and class is read."""
         siblings = (f"{above}{short}." for short, other in model.named_children() if type(other) is type(part))
         if not isinstance(model, CONTAINERS):
             return False
@@ -242,7 +242,7 @@ class _Reads:
 
 
 def _is_called(part: nn.Module) -> bool:
-    """Has it a forward, and no other public method that runs its parts?"""
+    """Return whether a module has a forward and no other public method that runs its children."""
     if type(part).forward is nn.Module.forward:
         return False
     children = {name for name, _ in part.named_children()}

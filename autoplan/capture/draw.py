@@ -1,4 +1,4 @@
-"""Drawing example tensors, always the same ones, from a generator of our own."""
+"""Draw example tensors, the same ones every time, from a generator of our own."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 from autoplan.common.errors import SourceError
 
-_MOST_ELEMENTS, _MOST_DESCRIBED = 1 << 28, 1 << 26  # of one example; of one that a rule file describes
+_MOST_ELEMENTS, _MOST_DESCRIBED = 1 << 28, 1 << 26  # of one example tensor; of one that a rule file describes
 _DRAWN = 1_000_003  # a prime: no two rows of an example are the same
 
 
 class Draw:
-    """Example tensors of one model: floats in the model's own dtype."""
+    """Draws the example tensors of one model; floats in the model's own dtype."""
 
     def __init__(self, seed: int, dtype: torch.dtype):
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype = dtype
 
     def normal(self, shape: Sequence[int]) -> torch.Tensor:
-        """Of very many numbers only the first are drawn, and repeated: drawing takes longer than running on them."""
+        """Return normal numbers; many are repeated from the first ones, since drawing takes longer than running."""
         count = prod(_few(shape))
         drawn = torch.randn(min(count, _DRAWN), generator=self.generator, dtype=torch.float64).to(self.dtype)
         return drawn.repeat(-(-count // _DRAWN) or 1)[:count].reshape(tuple(shape))
@@ -34,7 +34,7 @@ class Draw:
         return torch.randint(low, max(high, low + 1), _few(shape), generator=self.generator)
 
     def spread(self, allowed: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Some of the allowed numbers, from all parts of them; a quarter is drawn freely, so that some come twice."""
+        """Return numbers spread over all of `allowed`; a quarter is drawn freely, so that some occur twice."""
         if not allowed:
             raise SourceError("there is nothing to choose example ids from", hint="look for a vocabulary of no ids")
         count = prod(_few(shape))
@@ -43,7 +43,7 @@ class Draw:
         return torch.tensor(allowed)[places[torch.randperm(count, generator=self.generator)]].reshape(tuple(shape))
 
     def described(self, rule: Mapping[str, Any], known: Mapping[str, Any]) -> Any:
-        """One argument as a rule file describes it: kind, shape, for ids low and high; or a plain `value` or `size`."""
+        """Return an argument that a rule file describes by kind and shape (ids: low, high), or as `value` or `size`."""
         if "value" in rule:
             return rule["value"]
         if "size" in rule:
@@ -86,7 +86,7 @@ def _numbers(row: Any) -> torch.Tensor:
 
 
 def evaluate(size: int | str, known: Mapping[str, Any]) -> int:
-    """A size in a rule file: sums of products of numbers, known sizes and paths into the config or the model.
+    """Return a size of a rule file: a sum of products of numbers, known sizes and paths into config or model.
 
     >>> evaluate("2*batch+1", {"batch": 3})
     7
@@ -99,10 +99,10 @@ def evaluate(size: int | str, known: Mapping[str, Any]) -> int:
     for term in size.split("+"):
         product = 1
         for factor in term.split("*"):
-            whole, *parts = factor.split("//")
-            product *= _look_up(whole.strip(), known)
-            for part in parts:
-                product //= _look_up(part.strip(), known)
+            first, *divisors = factor.split("//")
+            product *= _look_up(first.strip(), known)
+            for divisor in divisors:
+                product //= _look_up(divisor.strip(), known)
         total += product
     return total
 

@@ -1,10 +1,10 @@
-"""Running a copy of a model to see what happens: without storage where possible, with zeros where values are read.
+"""Run a copy of a model to see what happens: without storage where possible, with zeros where values are read.
 
-Modes of fake tensors are made here, and in threads that end too. torch 2.11 built for CUDA, on a machine without a GPU:
-the first FakeTensorMode of a process registers a stand-in for CUDA's device guard, once for the process, but the thread
-that entered the mode owns it. When that thread ends, the registry points to freed memory, and the next mode ends Python
-with a segmentation fault (pytorch/pytorch#178950). So a thread that lives as long as the process enters first. torch
-2.13 and 2.14, and builds for CPUs, are not affected.
+Modes of fake tensors are made here, also in threads that end. With torch 2.11 built for CUDA, on a machine without a
+GPU, the first FakeTensorMode of a process registers a stand-in for CUDA's device guard. It is registered once for the
+process, but owned by the thread that entered the mode. When that thread ends, the registry points to freed memory, and
+the next mode crashes Python (pytorch/pytorch#178950). So a thread that lives as long as the process enters first. torch
+2.13 and 2.14, and CPU builds, are not affected.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from autoplan.common.random_values import untouched_randomness
 from autoplan.patches.classes import code_lies_open
 from autoplan.patches.kernels import on_reference_path
 
-SMALL = 30_000_000  # parameters up to which a copy may be run for real
-_MOST_WORK = 2_000_000_000  # parameters times tokens, likewise: a second on a CPU without bfloat16
+SMALL = 30_000_000  # most parameters of a copy that may be run for real
+_MOST_WORK = 2_000_000_000  # likewise, parameters times tokens: a second on a CPU without bfloat16
 
 
 def fake_mode() -> FakeTensorMode:
-    """Make a mode in which tensors have no storage; tensors with storage may come in."""
+    """Return a mode in which tensors have no storage; tensors with storage may enter it."""
     enter_first_in_a_lasting_thread()
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @cache
 def enter_first_in_a_lasting_thread() -> None:
-    """Call this before any thread that may end enters a FakeTensorMode, DTensor's own included."""
+    """Enter a first FakeTensorMode. Call it before any thread that may end enters one, DTensor's own included."""
     if not torch.backends.cuda.is_built() or torch.cuda.is_available():
         return  # torch registers no stand-in
     if threading.current_thread() is threading.main_thread():
@@ -64,7 +64,7 @@ def _stay(entered: threading.Event) -> None:
         _enter()
     finally:
         entered.set()
-    threading.Event().wait()  # nobody sets it: the thread ends with the process
+    threading.Event().wait()  # never set: the thread ends with the process
 
 
 def _enter() -> None:
@@ -73,21 +73,21 @@ def _enter() -> None:
 
 
 def without_storage(model: nn.Module, *, folded: bool = True) -> tuple[FakeTensorMode, nn.Module]:
-    """A mode, and a copy of the model that is to be run in it."""
+    """Return a fake mode and a copy of the model to be run in it."""
     mode = fake_mode()
     with mode:
         return mode, fold(model, _fake, fold=folded).module
 
 
 def with_storage(model: nn.Module, *, folded: bool = True) -> nn.Module:
-    """A copy on the CPU; what has no values becomes zeros."""
+    """Return a copy on the CPU; tensors without values become zeros."""
     return fold(model, _values, fold=folded).module
 
 
 class Twin:
-    """A copy on which calls are tried: a real one of a small model, one without storage of a large one or many tokens.
+    """A copy on which calls are tried: real for a small model, without storage for a large one or many tokens.
 
-    `folded`: with few of its equal blocks, which is cheaper, and wrong where the model counts its blocks.
+    `folded`: with few of the repeated blocks, which is cheaper, but wrong if the model counts its blocks.
     """
 
     def __init__(self, model: nn.Module, *, folded: bool = True, supposing: bool = False, tokens: int = 0) -> None:
@@ -103,29 +103,29 @@ class Twin:
         self.module, self.folds = copy.module, copy.folds
 
     def run(self, function: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
-        """Call the module or a method of it, without leaving a trace; what it raises is raised."""
+        """Call the module or a method of it, leaving no trace in it; exceptions pass through."""
         with untouched_randomness(0), quiet(), on_reference_path(), torch.no_grad(), refusing_outsiders(self.module):
             if self.known is None:
                 return function(**{name: own(value) for name, value in keywords.items()})
-            with code_lies_open(self.module), self.known as known:
-                return function(**{name: known.admit(value) for name, value in keywords.items()})
+            with code_lies_open(self.module), self.known as mode:
+                return function(**{name: mode.admit(value) for name, value in keywords.items()})
 
 
 def own(value: Any) -> Any:
-    """Inside a fake mode this gives a fake tensor; outside, a copy that in-place code may change."""
+    """Return a copy that in-place code may change; inside a fake mode it is a fake tensor."""
     return value.clone() if isinstance(value, torch.Tensor) else own_argument(value, own)
 
 
 def depends_on_data(error: BaseException) -> bool:
-    """Did Python look at the values of a tensor that has none?"""
+    """Return whether Python looked at the values of a tensor that has none."""
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What came of a call: why it failed, if it did, and the parameters that it read, as far as it came.
+    """The result of a call: its failure, if any, and the parameters that it read up to then.
 
-    `known` are the parameters of the copy: of equal blocks one stands for all. `complete`: it came to its end.
+    `known` are the parameters of the copy (one of equal blocks stands for all). `complete`: the call ran to its end.
     """
 
     failure: Exception | None
@@ -135,21 +135,21 @@ class Tried:
 
 
 def tried(model: nn.Module, keywords: Mapping[str, Any], *others: Mapping[str, Any], supposing: bool = False) -> Tried:
-    """Call a copy of the model; what it reads is what none of the other calls reads.
+    """Call a copy of the model; `used` are the parameters that it reads and none of the other calls does.
 
-    It runs, as far as that shows without looking at values, when there is no failure. `supposing` makes up choices
-    that depend on values.
+    Without a failure the call works, as far as can be seen without values. `supposing` makes up the outcome of branches
+    on values.
     """
-    found = Tried(None, frozenset())
+    result = Tried(None, frozenset())
     ids = (t for _, t in flatten_tensors(keywords) if not t.is_floating_point())
     tokens = max((t.numel() for t in ids), default=0)
     for folded in (True, False):
         twin = Twin(model, folded=folded, supposing=supposing, tokens=tokens)
-        found = _call(twin, keywords)
-        if found.failure is None or not twin.folds:
+        result = _call(twin, keywords)
+        if result.failure is None or not twin.folds:
             break
     read_anyway = (_call(twin, other).used for other in others)
-    return replace(found, used=found.used.difference(*read_anyway))
+    return replace(result, used=result.used.difference(*read_anyway))
 
 
 def _call(twin: Twin, keywords: Mapping[str, Any]) -> Tried:
@@ -167,12 +167,12 @@ def _call(twin: Twin, keywords: Mapping[str, Any]) -> Tried:
 
 
 def failure_of(model: nn.Module, keywords: Mapping[str, Any]) -> Exception | None:
-    """Why a call of the model would fail; None when it runs, as far as that shows without looking at values."""
+    """Return why a call of the model would fail; None if it runs, as far as can be seen without values."""
     return tried(model, keywords).failure
 
 
 class _Reads(TorchFunctionMode):
-    """Notes which of a module's parameters are handed to any torch function."""
+    """Records the parameters of a module that are passed to any torch function."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class _Reads(TorchFunctionMode):
         self.found: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not str(getattr(func, "__name__", "")).startswith("__get__"):  # asking for a dtype or a device reads nothing
+        if not str(getattr(func, "__name__", "")).startswith("__get__"):  # a query of dtype or device reads no values
             self.found.update(
                 self.names[id(t)] for _, t in flatten_tensors((args, kwargs or {})) if id(t) in self.names
             )
@@ -189,9 +189,9 @@ class _Reads(TorchFunctionMode):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Failing guesses are our business: torch would log each with a traceback."""
+    """Silence warnings, and torch's log of a traceback for each failed guess."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addFilter(_nothing)  # should threads overlap, torch is loud again too soon, and never silent for good
+    logger.addFilter(_nothing)  # if threads overlap, logging may resume early, but never stays off
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""A copy of a model that is cheap to run: without storage, and with few blocks of each repeated stack.
+"""Copy a model so that the copy is cheap to run: without storage, and with few blocks of each repeated stack.
 
 The problem: what a model does is learnt by running it, and 80 equal blocks tell nothing that two do not. The copy must
 keep the names of the real parameters, must never touch the user's model (its tensors, hooks, config, attributes), and
@@ -30,15 +30,15 @@ from autoplan.common.errors import CaptureError
 from autoplan.values import Fold
 
 Replace = Callable[[torch.Tensor, str], torch.Tensor]
-# The second of a kind shows that a block may follow one of its own; the last of a stack is kept too, for what follows
-# reads it, and stands for no other.
+# Two, since a block may follow one of its own kind. The last of a stack is kept as well, because what follows reads it;
+# it stands for no other block.
 KEPT_PER_KIND = 2
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
 class Folded:
-    """The copy, and which blocks of it stand for which blocks that were left out."""
+    """A copy of a model, and which of its blocks stand for which blocks that were left out."""
 
     module: nn.Module
     folds: tuple[Fold, ...]
@@ -46,7 +46,7 @@ class Folded:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What is kept of one container: `kept` positions of `keys`, and who stands for the others."""
+    """The blocks that are kept of one container (positions in `keys`), and those that stand for the others."""
 
     name: str
     container: nn.Module
@@ -54,14 +54,14 @@ class _Choice:
     kept: tuple[int, ...]
     members: tuple[tuple[str, str], ...]  # dropped key -> representative key
     alike: tuple[tuple[str, str], ...]  # kept key -> representative of its kind
-    lists: tuple[tuple[Any, str], ...]  # (object, attribute) of the per-layer lists that tell its blocks apart
+    lists: tuple[tuple[Any, str], ...]  # (object, attribute) of the per-layer lists that distinguish its blocks
 
 
 def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True) -> Folded:
     """Copy `model` with `replace(tensor, name)` in place of each tensor; keep two blocks of each kind per stack.
 
-    `replace` is called once per tensor (ties stay ties) and defaults to empty tensors on the meta device.
-    With `fold=False` all blocks are kept: the way out when a model's forward counts on their number.
+    `replace` is called once per tensor (tied tensors stay tied) and defaults to empty tensors on the meta device.
+    `fold=False` keeps all blocks, for models whose forward counts them.
     """
     choices = _choose(model) if fold else []
     left_out = {id(choice.container): choice for choice in choices}
@@ -98,13 +98,13 @@ def _to_meta(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-# ---------------------------------------------------------------------------------------------- what is left out
+# Choice of the blocks that are left out
 
 
 def _choose(model: nn.Module) -> list[_Choice]:
-    """The outermost containers in which some block is a repetition."""
+    """Return a choice for each outermost container in which some block is repeated."""
     configs = _Configs(containers_in(model))
-    found: list[_Choice] = []
+    choices: list[_Choice] = []
     seen: set[int] = set()
 
     def visit(module: nn.Module, name: str, above: tuple[nn.Module, ...]) -> None:
@@ -114,14 +114,14 @@ def _choose(model: nn.Module) -> list[_Choice]:
         if isinstance(module, CONTAINERS):
             choice = _choose_in(module, name, above, configs)
             if choice is not None and choice.members:
-                found.append(choice)
+                choices.append(choice)
                 return
         for key, child in module._modules.items():
             if child is not None:
                 visit(child, f"{name}.{key}" if name else key, (*above, module))
 
     visit(model, "", ())
-    return found
+    return choices
 
 
 def _choose_in(container: nn.Module, name: str, above: tuple[nn.Module, ...], configs: _Configs) -> _Choice | None:
@@ -143,9 +143,9 @@ def _choose_in(container: nn.Module, name: str, above: tuple[nn.Module, ...], co
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Blocks hold modules that hold modules (block, attention, projection), or norms next to their matrices.
+    """Return whether a module holds modules that hold modules (block, attention, projection), or norms beside matrices.
 
-    Experts, heads and projections do not; they are picked by index or all at once, and stay.
+    Experts, heads and projections do not; they are selected by index or used all at once, and all stay.
     """
     children = [child for child in module._modules.values() if child is not None]
     if isinstance(module, CONTAINERS) or not children:
@@ -167,9 +167,9 @@ def _first_of_each(kinds: list[Hashable]) -> list[int]:
 
 
 def _align(kept: list[int], kinds: list[Hashable]) -> tuple[int, ...]:
-    """Fill holes until a block's index and its place among the kept ones never mean different kinds.
+    """Add positions until a block's index and its place among the kept ones never mean different kinds.
 
-    Models look into per-layer lists by either (`enumerate`, or the index that a block stores); see `_shorten`.
+    Models index per-layer lists by either (`enumerate`, or the index that a block stores); see `_shorten`.
     """
     chosen = sorted(kept)
     while any(place in chosen and kinds[place] != kinds[chosen[place]] for place in range(len(chosen))):
@@ -178,7 +178,7 @@ def _align(kept: list[int], kinds: list[Hashable]) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-# ------------------------------------------------------------------------------------------------- kinds of blocks
+# Kinds of blocks
 
 
 class _Configs:
@@ -198,18 +198,18 @@ class _Configs:
         return self.known[id(thing)][1]
 
     def lists(self, length: int) -> Iterator[tuple[Any, str, Any]]:
-        """(object, attribute, list) of every list nearby that has one value per block, and not the same for all."""
+        """Yield (object, attribute, list) for each list nearby with one value per block, not all of them equal."""
         for thing in self.near.values():
             for name, value in vars(thing).items():
                 if not isinstance(value, list | tuple) or len(value) != length:
                     continue
-                held = any(isinstance(item, nn.Module | torch.Tensor) for item in value)  # the blocks themselves
-                if not held and len(set(map(_text, value))) > 1:
+                has_blocks = any(isinstance(item, nn.Module | torch.Tensor) for item in value)  # the blocks themselves
+                if not has_blocks and len(set(map(_text, value))) > 1:
                     yield thing, name, value
 
 
 def kinds_of(modules: list[nn.Module]) -> list[Hashable]:
-    """What kind each of these modules is, by itself: those of one kind differ in numbers only."""
+    """Return a signature of each module, taken by itself: modules of one kind differ in numbers only."""
     return _signatures(modules, (), _Configs())
 
 
@@ -230,7 +230,7 @@ def _signatures(blocks: list[nn.Module], above: tuple[nn.Module, ...], configs: 
 
 
 def _describe(block: nn.Module, configs: _Configs) -> tuple[Hashable, dict[Hashable, int]]:
-    """A block's content but for integers, and its integers by (submodule, attribute)."""
+    """Return a block's content without its integers, and its integers by (submodule, attribute)."""
     content: list[Hashable] = []
     integers: dict[Hashable, int] = {}
     for name, module in block.named_modules():
@@ -252,7 +252,7 @@ def _describe(block: nn.Module, configs: _Configs) -> tuple[Hashable, dict[Hasha
 
 
 def _counters(integers: list[dict[Hashable, int]]) -> set[Hashable]:
-    """The attributes that rise by one from block to block: they count, and say nothing about the kind."""
+    """Return the attributes that rise by one from block to block: they count, and say nothing about the kind."""
     names = set(integers[0]).union(*integers[1:])
 
     def counts(name: Hashable) -> bool:
@@ -263,7 +263,7 @@ def _counters(integers: list[dict[Hashable, int]]) -> set[Hashable]:
 
 
 def _plain(value: Any) -> Hashable:
-    """What of an attribute's value may distinguish blocks; None for what may not (tensors, objects)."""
+    """Return what may distinguish blocks in an attribute's value; None if nothing does (tensors, objects)."""
     if isinstance(value, float):
         return ("float", (value > 0) - (value < 0))
     if value is None or isinstance(value, int | str | torch.dtype | types.FunctionType | type):
@@ -274,7 +274,7 @@ def _plain(value: Any) -> Hashable:
 
 
 def _text(value: Any) -> str:
-    """A per-layer value written out: they may be numbers, names, dicts or small objects."""
+    """Return a per-layer value as text: it may be a number, a name, a dict or a small object."""
     return repr(sorted(vars(value).items(), key=lambda item: item[0])) if hasattr(value, "__dict__") else repr(value)
 
 
@@ -283,14 +283,14 @@ def _is_config(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, kinds)
 
 
-# ------------------------------------------------------------------------------------------------------- the copy
+# The copy
 
 _HOOKS = frozenset(key for key in nn.Module().__dict__ if "hooks" in key)
 _BASE_STATE = frozenset(nn.Module().__dict__)
 
 
 def _plant_tensors(model: nn.Module, left_out: dict[int, _Choice], replace: Replace, memo: dict[int, Any]) -> None:
-    """Tell the copier, before it starts, what stands for each tensor and that hooks stay behind."""
+    """Put into the memo, before deepcopy starts, a replacement of each tensor and empty dicts for hooks."""
 
     def plant(value: Any, name: str) -> None:
         if isinstance(value, torch.Tensor):
@@ -327,7 +327,7 @@ def _plant_tensors(model: nn.Module, left_out: dict[int, _Choice], replace: Repl
 
 
 def _stand_for(block: Any, copied: Any, memo: dict[int, Any]) -> None:
-    """Whoever else holds the block or a part of it (a plain list, a function) gets that of its representative."""
+    """Map the block and its submodules to its representative's for whatever else holds them (a list, a function)."""
     memo[id(block)] = copied
     parts = dict(copied.named_modules())
     for name, module in block.named_modules():
@@ -340,7 +340,7 @@ def _stand_for(block: Any, copied: Any, memo: dict[int, Any]) -> None:
 
 
 def _shorten(choices: list[_Choice], memo: dict[int, Any]) -> None:
-    """Let the copy's per-layer lists give, at a kept block's place among the kept, that block's value."""
+    """Edit the copy's per-layer lists so that a kept block's place among the kept ones gives that block's value."""
     edits: dict[tuple[int, str], tuple[Any, list[Any]]] = {}
     for choice in choices:
         for thing, name in choice.lists:
@@ -359,7 +359,7 @@ def _shorten(choices: list[_Choice], memo: dict[int, Any]) -> None:
 
 
 def _count_places(blocks: nn.ModuleList) -> None:
-    """Let numbers index the kept blocks by place: `blocks[2]` is the third of 0, 1 and 31, `blocks[-1]` is 31."""
+    """Make integers index the kept blocks by place: of blocks 0, 1 and 31, `blocks[2]` and `blocks[-1]` are 31."""
     keys = tuple(blocks._modules)
     vars(blocks)["_get_abs_string_index"] = lambda index: keys[index]
 
@@ -384,6 +384,6 @@ def _not_copyable(root: nn.Module, memo: dict[int, Any], prefix: str) -> tuple[s
                 continue
             try:
                 copy.deepcopy(value, memo)
-            except Exception as error:  # whatever it is, it is the answer
+            except Exception as error:
                 return f"attribute {f'{path}.{key}' if path else key!r}", f"{type(error).__name__}: {error}"
     return f"module {prefix or type(root).__name__!r}", ""

@@ -1,14 +1,14 @@
-"""Forward hooks that are a part of what a model computes.
+"""Keep the forward hooks that are a part of what a model computes.
 
 Hooks are left behind when a model is copied to be recorded: they are the user's business (they log, count, collect) and
-must not see runs of ours. But a hook that holds a module or a parameter may compute with it; then it is a part of the
-model's forward like any other, and goes along. So does one that writes into a dict or a list which the model holds
-too, for the model reads there what the hook saw; and those of torch that make a weight anew at each call (the old
-`weight_norm` and `spectral_norm`, pruning), which hold no more than its name.
+must not see our runs. But a hook that holds a module or a parameter may compute with it; then it is a part of the
+model's forward like any other, and is copied. So is one that writes into a dict or a list of the model, which the model
+reads, and those of torch that compute a weight again at each call (the old `weight_norm` and `spectral_norm`, pruning),
+which hold no more than its name.
 
-What makes a weight may do something else in training: a spectral norm goes on with its estimate then, and writes it
-into a buffer. A parametrization is a module, and recorded in that mode too; a hook is not, so its weights are named,
-and stay whole.
+A hook that makes a weight may do something else in training: a spectral norm then updates its estimate, and writes it
+into a buffer. A parametrization is a module, and recorded in that mode too; a hook is not, so its weights are listed,
+and stay replicated.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from autoplan.capture.copies import PLAIN_CONTAINERS, Rebinding, containers_of, 
 
 _MAKING_WEIGHTS = "torch.nn.utils."
 _BASE_STATE = frozenset(nn.Module().__dict__)
-_KINDS = {  # and what is noted about them
+_KINDS = {  # kind -> dicts with their flags
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 }
 
 
 def hooks_of_forward(module: nn.Module, shared: Container[int] = ()) -> Iterator[tuple[str, int, Any]]:
-    """Kind, number and function of each. `shared`: ids of containers that the model holds."""
+    """Yield kind, number and function of each such hook. `shared`: ids of containers that the model holds."""
     for kind in _KINDS:
         for number, hook in vars(module)[kind].items():
             if (
                 holds_weights(hook)
                 or type(hook).__module__.startswith(_MAKING_WEIGHTS)
-                or any(id(one) in shared for one in containers_of(hook))
+                or any(id(container) in shared for container in containers_of(hook))
             ):
                 yield kind, number, hook
 
 
 def containers_in(model: nn.Module) -> frozenset[int]:
-    """Ids of the lists and dicts that modules hold as attributes of their own."""
+    """Return the ids of the lists and dicts that modules hold as attributes of their own."""
     values = (value for module in model.modules() for name, value in vars(module).items() if name not in _BASE_STATE)
     return frozenset(id(value) for value in values if type(value) in PLAIN_CONTAINERS)
 
 
 def keep_hooks_of_forward(model: nn.Module, rebinding: Rebinding) -> None:
-    """Give those of the model to the copy, where the copy has empty hooks so far."""
+    """Add these hooks to the copy, whose hook dicts are empty so far."""
     shared = containers_in(model)
     for module in model.modules():
         if id(module) not in rebinding.memo:
@@ -56,16 +56,16 @@ def keep_hooks_of_forward(model: nn.Module, rebinding: Rebinding) -> None:
         for kind, number, _ in hooks_of_forward(module, shared):
             for name in (kind, *_KINDS[kind]):
                 theirs = vars(module)[name]
-                if number in theirs and id(theirs) in rebinding.memo:  # not in a block that was left out
+                if number in theirs and id(theirs) in rebinding.memo:  # not of a folded block
                     rebinding.memo[id(theirs)][number] = rebinding.of(theirs[number])
 
 
 def made_anew_in_training(model: nn.Module) -> tuple[str, ...]:
-    """Where weights lie that a hook of torch's makes otherwise in training."""
-    found = []
+    """Return the modules with a torch hook that computes their weight in another way in training."""
+    names = []
     for name, module in model.named_modules():
         hooks = (type(hook) for _, _, hook in hooks_of_forward(module))
-        made = [hook.__call__ for hook in hooks if hook.__module__.startswith(_MAKING_WEIGHTS)]
-        if any("training" in inspect.unwrap(function).__code__.co_names for function in made):
-            found.append(name)
-    return tuple(found)
+        calls = [hook.__call__ for hook in hooks if hook.__module__.startswith(_MAKING_WEIGHTS)]
+        if any("training" in inspect.unwrap(function).__code__.co_names for function in calls):
+            names.append(name)
+    return tuple(names)

@@ -1,4 +1,4 @@
-"""A trace as a `torch.fx.Graph`: to print, to draw, to post-process with FX's own tools.
+"""Show a trace as a `torch.fx.Graph`: to print, to draw, to post-process with FX's own tools.
 
 Every aten op is a node in the order in which it ran; parameters and buffers are `get_attr` nodes under their names,
 inputs are placeholders. `node.meta` has what the trace knows: "module" (whose Python made the op), "shape", "dtype".
@@ -16,7 +16,7 @@ from autoplan.values import Op, Ref, Symbolic, TensorInfo, Trace
 
 
 def graph_of(trace: Trace) -> fx.Graph:
-    """The ops of a trace as an FX graph. It is a picture of one run: sizes are the numbers of that run."""
+    """Return the ops of a trace as an FX graph. It shows one run: its sizes are the numbers of that run."""
     graph = fx.Graph()
     nodes: dict[int, fx.Node] = {}
     for index, tensor in enumerate(trace.tensors):
@@ -46,8 +46,8 @@ def _source(graph: fx.Graph, index: int, tensor: TensorInfo) -> fx.Node | None:
 
 def _target(op: Op) -> Any:
     packet = getattr(torch.ops.aten, op.name, None)
-    found = getattr(packet, op.overload, None) if packet is not None else None
-    return found if found is not None else _unknown(op)
+    overload = getattr(packet, op.overload, None) if packet is not None else None
+    return overload if overload is not None else _unknown(op)
 
 
 def _unknown(op: Op) -> Any:
@@ -59,13 +59,13 @@ def _unknown(op: Op) -> Any:
 
 
 def _bind_outputs(graph: fx.Graph, op: Op, node: fx.Node, trace: Trace, nodes: dict[int, fx.Node]) -> None:
-    """Several outputs are picked apart by `getitem`; an op that hands back its input gives it a new node."""
+    """Bind the outputs of an op: several through `getitem`; an op that returns its input gives it a new node."""
     tensors = [(i, item.id) for i, item in enumerate(op.outputs) if isinstance(item, Ref)]
     for position, tensor in tensors:
         info = trace.tensors[tensor]
-        one = node if len(op.outputs) == 1 else graph.call_function(operator.getitem, (node, position))
-        one.meta.update(module=op.module, shape=info.shape, dtype=info.dtype)
-        nodes[tensor] = one
+        output = node if len(op.outputs) == 1 else graph.call_function(operator.getitem, (node, position))
+        output.meta.update(module=op.module, shape=info.shape, dtype=info.dtype)
+        nodes[tensor] = output
 
 
 def _plain(value: Any, nodes: dict[int, fx.Node]) -> Any:

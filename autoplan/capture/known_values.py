@@ -1,12 +1,12 @@
-"""Fake tensors, but real numbers where they are known: what a model computes from its inputs' integers and masks.
+"""Run on fake tensors, but with real numbers where they follow from the integers and masks among a model's inputs.
 
 Multimodal models count placeholder tokens, read grids of patches, and cut sequences by lengths, in Python. A run on
 fake tensors alone must give up there, although none of these numbers depends on a weight: they follow from integers
 that the caller passes. So integer and boolean inputs stay real, an op all of whose tensors are real is computed, and
-everything that touches a weight is fake as before.
+everything that depends on a weight is fake as before.
 
 Where Python asks for choices that do depend on weights (which experts were hit) and the model is too large to run for
-real, choices can be supposed: positions spread over all there are, comparisons that hold. Any run makes some choice.
+real, they can be made up: positions spread over all there are, comparisons that hold. Any run makes some choice.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from autoplan.ops import op_record
 from autoplan.ops.records.answers import Supposed
 from autoplan.values import Symbolic
 
-_LARGEST = 4_000_000  # elements that are worth computing
+_LARGEST = 4_000_000  # most elements of a tensor that is computed for real
 
 
 class KnownValues:
-    """A fake mode in which what is made of known integers alone is known. Inputs come in by `admit`.
+    """A fake mode in which values computed from known integers alone are real. Inputs enter it by `admit`.
 
-    With `supposing`, positions and comparisons of unknown values are made up.
+    `supposing` makes up positions and comparisons of unknown values.
     """
 
     def __init__(self, mode: FakeTensorMode, *, supposing: bool = False) -> None:
         self.mode, self.supposing = mode, supposing
 
     def admit(self, value: Any) -> Any:
-        """An input as this mode wants it: integers and masks stay as they are, floats lose their storage."""
+        """Return an input for this mode: integers and masks keep their values, floats lose their storage."""
         if not isinstance(value, torch.Tensor):
             return own_argument(value, self.admit)
         return value.clone() if _is_known(value) else self.mode.from_tensor(value)
@@ -54,7 +54,7 @@ class KnownValues:
 
 
 class _Computing(TorchDispatchMode):
-    """Computes an op for real if every tensor in it is real, or if it makes integers out of nothing."""
+    """Computes an op for real if every tensor in it is real, or if it makes integers from no tensor at all."""
 
     def __init__(self, supposing: bool) -> None:
         super().__init__()
@@ -62,22 +62,22 @@ class _Computing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [tensor for _, tensor in flatten_tensors((args, kwargs))]
-        if any(isinstance(tensor, FakeTensor) for tensor in given):
-            if func._schema.is_mutable and not isinstance(given[0], FakeTensor):
+        tensors = [tensor for _, tensor in flatten_tensors((args, kwargs))]
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            if func._schema.is_mutable and not isinstance(tensors[0], FakeTensor):
                 raise RuntimeError(f"{func}: a known tensor is overwritten with what is not known")
-            found = func(*args, **kwargs)
-            return _supposed(func, given[0], found) if self.supposing and not func._schema.is_mutable else found
-        if not given:
-            made = func(*args, **kwargs)
-            if not all(_is_known(tensor) and tensor.device.type == "cpu" for _, tensor in flatten_tensors(made)):
-                return made
+            result = func(*args, **kwargs)
+            return _supposed(func, tensors[0], result) if self.supposing and not func._schema.is_mutable else result
+        if not tensors:
+            fresh = func(*args, **kwargs)
+            if not all(_is_known(tensor) and tensor.device.type == "cpu" for _, tensor in flatten_tensors(fresh)):
+                return fresh
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
 
 def _supposed(func: Any, chosen_from: torch.Tensor, found: Any) -> Any:
-    """What an op on unknown values returned, with its positions and truth values made up."""
+    """Return the result of an op on unknown values, with its positions and truth values made up."""
     if isinstance(found, tuple | list):
         return type(found)([_supposed(func, chosen_from, item) for item in found])
     if not isinstance(found, FakeTensor) or found.numel() > _LARGEST or not _is_known(found):
@@ -92,8 +92,8 @@ def _supposed(func: Any, chosen_from: torch.Tensor, found: Any) -> Any:
 
 
 def _spread(shape: torch.Size, among: torch.Size) -> torch.Tensor:
-    """Positions along the dim that an op chooses in: the first, the last, and others between."""
-    if len(shape) != len(among):  # one for each row
+    """Return positions along the dim in which an op chooses: the first, the last, and some in between."""
+    if len(shape) != len(among):  # one position per row
         return torch.zeros(shape, dtype=torch.int64)
     dim = next((d for d in range(len(shape)) if shape[d] != among[d]), len(shape) - 1)
     count, size = shape[dim], among[dim]
@@ -110,11 +110,11 @@ def _is_known(tensor: torch.Tensor) -> bool:
 # A module's forward mixes tensor sizes with integers that its constructor stored (`view(b, s, self.num_heads, -1)`). To
 # know which stored integer must become smaller on a rank, the recorder replaces them for one run by `TracedInt`s:
 # ordinary ints whose arithmetic keeps an expression tree (the `origin` of `values.Symbolic`). Nothing is guessed from
-# equal values: two integers that happen to be 64 stay two different origins.
+# equal values: two integers that happen to be 64 keep two different origins.
 
 
 class Escapes:
-    """What happened to traced integers besides reaching a torch call: comparisons, and turning into floats."""
+    """Records comparisons of traced integers and conversions to float, since neither is seen in a torch call."""
 
     def __init__(self) -> None:
         self.module = ""
@@ -130,7 +130,7 @@ class Escapes:
 
 
 class TracedInt(int):
-    """An int with an origin. Arithmetic with ints gives traced ints; anything else is an escape, and noted."""
+    """An int with an origin. Arithmetic with ints gives traced ints; anything else is recorded as an escape."""
 
     origin: tuple[Any, ...]
     escapes: Escapes
@@ -211,23 +211,23 @@ def _is_plain_int(value: Any) -> bool:
 
 
 def _is_settings(value: Any) -> bool:
-    """A config-like object: plain attributes, no behaviour of torch's."""
+    """Return whether a value is config-like: an object with plain attributes and `to_dict`, and no module."""
     return hasattr(value, "__dict__") and hasattr(value, "to_dict") and not isinstance(value, torch.nn.Module)
 
 
 def integer_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """The integers (and tuples or lists of integers) a module stores, config fields as "config.name"."""
-    found: dict[str, Any] = {}
+    """Return the integers (and tuples or lists of them) that a module stores, config fields as "config.name"."""
+    integers: dict[str, Any] = {}
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers", "_modules") or name.startswith("_forward") or name == "training":
             continue
         if _is_settings(value):
             for key, inner in vars(value).items():
                 if _is_plain_int(inner) or _is_int_sequence(inner):
-                    found[f"{name}.{key}"] = inner
+                    integers[f"{name}.{key}"] = inner
         elif _is_plain_int(value) or _is_int_sequence(value):
-            found[name] = value
-    return found
+            integers[name] = value
+    return integers
 
 
 def _is_int_sequence(value: Any) -> bool:
@@ -235,7 +235,7 @@ def _is_int_sequence(value: Any) -> bool:
 
 
 def trace_attributes(modules: dict[str, torch.nn.Module], escapes: Escapes) -> None:
-    """Replace stored integers of throw-away modules by traced ones; each module gets a config copy of its own."""
+    """Replace integers that throw-away modules store by traced ones; each module gets a config copy of its own."""
     for fqn, module in modules.items():
         copies: dict[int, Any] = {}
         for name, value in list(vars(module).items()):

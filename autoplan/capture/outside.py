@@ -1,8 +1,8 @@
-"""Weights that a run reaches past its own model.
+"""Refuse runs that reach weights past their own model.
 
 The problem: what a model does is learnt from runs of copies, and it is sharded by putting other tensors in place of its
-own. Code that reaches a weight in a way that goes with neither (a global, a closure of a class, the weight itself kept
-in a list) computes with the one that was there before: the trace shows no use of the model's weight, the plan is wrong,
+own. Code that reaches a weight in a way that follows neither (a global, a closure of a class, the weight itself kept in
+a list) computes with the tensor that was there before: the trace shows no use of the model's weight, the plan is wrong,
 and a comparison of copies with each other says that all is well. So each copy knows the parameters of what it was
 copied from, a sharded model those that it had before, and a run that meets one of them is refused by name.
 """
@@ -28,23 +28,23 @@ _Known: TypeAlias = Mapping[int, tuple[weakref.ref[torch.Tensor], str]]
 
 @dataclass(frozen=True)
 class Outsiders:
-    """Parameters that a model's run must not meet, by identity: those of what it was copied from, with their views,
-    and those that were replaced in it, whose views may be its own by right."""
+    """Parameters, by identity, that a model's run must not meet: those of the model it was copied from, with their
+    views, and those that were replaced in it, whose views may rightly be its own."""
 
     originals: _Known
     replaced: _Known
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
-        """The name of the parameter that this is."""
-        found = _found(self.originals, tensor) or _found(self.replaced, tensor)
-        if found is None and self.originals:
+        """Return the name of the foreign parameter that a tensor is, or is a view of; None if it is none."""
+        name = _found(self.originals, tensor) or _found(self.replaced, tensor)
+        if name is None and self.originals:
             with torch._C.DisableTorchFunction():
                 base = tensor._base
-            found = None if base is None else _found(self.originals, base)
-        return found
+            name = None if base is None else _found(self.originals, base)
+        return name
 
     def refuse(self, tensor: torch.Tensor, where: str) -> None:
-        """Raise if it is one of them."""
+        """Raise OutsideError if the tensor is one of them."""
         name = self.name_of(tensor)
         if name is not None:
             raise OutsideError(
@@ -65,25 +65,25 @@ _remembered: weakref.WeakKeyDictionary[nn.Module, Outsiders] = weakref.WeakKeyDi
 
 
 def remember_original(new: nn.Module, original: nn.Module) -> None:
-    """A run of the copy must not meet parameters of the original, nor of what that was copied from."""
-    known = outsiders_of(original)
+    """Record that a run of the copy must not meet parameters of the original, nor of what that was copied from."""
+    outsiders = outsiders_of(original)
     own = {id(parameter) for parameter in new.parameters()}
-    originals = {**known.originals, **known.replaced, **_parameters(original)}
-    _remembered[new] = Outsiders({key: found for key, found in originals.items() if key not in own}, {})
+    originals = {**outsiders.originals, **outsiders.replaced, **_parameters(original)}
+    _remembered[new] = Outsiders({key: entry for key, entry in originals.items() if key not in own}, {})
 
 
 def replacing(model: nn.Module, change: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """The model, changed: a run of it must not meet parameters that it had before."""
-    before, known = _parameters(model), outsiders_of(model)
+    """Apply a change to the model and return it; a run of it must not meet the parameters that it had before."""
+    before, outsiders = _parameters(model), outsiders_of(model)
     changed = change(model)
     own = {id(parameter) for parameter in changed.parameters()}
-    gone = {key: found for key, found in {**known.replaced, **before}.items() if key not in own}
-    _remembered[changed] = Outsiders(known.originals, gone)
+    gone = {key: entry for key, entry in {**outsiders.replaced, **before}.items() if key not in own}
+    _remembered[changed] = Outsiders(outsiders.originals, gone)
     return changed
 
 
 def outsiders_of(model: nn.Module) -> Outsiders:
-    """What a run of the model must not meet."""
+    """Return the parameters that a run of the model must not meet."""
     return _remembered.get(model, _NOBODY)
 
 
@@ -93,7 +93,7 @@ def _parameters(model: nn.Module) -> dict[int, tuple[weakref.ref[torch.Tensor], 
 
 @contextmanager
 def refusing_outsiders(model: nn.Module) -> Iterator[None]:
-    """Raise OutsideError when a torch function inside is handed what a run of the model must not meet."""
+    """Raise OutsideError when a torch function inside is passed a parameter that a run of the model must not meet."""
     outsiders = outsiders_of(model)
     if outsiders is _NOBODY:
         yield
@@ -109,14 +109,14 @@ class _Refusing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not str(getattr(func, "__name__", "")).startswith("__get__"):  # asking for a dtype or a device reads nothing
+        if not str(getattr(func, "__name__", "")).startswith("__get__"):  # a query of dtype or device reads no values
             for _, tensor in flatten_tensors((args, kwargs)):
                 if self.outsiders.name_of(tensor) is not None:
                     self.outsiders.refuse(tensor, self._where())
         return func(*args, **kwargs)
 
     def _where(self) -> str:
-        """The module whose method is running."""
+        """Return the name of the module whose method is running."""
         names = {id(module): name for name, module in self.model.named_modules()}
         frame = sys._getframe(1)
         while frame is not None:

@@ -1,8 +1,8 @@
-"""One run of a model, written down: module visits, torch-function calls and aten ops, in one space of tensor ids.
+"""Record one run of a model: module visits, torch-function calls and aten ops, in one space of tensor ids.
 
-Three levels are needed at once. Aten ops are exact enough to read what each dimension is; torch-function calls are
-where the module's own Python passes literals and where something can be attached at run time; module visits are where
-hooks can sit. A tensor is known by object identity (strong references are kept: Python reuses ids).
+Three levels are needed at once. Aten ops are exact enough to tell what each dimension is; torch-function calls are
+where the module's own Python passes literals and where a rewrite can be attached at run time; module visits are where
+hooks can sit. Tensors are distinguished by object identity (strong references are kept: Python reuses ids).
 
 Works on real and on fake tensors. Gradients are enabled but no tensor requires them: views then keep their identity
 from the aten level up to Python, and `torch.no_grad` blocks in the model remain visible.
@@ -47,7 +47,7 @@ class Recording:
         self.ids: dict[int, int] = {}
         self.kept: list[torch.Tensor] = []
         self.kinds: list[str] = []
-        self.asking: set[int] = set()  # inputs that came with the wish for a gradient
+        self.asking: set[int] = set()  # inputs that require a gradient
         self.names: dict[int, list[str]] = {}
         self.ops: list[Op] = []
         self.calls: list[Call] = []
@@ -57,7 +57,7 @@ class Recording:
         self.grad_enabled = True
         self.outsiders = outsiders_of(model)
         self.op_values: list[Any] | None = [] if keep_values else None
-        self.first: dict[int, torch.Tensor] = {}  # the values of what no op made, as they were met: some are written
+        self.first: dict[int, torch.Tensor] = {}  # first values of inputs and weights, which may be overwritten later
         self._register_state()
 
     def _register_state(self) -> None:
@@ -69,22 +69,22 @@ class Recording:
             self.names.setdefault(self.id_of(tensor, kind), []).append(name)
 
     def id_of(self, tensor: torch.Tensor, kind: str = "constant") -> int:
-        known = self.ids.get(id(tensor))
-        if known is None:
-            known = self.ids[id(tensor)] = len(self.kept)
+        index = self.ids.get(id(tensor))
+        if index is None:
+            index = self.ids[id(tensor)] = len(self.kept)
             self.kept.append(tensor)
             self.kinds.append(kind)
             if self.op_values is not None and kind != "activation":
                 with _disable_current_modes():
-                    self.first[known] = tensor.detach().clone()
-        return known
+                    self.first[index] = tensor.detach().clone()
+        return index
 
     def renew(self, tensor: torch.Tensor, before: torch.Tensor) -> None:
-        """A tensor that took another shape in place is another value from here on; `before` stands for what it was."""
+        """Give a tensor a new id after an op that reshaped it in place; `before` keeps the old id."""
         self.kept[self.ids.pop(id(tensor))] = before
 
     def encode(self, value: Any) -> Any:
-        """A runtime value as plain data: tensors become Refs, traced ints Symbolic, torch objects their names."""
+        """Return a runtime value as plain data: Refs for tensors, Symbolic for traced ints, names for torch objects."""
         if isinstance(value, torch.Tensor):
             if id(value) not in self.ids or id(value) in self.outsiders.originals:
                 self.outsiders.refuse(value, self.frames[-1][0])
@@ -120,7 +120,7 @@ class Recording:
             calls=tuple(self.calls),
             visits=visits,
             module_classes={name: type(module).__name__ for name, module in self.modules.items()},
-            attributes={name: found for name, found in self.attributes.items() if found},
+            attributes={name: integers for name, integers in self.attributes.items() if integers},
             comparisons=tuple(self.escapes.comparisons),
             escapes=tuple(self.escapes.floats),
             folds=folds,
@@ -134,16 +134,16 @@ class Recording:
         values = None
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # lives only inside its vmap
         if kind in ("constant", "activation") and not (tensor.is_floating_point() or tensor.is_complex() or wrapped):
-            known = getattr(tensor, "constant", None) if _is_fake(tensor) else tensor
-            if known is not None and known.numel() < _KEEP_VALUES_BELOW and known.device.type != "meta":
-                values = tuple(int(item) for item in known.reshape(-1).tolist())
+            constant = getattr(tensor, "constant", None) if _is_fake(tensor) else tensor
+            if constant is not None and constant.numel() < _KEEP_VALUES_BELOW and constant.device.type != "meta":
+                values = tuple(int(item) for item in constant.reshape(-1).tolist())
         shape = tuple(int(n) for n in tensor.shape)
         names = tuple(self.names.get(index, ()))
         return TensorInfo(shape, str(tensor.dtype).removeprefix("torch."), kind, names, values)  # type: ignore[arg-type]
 
 
 def _bound(item: Any) -> Any:
-    """A bound of a slice that is a number in a tensor is that number, where its value is known."""
+    """Return a slice bound; a one-element integer tensor becomes its number if that is known."""
     if isinstance(item, torch.Tensor) and item.numel() == 1 and not (_is_fake(item) or item.is_floating_point()):
         with _disable_current_modes():
             return int(item)
@@ -155,7 +155,7 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 
 
 class _OpRecorder(TorchDispatchMode):
-    """Writes down every aten op."""
+    """Records every aten op."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -163,11 +163,11 @@ class _OpRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         r, kwargs = self.recording, kwargs or {}
-        if func.namespace == "prim":  # questions about a fake tensor's device, not mathematics
+        if func.namespace == "prim":  # queries of a fake tensor's device, no mathematics
             return func(*args, **kwargs)
         encoded_args, encoded_kwargs = r.encode(tuple(args)), r.encode(kwargs)
         name, _, overload = str(func).removeprefix("aten.").rpartition(".")
-        before = args[0].detach() if reshapes_in_place(name) else None  # recorded as the op that is not in place
+        before = args[0].detach() if reshapes_in_place(name) else None  # recorded as the out-of-place op
         result = func(*args, **kwargs)
         if before is not None:
             r.renew(args[0], before)
@@ -188,7 +188,7 @@ def _clone(value: Any) -> Any:
 
 
 class _CallRecorder(TorchFunctionMode):
-    """Writes down outermost torch-function calls, and makes sizes traced integers."""
+    """Records outermost torch-function calls, and turns sizes into traced integers."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class _CallRecorder(TorchFunctionMode):
 
 
 class _VisitRecorder:
-    """Hooks on every module that write down when it runs and on which tensors."""
+    """Hooks on every module that record when it runs and on which tensors."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
@@ -240,7 +240,7 @@ class _VisitRecorder:
 
     def __enter__(self) -> None:
         for name, module in self.recording.modules.items():
-            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks: what it does is its caller's
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; its ops count as its caller's
                 continue
             names = signature_names(module)
             self.handles.append(module.register_forward_pre_hook(self._enter(name, names), with_kwargs=True))
@@ -288,14 +288,14 @@ def record(
     keep_values: bool = False,
     trace_integers: bool = True,
 ) -> tuple[Trace, Recording]:
-    """Call the model (or the part that a feed names) for each feed and return what happened.
+    """Call the model (or the submodule that a feed names) on each feed and return what happened.
 
     The model is a throw-away copy: its stored integers are replaced. With `fake_mode` (plain, or one of known values),
     parameters must be fake already and inputs are converted. The recording keeps the tensors themselves, for replaying.
     """
     recording, ways = Recording(model, keep_values=keep_values), listener()
     if ways is not None:
-        ways.forget()  # an attempt before this one came to no end
+        ways.forget()  # what an earlier, failed attempt recorded
         ways.know(model)
     if trace_integers:
         trace_attributes(recording.modules, recording.escapes)
@@ -334,7 +334,7 @@ def _faked(mode: Any, value: Any) -> Any:
 
 
 def _cannot_run(error: Exception, recording: Recording, feed: str) -> CaptureError:
-    """Say which op failed, in which module."""
+    """Return an error that says which op failed, in which module."""
     visit = recording.visits[-1] if recording.visits else {"module": ""}
     running = next((f for f in reversed(recording.frames) if f[0]), None)
     where = running[0] if running else visit["module"]

@@ -1,12 +1,12 @@
-"""The permutation law: rename the units of a split axis everywhere at once, and nothing changes.
+"""The permutation law: reorder the units of a split axis everywhere at once, and nothing changes.
 
-If heads (or MLP features, experts, groups) are what analysis says they are, then putting them in another order in
-every parameter they sit in must leave the model's outputs as they were. An axis that passes has its places in the
-weights right: a row too far, a forgotten partner or a packed segment in the wrong order would show. One more forward
-pass in one process proves all axes together; only when it fails are they tried one by one, to name the culprit.
+If heads (or MLP features, experts, groups) are what analysis says they are, then permuting them in every parameter that
+has them must leave the model's outputs unchanged. An axis that passes is located correctly in the weights: a row too
+many, a forgotten parameter or a packed segment in the wrong order would show. One more forward pass in one process
+proves all axes at once; only if it fails are they tried one by one, to name the culprit.
 
-It cannot speak about axes whose positions mean something: rows of a table that is looked up by number, and axes along
-which the model makes different constants (the slopes of ALiBi) or draws random numbers. Those are left to the ranks.
+The law cannot test axes whose positions mean something: rows of a table that is indexed by number, and axes along which
+the model makes different constants (the slopes of ALiBi) or draws random numbers. Those are left to the ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Permuted:
 def check_permutations(
     model: nn.Module, feeds: Mapping[str, Mapping[str, Any]], trace: Trace, axes: Axes, split: Iterable[Term]
 ) -> Permuted:
-    """Try every split axis on `model`, whose trace this is. Its parameters are put back."""
+    """Try every split axis on `model`, whose trace this is. Its parameters are restored."""
     outcome = Permuted()
     tried: list[Term] = []
     gathered = gathered_leaves(trace, axes)
@@ -70,7 +70,7 @@ def check_permutations(
         return outcome
     limit = _TOLERANCE.get(_dtype(model), tolerance_for(_dtype(model)).limit)
     law = _Law(model, feeds, trace, axes)
-    if law.draws:  # what is drawn for a unit stays where it is
+    if law.draws:  # random numbers drawn for a unit do not move with it
         outcome.left_out |= {axis: _DRAWN for axis in tried if Event.RANDOM in axis.events}
         tried = [axis for axis in tried if axis not in outcome.left_out]
     if law.error(tried) <= limit:
@@ -86,7 +86,7 @@ def check_permutations(
 
 
 class _Law:
-    """One model, its outputs as they are, and what happens to them under permutations."""
+    """One model, its unchanged outputs, and its outputs under permutations."""
 
     def __init__(self, model: nn.Module, feeds: Mapping[str, Any], trace: Trace, axes: Axes) -> None:
         self.model, self.feeds, self.trace, self.axes = model, feeds, trace, axes
@@ -95,51 +95,51 @@ class _Law:
         self.outputs = self._run()
 
     def error(self, permuted: list[Term]) -> float:
-        """The largest change of any output when the units of these axes change places."""
+        """Return the largest change of any output when the units of these axes are permuted."""
         orders = {axis: _order(axis, number) for number, axis in enumerate(permuted)}
         with _parameters_permuted(self.model, self.trace, self.axes, orders):
-            found = self._run()
+            permuted_outputs = self._run()
         worst = 0.0
         for name, before in self.outputs.items():
-            after, number = found[name], self._number(*name, before)
-            # A loss of the model's own: it knows the columns of its logits by number. Ranks show that it is right.
+            after, number = permuted_outputs[name], self._number(*name, before)
+            # The model's own loss, which knows columns of logits by number, is left to the ranks.
             if number is not None and (self.trace.tensors[number].kind == "activation" and number not in self.known):
                 continue
             for dim, term in enumerate(() if number is None else self.axes.of(number)):
                 rows = permuted_indices(term, orders.get)
-                if rows is not None:  # the axis leaves the model: its output must be permuted alike
+                if rows is not None:  # the axis is in the output, which must be permuted in the same way
                     before = before.index_select(dim, torch.tensor(rows))
             worst = max(worst, error_of(after, before, largest_of(before)))
         return worst
 
     def _run(self) -> dict[tuple[str, str], torch.Tensor]:
-        found: dict[tuple[str, str], torch.Tensor] = {}
+        results: dict[tuple[str, str], torch.Tensor] = {}
         with torch.no_grad(), one_compute_thread(), untouched_randomness(0):
             before = torch.get_rng_state()
             for feed, inputs in self.feeds.items():
-                outputs = tensors_in(call(copied(self.model), own(dict(inputs))))  # a run may keep tables for the next
-                found.update({(feed, name): tensor.detach() for name, tensor in outputs.items()})
+                outputs = tensors_in(call(copied(self.model), own(dict(inputs))))  # a copy: runs may cache tables
+                results.update({(feed, name): tensor.detach() for name, tensor in outputs.items()})
             self.draws |= not torch.equal(before, torch.get_rng_state())
-        return found
+        return results
 
     def _number(self, feed: str, path: str, tensor: torch.Tensor) -> int | None:
-        """Which tensor of the trace an output is: that of the visit of the model, or the part, of its feed."""
+        """Return the tensor of the trace that an output is, from its feed's visit of the model or submodule."""
         visits = [visit for visit in self.trace.visits if visit.parent is None]
         visit = visits[list(self.feeds).index(feed)]
-        for found, number in visit.outputs:
-            if ".".join(map(str, found)) in (path, "") and self.trace.tensors[number].shape == tuple(tensor.shape):
+        for place, number in visit.outputs:
+            if ".".join(map(str, place)) in (path, "") and self.trace.tensors[number].shape == tuple(tensor.shape):
                 return number
         return None
 
 
 def _order(axis: Term, number: int) -> list[int]:
-    """A fixed permutation that moves every unit."""
+    """Return a fixed permutation that moves every unit."""
     step = 1 + number % (axis.size - 1)
     return [(unit + step) % axis.size for unit in range(axis.size)]
 
 
 def permuted_indices(term: Term, order_of: Callable[[Term], list[int] | None]) -> list[int] | None:
-    """Where each position of a dimension comes from when axes inside it are permuted; None: nowhere else.
+    """Return the source of each position of a dim when axes inside it are permuted; None if nothing moves.
 
     A product of 2 and 3 with the 2 swapped reads 3 4 5 0 1 2.
     """
@@ -156,11 +156,11 @@ def _indices(term: Term, order_of: Callable[[Term], list[int] | None]) -> list[i
             rows = [row * part.size + index for row in rows for index in inner]
         return rows
     if term.kind == "concatenation":
-        found: list[int] = []
+        indices: list[int] = []
         for part in segments(term):
-            start = len(found)
-            found += [start + index for index in _indices(part, order_of)]
-        return found
+            start = len(indices)
+            indices += [start + index for index in _indices(part, order_of)]
+        return indices
     return order_of(term) or list(range(term.size))
 
 
@@ -168,7 +168,7 @@ def _indices(term: Term, order_of: Callable[[Term], list[int] | None]) -> list[i
 def _parameters_permuted(
     model: nn.Module, trace: Trace, axes: Axes, orders: Mapping[Term, list[int]]
 ) -> Iterator[None]:
-    """Inside, every parameter and buffer has these axes permuted, each wherever it occurs."""
+    """Permute these axes in every parameter and buffer for the duration of the context."""
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.no_grad():

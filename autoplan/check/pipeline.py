@@ -7,7 +7,7 @@
               └ the trial: a tiny clone, sharded, on simulated ranks (Proof.trial names it)
 
 The trial comes first because it says what the draft may use. The steps of the proof follow it. The pipeline
-stands here and not in `planning.py`, since simulated ranks and `verify` draft plans themselves: no import runs up.
+is here and not in `planning.py`, since simulated ranks and `verify` draft plans themselves: no import runs up.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from autoplan.values import Capabilities, Entry, Finding, LocalExperts, Plan, Pr
 
 
 def proven_plan(source: Source, wish: Wish, choices: ChosenCuts | None = None, module: nn.Module | None = None) -> Plan:
-    """A plan with its proof. `wish.prove` "ranks" adds all that verify does; "none" leaves a draft."""
-    with alone() as asked:
-        made = _steps(source, wish, choices, source.module() if module is None else module)
+    """Return a plan with its proof. `wish.prove` "ranks" adds everything that verify does; "none" leaves a draft."""
+    with alone() as used:
+        plan = _steps(source, wish, choices, source.module() if module is None else module)
     if versions := version_findings():
-        made = replace(made, findings=(*made.findings, *versions))
-    if not asked or not dist.is_initialized():
-        return made
-    text = f"the model calls torch.distributed itself ({', '.join(sorted(asked))}): planned as if it were alone"
-    return replace(made, findings=(*made.findings, Finding("distributed", "note", "", text)))
+        plan = replace(plan, findings=(*plan.findings, *versions))
+    if not used or not dist.is_initialized():
+        return plan
+    text = f"the model calls torch.distributed itself ({', '.join(sorted(used))}): planned as if it were alone"
+    return replace(plan, findings=(*plan.findings, Finding("distributed", "note", "", text)))
 
 
 def _steps(source: Source, wish: Wish, choices: ChosenCuts | None, module: nn.Module) -> Plan:
@@ -72,52 +72,52 @@ def _steps(source: Source, wish: Wish, choices: ChosenCuts | None, module: nn.Mo
     settled = settle_capabilities(source, wanted, wish.tp_size, wish.ep_size, wish.cp_size, choices, budget)
 
     draft = draft_plan(source, wish, choices=choices, capabilities=settled.capabilities, module=module)
-    made = replace(draft.plan, findings=draft.plan.findings + settled.findings)
-    made = with_paths(made, seen_code(added(ways_of(made.paths), settled.ways)))
+    plan = replace(draft.plan, findings=draft.plan.findings + settled.findings)
+    plan = with_paths(plan, seen_code(added(ways_of(plan.paths), settled.ways)))
 
     stage("proving the plan on the graph of a tiny clone")
-    proof = prove_graph(source, made, draft.trace, draft.choices, settled.trial, settled.clone)
-    made = replace(made, proof=proof.proof, findings=made.findings + proof.findings, entries=proof.stamp(made.entries))
+    proof = prove_graph(source, plan, draft.trace, draft.choices, settled.trial, settled.clone)
+    plan = replace(plan, proof=proof.proof, findings=plan.findings + proof.findings, entries=proof.stamp(plan.entries))
 
-    return prove_ranks(source, made, settled.clone) if wish.prove == "ranks" else made
+    return prove_ranks(source, plan, settled.clone) if wish.prove == "ranks" else plan
 
 
-# Proofs that a plan carries: the trial on simulated ranks, permutation law and graph replay on a tiny clone, `verify`.
+# Proofs in a plan: the trial on simulated ranks, permutation law and graph replay on a tiny clone, `verify`.
 #
 # The tiny clone is planned by the same rules at its own small size; what holds for its axes holds for the large
-# model's, since both are the same code. Where a clone cannot be made or run, the proof says why and what to pass, and
+# model's, since both are the same code. If a clone cannot be made or run, the proof says why and what to pass, and
 # entries stay unproven: a plan is proven only if its clone ran on simulated ranks too.
 
 
-TRIED = "proof"  # the check under which findings tell how a plan did on simulated ranks
+TRIED = "proof"  # the check of findings about the outcome on simulated ranks
 _TINY_TP = 2
 _UNPROVEN = "unproven"
-_NOT_TRIED = {"training": "training mode"}  # what a trial goes without where the unsharded model cannot do it
+_NOT_TRIED = {"training": "training mode"}  # checks that a trial omits if the unsharded model cannot do them
 _TRIED_BY = ("forward", "second_shape", "training")
 _TO_PASS = "pass inputs= with which the model runs forward and backward in float64, float32 or its own dtype"
 
 
 @dataclass(frozen=True)
 class Settled:
-    """What the plan may use, and how that was found: the trial on simulated ranks."""
+    """The capabilities that a plan may use, as established by the trial on simulated ranks."""
 
     capabilities: Capabilities
     trial: Trial = Trial()
     findings: tuple[Finding, ...] = ()
-    ways: Ways = field(default_factory=dict)  # through the model's code, that were tried and not recorded
-    clone: Clone | None = None  # that was tried
+    ways: Ways = field(default_factory=dict)  # ways through the model's code that were tried but not recorded
+    clone: Clone | None = None  # the clone that was tried
 
 
 @dataclass(frozen=True)
 class GraphProof:
-    """The outcome of the graph proof, ready to be written into a plan. `unseen`: modules that it shows nothing of."""
+    """The outcome of the graph proof, ready to be written into a plan. `unseen`: modules of which it shows nothing."""
 
     proof: Proof
     findings: tuple[Finding, ...] = ()
     unseen: tuple[str, ...] = ()
 
     def stamp(self, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-        """Say in each entry what was proven."""
+        """Return the entries, each with what was proven of it."""
         if not self.proof.ok:
             return entries
         return tuple(entry if self._is_unseen(entry) else replace(entry, proof="graph") for entry in entries)
@@ -134,11 +134,11 @@ def prove_graph(
     trial: Trial = Trial(),  # noqa: B008 - frozen
     tried: Clone | None = None,
 ) -> GraphProof:
-    """Permutation law and replay on a tiny clone, at a size of its own, under the same choices.
+    """Apply permutation law and replay to a tiny clone, at its own size, under the same choices.
 
-    `tried`: the clone of the trial, which is recorded if it can be. `trace` is what the model itself does: a clone
-    that does less proves less, and a finding says so. `trial` is how the plan did on simulated ranks: without it
-    nothing is proven, since the graph holds none of the model's Python.
+    `tried`: the clone of the trial, which is recorded if possible. `trace` is that of the real model: a clone that does
+    less proves less, and a finding says so. `trial` is the outcome on simulated ranks: without it nothing is proven,
+    since the graph contains none of the model's Python.
     """
     try:
         clone, feeds, captured, precision = _recorded_clone(source, tried)
@@ -179,13 +179,13 @@ def prove_graph(
 
 
 def _found_wrong(trial: Trial, findings: Iterable[Finding] = ()) -> tuple[str, ...]:
-    """The checks that say so."""
+    """Return the checks that found the plan wrong."""
     checks = [finding.check for finding in findings if finding.level == "error"]
     return tuple(dict.fromkeys(checks + ["trial"] * (trial.outcome == "wrong")))
 
 
 def _never_ran(model: Trace, clone: Trace) -> tuple[str, ...]:
-    """Classes that run in the model and not in its tiny clone: the proof shows nothing of them."""
+    """Return classes that run in the model but not in its tiny clone: the proof shows nothing of them."""
     of_model, of_clone = (
         {trace.module_classes[visit.module] for visit in trace.visits if visit.module in trace.module_classes}
         for trace in (model, clone)
@@ -194,7 +194,7 @@ def _never_ran(model: Trace, clone: Trace) -> tuple[str, ...]:
 
 
 def _inside(classes: tuple[str, ...], trace: Trace) -> tuple[str, ...]:
-    """The modules of these classes, and all that they hold."""
+    """Return the modules of these classes, and all modules inside them."""
     tops = [name for name, kind in trace.module_classes.items() if kind in classes]
     return tuple(name for name in trace.module_classes if any(is_under(top, name) for top in tops))
 
@@ -209,9 +209,9 @@ Precision = Callable[[], AbstractContextManager[Any]]
 
 
 def _recorded_clone(source: Source, tried: Clone | None) -> tuple[nn.Module, dict[str, Any], Captured, Precision]:
-    """A tiny clone that runs, its calls, what it does in them, and the precision in which it did.
+    """Return a tiny clone that runs, its feeds, its recording, and the precision in which it ran.
 
-    Shrunk less where the smallest cannot run; in single precision, or the model's own, where it does not run in double.
+    Shrunk less if the smallest cannot run; in single precision, or the model's own, if it does not run in double.
     """
     refusal: AutoplanError | None = None
     for make in _attempts(source, tried):
@@ -230,18 +230,18 @@ def _recorded_clone(source: Source, tried: Clone | None) -> tuple[nn.Module, dic
 
 
 def _attempts(source: Source, tried: Clone | None) -> Iterator[Callable[[], tuple[nn.Module, dict[str, Any]]]]:
-    # a small real model is tried itself, and recorded as its config says it: at sizes that two ranks share
+    # a small real model is tried itself, but recorded as its config's clone, at sizes that two ranks can share
     if tried is not None and (source.own_clone or not (source.given is not None and is_small_and_real(source.given))):
         yield lambda: (tried.model, dict(tried.planned))
-    for one in source.ever_larger():
+    for candidate in source.ever_larger():
         for dtype in tried_dtypes(source.module):
-            yield partial(_fed_clone, one, dtype)
+            yield partial(_fed_clone, candidate, dtype)
 
 
 def _fed_clone(source: Source, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     clone = source.tiny(dtype=dtype, experts="batched_mm")
-    made = make_inputs(clone, model_type=source.model_type, inputs=source.inputs, recipe=source.recipe)
-    return clone, inputs_in(working_dtype(clone), with_other_paths(clone, made.feeds, made.others).feeds)
+    example = make_inputs(clone, model_type=source.model_type, inputs=source.inputs, recipe=source.recipe)
+    return clone, inputs_in(working_dtype(clone), with_other_paths(clone, example.feeds, example.others).feeds)
 
 
 def _where(solution: Solution, axis: object) -> str:
@@ -260,10 +260,11 @@ def settle_capabilities(
     choices: ChosenCuts | None = None,
     budget: Budget | None = None,
 ) -> Settled:
-    """Shard the tiny clone on simulated ranks, as somebody chose; keep the first capabilities with the same numbers.
+    """Shard the tiny clone on simulated ranks, with a user's choices; keep the first capabilities with the same
+    numbers.
 
-    Findings say what had to be left out, or that nothing would do. Where no clone can be tried, what is wanted stays,
-    and the outcome says why and what to pass.
+    Findings say what had to be left out, or that nothing worked. If no clone can be tried, all wanted capabilities
+    stay, and the outcome says why and what to pass.
     """
     how: Any = {"sequence_parallel": wanted.sequence, "checks": _TRIED_BY, "choices": choices, "budget": budget}
     try:
@@ -293,9 +294,9 @@ def settle_capabilities(
     if wanted.sequence and not capabilities.sequence:
         left_out.append(_left_out("sequence", "sequence parallelism was asked for and is not applied"))
     if capabilities.whole:
-        what = f"{', '.join(capabilities.whole)} and what shares its cut stays whole"
+        modules = f"{', '.join(capabilities.whole)} and what shares its cut stays whole"
         left_out.append(
-            Finding("proof", "warn", capabilities.whole[0], f"{what}: cut, the tiny clone did not give the same")
+            Finding("proof", "warn", capabilities.whole[0], f"{modules}: cut, the tiny clone did not give the same")
         )
     if ep_size > 1 and not capabilities.experts:
         left_out.append(_left_out("experts", "expert parallelism was asked for and is not applied"))
@@ -314,17 +315,16 @@ def _left_out(check: str, what: str) -> Finding:
 
 
 def prove_ranks(source: Source, plan: Plan, clone: Clone | None = None) -> Plan:
-    """Run the sharded tiny clone (the given one, if it is that of the trial) on simulated ranks and write the outcome
-    into the plan."""
+    """Run the sharded tiny clone (the trial's, if given) on simulated ranks and write the outcome into the plan."""
     written = plan if choices_of_plan(plan) is not None else None
     how: Any = {"sequence_parallel": plan.sequence_parallel, "traffic": False, "clone": clone}
     try:
         report, tried, _ = verify_tried(tried_sizes(source, Sizes.of_plan(plan)), written, **how)
-    except AutoplanError as error:  # no clone runs: the trial has said so already, and the plan is not proven
+    except AutoplanError as error:  # no clone runs, as the trial has reported; the plan is not proven
         text = f"verify could not run: {error.message}"
         proof = replace(plan.proof, ok=False, text=text)
         return replace(plan, proof=proof, findings=(*plan.findings, Finding("proof", "warn", "", text, error.hint)))
-    # whole blocks of the clone are left out: the draft has said it of the model's own size
+    # findings on the clone's replicated blocks are dropped: the draft has them for the model's own size
     findings = tuple(finding for finding in report.findings if finding.check != BLOCKS)
     checked = tuple(report.details.get("checked", ()))
     text = f"largest gradient error {max(report.gradients.values(), default=0.0):.1e}"

@@ -1,11 +1,11 @@
-"""Graph replay: the recorded ops once more, on N imagined ranks, with every split at once.
+"""Graph replay: run the recorded ops once more, on N imagined ranks, with every split at once.
 
-Each rank holds its shard of every tensor that carries a split axis. Op by op, the ranks compute from what they hold;
-where an op sums over a split dimension the parts are summed over ranks; and the outcome must be exactly this rank's
-shard of the value that was recorded. So the whole partition is proven, node by node, in one process and without any
-module's Python. (Literal sizes are rewritten here: that the modules' own code runs on shards is for `verify` to show.)
+Each rank holds its shard of every tensor that carries a split axis. Op by op, the ranks compute from what they hold; if
+an op sums over a split dimension, the partial results are summed over ranks; and the result must be exactly this rank's
+shard of the recorded value. So the whole partition is proven, node by node, in one process and without any module's
+Python. (Literal sizes are rewritten here: `verify` shows that the modules' own code runs on shards.)
 
-An op that comes out wrong is reported once: the ranks go on from the right value.
+A wrong op is reported once: the ranks go on from the right value.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOOSE = 2e-2  # half precision
 
 @dataclass
 class Replayed:
-    """`reductions` counts ops after which ranks had to talk, by module; `split_ops` the ops that ran on shards."""
+    """`reductions` counts ops after which ranks had to communicate, by module; `split_ops` ops run on shards."""
 
     findings: list[Finding] = field(default_factory=list)
     reductions: Counter[str] = field(default_factory=Counter)
@@ -51,7 +51,7 @@ def replay(trace: Trace, recording: Recording, shards: Shards) -> Replayed:
     """Replay a trace whose recording kept its values (`record(..., keep_values=True)`)."""
     assert recording.op_values is not None, "record with keep_values=True"
     player = _Player(trace, recording, shards)
-    with torch.inference_mode(), one_compute_thread():  # what was recorded under it may be written under it only
+    with torch.inference_mode(), one_compute_thread():  # tensors recorded in inference mode are writable only in it
         for index, (op, (function, value)) in enumerate(zip(trace.ops, recording.op_values, strict=True)):
             player.play(op, function, value, gathered=index in shards.axes.gathered)
     return player.outcome
@@ -62,7 +62,7 @@ class _NotKept(ValueError):
 
 
 class _Player:
-    """Holds what every rank has: shared tensors once, split ones per rank."""
+    """Holds the tensors of all ranks: shared ones once, split ones per rank."""
 
     def __init__(self, trace: Trace, recording: Recording, shards: Shards) -> None:
         self.trace, self.shards, self.tp = trace, shards, shards.tp
@@ -80,12 +80,12 @@ class _Player:
             self.outcome.split_ops += 1
             self._play_split(op, function, outputs, recorded, gathered)
         elif any(self.shards.is_split(tensor) for tensor in outputs):
-            self._take(outputs, recorded)  # made whole, used in parts: every rank cuts its own
+            self._take(outputs, recorded)  # computed in full, used in shards: every rank slices its own
         else:
             self._play_shared(op, function, outputs, recorded)
 
     def _play_shared(self, op: Op, function: Any, outputs: list[int], recorded: Sequence[torch.Tensor]) -> None:
-        """Nothing is split. Views and in-place ops are run, so that what aliases stays aliased."""
+        """Play an op without splits. Views and in-place ops are run, so that aliases stay aliases."""
         if not (function.is_view or function._schema.is_mutable):
             self.shared.update(zip(outputs, recorded, strict=True))
             return
@@ -94,17 +94,17 @@ class _Player:
         except _NotKept:
             self.shared.update(zip(outputs, recorded, strict=True))
             return
-        found = [tensor for _, tensor in flatten_tensors(function(*args, **kwargs))]
-        self.shared.update(zip(outputs, found, strict=True))
+        results = [tensor for _, tensor in flatten_tensors(function(*args, **kwargs))]
+        self.shared.update(zip(outputs, results, strict=True))
         if torch.Tag.nondeterministic_seeded in function.tags:
-            for tensor, drawn in zip(found, recorded, strict=True):
+            for tensor, drawn in zip(results, recorded, strict=True):
                 tensor.copy_(drawn)
 
     def _play_split(
         self, op: Op, function: Any, outputs: list[int], recorded: Sequence[torch.Tensor], gathered: bool
     ) -> None:
         runs = op_record(op.name).runs
-        if runs is take_recorded:  # contents undefined, random, or whole by decision
+        if runs is take_recorded:  # undefined or random contents, or replicated by decision
             self._take(outputs, recorded)
             return
         try:
@@ -120,16 +120,16 @@ class _Player:
             problem = ""
             for rank in range(self.tp):
                 want, got = self._shard(whole, tensor, rank), results[rank][position]
-                found = self._difference(got, want)
-                problem = problem or (f"{found} on rank {rank}" if found else "")
-                self._keep(tensor, rank, want if found else got)
-            if problem and position == 0:  # later outputs are statistics that backward keeps
+                difference = self._difference(got, want)
+                problem = problem or (f"{difference} on rank {rank}" if difference else "")
+                self._keep(tensor, rank, want if difference else got)
+            if problem and position == 0:  # later outputs are statistics for the backward
                 self._report(op, f"{op.name} gives another value on shards than it gave whole: {problem}")
 
     def _compute(
         self, op: Op, function: Any, runs: Runs, outputs: list[int], recorded: Sequence[torch.Tensor]
     ) -> list[list[torch.Tensor]]:
-        """Every rank's outputs, summed over ranks if the op sums over a split dimension."""
+        """Return every rank's outputs, summed over ranks if the op sums over a split dimension."""
         calls, results = [], []
         for rank in range(self.tp):
             call = Local(self.shards, op, function, *self._arguments(op, function, rank), rank, outputs)
@@ -140,13 +140,13 @@ class _Player:
             self.outcome.reductions[op.module] += 1
         if not calls[0].reducing:
             return results
-        wide = torch.promote_types(results[0][0].dtype, torch.float64)  # of complex numbers a complex one
+        wide = torch.promote_types(results[0][0].dtype, torch.float64)  # complex128 for complex numbers
         total = sum(result[0].to(wide) * call.weight for result, call in zip(results, calls, strict=True))
         assert isinstance(total, torch.Tensor)
         return [[total.to(result[0].dtype).clone(), *result[1:]] for result in results]
 
     def _gather(self, op: Op, results: list[list[torch.Tensor]], recorded: Sequence[torch.Tensor]) -> Any:
-        """A product of which every rank has some columns (channels), put together as the weight's are sharded."""
+        """Return a product of which every rank has some columns (channels), assembled as the weight's are sharded."""
         product = gathered_product(op, self.shards.axes)
         assert product is not None
         weight, dim = product
@@ -158,7 +158,7 @@ class _Player:
         self.outcome.reductions[op.module] += 1
         return [[whole.clone(), *more] for _, *more in results]
 
-    # -------------------------------------------------------------------------------------------- what ranks hold
+    # Tensors that ranks hold
 
     def _arguments(self, op: Op, function: Any, rank: int) -> tuple[list[Any], dict[str, Any]]:
         schema = function._schema.arguments
@@ -171,7 +171,7 @@ class _Player:
         return [self._arguments(op, function, rank)[0][position] for rank in range(self.tp)]
 
     def _decode(self, item: Any, kind: str, rank: int) -> Any:
-        """A recorded argument as the op takes it: tensors from this rank, torch objects from their names."""
+        """Return a recorded argument for the op: tensors from this rank, torch objects from their names."""
         if isinstance(item, Ref):
             return self._get(item.id, rank)
         if isinstance(item, Symbolic):
@@ -187,15 +187,15 @@ class _Player:
         return item
 
     def _get(self, tensor: int, rank: int) -> torch.Tensor:
-        held = self.local[rank] if self.shards.is_split(tensor) else self.shared
-        if tensor not in held:
+        tensors = self.local[rank] if self.shards.is_split(tensor) else self.shared
+        if tensor not in tensors:
             if tensor not in self.first:
                 raise _NotKept("what it takes was made where no op is recorded")
-            held[tensor] = self._shard(self.first[tensor], tensor, rank).clone()
-        return held[tensor]
+            tensors[tensor] = self._shard(self.first[tensor], tensor, rank).clone()
+        return tensors[tensor]
 
     def _shard(self, whole: torch.Tensor, tensor: int, rank: int) -> torch.Tensor:
-        """What a rank should hold of a whole value."""
+        """Return a rank's shard of a full value."""
         for dim, layout in enumerate(self.shards.layouts(tensor)):
             if layout is not None and whole.shape[dim] > 1:
                 whole = whole.index_select(dim, torch.tensor(layout.rows(rank, self.tp), device=whole.device))
@@ -207,13 +207,13 @@ class _Player:
                 self._keep(tensor, rank, self._shard(whole, tensor, rank))
 
     def _keep(self, tensor: int, rank: int, value: torch.Tensor) -> None:
-        """In place where the tensor is known, so that its views see it."""
-        held = self.local[rank] if self.shards.is_split(tensor) else self.shared
-        known = held.get(tensor)
-        if known is None or known.shape != value.shape:
-            held[tensor] = value
-        elif known is not value:
-            known.copy_(value)
+        """Store a tensor; a known one is overwritten in place, so that its views see it."""
+        tensors = self.local[rank] if self.shards.is_split(tensor) else self.shared
+        current = tensors.get(tensor)
+        if current is None or current.shape != value.shape:
+            tensors[tensor] = value
+        elif current is not value:
+            current.copy_(value)
 
     def _difference(self, got: torch.Tensor, want: torch.Tensor) -> str:
         if got.shape != want.shape:
@@ -222,7 +222,7 @@ class _Player:
             return "" if torch.equal(got, want) else "other integers"
         error = error_of(got, want, 1e-2)
         if error == float("inf") and torch.equal(odd := ~want.isfinite(), ~got.isfinite()):
-            error = error_of(got.masked_fill(odd, 0), want.masked_fill(odd, 0), 1e-2)  # no numbers in the same places
+            error = error_of(got.masked_fill(odd, 0), want.masked_fill(odd, 0), 1e-2)  # not finite in the same places
         return "" if error <= _LIMITS.get(got.dtype, _LOOSE) else f"off by {error:.2g}"
 
     def _report(self, op: Op, message: str) -> None:

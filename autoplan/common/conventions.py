@@ -1,7 +1,7 @@
-"""What is known of the library that a model comes from: its words and its ways, as one value.
+"""Names and functions of the library that a model comes from, as one value.
 
-Rooms below hf/ need them and may not name the library, so the type stands here, hf/conventions.py fills it in, and it
-is handed in when the package is imported.
+Rooms below hf/ need them and may not name the library. So the type is here, hf/conventions.py fills it in, and it is
+registered when the package is imported.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Join:
-    """A tensor made of several of a checkpoint, side by side by pattern. `stacked`: each pattern has one entry an
-    expert; `turned`: rows of an entry become columns."""
+    """A tensor joined from several of a checkpoint, by pattern. `stacked`: each pattern has one entry per expert;
+    `turned`: rows of an entry become columns."""
 
     patterns: tuple[str, ...]
     stacked: bool
@@ -33,32 +33,32 @@ class Join:
 
 
 class Conversion(Protocol):
-    """Tensors of a model that are made out of several (or parts of) tensors of a checkpoint, together."""
+    """Tensors of a model that are made from several (or pieces of) tensors of a checkpoint."""
 
     keys: list[str]
 
     @property
     def moves(self) -> bool:
-        """Does it do nothing but move numbers?"""
+        """Return whether it only moves numbers."""
 
     def targets(self) -> list[str]:
-        """What it makes, by names in the model."""
+        """Return the names of its results in the model."""
 
     def add(self, name: str, key: str, pattern: str, shape: tuple[int, ...]) -> None:
-        """One more tensor that goes in."""
+        """Add one input tensor."""
 
     def make(self, model: Any, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors, whole, of those that `read` gives. `model` says how large its parameters are."""
+        """Return the full tensors made from those that `read` returns. `model` has the shapes of its parameters."""
 
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """How the tensors of a model are called in checkpoints.
+    """Names of a model's tensors in checkpoints.
 
-    `prefix`: what checkpoints of the whole model have before the names of its base. `rename`: a key as the model has
-    it, and the pattern of the conversion that it goes into, if any; `conversion` begins one. `join`: what a pattern's
-    conversion puts together, if that is all it does. `may_lack` and `may_exceed`: regular expressions of keys that are
-    harmless when they have no partner.
+    `prefix`: precedes names of the base in checkpoints of the complete model. `rename` returns a key's name in the
+    model, and the pattern of the conversion that it goes into, if any; `conversion` begins one. `join`: what a
+    pattern's conversion joins, if that is all it does. `may_lack` and `may_exceed`: regular expressions of keys that
+    may be missing, or superfluous.
     """
 
     prefix: str
@@ -71,8 +71,8 @@ class CheckpointNames:
 
 @dataclass(frozen=True)
 class BaseName:
-    """The base model's name of a tensor; None for a part of an adapter. `copied`: trained in its place, begun as a
-    copy."""
+    """The base model's name of a tensor; None for a part of an adapter. `copied`: trained in place of the original,
+    initially a copy of it."""
 
     name: str | None
     copied: bool = False
@@ -80,11 +80,11 @@ class BaseName:
 
 @dataclass(frozen=True)
 class CheckpointWriter:
-    """How the tensors of a model are written.
+    """Functions that convert a model's tensors to a checkpoint.
 
     `groups`: names whose tensors are converted together. `convert`: the tensors of a group as a checkpoint holds them.
-    `settings` writes what lies beside the weights into a folder, for a class; None where nothing does. `copies`: names
-    of tied tensors that are left to the other name; `left_out`: names that are never written.
+    `settings` writes the files beside the weights into a folder, for a class; None if there are none. `copies`: names
+    of tied tensors that are written under the other name; `left_out`: names that are never written.
     """
 
     groups: Callable[[Iterable[str]], list[tuple[str, ...]]]
@@ -105,38 +105,38 @@ class PlanPart:
 
 @dataclass(frozen=True)
 class Conventions:
-    """The words and the ways of one library.
+    """Names and functions of one library.
 
-    Words. `targets` is the argument that makes a forward compute a loss; `target_words` are in the names of all such
-    arguments. `loss`, `logits` and `hidden`: what outputs are called. `cache_switch` asks a forward for a cache,
-    `last_logits` for those of the last tokens alone.
-    `rate_words` are in the names of numbers that turn random draws on, `rate_suffix` ends those of dropouts.
-    `idle_words` are in the names of settings that say nothing of how a forward computes.
+    Names. `targets` is the argument that makes a forward compute a loss; names of such arguments contain one of
+    `target_words`. `loss`, `logits` and `hidden`: names of outputs. `cache_switch` makes a forward return a cache,
+    `last_logits` makes it return those of the last tokens alone.
+    `rate_words` are in the names of numbers that turn random draws on, `rate_suffix` ends those of dropout rates.
+    `idle_words` are in the names of settings that do not affect how a forward computes.
     `saving` is the method that writes a checkpoint, `resizing` the one that changes the number of tokens; `adding`: the
-    methods that bring an adapter, and which argument is its name.
+    methods that add an adapter, and which argument is its name.
     `own_checkpointing`: the attribute that says that the library checkpoints a module itself, and the method that
-    ends it. `ends`: methods that return the input table and the output head. `hook_marks`: attributes by which a module
-    remembers that the library's hooks are in place. `kernel_settings`: settings that choose a kernel, and the choice
-    whose mathematics runs on fake tensors too;
-    `kernels_on_gpu`: the choice that a GPU takes. `trusted`: packages whose code is taken to compute the same whichever
-    way it goes: it is held against every plan when a version of them is taken up, not while a model runs.
-    `idle_settings`: beginnings of the names of settings that change nothing of what a plan is made from.
+    turns this off. `ends`: methods that return the input table and the output head. `hook_marks`: attributes by which
+    a module remembers that the library's hooks are in place. `kernel_settings`: settings that choose a kernel, and the
+    choice whose mathematics runs on fake tensors too;
+    `kernels_on_gpu`: the choice for a GPU. `trusted`: packages whose code is assumed to compute the same on every path
+    through it: this is checked against every plan when a version is adopted, not while a model runs.
+    `idle_settings`: prefixes of the names of settings that change nothing that a plan is made from.
 
-    Ways. `config_of`: the library's config of a module, None if it has none. `builder_of`: how another module of a
-    class, with the config of a model, is built. `base_path`: where the model without its head stands in a model,
-    which other systems build alone ("" for a model that is one). `checkpoint_names` and `checkpoint_writer` (of
-    original names or not, and of which packed weight a stored tensor is, by name): see there. `shipped_plan`: the
-    plan that comes with a model; `shipped_parts`: the same by where it is written, and notes on what else comes
-    with it. `is_base`: is this the class that all models of the library descend from? `is_transposed_linear`: does
-    a module multiply by its weight (and not by the weight transposed, as a linear layer does)? `stored_aliases`:
-    names in a folder of stored tensors that have others elsewhere, each with that one. `stored_weights`: the
-    quantised weights in a folder, asked with its keys, what tells the shape of one, and what reads one. `saves`: is
-    a module a model of the library, which saves itself? `adapters_of`: the names of the adapters in a model that
-    wraps another for them; `base_of`: the model that it wraps, or itself. `base_names`: what the base calls each
-    tensor of a model that has adapters, by its name there; empty for one that has none. `adapted_as`: the adapters of
-    a model, as they were when they were made, put on another base. `parts_to_save`: the names of the tensors to which
-    `saving` keeps, with such options; None where it writes all. `no_plan_because`: why a model has no plan that ships
-    with it, or why that is not known of the installed version.
+    Functions. `config_of`: the library's config of a module, None if it has none. `builder_of`: a function that builds
+    another module of a class, with the config of a model. `base_path`: the path of the headless model in a model, which
+    other systems build alone ("" for a model that is one). `checkpoint_names` and `checkpoint_writer` (with original
+    names or not, and with the packed weight of each stored tensor, by name): see there. `shipped_plan`: the plan that
+    comes with a model; `shipped_parts`: the same by where it is written, and notes on what else comes with it.
+    `is_base`: whether this is the class that all models of the library inherit from. `is_transposed_linear`: whether a
+    module multiplies by its weight (and not by the transposed weight, as a linear layer does). `stored_aliases`: names
+    of stored tensors in a folder that have other names elsewhere, with these. `stored_weights`: the quantised weights
+    in a folder, from its keys, a function that returns the shape of one, and one that reads one. `saves`: whether a
+    module is a model of the library, with its own way to save itself. `adapters_of`: the names of the adapters in a
+    model that wraps another for them; `base_of`: the wrapped model, or the model itself. `base_names`: the base's name
+    of each tensor of a model that has adapters, by its name there; empty for a model without adapters. `adapted_as`:
+    the adapters of a model, with initial values, put on another base. `parts_to_save`: the names of the tensors that
+    `saving` writes, with such options; None if it writes all. `no_plan_because`: why a model ships no plan, or why that
+    is not known of the installed version.
     """
 
     targets: str
@@ -182,7 +182,7 @@ class Conventions:
     no_plan_because: Callable[[], str]
 
     def is_rate(self, name: str) -> bool:
-        """Does a number of this name turn random draws on?"""
+        """Return whether a number of this name turns random draws on."""
         return any(word in name for word in self.rate_words)
 
 
@@ -195,5 +195,5 @@ def hand_in(value: Conventions) -> None:
 
 
 def conventions() -> Conventions:
-    """Those that count."""
+    """Return the registered library conventions."""
     return _handed_in[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_LONGEST = 3000  # characters of an error: what it quotes may be a whole file
+_LONGEST = 3000  # most characters of an error, which may quote a whole file
 
 
 def _cut(text: str) -> str:
@@ -11,7 +11,7 @@ def _cut(text: str) -> str:
 
 
 class AutoplanError(ValueError):
-    """Something the caller can fix. `hint` says how."""
+    """An error that the caller can fix. `hint` says how."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         self.message, self.hint = _cut(message), _cut(hint)
@@ -27,11 +27,11 @@ class CaptureError(AutoplanError):
 
 
 class OutsideError(AutoplanError):
-    """A run of a model reaches weights past the model itself, where neither copies nor shards of it are found."""
+    """A run of a model reaches weights past the model itself, where copies and shards cannot replace them."""
 
 
 class IndivisibleError(AutoplanError):
-    """A tensor-parallel size does not divide what would have to be split."""
+    """A dim that would have to be split is not divisible by the tensor-parallel size."""
 
 
 class PlanFileError(AutoplanError):
@@ -43,7 +43,7 @@ class PlanMismatchError(AutoplanError):
 
 
 class PlanRefusedError(AutoplanError):
-    """A plan that somebody wrote was audited before it was applied, and is wrong."""
+    """A plan that a person wrote failed its audit, before it was applied."""
 
 
 class UnprovenPlanWarning(UserWarning):

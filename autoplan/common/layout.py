@@ -1,15 +1,15 @@
-"""How one tensor dimension lies on ranks, in one line that people can read and files can hold.
+"""Layouts: how one tensor dimension is sharded, in one line that people can read and files can hold.
 
     "32!*128"                    32 heads of 128 rows, heads sharded over ranks
     "32!*128|8!*128|8!*128"      packed q, k, v: each segment is cut by its own heads
     "14336!|14336!"              packed gate and up
-    "(16!|1)*64"                 Falcon: query heads are cut, the shared key is held by every rank
+    "(16!|1)*64"                 Falcon: query heads are sharded, the shared key is replicated
     "2!2@2*4!2@1*64"             grouped heads over four ranks: groups over pairs of ranks, heads within a pair
     "768!~128"                   six blocks of 128 rows, unevenly: over four ranks 256, 256, 128 and 128 rows
 
 A number is a factor; `*` multiplies (major first); `|` concatenates; `!` marks a factor that is sharded over all
-ranks; `n!p@s` shards it in p parts, rank r taking part (r // s) % p; `n!~b` shards it between blocks of b, the first
-ranks with one block more where they do not divide. A bare factor is held whole by every rank.
+ranks; `n!p@s` shards it in p parts, rank r taking part (r // s) % p; `n!~b` shards it between blocks of b, with one
+block more on the first ranks if the number is not divisible. A bare factor is replicated.
 
 >>> Layout.parse("2!*2|3").rows(rank=1, tp=2)
 (2, 3, 4, 5, 6)
@@ -28,13 +28,13 @@ _TOKEN = re.compile(r"\s*(\d+!\d+@\d+|\d+!~[1-9]\d*|\d+!|\d+|[()*|])")
 
 
 def chunk(size: int, parts: int, index: int) -> range:
-    """The index-th of `parts` pieces, cut by ceiling as DTensor does: uneven pieces are the last ones."""
+    """Return the index-th of `parts` pieces, cut by ceiling as DTensor does: uneven pieces are the last ones."""
     step = -(-size // parts)
     return range(min(index * step, size), min((index + 1) * step, size))
 
 
 def even_blocks(size: int, parts: int, index: int, block: int) -> range:
-    """The index-th of `parts` pieces of whole blocks, as even as may be: the first ones have a block more.
+    """Return the index-th of `parts` pieces of blocks, as even as possible: the first ones have one block more.
 
     >>> [len(even_blocks(768, 4, rank, 128)) for rank in range(4)]
     [256, 256, 128, 128]
@@ -51,12 +51,12 @@ class Layout:
     kind: str
     size: int
     parts: tuple[Layout, ...] = ()
-    split: tuple[int, int] | None = None  # (pieces, stride); (0, 1) means: over all ranks
-    block: int = 0  # of an uneven cut: how many are never parted
+    split: tuple[int, int] | None = None  # (pieces, stride); (0, 1): over all ranks
+    block: int = 0  # block size of an uneven cut
 
     @staticmethod
     def parse(text: str) -> Layout:
-        """Read the notation above."""
+        """Parse the notation above."""
         return _parse(text)
 
     @property
@@ -65,11 +65,11 @@ class Layout:
 
     @property
     def is_uneven(self) -> bool:
-        """Is it cut between blocks that need not divide?"""
+        """Return whether it is cut between blocks, whose number need not be divisible."""
         return self.block > 0 or any(part.is_uneven for part in self.parts)
 
     def piece(self, rank: int, tp: int) -> range:
-        """Of a factor that is sharded, what a rank holds."""
+        """Return what a rank holds of a sharded factor."""
         assert self.split is not None
         pieces, stride = self.split
         if self.block:
@@ -77,15 +77,15 @@ class Layout:
         return chunk(self.size, pieces or tp, (rank // stride) % (pieces or tp))
 
     def rows(self, rank: int, tp: int) -> tuple[int, ...]:
-        """Indices of the whole dimension that `rank` holds, in the order it holds them."""
+        """Return the global indices that `rank` holds, in its local order."""
         return _rows(self, rank, tp)
 
     def rows_of_all(self, tp: int) -> tuple[tuple[int, ...], ...]:
-        """`rows` of each rank."""
+        """Return `rows` of each rank."""
         return tuple(self.rows(rank, tp) for rank in range(tp))
 
     def held(self, rank: int, tp: int) -> int:
-        """How many indices of the whole dimension `rank` holds. A table may have more than can be listed."""
+        """Return how many global indices `rank` holds, without listing them: a table may have too many."""
         if self.kind == "product":
             return prod(part.held(rank, tp) for part in self.parts)
         if self.parts:
@@ -93,40 +93,40 @@ class Layout:
         return self.size if self.split is None else len(self.piece(rank, tp))
 
     def runs(self, rank: int, tp: int) -> tuple[range, ...]:
-        """What `rank` holds, in order, as runs of indices. A dimension may have more indices than can be listed."""
+        """Return what `rank` holds, in order, as runs of global indices, of which there may be too many to list."""
         return _runs(self, rank, tp)
 
     def all_carried(self) -> bool:
-        """Is every row that a rank holds sharded?"""
+        """Return whether every row that a rank holds is sharded."""
         if self.kind == "product":
             return any(part.all_carried() for part in self.parts)
         return all(part.all_carried() for part in self.parts) if self.parts else self.split is not None
 
     def carried(self, tp: int) -> tuple[bool, ...]:
-        """For each row that a rank holds (rank 0's count): is it sharded (True) or held by all (False)?"""
+        """Return for each row that a rank holds (as many as rank 0) whether it is sharded or replicated."""
         return _carried(self, 0, tp)
 
     def shared_rows(self, tp: int) -> bool:
-        """Do several ranks hold one row, while others are sharded?"""
+        """Return whether several ranks hold one row, while others are sharded."""
         if not self.is_split:
             return tp > 1 and self.size > 0
         if self.kind == "concatenation":
             return any(part.shared_rows(tp) for part in self.parts)
-        split = [part for part in self.parts if part.is_split]  # what is whole is held with each index of the others
+        split = [part for part in self.parts if part.is_split]  # replicated factors go with each index of the others
         if len(split) == 1:
             return split[0].shared_rows(tp)
         if self.split == (0, 1):
             return False
-        held = [row for rank in range(tp) for row in self.rows(rank, tp)]
-        return len(held) != len(set(held))
+        all_rows = [row for rank in range(tp) for row in self.rows(rank, tp)]
+        return len(all_rows) != len(set(all_rows))
 
     def contiguous(self, tp: int) -> bool:
-        """Is this what a plain `Shard(dim)` holds: consecutive rows, cut by ceiling?"""
+        """Return whether a plain `Shard(dim)` holds the same: consecutive rows, cut by ceiling."""
         wanted = (chunk(self.size, tp, rank) for rank in range(tp))
-        return all(self.runs(rank, tp) == ((one,) if one else ()) for rank, one in enumerate(wanted))
+        return all(self.runs(rank, tp) == ((piece,) if piece else ()) for rank, piece in enumerate(wanted))
 
     def one_run(self, tp: int) -> bool:
-        """Are the ranks' rows one after the other those of the whole, however many each of them holds?"""
+        """Return whether the ranks' rows, one after the other, are the global ones, however many each rank holds."""
         runs = [run for rank in range(tp) for run in self.runs(rank, tp)]
         ends = [0, *(run.stop for run in runs)]
         return ends[-1] == self.size and all(run.start == end for run, end in zip(runs, ends, strict=False))
@@ -237,11 +237,11 @@ def _carried(layout: Layout, rank: int, tp: int) -> tuple[bool, ...]:
 
 
 # A packed tensor has one element for each `block` elements of a plain dim (the last may be smaller). Its layout follows
-# from the plain one, if every rank holds whole blocks.
+# from the plain one, if no rank holds a part of a block.
 
 
 def in_blocks(layout: Layout, tp: int, block: int, segments: tuple[int, ...] = ()) -> Layout | None:
-    """The layout of the blocks, or None where `tp` ranks would part one.
+    """Return the layout of the blocks; None if `tp` ranks would part one.
 
     `segments`: sizes of the pieces in each of which blocks are counted from its beginning.
 
@@ -256,12 +256,12 @@ def in_blocks(layout: Layout, tp: int, block: int, segments: tuple[int, ...] = (
 
 
 def joined(layouts: tuple[Layout, ...]) -> Layout:
-    """The layout of one dim that runs over several, the first of them slowest."""
+    """Return the layout of one dim that runs over several, the first of them slowest."""
     return layouts[0] if len(layouts) == 1 else Layout("product", prod(layout.size for layout in layouts), layouts)
 
 
 def _segmented(layout: Layout, tp: int, block: int, segments: tuple[int, ...]) -> Layout | None:
-    """Blocks that begin anew with each segment: each segment must be a part of the layout."""
+    """Return the layout of blocks that begin again with each segment, which must be a part of the layout."""
     if not layout.is_split:
         return Layout("factor", sum(-(-size // block) for size in segments))
     if layout.kind != "concatenation" or tuple(part.size for part in layout.parts) != segments:
@@ -290,7 +290,7 @@ def _divided(layout: Layout, tp: int, block: int) -> Layout | None:
 
 
 def _divided_leaf(leaf: Layout, tp: int, block: int) -> Layout | None:
-    """Consecutive rows, cut by ceiling: all cuts must fall between blocks, and be those of the blocks cut alike."""
+    """Return the blocks of rows cut by ceiling, if all cuts fall between blocks and are those of the blocks."""
     assert leaf.split is not None
     if leaf.block:
         between = leaf.block % block == 0
@@ -298,14 +298,14 @@ def _divided_leaf(leaf: Layout, tp: int, block: int) -> Layout | None:
     pieces = leaf.split[0] or tp
     blocks = -(-leaf.size // block)
     for index in range(pieces):
-        rows, held = chunk(leaf.size, pieces, index), chunk(blocks, pieces, index)
-        if (rows.start, rows.stop) != (min(held.start * block, leaf.size), min(held.stop * block, leaf.size)):
+        rows, piece = chunk(leaf.size, pieces, index), chunk(blocks, pieces, index)
+        if (rows.start, rows.stop) != (min(piece.start * block, leaf.size), min(piece.stop * block, leaf.size)):
             return None
     return Layout("factor", blocks, split=leaf.split)
 
 
 def _scaled(layout: Layout, by: int, tp: int) -> Layout | None:
-    """The same dim with `by` elements in place of each, as few factors as possible."""
+    """Return the same dim with `by` elements in place of each, in as few factors as possible."""
     if by == 1:
         return layout
     if not layout.parts:

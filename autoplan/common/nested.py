@@ -1,8 +1,8 @@
-"""Tensors inside nested arguments and results: listing them with their paths, and changing one by its path.
+"""Tensors inside nested arguments and results: list them with their paths, and change one by its path.
 
 Containers are tuples (named ones too), lists, dicts, and records: instances of dataclasses, and namespaces. A path is
-written into plan files, so a key of a dict that is neither a string nor a number (a member of an Enum, the edge type of
-a graph) stands in it as text.
+written into plan files, so a dict key that is neither a string nor a number (a member of an Enum, the edge type of a
+graph) is text in it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import torch
 
 from autoplan.common.errors import PlanMismatchError
 
-EACH = "*"  # in a path: every item of a sequence, which has one for each block
+EACH = "*"  # in a path: every item of a sequence with one item per block
 _LEAVES = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 Path = tuple[Any, ...]
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def flatten_tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """Every tensor in nested containers, with its path."""
+    """Yield every tensor in nested containers, with its path."""
     tensors: list[tuple[Path, torch.Tensor]] = []
     _collect(value, path, tensors)
     return iter(tensors)
 
 
 def _collect(value: Any, path: Path, found: list[tuple[Path, torch.Tensor]]) -> None:
-    """No generator inside a generator: this is asked for each torch call."""
+    """Append every tensor, with its path. No nested generators, since this runs for each torch call."""
     if isinstance(value, torch.Tensor):
         found.append((path, value))
         return
@@ -51,61 +51,61 @@ def _collect(value: Any, path: Path, found: list[tuple[Path, torch.Tensor]]) -> 
 
 
 def _step_of(key: Any) -> Any:
-    """What stands in a path for a key of a dict. (`("args", i)` is a step by itself: an argument without a name.)"""
+    """Return the step of a path for a key of a dict. (`("args", i)` is a step: an argument without a name.)"""
     if key is None or isinstance(key, (str, int, float)) or (type(key) is tuple and key[:1] == ("args",)):
         return key
     return f"{type(key).__name__}.{key.name}" if isinstance(key, Enum) else repr(key)
 
 
 def _key_at(value: dict[Any, Any], step: Any) -> Any:
-    """The key of a dict for which this stands in a path; the step itself where there is none."""
+    """Return the key of a dict for a step of a path; the step itself if there is none."""
     if step in value or not isinstance(step, str):
         return step
     return next((key for key in value if not isinstance(key, str) and _step_of(key) == step), step)
 
 
 def is_record(value: Any) -> bool:
-    """Does it hold values under names, as attributes? (A dict with attributes is a dict.)"""
+    """Return whether a value holds named values as attributes. (A dict with attributes is a dict.)"""
     if isinstance(value, type | dict):
         return False
     return isinstance(value, SimpleNamespace) or dataclasses.is_dataclass(value)
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """What a record holds."""
+    """Return the values of a record by name."""
     if isinstance(record, SimpleNamespace):
         return dict(vars(record))
-    held = getattr(record, "__dict__", None)  # as it is kept: a class may refuse to say a field when it is asked
+    attributes = getattr(record, "__dict__", None)  # as stored: a class may raise on access to a field
     names = [field.name for field in dataclasses.fields(record)]
-    return {name: getattr(record, name, None) if held is None else held.get(name) for name in names}
+    return {name: getattr(record, name, None) if attributes is None else attributes.get(name) for name in names}
 
 
 def changed_inside(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A container like this one, whose items are `change` of its own; what is no container is returned."""
+    """Return a container with `change` of each item; any other value is returned as it is."""
     if isinstance(value, dict):
         return {key: change(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return _like(value, [change(item) for item in value])
-    if is_record(value) and next(flatten_tensors(value), None) is not None:  # a config holds none, and stays itself
+    if is_record(value) and next(flatten_tensors(value), None) is not None:  # a config has none, and is not copied
         return _with_fields(value, {name: change(item) for name, item in fields_of(value).items()})
     return value
 
 
 def own_argument(value: Any, change: Callable[[Any], Any]) -> Any:
-    """An argument that a call may fill: `changed_inside`; of an object with attributes (a cache), a changed copy."""
-    made = changed_inside(value, change)
-    if made is not value or callable(value) or is_record(value) or not getattr(value, "__dict__", None):
-        return made
+    """Return an argument that a call may write to: `changed_inside`, or a changed copy of an object (a cache)."""
+    changed = changed_inside(value, change)
+    if changed is not value or callable(value) or is_record(value) or not getattr(value, "__dict__", None):
+        return changed
     memo: dict[int, Any] = {}
     _change_reached(value, change, memo, set())
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # an object may refuse in any way: it stays itself, as it would be in the caller's own call
+    except Exception:  # an object may refuse in any way, and is then passed itself, as in the caller's own call
         return value
 
 
 def _change_reached(value: Any, change: Callable[[Any], Any], memo: dict[int, Any], seen: set[int]) -> None:
-    """Put `change` of every tensor that is reached through attributes and containers in the memo."""
+    """Put `change` of every tensor that is reached through attributes and containers into the memo."""
     if isinstance(value, torch.Tensor):
         memo[id(value)] = change(value)
     elif type(value) not in _LEAVES and not isinstance(value, type) and id(value) not in seen:
@@ -116,7 +116,7 @@ def _change_reached(value: Any, change: Callable[[Any], Any], memo: dict[int, An
 
 
 def _with_fields(record: Any, fields: dict[str, Any]) -> Any:
-    """A copy, without running the class's own code: it may compute fields, or forbid that they are set."""
+    """Return a copy made without the class's own code, which may compute fields, or forbid setting them."""
     other = copy.copy(record)
     for name, value in fields.items():
         object.__setattr__(other, name, value)
@@ -124,7 +124,7 @@ def _with_fields(record: Any, fields: dict[str, Any]) -> Any:
 
 
 def signature_names(module: torch.nn.Module) -> tuple[str, ...]:
-    """Names of the positional parameters of a module's forward, as far as it says."""
+    """Return the names of the positional parameters of a module's forward, as far as it gives any."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = inspect.signature(module.forward).parameters.values()
@@ -133,12 +133,12 @@ def signature_names(module: torch.nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in kinds)
 
 
-Noted = list[tuple[dict[Any, Any], Any, Any, Any]]  # a dict, a key, what was there, and what is there now
+Noted = list[tuple[dict[Any, Any], Any, Any, Any]]  # dict, key, old value, new value
 
 
 def change_at(value: Any, path: Path, change: Change, where: str, noted: Noted | None = None) -> Any:
-    """`value` with the tensor at `path` changed. None on the way, or a field that a dict leaves out, stays None. A dict
-    is changed in place, and that is `noted`: whoever holds it sees it."""
+    """Return `value` with the tensor at `path` changed. None on the path, or a missing optional field of a dict, stays
+    None. A dict is changed in place, so that its other holders see it, and recorded in `noted`."""
     if not path:
         if value is None:
             return None
@@ -176,7 +176,7 @@ def change_at(value: Any, path: Path, change: Change, where: str, noted: Noted |
 
 
 def put_back(noted: Noted) -> None:
-    """Undo what was noted of dicts, but for what someone else has changed since."""
+    """Undo recorded changes of dicts, except those that someone else has changed since."""
     while noted:
         value, key, before, now = noted.pop()
         if value.get(key) is now:
@@ -184,7 +184,7 @@ def put_back(noted: Noted) -> None:
 
 
 def _like(value: Any, items: list[Any]) -> Any:
-    """A sequence of the same type: lists, tuples, named tuples, and torch's return types."""
+    """Return a sequence of the same type: lists, tuples, named tuples, and torch's return types."""
     if isinstance(value, list):
         return items
     if hasattr(value, "_fields"):
@@ -203,20 +203,20 @@ def change_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], path: Path, change: Change, where: str,
     *, at: Callable[[Any, Path, Change, str], Any] = change_at,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """Arguments with one tensor changed; the first step of the path is a parameter's name or ("args", i)."""
+    """Return arguments with one tensor changed; the first step of the path is a parameter's name or ("args", i)."""
     name, rest = path[0], path[1:]
     if name in kwargs:
         return args, kwargs | {name: at(kwargs[name], rest, change, where)}
     index = len(names) + name[1] if isinstance(name, tuple) else names.index(name) if name in names else len(args)
     if index >= len(args):
-        return args, kwargs  # an optional input that was not given
+        return args, kwargs  # an optional input that was not passed
     changed = list(args)
     changed[index] = at(changed[index], rest, change, where)
     return tuple(changed), kwargs
 
 
 def change_if_tensor(value: Any, path: Path, change: Change, where: str) -> Any:
-    """`value` with the tensor at `path` changed, or as it is if something else is there, or nothing."""
+    """Return `value` with the tensor at `path` changed; unchanged if there is no tensor."""
     return change_at(value, path, change, where) if _holds_tensor(value, path) else value
 
 
@@ -227,17 +227,17 @@ def _holds_tensor(value: Any, path: Path) -> bool:
     if isinstance(value, (list, tuple)):
         items = value if key == EACH else value[key : key + 1] if isinstance(key, int) else ()
         return bool(items) and all(_holds_tensor(item, rest) for item in items)
-    known = value if isinstance(value, dict) else fields_of(value) if is_record(value) else {}
-    key = _key_at(known, key)
-    return key in known and _holds_tensor(known[key], rest)
+    items_by_key = value if isinstance(value, dict) else fields_of(value) if is_record(value) else {}
+    key = _key_at(items_by_key, key)
+    return key in items_by_key and _holds_tensor(items_by_key[key], rest)
 
 
 def change_output(output: Any, path: Path, change: Change, where: str) -> Any:
-    """A result with one tensor changed."""
+    """Return a result with one tensor changed."""
     return change_at(output, path, change, where)
 
 
 def change_if_returned(output: Any, path: Path, change: Change, where: str) -> Any:
-    """The model's own result with one tensor changed, or left as it is if the call did not ask for that one."""
+    """Return the model's result with one tensor changed; unchanged if the call did not ask for that one."""
     left_out = path and isinstance(output, dict) and _key_at(output, path[0]) not in output
     return output if left_out else change_at(output, path, change, where)

@@ -1,4 +1,4 @@
-"""What a caller may wish, as frozen values that refuse wrong ones; `plan` and `parallelize` take them as keywords."""
+"""Options of a caller, as frozen values that reject wrong ones; `plan` and `parallelize` take them as keywords."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Request: TypeAlias = "bool | str | Callable[[str, nn.Module], bool | str]"
 MOST_RANKS = 1 << 16
 PROOFS = ("graph", "ranks", "none")
 UNEVEN = ("never", "blocks")
-TRIAL_SECONDS = 300.0  # most trials take a few; one that looks for wrong cuts tries up to 32 plans
-MODES = ("block", "submodule", "selective")  # of checkpointing
+TRIAL_SECONDS = 300.0  # most trials take seconds, but a search for wrong cuts tries up to 32 plans
+MODES = ("block", "submodule", "selective")  # checkpointing modes
 SCOPES = {"text": ("decoder", "encoder"), "vision": ("vision",), "audio": ("audio",)}  # kinds of stacks by name
 KINDS = ("decoder", "encoder", "vision", "audio", "other")
 GUARDS = ("refuse", "warn", "off")
@@ -27,10 +27,10 @@ FROZEN = ("units", "root", "ignore")
 
 @dataclass(frozen=True)
 class Wish:
-    """What a plan is wanted for. `ep_size`: whole experts on different ranks, those of tp or (with tp_size=1) others.
+    """Sizes and options of a plan. `ep_size`: ranks that experts are divided over, of tp or (with tp_size=1) others.
 
-    `strict` raises where an axis does not divide. `prove`: "graph" (a trial of a tiny clone on simulated ranks, and
-    the recorded graph), "ranks" (all that verify does, too), or "none". `trial_seconds`: how long the trial may take.
+    `strict` raises if an axis is not divisible. `prove`: "graph" (a trial of a tiny clone on simulated ranks, and the
+    recorded graph), "ranks" (everything that verify does, too), or "none". `trial_seconds`: the trial's time limit.
     `uneven`: "blocks" lets some ranks have one block of a quantised weight more than others.
     """
 
@@ -56,22 +56,22 @@ class Wish:
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks parameters and the sequence are cut."""
+        """The number of ranks that parameters and the sequence are sharded over."""
         return self.splits * self.cp_size
 
     @property
     def splits(self) -> int:
-        """Over how many ranks parameters are."""
+        """The number of ranks that parameters are sharded over."""
         return max(self.tp_size, self.ep_size)
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a model that is sharded over tp behaves.
+    """Behaviour of a model that is sharded over tp.
 
-    `gather_logits`: are logits returned whole? None: where no gradient is computed. `sequence_padding`: "error", or
-    "pad" where it does not divide. `path_guard`: what becomes of a call that takes a way through the model's code of
-    which the plan knows nothing: "refuse", "warn" or "off".
+    `gather_logits`: return full logits; None: only without gradients. `sequence_padding`: "error", or "pad" a sequence
+    that is not divisible. `path_guard`: what to do about a call that takes a way through the model's code that is not
+    in the plan: "refuse", "warn" or "off".
     """
 
     gather_logits: bool | None = None
@@ -89,7 +89,7 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Activation checkpointing: True (whole blocks), a mode, or a function (name, block) -> any of these or False.
+    """Activation checkpointing: True (full blocks), a mode, or a function (name, block) -> any of these or False.
 
     `scope`: "all", "text", "vision", "audio", or several.
     """
@@ -109,7 +109,7 @@ class Checkpointing:
         self.kinds()
 
     def kinds(self) -> set[str]:
-        """The kinds of stacks that are in the scope."""
+        """Return the kinds of stacks in the scope."""
         chosen: set[str] = set()
         for name in (self.scope,) if isinstance(self.scope, str) else self.scope:
             if not isinstance(name, str) or name not in ("all", *SCOPES, *KINDS):
@@ -122,7 +122,7 @@ class Checkpointing:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """How to shard over data-parallel ranks with FSDP2. None everywhere is the default of each option."""
+    """Options for sharding over data-parallel ranks with FSDP2 (see `parallelize`). None is the default of each."""
 
     mp_policy: MixedPrecisionPolicy | str | bool | None = None
     offload_policy: OffloadPolicy | None = None
@@ -153,15 +153,15 @@ class DataParallel:
             raise AutoplanError(f"prefetch={self.prefetch!r}", hint="give a number of units, or (forward, backward)")
 
     def asked(self) -> list[str]:
-        """The options that were given."""
+        """Return the names of options that are not the default."""
         return [name for name, value in vars(self).items() if value != getattr(DataParallel, name)]
 
     def check(self, shards: int) -> None:
-        """Refuse options that nothing would heed over so many ranks (0: there is no such mesh dim)."""
-        kept = self.reshard_after_forward
-        if shards and kept is not None and not isinstance(kept, bool) and shards % kept:
+        """Raise on options without effect for this number of shards (0: the mesh has no such dim)."""
+        reshard = self.reshard_after_forward
+        if shards and reshard is not None and not isinstance(reshard, bool) and shards % reshard:
             raise AutoplanError(
-                f"reshard_after_forward={kept}: the {shards} ranks that shard make no groups of {kept}",
+                f"reshard_after_forward={reshard}: the {shards} ranks that shard make no groups of {reshard}",
                 hint="choose a number that divides them, or True or False",
             )
         if not shards and self.asked():
@@ -172,7 +172,7 @@ class DataParallel:
 
     @property
     def depths(self) -> tuple[Any, Any]:
-        """How many units to prefetch in forward and in backward; 0: FSDP2's own choice."""
+        """The number of units to prefetch in forward and in backward; 0: FSDP2's own choice."""
         if self.prefetch is None:
             return (0, 0)
         if isinstance(self.prefetch, tuple) and len(self.prefetch) == 2:
@@ -182,7 +182,7 @@ class DataParallel:
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that `parallelize` may be asked for. `strict`: a plan that was not proven is refused."""
+    """All options of `parallelize`. `strict`: refuse a plan that was not proven."""
 
     tensor: TensorParallel = field(default_factory=TensorParallel)
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
@@ -197,16 +197,16 @@ class Options:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Options:
-        """The options that these keywords of `parallelize` mean."""
-        given = dict(keywords)
-        checkpointing = {own: given.pop(name) for own, name in _CHECKPOINTING_KEYWORDS.items() if name in given}
+        """Return the options for these keywords of `parallelize`."""
+        rest = dict(keywords)
+        checkpointing = {own: rest.pop(name) for own, name in _CHECKPOINTING_KEYWORDS.items() if name in rest}
         grouped = [
-            {name.name: given.pop(name.name) for name in fields(group) if name.name in given}
+            {name.name: rest.pop(name.name) for name in fields(group) if name.name in rest}
             for group in (TensorParallel, DataParallel)
         ]
-        strict = given.pop("strict", False)
-        if given:
-            raise TypeError(f"parallelize() got an unexpected keyword argument {next(iter(given))!r}")
+        strict = rest.pop("strict", False)
+        if rest:
+            raise TypeError(f"parallelize() got an unexpected keyword argument {next(iter(rest))!r}")
         return cls(TensorParallel(**grouped[0]), Checkpointing(**checkpointing), DataParallel(**grouped[1]), strict)
 
 
@@ -233,13 +233,13 @@ class Keywords(TypedDict, total=False):
 
 
 def check_ranks(name: str, size: Any) -> None:
-    """Raise unless so many ranks can be meant."""
+    """Raise unless the number of ranks is valid."""
     if not _is_count(size) or size > MOST_RANKS:
         raise AutoplanError(f"{name} is {size!r}", hint=f"give a whole number from 1 to {MOST_RANKS}")
 
 
 def check_context_size(cp_size: int, tp_size: int = 1, ep_size: int = 1) -> None:
-    """Raise for a number of ranks of context parallelism that is none, or stands beside another split."""
+    """Raise if the number of ranks of context parallelism is invalid, or does not go with the other sizes."""
     check_ranks("cp_size", cp_size)
     if cp_size > 1 and ep_size not in (1, tp_size):
         raise AutoplanError(
@@ -249,7 +249,7 @@ def check_context_size(cp_size: int, tp_size: int = 1, ep_size: int = 1) -> None
 
 
 def check_expert_size(tp_size: int, ep_size: int) -> None:
-    """Raise unless experts lie on the ranks of tp, or nothing else is split."""
+    """Raise unless experts are on the ranks of tp, or nothing else is split."""
     check_ranks("ep_size", ep_size)
     if ep_size > 1 and tp_size > 1 and ep_size != tp_size:
         raise AutoplanError(
@@ -259,7 +259,7 @@ def check_expert_size(tp_size: int, ep_size: int) -> None:
 
 
 def check_argument(name: str, value: Any, kinds: type | tuple[type, ...], hint: str) -> None:
-    """Raise if an argument is of another kind; a bool is no number here."""
+    """Raise if an argument has another type; a bool does not count as a number."""
     wanted = kinds if isinstance(kinds, tuple) else (kinds,)
     if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
         shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
@@ -267,7 +267,7 @@ def check_argument(name: str, value: Any, kinds: type | tuple[type, ...], hint: 
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raise unless it is a whole number from 1 on."""
+    """Raise unless the value is an integer from 1 on."""
     if not _is_count(value):
         raise AutoplanError(f"{name} is {value!r}", hint="give a whole number from 1 on")
 

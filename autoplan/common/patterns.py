@@ -1,4 +1,4 @@
-"""Names with `*`, which stands for any text inside one segment: one plan entry for the module of every repeated block.
+"""Names with `*`, which stands for any text inside one segment: one plan entry for a module of every repeated block.
 
 `fold_names` writes patterns that match the given names and no others of the model. Blocks numbered inside their names
 (`expert_12`) are folded where a module holds three or more that differ in numbers only.
@@ -27,51 +27,51 @@ class HasPattern(Protocol):
     def pattern(self) -> str: ...
 
 
-_LONGEST = 200  # characters of a misspelt name that are compared
+_LONGEST = 200  # most characters of a misspelt name that are compared
 
 Patterned = TypeVar("Patterned", bound=HasPattern)
 _NUMBER = re.compile(r"\d+")
-_ALIKE = 3  # so many siblings whose names differ in numbers only are a row of blocks; two (`fc1`, `fc2`) are parts
+_ALIKE = 3  # fewest siblings, differing in numbers only, that are folded as blocks; two (`fc1`, `fc2`) are not
 
 
 @lru_cache(maxsize=8192)
 def _compiled(pattern: str) -> Callable[[str], re.Match[str] | None]:
-    """Atomic groups: the first place at which a piece fits is the one to take, and nothing is tried again."""
+    """Compile a pattern to a regular expression with atomic groups: the first match of a piece is final."""
     first, *between, last = (re.escape(piece) for piece in pattern.split("*"))
     return re.compile(f"{first}{''.join(f'(?>[^.]+?{piece})' for piece in between)}[^.]+{last}").fullmatch
 
 
 def matches(pattern: str, fqn: str) -> bool:
-    """Does `pattern` mean `fqn`? A pattern means itself, too; "" is the model's root."""
+    """Return whether `pattern` matches `fqn`. A pattern matches itself, too; "" is the model's root."""
     return pattern == fqn or ("*" in pattern and _compiled(pattern)(fqn) is not None)
 
 
 def holders(name: str) -> Iterator[str]:
-    """The modules that hold a module, a parameter or a buffer, the nearest first; the model itself is the last."""
+    """Yield the modules that contain a module, parameter or buffer, the nearest first, the model itself last."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def is_under(pattern: str, fqn: str) -> bool:
-    """Does `pattern` mean `fqn` or a module that holds it?"""
+    """Return whether `pattern` matches `fqn` or a module that contains it."""
     depth = pattern.count(".") + 1 if pattern else 0
     return matches(pattern, ".".join(fqn.split(".")[:depth]))
 
 
 def best_match(items: Iterable[Patterned], fqn: str) -> Patterned | None:
-    """The item whose pattern means `fqn`, the one with the fewest `*` where several do."""
-    meant = [item for item in items if matches(item.pattern, fqn)]
-    return min(meant, key=lambda item: (item.pattern != fqn, item.pattern.count("*")), default=None)
+    """Return the item whose pattern matches `fqn`; of several, the one with the fewest `*`."""
+    matching = [item for item in items if matches(item.pattern, fqn)]
+    return min(matching, key=lambda item: (item.pattern != fqn, item.pattern.count("*")), default=None)
 
 
 class Universe:
-    """The names of a model by their segments: what a folded pattern means is found without trying every name."""
+    """The names of a model by their segments, so that a pattern is matched without trying every name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = frozenset(names)
         self._tree: dict[str, Any] = {}
-        self._shapes: dict[int, Counter[str]] = {}  # of the children of a node of the tree
+        self._shapes: dict[int, Counter[str]] = {}  # id of a node of the tree -> shapes of its children
         for name in self.names:
             node = self._tree
             for segment in name.split("."):
@@ -84,7 +84,7 @@ class Universe:
         return iter(self.names)
 
     def meant(self, pattern: str) -> frozenset[str]:
-        """The names that a pattern means."""
+        """Return the names that a pattern matches."""
         nodes: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), self._tree)]
         for segment in pattern.split("."):
             if "*" in segment:
@@ -99,15 +99,15 @@ class Universe:
         return self.names & {".".join(path) for path, _ in nodes}
 
     def shape(self, name: str) -> tuple[str, ...]:
-        """The segments of a name with `*` for the numbers by which siblings are told apart."""
-        found, node = [], self._tree
+        """Return the segments of a name, with `*` for the numbers that distinguish siblings."""
+        segments, node = [], self._tree
         for segment in name.split("."):
-            found.append("*" if segment.isdigit() else self._numbered(segment, node))
+            segments.append("*" if segment.isdigit() else self._numbered(segment, node))
             node = node.get(segment, {})
-        return tuple(found)
+        return tuple(segments)
 
     def holds_no_others(self, members: Iterable[tuple[str, ...]], at: int, shape: str) -> bool:
-        """Are these, at one place of their paths, all siblings of this shape that there are?"""
+        """Return whether these members, at one segment of their paths, are all siblings of this shape."""
         others: dict[tuple[str, ...], set[str]] = {}
         for member in members:
             others.setdefault(member[:at], set()).add(member[at])
@@ -133,23 +133,23 @@ class Universe:
 
 
 def fold_names(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[str, ...]:
-    """Fewer patterns for many names: numbers that differ become `*`; order is that of first appearance. None means a
-    name of `universe` that is not in `names`."""
+    """Return few patterns for many names: numbers that differ become `*`, ordered by first appearance. No pattern
+    matches a name of `universe` that is not in `names`."""
     return tuple(pattern for pattern, _ in fold_counted(names, universe))
 
 
 def fold_counted(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[tuple[str, int], ...]:
-    """`fold_names`, with how many names each pattern stands for."""
+    """Return `fold_names` with the number of names that each pattern stands for."""
     wanted = dict.fromkeys(names)
-    known = universe if isinstance(universe, Universe) else Universe(universe)
+    tree = universe if isinstance(universe, Universe) else Universe(universe)
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for name in wanted:
-        groups.setdefault(known.shape(name), []).append(tuple(name.split(".")))
-    return tuple(folded for shape, members in groups.items() for folded in _fold(shape, members, known))
+        groups.setdefault(tree.shape(name), []).append(tuple(name.split(".")))
+    return tuple(folded for shape, members in groups.items() for folded in _fold(shape, members, tree))
 
 
 def _fold(shape: tuple[str, ...], members: Sequence[tuple[str, ...]], known: Universe) -> list[tuple[str, int]]:
-    """Members differ in numbers only; a pattern means these alone, and none that is wanted under another shape."""
+    """Fold members that differ in numbers only; a pattern matches these alone, and no name of another shape."""
     columns = list(zip(*members, strict=True))
     varying = [position for position, column in enumerate(columns) if len(set(column)) > 1]
     pattern = ".".join(shape[position] if position in varying else column[0] for position, column in enumerate(columns))
@@ -163,18 +163,18 @@ def _fold(shape: tuple[str, ...], members: Sequence[tuple[str, ...]], known: Uni
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:
-    """The known names most like an unknown one, best first; numbers and `*` count as equal."""
+    """Return the known names most like an unknown one, best first; numbers and `*` count as equal."""
 
     def plain(text: str) -> str:
         return ".".join("*" if segment.isdigit() else segment for segment in text.split("."))
 
     wanted = plain(name[:_LONGEST])
     scored: dict[str, float] = {}
-    for known in names:
-        matcher = SequenceMatcher(None, wanted, plain(known), autojunk=False)
-        # Paths that end alike are better help than paths that begin alike: everything begins with "model.layers".
-        same_leaf = 0.2 if wanted.rsplit(".", 1)[-1] == plain(known).rsplit(".", 1)[-1] else 0.0
+    for candidate in names:
+        matcher = SequenceMatcher(None, wanted, plain(candidate), autojunk=False)
+        # A common end is better help than a common beginning: everything begins with "model.layers".
+        same_leaf = 0.2 if wanted.rsplit(".", 1)[-1] == plain(candidate).rsplit(".", 1)[-1] else 0.0
         score = matcher.ratio() + same_leaf
         if score > 0.5:
-            scored.setdefault(known, score)
-    return tuple(sorted(scored, key=lambda known: (-scored[known], known))[:count])
+            scored.setdefault(candidate, score)
+    return tuple(sorted(scored, key=lambda candidate: (-scored[candidate], candidate))[:count])

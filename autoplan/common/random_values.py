@@ -1,4 +1,4 @@
-"""Draw random numbers that hide nothing, without changing anybody's random state.
+"""Draw random numbers that hide no mistake, without changing the caller's random state.
 
 Ones and zeros hide wrong layouts, so every parameter of a tiny clone is random, in the range that its module expects.
 """
@@ -19,8 +19,8 @@ from torch import nn
 from autoplan.common.errors import SourceError
 from autoplan.common.nested import changed_inside
 
-# Held while transformers builds a model. It changes what belongs to the whole process meanwhile (the default dtype, the
-# functions that initialise), and two threads that did so at once could each put back what the other had set.
+# Held while transformers builds a model, which changes state of the process (the default dtype, the functions of
+# nn.init): of two threads at once, each could restore what the other had set.
 BUILDING = threading.RLock()
 
 _VECTOR_STD = 0.3
@@ -28,15 +28,15 @@ _WEIGHT_STD = 0.12
 
 
 def drawn_so_far() -> tuple[object, ...]:
-    """The state of every generator: another one after a run that drew something."""
+    """Return the state of every generator, which differs after a run that drew something."""
     state: Any = numpy.random.get_state()
     return (torch.get_rng_state().numpy().tobytes(), state[1].tobytes(), state[2], random.getstate())
 
 
 @contextmanager
 def untouched_randomness(seed: int | None = None) -> Iterator[None]:
-    """Leave torch's CPU generator, numpy's and Python's as they were found; inside, they start from `seed`."""
-    kept = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+    """Restore torch's CPU generator, numpy's and Python's on exit; inside, they start from `seed`."""
+    states = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
     try:
         if seed is not None:
             torch.default_generator.manual_seed(seed)
@@ -44,13 +44,13 @@ def untouched_randomness(seed: int | None = None) -> Iterator[None]:
             random.seed(seed)
         yield
     finally:
-        torch.set_rng_state(kept[0])
-        numpy.random.set_state(kept[1])
-        random.setstate(kept[2])
+        torch.set_rng_state(states[0])
+        numpy.random.set_state(states[1])
+        random.setstate(states[2])
 
 
 def reseed_held(model: nn.Module, number: int) -> None:
-    """Seed the generators that modules keep for themselves: each run of a copy goes on where the last one stopped."""
+    """Seed the generators that modules hold: otherwise a run of a copy goes on where the last one stopped."""
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, numpy.random.Generator):
@@ -63,13 +63,13 @@ def reseed_held(model: nn.Module, number: int) -> None:
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int = 0) -> None:
-    """Random values in every parameter: weights anew, vectors and scalars around what they start from."""
+    """Set random values in every parameter: new ones in weights, noise added to vectors and scalars."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if not parameter.is_floating_point():
             continue
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        noise = noise if parameter.dtype.itemsize == 1 else noise.to(parameter.dtype)  # float8 cannot be multiplied
+        noise = noise if parameter.dtype.itemsize == 1 else noise.to(parameter.dtype)  # float8 has no multiplication
         if sum(size > 1 for size in parameter.shape) >= 2:
             parameter.copy_(_weight_std(parameter) * noise)
         else:
@@ -78,7 +78,7 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
 
 
 def _weight_std(parameter: torch.Tensor) -> float:
-    """Smaller where many features are summed: dozens of layers that each amplify drown all else in rounding."""
+    """Return a standard deviation that falls with the features summed, or many layers would amplify rounding errors."""
     summed = parameter.numel() / max(parameter.shape)
     return min(_WEIGHT_STD, max(summed, 1.0) ** -0.5)
 
@@ -106,7 +106,7 @@ def fill_meta(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def _plausible(buffer: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A buffer on meta has lost its values: causal masks, positions and positive numbers are the likely ones."""
+    """Return likely values for a buffer, which has none on meta: a causal mask, positions or positive numbers."""
     if buffer.dtype == torch.bool:
         square = buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2]
         return torch.ones_like(buffer).tril() if square else torch.ones_like(buffer)
@@ -118,18 +118,18 @@ def _plausible(buffer: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     return 0.5 + torch.rand(buffer.shape, generator=generator)
 
 
-# In which dtype a model computes: that of the first floating parameter, but float8 is a store of bits next to its
+# A model computes in the dtype of its first floating parameter, except float8, which only stores weights next to their
 # scales.
 
 
 def working_dtype(model: nn.Module, default: torch.dtype = torch.float32) -> torch.dtype:
-    """The dtype in which a model computes."""
+    """Return the dtype in which a model computes."""
     return next((parameter.dtype for parameter in model.parameters() if _computes(parameter)), default)
 
 
 def tried_dtypes(model: Callable[[], nn.Module]) -> Iterator[torch.dtype]:
-    """The dtypes in which a clone is run, the widest first. `model` gives the model, which is costly and asked for
-    last; some configs describe none."""
+    """Yield the dtypes in which a clone is run, the widest first. `model` builds the model to find its own dtype, last
+    since that is costly; it may fail."""
     tried = (torch.float64, torch.float32)
     yield from tried
     try:
@@ -141,7 +141,7 @@ def tried_dtypes(model: Callable[[], nn.Module]) -> Iterator[torch.dtype]:
 
 
 def cast_numbers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Floating tensors to `dtype`; complex tables stay complex, quantised weights quantised."""
+    """Cast floating tensors to `dtype`; complex tables stay complex, quantised weights quantised."""
     for parameter in model.parameters():
         if _computes(parameter):
             parameter.data = parameter.data.to(dtype)
@@ -152,10 +152,10 @@ def cast_numbers(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def inputs_in(dtype: torch.dtype, value: Any) -> Any:
-    """Example inputs for a clone on the CPU that computes in `dtype`: users give them as their own model takes them."""
+    """Return example inputs, which users make for their own model, for a clone on the CPU that computes in `dtype`."""
     if isinstance(value, torch.Tensor):
-        here = value if value.is_meta else value.cpu()
-        return here.to(dtype) if here.is_floating_point() else here
+        tensor = value if value.is_meta else value.cpu()
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
     return changed_inside(value, partial(inputs_in, dtype))
 
 
@@ -163,13 +163,13 @@ def _computes(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype.itemsize > 1
 
 
-# Models are tried outside of what the caller has switched on (a device, no_grad, inference mode, autocast), under which
-# a clone would have no numbers or no gradients.
+# Models are tried outside of the caller's modes (a default device, no_grad, inference mode, autocast), under which a
+# clone would have no numbers or no gradients.
 
 
 @contextmanager
 def plain_surroundings() -> Iterator[None]:
-    """Tensors on the CPU unless asked otherwise, with gradients, each in its own dtype."""
+    """Create tensors on the CPU by default, with gradients, each in its own dtype."""
     with ExitStack() as stack:
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The versions of torch and transformers that were tested: older ones are refused, newer ones tried with a warning."""
+"""Tested versions of torch and transformers: older ones are refused, newer ones tried with a warning."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from autoplan.common.errors import AutoplanError, UntestedVersionWarning
 
 # Oldest and newest release that the tests ran with. pyproject.toml states the oldest too, README both; tests compare.
 TESTED = {"torch": ((2, 11), (2, 15)), "transformers": ((5, 10), (5, 24))}
-# The release since which transformers shards models by code that an audit can run. Older ones do all else.
+# The first release that shards models by code that an audit can run. Everything else works with older ones.
 OWN_SHARDING = (5, 23)
 
 
 class VersionError(AutoplanError):
-    """The installed version of a library is supported, and lacks what this one feature needs."""
+    """The installed version of a library is supported, but lacks what one feature needs."""
 
     def __init__(self, library: str, what: str, needed: tuple[int, int]) -> None:
         super().__init__(
@@ -33,12 +33,12 @@ def installed_versions() -> dict[str, str]:
 
 
 def older_than(library: str, release: tuple[int, int]) -> bool:
-    """Is the installed version of a library older than a release?"""
+    """Return whether the installed version of a library is older than a release."""
     return _release(str(import_module(library).__version__)) < release
 
 
 def check_versions(installed: dict[str, str] | None = None) -> None:
-    """Raise for a version older than any that was tested, and warn once of each that is newer."""
+    """Raise for a version older than any that was tested, and warn once about each that is newer."""
     installed = installed_versions() if installed is None else installed
     for library, (oldest, _) in TESTED.items():
         if _release(installed[library]) < oldest:

@@ -1,4 +1,4 @@
-"""Where rule files are: the call's `rules=` folder, those of AUTOPLAN_RULES, then ours; the first that has a document
+"""Find rule files: the call's `rules=` folder, those of AUTOPLAN_RULES, then ours; the first that has a document
 counts. A folder has any of `roles/`, `plans/`, `inputs/`, `quantised/`, `kernels/` and `defaults.toml`."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _of_the_call: list[Path] = []
 
 
 def rules_folders() -> tuple[Path, ...]:
-    """All folders of rules, those that count first."""
+    """Return all folders of rules, in order of precedence."""
     named = [Path(text) for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
     for path in named:
         _refuse_other(path, f"{VARIABLE} names")
@@ -27,7 +27,7 @@ def rules_folders() -> tuple[Path, ...]:
 
 @contextmanager
 def with_rules(folder: str | os.PathLike[str] | None) -> Iterator[None]:
-    """A folder of rules for one call, before all others."""
+    """Put a folder of rules before all others, for one call."""
     if folder is None:
         yield
         return
@@ -48,7 +48,7 @@ def _refuse_other(path: Path, what: str) -> None:
 
 @lru_cache(maxsize=1)
 def rules_folder() -> Path:
-    """The folder that comes with autoplan."""
+    """Return the folder that comes with autoplan."""
     package = Path(__file__).resolve().parents[1]
     places = (package / "_rules", package.parent / "rules")
     for place in places:
@@ -60,18 +60,18 @@ def rules_folder() -> Path:
     )
 
 
-# Modules that a user names: found where Python finds them, and in the folder one stands in.
+# Modules that a user names are found where Python finds them, and in the current folder.
 
 
 def from_here() -> list[str]:
-    """The places where modules are looked for, the current folder among them."""
-    here = os.getcwd()
-    return [*sys.path] if here in sys.path or "" in sys.path else [here, *sys.path]
+    """Return `sys.path` with the current folder."""
+    folder = os.getcwd()
+    return [*sys.path] if folder in sys.path or "" in sys.path else [folder, *sys.path]
 
 
 @contextmanager
 def importable_here() -> Iterator[None]:
-    """Inside, the current folder counts as a place for modules, as it does for `python -m`."""
+    """Make modules of the current folder importable, as `python -m` does."""
     before, inside = sys.path[:], from_here()
     added = inside[0] if inside != before else None
     if added is not None:

@@ -1,4 +1,4 @@
-"""Tell whoever watches what a long call is doing; without a watcher it costs nothing. Ranks have none.
+"""Report the stages of a long call to a watcher; without one it costs nothing. Ranks have none.
 
 with watched(print):
     stage("recording the model's run")
@@ -14,7 +14,7 @@ _watcher: ContextVar[Callable[[str], None] | None] = ContextVar("autoplan_watche
 
 
 def stage(text: str) -> None:
-    """Tell the watcher, if there is one, what begins now."""
+    """Report the stage that begins to the watcher, if there is one."""
     watcher = _watcher.get()
     if watcher is not None:
         watcher(text)
@@ -22,7 +22,7 @@ def stage(text: str) -> None:
 
 @contextmanager
 def watched(watcher: Callable[[str], None]) -> Iterator[None]:
-    """Inside, every stage is told to `watcher`."""
+    """Report every stage inside to `watcher`."""
     token = _watcher.set(watcher)
     try:
         yield
@@ -30,8 +30,7 @@ def watched(watcher: Callable[[str], None]) -> Iterator[None]:
         _watcher.reset(token)
 
 
-# Loops whose rounds all do the same: a watcher is given the work of a round and the parts, and says what all of them
-# did.
+# Loops with equal rounds: a counter gets the work of a round and the parts, and accounts for all of them.
 
 
 Round = Callable[[slice], None]
@@ -41,7 +40,7 @@ _counter: ContextVar[Counter | None] = ContextVar("autoplan_rounds", default=Non
 
 
 def run_rounds(work: Round, parts: Sequence[slice]) -> None:
-    """`work` of each part. All but the last are of one size."""
+    """Run `work` on each part. All but the last have one size."""
     counter = _counter.get()
     if counter is not None and len(parts) > 2:
         counter(work, parts[:-1])
@@ -52,7 +51,7 @@ def run_rounds(work: Round, parts: Sequence[slice]) -> None:
 
 @contextmanager
 def counted(counter: Counter) -> Iterator[None]:
-    """Inside, `counter` runs the rounds that are alike."""
+    """Let `counter` run the rounds of equal size."""
     token = _counter.set(counter)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Models that peft changed: put the same adapters on another, and map names to those of the model inside."""
+"""Models that peft changed: put the same adapters on another model, and map names to those of the model inside."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from autoplan.hf.shrink import all_configs
 
 
 def settings_of(model: nn.Module) -> dict[str, Any] | None:
-    """The settings of each adapter by name; None for a model that peft did not wrap."""
+    """Return the settings of each adapter by name; None for a model that peft did not wrap."""
     settings = getattr(model, "peft_config", None)
     wrapped = isinstance(settings, dict) and settings and hasattr(model, "get_base_model")
     return settings if wrapped and not isinstance(model, PreTrainedModel) else None
 
 
 def wrap(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
-    """Put adapters of the same settings on `model`."""
+    """Put adapters with the same settings on `model`."""
     from peft import get_peft_model
 
     (first, *others) = settings
@@ -31,7 +31,7 @@ def wrap(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
         wrapped: nn.Module = get_peft_model(model, copy.deepcopy(settings[first]), adapter_name=first)
         for name in others:
             wrapped.add_adapter(name, copy.deepcopy(settings[name]))
-    except ValueError as error:  # settings that name layers which a tiny clone does not have
+    except ValueError as error:  # settings may name layers that a tiny clone does not have
         raise SourceError(
             f"a tiny clone cannot take the adapters of this model: {error}",
             hint="plan with prove='none', or verify a small model of the same class with the same adapters",
@@ -44,7 +44,7 @@ def adapted_as(model: nn.Module, base: nn.Module) -> nn.Module:
     from peft import inject_adapter_in_model
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft gave its advice when the model was made
+        warnings.simplefilter("ignore")  # peft has warned already, when the model was made
         wrapper = settings_of(model)
         if wrapper is not None:
             return wrap(base, wrapper)
@@ -54,7 +54,7 @@ def adapted_as(model: nn.Module, base: nn.Module) -> nn.Module:
 
 
 def base_names(model: nn.Module) -> dict[str, BaseName]:
-    """The name of each parameter and buffer in the model inside; empty where peft changed nothing."""
+    """Return each parameter's and buffer's name in the model inside; empty if peft changed nothing."""
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
@@ -64,12 +64,12 @@ def base_names(model: nn.Module) -> dict[str, BaseName]:
 
 
 def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -> Iterator[tuple[str, BaseName]]:
-    """`path`: of a module in `model`; `base`: in the model inside. Both end with a dot."""
+    """Yield the names below a module at `path` in `model`, and at `base` in the model inside; both end with a dot."""
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
-    kinds: dict[type, tuple[str, ...]] = {  # by class, its children that are (or have inside) the original
+    kinds: dict[type, tuple[str, ...]] = {  # class -> children that are, or contain, the original
         PeftModel: ("base_model",),
         BaseTuner: ("model",),
         BaseTunerLayer: ("base_layer",),
@@ -85,7 +85,7 @@ def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -
             yield from _base_names(child, f"{path}{name}.", f"{base}{name}.", copied)
         elif name in originals:
             yield from _base_names(child, f"{path}{name}.", base, copied)
-        elif name in ("modules_to_save", "ln_tuning_layers"):  # by adapter, a copy of the original
+        elif name in ("modules_to_save", "ln_tuning_layers"):  # one copy of the original per adapter
             for adapter, copy_ in child.named_children():
                 yield from _base_names(copy_, f"{path}{name}.{adapter}.", base, True)
         else:
@@ -94,8 +94,7 @@ def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -
 
 
 def usual_targets(model_type: str, config: PretrainedConfig | None) -> tuple[str, ...] | str:
-    """The layers that peft's LoRA is put beside by default, for this type of model. Raises SourceError where peft has
-    none."""
+    """Return the layers that peft's LoRA adapts by default in this type of model; raise SourceError without any."""
     hint = "name them: --lora-targets q_proj,v_proj (lora_targets=), or all-linear"
     try:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual

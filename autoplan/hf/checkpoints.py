@@ -1,4 +1,4 @@
-"""Names in checkpoints: read and written as transformers does."""
+"""Read and write the names of checkpoints as transformers does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autoplan.hf.quantised.schemes import Plain, is_for_linears, packed_weight, 
 from autoplan.hf.quantised.weights import is_transposed
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
-# Make a model's tensors out of a checkpoint's by transformers' own rules, which rename, merge and split them.
+# Make a model's tensors from a checkpoint's by transformers' own rules, which rename, merge and split them.
 
 _MOVING = frozenset(("Chunk", "Concatenate", "Conv3dToLinear", "ErnieFuseAndSplitTextVisionExperts", "Interleave",
                      "LinearToConv3d", "MergeModulelist", "PermuteForRope", "Split", "SplitModulelist",
@@ -31,13 +31,13 @@ _STACK = re.compile(r"[a-z_]+?_proj(?=_|$)")
 
 @dataclass
 class _Converted:
-    """One conversion of transformers' own."""
+    """One conversion of transformers."""
 
     converter: Any
-    first: str  # the target that transformers names the conversion by
+    first: str  # the target after which transformers names the conversion
     keys: list[str] = field(default_factory=list)
     _entries: list[tuple[str, str, str]] = field(default_factory=list)
-    _shape: tuple[int, ...] = ()  # of the first
+    _shape: tuple[int, ...] = ()  # of the first entry
 
     @property
     def moves(self) -> bool:
@@ -58,29 +58,29 @@ class _Converted:
             converter.add_tensor(name, key, pattern, partial(read, key))
         try:
             converter.operations = [self._settled(operation, model) for operation in converter.operations]
-            made = converter.convert(self.first, model=model, config=conventions().config_of(model))
+            results = converter.convert(self.first, model=model, config=conventions().config_of(model))
         except (RuntimeError, ValueError, LookupError, AttributeError) as error:
             raise AutoplanError(
                 f"transformers' conversion of {len(self.keys)} checkpoint tensors ({self.keys[0]}, …) "
                 f"to {self.first} failed: {error}",
                 hint="is the checkpoint complete, and is transformers as new as the checkpoint?",
             ) from error
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
     def _settled(self, operation: Any, model: Any) -> Any:
-        """One that looks at what it gets first does, for parts too, what it would do for the whole."""
+        """Return an operation that does for shards what it would do for the full tensor, whose shape it may look at."""
         from transformers.core_model_loading import Chunk
 
         if not getattr(operation, "check_dims", False):
             return operation
         if self._shape == tuple(model.get_parameter(self.first).shape):
-            return Chunk(dim=0)  # into one
+            return Chunk(dim=0)  # into one chunk
         operation.check_dims = False
         return operation
 
 
 def checkpoint_names(model: nn.Module) -> CheckpointNames:
-    """Of any model; one that is not transformers' own has its tensors under their own names."""
+    """Return the names of any model; one that is not transformers' own is stored under its own names."""
     rename, converters, turned = _rules(model)
     return CheckpointNames(
         prefix=getattr(model, "base_model_prefix", None) or "model",
@@ -93,7 +93,7 @@ def checkpoint_names(model: nn.Module) -> CheckpointNames:
 
 
 def _join(rule: Any, turned: bool = False) -> Join | None:
-    """What a converter puts together, where it does nothing else."""
+    """Return what a converter joins, if it does nothing else."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     kinds = [type(operation) for operation in rule.operations]
@@ -109,7 +109,7 @@ def _ends(model: nn.Module) -> frozenset[str]:
 
 
 def _for_stored(rule: Any, names: frozenset[str]) -> Iterator[Any]:
-    """A converter for each further tensor that packed weights have: they are joined as the weight is."""
+    """Yield a converter for each further tensor of packed weights: it is joined as the weight is."""
     targets = rule._original_target_patterns
     sources = rule._original_source_patterns
     if len(targets) != 1 or not all(source.endswith(".weight") for source in sources) or _join(rule) is None:
@@ -126,8 +126,7 @@ def _for_stored(rule: Any, names: frozenset[str]) -> Iterator[Any]:
 
 
 def _for_lists(model: nn.Module, known: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
-    """Converters for stacks of experts that tools write one by one, and whether rows of an entry become the stack's
-    columns."""
+    """Yield converters for expert stacks that tools write one by one, and whether an entry's rows become columns."""
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
     covered = {target for rule in known for target in rule.target_patterns}
@@ -144,7 +143,7 @@ def _for_lists(model: nn.Module, known: Sequence[Any]) -> Iterator[tuple[Any, bo
 
 
 def listed(stack: str) -> tuple[str, ...]:
-    """How the linear layers of one expert are called that are a stack together.
+    """Return the names of one expert's linear layers that form a stack.
 
     >>> listed("gate_up_proj"), listed("down_proj")
     (('gate_proj', 'up_proj'), ('down_proj',))
@@ -153,7 +152,7 @@ def listed(stack: str) -> tuple[str, ...]:
 
 
 def _rules(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], dict[str, Any], frozenset[str]]:
-    """How transformers renames a checkpoint key, its converters by the pattern that calls for them, and which turn."""
+    """Return transformers' renaming of keys, its converters by source pattern, and the patterns that transpose."""
     if not hasattr(type(model), "_from_config"):
         return lambda key: (key, None), {}, frozenset()
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -170,8 +169,8 @@ def _rules(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], d
     return lambda key: rename_source_key(key, renamings, converters), by_pattern, turned
 
 
-# Write a checkpoint: transformers reverses its conversions with a whole state dict in hand; here it is asked group by
-# group, with the tensors that one conversion needs.
+# Write a checkpoint. transformers reverses its conversions on a full state dict; here it is called on one group of
+# tensors at a time, those that one conversion needs.
 
 Stored = Mapping[str, tuple[PackedWeight, PackedTensor]]
 
@@ -179,8 +178,7 @@ Stored = Mapping[str, tuple[PackedWeight, PackedTensor]]
 def checkpoint_writer(
     model: nn.Module, original: bool = True, stored: Stored = MappingProxyType({})
 ) -> CheckpointWriter:
-    """Of any model; one that is not transformers' own has no settings. `stored`: the packed tensors among those to
-    write."""
+    """Return a writer for any model; only transformers' own have settings. `stored`: packed tensors to be written."""
     if not _is_theirs(model):
         return CheckpointWriter(lambda names: [(name,) for name in names], lambda tensors: tensors)
     group_of = _group_names(model) if original else None
@@ -220,59 +218,59 @@ def _as_checkpoints(model: Any, tensors: dict[str, torch.Tensor], stored: Stored
 def _alone(
     model: Any, name: str, whole: torch.Tensor, weight: PackedWeight, tensor: PackedTensor
 ) -> dict[str, torch.Tensor]:
-    """A packed tensor of one matrix, and what its method says of it in a tensor of bytes."""
+    """Return the entry of a packed matrix, and what its method records about it in a tensor of bytes."""
     ((entry, value),) = _reverted(model, {name: whole}).items()
     entry = entry.removesuffix(tensor.attribute) + tensor.name
     state = state_of(weight)
     if state is None or tensor is not weight.tensors[0]:
         return {entry: value}
     kind, block = weight.scheme.value("kind"), weight.scheme.value("block")
-    said = {"quant_type": kind, "blocksize": block, "dtype": str(model.dtype).removeprefix("torch."),
+    quant_state = {"quant_type": kind, "blocksize": block, "dtype": str(model.dtype).removeprefix("torch."),
             "shape": list(weight.shape)}  # fmt: skip
-    bytes_ = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+    bytes_ = torch.frombuffer(bytearray(json.dumps(quant_state).encode()), dtype=torch.uint8)
     return {entry: value, f"{entry}.{state}": bytes_}
 
 
 def _apart(
     model: Any, name: str, whole: torch.Tensor, weight: PackedWeight, tensor: PackedTensor
 ) -> dict[str, torch.Tensor]:
-    """A packed stack as checkpoints hold it, with an entry for each expert and quantised matrix. Names are found by
-    running the conversion on numbers in place of the plain stack."""
+    """Return a packed stack as checkpoints hold it, with an entry for each expert and quantised matrix. The names come
+    from running the conversion on index numbers in place of the plain stack."""
     experts, segments = weight.shape[0], max(1, len(weight.segments))
     plain = name.removesuffix(tensor.attribute) + weight.parameter
-    asked = _reverted(model, {plain: torch.arange(experts * segments).reshape(experts, segments, 1)})
-    if any(numbers.numel() != 1 for numbers in asked.values()):
-        (entry,) = asked
+    numbers_of = _reverted(model, {plain: torch.arange(experts * segments).reshape(experts, segments, 1)})
+    if any(numbers.numel() != 1 for numbers in numbers_of.values()):
+        (entry,) = numbers_of
         owner = entry.removesuffix(weight.parameter)
         if not is_for_linears(weight.scheme) or not weight.parameter.endswith("_proj"):
-            return {owner + tensor.name: whole}  # it is written as a stack
+            return {owner + tensor.name: whole}  # written as a stack
         names = listed(weight.parameter)
-        asked = {
+        numbers_of = {
             f"{owner}{expert}.{part}.weight": torch.tensor(expert * segments + place)
             for expert in range(experts)
             for place, part in enumerate(names)
         }
     rows = weight.shape[weight.rows] // segments
-    one = packed_weight(Plain("weight", (rows, weight.shape[weight.contracted])), weight.scheme)
-    mine = one.tensors[weight.tensors.index(tensor)]
+    expert_weight = packed_weight(Plain("weight", (rows, weight.shape[weight.contracted])), weight.scheme)
+    mine = expert_weight.tensors[weight.tensors.index(tensor)]
     place = next((place for place, dim in enumerate(tensor.dims) if weight.rows in dim.of), 1)
     parts = whole.chunk(segments, place) if whole.dim() > 1 else (whole,) * segments
     entries = {}
-    for entry, number in asked.items():
+    for entry, number in numbers_of.items():
         expert, segment = divmod(int(number), segments)
         entries[entry.removesuffix("weight") + mine.name] = parts[segment][expert].reshape(mine.shape)
     return entries
 
 
 def _group_names(model: Any) -> Callable[[str], str]:
-    """What the names of all tensors have in common that one reversed conversion takes together."""
+    """Return a function that maps tensor names to a key; names with the same key are converted back together."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
     loaded = getattr(model, "_weight_conversions", None)
-    known = get_model_conversion_mapping(model, add_legacy=False) if loaded is None else loaded
-    reverse = [one.reverse_transform() for one in known[::-1]]
-    converters = [one for one in reverse if isinstance(one, WeightConverter)]
+    rules = get_model_conversion_mapping(model, add_legacy=False) if loaded is None else loaded
+    reverse = [rule.reverse_transform() for rule in rules[::-1]]
+    converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
 
     def group(name: str) -> str:
         tried = (converter.rename_source_key(name) for converter in converters)
@@ -289,7 +287,7 @@ def _groups(names: Iterable[str], group_of: Callable[[str], str] | None) -> list
 
 
 def _write_settings(model: Any, folder: str | os.PathLike[str], cls: type) -> None:
-    """What `save_pretrained` writes besides weights."""
+    """Write what `save_pretrained` writes besides weights."""
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [cls.__name__]
     if model.is_remote_code():

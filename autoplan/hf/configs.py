@@ -21,8 +21,8 @@ from autoplan.hf.quantised.methods import USUAL_CONFIGS, quantization_config_of
 from autoplan.hf.shrink import all_configs
 from autoplan.hf.tiny_sizes import field_rule, is_layer_count, is_token_id
 
-# Check the kinds and sizes of a config, which is somebody's file, before anything is built from it; what only building
-# shows is counted meanwhile.
+# A config is foreign data: its types and sizes are checked before anything is built from it, and modules are counted
+# while it is built.
 
 _OPEN = type(None)
 _SHAPE = {
@@ -39,16 +39,16 @@ def check_config(data: Any, where: str) -> None:
     """Raise SourceError on the first value that no model can be built from."""
     if not isinstance(data, Mapping):
         raise SourceError(f"{where} holds a {type(data).__name__}, not a config", hint="fetch the file again")
-    for path, one in _configs(data):
+    for path, part in _configs(data):
         prefix = f"{where}: {path}" if path else f"{where}: "
-        problem = misshapen(one, _SHAPE) or _sub_config(one) or next(filter(None, map(_absurd, one.items())), "")
-        problem = problem or _too_many(one)
+        problem = misshapen(part, _SHAPE) or _sub_config(part) or next(filter(None, map(_absurd, part.items())), "")
+        problem = problem or _too_many(part)
         if problem:
             raise SourceError(f"{prefix}{problem}", hint="fix the config, or fetch the file again")
 
 
 def _configs(data: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A config and those inside it, each with the path to it."""
+    """Yield a config and those inside it, each with the path to it."""
     yield path, data
     for name, value in data.items():
         if isinstance(value, Mapping) and str(name).endswith("config") and depth < 8:
@@ -61,7 +61,7 @@ def _sub_config(data: Mapping[str, Any]) -> str:
 
 
 def _wrong_kind(name: str, value: Any) -> str:
-    """A config inside another is a mapping; some types have lists of them."""
+    """Return what is wrong with a config inside another: it must be a mapping; some types have lists of them."""
     return "" if isinstance(value, list) else misshapen(value, ({}, _OPEN), name)
 
 
@@ -69,14 +69,14 @@ def _absurd(field: tuple[str, Any]) -> str:
     name, value = field
     if not isinstance(name, str) or is_token_id(name):
         return ""
-    for one in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(one, bool) or not isinstance(one, int):
+    for size in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(size, bool) or not isinstance(size, int):
             continue
         limit = _limit(name)
-        if one > limit:
-            return f"{name} is {one:,}; at most {limit:,} are built"
-        if one < 0 and not isinstance(value, (list, tuple)) and _counts(name):
-            return f"{name} is {one}; a size is not negative"
+        if size > limit:
+            return f"{name} is {size:,}; at most {limit:,} are built"
+        if size < 0 and not isinstance(value, (list, tuple)) and _counts(name):
+            return f"{name} is {size}; a size is not negative"
     return ""
 
 
@@ -93,7 +93,7 @@ def _counts(name: str) -> bool:
 
 
 def _too_many(data: Mapping[str, Any]) -> str:
-    """Layers and experts that are few each may be too many together."""
+    """Return the problem of layers and experts that are few each, but too many in total."""
     whole = {name: value for name, value in data.items() if isinstance(value, int) and not isinstance(value, bool)}
     layers = max((value for name, value in whole.items() if is_layer_count(name) == "depth"), default=1)
     experts = max((value for name, value in whole.items() if field_rule(name)[0] == "experts"), default=1)
@@ -104,12 +104,12 @@ def _too_many(data: Mapping[str, Any]) -> str:
 
 @contextmanager
 def limited_modules(name: str) -> Iterator[None]:
-    """Raise where a model is built of more modules and parameters than any honest one has."""
-    here, found = threading.get_ident(), 0
+    """Raise SourceError if a model is built of more modules and parameters than any real one has."""
+    thread, found = threading.get_ident(), 0
 
     def count(*_: Any) -> None:
         nonlocal found
-        if threading.get_ident() == here:
+        if threading.get_ident() == thread:
             found += 1
             if found > MOST_REGISTERED:
                 raise SourceError(
@@ -129,15 +129,15 @@ def limited_modules(name: str) -> Iterator[None]:
 
 
 # Models without a path through scaled_dot_product_attention (gpt-oss: learned sinks) are built with eager attention,
-# which keeps all scores, and run with a flash kernel on a GPU. Without storage torch's own flash op stands for that
-# kernel.
+# which keeps all scores, but run with a flash kernel on a GPU. On tensors without storage, torch's flash op stands for
+# that kernel.
 
 _NAME = "autoplan_flash"
-_WIDEST = 256  # of a head, in the flash kernel
+_WIDEST = 256  # largest head dim of the flash kernel
 
 
 def take_flash_attention(model: nn.Module) -> bool:
-    """Let a copy without storage take the flash kernel, where its class supports that and not SDPA; did any?"""
+    """Switch a copy without storage to the flash kernel where its class has that but not SDPA; return if any has."""
     changed = False
     for part in model.modules():
         if not isinstance(part, PreTrainedModel) or part._supports_sdpa or not part._supports_flash_attn:
@@ -164,15 +164,15 @@ def _flash(
     return mixed.transpose(1, 2), None
 
 
-# Which dtype weights have: what the config says, else the checkpoint beside it, else the library's default.
+# The dtype of weights: the config's, else that of the checkpoint beside it, else the library's default.
 
 DTYPES = ("float32", "bfloat16", "float16")
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
 
 
 def settled_dtype(config: PretrainedConfig, where: str) -> tuple[PretrainedConfig, str]:
-    """Return the config with a dtype, and who said it. `where`: the folder of the checkpoint. Quantised checkpoints
-    without one compute in bfloat16: no kernel for them takes float32."""
+    """Return the config with a dtype, and its origin. `where`: the folder of the checkpoint. A quantised checkpoint
+    without a dtype computes in bfloat16: no kernel for it takes float32."""
     parts = tuple(all_configs(config))
     dtype = next((part.dtype for part in parts if getattr(part, "dtype", None) is not None), None)
     origin = "from the config"
@@ -191,29 +191,29 @@ def settled_dtype(config: PretrainedConfig, where: str) -> tuple[PretrainedConfi
 
 
 def stored_as(config: PretrainedConfig | None, weights: str) -> PretrainedConfig:
-    """A copy of `config` for a checkpoint whose weights are stored as `weights`: a dtype, or a quantised format."""
-    known = (*DTYPES, *USUAL_CONFIGS)
-    if weights not in known:
-        raise AutoplanError(f"weights={weights!r}", hint=f"choose one of {', '.join(known)}")
+    """Return a copy of `config` for a checkpoint with weights stored as `weights`: a dtype, or a quantised format."""
+    choices = (*DTYPES, *USUAL_CONFIGS)
+    if weights not in choices:
+        raise AutoplanError(f"weights={weights!r}", hint=f"choose one of {', '.join(choices)}")
     if config is None:
         raise AutoplanError(
             f"weights={weights!r} is asked of a model that no config describes",
             hint="give the config or the folder of the model, or the module in the dtype that is meant",
         )
-    asked = copy.deepcopy(config)
-    for part in all_configs(asked):
+    changed = copy.deepcopy(config)
+    for part in all_configs(changed):
         if getattr(part, "quantization_config", None) is not None:
             part.quantization_config = None
     if weights in DTYPES:
-        asked.dtype = getattr(torch, weights)
+        changed.dtype = getattr(torch, weights)
     else:
         quantisation: dict[str, Any] = copy.deepcopy(USUAL_CONFIGS[weights])
-        asked.quantization_config = quantisation
-    return asked
+        changed.quantization_config = quantisation
+    return changed
 
 
 def _of_checkpoint(folder: Path) -> torch.dtype | None:
-    """The floating dtype that takes the most bytes of the first file of weights; None where there is no file."""
+    """Return the floating dtype with most bytes in the first weight file; None without such a file."""
     file = min(folder.glob("*.safetensors"), default=None) if folder.is_dir() else None
     if file is None:
         return None

@@ -1,6 +1,6 @@
-"""transformers' words and ways, as the value that rooms below read (common/conventions.py).
+"""transformers' names and conventions, as the value that rooms below read (common/conventions.py).
 
-Importing this loads neither torch nor transformers: functions look transformers up only where it is loaded.
+Importing this loads neither torch nor transformers: functions look transformers up only if it is loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _config_of(module: nn.Module) -> PretrainedConfig | None:
-    """The transformers config of a module; None where `.config` is anything else (a dataclass, a dict, argparse's)."""
+    """Return a module's transformers config; None if `.config` is anything else (a dataclass, a dict, argparse's)."""
     library = sys.modules.get("transformers.configuration_utils")
     config = getattr(module, "config", None)
     return config if library is not None and isinstance(config, library.PretrainedConfig) else None
@@ -45,7 +45,7 @@ def _checkpoint_names(model: nn.Module) -> CheckpointNames:
 
 
 def _later(module: str, name: str) -> Callable[..., Any]:
-    """A function of this room whose module is imported when it is called."""
+    """Return a function of this room; its module is imported on the first call."""
     return lambda *args: getattr(import_module(f"autoplan.hf.{module}"), name)(*args)
 
 
@@ -76,7 +76,7 @@ def _base_names(module: nn.Module) -> Mapping[str, BaseName]:
 
 
 def _parts_to_save(model: nn.Module, options: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Those of adapters, as peft would choose them: for a model that wraps another, or that has some itself."""
+    """Return the tensors of adapters that peft would save, for a model that wraps another or has adapters itself."""
     names = options.get("selected_adapters") or _adapters_of(model)
     if not names and not getattr(model, "_hf_peft_config_loaded", False):
         return None
@@ -84,14 +84,14 @@ def _parts_to_save(model: nn.Module, options: Mapping[str, Any]) -> tuple[str, .
 
     state = model.state_dict()
     layers = {key: value for key, value in options.items() if key == "save_embedding_layers"}
-    kept: set[int] = set()
+    saved: set[int] = set()
     for name in names:
         own_state = get_peft_model_state_dict(model, state_dict=state, adapter_name=name, **layers)
-        kept |= {id(tensor) for tensor in own_state.values()}
+        saved |= {id(tensor) for tensor in own_state.values()}
     if not names:
         own: Any = model
-        kept = {id(tensor) for tensor in own.get_adapter_state_dict(state_dict=state).values()}
-    return tuple(name for name, tensor in state.items() if id(tensor) in kept)
+        saved = {id(tensor) for tensor in own.get_adapter_state_dict(state_dict=state).values()}
+    return tuple(name for name, tensor in state.items() if id(tensor) in saved)
 
 
 def _is_base(cls: type) -> bool:
@@ -99,7 +99,7 @@ def _is_base(cls: type) -> bool:
 
 
 def _is_transposed_linear(module: nn.Module) -> bool:
-    """GPT-2's Conv1D is a linear layer whose weight lies transposed."""
+    """Return whether a module is GPT-2's Conv1D, a linear layer with a transposed weight."""
     kind = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return kind is not None and isinstance(module, kind) and type(module).forward is kind.forward
 

@@ -1,4 +1,4 @@
-"""Run models of transformers: in worker processes, with their caches and in generation."""
+"""Run transformers models: in worker processes, with their caches and in generation."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import nn
 from autoplan.common.conventions import conventions
 from autoplan.hf.names import ATTENTION, CACHE, TARGETS, ForeignName, not_known
 
-# What a new process must be told about transformers before it runs a model that was built elsewhere.
+# Set up transformers in a new process, before it runs a model that was built elsewhere.
 
-PRELOADED = "transformers.modeling_utils"  # what takes long to import
+PRELOADED = "transformers.modeling_utils"  # slow to import
 
 
 def note_what_is_collected(model: nn.Module) -> None:
-    """Tell transformers which inner outputs may be collected of a model that was built in another process."""
+    """Tell transformers which inner outputs may be collected from a model that was built in another process."""
     library = sys.modules.get("transformers.utils.output_capturing")
     notes = getattr(library, "_CAN_RECORD_REGISTRY", {})
     for module in model.modules():
@@ -28,21 +28,21 @@ def note_what_is_collected(model: nn.Module) -> None:
 
 
 def say_less() -> None:
-    """No warnings of transformers' own."""
+    """Turn off transformers' own warnings."""
     from transformers import logging
 
     logging.set_verbosity_error()
 
 
-# What a model of transformers can be asked to do besides one forward: another attention, decoding from a cache.
+# What a transformers model can do besides one forward: use another attention, decode from a cache.
 
-_DECODER = "decoder_"  # begins the names of what the second of two stacks is given
+_DECODER = "decoder_"  # prefix of the arguments of the second of two stacks
 _IDS = ("decoder_input_ids", "input_ids")
 _MASK = "attention_mask"
 
 
 def has_attentions(model: nn.Module) -> bool:
-    """Can its attention implementation be chosen?"""
+    """Return whether the model's attention implementation can be chosen."""
     return conventions().config_of(model) is not None and hasattr(model, ATTENTION.words[0])
 
 
@@ -52,13 +52,13 @@ def no_attentions(model: nn.Module) -> str:
 
 
 def other_attention(model: nn.Module) -> str:
-    """The implementation that is not in use."""
+    """Return the implementation that is not in use."""
     return "eager" if getattr(model.config, "_attn_implementation", None) == "sdpa" else "sdpa"
 
 
 @contextmanager
 def attention_switched(model: Any) -> Iterator[None]:
-    """The other attention implementation for a while."""
+    """Switch to the other attention implementation for the duration of the context."""
     used = model.config._attn_implementation
     try:
         model.set_attn_implementation(other_attention(model))
@@ -68,7 +68,7 @@ def attention_switched(model: Any) -> Iterator[None]:
 
 
 def generative_feed(signature: Collection[str], feeds: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
-    """The first feed that can be decoded with a cache, and the name of its token ids; ("", "") if none."""
+    """Return the first feed that can be decoded with a cache, and the name of its token ids; ("", "") if none."""
     if not _cache_argument(signature) or conventions().cache_switch not in signature:
         return "", ""
     for feed, inputs in feeds.items():
@@ -80,7 +80,7 @@ def generative_feed(signature: Collection[str], feeds: Mapping[str, Mapping[str,
 
 
 def _cache_argument(signature: Collection[str]) -> str:
-    """What the forward calls the cache that it is given and returns; "" where it takes none."""
+    """Return the forward's name for its cache; "" if it takes none."""
     return next((name for name in CACHE.words if name in signature), "")
 
 
@@ -95,27 +95,27 @@ def no_targets(model: nn.Module) -> str:
 
 
 def _absence(model: nn.Module, name: ForeignName) -> str:
-    """Whether the library may call it otherwise is asked of its own models only."""
+    """Return that the library may use another name; "" for a model that is not its own."""
     return not_known(name) if conventions().config_of(model) is not None else ""
 
 
 def decoded(
     forward: Callable[[dict[str, Any]], Any], signature: Collection[str], inputs: Mapping[str, Any], ids: str
 ) -> dict[str, torch.Tensor]:
-    """The logits of all tokens but two, then of two, one at a time, from the cache."""
+    """Return the logits of all tokens but two, then of these two, one at a time, from the cache."""
     cache, length = _cache_argument(signature), inputs[ids].shape[1]
     steps: dict[str, torch.Tensor] = {}
     past: Any = None
     for start, end in ((0, length - 2), (length - 2, length - 1), (length - 1, length)):
-        given = {name: _window(name, value, ids, start, end, length) for name, value in inputs.items()}
-        outputs = forward({**given, conventions().cache_switch: True, cache: past})
+        window = {name: _window(name, value, ids, start, end, length) for name, value in inputs.items()}
+        outputs = forward({**window, conventions().cache_switch: True, cache: past})
         past = getattr(outputs, cache)
         steps[f"tokens {start} to {end}"] = outputs.logits
     return steps
 
 
 def _window(name: str, value: Any, ids: str, start: int, end: int, length: int) -> Any:
-    """What goes in besides tokens start to end: masks cover everything so far, the rest only these tokens."""
+    """Return an argument for tokens start to end: masks cover everything up to `end`, the rest only these tokens."""
     along = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length
     if not along or name.startswith(_DECODER) != ids.startswith(_DECODER):
         return value

@@ -1,8 +1,8 @@
-"""transformers' Trainer and accelerate's Accelerator for a model that is sharded already.
+"""Adapt transformers' Trainer and accelerate's Accelerator to a model that is sharded already.
 
-The problem: both wrap what they are given (in DDP, or in their own FSDP), save from the first rank alone, and write the
-optimizer of one rank for that of all. What they have for models that transformers sharded itself cannot resume. So a
-subclass of the user's own class does these few things the sharded way; what that is comes from above, as `Sharded`.
+The problem: both wrap the model (in DDP, or in their own FSDP), save from the first rank alone, and write the optimizer
+of one rank for that of all. Their code for models that transformers sharded itself cannot resume. So a subclass of the
+user's own class does these few things the sharded way; how is passed in by the caller, as `Sharded`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OPTIMIZER, _SCHEDULER, _WEIGHTS = "optimizer", "scheduler.pt", "model"
 
 @dataclass(frozen=True)
 class Sharded:
-    """What is done with a sharded model. `sizes`: (replicas, shards, tp) of one, None for any other."""
+    """Functions that handle a sharded model. `sizes`: its (replicas, shards, tp), None for any other model."""
 
     sizes: Callable[[Any], tuple[int, int, int] | None]
     save_weights: Callable[[Any, str], None]
@@ -30,11 +30,11 @@ class Sharded:
     save_optimizer: Callable[[Any, Any, str], None]
     load_optimizer: Callable[[Any, Any, str], None]
     clip: Callable[[Any, float], torch.Tensor]
-    together: Callable[[Any, str], AbstractContextManager[Any]]  # what fails on one rank inside is raised on all
+    together: Callable[[Any, str], AbstractContextManager[Any]]  # raises on all ranks what fails on one
 
 
 def _mesh_of(sizes: tuple[int, int, int]) -> Any:
-    """The mesh in accelerate's words: ranks of one tp group are given the same batches."""
+    """Return the mesh as accelerate's ParallelismConfig: ranks of one tp group get the same batches."""
     config = import_module("accelerate").ParallelismConfig
 
     class AnyDevice(config):  # type: ignore[misc, valid-type]
@@ -48,7 +48,7 @@ def _mesh_of(sizes: tuple[int, int, int]) -> Any:
 
 
 def _once(gathered: Any, ranks: int, tp: int) -> Any:
-    """What was gathered from all ranks, once for each tp group: its ranks were given the same batches."""
+    """Return what was gathered from all ranks, once for each tp group, whose ranks had the same batches."""
     if isinstance(gathered, torch.Tensor):
         return gathered.unflatten(0, (ranks, -1))[::tp].flatten(0, 1)
     if isinstance(gathered, Mapping):
@@ -62,7 +62,7 @@ def _once(gathered: Any, ranks: int, tp: int) -> Any:
 def _metrics_once(
     host: Any, sizes: tuple[int, int, int] | None, gather: Callable[..., Any], *given: Any, **more: Any
 ) -> Any:
-    """accelerate's `gather_for_metrics`, of what the data-parallel ranks have.
+    """Call accelerate's `gather_for_metrics` such that each data-parallel rank counts once.
 
     `gather` itself stays: what is counted with it is divided by the number of all processes.
     """
@@ -76,35 +76,35 @@ def _metrics_once(
 
 
 def _plain(optimizer: Any) -> Any:
-    """The optimizer inside accelerate's."""
+    """Return the optimizer inside accelerate's."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
-# ------------------------------------------------------------------------------------------------------------- Trainer
+# Trainer
 
 
 def trainer_class(base: Any, sharded: Sharded) -> Any:
-    """A subclass of a Trainer that trains a sharded model, saves it and goes on from what it saved."""
+    """Return a subclass of a Trainer that trains a sharded model, saves it and resumes from what it saved."""
     return _named(_saving_trainer(_training_trainer(base, sharded), sharded), base)
 
 
 def _training_trainer(base: Any, sharded: Sharded) -> Any:
-    """How a Trainer trains a sharded model."""
+    """Return the class with the training half."""
 
     class TrainsSharded(base):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            # not before: Trainer would refuse to save optimizers of models sharded by transformers itself
+            # Set late: Trainer refuses to save optimizers of models that transformers sharded itself.
             self.is_distributed_loading_by_transformers = self._sharded_sizes is not None
             host = self.accelerator
             host.gather_for_metrics = partial(_metrics_once, host, self._sharded_sizes, host.gather_for_metrics)
-            whole = self.args.eval_use_gather_object
-            self.gather_function = partial(host.gather_for_metrics, use_gather_object=whole)
+            objects = self.args.eval_use_gather_object
+            self.gather_function = partial(host.gather_for_metrics, use_gather_object=objects)
             if self._sharded_sizes is not None:
                 self._seed_copies_alike(host.process_index, self._sharded_sizes[2])
 
         def _seed_copies_alike(self, process: int, tp: int) -> None:
-            """Seed ranks of one tp group alike where a Trainer draws tokens; the first of a group keeps its stream."""
+            """Seed ranks of a tp group identically if the Trainer draws tokens; the first rank keeps its stream."""
             if process % tp and torch.initial_seed() == self.args.seed + process:
                 import_module("accelerate.utils").set_seed(self.args.seed + process - process % tp)
 
@@ -144,11 +144,11 @@ def _training_trainer(base: Any, sharded: Sharded) -> Any:
 
 
 def _saving_trainer(base: Any, sharded: Sharded) -> Any:
-    """How it saves one, and goes on from what it saved."""
+    """Return the class with the half that saves and resumes."""
 
     class SavesSharded(base):
         def _save_checkpoint(self, *args: Any, **options: Any) -> None:
-            """Files that Trainer writes on its first rank alone belong to a checkpoint, too."""
+            """Raise on all ranks what fails on one; files that the first rank alone writes are part of a checkpoint."""
             if self._sharded_sizes is None:
                 super()._save_checkpoint(*args, **options)
                 return
@@ -190,16 +190,16 @@ def _saving_trainer(base: Any, sharded: Sharded) -> Any:
     return SavesSharded
 
 
-# --------------------------------------------------------------------------------------------------------- Accelerator
+# Accelerator
 
 
 def accelerator_class(base: Any, sharded: Sharded, model: Any) -> Any:
-    """A subclass of Accelerator for `model`: made with its mesh, and without wrapping it."""
+    """Return a subclass of Accelerator for `model`: it has the model's mesh, and does not wrap the model."""
     return _named(_saving_accelerator(_training_accelerator(base, sharded, model), sharded, model), base)
 
 
 def _training_accelerator(base: Any, sharded: Sharded, model: Any) -> Any:
-    """How an Accelerator trains a sharded model."""
+    """Return the class with the training half."""
 
     class TrainsSharded(base):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -214,11 +214,11 @@ def _training_accelerator(base: Any, sharded: Sharded, model: Any) -> Any:
             return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
         def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-            given = list(parameters)
-            if norm_type == 2 and {id(p) for p in given} == {id(p) for p in model.parameters()}:
+            listed = list(parameters)
+            if norm_type == 2 and {id(p) for p in listed} == {id(p) for p in model.parameters()}:
                 self.unscale_gradients()
                 return sharded.clip(model, max_norm)
-            return super().clip_grad_norm_(given, max_norm, norm_type)
+            return super().clip_grad_norm_(listed, max_norm, norm_type)
 
         def gather_for_metrics(self, *args: Any, **options: Any) -> Any:
             return _metrics_once(self, sharded.sizes(model), super().gather_for_metrics, *args, **options)
@@ -240,7 +240,7 @@ def _training_accelerator(base: Any, sharded: Sharded, model: Any) -> Any:
 
 
 def _saving_accelerator(base: Any, sharded: Sharded, model: Any) -> Any:
-    """How it saves one, and goes on from what it saved."""
+    """Return the class with the half that saves and resumes."""
 
     class SavesSharded(base):
         def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
@@ -265,14 +265,14 @@ def _saving_accelerator(base: Any, sharded: Sharded, model: Any) -> Any:
                 self._without_model(rest, self._load_sharded, input_dir)
 
         def _without_model(self, rest: Callable[[], Any], own: Callable[[str], None], folder: str | None = None) -> Any:
-            """Let accelerate do all but the sharded model and its optimizers."""
-            held: tuple[Any, Any] = (self._models, self._optimizers)
+            """Let accelerate handle everything but the sharded model and its optimizers."""
+            everything: tuple[Any, Any] = (self._models, self._optimizers)
             self._models: Any = []
             self._optimizers: Any = []
             try:
                 result = rest()
             finally:
-                self._models, self._optimizers = held
+                self._models, self._optimizers = everything
             own(folder if folder is not None else result)
             return result
 
@@ -290,6 +290,6 @@ def _saving_accelerator(base: Any, sharded: Sharded, model: Any) -> Any:
 
 
 def _named(cls: Any, base: Any) -> Any:
-    """With the name that the user knows: it stands in logs and in reports."""
+    """Return the class under the user's name for it, which appears in logs and reports."""
     cls.__name__, cls.__qualname__, cls.__module__ = base.__name__, base.__qualname__, base.__module__
     return cls

@@ -32,7 +32,7 @@ from autoplan.hf.type_rules import open_fields
 
 @dataclass(frozen=True)
 class Found:
-    """What a string led to: a module with perhaps inputs, or a config, perhaps with a class and a place."""
+    """The result of a MODEL string: a module, perhaps with inputs, or a config, perhaps with a class and a folder."""
 
     module: nn.Module | None = None
     inputs: Mapping[str, Any] | None = None
@@ -42,7 +42,7 @@ class Found:
 
 
 def from_string(text: str, *, trust_remote_code: bool = False) -> Found:
-    """Follow a MODEL string. Raises SourceError that says what was tried."""
+    """Resolve a MODEL string. Raise SourceError that says what was tried."""
     text = text.strip()
     if not text:
         raise SourceError(
@@ -75,10 +75,10 @@ def from_string(text: str, *, trust_remote_code: bool = False) -> Found:
 
 
 def default_config(model_type: str) -> PretrainedConfig:
-    """The default config of a model type, completed by rules/defaults.toml where it leaves something open."""
+    """Return the default config of a model type, completed by rules/defaults.toml where it leaves something open."""
     try:
         return CONFIG_MAPPING[model_type](**copy.deepcopy(open_fields(model_type)))
-    except Exception as error:  # a config class may raise anything; the user learns which
+    except Exception as error:  # a config class may raise anything
         raise SourceError(
             f"the default config of model type {model_type!r} cannot be made: {error}",
             hint="give a folder with a config.json, or a config object",
@@ -86,7 +86,7 @@ def default_config(model_type: str) -> PretrainedConfig:
 
 
 def _from_hub(text: str, trust_remote_code: bool) -> Found:
-    """Files that are in the hub's local cache need no network."""
+    """Load a config from the hub; files in its local cache need no network."""
     offline = not _reachable()
     try:
         data, _ = PretrainedConfig.get_config_dict(text, local_files_only=offline)
@@ -109,7 +109,7 @@ def _from_hub(text: str, trust_remote_code: bool) -> Found:
 
 
 def _reachable() -> bool:
-    """Can the hub's host be found at all? Asking first saves half a minute of retries; a proxy is left to try."""
+    """Return whether the hub's host resolves, which saves half a minute of retries; behind a proxy, return True."""
     if constants.HF_HUB_OFFLINE:
         return False
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
@@ -132,9 +132,9 @@ def _said(error: Exception) -> str:
 
 
 def _refuse_remote_code(data: Mapping[str, Any], where: str, trust_remote_code: bool) -> None:
-    """A config whose classes come with it needs the user's word, unless transformers has them itself."""
-    known = data.get("model_type") in CONFIG_MAPPING
-    if data.get("auto_map") and not trust_remote_code and not known:
+    """Raise if a config's classes come with it, unless the user trusts them or transformers has its own."""
+    built_in = data.get("model_type") in CONFIG_MAPPING
+    if data.get("auto_map") and not trust_remote_code and not built_in:
         raise _remote_code_error(where)
 
 
@@ -146,18 +146,18 @@ def _remote_code_error(where: str) -> SourceError:
 
 
 def _from_builder(module_name: str, function_name: str) -> Found:
-    """`package.module:builder`, called without arguments; the working directory counts as a place for modules."""
-    what = f"{module_name}:{function_name}"
-    made = _call_of_user(module_name, function_name, what)
-    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    """Call `package.module:builder` without arguments; modules of the working directory can be imported."""
+    builder = f"{module_name}:{function_name}"
+    result = _call_of_user(module_name, function_name, builder)
+    module, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(module, nn.Module):
         raise SourceError(
-            f"{what}() returned {type(module).__name__}",
+            f"{builder}() returned {type(module).__name__}",
             hint="a builder returns an nn.Module, or (module, inputs) with inputs as keyword arguments of its forward",
         )
     if inputs is not None and not isinstance(inputs, Mapping):
         raise SourceError(
-            f"{what}() returned inputs of type {type(inputs).__name__}", hint="give a dict: argument name -> tensor"
+            f"{builder}() returned inputs of type {type(inputs).__name__}", hint="give a dict: argument name -> tensor"
         )
     return Found(module=module, inputs=inputs)
 
@@ -170,10 +170,10 @@ def inputs_from_string(text: str) -> Mapping[str, Any]:
             f"--inputs {text!r} is not 'package.module:function'",
             hint="name a function that returns {argument of the forward: tensor}; it is called without arguments",
         )
-    made = _call_of_user(module_name, function_name, text)
-    if not isinstance(made, Mapping):
-        raise SourceError(f"{text}() returned {type(made).__name__}", hint="return a dict: argument name -> tensor")
-    return made
+    inputs = _call_of_user(module_name, function_name, text)
+    if not isinstance(inputs, Mapping):
+        raise SourceError(f"{text}() returned {type(inputs).__name__}", hint="return a dict: argument name -> tensor")
+    return inputs
 
 
 def _call_of_user(module_name: str, function_name: str, what: str) -> Any:
@@ -207,7 +207,7 @@ def _call_of_user(module_name: str, function_name: str, what: str) -> Any:
 
 
 def transformers_class(name: str, config: PretrainedConfig, where: str, trust_remote_code: bool) -> type:
-    """The model class of that name, from transformers or, when trusted, from the code next to the config."""
+    """Return the model class of that name, from transformers or, if trusted, from the code next to the config."""
     cls = getattr(transformers, name, None)
     if isinstance(cls, type):
         return cls

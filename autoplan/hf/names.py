@@ -1,6 +1,6 @@
 """Public names of transformers that the code rests on, and what each was called in which version.
 
-Under untested versions `not_known` looks whether any class of a mapping still has a name. Only text is read, so that
+Under untested versions `not_known` checks whether any class of a mapping still has a name. Only text is read, so that
 `autoplan doctor` imports no model. Undocumented names are in autoplan/doctor.
 """
 
@@ -19,7 +19,7 @@ from autoplan.values import Finding
 
 Kind = Literal["argument", "output", "member", "field", "function", "module"]
 
-# Where a name of each kind stands in transformers' folder; {} is the folder of a model.
+# Files of transformers in which a name of each kind is looked for; {} is the folder of a model.
 _FILES: dict[Kind, tuple[str, ...]] = {
     "argument": ("models/{}/modeling_*.py",),
     "output": ("modeling_outputs.py",),
@@ -74,7 +74,7 @@ _RENAMED = (
     ),
 )
 
-# Names that were never called otherwise: kind, mapping, names.
+# Names with one spelling: kind, mapping, names.
 _UNCHANGED: tuple[tuple[Kind, str, str], ...] = (
     ("argument", "causal_lm", "attention_mask input_ids inputs_embeds logits_to_keep use_cache"),
     ("argument", "seq2seq", "decoder_input_ids decoder_attention_mask encoder_outputs"),
@@ -120,7 +120,7 @@ def vanished() -> tuple[ForeignName, ...]:
 
 
 def not_known(name: ForeignName) -> str:
-    """Say that the installed library may call an absent name otherwise; "" where the name is in it, or was tested."""
+    """Return that the installed library may use another name; "" if it has the name, or was tested."""
     if not untested() or _stands(name):
         return ""
     where = f"no class of {name.mapping}" if name.mapping else "nothing"
@@ -128,7 +128,7 @@ def not_known(name: ForeignName) -> str:
 
 
 def version_findings() -> tuple[Finding, ...]:
-    """Return what a plan made under untested versions says of them."""
+    """Return a plan's warnings about untested versions."""
     texts = [*untested(), *(not_known(name) for name in vanished())] if untested() else []
     return tuple(Finding("versions", "warn", "", text) for text in texts)
 
@@ -166,7 +166,7 @@ def _names_in(path: Path, kind: Kind) -> frozenset[str]:
 
 @cache
 def _folders(mapping: str) -> tuple[str, ...]:
-    """The folders of transformers' models that a mapping names."""
+    """Return the folders of transformers' models that a mapping names."""
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
     from autoplan.hf.type_rules import architectures

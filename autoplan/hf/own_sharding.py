@@ -1,6 +1,6 @@
-"""How transformers shards a model: the plans and claims that its classes ship, and its own code that applies them.
+"""Read how transformers shards a model: the plans and claims of its classes, and its own code that applies them.
 
-A plan is told part by part: where a key was written (a class, a config, an instance) decides what it means.
+A plan is read part by part: where a key was written (a class, a config, an instance) decides what it means.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OTHER_MESHES = ("_ep_plan", "_fsdp_plan")
 
 
 def shipped_plan(model: object) -> Mapping[str, str]:
-    """All its keys, as transformers puts them together for a model."""
+    """Return a model's plan with all its keys, as transformers combines them."""
     return dict(getattr(model, "_tp_plan", None) or {})
 
 
@@ -37,7 +37,7 @@ def no_plan_because() -> str:
 def plan_parts(
     model: nn.Module, config_of: Callable[[nn.Module], PretrainedConfig | None]
 ) -> tuple[tuple[PlanPart, ...], tuple[str, ...]]:
-    """The same plan part by part, and notes on what else the model ships."""
+    """Return the same plan part by part, and notes on what else the model ships."""
     parts = [
         PlanPart(prefix, origin, plan)
         for prefix, module in model.named_modules()
@@ -53,7 +53,7 @@ def plan_parts(
 
 
 def _parts_of(module: nn.Module, config: PretrainedConfig | None) -> Iterator[tuple[str, dict[str, str]]]:
-    """(origin, plan) of one module, keys relative to it: its class's, its config's if it is the base model, its own."""
+    """Yield (origin, plan) of one module, keys relative to it: its class's, its config's if it is the base, its own."""
     cls = type(module)
     of_class = dict(cls.__dict__.get("_tp_plan") or getattr(cls, "_tp_plan", None) or {})
     yield f"{cls.__name__}._tp_plan", of_class
@@ -63,34 +63,34 @@ def _parts_of(module: nn.Module, config: PretrainedConfig | None) -> Iterator[tu
         yield f"{type(config).__name__}.base_model_tp_plan", of_config
     own = module.__dict__.get("_tp_plan") or {}
     inner = tuple(f"{child}." for child, _ in module.named_children())
-    known = of_class | of_config
-    # What the instance has beyond that: set by hand, or put together from inner models, who speak for themselves.
-    beyond = {k: v for k, v in own.items() if known.get(k) != v and not (k.startswith(inner) and _speaks(module, k))}
+    shipped = of_class | of_config
+    # Keys that only the instance has: set by hand; those of inner models come with their own plans.
+    beyond = {k: v for k, v in own.items() if shipped.get(k) != v and not (k.startswith(inner) and _speaks(module, k))}
     yield f"the {cls.__name__} instance", beyond
 
 
 def _speaks(module: nn.Module, key: str) -> bool:
-    """Does the inner model that a key leads to have a plan of its own?"""
+    """Return whether the inner model that a key leads to has a plan of its own."""
     child = dict(module.named_children())[key.partition(".")[0]]
     return any(m.__dict__.get("_tp_plan") or getattr(type(m), "_tp_plan", None) for m in child.modules())
 
 
 def known_styles() -> frozenset[str]:
-    """The styles of the installed transformers."""
-    here = "transformers.distributed.tensor_parallel"
-    module = importlib.import_module(here if find_spec(here) else "transformers.integrations.tensor_parallel")
+    """Return the styles of the installed transformers."""
+    name = "transformers.distributed.tensor_parallel"
+    module = importlib.import_module(name if find_spec(name) else "transformers.integrations.tensor_parallel")
     return frozenset(module.ALL_PARALLEL_STYLES.keys())
 
 
 def slice_of(tensor: Any, whole: Any) -> Any:
-    """What the loader would read of `whole` for this rank, where `tensor` is the DTensor to fill."""
+    """Return what the loader would read from the full tensor `whole` for this rank; `tensor` is the DTensor to fill."""
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
     return DtensorShardOperation(tensor).shard_tensor(whole)
 
 
 def refuse_old_sharding() -> None:
-    """Refuse versions that shard by other code, which nothing here reads."""
+    """Raise VersionError for versions that shard by older code, which no audit runs."""
     if older_than("transformers", OWN_SHARDING):
         raise VersionError("transformers", "shards models in an older way, which no audit runs", OWN_SHARDING)
 
@@ -112,7 +112,7 @@ def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any
         apply_tensor_parallelism(model, mesh, expanded)
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements"):
-            # Fill a DTensor with the slice that the library's loader would read for this rank
+            # the slice that the library's loader would read for this rank
             with torch.no_grad():
                 parameter.to_local().copy_(slice_of(parameter, whole[name]))
     for name, first in ties:
@@ -123,7 +123,7 @@ def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any
 
 
 def _untied(model: Any) -> Iterator[tuple[str, str]]:
-    """Give every further name of a tied parameter a parameter of its own: (name, the first name)."""
+    """Give every further name of a tied parameter a parameter of its own; yield (name, the first name)."""
     from torch import nn
 
     seen: dict[int, str] = {}
@@ -136,13 +136,13 @@ def _untied(model: Any) -> Iterator[tuple[str, str]]:
             yield name, first
 
 
-# The modules that transformers hands out to pipeline stages; whatever else a model holds runs on each of them.
+# Modules that transformers divides among pipeline stages; all other modules run on each of them.
 _HANDED_OUT = ("embed_tokens", "layers", "norm")
 
 
 @dataclass(frozen=True)
 class Claims:
-    """Empty or None: the class says nothing of it."""
+    """A class's claims about parallelism; empty or None where it makes none."""
 
     expert_plan: Mapping[str, str] = field(default_factory=dict)
     pipeline_plan: Mapping[str, Any] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class Claims:
 
 
 def claims_of(model: nn.Module) -> Claims:
-    """All claims of a model; keys are paths from the model."""
+    """Return all claims of a model; keys are paths from the model."""
     return Claims(
         expert_plan=dict(getattr(model, "_ep_plan", None) or {}),
         pipeline_plan=dict(getattr(model, "_pp_plan", None) or {}),
@@ -163,12 +163,12 @@ def claims_of(model: nn.Module) -> Claims:
 
 
 def splits_pipelines() -> bool:
-    """Does the installed transformers split models over pipeline stages?"""
+    """Return whether the installed transformers splits models into pipeline stages."""
     return find_spec("transformers.distributed.pipeline_parallel") is not None
 
 
 def as_pipeline_stage(model: Any, mesh: Any, pass_on: Callable[..., Any]) -> Any:
-    """This rank's stage, made by transformers. `pass_on` stands for its messages: (send?, rank, tensor) -> tensor."""
+    """Return this rank's stage, made by transformers. `pass_on` sends and receives: (send?, rank, tensor) -> tensor."""
     from transformers.distributed.pipeline_parallel import apply_pipeline_parallelism
 
     model = apply_pipeline_parallelism(model, mesh)
@@ -182,7 +182,7 @@ def as_pipeline_stage(model: Any, mesh: Any, pass_on: Callable[..., Any]) -> Any
 
 
 def unsplit_children(model: Any) -> tuple[str, ...]:
-    """Modules with weights beside those that transformers hands out to stages: each stage runs them again."""
+    """Return modules with weights that transformers does not assign to a stage: each stage runs them."""
     base = getattr(model, model.base_model_prefix, model)
     return tuple(
         f"{model.base_model_prefix}.{name}"
@@ -192,18 +192,18 @@ def unsplit_children(model: Any) -> tuple[str, ...]:
 
 
 def context_hooks() -> Callable[[Any], None] | None:
-    """What accelerate does to a model before torch cuts its sequences: it refuses some, and drops masks. None where the
-    installed one does no such thing."""
+    """Return accelerate's preparation of a model for context parallelism, which refuses some models and drops masks;
+    None if the installed version has none."""
     if find_spec("accelerate") is None:
         return None
-    found: Callable[[Any], None] | None = getattr(
+    attach: Callable[[Any], None] | None = getattr(
         importlib.import_module("accelerate.big_modeling"), "_attach_context_parallel_hooks", None
     )
-    return found
+    return attach
 
 
 def with_all_positions(model: Any, feed: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """A call with the numbers of its positions, as transformers' Trainer passes them, where the model takes them."""
+    """Return a call with position ids, as transformers' Trainer passes them, if the model takes them."""
     import torch
 
     taken = inspect.signature(model.forward).parameters

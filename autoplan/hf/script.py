@@ -20,22 +20,22 @@ _MADE_OF_THEM = {_IDS, _LABELS, "decoder_input_ids", "attention_mask", "decoder_
 def script_text(
     source: Source, row: Row, options: dict[str, Any], per_node: int, inputs: Mapping[str, Any], packed: bool = False
 ) -> str:
-    """The program for one row. `inputs`: what one step is called with; `packed`: its weights are quantised."""
+    """Return the program for one row. `inputs`: the arguments of one step; `packed`: its weights are quantised."""
     training = row.estimate.train != "inference"
     _refuse(source, inputs, training, packed)
-    sizes, one = row.mesh if training else dict(row.estimate.mesh), row.estimate
+    sizes, estimate = row.mesh if training else dict(row.estimate.mesh), row.estimate
     ranks = prod(sizes.values())
     wish = (f", tp_size={row.tp}" if row.tp > 1 else "") + (f", ep_size={row.ep}" if row.ep > 1 else "")
     wish += f", cp_size={row.cp}" if row.cp > 1 else ""
     wish += ", sequence_parallel=True" if row.sequence_parallel else ""
-    known = getattr(source.config, "name_or_path", "")
+    hub_id = getattr(source.config, "name_or_path", "")
     text = template("script.py.txt") + template("script_train.py.txt" if training else "script_run.py.txt")
     return text.format(
         what=f"{'Train' if training else 'Run'} {source.name.rpartition('.')[2]} on {ranks} GPUs.",
-        nodes=-(-ranks // per_node), each=min(ranks, per_node), row=row, peak=one.peak / 2**30,
-        speed=one.tokens_per_second, usage="[MODEL]" if known else "MODEL",
-        model=f"sys.argv[1] if len(sys.argv) > 1 else {known!r}" if known else "sys.argv[1]  # a folder or a hub id",
-        batch=one.batch, sequence=one.sequence, accumulate=row.accumulate, shape=tuple(sizes.values()),
+        nodes=-(-ranks // per_node), each=min(ranks, per_node), row=row, peak=estimate.peak / 2**30,
+        speed=estimate.tokens_per_second, usage="[MODEL]" if hub_id else "MODEL",
+        model=f"sys.argv[1] if len(sys.argv) > 1 else {hub_id!r}" if hub_id else "sys.argv[1]  # a folder or a hub id",
+        batch=estimate.batch, sequence=estimate.sequence, accumulate=row.accumulate, shape=tuple(sizes.values()),
         names=tuple(sizes), own="" if training else f"[{list(sizes)[-1]!r}]  # others hold copies",
         kind=source.name.rpartition(".")[2], wish=wish, split=max(row.tp, row.ep) * row.cp,
         options="".join(f", {name}={value!r}" for name, value in options.items()),
@@ -43,7 +43,7 @@ def script_text(
 
 
 def _refuse(source: Source, inputs: Mapping[str, Any], training: bool, packed: bool) -> None:
-    """What no program is written for."""
+    """Raise AutoplanError for models that no program is written for."""
     hint = "write your own around choice.mesh() and choice.parallelize(model)"
     if source.config is None or not source.name.startswith("transformers."):
         raise AutoplanError(f"{source.name} is built by code of yours, which no program can name", hint=hint)

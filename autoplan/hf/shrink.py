@@ -50,25 +50,25 @@ _PERIODS = (
 )
 _PER_LAYER = re.compile(r"types?$|layers_block_type|pattern|layers_config|no_rope_layers")
 _LAYER_INDEX = re.compile(r"layer|index|idx|indices")
-_STAGES = "out_indices"  # of a backbone: the stages whose output it returns, kept in a private field
-_SHARED = "num_kv_shared_layers"  # so many of the last layers read the keys and values of earlier ones
+_STAGES = "out_indices"  # stages whose output a backbone returns, kept in a private field
+_SHARED = "num_kv_shared_layers"  # number of last layers that read the keys and values of earlier ones
 _MOST_LAYERS, _MOST_PERIOD = 4, 8
-# What every config has and a clone decides for itself.
+# Fields of every config that a clone decides for itself.
 _OWN_BUSINESS = {"transformers_version", "dtype", "torch_dtype", "quantization_config", "use_cache", "auto_map"}
 
 
 @dataclass
 class _Shrinking:
-    """One shrinking of a whole config tree: special tokens keep their identity across sub-configs."""
+    """One shrinking of a config with all configs inside it: equal special tokens stay equal across them."""
 
     sizes: Sizes
     widths_stay: bool = False
     related: tuple[int, ...] = ()  # the real model's widths, where other widths stay multiples of them
     token_ids: dict[int, int] = field(default_factory=dict)
-    ranks: tuple[int, int] | None = None  # of the plan, and those on which it is tried
+    ranks: tuple[int, int] | None = None  # ranks of the plan, and of the trial
 
     def token(self, value: int) -> int:
-        """An id below the tiny vocabulary; small ids stay, large ones move to the top, equal ones stay equal."""
+        """Return an id below the tiny vocabulary; small ids stay, large ones move to the top, equal ones stay equal."""
         if value < 100:
             return value
         return self.token_ids.setdefault(value, self.sizes.vocab - 1 - len(self.token_ids) % (self.sizes.vocab // 3))
@@ -77,10 +77,10 @@ class _Shrinking:
 def tiny_config(
     config: PretrainedConfig, variant: int = 0, shrink: str = "all", ranks: tuple[int, int] | None = None
 ) -> PretrainedConfig:
-    """A tiny config of the same class. `ranks`: of the plan, and of the trial, whose clone leaves on each what the plan
-    does.
+    """Return a tiny config of the same class. `ranks`: of the plan, and of the trial, whose ranks hold of a clone what
+    the plan's hold of the model.
 
-    `shrink="related"` keeps widths multiples of each other, "depth" every width, "nothing" the layers too. Raises
+    `shrink="related"` keeps widths multiples of each other, "depth" every width, "nothing" the layers too. Raise
     SourceError when the class refuses the shrunk fields.
     """
     if shrink == "nothing":
@@ -91,28 +91,28 @@ def tiny_config(
     tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant], shrink == "depth", widths, ranks=ranks), {})
     for section in all_configs(tiny):
         fit_rotary_lists(vars(section), type(section))
-        # Layers of the vision tower that are read by their number must be layers that the tiny tower has
+        # Layers of the vision tower that are read by number must exist in the tiny tower
         tower = vars(tiny).get("vision_config", section)
         depth = _depth(tower) if isinstance(tower, PretrainedConfig) else None
         for name, value in vision_layers(vars(section), depth).items() if depth else ():
             setattr(section, name, value)
-    # Resolutions in whole tiles, each as long as the vision tower's image: as many tiny tiles
-    old, new = (next((n for c in all_configs(one) if isinstance(n := _read(c, "image_size"), int)), 0)
-                for one in (config, tiny))  # fmt: skip
+    # Resolutions are multiples of a tile, whose side is the vision tower's image: as many tiny tiles
+    old, new = (next((n for c in all_configs(version) if isinstance(n := _read(c, "image_size"), int)), 0)
+                for version in (config, tiny))  # fmt: skip
     pinpoints = vars(tiny).get("image_grid_pinpoints")
     if pinpoints and old:
-        given = vars(config)["image_grid_pinpoints"]
-        tiny.image_grid_pinpoints = _map_ints(given, lambda pixels: max(1, pixels // old) * new)
+        resolutions = vars(config)["image_grid_pinpoints"]
+        tiny.image_grid_pinpoints = _map_ints(resolutions, lambda pixels: max(1, pixels // old) * new)
     return tiny
 
 
 def sub_configs(config: PretrainedConfig) -> dict[str, PretrainedConfig]:
-    """The configs inside a config, by field."""
+    """Return the configs inside a config, by field."""
     return {name: value for name, value in vars(config).items() if isinstance(value, PretrainedConfig)}
 
 
 def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any]) -> PretrainedConfig:
-    """Shrink one config and the ones inside it, then build it anew."""
+    """Shrink one config and the ones inside it, then build it again."""
     overrides = _merged(type_rules(config.model_type or "").tiny, overrides)
     inner = sub_configs(config)
     if work.ranks is not None:
@@ -138,10 +138,10 @@ def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any
         fit_rotary_lists(keywords, type(config))
     try:
         return _built(config, keywords, layers, work)
-    except Exception as error:  # whatever a config class raises, the caller learns which class and fields
+    except Exception as error:  # a config class may raise anything
         alike = equal_widths(config, keywords)
         if alike:
-            with suppress(Exception):  # the first refusal is told
+            with suppress(Exception):  # the first refusal is reported
                 return _built(config, {**keywords, **alike}, layers, work)
         small = {name: value for name, value in keywords.items() if isinstance(value, int | list)}
         raise SourceError(
@@ -151,7 +151,7 @@ def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any
 
 
 def _built(config: PretrainedConfig, keywords: dict[str, Any], layers: list[int], work: _Shrinking) -> PretrainedConfig:
-    """A config of these fields; those that it sets itself and that point at layers point at layers that there are."""
+    """Build a config of these fields. Fields that the class sets itself are shrunk if they point at layers left out."""
     built = type(config)(**keywords)
     past_the_end = {
         name: value
@@ -162,30 +162,30 @@ def _built(config: PretrainedConfig, keywords: dict[str, Any], layers: list[int]
     }
     if not past_the_end:
         return built
-    kept = {name: _small(name, value, config, layers, work) for name, value in past_the_end.items()}
-    return type(config)(**keywords, **kept)
+    shrunk = {name: _small(name, value, config, layers, work) for name, value in past_the_end.items()}
+    return type(config)(**keywords, **shrunk)
 
 
-# ------------------------------------------------------------------------------------ which fields were chosen
+# Fields that were chosen
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    """Every field that the class can be built with, and its default."""
+    """Return every field that the class can be built with, and its default."""
     defaults: dict[str, Any] = {}
     for item in dataclasses.fields(cls):
         default = item.default
         if item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
         defaults[item.name] = None if default is dataclasses.MISSING else default
-    for parameter in inspect.signature(cls).parameters.values():  # remote code often has an __init__ of its own
+    for parameter in inspect.signature(cls).parameters.values():  # remote code often has its own __init__
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             defaults.setdefault(parameter.name, None if parameter.default is parameter.empty else parameter.default)
-    aliases = getattr(cls, "attribute_map", {})  # a value is stored under the name that an alias stands for
+    aliases = getattr(cls, "attribute_map", {})  # alias -> the name under which the value is stored
     return {aliases.get(name, name): default for name, default in defaults.items()}
 
 
 def _chosen_fields(config: PretrainedConfig) -> dict[str, Any]:
-    """The fields that were given a value, less those that the class derives by itself and equal to what it derives."""
+    """Return the fields with a value, except those that the class derives itself to the same value."""
     defaults = _defaults(type(config))
     inner = set(sub_configs(config))
     current = {n: v for n, v in vars(config).items() if n not in inner and n not in _OWN_BUSINESS}
@@ -210,18 +210,18 @@ def _chosen_fields(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _derived(config: PretrainedConfig, fixed: dict[str, Any]) -> dict[str, Any]:
-    """What the class itself makes of the fields that were not left open."""
+    """Return the fields that the class makes of those that are not left open."""
     try:
         return vars(type(config)(**copy.deepcopy({**fixed, **sub_configs(config)})))
-    except Exception:  # it needs an open field to be built at all: then every field is taken as chosen
+    except Exception:  # the class needs an open field to be built: then every field counts as chosen
         return {}
 
 
-# -------------------------------------------------------------------------------------------- how small a value
+# Tiny values
 
 
 def _small(name: str, value: Any, config: PretrainedConfig, layers: list[int], work: _Shrinking) -> Any:
-    """The tiny value of one field. `layers`: which of the real layers the clone keeps."""
+    """Return the tiny value of one field. `layers`: the real layers that the clone keeps."""
     if isinstance(value, bool) or not isinstance(value, int | list | tuple):
         return value
     if is_token_id(name):
@@ -237,7 +237,7 @@ def _small(name: str, value: Any, config: PretrainedConfig, layers: list[int], w
     if depth and _per_layer(value, depth) and depth > len(layers):
         return type(value)(_map_ints(value[i], lambda x: _size(name, x, config, work)) for i in layers)
     if name == _STAGES and depth and len(layers) < depth and max(value) <= depth:
-        after_the_last = len(layers) + 1  # 0 stands for what goes into the first
+        after_the_last = len(layers) + 1  # stage 0 is the input of the first layer
         return type(value)(range(after_the_last - len(value), after_the_last))
     if _point_at_layers(name, value, layers, depth):
         return type(value)(x for x in value if x < len(layers)) or type(value)([len(layers) - 1])
@@ -247,14 +247,14 @@ def _small(name: str, value: Any, config: PretrainedConfig, layers: list[int], w
 
 
 def _point_at_layers(name: str, value: Any, layers: list[int], depth: int | None) -> bool:
-    """Are these numbers of layers, of which the clone does not have all?"""
+    """Return whether these are numbers of layers, some of which the clone does not have."""
     if not isinstance(value, list | tuple) or not value or "feature_layer" in name or not _LAYER_INDEX.search(name):
         return False
     return depth is not None and all(type(x) is int for x in value) and len(layers) <= max(value) <= depth
 
 
 def _size(name: str, value: int, config: PretrainedConfig, work: _Shrinking) -> int:
-    """The tiny value of one integer that counts or measures something."""
+    """Return the tiny value of one integer that counts or measures something."""
     size, how = field_rule(name)
     sizes = work.sizes
     hidden, heads = _first_int(config, HIDDEN), _first_int(config, HEADS)
@@ -291,7 +291,7 @@ def _per_layer(value: Any, depth: int | None) -> bool:
 
 
 def _layers_needed(config: PretrainedConfig) -> list[int]:
-    """The first layers that show every type of layer; when that takes too many, the first layer of each type."""
+    """Return the first layers that show every type of layer; if these are too many, the first layer of each type."""
     depth = _depth(config) or 2
     rows = [
         [str(x) for x in value]
@@ -316,7 +316,7 @@ def _layers_needed(config: PretrainedConfig) -> list[int]:
 
 
 def _is_round(value: Any, depth: int) -> bool:
-    """Types of layer that follow each other again and again?"""
+    """Return whether a value is a cycle of layer types that repeats over the depth."""
     strings = isinstance(value, list | tuple) and all(isinstance(x, str) for x in value)
     return strings and len(set(value)) > 1 and len(value) < depth
 
@@ -326,7 +326,7 @@ def first_of_each(kinds: list[tuple[str, ...]], start: int) -> list[int]:
 
 
 def _single_layers(config: PretrainedConfig, layers: list[int], work: _Shrinking) -> dict[str, Any]:
-    """Fields that differ for single layers: shrunk alike, and still larger or smaller than for the other layers."""
+    """Return fields that differ for single layers, shrunk so that they still differ from the other layers'."""
     spec = vars(config).get("_heterogeneity_spec")
     single = getattr(spec, "per_layer_overrides", None) or {}
     result: dict[int, dict[str, Any]] = {}
@@ -342,7 +342,7 @@ def _single_layers(config: PretrainedConfig, layers: list[int], work: _Shrinking
 
 
 def _depth(config: PretrainedConfig) -> int | None:
-    """How many layers there are: a number, or as many as there are types in the list of them."""
+    """Return the number of layers: a number, or the length of the list of their types."""
     types = _read(config, "layer_types")
     return _first_int(config, _DEPTH) or (len(types) if isinstance(types, list | tuple) else None)
 
@@ -352,7 +352,7 @@ def _first_int(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
 
 
 def _read(config: PretrainedConfig, name: str) -> Any:
-    """A field under its own or its common name, as it is stored: no property, no look at single layers."""
+    """Return a field under its own or its common name, as stored: neither properties nor per-layer values are read."""
     return vars(config).get(type(config).attribute_map.get(name, name))
 
 
@@ -362,11 +362,11 @@ def _map_ints(value: Any, change: Any) -> Any:
     return change(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-# ---------------------------------------------------------------------------------------------------- overrides
+# Overrides
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` wins; tables are merged."""
+    """Merge two tables, also inside; `above` wins."""
     result = dict(below)
     for name, value in above.items():
         old = result.get(name)
@@ -382,11 +382,11 @@ def _read_sizes(value: Any, sizes: Sizes) -> Any:
     return amount(value, sizes) if isinstance(value, str) and value.startswith("=") else value
 
 
-# ----------------------------------------------------------------------------------------- what parts must agree on
+# Widths and configs of all towers
 
 
 def _widths(config: PretrainedConfig) -> tuple[int, ...]:
-    """The widths of the model and its towers."""
+    """Return the widths of the model and its towers."""
     return tuple(dict.fromkeys(w for section in all_configs(config) if (w := _first_int(section, HIDDEN))))
 
 

@@ -1,5 +1,5 @@
-"""What the user pointed at, as one value: a `Source` gives the module (its own, or on meta from a config) and a tiny
-clone with random numbers, and leaves what it was given untouched, random number generators included."""
+"""Resolve what the user passed to a `Source`, which gives the module (the user's, or one on meta from a config) and a
+tiny clone with random numbers. What was passed stays untouched, and so do random number generators."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from autoplan.values.quantised import PackedWeight
 
 Model: TypeAlias = nn.Module | PretrainedConfig | ExportedProgram | str
 
-# What a model class raises on a config that it cannot be built from.
+# Exceptions of model classes that cannot be built from their config.
 CANNOT_BUILD: tuple[type[Exception], ...] = (ValueError, TypeError, AttributeError, RuntimeError, LookupError)
 CANNOT_BUILD += (ArithmeticError, AssertionError, MemoryError, ImportError)
 
-_SMALL = 30_000_000  # parameters up to which a module is its own tiny clone
+_SMALL = 30_000_000  # most parameters of a module that is its own tiny clone
 _RUNS_IN_SECONDS = 60_000_000
-_LARGEST_PICTURE = 384  # pixels per side that a clone on the CPU is shown
+_LARGEST_PICTURE = 384  # most pixels per side for a clone on the CPU
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model before anything was done with it. `name` is what the plan calls it."""
+    """A model before anything was done with it. `name` is its name in the plan."""
 
     name: str
     model_type: str = ""
@@ -56,12 +56,12 @@ class Source:
     trust_remote_code: bool = False
     model_class: type[nn.Module] | None = None
     given: nn.Module | None = None
-    shrink: str = "all"  # what of the config a tiny clone makes smaller (see shrink.tiny_config)
-    ranks: tuple[int, int] | None = None  # of the plan, and those on which a tiny clone is tried
-    dtype_origin: str = "from the model"  # who says in which dtype weights are
+    shrink: str = "all"  # what a tiny clone shrinks in the config (see shrink.tiny_config)
+    ranks: tuple[int, int] | None = None  # ranks of the plan, and of a tiny clone's trial
+    dtype_origin: str = "from the model"  # where the dtype of weights comes from
 
     def module(self) -> nn.Module:
-        """The given module untouched, or one built on meta from the config, in eval mode."""
+        """Return the user's module, untouched, or one built on meta from the config, in eval mode."""
         if self.given is not None:
             return self.given
         assert self.config is not None and self.model_class is not None
@@ -69,7 +69,7 @@ class Source:
             return _build(self.model_class, copy.deepcopy(self.config), None).eval()
 
     def packed(self, module: nn.Module) -> tuple[PackedWeight, ...]:
-        """What a checkpoint holds in place of the weights of `module`, where the config says that it is quantised."""
+        """Return the packed weights of `module` in a checkpoint, if the config says that it is quantised."""
         config = self.config
         if config is None and self._adapted:
             assert self.given is not None
@@ -78,22 +78,22 @@ class Source:
         return quantised_weights(config, module)
 
     def stored_as(self, weights: str) -> Source:
-        """The same model from a checkpoint whose weights are stored so: a dtype, or a quantised format."""
+        """Return the same model from a checkpoint with weights stored as a dtype, or in a quantised format."""
         config = stored_as(self.config if self.given is None else None, weights)
         config, _ = settled_dtype(config, "")
         return replace(self, config=config, dtype_origin="as asked")
 
     @property
     def own_clone(self) -> bool:
-        """Is the tiny clone the module itself, since no config describes it?"""
+        """Return whether the tiny clone is the module itself, since no config describes it."""
         return not self._described_by_config and self._small
 
     def leaves_single_units(self, ranks: int) -> bool:
-        """Does one of so many ranks hold a single head or expert, as far as configs tell, or hold it with others?"""
+        """Return whether one of so many ranks holds a single head or expert, or shares one, as far as configs tell."""
         return any(leaves_single_units(vars(section), ranks) for section in self._sections())
 
     def parts_units(self, ranks: int) -> bool:
-        """Are heads not divisible by so many ranks, as far as configs tell?"""
+        """Return whether heads are not divisible by so many ranks, as far as configs tell."""
         return any(parts_units(vars(section), ranks) for section in self._sections())
 
     def _sections(self) -> list[PretrainedConfig]:
@@ -109,8 +109,8 @@ class Source:
         experts: str | None = "eager",
         attention: str | None = None,
     ) -> nn.Module:
-        """A real tiny clone on the CPU in eval mode, with random numbers everywhere; the same arguments give the same
-        ones.
+        """Return a real tiny clone on the CPU in eval mode, with random numbers everywhere, the same for the same
+        arguments.
 
         `variant=1` has other sizes where a config has them; `experts` and `attention` choose transformers'
         implementations.
@@ -137,21 +137,21 @@ class Source:
     ) -> PreTrainedModel:
         assert self.config is not None and self.model_class is not None
         config = tiny_config(self.config, variant, self.shrink, self.ranks)
-        for one in all_configs(config):
+        for part in all_configs(config):
             if experts is not None:
-                one._experts_implementation = experts
-            one.dtype = torch.float32  # so that tables made while building are as exact as the library makes them
+                part._experts_implementation = experts
+            part.dtype = torch.float32  # so that tables made while building are as exact as the library makes them
         with torch.device("cpu"):
             model = _build(self.model_class, config, attention)
         cast_numbers(model, dtype)
-        for one in all_configs(model.config):
-            one.dtype = dtype
+        for part in all_configs(model.config):
+            part.dtype = dtype
         return model
 
     def _tiny_with_adapters(
         self, variant: int, dtype: torch.dtype, experts: str | None, attention: str | None
     ) -> nn.Module:
-        """What the adapters were put on, tiny, with such adapters put on it."""
+        """Return a tiny clone of the base model with adapters like those of the user's model."""
         assert self.given is not None
         given: Any = self.given
         inside = given.get_base_model()
@@ -163,8 +163,8 @@ class Source:
         return model
 
     def ever_larger(self) -> Iterator[Source]:
-        """Yield this source, then ones with clones that are shrunk less (some sizes fit each other in ways no config
-        tells)."""
+        """Yield this source, then ones whose clones are shrunk less (sizes may depend on each other in unknown
+        ways)."""
         yield self
         if self._described_by_config and self.shrink == "all":
             yield replace(self, shrink="related")
@@ -183,7 +183,7 @@ class Source:
 
     @cached_property
     def recipe(self) -> Recipe | None:
-        """What an unfamiliar module is fed, searched for once; None where the user or a config says it."""
+        """The inputs of an unfamiliar module, searched for once; None if the user or a config gives them."""
         if self.given is None or self.inputs is not None or self.config is not None or core_of(self.given) is not None:
             return None
         return recipe_for(self.given)
@@ -202,7 +202,7 @@ class Source:
 
     @cached_property
     def _described_by_config(self) -> bool:
-        """A given module may have been changed since it was built (adapters, cut layers): then its config lies."""
+        """Return whether the config describes the module, which the user may have changed (adapters, cut layers)."""
         if self.config is None or self.model_class is None:
             return False
         if self.given is None:
@@ -216,7 +216,7 @@ class Source:
 
 
 def resolve(model: Model, *, trust_remote_code: bool = False, inputs: Mapping[str, Any] | None = None) -> Source:
-    """Find out what `model` is. Raises SourceError, with what was tried, when it is nothing that can be built."""
+    """Return the source of `model`. Raise SourceError, with what was tried, if no model can be built from it."""
     if inputs is not None:
         check_argument("inputs", inputs, Mapping, "give a mapping: argument of the forward -> example")
     check_argument("trust_remote_code", trust_remote_code, bool, "choose True or False")
@@ -240,7 +240,7 @@ def resolve(model: Model, *, trust_remote_code: bool = False, inputs: Mapping[st
 
 
 def _inputs_of(program: ExportedProgram, module: nn.Module) -> Mapping[str, Any] | None:
-    """What the program was exported with, by the names that its module takes."""
+    """Return the example inputs of an exported program, by its module's argument names."""
     if program.example_inputs is None:
         return None
     args, kwargs = program.example_inputs
@@ -263,7 +263,7 @@ def _from_config(
     class_name: str | None,
     where: str,
 ) -> Source:
-    """The class is named by the string, else by the config, else it is the first auto class of the type."""
+    """Return a source whose class comes from the string, else the config, else the first auto class of its type."""
     check_config(config.to_dict(), where or type(config).__name__)
     model_type = config.model_type or ""
     name = class_name or (config.architectures or [None])[0] or class_name_of(model_type)
@@ -282,7 +282,7 @@ def _from_config(
 
 
 def _config_for(cls: type, config: PretrainedConfig) -> PretrainedConfig:
-    """A class that is a part of a larger model takes the part of the config that is its own."""
+    """Return the inner config that belongs to a class, if the class is a part of a larger model."""
     wanted = getattr(cls, "config_class", None)
     if not isinstance(wanted, type) or isinstance(config, wanted):
         return config
@@ -290,7 +290,7 @@ def _config_for(cls: type, config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
-    """Build from a config that is ours to change."""
+    """Build from a config, which may be changed."""
     keywords = {"attn_implementation": attention} if attention else {}
     try:
         with BUILDING, untouched_randomness(0), limited_modules(cls.__name__):
@@ -305,7 +305,7 @@ def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
 
 
 def _pixels(config: PretrainedConfig | None) -> int:
-    """The longest side of a picture that any part of the config names."""
+    """Return the longest side of an image that any part of the config gives."""
     sizes = [getattr(section, "image_size", 0) for section in all_configs(config)] if config is not None else []
     sides = (side for size in sizes for side in (size if isinstance(size, list | tuple) else (size,)))
     return max((side for side in sides if isinstance(side, int)), default=0)
@@ -328,12 +328,12 @@ def _qualname(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-# Which attribute of an experts' module counts its experts: on a tiny clone, which has other sizes, only one equals the
-# number of matrices in the stack.
+# The attribute of an experts' module that counts its experts: on a tiny clone, with other sizes, only one attribute
+# equals the number of matrices in the stack.
 
 
 def without_namesakes(source: Source, runtime: Runtime, classes: dict[str, str]) -> Runtime:
-    """The edits without those of attributes that only happen to equal the number of experts, as far as can be told."""
+    """Drop edits of attributes that only happen to equal the number of experts, as far as a clone shows."""
     counts = {site.pattern: site.experts for site in runtime.of(LocalExperts)}
     counting = [edit for edit in runtime.of(IntegerEdit) if counts.get(edit.pattern) == edit.old]
     edits = Counter(edit.pattern for edit in counting)
@@ -344,15 +344,15 @@ def without_namesakes(source: Source, runtime: Runtime, classes: dict[str, str])
         clone = source.tiny()
     except AutoplanError:
         return runtime
-    known = {name: found for name in unclear if (found := _counting(clone, name))}
-    namesakes = [edit for edit in counting if edit.name not in known.get(classes[edit.pattern], (edit.name,))]
+    attributes = {name: counting_names for name in unclear if (counting_names := _counting(clone, name))}
+    namesakes = [edit for edit in counting if edit.name not in attributes.get(classes[edit.pattern], (edit.name,))]
     return replace(
         runtime, instructions=tuple(instruction for instruction in runtime.instructions if instruction not in namesakes)
     )
 
 
 def _counting(clone: nn.Module, class_name: str) -> set[str]:
-    """The attributes that equal the length of the stack, in the first module of the class."""
+    """Return the attributes that equal the length of the stack, in the first module of the class."""
     module = next((module for module in clone.modules() if type(module).__name__ == class_name), None)
     stacks = [] if module is None else [p for p in module.parameters(recurse=False) if p.dim() > 2]
     if module is None or not stacks:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# Read a model's modules into plain data. What a module is fed shows in the torch layer that could stand first, the
-# argument names of its forward, and the mask builders that its class refers to (as objects: renaming changes nothing).
+# Read a model's modules into plain data. A module's modality shows in the torch layer that could be first, the argument
+# names of its forward, and the mask builders that its class refers to (as objects: renaming changes nothing).
 
-# What arguments of a public forward carry: an interface that is the same for all models of a kind.
+# Modality of the arguments of a public forward: an interface that all models of a kind share.
 ARGUMENTS: dict[str, Feed] = {
     "input_ids": "text",
     "decoder_input_ids": "text",
@@ -52,13 +52,13 @@ MASK_BUILDERS: dict[str, Mask] = {
     "create_bidirectional_mask": "bidirectional",
     "create_bidirectional_sliding_window_mask": "bidirectional",
 }
-# Names that occur in the code of a module that is not run: Python names, no ops of a trace.
+# Python names in the code of a module, no ops of a trace: the code is not run.
 TRIANGLES = frozenset({"tril", "triu", "tril_", "triu_"})
 WRITES_TEXT = "prepare_inputs_for_generation"  # the method by which transformers' generate() drives a model
 
 
 def module_tree(model: nn.Module) -> ModuleTree:
-    """All modules of `model`, shared ones once with all their names."""
+    """Return all modules of `model`, shared ones once with all their names."""
     names: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -81,16 +81,16 @@ def _node(
 ) -> ModuleNode:
     kind = type(module)
     inputs, masks, generates = _class_facts(kind)  # type: ignore[arg-type]  # classes are hashable
-    held = [(key, p) for key, p in module._parameters.items() if p is not None]
+    parameters = [(key, p) for key, p in module._parameters.items() if p is not None]
     reads, writes = _widths(module)
     return ModuleNode(
         names=names,
         class_id=classes.setdefault(kind, len(classes)),
         class_name=kind.__name__,
-        container=not held and _is_container(module),
+        container=not parameters and _is_container(module),
         parameters=tuple(
             ParameterShape(key, tuple(p.shape), p.numel() * p.element_size(), tensors.setdefault(id(p), len(tensors)))
-            for key, p in held
+            for key, p in parameters
         ),
         children=tuple((key, numbers[id(child)]) for key, child in module._modules.items() if child is not None),
         inputs=inputs,
@@ -105,13 +105,13 @@ def _node(
 def _is_container(module: nn.Module) -> bool:
     children = [child for child in module._modules.values() if child is not None]
     if isinstance(module, nn.Sequential):
-        return any(child._modules for child in children)  # of leaves, it is a small network of its own
+        return any(child._modules for child in children)  # a Sequential of leaves is a network of its own
     namespace = type(module) is nn.Module  # `group = nn.Module(); group.blocks = ...`
     return isinstance(module, nn.ModuleList | nn.ModuleDict) or (namespace and bool(children))
 
 
 def _stem(module: nn.Module) -> Feed | None:
-    """What this module would read if it stood first; a spectrogram is an image of one channel."""
+    """Return the modality that this module would read as a first layer; a spectrogram is an image of one channel."""
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return "text"
     if isinstance(module, nn.Conv2d | nn.Conv3d):
@@ -131,7 +131,7 @@ def _widths(module: nn.Module) -> tuple[int | None, int | None]:
 def _class_facts(kind: type[nn.Module]) -> tuple[frozenset[Feed], frozenset[Mask], bool]:
     try:
         arguments = tuple(inspect.signature(kind.forward).parameters)
-    except (TypeError, ValueError, AttributeError):  # written in C, scripted, replaced by odd callables: no signature
+    except (TypeError, ValueError, AttributeError):  # no signature: written in C, scripted, or an odd callable
         arguments = ()
     inputs = frozenset(ARGUMENTS[name] for name in arguments if name in ARGUMENTS)
     return inputs, frozenset(_masks(kind)), hasattr(kind, WRITES_TEXT)
@@ -153,11 +153,11 @@ def _masks(kind: type[nn.Module]) -> Iterator[Mask]:
                 yield builders[id(function.__globals__[name])]
 
 
-# The repeated stacks of a model: what FSDP2 wraps, what activation checkpointing recomputes, what plans count.
+# The repeated stacks of a model: FSDP2 wraps their blocks, activation checkpointing recomputes them.
 
 
 def layers(model: nn.Module, trace: Trace | None = None, *, causal: frozenset[str] = frozenset()) -> tuple[Stack, ...]:
-    """All repeated stacks of `model`, blocks in call order; works on meta models and runs nothing.
+    """Return all repeated stacks of `model`, blocks in call order; works on meta models and runs nothing.
 
     With a `trace`, blocks are ordered and counted as they were called. `causal`: modules that called a causal
     attention.
@@ -169,13 +169,13 @@ def layers(model: nn.Module, trace: Trace | None = None, *, causal: frozenset[st
 
 
 def stacks_of(tree: ModuleTree, trace: Trace | None = None, causal: frozenset[str] = frozenset()) -> tuple[Stack, ...]:
-    """`layers` on plain data."""
+    """Return the same as `layers`, from plain data."""
     block_lists = find_blocks(tree)
     return tuple(_stack(blocks, block_lists, tree, trace, causal) for blocks in block_lists)
 
 
 def calls_causal(trace: Trace) -> frozenset[str]:
-    """The modules that told a call of attention that it is causal."""
+    """Return the modules that called attention with its causal flag on."""
     return frozenset(call.module for call in trace.calls if _is_causal(call))
 
 
@@ -199,7 +199,7 @@ def _stack(
 
 
 def _as_called(names: list[str], trace: Trace) -> tuple[list[str], str]:
-    """The blocks in the order in which the trace first called them, and a note if some were called again."""
+    """Return the blocks in the order of their first calls in the trace, and a note if some were called again."""
     calls = Counter(visit.module for visit in trace.visits if visit.module in names)
     standing_in = {
         f"{fold.container}.{key}": f"{fold.container}.{by}" for fold in trace.folds for key, by in fold.members

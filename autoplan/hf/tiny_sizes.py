@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-# Sizes of a tiny clone, and which config field takes which. Sizes all differ, so that no layout hides behind a
-# coincidence; heads divide by 2 and 4; what one variant hides the other shows. The first pattern that matches decides.
+# Sizes of a tiny clone, and the size of each config field. All sizes differ, so that no layout is right by coincidence;
+# heads are divisible by 2 and 4; two variants show more than one. The first pattern that matches decides.
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,12 @@ _TOKEN_ID = re.compile(
 )
 
 
-_UNITS = ("heads", "kv_heads", "linear_key_heads", "linear_value_heads", "experts")  # that are never cut
-_LEADING = {"kv_heads": "heads", "linear_key_heads": "linear_value_heads"}  # of the second there are more
+_UNITS = ("heads", "kv_heads", "linear_key_heads", "linear_value_heads", "experts")  # never cut
+_LEADING = {"kv_heads": "heads", "linear_key_heads": "linear_value_heads"}  # unit -> the more numerous one
 
 
 def leaves_single_units(fields: Mapping[str, object], ranks: int) -> bool:
-    """Does one of so many ranks hold a single head or expert of a config, or hold it together with others?
+    """Return whether one of so many ranks holds a single head or expert of a config, or shares one with others.
 
     >>> leaves_single_units({"num_attention_heads": 32, "num_key_value_heads": 8}, 8)
     True
@@ -144,7 +144,7 @@ def leaves_single_units(fields: Mapping[str, object], ranks: int) -> bool:
 
 
 def parts_units(fields: Mapping[str, object], ranks: int) -> bool:
-    """Has a config heads that are not divisible by so many ranks, and that ranks cannot share?
+    """Return whether a config has heads that are not divisible by so many ranks, and that ranks cannot share.
 
     >>> parts_units({"num_attention_heads": 12}, 8)
     True
@@ -157,8 +157,8 @@ def _parted(count: int, ranks: int) -> bool:
 
 
 def fitted(sizes: Sizes, fields: Mapping[str, object], ranks: int, tried: int) -> Sizes:
-    """Sizes that leave on each of `tried` ranks what a config leaves on each of `ranks`: one unit, several, a shared
-    one, or a number that is not divisible.
+    """Return sizes that leave on each of `tried` ranks what a config leaves on each of `ranks`: one unit, several, a
+    shared one, or a number that is not divisible.
 
     >>> fitted(VARIANTS[0], {"num_attention_heads": 32}, 32, 4).heads
     4
@@ -168,7 +168,7 @@ def fitted(sizes: Sizes, fields: Mapping[str, object], ranks: int, tried: int) -
     counts = _counts(fields)
     chosen = {unit: _alike(real, getattr(sizes, unit), ranks, tried) for unit, real in counts.items()}
     if counts.get("experts", ranks) < ranks or _parted(counts.get("experts", ranks), ranks):
-        chosen["experts"] = sizes.experts  # they are cut inside
+        chosen["experts"] = sizes.experts  # these are cut inside each expert
     for unit, leading in _LEADING.items():
         if unit in counts and counts[unit] < counts.get(leading, 0):
             several = (chosen[unit] * times for times in range(2, 9))
@@ -199,7 +199,7 @@ def _alike(real: int, tiny: int, ranks: int, tried: int) -> int:
 
 
 def field_rule(name: str) -> tuple[str, str]:
-    """(size, how) of a config field; ("", "keep") for what no pattern names."""
+    """Return (size, how) of a config field; ("", "keep") for a field that no pattern matches."""
     for pattern, size, how in FIELDS:
         if re.search(pattern, name):
             return size, how
@@ -207,7 +207,7 @@ def field_rule(name: str) -> tuple[str, str]:
 
 
 def is_layer_count(name: str) -> str:
-    """ "depth": a number of layers; "one": a number of layers of which one is enough; "": neither."""
+    """Return "depth" for a number of layers, "one" for a number of layers of which one is enough, "" for any other."""
     if _KEEP.search(name):
         return ""
     if _AT_MOST_ONE.search(name):
@@ -233,12 +233,12 @@ def amount(text: str, sizes: Sizes) -> int:
     return result
 
 
-# Relations that a tiny clone must keep. Where one with free widths does not run, another is tried in which widths that
-# are multiples of each other stay so, and widths of stages listed one by one are kept.
+# Relations that a tiny clone must keep. If one with free widths does not run, another is tried in which widths that are
+# multiples of each other stay so, and widths of stages listed one by one are kept.
 
 HIDDEN = ("hidden_size", "d_model", "n_embd", "hidden_dim", "dim", "embed_dim")
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "attention_heads")
-ROTARY_WIDTHS = ("qk_rope_head_dim", "head_dim")  # of latent attention only a part of a head turns
+ROTARY_WIDTHS = ("qk_rope_head_dim", "head_dim")  # latent attention rotates only a part of a head
 _WIDTHS = ("hidden", "narrow", "intermediate", "expert_width")  # sizes of tiny_sizes.Sizes
 _STAGE_LISTS = re.compile(r"(_per_stage|^depths|^out_channels|^hidden_sizes|^stage_\w+)$")
 _VISION_LAYERS = re.compile(r"^(vision_feature_layers?|insert_layer_id)$")
@@ -246,7 +246,7 @@ _LARGEST_RATIO = 16
 
 
 def related_width(value: int, size: str, widths: Iterable[int], tiny: int) -> int | None:
-    """The same multiple, or the same part, of `tiny` as `value` is of the first of `widths` that it is one of.
+    """Return the same multiple, or fraction, of `tiny` as `value` is of the first of `widths` that it fits.
 
     >>> related_width(5120, "intermediate", [1280], 128)
     512
@@ -262,7 +262,7 @@ def related_width(value: int, size: str, widths: Iterable[int], tiny: int) -> in
 
 
 def has_listed_stages(fields: Mapping[str, Any]) -> bool:
-    """Are there several stages, each with a number of its own in a list?"""
+    """Return whether there are several stages, each with its own number in a list."""
     return any(
         _STAGE_LISTS.search(name) and isinstance(value, list | tuple) and len(value) > 1
         for name, value in fields.items()
@@ -270,14 +270,14 @@ def has_listed_stages(fields: Mapping[str, Any]) -> bool:
 
 
 def sections_of_depth(fields: Mapping[str, Any], depth: int) -> dict[str, int]:
-    """Counts of layers that sum to the depth, where there are three or more (before, in and after a loop)."""
+    """Return three or more counts of layers that sum to the depth (before, in and after a loop), else nothing."""
     counts = {name: value for name, value in fields.items() if type(value) is int and is_layer_count(name) == "depth"}
     sections = {name: count for name, count in counts.items() if 0 < count < depth}
     return sections if len(sections) > 2 and sum(sections.values()) == depth else {}
 
 
 def smaller_sections(sections: Mapping[str, int], depth: int) -> dict[str, int]:
-    """The same sections of a model of so many layers, none of them empty.
+    """Return the same sections of a model of so many layers, none of them empty.
 
     >>> smaller_sections({"n_input_layers": 8, "n_recurrent_layers": 20, "n_output_layers": 8}, 4)
     {'n_input_layers': 1, 'n_recurrent_layers': 2, 'n_output_layers': 1}
@@ -287,7 +287,7 @@ def smaller_sections(sections: Mapping[str, int], depth: int) -> dict[str, int]:
 
 
 def vision_layers(fields: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """Fields that say which layers of a vision tower are read, for a tower of `depth` layers; only what must change."""
+    """Return fields that say which layers of a vision tower are read, changed to fit `depth`; only what must change."""
     layers = {}
     for name, value in fields.items():
         if _VISION_LAYERS.search(name) and isinstance(value, int | list | tuple) and not isinstance(value, bool):
@@ -299,7 +299,7 @@ def vision_layers(fields: Mapping[str, Any], depth: int) -> dict[str, Any]:
 
 
 def _nearest_layer(number: int, depth: int) -> int:
-    """The layer of that number, counted from either end, or the last one that there is."""
+    """Return the layer of that number, counted from either end, or the last existing one."""
     return max(number, -depth) if number < 0 else min(number, depth - 1)
 
 
@@ -309,7 +309,7 @@ def first_of(fields: dict[str, Any], cls: type[PretrainedConfig], names: tuple[s
 
 
 def equal_widths(config: PretrainedConfig, small: Mapping[str, Any]) -> dict[str, int]:
-    """Fields that were as wide as the model and stayed so, made as wide as the small one: its class may ask for it."""
+    """Return fields as wide as the model that were not shrunk, with the tiny width: the class may require that."""
     width = next((name for name in HIDDEN if isinstance(small.get(name), int)), "")
     now, then = vars(config).get(width), small.get(width)
     if not isinstance(now, int) or not isinstance(then, int) or now == then:
@@ -318,7 +318,7 @@ def equal_widths(config: PretrainedConfig, small: Mapping[str, Any]) -> dict[str
 
 
 def fit_rotary_lists(fields: dict[str, Any], cls: type[PretrainedConfig]) -> None:
-    """Lists in rope parameters that have one number per rotary frequency must fit the tiny head width."""
+    """Fit lists in rope parameters, with one number per rotary frequency, to the tiny head width."""
     rope = fields.get("rope_parameters")
     heads, hidden, width = (first_of(fields, cls, names) for names in (HEADS, HIDDEN, ROTARY_WIDTHS))
     head_dim = width or (hidden // heads if hidden and heads else None)
@@ -337,7 +337,7 @@ def fit_rotary_lists(fields: dict[str, Any], cls: type[PretrainedConfig]) -> Non
 
 
 def _shared_out(total: int, old: list[int]) -> list[int]:
-    """Integers in the proportions of `old` that sum to `total`; what rounding leaves goes to the largest shares."""
+    """Return integers in the proportions of `old` that sum to `total`; the largest remainders are rounded up."""
     shares = [total * part / sum(old) for part in old]
     new = [int(share) for share in shares]
     for i in sorted(range(len(old)), key=lambda i: new[i] - shares[i])[: total - sum(new)]:
@@ -347,6 +347,6 @@ def _shared_out(total: int, old: list[int]) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def _modeling_mentions(config_file: str, word: str) -> bool:
-    """Does the modeling code next to a config use the word? (It may have a default for it that is too wide.)"""
+    """Return whether the modeling code next to a config uses the word. (Its default may be too wide.)"""
     files = sorted(Path(config_file).parent.glob("modeling_*.py"))
     return any(word in file.read_text(encoding="utf-8") for file in files)

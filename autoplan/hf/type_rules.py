@@ -15,9 +15,9 @@ from autoplan.common.files.decode import misshapen
 from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.rules_folder import rules_folders
 
-# Which architectures transformers knows, by what they are for.
+# The architectures of transformers, by task.
 
-# In the order in which a model type without `architectures` is looked up.
+# Ordered as a model type without `architectures` is looked up.
 MAPPINGS: dict[str, str] = {
     "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "image_text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
@@ -29,7 +29,7 @@ MAPPINGS: dict[str, str] = {
 
 
 def architectures(mapping: str) -> list[tuple[str, str]]:
-    """(model type, class name) of every architecture of a mapping, in transformers' order."""
+    """Return (model type, class name) of every architecture of a mapping, in transformers' order."""
     if mapping not in MAPPINGS:
         raise SourceError(f"there is no mapping {mapping!r}", hint=f"use one of {', '.join(MAPPINGS)}")
     pairs = []
@@ -40,16 +40,16 @@ def architectures(mapping: str) -> list[tuple[str, str]]:
 
 
 def class_name_of(model_type: str) -> str | None:
-    """The class for a bare model type: from the first mapping that has it."""
+    """Return the class for a bare model type, from the first mapping that has it."""
     for mapping in MAPPINGS:
-        for known, name in architectures(mapping):
-            if known == model_type:
+        for other, name in architectures(mapping):
+            if other == model_type:
                 return name
     return None
 
 
-# `rules/inputs/<type>.toml` helps a model type to be built small or fed, and `rules/defaults.toml` says what the
-# default config of a type leaves open. docs/howto/feed-a-model.md explains the keys. A file never makes a decision.
+# `rules/inputs/<type>.toml` helps to build a small model of a type or to feed it, and `rules/defaults.toml` fills in
+# what the type's default config leaves open. docs/howto/feed-a-model.md explains the keys. No file decides a plan.
 
 _KEYS = {"applies_to", "why", "tiny", "inputs", "prompts", "parts"}
 _DEFAULT_KEYS = {"applies_to", "why", "fields"}
@@ -80,23 +80,23 @@ class TypeRules:
 
 
 def type_rules(model_type: str) -> TypeRules:
-    """The rules of a model type. Raises SourceError for a file that cannot be read or has an unknown key."""
+    """Return the rules of a model type. Raise SourceError for a file that cannot be read or has an unknown key."""
     return _first(rule_files, model_type) or TypeRules()
 
 
 def open_fields(model_type: str) -> dict[str, Any]:
-    """Fields that the default config of a model type leaves open, with values."""
+    """Return fields that the default config of a model type leaves open, with values."""
     return _first(_defaults, model_type) or {}
 
 
 def _first(files: Callable[[Path], dict[str, Found]], model_type: str) -> Found | None:
-    """The first non-empty rule among the search paths."""
-    return next((found[model_type] for folder in rules_folders() if model_type in (found := files(folder))), None)
+    """Return the first non-empty rule among the search paths."""
+    return next((rules[model_type] for folder in rules_folders() if model_type in (rules := files(folder))), None)
 
 
 @lru_cache(maxsize=16)
 def rule_files(folder: Path) -> dict[str, TypeRules]:
-    """All files of `folder/inputs`, by the model types that they are for."""
+    """Return all files of `folder/inputs`, by the model types that they are for."""
     files: dict[str, TypeRules] = {}
     for path in sorted((folder / "inputs").glob("*.toml")):
         data = _read(path)
@@ -112,10 +112,10 @@ def rule_files(folder: Path) -> dict[str, TypeRules]:
 def _defaults(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / "defaults.toml"
     defaults: dict[str, dict[str, Any]] = {}
-    for one in _listed(path) if path.is_file() else []:
-        for model_type in _checked(path, one, _DEFAULT_KEYS).get("applies_to", []):
+    for entry in _listed(path) if path.is_file() else []:
+        for model_type in _checked(path, entry, _DEFAULT_KEYS).get("applies_to", []):
             _refuse_twice(path, model_type, defaults)
-            defaults[model_type] = one.get("fields", {})
+            defaults[model_type] = entry.get("fields", {})
     return defaults
 
 
@@ -125,7 +125,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _undescribed(data: dict[str, Any]) -> str:
-    """The first argument of which nothing says what it is; "" if there is none."""
+    """Return the problem of the first argument that is not described; "" if there is none."""
     tables = (data.get("inputs", {}), *data.get("prompts", {}).values(), *data.get("parts", {}).values())
     for name, argument in (pair for table in tables for pair in table.items()):
         if not {"value", "size", "shape", "drop"} & argument.keys():

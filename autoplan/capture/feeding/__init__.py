@@ -1,4 +1,4 @@
-"""What an unfamiliar forward is fed: found by trying, told by its signature, its consumers and its failures.
+"""Find inputs for an unfamiliar forward by trying: from its signature, its consumers and its failures.
 
 In: a module. Out: a recipe, from which calls of several sizes are drawn, and the trail of the search. May import: what
 capture may.

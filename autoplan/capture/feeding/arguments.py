@@ -1,4 +1,4 @@
-"""The arguments of a forward: what its signature and annotations say, and what arguments of such a name usually are."""
+"""Read the arguments of a forward: its signature and annotations, and what arguments of such names usually are."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _USUAL = (IDS, NUMBERS, CLASSES, SEQUENCE, FLAT, Want("float", (_B, _L)), PICTUR
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What must be given, what may be, and what annotated numbers are. `open`: it takes any keyword. `losses`: what
-    makes it compute a loss: targets, or a switch that is off."""
+    """A forward's required and optional arguments. `open`: it takes any keyword. `losses`: arguments that make it
+    compute a loss: targets, or a switch that is off."""
 
     required: tuple[inspect.Parameter, ...]
     optional: tuple[inspect.Parameter, ...]
@@ -51,10 +51,10 @@ class Arguments:
 
     @staticmethod
     def of(model: nn.Module, *, first: bool = False) -> Arguments:
-        """`first`: the first argument counts as required even if it may be left out."""
+        """Read them from a model's forward. `first`: the first argument counts as required even if it is optional."""
         try:
             signature = inspect.signature(model.forward, eval_str=True)
-        except Exception:  # an annotation may name what is not there
+        except Exception:  # an annotation may name something undefined
             signature = inspect.signature(model.forward)
         named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         name = type(model).__name__
@@ -80,18 +80,18 @@ class Arguments:
             required, optional = optional[:1], optional[1:]
         losses = [p for p in optional if any(word in p.name.lower() for word in conventions().target_words)]
         losses += [p for p in named if p.default is False and usual_names().loss_switches.search(p.name)]
-        told = f"{name}.forward{signature}"
-        return Arguments(tuple(required), tuple(optional), told, rest is not None, tuple(losses))
+        text = f"{name}.forward{signature}"
+        return Arguments(tuple(required), tuple(optional), text, rest is not None, tuple(losses))
 
     def start(self, model: nn.Module) -> State:
-        """The first state: the likeliest of each argument that must be given."""
+        """Return the first state: the likeliest value of each required argument."""
         wants = []
         for number, parameter in enumerate(self.required):
             wants.append((parameter.name, next(self.usual(parameter, model, number == 0))))
         return State(tuple(wants))
 
     def usual(self, parameter: inspect.Parameter, model: nn.Module, first: bool = False) -> Iterator[Want]:
-        """What such an argument usually is, the likeliest first. A graph has nodes, and no batch."""
+        """Yield what such an argument usually is, the likeliest first. Inputs of a graph have nodes, and no batch."""
         if not usual_names().has_edges(p.name for p in self.required):
             yield from usual(parameter, model, first)
             return
@@ -105,7 +105,7 @@ class Arguments:
 
 
 def _keywords(model: nn.Module, rest: str) -> list[inspect.Parameter]:
-    """What a forward reads of its `**rest`, by its own code: `rest["x"]` must be given, unless it is asked for too."""
+    """Return the keys that a forward reads from its `**rest`; `rest["x"]` is required unless it is tested for."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(model.forward)))
     except (OSError, TypeError, SyntaxError):  # made at run time, or by decorators
@@ -133,7 +133,7 @@ def _keywords(model: nn.Module, rest: str) -> list[inspect.Parameter]:
 
 
 def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -> Iterator[Want]:
-    """What such an argument usually is, the likeliest first; `first`: the model's first layer says more than names."""
+    """Yield what such an argument usually is, the likeliest first; `first`: the first layer counts before the name."""
     names = usual_names()
     annotated = _annotated(parameter.annotation) or _record(parameter.annotation, model)
     if annotated is not None:
@@ -156,7 +156,7 @@ def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -
 
 
 def _record(annotation: Any, model: nn.Module) -> Want | None:
-    """An instance of a dataclass, with the fields that must be given."""
+    """Return an instance of an annotated dataclass, with its required fields."""
     if not (isinstance(annotation, type) and dataclasses.is_dataclass(annotation)):
         return None
     fields = [item.name for item in dataclasses.fields(annotation) if item.init and not _has_default(item)]
@@ -164,7 +164,7 @@ def _record(annotation: Any, model: nn.Module) -> Want | None:
 
 
 def of_items(kind: Any, held: Mapping[str, inspect.Parameter], model: nn.Module, cls: Any = None) -> Want:
-    """A dict or a record of what such things usually are; beside edges there are nodes."""
+    """Return a dict or a record with the usual value of each item; if there are edges, there are nodes."""
     items = {
         name: next(usual(parameter, model, number == 0 and kind == "record"))
         for number, (name, parameter) in enumerate(held.items())
@@ -175,10 +175,10 @@ def of_items(kind: Any, held: Mapping[str, inspect.Parameter], model: nn.Module,
 
 
 def field_of(cls: Any, name: str) -> inspect.Parameter:
-    """A field of a dataclass, as an argument; of another record, an argument of that name."""
+    """Return a dataclass field as an argument; of another record, an argument of that name."""
     try:
         hints = typing.get_type_hints(cls) if cls is not None else {}
-    except (NameError, TypeError, AttributeError, SyntaxError):  # an annotation may name what is not there
+    except (NameError, TypeError, AttributeError, SyntaxError):  # an annotation may name something undefined
         hints = {}
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hints.get(name, inspect.Parameter.empty))
 
@@ -188,7 +188,7 @@ def _has_default(one: dataclasses.Field[Any]) -> bool:
 
 
 def _recurrent(model: nn.Module) -> Iterator[Want]:
-    """What a recurrent layer begins with."""
+    """Yield the initial states that recurrent layers take."""
     for layer in model.modules():
         if isinstance(layer, nn.RNNBase):
             for batch in (_B, _L) if layer.batch_first else (_L, _B):
@@ -196,7 +196,7 @@ def _recurrent(model: nn.Module) -> Iterator[Want]:
 
 
 def _of_each(number: int, want: Want) -> Want:
-    """A tuple of so many."""
+    """Return a tuple of `number` equal items."""
     return Want("list", value=tuple, items=tuple((place, want) for place in range(number)))
 
 
@@ -207,13 +207,13 @@ def of_nodes(want: Want) -> Want:
 
 
 def _annotated(annotation: Any) -> Want | None:
-    """What an annotation says beyond "a tensor"."""
+    """Return what an annotation says beyond "a tensor"."""
     if annotation in _PLAIN:
         return Want("value", value=_PLAIN[annotation])
     within = typing.get_origin(annotation)
     if within in (typing.Union, types.UnionType):
         inside = [_annotated(argument) for argument in typing.get_args(annotation) if argument is not type(None)]
-        return inside[0] if inside and all(one is not None for one in inside) else None
+        return inside[0] if inside and all(want is not None for want in inside) else None
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     if within in (list, tuple) and typing.get_args(annotation)[:1] == (int,):
         return Want("list", items=((0, Want("size", value=_L)),))
@@ -227,15 +227,15 @@ def _annotated(annotation: Any) -> Want | None:
 
 
 def first_layer_wants(model: nn.Module) -> Iterator[Want]:
-    """What the first layers with weights take, by the order in which they were made."""
+    """Yield the inputs of the first layer of each kind with weights, in the order in which they were made."""
     seen = set()
     for module in model.modules():
         kind = type(module)
         if isinstance(module, nn.Module) and kind not in seen:
-            found = _of_layer(module)
-            if found is not None:
+            wants = _of_layer(module)
+            if wants is not None:
                 seen.add(kind)
-                yield from found
+                yield from wants
 
 
 def _of_layer(module: nn.Module) -> tuple[Want, ...] | None:

@@ -1,6 +1,6 @@
-"""What a failed assertion asked for: its comparisons are read in the frame where it failed.
+"""Derive inputs from a failed assertion: its comparisons are evaluated in the frame where it failed.
 
-Only names, attributes, sizes and arithmetic are evaluated, for nothing else is sure to be without effect.
+Only names, attributes, sizes and arithmetic are evaluated, since nothing else is surely free of side effects.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from autoplan.capture.feeding.watch import origin
 _CALLS = {"len": len, "tuple": tuple, "list": list, "min": min, "max": max, "sum": sum, "int": int, "all": all}
 _METHODS = ("size", "dim", "numel", "ndimension", "min", "max", "amin", "amax", "sum", "item")
 _UNKNOWN = object()
-_MOST_PARTS = 16  # of a list
+_MOST_PARTS = 16  # most items that a list is given
 
 
 def asked_by_condition(place: Place, state: State) -> Iterator[State]:
-    """States in which the failed condition may hold."""
+    """Yield states in which the failed condition may hold."""
     test = place.condition()
     for node in ast.walk(test) if test is not None else ():
         if isinstance(node, ast.Compare) and len(node.ops) >= 1:
@@ -41,42 +41,42 @@ def asked_by_condition(place: Place, state: State) -> Iterator[State]:
 
 
 def keys_asked_for(place: Place) -> tuple[str, ...]:
-    """Keys that a dict was to have: `assert key in data`, `all(key in data for key in needed)`."""
+    """Return the keys that a dict should have: `assert key in data`, `all(key in data for key in needed)`."""
     test = place.condition()
-    asked: list[Any] = []
+    wanted: list[Any] = []
     for node in ast.walk(test) if test is not None else ():
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
-            asked.append(value_of(place, node.left))
+            wanted.append(value_of(place, node.left))
         elif isinstance(node, ast.GeneratorExp | ast.ListComp) and isinstance(node.elt, ast.Compare):
             several = value_of(place, node.generators[0].iter)
-            asked += several if isinstance(several, list | tuple | set) else []
-    return tuple(dict.fromkeys(key for key in asked if isinstance(key, str)))
+            wanted += several if isinstance(several, list | tuple | set) else []
+    return tuple(dict.fromkeys(key for key in wanted if isinstance(key, str)))
 
 
 def _compared(place: Place, state: State, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Iterator[State]:
-    one, other = value_of(place, left), value_of(place, right)
+    lhs, rhs = value_of(place, left), value_of(place, right)
     paths = (*_paths(place, left), *_paths(place, right)) or tuple(path for path, _ in state.leaves())
     if _is_rank(left) or _is_rank(right):
-        ranks = other if _is_rank(left) else one
+        ranks = rhs if _is_rank(left) else lhs
         for rank in ranks if isinstance(ranks, tuple | list | set) else (ranks,):
             for path in paths if is_number(rank) else ():
                 yield from of_rank(state, path, rank)
         return
-    if any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in (one, other)):
+    if any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in (lhs, rhs)):
         for path in paths:
             yield from of_kind(state, path, "unit")
     lists = dict(state.holding("list"))
-    for side, wanted in ((left, other), (right, one)):
-        held = lists.get((ast.unparse(side)[4:-1],)) if ast.unparse(side).startswith("len(") else None
-        if held is not None and held.items and is_number(wanted) and 0 < wanted <= _MOST_PARTS:
-            items = tuple((at, dict(held.items).get(at, held.items[0][1])) for at in range(wanted))
-            yield state.with_want((ast.unparse(side)[4:-1],), replace(held, items=items))
+    for side, wanted in ((left, rhs), (right, lhs)):
+        old = lists.get((ast.unparse(side)[4:-1],)) if ast.unparse(side).startswith("len(") else None
+        if old is not None and old.items and is_number(wanted) and 0 < wanted <= _MOST_PARTS:
+            items = tuple((at, dict(old.items).get(at, old.items[0][1])) for at in range(wanted))
+            yield state.with_want((ast.unparse(side)[4:-1],), replace(old, items=items))
             return
-    if any(ast.unparse(side).startswith("len(") for side in (left, right)) and is_number(one) and is_number(other):
+    if any(ast.unparse(side).startswith("len(") for side in (left, right)) and is_number(lhs) and is_number(rhs):
         for path in paths:
             leaf = state.at(path)
             now = len(leaf.shape) if leaf is not None else 0
-            for more in (other - one, one - other):
+            for more in (rhs - lhs, lhs - rhs):
                 yield from of_rank(state, path, now + more)
         return
     if isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mod):
@@ -84,24 +84,24 @@ def _compared(place: Place, state: State, left: ast.expr, op: ast.cmpop, right: 
         if is_number(have) and is_number(factor):
             yield from multiples(state, paths, have, factor)
         return
-    for side, wanted in ((left, other), (right, one)):
+    for side, wanted in ((left, rhs), (right, lhs)):
         yield from _plain(place, state, side, wanted)
-    for have, want in _pairs(one, other):
+    for have, want in _pairs(lhs, rhs):
         yield from resized(state, paths, have, want)
         yield from resized(state, paths, want, have)
-    if isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) and is_number(one) and is_number(other):
+    if isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) and is_number(lhs) and is_number(rhs):
         yield from larger(state, paths)
 
 
 def _plain(place: Place, state: State, side: ast.expr, wanted: Any) -> Iterator[State]:
-    """An argument that is a plain number: the other side, or one more."""
+    """Yield states with a plain-number argument set to the other side, or to one more."""
     want = dict(state.wants).get(side.id) if isinstance(side, ast.Name) else None
     if want is not None and want.kind in ("size", "value") and is_number(wanted):
         yield from (state.with_want((ast.unparse(side),), Want("value", value=wanted + more)) for more in (0, 1))
 
 
 def _pairs(one: Any, other: Any) -> Iterator[tuple[int, int]]:
-    """Numbers that should be equal."""
+    """Yield pairs of numbers that should be equal."""
     if is_number(one) and is_number(other):
         yield int(one), int(other)
     elif isinstance(one, tuple | list) and isinstance(other, tuple | list):
@@ -138,7 +138,7 @@ def _paths(place: Place, node: ast.AST) -> tuple[Path, ...]:
 
 
 def value_of(place: Place, node: ast.expr) -> Any:
-    """The value of an expression that can be evaluated without effects."""
+    """Return the value of an expression without side effects; a sentinel for any other."""
     if not all(_is_harmless(inner) for inner in ast.walk(node)):
         return _UNKNOWN
     try:
@@ -164,16 +164,16 @@ def _is_harmless(node: ast.AST) -> bool:
     return isinstance(node, allowed)
 
 
-# Failures whose expression says by itself what is wrong: `x.shape[2]` of what has two dims, a division by a zero.
+# Failures whose expression shows what is wrong: `x.shape[2]` of a tensor with two dims, a division by zero.
 #
-# The running expression is exact (Python tells its columns), so that nothing of a message has to be read.
+# Python tells the columns of the running expression, so no message has to be read.
 
 
-_NUMBERS = (1, 2, 4)  # for a number that may not be zero
+_NUMBERS = (1, 2, 4)  # tried in place of a zero
 
 
 def exact(failure: Failure) -> Iterator[State]:
-    """Other states, by the error's kind and the expression that was running."""
+    """Yield other states, by the error's type and the expression that was running."""
     if isinstance(failure.error, IndexError):
         for place in failure.places[-1:]:
             yield from _dim_asked_for(failure.state, place)
@@ -187,10 +187,10 @@ def exact(failure: Failure) -> Iterator[State]:
 
 
 def _dim_asked_for(state: State, place: Place) -> Iterator[State]:
-    """`x.shape[k]` or `x.size(k)`: x has as many dims."""
+    """Yield states for `x.shape[k]` in which x has that many dims."""
     node = place.expression()
-    for one in ast.walk(node) if node is not None else ():
-        match one:
+    for inner in ast.walk(node) if node is not None else ():
+        match inner:
             case ast.Subscript(
                 value=ast.Attribute(value=ast.Name(id=name), attr="shape"), slice=ast.Constant(value=int(k))
             ):
@@ -206,7 +206,7 @@ def _dim_asked_for(state: State, place: Place) -> Iterator[State]:
 
 
 def unpacks_a_shape(statement: ast.stmt | None) -> tuple[str, int] | None:
-    """`a, b, c = x.shape`, or `x.size()`: x, and how many dims it has then."""
+    """Return x and its number of dims for `a, b, c = x.shape` or `x.size()`; None for any other statement."""
     match statement:
         case ast.Assign(
             targets=[ast.Tuple(elts=parts)],
@@ -225,7 +225,7 @@ def _dims_unpacked(state: State, place: Place) -> Iterator[State]:
 
 
 def _as_many_parts(state: State, place: Place) -> Iterator[State]:
-    """`a, b = torch.split(x, n, dim=1)` or `x.split(n, 1)` that came out in more or fewer parts: x is n for each."""
+    """Yield states for `a, b = torch.split(x, n, dim=1)` or `x.split(n, 1)` in which dim 1 of x is n for each name."""
     match place.statement():
         case ast.Assign(
             targets=[ast.Tuple(elts=parts)],
@@ -235,8 +235,8 @@ def _as_many_parts(state: State, place: Place) -> Iterator[State]:
         case _:
             return
     first = [owner] if isinstance(value_of(place, owner), torch.Tensor) else []
-    given = [value_of(place, one) for one in (*first, *args, *(keyword.value for keyword in keywords))]
-    tensor, each, dim = (*given, 0)[:3] if len(given) > 1 else (None, 0, 0)
+    values = [value_of(place, argument) for argument in (*first, *args, *(keyword.value for keyword in keywords))]
+    tensor, each, dim = (*values, 0)[:3] if len(values) > 1 else (None, 0, 0)
     if isinstance(tensor, torch.Tensor) and is_number(each) and is_number(dim) and dim < tensor.dim():
         for path, leaf in state.among(origin(tensor)):
             if len(leaf.shape) == tensor.dim():
@@ -244,32 +244,32 @@ def _as_many_parts(state: State, place: Place) -> Iterator[State]:
 
 
 def _as_many_as_members(state: State, place: Place) -> Iterator[State]:
-    """`layers[i](x[:, i])` with more columns than layers: x has as many columns."""
+    """Yield states for `layers[i](x[:, i])` in which x has as many columns as there are layers."""
     node = place.statement()
     taken = [inner for inner in ast.walk(node) if isinstance(inner, ast.Subscript)] if node is not None else []
-    for one in taken:
-        held = value_of(place, one.value)
-        name = one.slice.id if isinstance(one.slice, ast.Name) else ""
+    for subscript in taken:
+        items = value_of(place, subscript.value)
+        name = subscript.slice.id if isinstance(subscript.slice, ast.Name) else ""
         at = place.value(name)
-        if isinstance(held, torch.Tensor) or not isinstance(held, Sized) or not is_number(at) or at < len(held):
+        if isinstance(items, torch.Tensor) or not isinstance(items, Sized) or not is_number(at) or at < len(items):
             continue
         for tensor, dim in _taken_at(place, taken, name):
             for path, leaf in state.among(origin(tensor)):
-                if dim < len(leaf.shape) and len(held) > 0:
-                    yield from reversed(list(state.with_dim(path, dim, len(held))))  # its own columns first
+                if dim < len(leaf.shape) and len(items) > 0:
+                    yield from reversed(list(state.with_dim(path, dim, len(items))))  # its own columns first
 
 
 def _taken_at(place: Place, taken: list[ast.Subscript], name: str) -> Iterator[tuple[torch.Tensor, int]]:
-    """Tensors that are indexed by the name, and along which dim."""
-    for one in taken:
-        tensor = value_of(place, one.value)
-        indices = one.slice.elts if isinstance(one.slice, ast.Tuple) else [one.slice]
+    """Yield tensors that are indexed by the name, and the dim."""
+    for subscript in taken:
+        tensor = value_of(place, subscript.value)
+        indices = subscript.slice.elts if isinstance(subscript.slice, ast.Tuple) else [subscript.slice]
         if isinstance(tensor, torch.Tensor):
             yield from ((tensor, d) for d, i in enumerate(indices) if isinstance(i, ast.Name) and i.id == name)
 
 
 def _no_zero(failure: Failure) -> Iterator[State]:
-    """Plain numbers that are zero, those first that the running lines name."""
+    """Yield states in which a plain number that is zero is not; names in the running lines come first."""
     named = [name for place in reversed(failure.places) for name in place.names()]
     zeros = [(name, want) for name, want in failure.state.wants if want.kind == "value" and want.value == 0]
     for name, want in sorted(zeros, key=lambda pair: pair[0] not in named):

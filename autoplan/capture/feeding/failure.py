@@ -1,4 +1,4 @@
-"""A run that did not end: its error, the model's own frames, and the arguments that it is about."""
+"""A failed run: its error, the model's own frames, and the arguments to blame."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoplan.common.nested import flatten_tensors
 
 
 class NothingRead(ValueError):
-    """A run that ended without reading a weight: it went through nothing of what it was given."""
+    """A run that ended without reading a weight: it used nothing of its inputs."""
 
     def __init__(self) -> None:
         super().__init__("it reads no weight")
@@ -28,7 +28,7 @@ class NothingRead(ValueError):
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that did not end."""
+    """A run that raised."""
 
     state: State
     error: Exception
@@ -44,17 +44,17 @@ class Failure:
 
     @cached_property
     def paths(self) -> tuple[Path, ...]:
-        """The arguments that it is about, the surest first; all where nothing tells."""
+        """The arguments that the failure may be about, the surest first; all of them if nothing is known."""
         call = self.watch.failed
         of_call = [path for tensor in call.tensors() for path in origin(tensor)] if call is not None else []
         of_places = [path for place in reversed(self.places) for path in place.paths()]
         every = [path for path, _ in self.state.leaves()]
-        known = [path for path in (*of_call, *of_places, *self.watch.last, *every) if path in every]
-        return tuple(dict.fromkeys(known))
+        candidates = [path for path in (*of_call, *of_places, *self.watch.last, *every) if path in every]
+        return tuple(dict.fromkeys(candidates))
 
     @cached_property
     def blamed(self) -> tuple[Path, ...]:
-        """The arguments that the call or the expression that failed was given."""
+        """The arguments that went into the call or the expression that failed."""
         call = self.watch.failed
         of_call = [path for tensor in call.tensors() for path in origin(tensor)] if call is not None else []
         of_place = self.places[-1].paths() if self.places else ()
@@ -65,7 +65,7 @@ class Failure:
         return next(iter(self.text.strip().splitlines()), "")
 
 
-# Where in the model's own code a run failed: the frame, the expression, and the arguments that it is about.
+# Where in the model's own code a run failed: the frame, the expression, and the arguments in it.
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Place:
         return f"{'/'.join(code.co_filename.split('/')[-2:])}:{self.line}, in {code.co_qualname}"
 
     def statement(self) -> ast.stmt | None:
-        """The innermost statement that was running."""
+        """Return the innermost statement that was running."""
         tree = _tree(self.frame.f_code)
         if tree is None:
             return None
@@ -98,7 +98,7 @@ class Place:
         return max(inside, key=lambda node: (node.lineno, -(node.end_lineno or 0), node.col_offset), default=None)
 
     def expression(self) -> ast.AST | None:
-        """The expression that was running, as exact as Python tells."""
+        """Return the expression that was running, as exactly as Python knows it."""
         tree = _tree(self.frame.f_code)
         line, end, column, end_column = self.spot
         if tree is None or line is None or column is None:
@@ -114,7 +114,7 @@ class Place:
         return exact[0] if exact else self.statement()
 
     def condition(self) -> ast.expr | None:
-        """What was tested to come here: an assertion's condition, or that of the `if` around a raise."""
+        """Return the condition that led here: an assertion's, or that of the `if` around a raise."""
         statement, tree = self.statement(), _tree(self.frame.f_code)
         if isinstance(statement, ast.Assert):
             return statement.test
@@ -129,18 +129,18 @@ class Place:
         return None if nearest is None else nearest.test
 
     def names(self) -> list[str]:
-        """Names in the running expression, in the order they are written."""
+        """Return the names in the running expression, in the order in which they are written."""
         node = self.expression()
-        found = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)] if node is not None else []
-        return list(dict.fromkeys(one.id for one in sorted(found, key=lambda n: (n.lineno, n.col_offset))))
+        names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)] if node is not None else []
+        return list(dict.fromkeys(name.id for name in sorted(names, key=lambda n: (n.lineno, n.col_offset))))
 
     def value(self, name: str) -> Any:
         return self.frame.f_locals.get(name, self.frame.f_globals.get(name))
 
     def paths(self) -> tuple[Path, ...]:
-        """The arguments that the names in the running expression were made of."""
-        found = [path for name in self.names() for path in _origins(self.value(name))]
-        return tuple(dict.fromkeys(found))
+        """Return the arguments that the names in the running expression were computed from."""
+        paths = [path for name in self.names() for path in _origins(self.value(name))]
+        return tuple(dict.fromkeys(paths))
 
 
 def _origins(value: Any) -> Iterator[Path]:
@@ -149,8 +149,8 @@ def _origins(value: Any) -> Iterator[Path]:
 
 
 def places_of(error: BaseException) -> list[Place]:
-    """The frames of the model's own code, from its forward to where it failed."""
-    found = []
+    """Return the frames of the model's own code, from its forward to the failure."""
+    places = []
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -158,9 +158,9 @@ def places_of(error: BaseException) -> list[Place]:
             spots = list(code.co_positions())
             at = trace.tb_lasti // 2
             spot = spots[at] if 0 <= at < len(spots) else (None,) * 4
-            found.append(Place(trace.tb_frame, trace.tb_lineno, spot))
+            places.append(Place(trace.tb_frame, trace.tb_lineno, spot))
         trace = trace.tb_next
-    return found
+    return places
 
 
 @lru_cache(maxsize=256)
@@ -183,12 +183,12 @@ def _indent(code: CodeType) -> int:
 
 
 def none_names(place: Place) -> list[str]:
-    """Names in the running statement that are None, or an empty tuple."""
+    """Return the names in the running statement that are None or an empty tuple."""
     return [name for name in place.names() if name in place.frame.f_locals and is_nothing(place.value(name))]
 
 
 def is_nothing(value: Any) -> bool:
-    """What an argument is by default that need not be given."""
+    """Return whether a value is the default of an optional argument: None, or an empty tuple."""
     return value is None or isinstance(value, tuple) and not value
 
 

@@ -1,7 +1,6 @@
-"""Dicts, lists and tuples of which a failure tells a key or the number of parts; what a failure tells of plain
-arguments is in told.py.
+"""Derive keys of dicts and lengths of lists and tuples from a failure; plain arguments are in told.py.
 
-A dict may be an argument, part of one, or one that the model made of them: then its keys are those of what went in.
+A dict may be an argument, an item of one, or built by the model from arguments: then the key belongs to the argument.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ _FEW = 6
 
 
 def keys(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """A key that a dict lacks, or a dict where a tensor was given; as many parts as a list is taken apart into."""
-    held = [path for path, _ in failure.state.holding("dict")]
+    """Yield states with a key that a dict lacks, a dict in place of a tensor, or a list as long as it is unpacked."""
+    dicts = [path for path, _ in failure.state.holding("dict")]
     if isinstance(failure.error, KeyError) and failure.error.args:
-        yield from _missing(failure, arguments, model, failure.error.args[0], held)
+        yield from _missing(failure, arguments, model, failure.error.args[0], dicts)
     for place in reversed(failure.places[-2:]):
-        for path in held:
+        for path in dicts:
             yield from _asked(failure.state, path, keys_asked_for(place), model)
     if isinstance(failure.error, NothingRead):  # a dict that is gone through, for parts that have names
-        for path in (path for path in held if not failure.state.inner(path).items):
+        for path in (path for path in dicts if not failure.state.inner(path).items):
             for names in {tuple(m) for m in model.modules() if isinstance(m, torch.nn.ModuleDict)}:
                 yield failure.state.with_want(path, of_items("dict", {n: field_of(None, n) for n in names}, model))
     for place in reversed(failure.places[-2:]):
         yield from _subscripts(failure.state, place, model)
-        for path in [p for p in held if p[0] in place.names()]:
+        for path in [p for p in dicts if p[0] in place.names()]:
             for want in list(_of_key("x", model))[:1]:
                 yield failure.state.with_want((*path, "x"), want)
 
@@ -63,7 +62,7 @@ def _missing(
 
 
 def _from_table(failure: Failure, key: object) -> Iterator[State]:
-    """`table[v] for v in names`: the argument is a list of the table's own keys, all of them or one."""
+    """Yield states for `table[v] for v in names` in which the argument lists the table's keys, all of them or one."""
     paths = [path for _, tensor in flatten_tensors(key) for path in origin(tensor)]
     for place in failure.places[-2:]:
         node = place.expression()
@@ -76,9 +75,9 @@ def _from_table(failure: Failure, key: object) -> Iterator[State]:
 
 
 def _asked(state: State, path: Path, asked: tuple[str, ...], model: torch.nn.Module) -> Iterator[State]:
-    """All keys that a condition asks for, at once."""
-    known = dict(state.inner(path).items)
-    new = [key for key in asked if key not in known]
+    """Yield states with all keys that a condition asks for, at once."""
+    items = dict(state.inner(path).items)
+    new = [key for key in asked if key not in items]
     for together in itertools.islice(zip(*(_of_key(key, model) for key in new), strict=False), _FEW):
         more = state
         for key, want in zip(new, together, strict=True):
@@ -87,23 +86,23 @@ def _asked(state: State, path: Path, asked: tuple[str, ...], model: torch.nn.Mod
 
 
 def _subscripts(state: State, place: Place, model: torch.nn.Module) -> Iterator[State]:
-    """`x["key"]` where x is a tensor, or a dict inside of an argument."""
+    """Yield states for `x["key"]` where x is a tensor, or a dict inside of an argument."""
     node = place.expression()
     for inner in ast.walk(node) if node is not None else ():
         if not isinstance(inner, ast.Subscript):
             continue
-        key, found = value_of(place, inner.slice), value_of(place, inner.value)
+        key, value = value_of(place, inner.slice), value_of(place, inner.value)
         if not isinstance(key, str):
             continue
-        if isinstance(found, torch.Tensor):
-            for path in origin(found):
+        if isinstance(value, torch.Tensor):
+            for path in origin(value):
                 yield from (state.with_want(path, Want("dict", items=((key, want),))) for want in _of_key(key, model))
-        for path in _inner_dicts(found) if isinstance(found, dict) else ():
+        for path in _inner_dicts(value) if isinstance(value, dict) else ():
             yield from (state.with_want((*path, key), want) for want in _of_key(key, model))
 
 
 def _inner_dicts(value: object) -> tuple[Path, ...]:
-    """Where in the arguments a dict lies that is part of one: by the tensors in it."""
+    """Return the paths of a dict inside of an argument, by the tensors in it."""
     inside = (path[:-1] for _, tensor in flatten_tensors(value) for path in origin(tensor) if is_direct(tensor))
     return tuple(dict.fromkeys(path for path in inside if len(path) > 1))
 

@@ -1,6 +1,6 @@
-"""What the text of an error tells: how many dims, which kind of numbers, which sizes.
+"""Derive inputs from an error's text: numbers of dims, kinds of numbers, sizes.
 
-Libraries say these in so many ways that a number is taken for what it may be, and tried.
+Libraries say these in so many ways that each number is taken for everything that it may be, and tried.
 """
 
 from __future__ import annotations
@@ -53,44 +53,44 @@ _SMALL = re.compile(
 
 
 def told_by_message(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
-    """Other states, the most telling first."""
+    """Yield other states, the most specific first."""
     yield from _rank(failure, model)
     yield from _pattern(failure, model)
-    for found in (_masks, _plain_number, _dtype, _range, _sizes, _larger):
-        yield from found(failure)
+    for derived in (_masks, _plain_number, _dtype, _range, _sizes, _larger):
+        yield from derived(failure)
 
 
 def too_small(failure: Failure) -> bool:
-    """Does it say that a size is?"""
+    """Return whether the error says that a size is too small."""
     return "too small" in failure.text
 
 
 def sizes_differ(failure: Failure) -> bool:
-    """Do two sizes not go together?"""
+    """Return whether the error says that two sizes must match."""
     return "must match" in failure.text
 
 
 def lacks_a_value(failure: Failure) -> bool:
-    """Is something None that is needed?"""
+    """Return whether the error says that something is None."""
     return _NONE.search(failure.text) is not None
 
 
 def is_named(failure: Failure, name: str) -> bool:
-    """Does it name an argument?"""
+    """Return whether the error names an argument."""
     return name in failure.text
 
 
 def unpacked(failure: Failure) -> tuple[int, int | None] | None:
-    """Into how many parts something was to be taken apart, and how many it has, if that is said."""
-    found = _UNPACKED.search(failure.text)
-    return (int(found[1]), int(found[2]) if found[2] else None) if found else None
+    """Return how many values were expected in an unpacking, and how many there were, if the error says so."""
+    match = _UNPACKED.search(failure.text)
+    return (int(match[1]), int(match[2]) if match[2] else None) if match else None
 
 
 def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
-    """How many dims: what was unpacked, a dim that is not there, a number in the message."""
+    """Yield states with other ranks: from an unpacking, a dim that does not exist, or a number in the message."""
     text, state = failure.text, failure.state
     parts = unpacked(failure)
-    for got in _UNLIKE.findall(text):  # concatenated: the one must be like the other
+    for got in _UNLIKE.findall(text):  # concatenated: both need the same rank
         for path in failure.blamed:
             for rank in map(int, got):
                 yield from of_rank(state, path, rank)
@@ -114,11 +114,11 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
         short = _EXPANDED.search(text)
         if short:
             ranks.append(now + int(short[1]) - int(short[2]))
-        drawn = _DRAWN.search(text)  # by a distribution
+        drawn = _DRAWN.search(text)  # from a distribution
         if drawn:
             ranks.append(len(drawn[1].split()))
         for pattern in _RANKS:
-            ranks += [int(found) for found in pattern.findall(text)]
+            ranks += [int(number) for number in pattern.findall(text)]
         if re.search(r"number of dimensions|must have .*dim", text):
             ranks += [now + 1, now - 1]
         if _TOO_MANY.search(text):
@@ -135,7 +135,7 @@ def _first_channels(model: torch.nn.Module, rank: int) -> int:
 
 
 def _pattern(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
-    """Of einops: what its pattern divides must divide, and how many dims it names."""
+    """Yield states that fit an einops pattern: the sizes that it divides, and the number of dims that it names."""
     text, state = failure.text, failure.state
     pattern = re.search(r'pattern "([^"]+?)->', text)
     shape = re.search(r"Input tensor shape: (?:torch\.Size\()?[\[(]([\d, ]*)[\])]", text)
@@ -162,7 +162,7 @@ def _pattern(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
 
 
 def _masks(failure: Failure) -> Iterator[State]:
-    """Masks of numbers where truth values were given: all of them, since one convention holds for all."""
+    """Yield a state whose masks are numbers instead of booleans: all of them, since they share a convention."""
     if "bool tensor is not supported" in failure.text or "dtype bool" in failure.text.lower():
         state = failure.state
         for path, leaf in failure.state.leaves():
@@ -172,7 +172,7 @@ def _masks(failure: Failure) -> Iterator[State]:
 
 
 def _plain_number(failure: Failure) -> Iterator[State]:
-    """A plain number where a tensor was given: how many there are of something."""
+    """Yield states with a plain number in place of a tensor."""
     if not _NUMBER.search(failure.text):
         return
     for path in failure.blamed or failure.paths[:2]:
@@ -181,7 +181,7 @@ def _plain_number(failure: Failure) -> Iterator[State]:
 
 
 def _dtype(failure: Failure) -> Iterator[State]:
-    """Whole numbers where floats were given, or floats where whole numbers were."""
+    """Yield states with integers in place of floats, or the reverse."""
     if not _DTYPE.search(failure.text):
         return
     asks_ids = re.search(
@@ -194,7 +194,7 @@ def _dtype(failure: Failure) -> Iterator[State]:
 
 
 def _range(failure: Failure) -> Iterator[State]:
-    """Ids that are too large, or a sequence that is longer than a table of positions."""
+    """Yield states with smaller ids, or with a sequence as long as a table of positions."""
     if not isinstance(failure.error, IndexError | RuntimeError) or not re.search(
         r"out of (?:range|bounds)|smaller than num_classes|must be .*less than|larger than|interval", failure.text
     ):
@@ -203,7 +203,7 @@ def _range(failure: Failure) -> Iterator[State]:
     limits = [int(n) for n in re.findall(r"with size (\d+)", failure.text)]
     for path in failure.paths[:3]:
         leaf = state.at(path)
-        if leaf is not None and leaf.kind == "float":  # cast to whole numbers on the way
+        if leaf is not None and leaf.kind == "float":  # cast to integers on the way
             yield from of_kind(state, path, "unit")
         for below in (*limits, 2, 1):
             if leaf is not None and leaf.kind == "ids" and leaf.below != below:
@@ -215,7 +215,7 @@ def _range(failure: Failure) -> Iterator[State]:
 
 
 def _sizes(failure: Failure) -> Iterator[State]:
-    """Numbers in the message that are sizes of arguments, and what stands beside them."""
+    """Yield states in which sizes that the message names are replaced by other numbers in it."""
     yield from _shorter(failure)
     numbers = list(dict.fromkeys(int(n) for n in re.findall(r"(?<![\w.])\d{1,6}(?![\w.]*\d)", failure.text)))[:10]
     products = [(int(a), int(b)) for a, b in re.findall(r"\(\d+x(\d+) and (\d+)x\d+\)", failure.text)]
@@ -225,9 +225,9 @@ def _sizes(failure: Failure) -> Iterator[State]:
     outside = _OUTSIDE.search(failure.text)
     if outside and int(outside[1]) >= 0:
         yield from resized(state, paths, int(outside[2]), int(outside[1]) + 1)
-    asked = _ASKED.search(failure.text)
-    if asked:
-        yield from resized(state, failure.blamed, int(asked[2]), int(asked[1]))
+    expected = _ASKED.search(failure.text)
+    if expected:
+        yield from resized(state, failure.blamed, int(expected[2]), int(expected[1]))
     split = _SPLIT.search(failure.text)
     if split:
         yield from resized(state, paths, int(split[1]), sum(map(int, split[2].split(","))))
@@ -239,7 +239,7 @@ def _sizes(failure: Failure) -> Iterator[State]:
 
 
 def _shorter(failure: Failure) -> Iterator[State]:
-    """The computed padding is negative."""
+    """Yield states with larger sizes, where a computed size was negative."""
     less = _BELOW_NOTHING.search(failure.text)
     if less is None:
         return
@@ -250,7 +250,7 @@ def _shorter(failure: Failure) -> Iterator[State]:
 
 
 def _viewed(failure: Failure) -> Iterator[State]:
-    """One size of a view is another, so that it holds what there is."""
+    """Yield states in which one size of a failed view fits the number of elements."""
     viewed = _VIEWED.search(failure.text)
     if viewed is None:
         return
@@ -259,7 +259,7 @@ def _viewed(failure: Failure) -> Iterator[State]:
         wanted, rest = divmod(int(viewed[2]) * size, prod(shape))
         if not rest:
             yield from resized(failure.state, failure.paths, size, wanted)
-    if len(shape) > 2 and shape[-1] == shape[-2] > 0 and min(shape) > 0:  # each position with each
+    if len(shape) > 2 and shape[-1] == shape[-2] > 0 and min(shape) > 0:  # positions × positions
         have = isqrt(int(viewed[2]) // prod(shape[:-2]))
         if have**2 * prod(shape[:-2]) == int(viewed[2]):
             yield from resized(failure.state, failure.paths, have, shape[-1])

@@ -1,9 +1,9 @@
-"""Calls that take another way through a model's code, of another size or in training: they are recorded too.
+"""Find calls that take another path through a model's code, with other sizes or in training: they are recorded too.
 
-The problem: windows are shifted only where a picture is larger than one, and attention is sparse only where a sequence
-is long. What one call never reaches is planned by nobody. So calls of two sizes run on a plain copy, and the torch
-calls that each makes are compared, by module and place in the code; where the second makes one that the first does not,
-both are recorded, and the plan is made for both. The same is done with what runs in training only.
+The problem: windows are shifted only where an image is larger than one, and attention is sparse only where a sequence
+is long. What one call never reaches cannot be planned. So calls of two sizes run on a plain copy, and the torch calls
+that each makes are compared, by module and place in the code; if the second makes one that the first does not, both are
+recorded, and the plan is made for both. The same is done with code that runs in training only.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from autoplan.common.errors import OutsideError
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import drawn_so_far
 
-_OTHER_SIZES, _IN_TRAINING = " in other sizes", " in training"  # how the names of such feeds end
+_OTHER_SIZES, _IN_TRAINING = " in other sizes", " in training"  # suffixes of the names of such feeds
 _Way = Counter[tuple[str, str, str]]
 
 
 class OtherPaths(NamedTuple):
-    """The feeds, with those that make other calls: of other sizes, and in training. A note for
-    each that cannot be compared, and is not recorded therefore. Whether training draws what was not recorded."""
+    """The feeds with those that take other paths: with other sizes, or in training. A note for each that cannot run on
+    a copy, and so is not recorded. Whether training draws random numbers without taking another path."""
 
     feeds: dict[str, dict[str, Any]]
     notes: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class OtherPaths(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """The torch calls of one run, None where it does not run on the copy; and whether it drew random numbers."""
+    """The torch calls of one run, None if it fails on the copy; and whether it drew random numbers."""
 
     calls: _Way | None
     drew: bool = False
@@ -50,7 +50,7 @@ def with_other_paths(
     feeds: Mapping[str, dict[str, Any]],
     others: Mapping[str, dict[str, Any]],
 ) -> OtherPaths:
-    """Run calls of other sizes, and in training, on a copy, and see whether they make other calls."""
+    """Run calls with other sizes, and in training, on a copy, and add those that make other torch calls."""
     main = {name: inputs for name, inputs in feeds.items() if PART not in inputs}
     more = {name + _OTHER_SIZES: (main[name], inputs) for name, inputs in others.items() if name in main}
     if has_training_paths(model):
@@ -76,40 +76,40 @@ def with_other_paths(
 
 
 def _is_other(first: _Way, second: _Way, *, in_training: bool) -> bool:
-    """Does the second run make calls that the first does not? A loop may go on for longer in another size; in training
-    it then goes over something that only training has."""
+    """Return whether the second run makes calls that the first does not. With other sizes a loop may just go on longer;
+    in training more of the same calls means that it goes over something that only training has."""
     return bool(second - first if in_training else second.keys() - first.keys())
 
 
 def _way(twin: Twin, inputs: Mapping[str, Any]) -> _Run:
-    noted, given = _Calls(), dict(inputs)
+    calls, keywords = _Calls(), dict(inputs)
     with ExitStack() as stack:
-        if given.pop(TRAINING, False):
+        if keywords.pop(TRAINING, False):
             stack.enter_context(in_training(twin.module))
         for name, module in twin.module.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks: what it does is its caller's
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; its calls count as its caller's
                 continue
-            stack.callback(module.register_forward_pre_hook(noted.entering(name)).remove)
-            stack.callback(module.register_forward_hook(noted.left, always_call=True).remove)
+            stack.callback(module.register_forward_pre_hook(calls.entering(name)).remove)
+            stack.callback(module.register_forward_hook(calls.left, always_call=True).remove)
         try:
-            with noted:
-                drew = twin.run(partial(_drew, twin.module), given)
+            with calls:
+                drew = twin.run(partial(_drew, twin.module), keywords)
         except OutsideError:
             raise
-        except Exception:  # someone else's forward may raise anything; recording says what, if it is the first
+        except Exception:  # someone else's forward may raise anything; the recording reports it for the first run
             return _Run(None)
-    return _Run(noted.found, drew)
+    return _Run(calls.found, drew)
 
 
 def _drew(function: Callable[..., Any], **given: Any) -> bool:
-    """Call it: does it draw random numbers?"""
+    """Call the function and return whether it drew random numbers."""
     before = drawn_so_far()
     function(**given)
     return drawn_so_far() != before
 
 
 class _Calls(TorchFunctionMode):
-    """Notes the module, the function and the place of each torch call."""
+    """Records the module, the function and the place of each torch call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,5 +132,5 @@ class _Calls(TorchFunctionMode):
 
 
 def _works(args: Any, kwargs: Any) -> bool:
-    """Is it given a tensor with dims? What draws or compares one number splits nothing."""
+    """Return whether a call has a tensor with dims; one that draws or compares a single number splits nothing."""
     return any(tensor.dim() for _, tensor in flatten_tensors((args, kwargs or {})))

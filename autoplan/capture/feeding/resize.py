@@ -1,8 +1,8 @@
-"""From "this size should be that" to states in which it may be so.
+"""Turn "this size should be that" into states in which it may be so.
 
-A size that a failure names belongs to a tensor somewhere inside; which dim of which argument made it shows by its
-number, since the sizes of arguments differ. Where it is none of theirs, it was made of one: by adding (concatenated),
-by multiplying (split, flattened), or of both sides of a picture (patches).
+A size that a failure names belongs to a tensor somewhere inside. Which dim of which argument it came from shows by its
+number, since the sizes of arguments differ. If it is none of theirs, it was computed from one: by adding
+(concatenated), by multiplying (split, flattened), or from both sides of an image (patches).
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from autoplan.capture.feeding.watch import is_direct, origin
 
 _STEPS = (2, 4)
 _SHARED = ("batch", "length", "nodes", "edges")
-_FEW = 8  # what is less is no size that windows go over
-_TOKENS = 17  # beside patches: of classes, of times, buffers
+_FEW = 8  # smallest size that windows may go over
+_TOKENS = 17  # one more than the most tokens that are added to patches: of classes, of times, buffers
 _LARGEST = {"side": 256, "length": 1024, "samples": 65536, "frames": 64}
 
 
 def resized(state: State, paths: Iterable[Path], have: int, want: int) -> Iterator[State]:
-    """States in which a size that is `have` may come out as `want`."""
+    """Yield states in which a size that is `have` may come out as `want`."""
     if have == want or want < 1:
         return
     paths = tuple(paths)
-    made: list[tuple[Path, int, int]] = []
+    dims: list[tuple[Path, int, int]] = []
     for path, leaf in state.among(paths):
         for dim, size in enumerate(leaf.sizes(state.sizes)):
             if size == have and leaf.shape[dim] != BATCH:
                 yield from state.with_dim(path, dim, want)
             elif leaf.shape[dim] != BATCH:
-                made.append((path, dim, size))
+                dims.append((path, dim, size))
     for path in paths:
         yield from _patches(state, path, have, want)
-    features = [one for one in made if one[1] == len(_shape(state, one[0])) - 1]
-    if len(paths) == 1:  # what several made was joined
+    features = [at for at in dims if at[1] == len(_shape(state, at[0])) - 1]
+    if len(paths) == 1:  # with several, the size is that of a concatenation
         yield from _in_ratio(state, features, have, want, _refined)
-    yield from _in_ratio(state, made, have, want, _made_of)
+    yield from _in_ratio(state, dims, have, want, _made_of)
     for path in paths:
         yield from _areas(state, path, have, want)
-    yield from _in_ratio(state, made, have, want, _nearly_made_of)
-    for path, dim, size in made:  # columns of a table: each of them became so many numbers, in one row with others
+    yield from _in_ratio(state, dims, have, want, _nearly_made_of)
+    for path, dim, size in dims:  # columns of a table, each of which became several numbers of one row
         if len(_shape(state, path)) == 2:
             yield from state.with_dim(path, dim, size + (want - have) // gcd(have, want))
 
@@ -62,7 +62,7 @@ def _in_ratio(
         for other in better(size, have, want):
             yield from state.with_dim(path, dim, other)
     widths = [one for one in made if one[1] == len(_shape(state, one[0])) - 1 and _shape(state, one[0])[-1] != "side"]
-    for size in dict.fromkeys(size for _, _, size in widths):  # those of one width were joined before it failed
+    for size in dict.fromkeys(size for _, _, size in widths):  # arguments of one width were concatenated
         alike = [(path, dim) for path, dim, one in widths if one == size]
         for other in better(size, have, want) if len({path for path, _ in alike}) > 1 else ():
             together = [state]
@@ -84,20 +84,20 @@ def _made_of(size: int, have: int, want: int) -> Iterator[int]:
 
 
 def _refined(size: int, have: int, want: int) -> Iterator[int]:
-    """What went through windows and came out nearly as asked: a little more or less of it."""
+    """Yield the nearest size for something that went through windows and came out nearly as it should."""
     if have and size >= _FEW and have < 2 * want < 4 * have and size * want % have:
         yield from islice(_nearly_made_of(size, have, want), 1)
 
 
 def _nearly_made_of(size: int, have: int, want: int) -> Iterator[int]:
-    """Through windows and strides: in about the same ratio."""
+    """Yield sizes in about the same ratio, for windows and strides."""
     if have and size >= _FEW and size * want % have:
         near = round(size * want / have)
         yield from (close for close in (near, near + 1, near - 1) if close > 1 and close != size)
 
 
 def _patches(state: State, path: Path, have: int, want: int) -> Iterator[State]:
-    """As many patches as asked, of a picture's both sides, with a few tokens more."""
+    """Yield a state whose image gives the right number of patches, if up to 16 tokens are added to them."""
     leaf = state.at(path)
     if leaf is None or len(leaf.shape) < 4:
         return
@@ -109,7 +109,7 @@ def _patches(state: State, path: Path, have: int, want: int) -> Iterator[State]:
 
 
 def _areas(state: State, path: Path, have: int, want: int) -> Iterator[State]:
-    """A picture whose area goes into the size: its sides by the root. And half of it, with which others may fit."""
+    """Yield states whose image has sides scaled by the root of the ratio, or halved."""
     leaf = state.at(path)
     if leaf is None or len(leaf.shape) < 4 or not have:
         return
@@ -129,14 +129,14 @@ def _with_sides(state: State, path: Path, side: int) -> State:
 
 
 def multiples(state: State, paths: Iterable[Path], have: int, factor: int) -> Iterator[State]:
-    """Sizes that a factor must divide: the next that it does."""
+    """Yield states in which a size is the next multiple of a factor, or the factor itself."""
     if factor > 1:
         yield from resized(state, paths, have, -(-max(have, 1) // factor) * factor)
         yield from resized(state, paths, have, factor)
 
 
 def larger(state: State, paths: Iterable[Path]) -> Iterator[State]:
-    """Pictures and sequences of twice and four times the size."""
+    """Yield states with images and sequences of twice and four times the size."""
     named = {
         str(size)
         for path in paths
@@ -156,22 +156,22 @@ def larger(state: State, paths: Iterable[Path]) -> Iterator[State]:
 
 
 def of_rank(state: State, path: Path, rank: int, channels: int = 0) -> Iterator[State]:
-    """The same argument with another number of dims. `channels`: as many where something says so."""
+    """Yield states in which an argument has another number of dims. `channels`: its channels, if known."""
     leaf = state.at(path)
     if leaf is None or rank == len(leaf.shape) or not 0 <= rank <= 6:
         return
     kind = leaf.kind if leaf.kind != "ids" or rank < 4 else "float"
     shapes: list[Iterable[int | str]] = list(_shapes(rank, channels, leaf))
     if any(isinstance(key, int) and not state.is_tuple(path[:at]) for at, key in enumerate(path)):
-        # what is in a list comes one by one, without a batch; pictures of a batch rather than one film
+        # items of a list come one by one, without a batch; a batch of images is likelier than one video
         alone = [shape[1:] for shape in _shapes(rank + 1, channels, leaf)]
         shapes = [*alone, *shapes] if rank < 4 else [*shapes, *alone]
-        if rank == 1 and leaf.shape[:1] == (BATCH,):  # what is said of each of them
+        if rank == 1 and leaf.shape[:1] == (BATCH,):  # one number per item
             shapes = [(BATCH,), *shapes]
-    if rank == 3 and leaf.kind in ("bool", "nowhere") and any("side" in one.shape for _, one in state.leaves()):
-        shapes = [(BATCH, "side", "side"), *shapes]  # a mask of pictures
+    if rank == 3 and leaf.kind in ("bool", "nowhere") and any("side" in other.shape for _, other in state.leaves()):
+        shapes = [(BATCH, "side", "side"), *shapes]  # a mask of images
     lead = leaf.shape[0] if leaf.shape else ""
-    if lead in ("nodes", "edges"):  # of a graph there is no batch: one row for each, of features
+    if lead in ("nodes", "edges"):  # a graph has no batch: one row of features per node or edge
         widths: tuple[int | str, ...] = (channels,) if channels else ("width", 1)
         shapes = [[lead if size == "batch" else size for size in shape] for shape in shapes]
         shapes = [*([lead, size] for size in widths if rank == 2), *shapes]
@@ -211,17 +211,17 @@ def _shapes(rank: int, channels: int, leaf: Want) -> Iterator[tuple[int | str, .
 
 
 def of_shape(state: State, tensor: torch.Tensor, sizes: Sequence[int]) -> Iterator[State]:
-    """An argument that the model met turned, flattened, or with dims of one put in: what it met should be so large."""
+    """Yield states for an argument that the model turned, flattened or unsqueezed into a tensor of other sizes."""
     path = next(iter(origin(tensor)), None)
     leaf = state.at(path) if path is not None and len(origin(tensor)) == 1 and is_direct(tensor) else None
     if path is None or leaf is None:
         return
     have, met = leaf.sizes(state.sizes), tuple(tensor.shape)
-    kept = [dim for dim, size in enumerate(met) if size != 1]
+    dims = [dim for dim, size in enumerate(met) if size != 1]
     if have == met or tensor.dim() == len(sizes) == 1 and prod(have) == met[0]:
         shape = list(sizes)
-    elif have == tuple(met[dim] for dim in kept):
-        shape = [sizes[dim - len(met)] for dim in kept if dim - len(met) >= -len(sizes)]
+    elif have == tuple(met[dim] for dim in dims):
+        shape = [sizes[dim - len(met)] for dim in dims if dim - len(met) >= -len(sizes)]
     elif sorted(have) == sorted(met) and leaf.shape[0] == BATCH and state.sizes[BATCH] in sizes:
         shape = list(sizes)
         shape.insert(0, shape.pop(shape.index(have[0])))
@@ -233,7 +233,7 @@ def of_shape(state: State, tensor: torch.Tensor, sizes: Sequence[int]) -> Iterat
 
 
 def of_kind(state: State, path: Path, kind: str, below: int | None = None) -> Iterator[State]:
-    """The same argument as another kind of number."""
+    """Yield the state in which an argument is of another kind."""
     leaf = state.at(path)
     if leaf is None or leaf.kind == kind and (below is None or leaf.below == below):
         return

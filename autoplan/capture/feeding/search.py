@@ -1,8 +1,8 @@
-"""The search for a call that runs: the state that came farthest is followed first, within a budget of tries and time.
+"""Search for a call that runs: the state that came farthest is followed first, within a budget of tries and time.
 
-Runs are real for small models, since only numbers show what is out of range, and without storage for large ones. What
-runs is then made better: ids over the whole table, arguments that may be left out where weights are still unread, and
-a second set of sizes.
+Runs are real for small models, since only numbers show what is out of range, and without storage for large ones. A call
+that runs is then improved: ids over the whole table, optional arguments if weights are still unread, and a second set
+of sizes.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import untouched_randomness, working_dtype
 
 MOST_TRIES, _MOST_SECONDS = 400, 20.0
-_MOST_TOLD, _MOST_USUAL = 24, 16  # of what a failure tells, and of what is usual
-_USUAL_AT = 6  # after so many of the first
-_CREDIT = 5  # changes
-_STALE = 4  # places that what a change without progress led to waits behind its siblings
-_SMALL = 8  # the same for a length that shows little
+_MOST_TOLD, _MOST_USUAL = 24, 16  # proposals from a failure, and from what is usual
+_USUAL_AT = 6  # rank of the first usual proposal among those from the failure
+_CREDIT = 5  # changes for which an added argument has credit
+_STALE = 4  # ranks that a proposal loses for each change before it without progress
+_SMALL = 8  # ranks that a short length loses, since it shows little
 _FEW_ELEMENTS = 20_000
-_PATIENCE = 8  # tries for a result that is finite
+_PATIENCE = 8  # tries for a finite result
 _MOST_ELEMENTS = 2_000_000  # of all arguments together
-_MOST_MORE = 30  # tries for arguments that may be left out
+_MOST_MORE = 30  # tries for an optional argument
 _TARGETS = 6  # tries for targets
-_WORTH = 0.001  # of the weights: what is less needs no further argument
+_WORTH = 0.001  # share of unread weights below which no further argument is added
 
 
 class _NotFiniteError(ValueError):
-    """A run that came to its end, with infinities or what is no number."""
+    """A run that ended with infinities or NaNs."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One try: what changed and why, how far it came, what it failed with and where, in words: frames hold tensors."""
+    """One try: what changed and why, how far it came, its failure and where, as text, since frames hold tensors."""
 
     state: State
     why: str
@@ -57,18 +57,18 @@ class Step:
     failed: str = ""
     where: str = ""
     read: frozenset[str] = frozenset()
-    ended: bool = False  # it came to its end, though with numbers that are none
+    ended: bool = False  # it ran to its end, though with a result that is not finite
 
 
 @dataclass(order=True, frozen=True)
 class _Next:
-    """A state that is to be tried, ordered by the parent's progress, then by rank of the proposal.
+    """A state to be tried, ordered by the parent's progress, then by rank of the proposal.
 
-    `stale`: how many changes before it led no farther. An argument that was added may fail before what went well
-    without it: for a few changes it has `credit` for that.
+    `stale`: how many changes before it made no progress. An added argument may fail earlier than the call without it:
+    for a few changes, `credit` counts as its progress.
     """
 
-    reached: int  # negative: the least comes first
+    reached: int  # negative, since the least comes first
     late: int
     number: int
     state: State = field(compare=False)
@@ -79,7 +79,7 @@ class _Next:
 
     def then(self, step: Step, child: State, why: str, late: int, number: int) -> _Next:
         added = len(list(child.leaves())) > len(list(step.state.leaves()))
-        # A second argument after one that led no farther is a guess; keys of a dict come one after the other.
+        # A second argument after one without progress is a guess, but keys of a dict come one after the other.
         again = self.left == _CREDIT and len(child.wants) > len(step.state.wants)
         stale = 0 if step.reached > -self.reached or added and not again else self.stale + 1
         reached = max(step.reached, self.credit if self.left else 0)
@@ -109,17 +109,17 @@ class Search:
         self._twin: tuple[FakeTensorMode | None, nn.Module] | None = None
 
     def run(self, start: State) -> State | None:
-        """The first state that runs, made better; None where the budget ends without one."""
+        """Return the first state that runs, improved; None if the budget ends without one."""
         with untouched_randomness(self.seed), quiet():
-            found = self._first(start, self.most)
-            return None if found is None else self._better(found)
+            step = self._first(start, self.most)
+            return None if step is None else self._better(step)
 
     @property
     def farthest(self) -> Step:
         return max(self.steps, key=lambda step: step.reached)
 
     def other_sizes(self, state: State) -> State | None:
-        """The same call with other sizes, as many of them as may change; None where none may."""
+        """Return the same call with as many other sizes as it runs with; None if none may change."""
         used = {size for _, want in state.leaves() for size in (*want.shape, want.below) if isinstance(size, str)}
         grown = {name: _grown(name, size) for name, size in state.sizes.items() if name in used and name != "width"}
         inner = [name for name in grown if name != BATCH]
@@ -136,8 +136,8 @@ class Search:
         return None
 
     def marked(self, state: State, *, there: bool) -> State:
-        """Ids that have the number they are compared with, or have it not: a model that asks whether they do goes two
-        ways. Where the call does not run so, it is left as it is."""
+        """Put the numbers that ids are compared with into them (`there`), or keep them out: a model that looks for such
+        a number has two paths. A state that fails with it stays as it is."""
         with untouched_randomness(self.seed), quiet():
             for path, number in self.compared.items():
                 leaf = state.at(path)
@@ -149,7 +149,7 @@ class Search:
         return state
 
     def _first(self, start: State, most: int) -> Step | None:
-        """Best first: from the state that came farthest, what its failure tells."""
+        """Search best first: expand the state that came farthest by what its failure suggests."""
         waiting = [_Next(0, 0, next(self.count), start, "the likeliest")]
         elements = max(start.elements(), _FEW_ELEMENTS)
         tries, patience = 0, _PATIENCE
@@ -161,7 +161,7 @@ class Search:
             step, tries = self._try(now.state, now.why), tries + 1
             if not step.failed:
                 return step
-            if step.ended:  # of weights that nobody has set, no input makes finite numbers
+            if step.ended:  # with uninitialised weights no input gives finite numbers
                 unset = unset or step
                 patience -= 1
                 if patience < 0:
@@ -173,14 +173,14 @@ class Search:
         return None if unset is None else replace(unset, failed="")
 
     def _children(self) -> Iterator[tuple[int, State, str]]:
-        """What the last failure tells, and what is usual, each with its place in the queue."""
+        """Yield what the last failure suggests, and what is usual, each with its place in the queue."""
         failure, self._failure = self._failure, None
         assert failure is not None
-        for first, most, found in (
+        for first, most, proposals in (
             (0, _MOST_TOLD, told(failure, self.arguments, self.model)),
             (_USUAL_AT, _MOST_USUAL, usually(failure, self.arguments, self.model)),
         ):
-            new = (pair for pair in found if pair[0] not in self.seen and pair[0].elements() <= _MOST_ELEMENTS)
+            new = (pair for pair in proposals if pair[0] not in self.seen and pair[0].elements() <= _MOST_ELEMENTS)
             for late, (state, why) in enumerate(itertools.islice(new, most), first):
                 yield late, state, why
 
@@ -199,7 +199,7 @@ class Search:
         return step.state
 
     def _without_idle(self, step: Step) -> Step:
-        """Without arguments that may be left out, where as many weights are read then."""
+        """Return the step without optional arguments that do not add to the weights read."""
         for parameter in self.arguments.optional:
             if step.state.holds(parameter.name):
                 seen, fewer = self._last, self._try(step.state.without(parameter.name), "it changes nothing")
@@ -210,16 +210,16 @@ class Search:
         return step
 
     def _with_more(self, step: Step, parameter: Any, unread: int, weights: dict[str, int]) -> Step:
-        """With an argument that may be left out, where with it more weights are read."""
+        """Return the step with an optional argument, if it adds to the weights read."""
         for want in itertools.islice(self.arguments.usual(parameter, self.model), 2):
-            found = self._first(step.state.with_want((parameter.name,), want), _MOST_MORE)
-            if found is not None and sum(n for name, n in weights.items() if name not in found.read) < unread:
-                return self._all_rows(found)
+            longer = self._first(step.state.with_want((parameter.name,), want), _MOST_MORE)
+            if longer is not None and sum(n for name, n in weights.items() if name not in longer.read) < unread:
+                return self._all_rows(longer)
         return step
 
     def with_targets(self, state: State, other: State | None = None) -> State | None:
-        """The same call with what makes the forward compute its loss, where it takes that and then runs, in the sizes
-        of the other call too if it can be."""
+        """Return the call with targets or a switch that make the forward compute its loss, if it takes them and runs;
+        preferably one that also runs in the sizes of the other call."""
         chance: State | None = None
         with untouched_randomness(self.seed), quiet():
             for parameter in self.arguments.losses:
@@ -234,14 +234,14 @@ class Search:
                     if other is None or not self._try(replace(call, named=other.named), "in other sizes too").failed:
                         return call
                     chance = chance or call
-                    told = dict.fromkeys(child.at((name,)) for _, child, _ in self._children())
-                    wants += [one for one in told if one is not None and one not in wants][
+                    proposed = dict.fromkeys(child.at((name,)) for _, child, _ in self._children())
+                    wants += [proposal for proposal in proposed if proposal is not None and proposal not in wants][
                         : max(2 * _TARGETS - len(wants), 0)
                     ]
         return chance
 
     def _all_rows(self, step: Step) -> Step:
-        """Ids from all of the table that they look up."""
+        """Return the step with ids from the whole table that they index."""
         state = step.state
         for path, rows in self._last.rows.items():
             leaf = state.at(path)
@@ -252,7 +252,7 @@ class Search:
         return replace(step, state=self._as_floats(state))
 
     def _as_floats(self, state: State) -> State:
-        """Whole numbers that look nothing up are floats, where those run too, through no fewer weights."""
+        """Turn integers that index nothing into floats, if the call then runs and reads no fewer weights."""
         rows, read = self._last.rows, self._last.read
         for path, leaf in state.leaves():
             if leaf.kind in ("ids", "bool", "nowhere") and path not in rows:
@@ -262,12 +262,12 @@ class Search:
         return state
 
     def _try(self, state: State, why: str) -> Step:
-        """One run. Deterministic, since what it draws is seeded."""
+        """Run a state once. It is deterministic, since the random numbers are seeded."""
         self.seen.add(state)
         watch = self._last = Watch(self._twin_for()[1])
         error = self._error(state, watch)
         if isinstance(error, Exception) and not self.real and depends_on_data(error):
-            error = None  # as far as shapes tell
+            error = None  # shapes alone show no failure
         failure = self._failure = None if error is None else Failure(state, error, watch)
         place = failure.places[-1] if failure is not None and failure.places else None
         step = Step(
@@ -305,7 +305,7 @@ class Search:
         return None
 
     def _not_a_result(self, result: Any, watch: Watch) -> Exception | None:
-        """A run that reads no weight, or makes numbers that are none, tells nothing."""
+        """Return an error for a run that read no weight, or whose result is not finite: it shows nothing."""
         if watch.names and not watch.read:
             return NothingRead()
         tensors = [tensor for _, tensor in flatten_tensors(result) if tensor.is_floating_point()]
@@ -315,7 +315,7 @@ class Search:
 
     def _twin_for(self) -> tuple[FakeTensorMode | None, nn.Module]:
         if self._twin is None:
-            # A model may count its blocks; of a large one a few of a kind must do.
+            # A model may count its blocks, but a large one must do with a few of each kind.
             real = (None, with_storage(self.model, folded=False)) if self.real else None
             self._twin = real or without_storage(self.model)
             self._twin[1].eval()
@@ -323,7 +323,7 @@ class Search:
 
 
 def _grown(name: str, size: int) -> tuple[int, int]:
-    """Two larger sizes: what windows and patches divide doubles."""
+    """Return two larger sizes; those that windows and patches divide are doubled."""
     if name == BATCH:
         return size + 1, size + 1
     if name in ("side", "frames", "samples"):

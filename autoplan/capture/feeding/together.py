@@ -1,6 +1,6 @@
-"""What arguments are to each other and to what the model makes: joined, added, gone through together, looked up.
+"""Relate arguments to each other and to what the model computes: joined, added, iterated together, looked up.
 
-Here the shape of one thing tells that of another, where the failed operation alone tells only that they differ.
+Here the shape of one tensor gives that of another; the failed operation alone shows only that they differ.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.sizes import SHAPE
 from autoplan.ops.reductions import compares
 
-_MOST_PARTS = 12  # of a list
-_TABLES = (("batch", "length"), ("batch", "length", "length"), ("length", "length"))  # of positions, of their pairs
+_MOST_PARTS = 12  # most items that a list is given
+_TABLES = (("batch", "length"), ("batch", "length", "length"), ("length", "length"))  # by position or pair of them
 _ELEMENTWISE = re.compile(r"^_*[ri]?(add|sub|mul|div|truediv|maximum|minimum|lerp|where)_*$")
 
 
 def iterated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """What is gone through one by one is a list: all of them that are, since they are gone through together."""
+    """Yield a state in which all arguments that are iterated over are lists, since they are iterated together."""
     state = failure.state
     for path in failure.watch.iterated:
         leaf = state.at(path)
@@ -43,23 +43,23 @@ def iterated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> 
 
 
 def as_many(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Of so many parts as a list has there were to be another number: levels of a pyramid. All lists are as long."""
+    """Yield states whose lists (levels of a pyramid) are as long as a failed operation needs; all equally long."""
     state, call = failure.state, failure.watch.failed
     shapes = [tuple(tensor.shape) for tensor in call.tensors()] if call is not None and sizes_differ(failure) else []
     lists = [(path, want) for path, want in state.holding("list") if want.items and want.value is not tuple]
     for ours, theirs in itertools.permutations(shapes, 2):
         for have, want in zip(reversed(ours), reversed(theirs), strict=False):
-            if 1 < want <= _MOST_PARTS and have != want and any(len(one.items) == have for _, one in lists):
+            if 1 < want <= _MOST_PARTS and have != want and any(len(parts.items) == have for _, parts in lists):
                 longer = state
-                for path, one in lists:
-                    items = tuple((place, dict(one.items).get(place, one.items[0][1])) for place in range(want))
-                    longer = longer.with_want(path, replace(one, items=items))
+                for path, parts in lists:
+                    items = tuple((place, dict(parts.items).get(place, parts.items[0][1])) for place in range(want))
+                    longer = longer.with_want(path, replace(parts, items=items))
                 yield longer
 
 
 def joined(state: State, demand: Demand) -> Iterator[State]:
-    """Of several arguments that were joined, the one for which the numbers come out: first those whose width is a
-    guess, then those of which a layer has asked for it."""
+    """Yield states that resize one of several joined arguments so that the total fits: first those whose width is a
+    guess, then those whose width a layer has demanded."""
     tensor = demand.tensor
     paths = sorted(origin(tensor), key=lambda path: (leaf := state.at(path)) is None or "width" not in leaf.shape)
     for dim, size in demand.sizes if len(paths) > 1 else ():
@@ -68,27 +68,27 @@ def joined(state: State, demand: Demand) -> Iterator[State]:
 
 
 def fitting(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """What is added to something has its shape; targets are one for each id; offsets are in order."""
+    """Yield states in which an addend gets the other's shape, targets one number per id, and offsets are ordered."""
     call = failure.watch.failed
     if call is None:
         return
-    known = call_record(call.name)
+    op = call_record(call.name)
     if takes_targets(call.name):
         yield from _targets(failure.state, call)
-    elif known.sizes == SHAPE and known.shows is Shows.RESHAPED:
+    elif op.sizes == SHAPE and op.shows is Shows.RESHAPED:
         yield from _viewed(failure.state, call)
-    elif takes_bags(known.becomes):
+    elif takes_bags(op.becomes):
         for path in origin(call.get(2, "offsets")):
             if (leaf := failure.state.at(path)) is not None and leaf.kind != "positions":
                 yield failure.state.with_want(path, replace(leaf, kind="positions"))
     elif _ELEMENTWISE.match(call.name) or compares(call.name):
-        given = [tensor for tensor in call.tensors() if tensor.dim()]
-        for tensor, kept in itertools.permutations(given, 2):
-            yield from _without_positions(failure.state, tensor, kept)
-        for tensor, made in itertools.permutations(given, 2):
-            yield from _fewer_dims(failure.state, tensor, made)
-        for tensor, made in itertools.permutations(given, 2):
-            yield from _alike(failure.state, tensor, made)
+        tensors = [tensor for tensor in call.tensors() if tensor.dim()]
+        for tensor, table in itertools.permutations(tensors, 2):
+            yield from _without_positions(failure.state, tensor, table)
+        for tensor, other in itertools.permutations(tensors, 2):
+            yield from _fewer_dims(failure.state, tensor, other)
+        for tensor, other in itertools.permutations(tensors, 2):
+            yield from _alike(failure.state, tensor, other)
 
 
 def _targets(state: State, call: FailedCall) -> Iterator[State]:
@@ -99,7 +99,7 @@ def _targets(state: State, call: FailedCall) -> Iterator[State]:
 
 
 def _viewed(state: State, call: FailedCall) -> Iterator[State]:
-    """An argument itself is viewed: it has as many numbers as the view, one for each position or each pair of them."""
+    """Yield states for an argument that is viewed: with as many numbers, one per position or pair of positions."""
     tensor = call.get(0, "input")
     sizes = [size for part in call.args[1:] for size in (part if isinstance(part, list | tuple) else (part,))]
     path = next(iter(origin(tensor)), None)
@@ -112,7 +112,7 @@ def _viewed(state: State, call: FailedCall) -> Iterator[State]:
 
 
 def _without_positions(state: State, tensor: torch.Tensor, kept: torch.Tensor) -> Iterator[State]:
-    """A table that the model keeps has a row for each position, and no batch: all that it is added to has positions."""
+    """Yield a state whose arguments have positions: a table in the model has a row for each, and no batch."""
     rows = kept.shape[0]
     if not origin(kept) and len(origin(tensor)) > 1 and tensor.dim() == kept.dim() == 2 and 1 < rows != tensor.shape[0]:
         leaves = [(path, leaf) for path, leaf in state.among(origin(tensor)) if leaf.shape[:1] == (BATCH,)]
@@ -123,31 +123,30 @@ def _without_positions(state: State, tensor: torch.Tensor, kept: torch.Tensor) -
 
 
 def _fewer_dims(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[State]:
-    """What layers made of an argument has more dims than what it is added to: so has the argument."""
+    """Yield states for an argument whose result has more dims than what it is added to: it has that many fewer."""
     for path in origin(tensor) if not is_direct(tensor) and tensor.dim() > made.dim() > 1 else ():
         if (leaf := state.at(path)) is not None:
             yield from of_rank(state, path, len(leaf.shape) + made.dim() - tensor.dim())
 
 
 def _alike(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[State]:
-    """An argument beside what the model made: its dims are those there."""
+    """Yield states in which an argument has the sizes of what the model computed beside it."""
     if set(origin(tensor)) & set(origin(made)) or tensor.dim() > made.dim() and is_direct(made):
         return
     own = ([1] * made.dim() + list(tensor.shape))[-made.dim() :]
     sizes = [size if size > 1 else mine for size, mine in zip(made.shape, own, strict=True)]
-    more = tensor.dim() - made.dim() if not origin(made) else 0  # what the model keeps is the same for all of a batch
+    more = tensor.dim() - made.dim() if not origin(made) else 0  # a weight or buffer has no batch dim
     yield from of_shape(state, tensor, [*tensor.shape[: max(more, 0)], *sizes])
 
 
-# What is concatenated: arguments, and what layers made of them, beside each other.
+# Concatenations of arguments and of what layers computed from them.
 #
-# Parts of a concatenation have as many dims as each other, and the same sizes but at one. Vectors are concatenated
-# along their last dim; where they were given as sequences, that dim is the length.
+# The parts have equally many dims, and the same sizes in all but one. Vectors are concatenated along their last dim; if
+# they were passed as sequences, that dim is the length.
 
 
 def concatenated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """A concatenation failed: the part that is unlike the others changes first, and an argument before what layers
-    made."""
+    """Yield states for a failed concatenation: the odd part changes first, and arguments before computed parts."""
     call = failure.watch.failed
     if call is None or not joins(call.name) or not isinstance(call.get(0, "tensors"), list | tuple):
         return
@@ -177,8 +176,8 @@ def concatenated(failure: Failure, arguments: Arguments, model: torch.nn.Module)
 
 
 def one_each(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """A layer got too much by some rows of one length, or too little by how many were looked up: what was given as
-    sequences of ids may be one id each."""
+    """Yield states with one id in place of a sequence of ids: a layer got too much by some rows of one length, or too
+    little by the number of lookups."""
     call = failure.watch.failed
     demand = demand_of(call) if call is not None else None
     if demand is None or not isinstance(demand.tensor, torch.Tensor):
@@ -197,17 +196,17 @@ def one_each(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> 
 
 
 def _takes(model: torch.nn.Module, width: int) -> bool:
-    """Does a weight of the model take vectors of that width?"""
+    """Return whether a weight of the model takes vectors of that width."""
     return any(weight.dim() == 2 and weight.shape[1] == width for weight in model.parameters())
 
 
 def _changed(state: State, paths: Iterable[Path], more: int) -> Iterator[State]:
-    """With so many dims more or fewer: all of them together, then each alone."""
+    """Yield states with `more` dims at these paths: all of them together, then each alone."""
     paths, together = list(dict.fromkeys(paths)), state
     for path in paths:
         together = next(_with_dims(together, path, more), together)
     alone = itertools.chain.from_iterable(_with_dims(state, path, more) for path in paths)
-    yield from (one for one in (together, *alone) if one != state)
+    yield from (other for other in (together, *alone) if other != state)
 
 
 def _with_dims(state: State, path: Path, more: int) -> Iterator[State]:

@@ -1,7 +1,7 @@
-"""What a failure tells: other beliefs about the arguments, the most telling first, each with the reason in words.
+"""Propose other states from a failure, the most specific first, each with its reason in words.
 
-Read are the operation that failed with what it was given, the condition that did not hold, the expression that was
-running with the values of its names, and the numbers in the message. Each proposal is tried: a wrong one costs a run.
+Read are the operation that failed with its arguments, the condition that did not hold, the expression that was running
+with the values of its names, and the numbers in the message. Each proposal is tried: a wrong one costs a run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FEW = 6
 
 
 def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
-    """What the failure tells, the most telling first."""
+    """Yield what the failure suggests, the most specific first."""
     first = (
         _exact,
         _too_small,
@@ -59,9 +59,9 @@ def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iter
         fitting,
         _parted,
     )
-    for found in (*first, _condition, _none, keys, _left_out, _message, _alike):
+    for propose in (*first, _condition, _none, keys, _left_out, _message, _alike):
         why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
-        for state in found(failure, arguments, model):
+        for state in propose(failure, arguments, model):
             together = state.with_alike_items(failure.state)
             if together != state:
                 yield together, why
@@ -73,7 +73,7 @@ def _exact(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
 
 
 def _consumer(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """What the operation with weights wants that failed."""
+    """Yield states in which an argument fits the failed operation's weight."""
     call = failure.watch.failed
     demand = demand_of(call) if call is not None else None
     if demand is None or not isinstance(demand.tensor, torch.Tensor):
@@ -85,14 +85,14 @@ def _consumer(failure: Failure, arguments: Arguments, model: torch.nn.Module) ->
             yield from _as_ids(state, path, leaf, demand)
             continue
         floating = [state] if tensor.is_floating_point() else list(of_kind(state, path, "float"))
-        for one in floating:
-            yield from _sized(one, path, demand)
+        for floats in floating:
+            yield from _sized(floats, path, demand)
         if not tensor.is_floating_point():
             yield from floating
 
 
 def _other(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """A layer got what other layers made, and it does not fit: another argument may be meant for it."""
+    """Yield states with an optional argument, where a layer got what other layers computed and it does not fit."""
     call = failure.watch.failed
     demand = demand_of(call) if call is not None else None
     if demand is None or not isinstance(demand.tensor, torch.Tensor) or is_direct(demand.tensor):
@@ -106,19 +106,19 @@ def _other(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
 
 
 def _too_small(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """A size is too small, in words."""
+    """Yield states with larger sizes, if the message says that one is too small."""
     if too_small(failure):
         yield from larger(failure.state, failure.paths)
 
 
 def _of_fewer_dims(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """What is added to something of more dims, and does not go with it, is of as many: a time for each state."""
+    """Yield states for an addend with too few dims: it has as many as the other, say a time for each state."""
     call = failure.watch.failed
-    given = list(call.tensors()) if call is not None and sizes_differ(failure) else []
-    ranks = {tensor.dim() for tensor in given}
-    if len(given) != 2 or len(ranks) != 2 or 0 in ranks:
+    operands = list(call.tensors()) if call is not None and sizes_differ(failure) else []
+    ranks = {tensor.dim() for tensor in operands}
+    if len(operands) != 2 or len(ranks) != 2 or 0 in ranks:
         return
-    lower = min(given, key=torch.Tensor.dim)
+    lower = min(operands, key=torch.Tensor.dim)
     for path, leaf in failure.state.among(origin(lower)):
         if leaf.kind == "ids":
             yield from of_rank(failure.state, path, len(leaf.shape) + max(ranks) - min(ranks))
@@ -133,14 +133,14 @@ def _as_ids(state: State, path: Path, leaf: Want, demand: Demand) -> Iterator[St
 
 
 def _sized(state: State, path: Path, demand: Demand) -> Iterator[State]:
-    """The right number of dims first, then the right sizes at them."""
+    """Yield states with the right number of dims first, then with the right sizes."""
     tensor, leaf = demand.tensor, state.at(path)
     assert leaf is not None
     channels = next((size for _, size in demand.sizes), 0)
     if demand.ranks and tensor.dim() not in demand.ranks:
         for rank in demand.ranks:
             yield from of_rank(state, path, len(leaf.shape) + rank - tensor.dim(), channels)
-    if is_direct(tensor) and not tensor.is_floating_point():  # whole numbers were a guess, and so was their shape
+    if is_direct(tensor) and not tensor.is_floating_point():  # integers were a guess, and so was their shape
         for rank in demand.ranks[:1]:
             yield from of_rank(state, path, rank, channels)
     for dim, size in demand.sizes:
@@ -148,9 +148,9 @@ def _sized(state: State, path: Path, demand: Demand) -> Iterator[State]:
             if is_direct(tensor) and tuple(tensor.shape) == leaf.sizes(state.sizes):
                 yield from state.with_dim(path, dim % tensor.dim(), size)
             yield from resized(state, (path,), tensor.shape[dim], size)
-    if is_direct(tensor) and len(leaf.shape) < tensor.dim() in demand.ranks:  # what it met had more dims
+    if is_direct(tensor) and len(leaf.shape) < tensor.dim() in demand.ranks:  # unsqueezed on the way
         yield from of_rank(state, path, tensor.dim(), channels)
-    if is_direct(tensor) and tuple(tensor.shape) != leaf.sizes(state.sizes):  # reshaped on the way: from fewer dims
+    if is_direct(tensor) and tuple(tensor.shape) != leaf.sizes(state.sizes):  # reshaped on the way
         for rank in (len(leaf.shape) - 1, len(leaf.shape) + 1):
             if rank >= 2:
                 yield from of_rank(state, path, rank, channels)
@@ -173,7 +173,7 @@ def _condition(failure: Failure, arguments: Arguments, model: torch.nn.Module) -
 
 
 def _none(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Something is None that is needed: the argument of that name, or one that may have become it."""
+    """Yield states with a value for what is None: the argument of that name, or one that may have become it."""
     if not lacks_a_value(failure):
         return
     names = [name for place in reversed(failure.places) for name in none_names(place)]
@@ -186,7 +186,7 @@ def _none(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Ite
 
 
 def _fields(failure: Failure, names: set[str], model: torch.nn.Module) -> Iterator[State]:
-    """Fields of a record that were left out, and that the failed line names."""
+    """Yield states with optional fields of a record that the failed line names."""
     words = {word for place in failure.places[-2:] for word in re.findall(r"\w+", place.text)} | names
     for name, want in failure.state.wants:
         if want.kind == "record" and want.value is not None:
@@ -208,7 +208,7 @@ def _given(failure: Failure, arguments: Arguments, model: torch.nn.Module, name:
 
 
 def _parted(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """`a, b, c = batch`: the argument is a sequence of what the names say; `batch.x`: a record that holds an x."""
+    """Yield states for `a, b, c = batch`, a sequence of what the names say, and for `batch.x`, a record with an x."""
     for place in failure.places[-1:]:
         statement = place.statement()
         if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Name):
@@ -223,29 +223,29 @@ def _parted(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
     if isinstance(failure.error, AttributeError) and failure.error.name:
         name = failure.error.name
         for path in _held(failure, failure.error.obj, ""):
-            held = dict(failure.state.wants).get(str(path[0])) if len(path) == 1 else None
+            record = dict(failure.state.wants).get(str(path[0])) if len(path) == 1 else None
             if name in _OF_DICTS:
                 yield failure.state.with_want(path, Want("dict"))
-            elif held is not None and held.kind == "record":
-                yield _with_item(failure, path, name, held, model)
+            elif record is not None and record.kind == "record":
+                yield _with_item(failure, path, name, record, model)
             elif isinstance(failure.error.obj, torch.Tensor | list):
                 yield failure.state.with_want(path, of_items("record", {name: field_of(None, name)}, model))
 
 
 def _with_item(failure: Failure, path: Path, name: str, held: Want, model: torch.nn.Module) -> State:
-    """A record with one item more. Beside edges there are nodes: the others are made anew."""
-    known = {key: want for key, want in held.items if isinstance(key, str)}
-    fields = {key: field_of(held.value, key) for key in (*known, name)}
-    made = of_items("record", fields, model, held.value)
-    if dict(made.items).keys() == known.keys():
+    """Return the state with one more item of a record. The other items are derived again if edges bring in nodes."""
+    current = {key: want for key, want in held.items if isinstance(key, str)}
+    fields = {key: field_of(held.value, key) for key in (*current, name)}
+    record = of_items("record", fields, model, held.value)
+    if dict(record.items).keys() == current.keys():
         return failure.state
-    kept = {} if "nodes" in str(made) and "nodes" not in str(held) else known
-    items = tuple((key, kept.get(str(key), want)) for key, want in made.items)
-    return failure.state.with_want(path, replace(made, items=items))
+    unchanged = {} if "nodes" in str(record) and "nodes" not in str(held) else current
+    items = tuple((key, unchanged.get(str(key), want)) for key, want in record.items)
+    return failure.state.with_want(path, replace(record, items=items))
 
 
 def _held(failure: Failure, value: object, name: str) -> Iterator[Path]:
-    """Which arguments a value is: by where it comes from, by its name, or because no other is of that kind."""
+    """Yield the argument that a value is: by its origin, by its name, or since no other is of that kind."""
     wants = dict(failure.state.wants)
     if isinstance(value, torch.Tensor):
         yield from (path for path in origin(value) if is_direct(value) and failure.state.at(path) is not None)
@@ -256,7 +256,7 @@ def _held(failure: Failure, value: object, name: str) -> Iterator[Path]:
 
 
 def _alike(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """What is named like another argument is often made like it: x_enc and x_dec, hidden_h and hidden_c."""
+    """Yield states in which an argument equals one with a similar name: x_enc and x_dec, hidden_h and hidden_c."""
     leaves = dict(failure.state.leaves())
     for path in failure.paths[:3]:
         words = set(re.findall(r"[a-z0-9]+", str(path[-1]).lower()))
@@ -267,7 +267,7 @@ def _alike(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
 
 
 def _left_out(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """What the running lines name may be left out in the signature, and be needed all the same."""
+    """Yield states with values for optional arguments that are None and named in the running lines."""
     names = [name for place in reversed(failure.places) for name in none_names(place)]
     for name in dict.fromkeys(names):
         yield from _given(failure, arguments, model, name, most=3)
@@ -278,16 +278,16 @@ def _message(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> 
 
 
 def usually(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
-    """What such arguments usually are: of the blamed, of the others, and of those that may be left out."""
+    """Yield what such arguments usually are: the blamed ones, the others, then optional ones that the message names."""
     tops = list(dict.fromkeys(str(path[0]) for path in failure.paths))
     names = (*tops, *(name for name, _ in failure.state.wants if name not in tops))
-    known = [arguments.find(name) or field_of(None, name) for name in names]
-    usual_of = [arguments.usual(parameter, model, parameter in arguments.required[:1]) for parameter in known]
+    parameters = [arguments.find(name) or field_of(None, name) for name in names]
+    usual_of = [arguments.usual(parameter, model, parameter in arguments.required[:1]) for parameter in parameters]
     for together in itertools.zip_longest(*usual_of):  # the likeliest of each, then the next
-        for number, (parameter, want) in enumerate(zip(known, together, strict=True)):
+        for number, (parameter, want) in enumerate(zip(parameters, together, strict=True)):
             if want is not None and want != dict(failure.state.wants).get(parameter.name):
-                said = f"{'it' if number == 0 else 'such'} is usually so"
-                yield failure.state.with_want((parameter.name,), want), said
+                why = f"{'it' if number == 0 else 'such'} is usually so"
+                yield failure.state.with_want((parameter.name,), want), why
     for parameter in arguments.optional:
         if not failure.state.holds(parameter.name) and is_named(failure, parameter.name):
             for want in list(arguments.usual(parameter, model))[:3]:

@@ -1,7 +1,7 @@
-"""What one argument should be, and what all arguments of a call should be: the state of the search.
+"""The state of the search: what one argument should be, and what all arguments of a call should be.
 
-Sizes have names where several arguments share them (batch, length, side): a change of one is a change for all. What a
-failure says of one argument alone is a number.
+Sizes have names where several arguments share them (batch, length, side): a change of one is a change for all. A size
+that a failure gives for a single argument is a number.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Kind = Literal[
     "ids", "float", "unit", "ones", "bool", "nowhere", "complex", "lengths", "groups", "positions", "borders",
     "none", "value", "size", "list", "dict", "record",
 ]  # fmt: skip
-Path = tuple[str | int, ...]  # the argument, then keys and places inside it
+Path = tuple[str | int, ...]  # the argument, then keys and positions inside it
 BATCH = "batch"
-# No two alike, so that a size tells what it is the size of.
+# All different, so that a size in an error shows which one it is.
 SIZES = {BATCH: 2, "length": 10, "width": 16, "side": 32, "frames": 8, "samples": 4096, "nodes": 9, "edges": 14}
-_LARGEST = 70_000  # of one dim: more is no example
-_LONGEST = 2048  # of ids, times and masks: what a model compares with each other grows by the square
+_LARGEST = 70_000  # largest size of one dim of an example
+_LONGEST = 2048  # the same for ids, times and masks: comparing all with each other grows by the square
 _HOLD = ("list", "dict", "record")
 _TENSORS = (
     "ids", "float", "unit", "ones", "bool", "nowhere", "complex", "lengths", "groups", "positions", "borders",
@@ -34,7 +34,7 @@ _TENSORS = (
 
 @dataclass(frozen=True)
 class Mark:
-    """A number that a model looks for among ids. `there`: the last of the batch end in it; else there is none."""
+    """A number that a model looks for among ids. `there`: the batch's last sequence ends in it; else no id is it."""
 
     number: int
     there: bool
@@ -49,10 +49,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Want:
-    """A kind, a shape of sizes and names of sizes; ids are below `below`. Lists, dicts and records hold `items`; a
-    record is of the class `value`, or a namespace; a list with the `value` tuple is one. Positions count along the last
-    dim; borders part all `length` positions in two; a size is a plain number, that of the name `value`. Ids with a
-    `value` are none of that number, or end in it."""
+    """A kind, and a shape of sizes and names of sizes; ids are below `below`. Lists, dicts and records hold `items`; a
+    record is of the class `value`, or a namespace; a list with the `value` tuple is a tuple. Positions count along the
+    last dim; borders split all `length` positions in two; a size is a plain number, that of the name `value`. Ids with
+    a `value` (a Mark) do not contain its number, or end in it."""
 
     kind: Kind
     shape: tuple[int | str, ...] = ()
@@ -68,7 +68,7 @@ class Want:
         return tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
 
     def text(self, sizes: Mapping[str, int]) -> str:
-        """As a person reads it."""
+        """Return a description for people."""
         if self.kind == "value":
             return repr(self.value)
         if self.kind == "none":
@@ -86,9 +86,9 @@ class Want:
         return f"{self.kind}{below} {list(self.sizes(sizes))}"
 
     def code(self, sizes: Mapping[str, int]) -> str:
-        """As Python that makes such a thing."""
+        """Return Python code that makes such a value."""
         shape = ", ".join(map(str, self.sizes(sizes)))
-        made = {
+        codes = {
             "ids": f"torch.randint(0, {self._below(sizes)}, ({shape},))",
             "float": f"torch.randn({shape or '()'})",
             "unit": f"torch.rand({shape or '()'})",
@@ -105,7 +105,7 @@ class Want:
             "record": f"{self._class}({', '.join(f'{key}={item.code(sizes)}' for key, item in self.items)})",
             "dict": "{" + ", ".join(f"{key!r}: {item.code(sizes)}" for key, item in self.items) + "}",
         }
-        return made.get(self.kind, repr(self.value))
+        return codes.get(self.kind, repr(self.value))
 
     def _list_code(self, sizes: Mapping[str, int]) -> str:
         inside = ", ".join(item.code(sizes) for _, item in self.items)
@@ -119,7 +119,7 @@ class Want:
         return sizes[self.below] if isinstance(self.below, str) else self.below
 
     def make(self, draw: Draw, sizes: Mapping[str, int]) -> Any:
-        """Real CPU tensors, drawn."""
+        """Draw such a value: real CPU tensors."""
         if self.kind in ("none", "value"):
             return self.value
         if self.kind == "list":
@@ -157,7 +157,7 @@ class Want:
 
 @dataclass(frozen=True)
 class State:
-    """What is believed about all arguments."""
+    """The value that the search assumes for each argument of a call."""
 
     wants: tuple[tuple[str, Want], ...]
     named: tuple[tuple[str, int], ...] = tuple(SIZES.items())
@@ -167,7 +167,7 @@ class State:
         return dict(self.named)
 
     def leaves(self) -> Iterator[tuple[Path, Want]]:
-        """Every tensor, and every argument that is none yet."""
+        """Yield every tensor, inside of lists, dicts and records too."""
         for name, want in self.wants:
             yield from _leaves((name,), want)
 
@@ -178,31 +178,31 @@ class State:
         return dict(self.leaves()).get(path)
 
     def among(self, paths: Iterable[Path]) -> Iterator[tuple[Path, Want]]:
-        """The leaves at these paths."""
+        """Yield the leaves at these paths."""
         leaves = dict(self.leaves())
         yield from ((path, leaves[path]) for path in paths if path in leaves)
 
     def holding(self, kind: Kind) -> Iterator[tuple[Path, Want]]:
-        """Every dict, list or record, those inside of others too."""
+        """Yield every list, dict or record (`kind`), those inside of others too."""
         for name, want in self.wants:
             yield from _holding((name,), want, kind)
 
     def inner(self, path: Path) -> Want:
-        """A part of an argument, of any kind."""
+        """Return a part of an argument, of any kind."""
         want = dict(self.wants)[str(path[0])]
         for key in path[1:]:
             want = dict(want.items)[key]
         return want
 
     def is_tuple(self, path: Path) -> bool:
-        """Is this part of an argument a tuple, of so many parts as its annotation says?"""
+        """Return whether this part of an argument is a tuple: its annotation fixes its length."""
         return self.inner(path).value is tuple
 
     def holds(self, name: str) -> bool:
         return name in dict(self.wants)
 
     def with_want(self, path: Path, want: Want) -> State:
-        """With another belief; a new argument, key or item is added."""
+        """Return the state with another want; a new argument, key or item is added."""
         wants = dict(self.wants)
         wants[str(path[0])] = _changed(wants.get(str(path[0])), path[1:], want)
         return replace(self, wants=tuple(wants.items()))
@@ -211,21 +211,21 @@ class State:
         return replace(self, wants=tuple(pair for pair in self.wants if pair[0] != name))
 
     def with_alike_items(self, before: State) -> State:
-        """Items of a list that were alike stay so: levels of a pyramid, ends of edges. What one became, all become."""
-        known = dict(before.wants)
-        wants = tuple((name, _alike(known.get(name), want)) for name, want in self.wants)
+        """Return the state in which list items that were alike (levels of a pyramid) still are: all change as one."""
+        old = dict(before.wants)
+        wants = tuple((name, _alike(old.get(name), want)) for name, want in self.wants)
         return replace(self, wants=wants)
 
     def with_size(self, name: str, size: int) -> State:
         return replace(self, named=tuple({**self.sizes, name: size}.items()))
 
     def with_dim(self, path: Path, dim: int, size: int) -> Iterator[State]:
-        """One dim of another size: for all that share its name, or for this argument alone."""
+        """Yield states with another size of one dim: for all that share its name, or for this argument alone."""
         want = self.at(path)
         if want is None or size < 1 or size > (_LARGEST if want.kind == "float" else _LONGEST):
             return
         now = want.shape[dim]
-        if size < 2 and now in ("length", "side", "samples", "nodes", "edges"):  # a size of one shows nothing
+        if size < 2 and now in ("length", "side", "samples", "nodes", "edges"):  # a size of one broadcasts
             return
         if isinstance(now, str) and now != BATCH:
             yield self.with_size(now, size)
@@ -260,10 +260,10 @@ def _holding(path: Path, want: Want, kind: Kind) -> Iterator[tuple[Path, Want]]:
 def _alike(before: Want | None, after: Want) -> Want:
     if before is None or before.kind != after.kind or not after.items or before == after:
         return after
-    known = dict(before.items)
-    items = tuple((key, _alike(known.get(key), item)) for key, item in after.items)
-    new = [item for key, item in items if item != known.get(key)]
-    if after.kind == "list" and len(known) == len(items) > 1 and len(set(known.values())) == len(set(new)) == 1:
+    old = dict(before.items)
+    items = tuple((key, _alike(old.get(key), item)) for key, item in after.items)
+    new = [item for key, item in items if item != old.get(key)]
+    if after.kind == "list" and len(old) == len(items) > 1 and len(set(old.values())) == len(set(new)) == 1:
         items = tuple((key, new[0]) for key, _ in items)
     return replace(after, items=items)
 

@@ -1,7 +1,7 @@
-"""One run, watched: which argument each tensor comes from, how far the run came, and on what it failed.
+"""Watch one run: which argument each tensor comes from, how far the run came, and on what it failed.
 
-A torch-function mode marks every tensor with the arguments it was made of. What a layer with weights makes of an
-argument is still marked, but no longer the argument itself: its width is the model's own.
+A torch-function mode marks every tensor with the arguments it was computed from. What a layer with weights computes
+from an argument is still marked, but no longer the argument itself: its width is the model's own.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _ORIGIN, _DIRECT = "_fed_from", "_fed_itself"
 _TORCH = str(File(torch.__file__).parent)
 _HERE = str(File(__file__).parents[2])
 _COMPARED = ("eq", "ne", "gt")
-_LARGEST = 50_000_000  # numbers in a tensor: a guess that makes more is no example
+_LARGEST = 50_000_000  # most elements of a tensor that a run may make
 
 
 @dataclass(frozen=True)
 class FailedCall:
-    """The innermost call of torch that raised."""
+    """The innermost torch call that raised."""
 
     func: Any
     args: tuple[Any, ...]
@@ -52,23 +52,23 @@ class FailedCall:
 
 
 def origin(value: Any) -> tuple[Path, ...]:
-    """The arguments that a tensor was made of."""
-    found: tuple[Path, ...] = getattr(value, _ORIGIN, ()) if isinstance(value, torch.Tensor) else ()
-    return found
+    """Return the arguments that a tensor was computed from."""
+    paths: tuple[Path, ...] = getattr(value, _ORIGIN, ()) if isinstance(value, torch.Tensor) else ()
+    return paths
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
-    """Has no layer with weights come between?"""
+    """Return whether a tensor is an argument, or was computed from it without any layer with weights."""
     return bool(getattr(tensor, _DIRECT, False))
 
 
 _OTHER_NUMBERS = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "eq", "ne", "gt", "ge", "lt", "le")
-_NO_NUMBERS = ("__get__", "__set__", "requires_grad_")  # calls that read none: a forward may freeze its own weights
+_NO_NUMBERS = ("__get__", "__set__", "requires_grad_")  # calls that read no values: a forward may freeze its weights
 
 
 class Watch(TorchFunctionMode):
-    """Marks tensors with where they come from. `steps` grows with every new thing that the run does. `rows`: of the
-    tables that look ids up; `compared`: numbers that ids are compared with."""
+    """Marks tensors with their origin. `steps` grows with every new thing that the run does. `rows`: of the tables that
+    ids index; `compared`: numbers that ids are compared with."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -92,16 +92,16 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [tensor for _, tensor in flatten_tensors((args, kwargs))]
-        weights = [self.names[id(tensor)] for tensor in given if id(tensor) in self.names]
-        paths = tuple(dict.fromkeys(path for tensor in given for path in origin(tensor)))
+        tensors = [tensor for _, tensor in flatten_tensors((args, kwargs))]
+        weights = [self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names]
+        paths = tuple(dict.fromkeys(path for tensor in tensors for path in origin(tensor)))
         name = str(getattr(func, "__name__", func))
         if not name.startswith(_NO_NUMBERS):
             self.read.update(weights)
             self.last = paths or self.last
         try:
             result = func(*args, **kwargs)
-        except Exception:  # noted, and raised on
+        except Exception:  # recorded, and raised again
             self.failed = FailedCall(func, tuple(args), dict(kwargs))
             raise
         if any(tensor.numel() > _LARGEST for _, tensor in flatten_tensors(result)):
@@ -114,7 +114,7 @@ class Watch(TorchFunctionMode):
             if name == "unbind" and len(args) == 2 and args[1] == 0 and len(paths) == 1 and is_direct(args[0]):
                 self.iterated[paths[0]] = None
             direct = not (weights or name.rstrip("_").endswith(_OTHER_NUMBERS)) and all(
-                is_direct(tensor) for tensor in given if origin(tensor)
+                is_direct(tensor) for tensor in tensors if origin(tensor)
             )
             for _, tensor in flatten_tensors(args[:1] if call_record(name).assigns else result):
                 self._mark(tensor, paths, direct=direct)
@@ -125,7 +125,7 @@ class Watch(TorchFunctionMode):
             tensor.__dict__[_ORIGIN], tensor.__dict__[_DIRECT] = paths, direct
 
     def _note_rows(self, name: str, args: Any, kwargs: Any) -> None:
-        """Ids stay below the rows of every table that they look up."""
+        """Record the rows of the smallest table that an argument's ids index."""
         if not looks_up(call_record(name).becomes):
             return
         ids = args[0] if args else kwargs.get("input")
@@ -135,7 +135,7 @@ class Watch(TorchFunctionMode):
             self.rows[path] = min(self.rows.get(path, table.shape[0]), table.shape[0])
 
     def _note_compared(self, name: str, args: Any) -> None:
-        """The first number that an argument of whole numbers is compared with: padding, a mask, an end."""
+        """Record the first number that an argument of integers is compared with: padding, a mask, an end."""
         if name.strip("_") in _COMPARED and len(args) == 2 and type(args[1]) is int:
             ids = args[0]
             if isinstance(ids, torch.Tensor) and not ids.is_floating_point() and is_direct(ids):
@@ -144,7 +144,7 @@ class Watch(TorchFunctionMode):
 
 
 def _caller() -> tuple[str, int, int]:
-    """The place in the model's code: a line may hold several calls."""
+    """Return the place in the model's code, exactly, since a line may hold several calls."""
     frame = sys._getframe(2)
     while frame.f_back is not None and not outside_torch(frame.f_code.co_filename):
         frame = frame.f_back
@@ -152,17 +152,17 @@ def _caller() -> tuple[str, int, int]:
 
 
 def outside_torch(filename: str) -> bool:
-    """Is this a file of the model, rather than of torch or of ours?"""
+    """Return whether a file belongs to the model, rather than to torch or to autoplan."""
     return not filename.startswith((_TORCH, _HERE, "<"))
 
 
-# What the operations with weights demand of the tensors they consume: the weight's shape says it.
+# Demands of operations with weights on the tensors they consume, read from the weight's shape.
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a tensor must be: ids below a number, or floats, of so many dims, with sizes at some dims (from the end
-    where negative). `spatial`: how many dims of space follow the channels."""
+    """Requirement on a tensor: ids below a number, or floats, of one of these ranks, with sizes at some dims (from the
+    end if negative). `spatial`: how many spatial dims follow the channels."""
 
     tensor: Any
     kind: str
@@ -173,7 +173,7 @@ class Demand:
 
 
 def demand_of(call: FailedCall) -> Demand | None:
-    """What the call that failed wanted of the tensor it consumes; None where nothing is known of it."""
+    """Return what the failed call demands of the tensor it consumes; None for a call without a known demand."""
     reader = _READERS.get(call.func)
     return reader(call) if reader else None
 
@@ -200,11 +200,11 @@ def _addmm(call: FailedCall) -> Demand:
 
 
 def _convolution(call: FailedCall) -> Demand:
-    known, weight = call_record(call.name), call.get(1, "weight")
-    assert known.product is not None and isinstance(known.sizes, Groups)
-    channels = weight.shape[known.product.inner]
-    if known.product.inner == 1:  # those of one group; transposed, it has them all
-        channels *= call.get(known.sizes.at, "groups") or 1
+    op, weight = call_record(call.name), call.get(1, "weight")
+    assert op.product is not None and isinstance(op.sizes, Groups)
+    channels = weight.shape[op.product.inner]
+    if op.product.inner == 1:  # the channels of one group; a transposed convolution has them all
+        channels *= call.get(op.sizes.at, "groups") or 1
     spatial = weight.dim() - 2
     return Demand(call.get(0, "input"), "float", (spatial + 2,), ((1, channels),), spatial=spatial)
 

@@ -1,6 +1,6 @@
-"""What both engines share: how a rank fails, how long ranks may take, and one compute thread for each.
+"""Shared by both engines: how a rank fails, time limits, and one compute thread per rank.
 
-How processes are started is shared with the scoreboard, too. In a file below both and their face.
+The scoreboard starts its processes from here, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autoplan.patches.simulated_ranks import host_generators
 
 
 class RankError(AutoplanError):
-    """A simulated rank raised. `rank` is the first that did, `cause` what it raised (on gloo: its traceback's text)."""
+    """A simulated rank raised. `rank` is the first that did, `cause` its exception (on gloo: the traceback as text)."""
 
     def __init__(self, rank: int, world_size: int, cause: BaseException | str) -> None:
         text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
@@ -49,7 +49,7 @@ class RankLost(AutoplanError):
 
 
 class RankNotStarted(AutoplanError):
-    """A rank's process could not take over what it was sent: nothing is known of the plan."""
+    """A rank's process could not load its job: nothing is known of the plan."""
 
 
 class RankTimeout(AutoplanError):
@@ -57,7 +57,7 @@ class RankTimeout(AutoplanError):
 
 
 def process_context(preloaded: list[str]) -> Any:
-    """How processes are started: from a fork server that has loaded these modules, where the system has one."""
+    """Return a context that starts processes, from a fork server with these modules loaded if the system has one."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -67,7 +67,7 @@ def process_context(preloaded: list[str]) -> Any:
 
 @contextmanager
 def one_compute_thread() -> Iterator[None]:
-    """Tiny tensors only: OpenMP threads that wait for each other make them many times slower, ranks even more so."""
+    """Use one compute thread: on tiny tensors, OpenMP threads that wait for each other are many times slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -82,7 +82,7 @@ class BudgetSpent(AutoplanError):
 
 @dataclass(frozen=True)
 class Budget:
-    """How long something may take, from when this was made. Without `seconds` there is no end."""
+    """A time limit that starts when it is made. Without `seconds` there is none."""
 
     seconds: float = math.inf
     start: float = field(default_factory=time.monotonic)
@@ -102,13 +102,12 @@ class Budget:
             raise BudgetSpent(f"the {self.seconds:g} s of the trial ran out {when}", hint=hint)
 
 
-# What a model's code keeps outside of the model: lists and counters of its Python modules and classes.
+# State that a model's code keeps outside of the model: lists and counters of its Python modules and classes.
 #
-# The problem: packages of routed experts collect their losses in a list of a module. Ranks as threads are in one
-# process, so each would find the others' entries there, and a right plan looks wrong. What one run changes tells; such
-# a model's ranks are processes, as they are in training. So are those of a model that draws from the generators of the
-# process past the functions of `random` and `numpy.random`, which threads have each of its own (scipy's distributions
-# do).
+# The problem: packages of routed experts collect their losses in a list of a Python module. Ranks as threads share one
+# process, so each would find the others' entries there, and a right plan would look wrong. One run shows what changes;
+# the ranks of such a model are processes, as in training. So are those of a model that draws from the generators of the
+# process without the functions of `random` and `numpy.random`, which are per thread (scipy's distributions do).
 
 
 GENERATORS = "the generators of random and numpy.random"
@@ -118,7 +117,7 @@ _COUNTED = (list, dict, set)
 
 
 class KeptOutside:
-    """While a model runs, what in the modules and classes of its code is no longer as it was when a part of it ends."""
+    """Watches for changes of the Python modules and classes of a model's code while the model runs."""
 
     def __init__(self, model: nn.Module) -> None:
         kinds = {kind for module in model.modules() for kind in type(module).__mro__}
@@ -152,15 +151,15 @@ class KeptOutside:
         for home, space in self._spaces.items():
             for name, value in list(space.items()):
                 if not name.startswith("__"):
-                    yield from ((f"{home}.{name}", told) for told in _told(value))
+                    yield from ((f"{home}.{name}", contents) for contents in _told(value))
 
 
 def _told(value: Any) -> Iterator[list[Any]]:
-    """What tells a counter or a container from itself with other contents; of anything else nothing."""
+    """Yield the contents of a counter or a container; nothing for any other value."""
     if isinstance(value, int | float | str):
         yield [value]
     elif isinstance(value, _COUNTED):
-        yield list(value.values() if isinstance(value, dict) else value)  # held, so that no other takes their place
+        yield list(value.values() if isinstance(value, dict) else value)  # references keep the ids valid
 
 
 def _alike(one: list[Any], other: list[Any] | None) -> bool:

@@ -1,7 +1,7 @@
 """Ranks as processes with a real gloo process group on the loopback device.
 
 Processes come from a fork server that has loaded torch and does nothing else, so that the second run does not pay for
-the imports again and no forked child inherits a thread. What goes in and out travels as pickled bytes: tensors are
+the imports again and no forked child inherits a thread. Arguments and results travel as pickled bytes: tensors are
 copied, never moved into shared memory, and the caller's model is not touched. The first rank that fails ends the run.
 """
 
@@ -34,14 +34,14 @@ from autoplan.common.rules_folder import from_here
 from autoplan.hf.driving import PRELOADED
 from autoplan.patches.kernels import on_reference_path
 
-CANNOT_TRAVEL = (pickle.PicklingError, AttributeError, TypeError)  # what pickling raises: lambdas, local classes, locks
+CANNOT_TRAVEL = (pickle.PicklingError, AttributeError, TypeError)  # raised by pickle: lambdas, local classes, locks
 _GRACE = 5.0  # seconds in which a rank may end by itself
-_LAST_WORDS = 1.0  # seconds after a failure in which another rank may turn out to have been lost
+_LAST_WORDS = 1.0  # seconds after a failure in which another rank may turn out to be lost
 _PRELOADED = ["torch", "torch.distributed.tensor", PRELOADED]
 
 
 def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float) -> list[Any]:
-    """`run_processes`: start the ranks, wait for all or for the first failure, return their results."""
+    """Start the ranks, wait for all or for the first failure, and return their results (see `run_processes`)."""
     try:
         job = packed((target, args))
     except CANNOT_TRAVEL as error:
@@ -49,7 +49,7 @@ def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_s
             f"{getattr(target, '__qualname__', target)!r} cannot be sent to other processes: {error}",
             hint="use functions at the top of a module (a lambda in a model cannot be sent), or engine='threads'",
         ) from error
-    if multiprocessing.current_process().daemon:  # Python lets such a process start no others
+    if multiprocessing.current_process().daemon:  # Python forbids such a process to start others
         raise AutoplanError(
             "ranks that are processes cannot be started from a daemonic process",
             hint="plan in the main process, or in one that is no daemon, and hand the plan on",
@@ -118,7 +118,7 @@ def _lost(rank: int, processes: list[Any]) -> RankLost:
 
 
 def _refuse_lost(pipes: list[Connection], processes: list[Any], answered: set[int]) -> None:
-    """Raise if a rank is gone without a word: then what others saw, a broken connection, is its consequence."""
+    """Raise if a rank ended without an answer: then broken connections of other ranks are its consequence."""
     rest = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answered}
     deadline = time.monotonic() + _LAST_WORDS
     while rest and (ready := wait(list(rest), max(0.0, deadline - time.monotonic()))):
@@ -133,10 +133,10 @@ def _refuse_lost(pipes: list[Connection], processes: list[Any], answered: set[in
 def _rank_main(
     rank: int, world_size: int, folder: str, timeout: float, job: bytes, places: list[str], pipe: Connection
 ) -> None:
-    """The whole life of one rank's process.
+    """Run one rank's process from start to end.
 
-    What happened is told before the group is left: the others fail as soon as a rank hangs up, and the first to report
-    is taken for the cause.
+    The result is sent before the group is left: the others fail as soon as a rank disconnects, and the first to report
+    counts as the cause.
     """
     import torch.distributed as dist
 
@@ -145,7 +145,7 @@ def _rank_main(
     try:
         result = _run(rank, world_size, folder, timeout, job)
         message = packed((True, time.monotonic(), result))
-    except BaseException as error:  # the caller raises it
+    except BaseException as error:  # raised by the caller
         message = packed((False, time.monotonic(), _sendable(error)))
     pipe.send_bytes(message)
     pipe.close()
@@ -156,19 +156,19 @@ def _rank_main(
 
 
 def packed(value: Any) -> bytes:
-    """Pickled by torch: plain pickle writes tensors in an old format that knows no 8-bit floats."""
+    """Return a value pickled by torch: plain pickle writes tensors in an old format without 8-bit floats."""
     target = io.BytesIO()
     torch.save(value, target, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
     return target.getvalue()
 
 
 class _Pickler(pickle.Pickler):
-    """Sends modules with parametrizations too (weight norm): their class is made on the spot, and is made again."""
+    """Also pickles modules with parametrizations (weight norm), whose class is generated: it is generated again."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, nn.Module) or not parametrize.is_parametrized(value):
             return NotImplemented
-        # Without the hooks that read the names of old checkpoints: they are functions that nobody can send.
+        # Without the hooks that read the names of old checkpoints, which cannot be pickled.
         state = {**value.__dict__, "_load_state_dict_pre_hooks": OrderedDict()}
         return _bare, (type(value).__mro__[1],), state, None, None, _parametrized_again
 
@@ -190,10 +190,10 @@ def _unpacked(sent: bytes) -> Any:
 
 
 def _taken_over(job: bytes) -> Any:
-    """What is to be run; its classes are imported anew here, and importing runs code of the user's."""
+    """Return the job; its classes are imported here, and importing runs the user's code."""
     try:
         return _unpacked(job)
-    except Exception as error:  # what an import runs may raise anything
+    except Exception as error:  # an import may raise anything
         name = f" {error.name!r}" if isinstance(error, ImportError) and error.name else ""
         raise RankNotStarted(
             f"a rank's process cannot import{name} what the model is made of: {type(error).__name__}: {error}",
@@ -202,12 +202,12 @@ def _taken_over(job: bytes) -> Any:
 
 
 def _sendable(error: BaseException) -> bytes | str:
-    """The error itself if it survives the journey, else its text; torch's own errors and many users' do not."""
+    """Return the error itself if it survives pickling, else its text; torch's own and many users' errors do not."""
     text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     try:
         sent = pickle.dumps(error)
         again = pickle.loads(sent)
-    except Exception:  # any class may fail in any way here, and the text says all
+    except Exception:  # any class may fail in any way here, and the text is enough
         return text
     return sent if isinstance(error, AutoplanError) and str(again) == str(error) else text
 
@@ -224,5 +224,5 @@ def _run(rank: int, world_size: int, folder: str, timeout: float, job: bytes) ->
     target, args = _taken_over(job)
     with on_reference_path():
         result = target(rank, *args)
-    dist.barrier()  # nobody leaves while another still needs it
+    dist.barrier()  # no rank leaves while another still needs it
     return result

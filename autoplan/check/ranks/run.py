@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 def run_ranks(
     fn: Callable[[int], Result], world_size: int, *, engine: Engine = "threads", timeout: float = 120.0
 ) -> list[Result]:
-    """Call `fn(rank)` on each of `world_size` simulated ranks and return what each of them returned.
+    """Call `fn(rank)` on each of `world_size` simulated ranks and return the results.
 
     Inside, the default process group is initialised and device meshes on "cpu" can be made. Every rank starts from the
     caller's random state and then draws on its own. `gloo` needs a picklable `fn`.
@@ -67,7 +67,7 @@ def run_processes(
 
 
 def travels(value: Any) -> bool:
-    """Can it be sent to ranks that are processes?"""
+    """Return whether a value can be sent to ranks that are processes."""
     from autoplan.check.ranks.processes import CANNOT_TRAVEL, packed
 
     try:
@@ -78,7 +78,7 @@ def travels(value: Any) -> bool:
 
 
 def count_collectives() -> AbstractContextManager[Counter[str]]:
-    """Count the collectives this rank issues inside the block, by kind: `Counter({"all_reduce": 4})`. Either engine."""
+    """Count the collectives that this rank issues inside, by kind: `Counter({"all_reduce": 4})`. Either engine."""
     from autoplan.check.ranks.threads import counted
 
     return counted()

@@ -1,14 +1,14 @@
 """Ranks as threads of one process, on torch's threaded process group.
 
-What torch keeps once per process is replaced by `patches/simulated_ranks.py`; this file starts, watches and ends ranks.
+Torch's state per process is replaced by `patches/simulated_ranks.py`; this file starts, watches and ends ranks.
 
 Threads share what processes do not, so each rank gets its own: the process-group world, the registries behind
 functional collectives, the random generators of torch, numpy and Python, and backward passes that stay in the rank's
-thread. A process group that is alive in this process is set aside for the run and put back after it; only *other*
-Python threads of the process must not start collectives meanwhile. Default dtype and monkeypatches stay shared.
+thread. A process group that exists in this process is set aside for the run and put back after it; only *other* Python
+threads of the process must not start collectives meanwhile. Default dtype and monkeypatches stay shared.
 
-A rank that raises sends the others out of the collectives they wait in; what it raised is what the caller sees. Ranks
-that wait for each other in different collectives are noticed after a few seconds, long before the time limit.
+If a rank raises, the others leave their collectives, and the caller sees the exception. Ranks that wait for each other
+in different collectives are noticed after a few seconds, long before the time limit.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _unstoppable: list[threading.Thread] = []
 
 
 class _ThisRank(threading.local):
-    """What the current thread is: a rank with a generator and open collective counters, or no rank at all."""
+    """State of the current thread: a rank with a generator and open collective counters, or no rank at all."""
 
     generator: torch.Generator | None = None
     host: tuple[random.Random, numpy.random.RandomState] | None = None
@@ -68,19 +68,19 @@ _this = _ThisRank()
 
 @dataclass
 class _Rank:
-    """One thread and what became of it."""
+    """One rank's thread and its outcome."""
 
     thread: threading.Thread
     result: Any = None
     error: BaseException | None = None
     woken: bool = False  # left its collective only because another rank had failed
     ended: float = 0.0
-    waits: object = None  # in which collective it is: another object each time. It says so itself, since the frames of
-    # a thread that runs cannot be looked at from outside: they go while they are read, and Python with them
+    waits: object = None  # the collective it waits in: another object each time. The rank sets it, since frames of a
+    # running thread must not be read from another one: they may be freed meanwhile, which crashes Python
 
 
 def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) -> list[Result]:
-    """`run_ranks` with one thread per rank."""
+    """Run `run_ranks` with one thread per rank."""
     if _this.generator is not None:
         raise AutoplanError("run_ranks was called from inside a simulated rank", hint="call it outside")
     enter_first_in_a_lasting_thread()  # DTensor enters fake modes in ranks' threads
@@ -107,7 +107,7 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
                 rank.thread.start()
             try:
                 late = _wait(ranks, timeout)
-            except BaseException:  # the user's interrupt: leave no rank behind
+            except BaseException:  # an interrupt must leave no rank behind
                 _stop(ranks)
                 raise
         _raise_first(ranks, late)
@@ -116,7 +116,7 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
 
 @dataclass
 class _Body:
-    """What one thread does: join the group, run `fn` under its own randomness, say what happened, leave the group."""
+    """The body of one thread: join the group, run `fn` with its own generators, record the outcome, leave the group."""
 
     fn: Callable[[int], Any]
     number: int
@@ -143,7 +143,7 @@ class _Body:
             )
             with _RankRandomness():
                 rank.result = self.fn(self.number)
-        except BaseException as error:  # kept for the caller, who raises it
+        except BaseException as error:  # raised by the caller
             rank.woken = isinstance(error, SystemExit) and ProcessLocalGroup._terminate.is_set()
             rank.error = error
             _wake()
@@ -154,17 +154,17 @@ class _Body:
             _this.generator = _this.host = None
 
 
-# ------------------------------------------------------------------------------------------------ waiting and failing
+# Wait for ranks, and end them
 
 
 def _wait(ranks: list[_Rank], timeout: float) -> str:
-    """Wait until every rank has ended; returns why some did not, or ""."""
+    """Wait until every rank has ended; return why some did not, or ""."""
     start, still = time.monotonic(), 0
     seen: dict[int, object] = {}
     while alive := {number: rank for number, rank in enumerate(ranks) if rank.thread.is_alive()}:
         next(iter(alive.values())).thread.join(_LOOK_EVERY)
         places = {number: rank.waits for number, rank in alive.items()}
-        # counted in looks, not by the clock: where the machine is busy, this thread is as slow as the ranks are
+        # counted in rounds, not by the clock: on a busy machine this thread is as slow as the ranks are
         still = still + 1 if places == seen and None not in places.values() else 0
         seen = places
         stuck = still * _LOOK_EVERY > STUCK_AFTER
@@ -177,7 +177,7 @@ def _wait(ranks: list[_Rank], timeout: float) -> str:
 
 
 def _whereabouts(alive: dict[int, _Rank]) -> str:
-    """Where each of these ranks is: its innermost line outside the machinery."""
+    """Return the innermost line of each of these ranks outside the machinery."""
     frames, lines = sys._current_frames(), []
     for number, rank in alive.items():
         frame = frames.get(rank.thread.ident or -1)
@@ -222,18 +222,18 @@ def _raise_first(ranks: list[_Rank], late: str) -> None:
     assert all(rank.error is None for rank in ranks), "a rank was woken although none had failed"
 
 
-# ---------------------------------------------------------------------------------------- what each rank has for itself
+# Random state of each rank
 
 
 class _RankRandomness(TorchDispatchMode):
-    """Random ops take no generator of ours, so lend them the real one in this rank's state, one op at a time."""
+    """Lends the default generator, in this rank's state, to one random op at a time: ops use no other one."""
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # may communicate: wait for the local op inside, or the lock would deadlock
+            return NotImplemented  # may communicate: lock only for the local op inside, or it would deadlock
         drawing = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if not drawing or kwargs.get("generator") is not None or _this.generator is None:
             return func(*args, **kwargs)
@@ -247,7 +247,7 @@ class _RankRandomness(TorchDispatchMode):
                 torch.default_generator.set_state(outside)
 
 
-# ------------------------------------------------------------------------------------------------ counting collectives
+# Count collectives
 
 _KINDS = {
     "all_reduce": ("allreduce", "allreduce_coalesced"),
@@ -259,11 +259,11 @@ _KINDS = {
 
 
 class _CountingGroup(ProcessLocalGroup):
-    """The threaded group; each collective is counted where it is issued, however it was asked for."""
+    """The threaded group; each collective is counted where it is issued, whatever API was used."""
 
 
 def _noted(plain: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """Of a kind that is counted, or of another (""), in which ranks wait for each other too."""
+    """Wrap a collective: count its kind, unless "", and record that the rank waits in it."""
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kind:
@@ -284,7 +284,7 @@ def _noted(plain: Callable[..., Any], kind: str) -> Callable[..., Any]:
 
 
 def _whole_bytes(kind: str, args: Any, size: int) -> int:
-    """The bytes of the whole value that a collective sums, gathers or scatters."""
+    """Return the bytes of the full value that a collective sums, gathers or scatters."""
     if kind == "all_gather":
         return size * sum(tensor.nbytes for tensor in args[1])
     return sum(tensor.nbytes for tensor in args[0]) * (size if kind == "reduce_scatter" else 1)
@@ -302,7 +302,7 @@ def _make_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> P
 
 
 class _DispatchCounter(TorchDispatchMode):
-    """Counts collectives of real process groups, where they pass through the dispatcher."""
+    """Counts collectives of real process groups in the dispatcher."""
 
     supports_higher_order_operators = True
 
@@ -323,7 +323,7 @@ class _DispatchCounter(TorchDispatchMode):
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """See `ranks.count_collectives`."""
+    """Count collectives (see `ranks.count_collectives`)."""
     counts: Counter[str] = Counter()
     if _this.generator is None:
         with _DispatchCounter(counts):

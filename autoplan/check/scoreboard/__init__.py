@@ -1,4 +1,4 @@
-"""Every architecture of a transformers mapping, planned and verified, one line each.
+"""Plan and verify every architecture of a transformers mapping, one line each.
 
 In: the name of a mapping. Out: a Scoreboard. May import: what check may.
 """

@@ -1,8 +1,8 @@
-"""Every architecture of a mapping, verified: the whole library as a test.
+"""Verify every architecture of a mapping: the whole library as a test.
 
-Hundreds of models are built and run, some of which take long, use much memory, or bring their interpreter down. So each
-gets a process of its own and a time limit, and one that dies is one line. Processes come from a fork server that has
-loaded torch and transformers once, and results are listed in transformers' order whichever ends first.
+Hundreds of models are built and run, some of which take long, use much memory, or crash their interpreter. So each gets
+a process of its own and a time limit, and one that dies is one line. Processes come from a fork server that has loaded
+torch and transformers once, and results are listed in transformers' order whichever ends first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autoplan.common.requirements import installed_versions
 from autoplan.values import Score, Scoreboard
 from autoplan.version import __version__
 
-Progress = Callable[[int, int, str, Score | None], None]  # done, of how many, which starts or ended, its score
+Progress = Callable[[int, int, str, Score | None], None]  # done, total, the one that starts or ended, its score
 
 _PRELOADED = [
     "autoplan.check.scoreboard.score",
@@ -35,7 +35,7 @@ _PRELOADED = [
     "autoplan.check.ranks.threads",
     "autoplan.check.verify.checks",
 ]
-_GRACE = 3.0  # seconds between asking a process to end its own and ending it
+_GRACE = 3.0  # seconds between asking a process to end and killing it
 
 
 def scoreboard(
@@ -57,12 +57,11 @@ def scoreboard(
 ) -> Scoreboard:
     """Score every architecture of `mapping` (or `only` these model types), `jobs` at a time.
 
-    `checks` is "fast" (parameters, outputs and every gradient in eval mode) or "all". With `sequence_parallel` plans
-    are made so wherever it applies. `lengths` are the sequence lengths to run, where a model's inputs leave a choice.
-    `ep_size=tp_size` places whole experts on different ranks instead of cutting them inside, where a model has such.
-    `cp_size` cuts the sequence, in place of weights (tp_size=1) or beside them.
-    `checkpointing` ("block", "submodule", "selective") has every block checkpointed; on a `mesh` ("dp=2,tp=2") the
-    models train, too.
+    `checks` is "fast" (parameters, outputs and every gradient in eval mode) or "all". `sequence_parallel` applies
+    wherever it is possible. `lengths` are the sequence lengths to run, if a model's inputs leave a choice.
+    `ep_size=tp_size` places experts on different ranks instead of sharding each, if a model has any. `cp_size` splits
+    the sequence, in place of weights (tp_size=1) or as well. `checkpointing` ("block", "submodule", "selective")
+    checkpoints every block; on a `mesh` ("dp=2,tp=2") the models train, too.
     """
     start = time.perf_counter()
     if checks not in CHECK_SETS:
@@ -83,15 +82,15 @@ def scoreboard(
     how = How(
         tp_size, engine, CHECK_SETS[checks], sequence_parallel, tuple(lengths), ep_size, checkpointing, mesh, cp_size
     )
-    found: dict[int, Score] = {}
+    scores: dict[int, Score] = {}
     for number, done in _scores(wanted, how, jobs, timeout, progress):
-        found[number] = done
+        scores[number] = done
     return Scoreboard(
         mapping=mapping,
         tp_size=tp_size,
         engine=engine,
         checks=CHECK_SETS[checks],
-        scores=tuple(found[number] for number in sorted(found)),
+        scores=tuple(scores[number] for number in sorted(scores)),
         versions={"autoplan": __version__, **installed_versions()},
         seconds=round(time.perf_counter() - start, 1),
         sequence_parallel=sequence_parallel,
@@ -106,18 +105,18 @@ def scoreboard(
 def _chosen(mapping: str, only: Sequence[str]) -> list[tuple[str, str]]:
     from autoplan.hf.type_rules import architectures
 
-    known = architectures(mapping)
-    types = [model_type for model_type, _ in known]
+    pairs = architectures(mapping)
+    types = [model_type for model_type, _ in pairs]
     for name in only:
         if name not in types:
             close = ", ".join(nearest(name, types))
             raise AutoplanError(
                 f"mapping {mapping!r} has no model type {name!r}", hint=f"types like it: {close}" if close else ""
             )
-    return [(model_type, name) for model_type, name in known if not only or model_type in only]
+    return [(model_type, name) for model_type, name in pairs if not only or model_type in only]
 
 
-# ------------------------------------------------------------------------------------------------ processes
+# Processes
 
 
 @dataclass
@@ -133,7 +132,7 @@ class _Running:
 def _scores(
     wanted: list[tuple[str, str]], how: How, jobs: int, timeout: float, progress: Progress | None
 ) -> Iterator[tuple[int, Score]]:
-    """Each architecture's number and score, as they end."""
+    """Yield each architecture's number and score, as they end."""
     context = process_context(_PRELOADED)
     waiting = list(enumerate(wanted))[::-1]
     running: list[_Running] = []
@@ -145,16 +144,16 @@ def _scores(
                 if progress:
                     progress(done, len(wanted), pair[0], None)
                 running.append(_started(context, number, pair, how))
-            for one in _ended(running, timeout):
-                running.remove(one)
-                result = _result(one, *wanted[one.number], timeout)
+            for job in _ended(running, timeout):
+                running.remove(job)
+                result = _result(job, *wanted[job.number], timeout)
                 done += 1
                 if progress:
                     progress(done, len(wanted), result.model_type, result)
-                yield one.number, result
+                yield job.number, result
     finally:
-        for one in running:
-            _end(one.process)
+        for job in running:
+            _end(job.process)
 
 
 def _started(context: Any, number: int, pair: tuple[str, str], how: How) -> _Running:
@@ -166,7 +165,7 @@ def _started(context: Any, number: int, pair: tuple[str, str], how: How) -> _Run
 
 
 def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
-    """The whole life of one architecture's process."""
+    """Run one architecture's process from start to end."""
     import logging
     import warnings
 
@@ -174,23 +173,23 @@ def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
 
     from autoplan.hf.driving import say_less
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it ends its own ranks before it goes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exit ends its own ranks first
     torch.set_num_threads(1)
     say_less()
     logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore")  # what libraries say about hundreds of models is not about ours
-    with redirect_stdout(sys.stderr):  # data of ours goes to stdout, and models print
-        found = score(*pair, how)
-    pipe.send(found)
+    warnings.filterwarnings("ignore")  # libraries warn about hundreds of models
+    with redirect_stdout(sys.stderr):  # stdout is for our data, but models print
+        result = score(*pair, how)
+    pipe.send(result)
     pipe.close()
 
 
 def _ended(running: list[_Running], timeout: float) -> list[_Running]:
-    """Wait until some have answered, died, or used up their time."""
-    deadline = min(one.since for one in running) + timeout
-    ready = wait([one.pipe for one in running], max(0.0, deadline - time.monotonic()))
+    """Wait until some have answered, died, or used up their time, and return these."""
+    deadline = min(job.since for job in running) + timeout
+    ready = wait([job.pipe for job in running], max(0.0, deadline - time.monotonic()))
     now = time.monotonic()
-    return [one for one in running if one.pipe in ready or now - one.since >= timeout]
+    return [job for job in running if job.pipe in ready or now - job.since >= timeout]
 
 
 def _result(one: _Running, model_type: str, class_name: str, timeout: float) -> Score:

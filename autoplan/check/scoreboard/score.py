@@ -1,7 +1,7 @@
-"""One architecture, from its name to its line on the scoreboard.
+"""Score one architecture: from its name to its line on the scoreboard.
 
-A tiny clone is built, planned and verified, and whatever goes wrong on the way is an answer: the model itself may not
-run here, nothing in it may be splittable, its numbers may be NaN, the sharded one may differ from it, or fail.
+A tiny clone is built, planned and verified, and any failure on the way is an answer: the model itself may not run here,
+nothing in it may be splittable, its numbers may be NaN, the sharded one may differ from it, or fail.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CHECK_SETS = {"fast": ("parameters", "forward"), "all": CHECK_NAMES}
 
 @dataclass(frozen=True)
 class How:
-    """How architectures are scored: ranks, engine, checks; sequence parallelism, lengths to run, whole experts.
+    """Options of scoring: ranks, engine, checks; sequence parallelism, lengths to run, expert parallelism.
 
     `checkpointing`: the mode in which the sharded model checkpoints its blocks. `mesh`: one to train on as well.
     """
@@ -63,12 +63,12 @@ class How:
 
 
 def score(model_type: str, class_name: str, how: How) -> Score:
-    """Build, plan, verify one architecture. Raises nothing that an architecture can cause."""
+    """Build, plan, verify one architecture. An architecture's own errors are never raised."""
     start = time.perf_counter()
     blank = Score(model_type, class_name, "cannot run")
     try:
         done = _scored(blank, how)
-    except Exception as error:  # one architecture must not stop the others, and its line says what happened
+    except Exception as error:  # one architecture must not stop the others
         done = replace(blank, verdict="failed", reason=_said(error))
     return replace(done, seconds=round(time.perf_counter() - start, 2))
 
@@ -90,7 +90,7 @@ def _scored(blank: Score, how: How) -> Score:
 
 
 def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | None = None) -> Score:
-    """Fill in the blank: plan and verify a tiny model that runs. `runs` are verified instead of the clone's feeds."""
+    """Plan and verify a tiny model that runs; return the filled-in score. `runs` replace the clone's feeds."""
     from autoplan.check.verify.verify import verify_clone
     from autoplan.common.options import Wish
     from autoplan.decide.plan.planner import make_plan
@@ -109,11 +109,11 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
     except IndivisibleError as error:
         return replace(blank, verdict="refused", reason=_said(error))
     cut = solution.sequence_parallel
-    made = make_plan(solution, model=source.name, layers=stacks, sequence_parallel=cut)
-    plan = replace(made, tp_size=how.tp_size, ep_size=how.ep_size, cp_size=how.cp_size)
+    drafted = make_plan(solution, model=source.name, layers=stacks, sequence_parallel=cut)
+    plan = replace(drafted, tp_size=how.tp_size, ep_size=how.ep_size, cp_size=how.cp_size)
     share = share_of(solution, plan)
     forward, backward = reductions_per_block(plan)
-    found = replace(
+    scored = replace(
         blank,
         split=share.split,
         counted=share.counted,
@@ -131,14 +131,14 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
         report = verify_clone(tested, plan, engine=how.engine, checks=how.checks, checkpointing=how.checkpointing)
         if how.mesh and report.ok:
             report = _trained(report, tested, plan, how)
-    except AutoplanError as error:  # not even the unsharded model goes through the checks
-        return replace(found, reason=_said(error))
+    except AutoplanError as error:  # even the unsharded model fails the checks
+        return replace(scored, reason=_said(error))
     verdict, reason = verdict_of(report)
-    if cut and not context and verdict in ("wrong", "failed"):  # then `autoplan plan` does without, too
+    if cut and not context and verdict in ("wrong", "failed"):  # `autoplan plan` then drops it, too
         uncut = f"with it the tiny clone did not give the same on simulated ranks: {reason}"
         return replace(score_clone(clone, blank, replace(how, sequence_parallel=False), runs), uncut=uncut)
     return replace(
-        found,
+        scored,
         verdict=verdict,
         reason=reason,
         collectives=report.details["collectives"],
@@ -150,7 +150,7 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
 
 
 def _trained(report: Report, clone: Clone, plan: Plan, how: How) -> Report:
-    """With what training on a mesh, with and without checkpointing, has to say."""
+    """Return the report with the findings of training on a mesh, with and without checkpointing."""
     from autoplan.check.verify.mesh_training import check_training
 
     findings, _ = check_training(clone.model, clone.feeds, clone.others, plan, parse_mesh(how.mesh), engine=how.engine)
@@ -159,13 +159,13 @@ def _trained(report: Report, clone: Clone, plan: Plan, how: How) -> Report:
 
 
 def _on_experts(plan: Plan, solution: Solution) -> list[str]:
-    """Where experts are cut inside although they were to be placed on different ranks."""
-    found = expert_findings(plan, solution) if plan.ep_size > 1 else ()
-    return [f"{finding.where}: {finding.message}" if finding.where else finding.message for finding in found]
+    """Return notes on experts that are sharded inside although they should be on different ranks."""
+    findings = expert_findings(plan, solution) if plan.ep_size > 1 else ()
+    return [f"{finding.where}: {finding.message}" if finding.where else finding.message for finding in findings]
 
 
 def verdict_of(report: Report) -> tuple[Verdict, str]:
-    """One word for a report, and what to know about it."""
+    """Return one word for a report, and what to know about it."""
     errors = [finding for finding in report.findings if finding.level == "error"]
     raised = [finding for finding in errors if not finding.where]  # numbers that differ have a tensor's name
     if raised:
@@ -183,8 +183,8 @@ def verdict_of(report: Report) -> tuple[Verdict, str]:
 
 
 def _largest_error(report: Report) -> float | None:
-    found = [*report.gradients.values(), *([] if report.forward is None else [report.forward])]
-    return max(found, default=None)
+    errors = [*report.gradients.values(), *([] if report.forward is None else [report.forward])]
+    return max(errors, default=None)
 
 
 def _text(finding: Finding) -> str:
@@ -201,21 +201,21 @@ def _said(error: Any) -> str:
     return f"{type(error).__name__}: {text} (at {place.filename.rsplit('/', 1)[-1]}:{place.lineno} in {place.name})"
 
 
-# How much of a model does a plan cut, and what does a block of it cost? The figures on a scoreboard.
+# The figures on a scoreboard: the share of a model that is sharded, and the communication of a block.
 #
-# Only parameters with two dims or more count (norms and biases weigh nothing). Position and type tables (every table
-# but the largest that the model's own inputs look up: in a tiny clone a position table may be larger than the
-# vocabulary) and the small latents of latent attention may stay whole without counting. A parameter that no run of the
-# model used is whole for want of evidence: it counts, and is listed apart.
+# Only parameters with two dims or more count (norms and biases are small). Replicated position and type tables do not
+# count (all tables but the largest one that inputs index: in a tiny clone a position table may be larger than the
+# vocabulary), nor do the small latents of latent attention. A parameter that no run of the model used is replicated for
+# lack of evidence: it counts, and is listed apart.
 
 
-_TABLE = {"embedding", "shift", "parameter"}  # what may be done to a table: looked up, added
-_LATENT = "latent"  # how the roles of latent attention end
+_TABLE = {"embedding", "shift", "parameter"}  # uses of a table: lookup, addition
+_LATENT = "latent"  # last word of the roles of latent attention
 
 
 @dataclass(frozen=True)
 class Share:
-    """`split` of `counted` elements of weights are cut; `whole` and `unused` are patterns of the others."""
+    """`split` of `counted` weight elements are sharded; `whole` and `unused` are patterns of the others."""
 
     split: int
     counted: int
@@ -224,7 +224,7 @@ class Share:
 
 
 def share_of(solution: Solution, plan: Plan) -> Share:
-    """Count the elements of the whole model's weights, blocks that were folded included."""
+    """Count the elements of the full model's weights, folded blocks included."""
     names = Names(solution.trace)
     facts = [fact for fact in solution.parameters if not fact.buffer and sum(size > 1 for size in fact.shape) > 1]
     flow = dataflow(solution.trace)
@@ -259,19 +259,19 @@ def _is_table(read: Iterable[Reading]) -> bool:
 
 
 def _by_input(read: Iterable[Reading], flow: Flow) -> bool:
-    """Is it looked up by what the model was given (token ids), not by numbers that it made (positions, types)?"""
+    """Return whether a table is indexed by an input (token ids), not by computed numbers (positions, types)."""
     boxes = [reading.box for reading in read if reading.node.kind == "embedding"]
     return any(node_of(flow, source).kind == "input" for box in boxes for source in flow.predecessors(box))
 
 
 def main_stack(stacks: Iterable[Stack]) -> Stack | None:
-    """The decoder if there is one, else the longest stack."""
-    found = sorted(stacks, key=lambda stack: (stack.kind != "decoder", -len(stack.fqns)))
-    return found[0] if found else None
+    """Return the decoder if there is one, else the longest stack."""
+    ordered = sorted(stacks, key=lambda stack: (stack.kind != "decoder", -len(stack.fqns)))
+    return ordered[0] if ordered else None
 
 
 def reductions_per_block(plan: Plan) -> tuple[float | None, float | None]:
-    """All-reduces in a block of the main stack, forward and backward, on average over its blocks."""
+    """Return the all-reduces in a block of the main stack, forward and backward, averaged over its blocks."""
     stack = main_stack(plan.layers)
     if stack is None:
         return None, None
@@ -282,7 +282,7 @@ def reductions_per_block(plan: Plan) -> tuple[float | None, float | None]:
 
 
 def regions_per_block(plan: Plan) -> float | None:
-    """How often a block of the main stack gathers the whole sequence where it enters a region, on average."""
+    """Return how often a block of the main stack all-gathers the sequence to enter a region, on average."""
     stack = main_stack(plan.layers)
     if stack is None:
         return None
@@ -291,14 +291,14 @@ def regions_per_block(plan: Plan) -> float | None:
 
 
 def _sites(plan: Plan) -> list[tuple[str, int, int]]:
-    """Where the plan reduces: pattern, all-reduces forward, all-reduces backward."""
+    """Return the plan's reductions: pattern, all-reduces forward, all-reduces backward."""
     runtime = plan.runtime
-    found = [
+    sites = [
         (instruction.pattern, _sums(instruction, backward=False), _sums(instruction, backward=True))
         for instruction in runtime.instructions
     ]
-    found += [(rule.pattern, 0, 1) for rule in runtime.parameters if rule.gradient != "local"]
-    return found
+    sites += [(rule.pattern, 0, 1) for rule in runtime.parameters if rule.gradient != "local"]
+    return sites
 
 
 def _sums(one: Instruction, *, backward: bool) -> int:
@@ -306,6 +306,6 @@ def _sums(one: Instruction, *, backward: bool) -> int:
 
 
 def _is_inside(pattern: str, block: str) -> bool:
-    """Is what the pattern names the block, or in it?"""
+    """Return whether the pattern names the block or a module in it."""
     depth = block.count(".") + 1
     return matches(".".join(pattern.split(".")[:depth]), block)

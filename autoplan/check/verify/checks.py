@@ -1,8 +1,8 @@
-"""What verify looks at. Each check is a function that runs one model and returns named tensors.
+"""The checks of `verify`. Each is a function that runs one model and returns named tensors.
 
 The same function runs on the unsharded model and on every rank; `judge` then compares. Most groups of tensors must
-equal the unsharded model's on every rank. Where the unsharded model cannot say what is right (random numbers), ranks
-must at least agree with each other: replicated values that drift apart are otherwise silent.
+equal the unsharded model's on every rank. If the unsharded model cannot say what is right (random numbers), ranks must
+at least agree with each other: replicated values that drift apart would otherwise go unnoticed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from autoplan.hf.driving import (
 )
 from autoplan.values import Finding
 
-NOISE = Group("drawn at random")  # a group that says that training draws random numbers
-LOSS_LIMIT = 1e-4  # models compute their losses in float32, whatever their own dtype
+NOISE = Group("drawn at random")  # its presence says that training draws random numbers
+LOSS_LIMIT = 1e-4  # models compute losses in float32, whatever their dtype
 _RAISED = 0.2  # rate of dropout
 DRAWS = Group("draw", drawn=True)
 NORM = Group("norm of all gradients")
@@ -44,8 +44,8 @@ ADVICE = {NORM: "clip_grad_norm_ clips by another norm than unsharded: sharded p
 
 @dataclass(frozen=True)
 class Check:
-    """`run` looks at one model. `absent` says why the check does not apply to it, or "". `if_it_runs`: a model that
-    cannot go through it unsharded is checked without it, and the report says so."""
+    """`run` runs one model. `absent` returns why the check does not apply to it, or "". `if_it_runs`: a model that
+    cannot run it unsharded is verified without this check, and the report says so."""
 
     name: str
     about: str
@@ -54,7 +54,7 @@ class Check:
     if_it_runs: bool = False
 
 
-# ------------------------------------------------------------------------------------------------ the checks
+# The checks
 
 
 def parameters(subject: Subject) -> Observation:
@@ -62,17 +62,17 @@ def parameters(subject: Subject) -> Observation:
 
 
 def forward(subject: Subject) -> Observation:
-    """Once; and once more where the first run leaves tensors in the model: a table that is kept, a state."""
+    """Run once, and once more if the first run leaves tensors in the model: a cached table, a state."""
     before = _kept_tensors(subject.model)
     first = _each(subject, subject.feeds)
     if _kept_tensors(subject.model) == before:
         return first
     again = _each(subject, subject.feeds)
-    return first | {replace(one, name=f"{one.name}, again"): seen for one, seen in again.items()}
+    return first | {replace(group, name=f"{group.name}, again"): seen for group, seen in again.items()}
 
 
 def _kept_tensors(model: torch.nn.Module) -> set[tuple[str, str, int]]:
-    """The tensors in plain attributes of modules, by identity."""
+    """Return the tensors in plain attributes of modules, by identity."""
     return {
         (name, key, id(tensor))
         for name, module in model.named_modules()
@@ -90,21 +90,19 @@ def second_shape(subject: Subject) -> Observation:
 
 
 def loss(subject: Subject) -> Observation:
-    """Targets go in, a loss comes out; its gradients are the ones that training uses."""
-    known, found = conventions(), Observation()
+    """Pass targets, and use the loss that the model computes: its gradients are those of training."""
+    names, seen = conventions(), Observation()
     for feed, labels in subject.labels.items():
         subject.model.zero_grad(set_to_none=True)
-        outputs = tensors_in(subject.forward({**subject.feeds[feed], known.targets: labels}))
-        subject.backward(outputs[known.loss])
-        found[Group(f"{feed} output", output=True)] = {
-            name: tensor.detach().clone() for name, tensor in outputs.items()
-        }
-        found[Group(f"{feed} gradient", gradient=True)] = subject.gradients()
-    return found
+        outputs = tensors_in(subject.forward({**subject.feeds[feed], names.targets: labels}))
+        subject.backward(outputs[names.loss])
+        seen[Group(f"{feed} output", output=True)] = {name: tensor.detach().clone() for name, tensor in outputs.items()}
+        seen[Group(f"{feed} gradient", gradient=True)] = subject.gradients()
+    return seen
 
 
 def attention(subject: Subject) -> Observation:
-    """The attention implementation that was not in use."""
+    """Run with the attention implementation that is not in use."""
     with attention_switched(subject.model):
         return _each(subject, subject.feeds)
 
@@ -118,7 +116,7 @@ def cache(subject: Subject) -> Observation:
 
 
 def state_dict(subject: Subject) -> Observation:
-    """Names, shapes and values of the checkpoint; and a plain full one loads back after everything was zeroed."""
+    """Return names, shapes and values of the checkpoint, also after loading a plain full one into zeros."""
     saved = {name: plain(tensor).clone() for name, tensor in subject.model.state_dict().items()}
     with torch.no_grad():
         for parameter in subject.model.parameters():
@@ -129,24 +127,24 @@ def state_dict(subject: Subject) -> Observation:
 
 
 def training(subject: Subject) -> Observation:
-    """Training mode with no dropout, so that there is a right answer, and what it leaves in buffers."""
+    """Run in training mode without dropout, so that there is a right answer, and return the buffers as well."""
     with _dropout_at(subject.model, 0.0):
         return _trained(subject) | _drawn(subject)
 
 
 def dropout(subject: Subject) -> Observation:
-    """Training mode with every dropout turned up, each rank with another seed."""
+    """Run in training mode with a high rate for all dropout, each rank with another seed."""
     with _dropout_at(subject.model, _RAISED):
         return _trained(subject) | _drawn(subject)
 
 
 def _trained(subject: Subject) -> Observation:
-    """Two steps in training mode, and what the first leaves in buffers (running statistics): what it left behind may
-    lead the second another way (values that are set by the first batch).
+    """Run two steps in training mode, and return the buffers after the first (running statistics), which may change the
+    second (values that the first batch sets).
 
-    Unsharded, one more with another seed tells whether it draws random numbers.
+    Unsharded, a step with another seed shows whether training draws random numbers.
     """
-    feeds = calls_the_model(subject.feeds)  # a part draws its random numbers within the model's run
+    feeds = calls_the_model(subject.feeds)  # submodules draw random numbers in the model's run
     with _training(subject):
         subject.seed(1)
         first = _each(subject, feeds)
@@ -157,15 +155,15 @@ def _trained(subject: Subject) -> Observation:
             subject.seed(2)
             second = _each(subject, feeds)
         first[NOISE] = {} if _same(first, second) else {"yes": torch.ones(1)}
-    first |= {replace(one, name=f"{one.name} of a second step"): seen for one, seen in again.items()}
+    first |= {replace(group, name=f"{group.name} of a second step"): seen for group, seen in again.items()}
     return first | {Group(f"buffer {name} after a step"): {name: value} for name, value in left.items()}
 
 
 def _drawn(subject: Subject) -> Observation:
-    """What several runs draw; and, if they draw anything, a step with fixed numbers in place of random ones."""
+    """Return what several runs draw and, if they draw anything, a step with fixed numbers in place of random ones."""
     feeds = calls_the_model(subject.feeds)
     with _training(subject), torch.no_grad(), uncompared(), Draws() as draws:
-        for run in range(RUNS):  # equal seeds show numbers that should be apart, others those that should be equal
+        for run in range(RUNS):  # equal seeds show numbers that should differ, other seeds those that should agree
             if run in (0, RUNS // 2):
                 subject.seed(3, alike=run > 0)
             for inputs in feeds.values():
@@ -174,7 +172,7 @@ def _drawn(subject: Subject) -> Observation:
         return {}
     with _training(subject), FixedNoise() as noise:
         fixed = _each(subject, feeds)
-    named = {replace(one, name=f"{one.name}, with fixed noise", fixed=True): seen for one, seen in fixed.items()}
+    named = {replace(group, name=f"{group.name}, with fixed noise", fixed=True): seen for group, seen in fixed.items()}
     return {DRAWS: dict(draws.observed()), **({} if noise.unknown else named)}
 
 
@@ -189,14 +187,14 @@ def _training(subject: Subject) -> Iterator[None]:
 
 
 def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers as a checkpoint holds them, whole."""
+    """Return full buffers as a checkpoint holds them."""
     names = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return {name: plain(tensor).clone() for name, tensor in model.state_dict().items() if name in names}
 
 
 @contextmanager
 def buffers_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Undo what a run writes into buffers: a rank's model goes on to other checks, its unsharded twin does not."""
+    """Undo a run's changes of buffers: a rank's model is used for other checks, its unsharded twin is not."""
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
@@ -208,7 +206,7 @@ def buffers_kept(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _dropout_at(model: Any, rate: float) -> Iterator[None]:
-    """Set the rate of all dropout: in its modules, and numbers called so on others. (Tiny configs have none.)"""
+    """Set the rate of all dropout: in dropout modules, and in attributes named so. (Tiny configs have none.)"""
     places = _rates(model)
     for state, name, _ in places:
         state[name] = rate
@@ -233,12 +231,12 @@ def _is_rate(value: Any) -> bool:
 
 
 def optimizer(subject: Subject) -> Observation:
-    """Three steps of SGD at a rate that moves the parameters visibly; then clipping and AdamW over all at once."""
+    """Take three steps of SGD at a rate that moves the parameters visibly; then clip and use AdamW over all at once."""
     wanted = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     feed = next(iter(subject.feeds.values()))
     subject.forward_and_backward(feed)
     sizes = [float(gradient.abs().max()) for gradient in subject.gradients().values() if gradient.numel()]
-    largest = max(sizes, default=0.0) or 1.0  # where every gradient is zero, nothing moves at any rate
+    largest = max(sizes, default=0.0) or 1.0  # if all gradients are zero, nothing moves at any rate
     sgd = torch.optim.SGD(wanted, lr=0.01 / largest, momentum=0.9)
     for _ in range(3):
         subject.forward_and_backward(feed)
@@ -254,23 +252,23 @@ def optimizer(subject: Subject) -> Observation:
 
 
 def _each(subject: Subject, feeds: Any, *, backward: bool = True) -> Observation:
-    found: Observation = {}
+    observed: Observation = {}
     for feed, inputs in feeds.items():
         if backward:
             seen = subject.forward_and_backward(inputs)
-            found[Group(f"{feed} gradient", gradient=True)] = seen["gradients"]
-            found[Group(f"{feed} output", output=True)] = seen["outputs"]
+            observed[Group(f"{feed} gradient", gradient=True)] = seen["gradients"]
+            observed[Group(f"{feed} output", output=True)] = seen["outputs"]
         else:
             with torch.no_grad():
-                found[Group(f"{feed} output", output=True)] = tensors_in(subject.forward(inputs))
-    return found
+                observed[Group(f"{feed} output", output=True)] = tensors_in(subject.forward(inputs))
+    return observed
 
 
 def _same(one: Observation, other: Observation) -> bool:
     return all(torch.equal(tensor, other[group][name]) for group in one for name, tensor in one[group].items())
 
 
-# ------------------------------------------------------------------------------------------------ where they apply
+# Whether checks apply
 
 
 def takes_labels(subject: Subject) -> bool:
@@ -278,15 +276,15 @@ def takes_labels(subject: Subject) -> bool:
 
 
 def labels_for(subject: Subject) -> dict[str, torch.Tensor]:
-    """Random labels for each feed, of a class that takes them: one per row of its logits."""
-    known, found = conventions(), dict[str, torch.Tensor]()
+    """Return random labels for each feed of a class that takes them: one per row of its logits."""
+    names, labels = conventions(), dict[str, torch.Tensor]()
     for feed, inputs in calls_the_model(subject.feeds).items():
         with torch.no_grad():
-            logits = tensors_in(subject.forward(inputs)).get(known.logits)
-        if logits is not None and logits.dim() > 1 and logits.shape[-1] > 1 and known.targets not in inputs:
+            logits = tensors_in(subject.forward(inputs)).get(names.logits)
+        if logits is not None and logits.dim() > 1 and logits.shape[-1] > 1 and names.targets not in inputs:
             generator = torch.Generator().manual_seed(3)
-            found[feed] = torch.randint(logits.shape[-1], logits.shape[:-1], generator=generator).to(logits.device)
-    return found
+            labels[feed] = torch.randint(logits.shape[-1], logits.shape[:-1], generator=generator).to(logits.device)
+    return labels
 
 
 def _no_labels(subject: Subject) -> str:
@@ -320,19 +318,19 @@ def _no_cache(subject: Subject) -> str:
 
 
 def _trains_alike(subject: Subject) -> str:
-    """Has the model no code of its own for training, and gives the same in that mode, and leaves the same behind?"""
+    """Return why training mode need not be checked: no training-only code, and equal outputs and buffers; else ""."""
     if has_training_paths(subject.model):
         return ""
     runs: list[list[torch.Tensor]] = []
     for mode in (False, True):
-        one = replace(subject, model=copied(subject.model).train(mode))
+        twin = replace(subject, model=copied(subject.model).train(mode))
         try:
-            with _dropout_at(one.model, 0.0):
+            with _dropout_at(twin.model, 0.0):
                 subject.seed(1)
-                given = [tensors_in(one.forward(inputs)) for inputs in calls_the_model(one.feeds).values()]
-        except CANNOT_RUN:  # the check itself says why
+                outputs = [tensors_in(twin.forward(inputs)) for inputs in calls_the_model(twin.feeds).values()]
+        except CANNOT_RUN:  # the check itself reports why
             return ""
-        runs.append([tensor for found in given for tensor in found.values()] + list(one.model.buffers()))
+        runs.append([tensor for result in outputs for tensor in result.values()] + list(twin.model.buffers()))
     return SAME if len(runs[0]) == len(runs[1]) and all(map(torch.equal, *runs)) else ""
 
 
@@ -345,8 +343,8 @@ def _sparse(subject: Subject) -> str:
     return "its tables have sparse gradients, which AdamW does not take" if next(tables, None) is not None else ""
 
 
-# What is saved is looked at first: a forward may write into weights, and only ranks go on with what it wrote. The
-# checks that follow run on what was loaded back.
+# The state dict comes early: a forward may write into weights, and only ranks go on with what it wrote. Later checks
+# run on the state that was loaded back.
 CHECKS = (
     Check("parameters", "every rank's parameters, gathered, are the original's", parameters),
     Check("state_dict", "saved names, shapes and values; a plain checkpoint loads back", state_dict),
@@ -361,13 +359,13 @@ CHECKS = (
 )
 
 
-# ------------------------------------------------------------------------------------------------ the verdict
+# The verdict
 
 
 def judge(
     check: Check, reference: Observation, ranks: list[Observation], tolerance: Tolerance
 ) -> tuple[list[Finding], dict[Group, dict[str, float]]]:
-    """Findings, and the worst error of every tensor by group."""
+    """Return findings, and the worst error of every tensor by group."""
     findings: list[Finding] = []
     errors: dict[Group, dict[str, float]] = {}
     random = bool(reference.get(NOISE))
@@ -377,7 +375,7 @@ def judge(
         if group.drawn:
             findings += laws_of_draws(reference.get(group, {}), [rank[group] for rank in ranks])
             continue
-        if group.fixed and group not in reference:  # it draws what cannot be fixed
+        if group.fixed and group not in reference:  # it has draws that cannot be fixed
             continue
         between_ranks = not group.fixed and (random or group.between_ranks)
         want = ranks[0][group] if between_ranks else reference.get(group, {})
@@ -385,7 +383,7 @@ def judge(
         name = "gradients" if group.gradient and check.name == "forward" else check.name
         got = [rank[group] for rank in ranks]
         more, errors[group] = compare(name, what, want, got, tolerance, missing_is_zero=group.gradient)
-        if group in ADVICE:  # the model is exact, a tool next to it is not
+        if group in ADVICE:  # the model is exact, but torch's own tool is not
             more = [replace(finding, level="warn", hint=ADVICE[group]) for finding in more]
         findings += more
     return findings, errors

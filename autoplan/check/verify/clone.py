@@ -1,8 +1,7 @@
-"""What is verified in place of a model: a tiny clone with random weights, and calls that exercise it.
+"""Make what is verified in place of a model: a tiny clone with random weights, and calls that exercise it.
 
-In double precision wherever that can be had, so that what differs is a bug and not rounding. Code that asks for single
-precision inside is given double (`patches/seeding.py`); only what cannot be traced so is checked in single
-precision.
+In double precision if possible, so that a difference is a bug and not rounding. Code that asks for single precision
+inside gets double (`patches/seeding.py`); only what cannot be traced that way is checked in single precision.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from autoplan.hf.inputs.make import make_inputs
 from autoplan.patches.seeding import Lifted
 from autoplan.values import Plan
 
-_OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
+_OWN_CLONE = 3_000_000  # most parameters of a module that is verified itself
 
 
 @dataclass(frozen=True)
 class Clone:
-    """What is verified: a tiny model, the calls to make, and the same calls with another batch and length.
+    """A tiny model to verify, the calls to make, and the same calls with another batch and length.
 
-    `planned`: the calls that its plan is made from, those of the others among them that take another way. `outside`:
-    what a run changes in the modules of its code.
+    `planned`: the calls that its plan is made from, with those of the others that take another path. `outside`: what a
+    run changes in the Python modules of its code.
     """
 
     model: Any
@@ -45,16 +44,16 @@ class Clone:
     note: str
     planned: Mapping[str, Any]
     outside: tuple[str, ...] = ()
-    ranks: tuple[int, int] | None = None  # those that its sizes were fitted to (`Source.ranks`)
-    recorded: dict[str, Any] = field(default_factory=dict, compare=False)  # its run, once for every plan that is tried
+    ranks: tuple[int, int] | None = None  # ranks that its sizes were fitted to (`Source.ranks`)
+    recorded: dict[str, Any] = field(default_factory=dict, compare=False)  # its run, shared by all plans tried
 
 
 def clone_of(source: Any) -> Clone:
-    """A tiny model to verify: shrunk less where the smallest cannot be built or run."""
+    """Return a tiny model to verify, shrunk less if the smallest cannot be built or run."""
     refusal: AutoplanError | None = None
-    for one in source.ever_larger():
+    for candidate in source.ever_larger():
         try:
-            return _clone_at_size(one)
+            return _clone_at_size(candidate)
         except AutoplanError as error:
             refusal = refusal or error
     assert refusal is not None
@@ -62,7 +61,7 @@ def clone_of(source: Any) -> Clone:
 
 
 def _clone_at_size(source: Any) -> Clone:
-    """In double precision, or in single where the model refuses that, or else in its own."""
+    """Return a clone in double precision, in single if the model refuses that, or else in its own dtype."""
     refusal = ""
     for dtype in tried_dtypes(source.module):
         model, note = _built(source, dtype)
@@ -89,7 +88,7 @@ def _clone_at_size(source: Any) -> Clone:
 
 
 def _traced(source: Any, model: Any, feeds: Mapping[str, Any]) -> bool:
-    """Can all its paths be traced as they are, with nothing given double precision?"""
+    """Return whether all its paths can be traced unchanged, without lifting anything to double precision."""
     if _calls(_made(source, model, 2, 10)) < len(calls_the_model(feeds)):
         return False
     try:
@@ -100,7 +99,7 @@ def _traced(source: Any, model: Any, feeds: Mapping[str, Any]) -> bool:
 
 
 def _needs_lifting(model: Any, feeds: Mapping[str, Any]) -> bool:
-    """Does it run only where what asks for single precision is given double? Raises if it does not run even so."""
+    """Return whether it runs only if code that asks for single precision gets double; raise if it fails even then."""
     lifted = False
     with torch.no_grad():
         for feed in feeds.values():
@@ -125,22 +124,22 @@ def _built(source: Any, dtype: Any) -> tuple[Any, str]:
 
 
 def is_small_and_real(model: Any) -> bool:
-    """Is it verified itself?"""
+    """Return whether a model is verified itself, not as a clone."""
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters) <= _OWN_CLONE and not any(p.is_meta for p in parameters)
 
 
 def feeds_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str, Any]:
-    """The calls that exercise a clone of a source, in the clone's own dtype.
+    """Return the calls that exercise a clone of a source, in the clone's own dtype.
 
-    Where a path does not run it is tried in single precision too, which models are written for.
+    A path that does not run is tried in single precision too, for which models are written.
     """
-    made = _made(source, model, batch, length)
-    if made.notes:
+    example = _made(source, model, batch, length)
+    if example.notes:
         probe = copied(model)
         cast_numbers(probe, torch.float32)
-        made = max(made, _made(source, probe, batch, length), key=_calls)
-    return inputs_in(working_dtype(model), made.feeds)
+        example = max(example, _made(source, probe, batch, length), key=_calls)
+    return inputs_in(working_dtype(model), example.feeds)
 
 
 def _made(source: Any, model: Any, batch: int, length: int) -> Any:
@@ -152,22 +151,22 @@ def _calls(made: Any) -> int:
     return len(calls_the_model(made.feeds))
 
 
-# At which sizes a tiny clone is tried: those of the plan, or others that leave as much on a rank.
+# Sizes at which a tiny clone is tried: those of the plan, or others with as much on each rank.
 #
-# A plan for 64 ranks is tried on few. Code may branch on what a rank holds: on one head where the plan leaves one, on
-# several where it leaves several. So a model that is its own clone is tried on as many ranks as its plan is for, up to
-# a bound. A clone that is made from a config gets as many heads and experts as leave on a rank what the plan leaves.
+# A plan for 64 ranks is tried on few. Code may branch on what a rank holds: one head, or several. So a model that is
+# its own clone is tried on as many ranks as its plan is for, up to a bound. A clone that is made from a config has
+# numbers of heads and experts that leave on each rank what the plan leaves.
 
 if TYPE_CHECKING:
     from autoplan.hf.source import Source
 
-_FEW, _MOST = 4, 8  # ranks on which a clone is tried where one of them holds a single unit; and at most
-_LARGEST = 60_000_000  # numbers in the copies of all ranks, of a model that is its own clone
+_FEW, _MOST = 4, 8  # ranks for a clone with a single unit on one of them; most ranks for any
+_LARGEST = 60_000_000  # most parameters in the copies of all ranks of a model that is its own clone
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Over how many ranks the clone is sharded, and what they are: of tp, holding whole experts or not, and of cp."""
+    """The numbers of ranks that a clone is sharded over: of tp, of ep (equal to tp if both are used), and of cp."""
 
     tp: int
     ep: int = 1
@@ -175,12 +174,12 @@ class Sizes:
 
     @staticmethod
     def of_plan(plan: Plan, ep_size: int | None = None) -> Sizes:
-        """Those that a plan is for."""
+        """Return the sizes of a plan."""
         return Sizes(plan.tp_size, ep_size if plan.tp_size == 1 and ep_size else plan.ep_size, plan.cp_size)
 
     @staticmethod
     def of(tp_size: int, ep_size: int | None, plan: Plan | None, cp_size: int = 1) -> Sizes:
-        """As given; else as in a plan, at this many ranks."""
+        """Return the sizes as given; with a plan, sizes of the same kinds at this number of ranks."""
         check_count("tp_size", tp_size)
         check_count("cp_size", cp_size)
         if cp_size > 1 or (plan is not None and plan.cp_size > 1):
@@ -198,7 +197,7 @@ class Sizes:
 
     @staticmethod
     def of_mesh(mesh: Any, ep_size: int | None, plan: Plan | None) -> Sizes:
-        """The sizes of real ranks: of a dim "tp", of a dim "ep" where nothing but experts is split, or of "cp"."""
+        """Return the sizes of real ranks: of the dim "tp", of "ep" if only experts are split, or of "cp"."""
         if "cp" in mesh.mesh_dim_names:
             return Sizes(mesh["tp"].size() if "tp" in mesh.mesh_dim_names else 1, 1, mesh["cp"].size())
         if "tp" in mesh.mesh_dim_names or "ep" not in mesh.mesh_dim_names:
@@ -214,22 +213,23 @@ class Sizes:
         return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or f"tp={self.tp}"
 
     def at(self, ranks: int) -> Sizes:
-        """The same kinds of ranks, and so many of each; of two kinds at least two of each."""
+        """Return the same kinds of sizes for so many ranks; with two kinds, at least two ranks of each."""
         both = self.cp > 1 and self.ranks > self.cp
         each = max(2, ranks // 2) if both else ranks
-        return Sizes(*(one if one == 1 else min(one, each) if both else each for one in (self.tp, self.ep, self.cp)))
+        return Sizes(*(n if n == 1 else min(n, each) if both else each for n in (self.tp, self.ep, self.cp)))
 
 
 def tried_sizes(source: Source, sizes: Sizes, *, own: bool = False) -> tuple[tuple[Source, Sizes], ...]:
-    """On how many ranks a plan of these sizes is tried, and with which clone; the next where that cannot be done.
+    """Return the clones and numbers of ranks at which a plan is tried; the next is for when one cannot be run.
 
-    `own`: on as many as it is for, up to a bound; else a clone from a config is tried on as few as show the same.
+    `own`: try as many ranks as the plan is for, up to a bound; else a config's clone is tried on as few as show the
+    same.
     """
     few = (source, sizes.at(min(sizes.ranks, 2)))
-    # How many numbers a model has that is its own clone; 0: it is none.
-    given = source.given
-    itself = given is not None and (is_small_and_real(given) or source.own_clone)
-    if numbers := (sum(parameter.numel() for parameter in given.parameters()) if given is not None and itself else 0):
+    # the parameters of a model that is its own clone; 0 if it is none
+    module = source.given
+    itself = module is not None and (is_small_and_real(module) or source.own_clone)
+    if numbers := (sum(parameter.numel() for parameter in module.parameters()) if module is not None and itself else 0):
         fits = 2 < sizes.ranks <= _MOST and numbers * sizes.ranks <= _LARGEST
         return ((source, sizes), few) if fits else (few,)
     single = source.leaves_single_units(sizes.ranks)
@@ -239,7 +239,7 @@ def tried_sizes(source: Source, sizes: Sizes, *, own: bool = False) -> tuple[tup
     return (replace(source, ranks=(sizes.ranks, ranks)), sizes.at(ranks)), few
 
 
-# ------------------------------------------------------------------------------- a mesh to simulate, as text
+# A mesh to simulate, as text
 
 NAMES = ("dp", "dp_shard", "fsdp", "dp_shard_cp", "dp_replicate", "tp", "ep", "cp")
 
@@ -269,7 +269,7 @@ class MeshSizes:
 
     @property
     def split_size(self) -> int:
-        """Ranks that see one batch."""
+        """The number of ranks that share one batch."""
         return self.tp_size * self.ep_size * self.cp_size
 
     @property
@@ -281,7 +281,7 @@ class MeshSizes:
 
 
 def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
-    """`dp=2,tp=2` as names and sizes; cp comes after data-parallel ranks, and tp (or ep) last.
+    """Parse `dp=2,tp=2` into names and sizes; cp comes after data-parallel ranks, and tp (or ep) last.
 
     >>> parse_mesh("tp=2,dp=4")
     MeshSizes(names=('dp', 'tp'), sizes=(4, 2))

@@ -1,8 +1,8 @@
-"""How wrong is a sharded model? One error measure, and findings that name the tensor and the size of its error.
+"""Measure how far off a sharded model is: one error measure, and findings with the tensor and the size of its error.
 
 A gradient may be zero for mathematical reasons (a key's bias under softmax), so its error is measured against its own
 size plus a small part of the largest tensor of its kind: `|got - want|max / (|want|max + 1e-4 * max over all |want|)`.
-Comparing every gradient on every rank is what finds missing reductions: forward results are exact without them.
+Missing reductions are found by comparing every gradient on every rank: forward results are exact without them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLOOR = 1e-4
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest error that still counts as equal. In single precision sums in another order already differ."""
+    """The largest error that still counts as equal. In single precision, sums in another order differ already."""
 
     limit: float
     precision: str
@@ -32,7 +32,7 @@ SINGLE = Tolerance(2e-3, "float32")
 
 
 _IN_HALF = {
-    torch.bfloat16: Tolerance(6e-2, "bfloat16"),  # rounding hides small mistakes; a missing sum it does not
+    torch.bfloat16: Tolerance(6e-2, "bfloat16"),  # rounding hides small mistakes, but no missing sum
     torch.float16: Tolerance(1e-2, "float16"),
 }
 
@@ -42,14 +42,14 @@ def tolerance_for(dtype: torch.dtype) -> Tolerance:
 
 
 def error_of(got: torch.Tensor, want: torch.Tensor, largest: float) -> float:
-    """The error measure above; infinite when shapes or the places of infinities and NaN differ."""
+    """Return the error measure above; infinity if shapes or the positions of infinities and NaN differ."""
     if got.shape != want.shape:
         return float("inf")
     if not want.numel():
         return 0.0
     got, want = _comparable(got), _comparable(want)
     difference, top = float((got - want).abs().max()), float(want.abs().max())
-    if math.isfinite(difference) and math.isfinite(top):  # so everything is
+    if math.isfinite(difference) and math.isfinite(top):  # then everything is finite
         return _relative(difference, top, largest)
     finite = torch.isfinite(want)
     if not bool((torch.isfinite(got) == finite).all()) or not _same_infinities(got[~finite], want[~finite]):
@@ -78,7 +78,7 @@ def compare(
     *,
     missing_is_zero: bool = False,
 ) -> tuple[list[Finding], dict[str, float]]:
-    """Every tensor of every rank against the unsharded model's: findings, and the worst error of each name."""
+    """Compare every tensor of every rank with the unsharded model's; return findings and the worst error by name."""
     largest = max((largest_of(tensor) for tensor in want.values()), default=0.0)
     findings: list[Finding] = []
     errors: dict[str, float] = {}
@@ -87,8 +87,8 @@ def compare(
             findings.append(_not_comparable(check, what, name))
             continue
         pairs = [(rank.get(name), want.get(name)) for rank in ranks]
-        found = [_error(got, wanted, largest, missing_is_zero) for got, wanted in pairs]
-        worst = max((error, number) for number, error in enumerate(found))
+        errors_by_rank = [_error(got, wanted, largest, missing_is_zero) for got, wanted in pairs]
+        worst = max((error, number) for number, error in enumerate(errors_by_rank))
         errors[name] = worst[0]
         if not worst[0] <= tolerance.limit:
             text = _wrong(worst, [rank.get(name) for rank in ranks], want.get(name), tolerance)
@@ -97,12 +97,12 @@ def compare(
 
 
 def _error(got: torch.Tensor | None, want: torch.Tensor | None, largest: float, missing_is_zero: bool) -> float:
-    there = got if got is not None else want
-    if there is None:
+    present = got if got is not None else want
+    if present is None:
         return 0.0
     if (got is None or want is None) and not missing_is_zero:
         return float("inf")
-    zeros = torch.zeros_like(there)
+    zeros = torch.zeros_like(present)
     return error_of(zeros if got is None else got, zeros if want is None else want, largest)
 
 
@@ -111,7 +111,7 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def largest_of(tensor: torch.Tensor) -> float:
-    """The largest finite absolute value; 0 if there is none."""
+    """Return the largest finite absolute value; 0 if there is none."""
     values = _comparable(tensor).abs()
     if values.numel() and math.isfinite(top := float(values.max())):
         return top

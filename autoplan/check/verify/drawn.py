@@ -1,9 +1,9 @@
-"""What a run draws at random: is it drawn as it must be, and is all else right?
+"""Check what a run draws at random, and everything computed from it.
 
-The problem: no run says what random numbers must be. But laws do. Of a value that is whole, every rank draws the same
-numbers: its generator stands where the others' do. Of a value that is cut, each rank draws numbers of its own, which
-tell nothing of the others', and which together are distributed as the unsharded model's. And where random numbers are
-replaced by fixed ones (`FixedNoise`), all that is made of them can be compared with the unsharded model.
+The problem: no run says what random numbers are right. But laws do. Of a replicated value, every rank draws the same
+numbers: its generator is in the same state as the others'. Of a sharded value, each rank draws numbers that are
+independent of the others', and together distributed as the unsharded model's. And if random numbers are replaced by
+fixed ones (`FixedNoise`), everything computed from them can be compared with the unsharded model.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from autoplan.execute import random_streams
 from autoplan.values import Finding
 
-RUNS = 6  # forwards that are looked at
-FEWEST = 64  # numbers of one rank, over all runs, of which anything is said
-_MOST = 4096  # numbers of one draw that are kept
-_FAR = 6.0  # standard errors: the law is broken by chance in less than one of 10^8 draws
-_STAND_IN = 0.625  # what is drawn between 0 and 1
+RUNS = 6  # forwards that are recorded
+FEWEST = 64  # fewest numbers of one rank, over all runs, for a statistical test
+_MOST = 4096  # most numbers of one draw that are kept
+_FAR = 6.0  # standard errors: fewer than one of 10^8 draws are that far off by chance
+_STAND_IN = 0.625  # stands for any number between 0 and 1
 
 
 class _AtDraws(TorchDispatchMode):
@@ -39,8 +39,8 @@ class _AtDraws(TorchDispatchMode):
         before = random_streams.get_state()
         result = func(*args, **kwargs)
         if random_streams.unlike(random_streams.get_state(), before) != random_streams.Generators(None):
-            given = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-            self.drew(func.overloadpacket.__name__, before, given, result)
+            named = {arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+            self.drew(func.overloadpacket.__name__, before, named, result)
         return result
 
     def drew(self, name: str, before: random_streams.Generators, given: dict[str, Any], result: Any) -> None:
@@ -48,7 +48,7 @@ class _AtDraws(TorchDispatchMode):
 
 
 class Draws(_AtDraws):
-    """Notes each draw: which op, where the generator stood, how many numbers, and the first of them."""
+    """Records each draw: the op, the state of the generator, how many numbers, and the first of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,27 +58,27 @@ class Draws(_AtDraws):
         drawn = _numbers(result)
         if drawn is not None:
             with _disable_current_modes():
-                kept = drawn.detach().flatten()[:_MOST].to(torch.float64, copy=True)
-            self.found.append((name.strip("_"), random_streams.number_of(before), drawn.numel(), kept))
+                first = drawn.detach().flatten()[:_MOST].to(torch.float64, copy=True)
+            self.found.append((name.strip("_"), random_streams.number_of(before), drawn.numel(), first))
 
     def observed(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each draw as tensors by name: where it stood and how many numbers it is, in front of them."""
-        for number, (name, place, count, kept) in enumerate(self.found):
-            yield f"{number} {name}", torch.cat([torch.tensor([place, count], dtype=torch.float64), kept.cpu()])
+        """Yield each draw as a named tensor: generator state and count, then the numbers."""
+        for number, (name, place, count, first) in enumerate(self.found):
+            yield f"{number} {name}", torch.cat([torch.tensor([place, count], dtype=torch.float64), first.cpu()])
 
 
 def _numbers(result: Any) -> torch.Tensor | None:
-    """What was drawn: of several results the last, which is a dropout's mask."""
-    found = [one for one in (result if isinstance(result, tuple | list) else [result]) if isinstance(one, torch.Tensor)]
-    return found[-1] if found and not found[-1].is_complex() else None
+    """Return the drawn tensor: of several results the last, which is a dropout's mask."""
+    drawn = [one for one in (result if isinstance(result, tuple | list) else [result]) if isinstance(one, torch.Tensor)]
+    return drawn[-1] if drawn and not drawn[-1].is_complex() else None
 
 
-# ------------------------------------------------------------------------------------------------ the laws
+# The laws
 
 
 def laws_of_draws(alone: Mapping[str, torch.Tensor], ranks: list[Mapping[str, torch.Tensor]]) -> list[Finding]:
-    """Findings about the draws of several runs; `alone`: the unsharded model's. Runs that draw otherwise (a layer that
-    is skipped by chance) cannot be held against each other, and a finding says so."""
+    """Return findings about the draws of several runs; `alone`: the unsharded model's. Runs with different draws (a
+    layer skipped at random) cannot be compared, and a finding says so."""
     names = list(alone)
     if any(list(rank) != names for rank in ranks):
         if any(list(rank) != list(ranks[0]) for rank in ranks):
@@ -97,7 +97,7 @@ def laws_of_draws(alone: Mapping[str, torch.Tensor], ranks: list[Mapping[str, to
 
 
 def _distributed(alone: Mapping[str, torch.Tensor], ranks: list[Mapping[str, torch.Tensor]]) -> Iterator[Finding]:
-    """Are the numbers of parts independent of each other, and distributed as the unsharded model's?"""
+    """Yield findings if numbers of shards depend on each other, or are distributed otherwise than unsharded ones."""
     for site, names in _sites(alone).items():
         if all(int(rank[names[0]][1]) == int(alone[names[0]][1]) for rank in ranks):
             continue
@@ -105,8 +105,8 @@ def _distributed(alone: Mapping[str, torch.Tensor], ranks: list[Mapping[str, tor
         of_ranks = [torch.stack([rank[name][2:least] for name in names]) for rank in ranks]
         if of_ranks[0].numel() < FEWEST or len(names) < 2:
             continue
-        for number, one in enumerate(of_ranks[1:], 1):
-            related = _agreement(of_ranks[0], one)
+        for number, numbers in enumerate(of_ranks[1:], 1):
+            related = _agreement(of_ranks[0], numbers)
             if abs(related) > _FAR:
                 text = f"what rank {number} draws follows from what rank 0 draws ({related:.0f} standard errors)"
                 yield _broken(site, text)
@@ -119,7 +119,7 @@ def _distributed(alone: Mapping[str, torch.Tensor], ranks: list[Mapping[str, tor
 
 
 def _sites(alone: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """The names of the draws at each place, one for each run."""
+    """Return the names of the draws at each place, one for each run."""
     sites: dict[str, list[str]] = {}
     each = len(alone) // RUNS
     for at, name in enumerate(alone):
@@ -130,15 +130,15 @@ def _sites(alone: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
 
 
 def _agreement(one: torch.Tensor, other: torch.Tensor) -> float:
-    """How often numbers are on the same side of their own mean over the runs, in standard errors. (Signs have a
-    variance, which not all that is drawn has.)"""
+    """Return how often numbers are on the same side of their means over the runs, in standard errors. (Signs have a
+    variance; some distributions have none.)"""
     sides = ((one - one.mean(0)).sign() * (other - other.mean(0)).sign()).flatten()
     error = float(sides.square().sum()) ** 0.5
     return float(sides.sum()) / error if error else 0.0
 
 
 def _distance(want: torch.Tensor, have: torch.Tensor) -> float:
-    """By how much the numbers below each quartile are more or fewer, in standard errors of both samples."""
+    """Return the largest difference in the share of numbers below a quartile, in standard errors of both samples."""
     worst = 0.0
     for quartile in want.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=want.dtype)):
         below = [float((part <= quartile).double().mean()) for part in (want, have)]
@@ -153,13 +153,13 @@ def _broken(draw: str, what: str) -> Finding:
     return Finding("dropout", "error", "", f"draw {draw}: {what}", hint)
 
 
-# ------------------------------------------------------------------------------------------------ fixed noise
+# Fixed noise
 
 
 class FixedNoise(_AtDraws):
-    """Random ops give fixed numbers, the same at every position: what is made of them can be compared.
+    """Replaces random numbers by fixed ones, equal at every position, so that results can be compared.
 
-    Masks keep everything, permutations and choices are the first ones. `unknown`: ops that were left as they are.
+    Masks keep everything, permutations and choices are the first ones. `unknown`: ops that were left random.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class FixedNoise(_AtDraws):
             self.unknown.add(name)
             return
         if name.endswith("_"):
-            given.pop("self")  # holds the result by now
+            given.pop("self")  # holds the result already
         with torch.no_grad():
             fix(result, given)
 
@@ -218,7 +218,7 @@ def _first_choices(x: torch.Tensor, given: dict[str, Any]) -> None:
 
 
 def _leaky(x: torch.Tensor, given: dict[str, Any]) -> None:
-    """Of `rrelu_with_noise`, whose noise is kept for backward."""
+    """Fix `rrelu_with_noise`, whose noise is saved for backward."""
     slope, below = (given["lower"] + given["upper"]) / 2, given["self"] <= 0
     given["noise"].copy_(torch.where(below, slope, 1.0))
     x.copy_(given["self"] * given["noise"])

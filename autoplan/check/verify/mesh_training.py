@@ -1,10 +1,10 @@
-"""Does training on a mesh, data parallel and tensor parallel, equal training on one device?
+"""Compare training on a mesh, data parallel and tensor parallel, with training on one device.
 
-Every data-parallel rank gets another batch, of another shape where there is one: a missing average over ranks, an
-average in place of a sum, or a gradient that only one rank has would hide behind equal batches. The unsharded model
-sees all batches and averages. Compared are the loss of each step, the gradients of the first, the global norm before
-each clipping, the parameters after three steps, and those of a run that was saved after two steps, rebuilt from other
-weights, and resumed.
+Every data-parallel rank gets another batch, of another shape if there is one: a missing average over ranks, an average
+in place of a sum, or a gradient on one rank only would hide behind equal batches. The unsharded model sees all batches
+and averages. Compared are the loss of each step, the gradients of the first, the global norm before each clipping, the
+parameters after three steps, and those of a run that was saved after two steps, rebuilt from other weights, and
+resumed.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from autoplan.values import Finding, Plan
 STEPS, SAVED_AFTER = 3, 2
 _LOSS, _NORM, _FIRST = Group("loss"), Group("norm"), Group("first gradient", gradient=True)
 _AFTER, _RESUMED = Group("parameter after three steps"), Group("resumed parameter")
-KINDS = {"": False, " with checkpointing": True}  # what is appended to a check's name: activation checkpointing
+KINDS = {"": False, " with checkpointing": True}  # suffix of a check's name -> activation checkpointing
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What a rank needs: the model, what each data-parallel rank is fed, how to step, where to save."""
+    """Everything that a rank needs: the model, the batch of each data-parallel rank, how to step, where to save."""
 
     model: nn.Module
     batches: tuple[Inputs, ...]
@@ -57,8 +57,8 @@ class _Job:
     max_norm: float
     rate: float
     folder: str
-    lifted: bool = False  # is what it computes in single precision inside computed in double?
-    other: nn.Module | None = None  # the model with other weights, to be resumed
+    lifted: bool = False  # computations in single precision are done in double
+    other: nn.Module | None = None  # the model with other weights, for the resumed run
 
 
 @on_reference_path()
@@ -72,9 +72,9 @@ def check_training(
     engine: Engine = "threads",
     timeout: float = 180.0,
 ) -> tuple[list[Finding], tuple[str, ...]]:
-    """Findings, and the names of the checks that were made."""
+    """Return findings, and the names of the checks that were made."""
     feeds = calls_the_model(feeds)
-    name = max(feeds, key=lambda feed: len(feeds[feed]))  # with pictures, where there are any
+    name = max(feeds, key=lambda feed: len(feeds[feed]))  # the one with images, if any
     shapes = [feeds[name], others.get(name, feeds[name])]
     batches = tuple(shapes[place % 2] for place in range(mesh.data_size))
     lifted = can_be_lifted(Subject(copied(model).eval(), feeds))
@@ -102,11 +102,11 @@ def _dtype(model: nn.Module) -> torch.dtype:
     return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
 
 
-# ------------------------------------------------------------------------------------------------ one device
+# One device
 
 
 def _reference(model: nn.Module, batches: Sequence[Inputs], lifted: bool) -> tuple[Observation, float, float]:
-    """What is right; and the clipping norm and rate that make each step count."""
+    """Return the right results, and a clipping norm and learning rate that make each step count."""
     with random_streams.fork():
         subject = Subject(copied(model).eval(), {}, lifted=lifted)
         subject.backward(_mean_loss(subject, batches))
@@ -131,7 +131,7 @@ def _reference(model: nn.Module, batches: Sequence[Inputs], lifted: bool) -> tup
 
 
 def _mean_loss(subject: Subject, batches: Sequence[Inputs]) -> torch.Tensor:
-    """The average over batches; equal batches are run once."""
+    """Return the average loss over batches; equal batches are run once."""
     total: torch.Tensor | float = 0.0
     for batch in {id(b): b for b in batches}.values():
         share = sum(other is batch for other in batches) / len(batches)
@@ -152,7 +152,7 @@ def _optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(wanted, lr=rate, momentum=0.9)
 
 
-# ------------------------------------------------------------------------------------------------ on the ranks
+# On the ranks
 
 
 def _run(job: _Job, engine: Engine, timeout: float) -> list[Observation]:
@@ -165,7 +165,7 @@ def _run(job: _Job, engine: Engine, timeout: float) -> list[Observation]:
 
     if engine == "gloo":
         return run_processes(_on_rank, (own(),), job.mesh.ranks, timeout=timeout)
-    jobs = [own() for _ in range(job.mesh.ranks)]  # copied here: threads must not run a model's deepcopy at once
+    jobs = [own() for _ in range(job.mesh.ranks)]  # copied here: threads must not deepcopy a model concurrently
     return run_ranks(lambda rank: _on_rank(rank, jobs[rank]), job.mesh.ranks, engine=engine, timeout=timeout)
 
 
@@ -200,7 +200,7 @@ def _step(subject: Subject, optimizer: Any, batch: Inputs, job: _Job, mesh: Any,
     if step == 0:
         seen[_FIRST] = subject.gradients()
     seen[_NORM][f"step {step}"] = clip_gradients(subject.model, job.max_norm)
-    seen[_LOSS][f"step {step}"] = all_reduce_over(loss.detach(), mesh) / mesh.size()  # those of a tp group are alike
+    seen[_LOSS][f"step {step}"] = all_reduce_over(loss.detach(), mesh) / mesh.size()  # equal within a tp group
     optimizer.step()
 
 

@@ -1,4 +1,4 @@
-"""What every rank sees of a sharded model: a copy is sharded there, and goes through the checks one after the other.
+"""Run a sharded model on every rank: a copy is sharded there, and goes through the checks one after the other.
 
 Ranks are threads, processes, or real ones that are all here. A check that raises on one of them is a finding, and the
 others are run without it.
@@ -42,19 +42,19 @@ from autoplan.ops.questions import literals_say
 from autoplan.patches.seeding import is_simulated
 from autoplan.values import Finding, Plan, Stack
 
-_TIMEOUT = 120.0  # seconds for all that ranks do at one go
-_VARIANTS = ("attention", "cache")  # of the run that was planned: to refuse one by name is no mistake
+_TIMEOUT = 120.0  # seconds for one run of all ranks
+_VARIANTS = ("attention", "cache")  # variants of the planned run, which a sharded model may refuse by name
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is sharded on a mesh, and how its parameters or gradients come back whole. Picklable for gloo."""
+    """Functions that shard a model on a mesh, and gather its parameters or gradients. Picklable for gloo."""
 
     shard: Callable[[Any, Any], Any]  # (model, mesh) -> the model, sharded
-    gather: Callable[[Any, bool], Mapping[str, Any]]  # (model, gradients?) -> {name: whole tensor}
-    blocks: tuple[str, ...] = ()  # whose communication is measured, on ranks that are threads
-    noted: Callable[[Any], Any] | None = None  # what to know of the sharded model after a step; may raise AutoplanError
-    unread: Callable[[Any], dict[str, tuple[int, ...]]] | None = None  # ranks whose part no gradient reaches, by weight
+    gather: Callable[[Any, bool], Mapping[str, Any]]  # (model, gradients?) -> {name: full tensor}
+    blocks: tuple[str, ...] = ()  # blocks whose communication is measured, on ranks that are threads
+    noted: Callable[[Any], Any] | None = None  # facts about the sharded model after a step; may raise AutoplanError
+    unread: Callable[[Any], dict[str, tuple[int, ...]]] | None = None  # weight -> ranks whose shard has no gradient
 
 
 class CheckFailed(AutoplanError):
@@ -84,7 +84,7 @@ class Job:
 
 
 def observe_all(job: Job, engine: Engine, mesh: Any, budget: Budget) -> tuple[list[Any], list[Finding]]:
-    """What every rank saw. A check that raises becomes a finding and the others are run without it."""
+    """Return every rank's observations. A check that raises becomes a finding and the others are run without it."""
     findings: list[Finding] = []
     while job.checks:
         stage(f"running it on {job.ranks} simulated ranks: {', '.join(job.checks)}")
@@ -99,14 +99,14 @@ def observe_all(job: Job, engine: Engine, mesh: Any, budget: Budget) -> tuple[li
             variant = failed in _VARIANTS and isinstance(cause, CheckFailed) and cause.refused
             findings.append(Finding(failed or "sharding", "warn" if variant else "error", "", text))
             if failed not in job.checks or failed in ("parameters", "forward"):
-                return [], findings  # where these fail, the others would only repeat it
+                return [], findings  # if these fail, the others would only repeat it
             job = replace(job, checks=tuple(name for name in job.checks if name != failed))
     return [], findings
 
 
 def _run(job: Job, engine: Engine, mesh: Any, timeout: float) -> list[Any]:
     if mesh is not None:
-        # The ranks are real and every one of them is here: observe, then tell each other.
+        # Every process is one of the real ranks: observe, then exchange the observations.
         ((name, _),) = job.dims
         group = mesh[name].get_group()
         subject = copy_of(job.subject)
@@ -120,7 +120,7 @@ def _run(job: Job, engine: Engine, mesh: Any, timeout: float) -> list[Any]:
         return everyone
     if engine == "gloo":
         return run_processes(_on_rank, (job,), job.ranks, timeout=timeout)
-    # Copies are made here: deepcopy is Python code of the model's own, and threads would run it at the same time.
+    # Copies are made here: deepcopy may run the model's own Python code, which threads would run concurrently.
     jobs = [replace(job, subject=copy_of(job.subject)) for _ in range(job.ranks)]
     return run_ranks(lambda rank: _on_rank(rank, jobs[rank]), job.ranks, engine=engine, timeout=timeout)
 
@@ -136,15 +136,15 @@ def _on_rank(rank: int, job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _on_host(seen: Any) -> Any:
-    """What was seen, to be compared with what the unsharded model gives there."""
+    """Return observations on the CPU, to be compared with the unsharded model's."""
     return seen.cpu() if isinstance(seen, torch.Tensor) else changed_inside(seen, _on_host)
 
 
 def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Shard the model, run the checks one after the other: their observations, and the collectives of one step."""
+    """Shard the model and run the checks in order; return their observations, and the collectives of one step."""
     try:
         model = replacing(job.subject.model, lambda model: job.sharding.shard(model, mesh))
-    except Exception as error:  # whatever a plan does to a model is a finding about the plan
+    except Exception as error:  # any failure to shard is a finding about the plan
         raise CheckFailed("sharding", said(error)) from error
     subject = replace(job.subject, model=model, gather=job.sharding.gather, rank=rank)
     follows = rank == 0 and has_own_code(model)
@@ -161,7 +161,7 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
                     seen[check.name] = check.run(subject)
             except OutsideError as error:
                 raise CheckFailed(check.name, error.message) from error
-            except Exception as error:  # as above: what the sharded forward raises is the finding
+            except Exception as error:  # as above: any failure of the sharded forward is a finding
                 text = f"the sharded model cannot run: {said(error)}"
                 raise CheckFailed(check.name, text, refused=isinstance(error, AutoplanError)) from error
             if check.name == "forward":
@@ -177,14 +177,14 @@ def _noted(job: Job, subject: Any) -> Any:
 
 
 def _measured(job: Job, subject: Any) -> dict[str, Any]:
-    """What each block moves, where that can be seen: on threads with a tp group alone."""
+    """Return what each block moves, which can be seen only on threads with a single tp group."""
     if not job.sharding.blocks or not is_simulated() or len(job.dims) > 1:
         return {}
     return measured_traffic(subject, job.sharding.blocks)
 
 
 def said(error: Exception) -> str:
-    """An error in one line, with the place where it arose: the last line of the model's code, else of ours."""
+    """Return an error in one line with its place: the last line of the model's code, else of ours."""
     ours = str(Path(__file__).parents[2])
     steps = [step for step in traceback.extract_tb(error.__traceback__) if "/torch/" not in step.filename]
     own = [step for step in steps if not step.filename.startswith(ours)] or steps
@@ -194,15 +194,15 @@ def said(error: Exception) -> str:
 
 
 def attentively(check: Any, model: Any) -> AbstractContextManager[None]:
-    """Looks out for weights that are not the model's, once: other checks run the same code."""
+    """Refuse weights that are not the model's, in one check only: the others run the same code."""
     return refusing_outsiders(model) if check.name == "forward" else nullcontext()
 
 
-# The way a plan shards, handed to the machinery that compares any sharding (`sharded.py`).
+# A plan's sharding, for the code that compares any sharding (`sharded.py`).
 
 
 def mesh_of(plan: Plan) -> dict[str, int]:
-    """The mesh to simulate for a plan."""
+    """Return the mesh to simulate for a plan."""
     split = {"ep" if plan.tp_size < plan.ep_size else "tp": max(plan.tp_size, plan.ep_size)}
     if plan.cp_size == 1:
         return split
@@ -210,7 +210,7 @@ def mesh_of(plan: Plan) -> dict[str, int]:
 
 
 def sharding_of(plan: Plan, *, gather_logits: bool = False, checkpointing: str = "", traffic: bool = True) -> Sharding:
-    """The way a plan shards, for `check_sharding`. `traffic`: what each block moves is measured."""
+    """Return a plan's sharding for `check_sharding`. `traffic`: measure what each block moves."""
     shard = partial(_apply, plan=plan, gather_logits=gather_logits, checkpointing=checkpointing)
     if checkpointing:
         return Sharding(shard, full_tensors, noted=partial(recomputed, stacks=plan.layers))
@@ -224,18 +224,18 @@ def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool, checkpoint
     return shard_model(model, mesh, plan, options)
 
 
-# What exact numbers do not show of a run on ranks: were blocks checkpointed to any use, was every part read?
+# What exact numbers do not show of a run on ranks: whether blocks were checkpointed, and whether every shard was read.
 #
-# Gradients are exact without checkpointing too. And a table whose second half no id looks up, or an expert that gets no
-# token, gives the same however wrongly it is cut. What is read has a gradient, so a part is taken for unread where the
-# unsharded model's gradient is zero all over.
+# Gradients are exact without checkpointing too. And a table whose second half no id indexes, or an expert that gets no
+# token, gives the same results however wrongly it is sharded. A shard that is read has a gradient, so one counts as
+# unread if the unsharded model's gradient is zero everywhere in it.
 
 
 def recomputed(model: Any, stacks: tuple[Stack, ...]) -> tuple[int, int]:
-    """Blocks that hold a checkpoint, and how many of them ran again in a backward since.
+    """Return the number of checkpointed blocks, and how many of them ran again in a backward since.
 
-    All blocks of `stacks` that are trained must hold one. Fewer may run again: nobody waits for the gradient of a block
-    whose output is not used.
+    All blocks of `stacks` that are trained must be checkpointed. Fewer may run again: the gradient of a block whose
+    output is not used is never computed.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     runs = {id(modules[name]): (name, run) for name, run in runs_of(model).items()}
@@ -256,10 +256,10 @@ def recomputed(model: Any, stacks: tuple[Stack, ...]) -> tuple[int, int]:
 
 
 def unread_parts(gradients: Iterable[Mapping[str, torch.Tensor]], *, plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Weights that a plan splits, and the ranks whose part has no gradient in any of these runs."""
+    """Return weights that a plan splits, with the ranks whose shard has no gradient in any of these runs."""
     unread: dict[str, set[int]] = {}
-    for found in gradients:
-        for name, gradient in found.items():
+    for gradients_of_run in gradients:
+        for name, gradient in gradients_of_run.items():
             rule = best_match(plan.runtime.parameters, name)
             if rule is None or rule.dim is None or rule.layout is None or gradient.numel() == 0:
                 continue
@@ -268,22 +268,22 @@ def unread_parts(gradients: Iterable[Mapping[str, torch.Tensor]], *, plan: Plan)
                 others = [dim for dim in range(gradient.dim()) if dim != rule.dim % gradient.dim()]
                 read = (gradient != 0).sum(others) if others else gradient != 0
                 rows = {rank: list(layout.rows(rank, plan.cut_over)) for rank in range(plan.cut_over)}
-                zero = {rank for rank, held in rows.items() if held and not bool(read[held].any())}
+                zero = {rank for rank, own in rows.items() if own and not bool(read[own].any())}
             unread[name] = unread.get(name, zero) & zero
     return {name: tuple(sorted(ranks)) for name, ranks in unread.items() if ranks}
 
 
-# Which modules must stay whole for the rest of a plan to be right? Found by halves, each tried on ranks.
+# Find the modules that must be replicated for the rest of a plan to be right, by bisection on ranks.
 #
 # One wrong cut among sixteen takes about eight trials, two about twice as many; trying each module alone would never
-# find two. What is cut along one axis is one suspect. Cuts that are wrong only together are not told apart: one stays
-# whole.
+# find two. Modules sharded along one axis are one suspect. Of cuts that are wrong only in combination one is
+# replicated.
 
 Group = tuple[str, ...]
 
 
 def cut_together(modules: Sequence[str], still_cut: Callable[[str], set[str]]) -> list[Group]:
-    """Modules by what they share a cut with. `still_cut(module)`: what is still cut when that one stays whole."""
+    """Group modules that share a cut. `still_cut(module)`: the modules still sharded if that one is replicated."""
     groups: list[Group] = []
     for module in modules:
         if not any(module in group for group in groups):
@@ -293,9 +293,9 @@ def cut_together(modules: Sequence[str], still_cut: Callable[[str], set[str]]) -
 
 
 def wrong_cuts(groups: Sequence[Group], is_wrong: Callable[[Group], bool], trials: int) -> Group:
-    """The modules to keep whole. `is_wrong(cut)`: is the plan wrong that cuts these and no others?
+    """Return the modules to replicate. `is_wrong(cut)`: whether the plan that shards these and no others is wrong.
 
-    All of them together are known to be wrong. Out of trials, whatever is not cleared stays whole.
+    All of them together are known to be wrong. When trials run out, every module that is not cleared is replicated.
     """
     return tuple(dict.fromkeys(name for group in _Search(is_wrong, trials).among(groups) for name in group))
 
@@ -305,12 +305,12 @@ class _Search:
         self._is_wrong, self._left = is_wrong, trials
 
     def among(self, suspects: Sequence[Group]) -> Sequence[Group]:
-        """Which of these, that are wrong together, are to blame?"""
+        """Return those to blame among suspects that are wrong together."""
         if len(suspects) < 2 or self._left < 2:
             return suspects
         halves = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
         self._left -= 2
         wrong = [half for half in halves if self._is_wrong(tuple(name for group in half for name in group))]
-        if not wrong:  # each half alone is right
+        if not wrong:  # each half is right by itself
             return halves[1]
         return [group for half in wrong for group in self.among(half)]

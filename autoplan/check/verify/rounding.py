@@ -1,12 +1,12 @@
-"""Is a difference a bug, or rounding? Both sides of the answer, layer by layer.
+"""Tell bugs from rounding, layer by layer.
 
 The problem: in bfloat16 a sharded model never equals the unsharded one, since sums over ranks round differently, and a
 small mistake in a plan looks the same. In float64 rounding is far below every mistake: `verify` decides there. What is
 left is how far apart correct bfloat16 results may lie. So the clone's weights are rounded to bfloat16 once, a float64
 run of these weights says what is right, and each layer's output is measured against it: unsharded, sharded, and the two
-against each other. Both stray from the truth; a sharded model that is right does not stray much further.
+against each other. Both deviate from the truth; a correct sharded model does not deviate much further.
 
-An error is |got - truth| / |truth|, as norms of the whole layer's output.
+An error is |got - truth| / |truth|, as norms of the layer's full output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autoplan.common.random_values import inputs_in
 from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
 from autoplan.values import Plan
 
-_FAR = 4.0  # times further from the truth than the unsharded model: more than another order of sums explains
+_FAR = 4.0  # times further from the truth than the unsharded model: more than the order of sums explains
 _OUTPUT = "output"
 Outputs = dict[str, torch.Tensor]
 
@@ -39,7 +39,7 @@ Outputs = dict[str, torch.Tensor]
 def measure_rounding(
     model: Any, feeds: Mapping[str, Any], plan: Plan, *, exact: bool, engine: Engine = "threads", mesh: Any = None
 ) -> dict[str, Any]:
-    """The verdict ("rounding", "bug", "unclear" or "not measured"), why, and the spread of each layer.
+    """Return the verdict ("rounding", "bug", "unclear" or "not measured"), why, and the spread of each layer.
 
     `exact`: the same plan was found exact in float64.
     """
@@ -58,11 +58,11 @@ def _verdict(layers: Mapping[str, Mapping[str, float]], exact: bool) -> dict[str
         return {"verdict": "bug", "why": "results differ in float64, where rounding is a billion times smaller"}
     if not layers:
         return {"verdict": "not measured", "why": "no layer returned a comparable tensor"}
-    ratios = {name: found["sharded"] / max(found["unsharded"], 1e-12) for name, found in layers.items()}
+    ratios = {name: errors["sharded"] / max(errors["unsharded"], 1e-12) for name, errors in layers.items()}
     worst = max(ratios, key=lambda name: ratios[name])
-    found = layers[worst]
-    numbers = f"{found['sharded']:.1e} sharded, {found['unsharded']:.1e} unsharded"
-    if found["sharded"] > _FAR * found["unsharded"] + 1e-6:
+    errors = layers[worst]
+    numbers = f"{errors['sharded']:.1e} sharded, {errors['unsharded']:.1e} unsharded"
+    if errors["sharded"] > _FAR * errors["unsharded"] + 1e-6:
         return {
             "verdict": "unclear",
             "why": f"exact in float64, but {worst} strays {ratios[worst]:.1f} times as far in bfloat16 ({numbers}); "
@@ -71,7 +71,7 @@ def _verdict(layers: Mapping[str, Mapping[str, float]], exact: bool) -> dict[str
     return {"verdict": "rounding", "why": f"exact in float64; at most {worst} strays further in bfloat16 ({numbers})"}
 
 
-# ------------------------------------------------------------------------------------------------ the three runs
+# The three runs
 
 
 @dataclass(frozen=True)
@@ -87,22 +87,22 @@ def _spread(job: _Job, engine: Engine, mesh: Any) -> dict[str, dict[str, float]]
     truth = _outputs(_in_dtype(half, torch.float64))
     unsharded = _outputs(_in_dtype(half, torch.bfloat16))
     ranks = _on_ranks(half, engine, mesh)
-    found = {}
+    spread = {}
     for name, right in truth.items():
         whole = _together([rank.get(name) for rank in ranks], right)
         if whole is None or name not in unsharded or not bool(torch.isfinite(right).all()):
             continue
         errors = [_error(got, right) for got in whole]
-        found[name] = {
+        spread[name] = {
             "unsharded": _error(unsharded[name], right),
             "sharded": max(errors),
             "apart": max(_error(got, unsharded[name]) for got in whole),
         }
-    return found
+    return spread
 
 
 def _in_dtype(job: _Job, dtype: torch.dtype) -> _Job:
-    """A copy of the model and its inputs in a dtype."""
+    """Return a copy of the model and its inputs in a dtype."""
     return _Job(copied(job.model).eval().to(dtype), inputs_in(dtype, job.feeds), job.plan, job.layers)
 
 
@@ -129,9 +129,9 @@ def _on_rank(rank: int, job: _Job) -> Outputs:
 
 
 def _split_over(mesh: Any, plan: Plan) -> Any:
-    found = tp_mesh_of(mesh, plan)
-    assert found is not None, "a plan for one rank rounds like the model"
-    return found
+    split = tp_mesh_of(mesh, plan)
+    assert split is not None, "a plan for one rank rounds like the model"
+    return split
 
 
 def _sharded(job: _Job, mesh: Any) -> Outputs:
@@ -141,15 +141,15 @@ def _sharded(job: _Job, mesh: Any) -> Outputs:
 
 
 def _outputs(job: _Job) -> Outputs:
-    """What each layer and the model itself returned, in each of its calls."""
+    """Return the outputs of each layer and of the model itself, in each of its calls."""
     seen: Outputs = {}
     with torch.no_grad():
-        for feed, given in job.feeds.items():
+        for feed, inputs in job.feeds.items():
             with _watched(job, feed, seen):
-                result = call(job.model, own(dict(given)))
-            known = conventions()
+                result = call(job.model, own(dict(inputs)))
+            names = conventions()
             for name, tensor in tensors_in(result).items():
-                if name in (known.logits, known.hidden, "output"):
+                if name in (names.logits, names.hidden, "output"):
                     seen[f"{feed}: {_OUTPUT}"] = tensor.detach().to("cpu", torch.float64)
     return seen
 
@@ -171,16 +171,16 @@ def _watched(job: _Job, feed: str, seen: Outputs) -> Iterator[None]:
 
 
 def _together(pieces: Sequence[torch.Tensor | None], right: torch.Tensor) -> list[torch.Tensor] | None:
-    """Each rank's whole output; one, of all pieces, where the stream is cut along the sequence."""
-    found = [piece for piece in pieces if piece is not None]
-    if len(found) < len(pieces) or found[0].dim() != right.dim():
+    """Return each rank's full output; one, concatenated, if the stream is sharded along the sequence."""
+    outputs = [piece for piece in pieces if piece is not None]
+    if len(outputs) < len(pieces) or outputs[0].dim() != right.dim():
         return None
-    if found[0].shape == right.shape:
-        return found
-    cut = [dim for dim in range(right.dim()) if found[0].shape[dim] != right.shape[dim]]
+    if outputs[0].shape == right.shape:
+        return outputs
+    cut = [dim for dim in range(right.dim()) if outputs[0].shape[dim] != right.shape[dim]]
     if len(cut) != 1:
         return None
-    whole = torch.cat(found, cut[0]).narrow(cut[0], 0, right.shape[cut[0]])
+    whole = torch.cat(outputs, cut[0]).narrow(cut[0], 0, right.shape[cut[0]])
     return [whole] if whole.shape == right.shape else None
 
 

@@ -1,8 +1,8 @@
 """Compare any module with itself sharded in any way: the machinery under `verify`.
 
 The unsharded model runs first and says what is right. Then every rank shards a copy and goes through the same checks
-(`on_ranks.py`, `checks.py`), and what it saw is judged. It does not matter here where the sharding comes from: a plan,
-a planted fault, a few hand-written lines in a test.
+(`on_ranks.py`, `checks.py`), and its observations are judged. It does not matter here where the sharding comes from: a
+plan, a planted fault, a few hand-written lines in a test.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autoplan.values import Finding, Report
 CHECK_NAMES = tuple(check.name for check in CHECKS)
 
 
-_ASIDE = ("blocks", "noted", "ways")  # what ranks tell besides collectives
+_ASIDE = ("blocks", "noted", "ways")  # observations of ranks besides collectives
 
 
 def check_sharding(
@@ -48,14 +48,14 @@ def check_sharding(
     dims: Mapping[str, int] | None = None,
     budget: Budget | None = None,
 ) -> Report:
-    """Compare `model` sharded over `tp_size` ranks with itself unsharded, on a copy; weights and dtype as they are.
+    """Compare `model` sharded over `tp_size` ranks with itself unsharded, on a copy; weights and dtype stay.
 
-    `feeds` are the calls to make, by name; `others` the same calls with another batch and length. `dims`: the mesh to
-    simulate, names and sizes, where it has more than the one dim "tp".
+    `feeds` are the calls to make, by name; `others` the same calls with another batch and length. `dims`: names and
+    sizes of the mesh to simulate, if it has more than the one dim "tp".
     """
 
     start, wanted = time.perf_counter(), _chosen(checks)
-    with one_compute_thread(), where_it_runs(model):  # checkpointed blocks run again in backward
+    with one_compute_thread(), where_it_runs(model):  # around backward, too: checkpointed blocks run again there
         subject = _prepared(model, feeds, others or {}, labelled="loss" in wanted)
         stage("running the tiny clone unsharded")
         subject, reference, absent = _observed_unsharded(subject, wanted)
@@ -74,9 +74,9 @@ def check_sharding(
                     findings += note
                 findings += more
                 if check.name == "forward":
-                    gradients = _worst(found for group, found in errors.items() if group.gradient)
+                    gradients = _worst(of_group for group, of_group in errors.items() if group.gradient)
                     forward = max(
-                        _worst(found for group, found in errors.items() if group.output).values(), default=None
+                        _worst(of_group for group, of_group in errors.items() if group.output).values(), default=None
                     )
     moved = ranks[0][1] if ranks else {}
     done = tuple(name for name in CHECK_NAMES if ranks and name in ranks[0][0])
@@ -112,7 +112,7 @@ def _chosen(checks: Iterable[str] | None) -> tuple[str, ...]:
 
 
 def _prepared(model: Any, feeds: Mapping[str, Any], others: Mapping[str, Any], labelled: bool) -> Any:
-    """The unsharded subject, in eval mode; `labelled`: with labels for the feeds that take them."""
+    """Return the unsharded subject, in eval mode; `labelled`: with labels for the feeds that take them."""
 
     subject = Subject(copied(model).eval(), feeds, others)
     subject = replace(subject, lifted=can_be_lifted(subject))
@@ -122,7 +122,7 @@ def _prepared(model: Any, feeds: Mapping[str, Any], others: Mapping[str, Any], l
 
 
 def can_be_lifted(subject: Any) -> bool:
-    """Is it a model in double precision that runs when all inside is in double precision too?"""
+    """Return whether it is a model in double precision that runs with everything inside in double precision too."""
     if working_dtype(subject.model) != torch.float64:
         return False
     lifted = replace(subject, model=copied(subject.model), lifted=True)
@@ -136,8 +136,8 @@ def can_be_lifted(subject: Any) -> bool:
 
 
 def _observed_unsharded(subject: Any, wanted: tuple[str, ...]) -> tuple[Any, dict[str, Any], dict[str, str]]:
-    """What the unsharded model says; in single precision inside, where it runs parts again in backward, which torch
-    does outside of every function mode."""
+    """Return the unsharded model's observations; without lifting to double precision if it recomputes blocks in
+    backward, which torch does outside of every function mode."""
     try:
         return subject, *_reference(subject, wanted)
     except CheckFailed as error:
@@ -148,7 +148,7 @@ def _observed_unsharded(subject: Any, wanted: tuple[str, ...]) -> tuple[Any, dic
 
 
 def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the unsharded model says, by check; and why some checks do not apply to it."""
+    """Return the unsharded model's observations by check, and why some checks do not apply to it."""
     seen: dict[str, Any] = {}
     absent: dict[str, str] = {}
     with random_streams.fork():
@@ -180,28 +180,28 @@ def _run_unsharded(check: Any, subject: Any) -> Any:
 
 
 def _gradients(reference: Mapping[str, Any]) -> list[Any]:
-    """Of every run of the unsharded model."""
+    """Return the gradients of every run of the unsharded model."""
     return [tensors for seen in reference.values() for group, tensors in seen.items() if group.gradient]
 
 
 def _worst(errors: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The worst error of each name over some groups (one for each feed)."""
+    """Return the worst error of each name over some groups (one for each feed)."""
     worst: dict[str, float] = {}
-    for found in errors:
-        for name, error in found.items():
+    for group_errors in errors:
+        for name, error in group_errors.items():
             worst[name] = max(error, worst.get(name, 0.0))
     return worst
 
 
-# How far does rounding alone move a model? The limit below which a difference says nothing.
+# How far rounding alone moves a model: smaller differences say nothing.
 #
-# Double precision is far below every mistake in most models. Not in all: dozens of layers without norms, kinks and
-# sines on the way, and a change in the last bit of the weights moves gradients by 1e-5 of their size. Sums over ranks
-# are such a change. So where a sharded model is only slightly off, the unsharded one is run again on weights that
-# differ in their last bit; what that moves is no mistake of the plan's.
+# In double precision rounding is far below every mistake in most models. Not in all: in dozens of layers without norms,
+# with kinks and sines between, a change in the last bit of the weights moves gradients by 1e-5 of their size. Sums over
+# ranks are such a change. So if a sharded model is only slightly off, the unsharded one is run again on weights that
+# differ in their last bit; a difference of that size is no mistake of the plan.
 
 
-_SLIGHT = 1e3  # times the limit: what is further off is a mistake, whatever the model does to rounding
+_SLIGHT = 1e3  # times the limit: a larger error is a mistake, however the model amplifies rounding
 _MARGIN = 10.0  # a sharded model rounds in more places than its weights
 _RUNS = 3
 
@@ -211,7 +211,7 @@ Errors = Mapping[Group, Mapping[str, float]]  # of each tensor
 def tolerance_of(
     check: Check, subject: Subject, reference: Observation, errors: Errors, usual: Tolerance
 ) -> tuple[Tolerance, list[Finding]]:
-    """The tolerance for a model with these errors; wider, with a note, where rounding alone moves it as far."""
+    """Return the tolerance for a model with these errors; wider, with a note, if rounding alone moves it as far."""
 
     error = _largest(errors)
     if not usual.limit < error <= _SLIGHT * usual.limit:
@@ -228,11 +228,11 @@ def tolerance_of(
 
 
 def _largest(errors: Errors) -> float:
-    return max((error for found in errors.values() for error in found.values()), default=0.0)
+    return max((error for group_errors in errors.values() for error in group_errors.values()), default=0.0)
 
 
 def _last_bits_changed(subject: Subject, seed: int) -> Any:
-    """The subject on weights each of which is, or is not, the next larger number."""
+    """Return the subject with weights of which a random half is increased to the next larger number."""
     model = copied(subject.model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

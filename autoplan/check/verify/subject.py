@@ -1,7 +1,7 @@
-"""The model under test, sharded or not: everything a check may do with it.
+"""The model under test, sharded or not, with everything that a check may do with it.
 
-A check looks at the unsharded model and at every rank's shard through the same small interface, so that it is written
-once and cannot treat them differently by accident. Whatever comes out is plain tensors in checkpoint names and layout.
+A check sees the unsharded model and every rank's shard through the same small interface, so that it is written once and
+cannot treat them differently by accident. All results are plain tensors in checkpoint names and layout.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from autoplan.patches.seeding import Lifted
 
 SAME = "in training mode it computes the same as in eval mode"  # why there is nothing to check
 
-# What a model's own code raises when it does not run on these inputs.
+# Exceptions of a model's own code that does not run on its inputs.
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
 
 Inputs = Mapping[str, Any]  # keyword arguments of one forward call
-Gather = Callable[[nn.Module, bool], Mapping[str, torch.Tensor]]  # (model, gradients?) -> whole tensors
+Gather = Callable[[nn.Module, bool], Mapping[str, torch.Tensor]]  # (model, gradients?) -> full tensors
 
 
 @dataclass(frozen=True)
 class Group:
-    """A kind of tensors that a check looks at: what it is called in reports, and how it is compared.
+    """A kind of tensors that a check compares: its name in reports, and how it is compared.
 
-    `between_ranks`: with what rank 0 has, since the unsharded model cannot say what is right. `gradient`: one that is
-    missing is zero. `output`: what a forward gives. `fixed`: random numbers were fixed, and the unsharded model can.
-    `drawn`: random numbers, which must obey laws.
+    `between_ranks`: with rank 0's, since the unsharded model cannot say what is right. `gradient`: a missing one is
+    zero. `output`: returned by a forward. `fixed`: with fixed random numbers, so that the unsharded model can. `drawn`:
+    random numbers, which must obey laws.
     """
 
     name: str
@@ -60,10 +60,10 @@ Observation = dict[Group, dict[str, torch.Tensor]]  # group -> name -> tensor
 
 @dataclass
 class Subject:
-    """`feeds` are the calls to make, `others` the same in another batch and length, `labels` where taken.
+    """`feeds` are the calls to make, `others` the same in another batch and length, `labels` for those that take them.
 
-    `gather` brings parameters and gradients back in checkpoint layout; None: the model is not sharded. `lifted`: what
-    it computes in single precision inside is computed in double precision.
+    `gather` returns parameters and gradients in checkpoint layout; None: the model is not sharded. `lifted`:
+    computations in single precision are done in double.
     """
 
     model: nn.Module
@@ -76,16 +76,16 @@ class Subject:
     collectives: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Every parameter, whole."""
+        """Return every parameter, gathered."""
         if self.gather is not None:
             return {name: plain(tensor).clone() for name, tensor in self.gather(self.model, False).items()}
         return {name: p.detach().clone() for name, p in self._named()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Every gradient there is, whole."""
+        """Return every gradient there is, gathered."""
         if self.gather is not None:
-            found = {name: g for name, g in self.gather(self.model, True).items() if g is not None}
-            return {name: plain(gradient).clone() for name, gradient in found.items()}
+            gathered_gradients = {name: g for name, g in self.gather(self.model, True).items() if g is not None}
+            return {name: plain(gradient).clone() for name, gradient in gathered_gradients.items()}
         own = {name: p.grad.detach() for name, p in self._named() if p.grad is not None}
         return {name: gradient.to_dense() if gradient.is_sparse else gradient.clone() for name, gradient in own.items()}
 
@@ -93,21 +93,21 @@ class Subject:
         return self.model.named_parameters(remove_duplicate=False)  # a tied parameter under each of its names
 
     def forward(self, inputs: Inputs) -> Any:
-        """One call on copies of the inputs. Caches are left out unless asked for: what they hold is local to a rank."""
+        """Call the model on copies of the inputs. Caches, which are local to a rank, are off unless asked for."""
         for buffer in self.model.buffers():
-            if buffer.grad_fn is not None:  # a cache that the run before wrote into: its graph is gone
+            if buffer.grad_fn is not None:  # a cache from the last run, whose graph is gone
                 buffer.detach_()
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        given = _placed(own(dict(inputs)), device)
+        keywords = _placed(own(dict(inputs)), device)
         switch = conventions().cache_switch
-        if switch in self.signature and switch not in given and PART not in given:
-            given[switch] = False
+        if switch in self.signature and switch not in keywords and PART not in keywords:
+            keywords[switch] = False
         with self.precision(), self._afresh():
-            return call(self.model, given)
+            return call(self.model, keywords)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """In the precision of the forward, which a model that checkpoints its own blocks runs here once more. (Function
-        modes are off inside `loss.backward()`, which is a torch function.)"""
+        """Run backward in the precision of the forward, which a model that checkpoints its own blocks runs again here.
+        (Function modes are off inside `loss.backward()`, which is a torch function.)"""
         with self.precision():
             torch.autograd.backward(loss)
 
@@ -116,26 +116,26 @@ class Subject:
 
     @contextmanager
     def _afresh(self) -> Iterator[None]:
-        """In eval mode a call depends on nothing that was before: what it draws every other call draws as well, and
-        what a model keeps from weights while it is in that mode is forgotten, as by any change of modes."""
+        """Make a call in eval mode independent of earlier ones: it draws the same numbers as every other call, and a
+        change of modes clears what a model caches from weights in eval mode."""
         if self.model.training:
             yield
             return
         self.model.train()
         self.model.eval()
         with random_streams.fork(), untouched_randomness():
-            # Ranks come with streams of their own, and share the first one's: that of the unsharded model. What
-            # Python and numpy draw is nobody's to share: ranks must be seeded alike, and so they are here.
+            # Ranks start with different streams, and share rank 0's, which is the unsharded model's. Python's and
+            # numpy's generators are seeded identically on every rank.
             random_streams.manual_seed(self.rank)
             _seed_host(0)
             reseed_held(self.model, 0)
             yield
 
     def forward_and_backward(self, inputs: Inputs) -> dict[str, dict[str, torch.Tensor]]:
-        """Outputs and every gradient of one call, under a loss in which each output element has its own weight.
+        """Return outputs and every gradient of one call, under a loss in which each output element has its own weight.
 
-        So are the gradients of inputs that ask for one. A part that is called alone gives all of them: within the model
-        others go on with them.
+        Also the gradients of inputs that require one; of a submodule called alone, those of all inputs, since other
+        modules of the model depend on them.
         """
         from autoplan.check.ranks.run import count_collectives
 
@@ -155,7 +155,7 @@ class Subject:
         return {"outputs": seen, "gradients": gradients}
 
     def seed(self, number: int, *, alike: bool = False) -> None:
-        """Seed this rank, differently from the others unless `alike`, but for Python and numpy."""
+        """Seed this rank, differently from the others unless `alike`; Python and numpy are seeded identically."""
         random_streams.manual_seed(1000 * number + (0 if alike else self.rank))
         _seed_host(number)
         reseed_held(self.model, number)
@@ -166,13 +166,13 @@ class Subject:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor: a DTensor is gathered (its gradient flows back), any other is returned."""
+    """Return the full tensor: a DTensor is gathered (its gradient flows back), any other is returned."""
     return gathered(tensor) if isinstance(tensor, DTensor) else whole_logits(tensor)
 
 
 def tensors_in(value: Any, path: str = "", *, integers: bool = False) -> dict[str, torch.Tensor]:
-    """Float tensors of a result by path, whole; all tensors and plain numbers with `integers`. Objects that are no
-    containers (caches) are not looked into."""
+    """Return float tensors of a result by path, gathered; with `integers` all tensors and plain numbers. Objects that
+    are no containers (caches) are not entered."""
     if isinstance(value, torch.Tensor):
         counts = integers or value.is_floating_point() or value.is_complex()
         return {path or "output": plain(value)} if counts else {}
@@ -185,14 +185,14 @@ def tensors_in(value: Any, path: str = "", *, integers: bool = False) -> dict[st
         items = iter(enumerate(value))
     elif is_record(value):
         items = iter(fields_of(value).items())
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, item in items:
-        found.update(tensors_in(item, f"{path}.{key}" if path else str(key), integers=integers))
-    return found
+        tensors.update(tensors_in(item, f"{path}.{key}" if path else str(key), integers=integers))
+    return tensors
 
 
 def weighted_sum(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """A loss that no wrong element escapes: fixed random weights over every output that carries gradient."""
+    """Return a loss that every wrong element changes: fixed random weights over every output with a gradient."""
     total: torch.Tensor | None = None
     for name, tensor in outputs.items():
         if not tensor.requires_grad:
@@ -208,7 +208,7 @@ def weighted_sum(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
 
 
 def _asking(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """The floats that ask for gradients; of a part that is called alone all."""
+    """Return the float inputs that require gradients; of a submodule called alone, all float inputs."""
     floats = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
     floats = {name: x for name, x in floats.items() if PART in inputs or x.requires_grad}
     return {name: tensor.detach().clone().requires_grad_() for name, tensor in floats.items()}
@@ -220,5 +220,5 @@ def _seed_host(number: int) -> None:
 
 
 def _placed(value: Any, device: torch.device) -> Any:
-    """Inputs where the model is."""
+    """Return inputs on the model's device."""
     return value.to(device) if isinstance(value, torch.Tensor) else changed_inside(value, lambda x: _placed(x, device))

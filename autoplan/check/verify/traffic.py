@@ -1,8 +1,8 @@
-"""What blocks really move between simulated ranks, collective by collective, forward and backward.
+"""Measure what blocks move between simulated ranks, collective by collective, forward and backward.
 
-Forward it is plain in which block a collective runs. Backward it runs in the node of the autograd graph that some call
-of the block left behind, whenever the engine comes to it: so after each block has run, the nodes between its outputs
-and its inputs are told whose they are. Sums of parameters' gradients are no traffic of tokens and are kept apart.
+In forward the block of a collective is known. In backward it runs in the node of the autograd graph that some call of
+the block created, whenever the engine reaches it: so after each block has run, the nodes between its outputs and its
+inputs are marked as its own. Reductions of parameters' gradients are no traffic of tokens and do not count.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from autoplan.execute.hooks.sequence import deals_out, is_shard
 from autoplan.execute.tensor_parallel import applied
 from autoplan.values import Collective, Traffic
 
-_CHAIN = 8  # nodes from a sum to the parameter whose gradient it is, at most
+_CHAIN = 8  # most nodes from a sum to the parameter whose gradient it is
 
 Measured = dict[str, dict[str, dict[str, tuple[int, int]]]]  # block -> direction -> kind -> number, bytes a token
 
 
 def measured_traffic(subject: Any, blocks: Iterable[str]) -> Measured:
-    """One call and its backward on this rank; the collectives of each block."""
+    """Run one call and its backward on this rank; return the collectives of each block."""
     inputs = next(iter(subject.feeds.values()))
     done = applied(subject.model)
     recorder = _Recorder(1 if done is None else done.tp_size)
@@ -48,20 +48,20 @@ def measured_traffic(subject: Any, blocks: Iterable[str]) -> Measured:
 
 
 def against_the_least(measured: Mapping[str, Any], planned: Iterable[Traffic]) -> tuple[Traffic, ...]:
-    """What was measured of each block, with the bound that its plan has. Equal blocks are said once."""
-    found: dict[str, Traffic] = {}
+    """Return the measured traffic of each block with the bound of its plan. Equal blocks are listed once."""
+    traffic_of: dict[str, Traffic] = {}
     for block, moves in measured.items():
         plan = next((traffic for traffic in planned if matches(traffic.block, block)), None)
         if plan is not None:
-            one = replace(plan, forward=moves["forward"], backward=moves["backward"])
-            known = found.setdefault(plan.block, one)
-            if known != one:
-                found[block] = replace(one, block=block)
-    return tuple(found.values())
+            moved = replace(plan, forward=moves["forward"], backward=moves["backward"])
+            first = traffic_of.setdefault(plan.block, moved)
+            if first != moved:
+                traffic_of[block] = replace(moved, block=block)
+    return tuple(traffic_of.values())
 
 
 def _tokens(values: Any, ranks: int) -> int:
-    """How many tokens the stream has that a block takes in: as `analyse/moved.py` counts them."""
+    """Return the number of tokens in the stream that a block takes in, as `analyse/moved.py` counts them."""
     stream = next((x for _, x in flatten_tensors(values) if x.is_floating_point() and x.dim() > 1), None)
     if stream is None:
         return 1
@@ -86,7 +86,7 @@ class _Recorder:
 
     @contextmanager
     def watching(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
-        """While the model runs: which block is at work, and which nodes it leaves."""
+        """Record which block is running, and which nodes it creates, while the model runs."""
         handles = []
         for name, module in blocks.items():
             handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
@@ -120,26 +120,26 @@ class _Recorder:
     def _claim(self, node: Any, name: str, nodes: set[Any]) -> None:
         """Count what the node's backward does as the block's."""
         above = {other for other, _ in node.next_functions if other is not None}
-        starts = deals_out(node) and not above & nodes  # where the stream begins
+        starts = deals_out(node) and not above & nodes  # the beginning of the stream
         if starts or _is_parameters(node, nodes):
             return
         node.register_prehook(lambda gradients: setattr(self, "block", name))
         node.register_hook(lambda *gradients: setattr(self, "block", ""))
 
     def _new_nodes(self, values: Any) -> set[Any]:
-        """The nodes from which values come, up to those already known."""
+        """Return the nodes from which values come, up to those already known."""
         waiting = [tensor.grad_fn for _, tensor in flatten_tensors(values) if tensor.grad_fn is not None]
-        found: set[Any] = set()
+        nodes: set[Any] = set()
         while waiting:
             node = waiting.pop()
-            if node not in found and node not in self.seen:
-                found.add(node)
+            if node not in nodes and node not in self.seen:
+                nodes.add(node)
                 waiting += [above for above, _ in node.next_functions if above is not None]
-        return found
+        return nodes
 
 
 def _is_parameters(node: Any, nodes: set[Any]) -> bool:
-    """Does the node's gradient go to a parameter and nowhere else, through nodes of the block alone?"""
+    """Return whether the node's gradient reaches a parameter and nothing else, through nodes of the block alone."""
     for _ in range(_CHAIN):
         above = [other for other, _ in node.next_functions if other is not None]
         if len(above) != 1:

@@ -1,12 +1,12 @@
-"""Does the sharded model compute what the model computes? The check that counts.
+"""Verify that the sharded model computes what the model computes.
 
 A tiny clone of the model, with random weights in double precision, runs once unsharded and once on N simulated ranks
 with the styles that ship. Outputs, the loss, every gradient on every rank, another input shape, the other attention
 implementation, decoding from a cache, training mode with dropout, the checkpoint and three optimizer steps must agree.
-Each finding names the tensor and the size of its error. (`checks.py` says what each check does.)
+Each finding names the tensor and the size of its error. (`checks.py` has the checks.)
 
-The clone has its own sizes, so it gets its own plan by the same rules; that this plan and the one to be verified say
-the same of the same modules is checked as well. A plan that a person wrote is applied as it is.
+The clone has its own sizes, so it gets its own plan by the same rules; whether this plan agrees with the one to be
+verified, module by module, is checked as well. A plan that a person wrote is applied as it is.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from autoplan.patches.simulated_ranks import alone
 from autoplan.planning import capture_source, draft_plan
 from autoplan.values import Boundary, CallRewrite, Capabilities, Finding, Plan, Report, SplitLogits
 
-# dropout draws apart on data-parallel ranks; optimizers are stepped by the training checks
+# dropout differs between data-parallel ranks; the training checks step optimizers
 _NOT_ON_MESHES = ("training", "dropout", "optimizer")
-_MOST_TRIALS = 32  # runs on ranks to find out which modules of a wrong plan must stay whole
+_MOST_TRIALS = 32  # most runs on ranks to find the modules that a wrong plan must replicate
 # checks after which other capabilities are tried
 _DECISIVE = ("sharding", "parameters", "forward", "gradients", "second_shape", "training")
 
@@ -65,17 +65,17 @@ def verify(
 ) -> Report:
     """Shard a tiny clone of `model` on `tp_size` simulated ranks and compare it with itself unsharded.
 
-    `model`, `inputs`, `ep_size` and `cp_size` are what `autoplan.plan` takes. Without a `plan` one is made; with one
-    its own sizes hold, at this number of ranks: without a `tp_size` as many as the plan is for, up to 8 (at others a
-    note says so), and 2 without a plan. With a `mesh` the ranks are the real ones: every rank of its "tp" dim must call
-    this. `mesh="dp=2,tp=2"` simulates a mesh and checks training on it: another batch on each data-parallel rank,
-    with and without activation checkpointing, norms, clipping, and a resumed
-    checkpoint. `checks` chooses among `CHECK_NAMES`. With `rounding` the clone runs in bfloat16 too, and
-    `report.details["rounding"]` says whether a difference there is a bug or rounding, with the spread of each layer.
+    `model`, `inputs`, `ep_size` and `cp_size` are those of `autoplan.plan`. Without a `plan` one is made. A given plan
+    is tried with its own kinds of sharding at `tp_size` ranks; without a `tp_size`, at as many as it is for, up to 8 (a
+    note says so if they differ), or at 2 without a plan. With a `mesh` the ranks are the real ones: every rank of its
+    "tp" dim must call this. `mesh="dp=2,tp=2"` simulates a mesh and checks training on it: another batch on each
+    data-parallel rank, with and without activation checkpointing, norms, clipping, and a resumed checkpoint. `checks`
+    chooses among `CHECK_NAMES`. With `rounding` the clone runs in bfloat16 too, and `report.details["rounding"]` says
+    whether a difference there is a bug or rounding, with the spread of each layer.
     """
     live = mesh is not None and not isinstance(mesh, str | Mapping)
     with fail_together(_voters(mesh), "verify") if live else alone():
-        # Refuse what is of another kind before anything is built.
+        # Check types before anything is built.
         switches = {"sequence_parallel": sequence_parallel, "rounding": rounding}
         if plan is not None:
             hint = "give what autoplan.plan returned, or autoplan.load_plan(path)"
@@ -103,12 +103,12 @@ def verify(
 
 
 def _without_ways(report: Report) -> Report:
-    """Ways through the model's code are for plans, not for people."""
+    """Return the report without the ways through the model's code, which are for plans, not for people."""
     return replace(report, details={name: value for name, value in report.details.items() if name != "ways"})
 
 
 def _voters(mesh: Any) -> Any:
-    """The ranks that verify together on a real mesh: those of its dims "tp", or "ep", and "cp"."""
+    """Return the ranks that verify together on a real mesh: those of its dims "tp", or "ep", and "cp"."""
     names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
     split = [name for name in ("tp", "ep") if name in names][:1]
     return Voters.of(*(mesh[name] for name in (*split, *(["cp"] if "cp" in names else []))))
@@ -132,11 +132,11 @@ def verify_source(
     clone: Clone | None = None,
     traffic: bool = True,
 ) -> Report:
-    """`verify` for a source that is already resolved; without a plan, under the choices of a written one.
+    """Run `verify` on a resolved source; without a plan, with the choices of a written one.
 
-    `clone`: one of the source that is known already. `traffic`: measure what each block moves.
+    `clone`: a clone of the source, if there is one already. `traffic`: measure what each block moves.
 
-    Raises BudgetSpent where the time runs out before anything is known; what was found wrong by then stays so.
+    Raise BudgetSpent if the time runs out before anything is known; errors found by then are reported.
     """
     if isinstance(mesh, (str, Mapping)):
         if rounding:
@@ -152,12 +152,12 @@ def verify_source(
     for wanted in capabilities_of(plan, sequence_parallel, sizes):
         budget.check("before a clone was run on ranks")
         try:
-            drawn, said = _plan_for(clone, source, plan, sizes, wanted, choices)
+            drawn, differences = _plan_for(clone, source, plan, sizes, wanted, choices)
         except AutoplanError:
             if report is None:
                 raise
-            continue  # less is allowed, and nothing is left to split: what was seen before holds
-        capabilities, applied, findings = wanted, drawn, said
+            continue  # with fewer capabilities nothing is left to split: the last report holds
+        capabilities, applied, findings = wanted, drawn, differences
         report = verify_clone(clone, applied, engine=engine, checks=checks, **how)
         if not _decisively_wrong(report) or budget.spent:
             break
@@ -171,7 +171,7 @@ def verify_source(
         "model": source.name,
         **({"ranks": str(sizes)} if sizes.cp > 1 else {"plan_tp": (plan or applied).tp_size}),
         "capabilities": capabilities,
-        # what its plan was not made from, and came out right all the same
+        # ways that its plan was not made from, but that were verified
         "ways": others_of(report.details["ways"], clone.recorded.get("ways", {})),
     }
     if rounding:
@@ -188,15 +188,15 @@ def verify_source(
 def verify_tried(
     attempts: Iterable[tuple[Any, Sizes]], plan: Plan | None, *, clone: Clone | None = None, **how: Any
 ) -> tuple[Report, Sizes, Clone]:
-    """`verify_source` for the first of these clones that can be tried, at which sizes it was, and the clone.
+    """Run `verify_source` on the first of these clones that can be tried; return its report, sizes and clone.
 
-    `clone`: one that is known already, for the attempt that it was made for.
+    `clone`: a clone that exists already, for the attempt that it was made for.
     """
 
     def verified(source: Any, sizes: Sizes) -> tuple[Report, Sizes, Clone]:
-        made = clone if clone is not None and clone.ranks == source.ranks else clone_of(source)
-        report = verify_source(source, plan, sizes.tp, ep_size=sizes.ep, cp_size=sizes.cp, clone=made, **how)
-        return report, sizes, made
+        chosen = clone if clone is not None and clone.ranks == source.ranks else clone_of(source)
+        report = verify_source(source, plan, sizes.tp, ep_size=sizes.ep, cp_size=sizes.cp, clone=chosen, **how)
+        return report, sizes, chosen
 
     *before, last = attempts
     for attempt in before:
@@ -214,7 +214,7 @@ def _verify_mesh(
     sequence_parallel: bool,
     ep_size: int | None,
 ) -> Report:
-    """The usual checks on a mesh of several dims, and training on it, with and without activation checkpointing."""
+    """Run the usual checks on a mesh of several dims, and train on it, with and without activation checkpointing."""
     from autoplan.check.verify.mesh_training import check_training
 
     clone = clone_of(source)
@@ -250,7 +250,7 @@ def verify_clone(
     budget: Budget | None = None,
     traffic: bool = True,
 ) -> Report:
-    """Compare a clone sharded by its own plan with itself unsharded; the sharded one checkpoints in the mode given."""
+    """Compare a clone sharded by its own plan with itself unsharded; `checkpointing` is the mode of the sharded one."""
     wanted = tuple(checks) if checks is not None else CHECK_NAMES
     budget = Budget() if budget is None else budget
     if mesh is not None:  # real ranks
@@ -262,18 +262,18 @@ def verify_clone(
     if report.ok and "loss" in wanted and plan.runtime.of(SplitLogits):
         gathered = sharding_of(plan, gather_logits=True)
         again = check_sharding(clone.model, clone.feeds, gathered, plan.ranks, checks=["loss"], **how)
-        findings += [replace(found, message=f"with gathered logits: {found.message}") for found in again.findings]
+        findings += [replace(extra, message=f"with gathered logits: {extra.message}") for extra in again.findings]
     ok = not any(finding.level == "error" for finding in findings)
     details = {**report.details, "clone": clone.note}
     details["communication"] = against_the_least(details.pop("blocks"), plan.communication)
     return replace(report, ok=ok, findings=tuple(findings), details=details)
 
 
-# ------------------------------------------------------------------------------------------------ the plan
+# The plan
 
 
 def _engine_for(clone: Clone) -> Engine:
-    """Processes, where threads would share what the model's code keeps outside of it, and it can be sent to them."""
+    """Return "gloo" for a clone with state outside of the model, which threads would share, if it can be pickled."""
     if travels(clone.model):
         return "gloo"
     if GENERATORS in clone.outside:
@@ -300,7 +300,7 @@ def _narrowed(
     choices: ChosenCuts | None,
     how: Mapping[str, Any],
 ) -> tuple[Capabilities, Report, Plan]:
-    """Keep what is cut wrongly whole (and with it all that shares its cut), so that the rest is right."""
+    """Replicate what is sharded wrongly (and everything that shares its cut), so that the rest is right."""
     sizes = Sizes.of_plan(applied)
     wrong = {finding.check for finding in report.findings if finding.level == "error"}
     narrowing = tuple(wrong) if wrong <= {"second_shape", "training"} else ("forward",)
@@ -327,27 +327,27 @@ def _narrowed(
     try:
         whole = wrong_cuts(cut_together(modules, still_cut), is_wrong, _MOST_TRIALS)
         narrower = planned(whole)
-        found = run(narrower, checks) if narrower is not None else report
+        narrowed = run(narrower, checks) if narrower is not None else report
     except BudgetSpent as error:
         late = Finding("sharding", "note", "", error.message, error.hint)
         return capabilities, replace(report, findings=(*report.findings, late)), applied
-    if narrower is None or _decisively_wrong(found):
+    if narrower is None or _decisively_wrong(narrowed):
         return capabilities, report, applied
-    return replace(capabilities, whole=whole), found, narrower
+    return replace(capabilities, whole=whole), narrowed, narrower
 
 
 def capabilities_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) -> tuple[Capabilities, ...]:
-    """How to shard, in the order in which it is tried: a plan says how; without one the safest comes last."""
+    """Return the capabilities to try, in order: a plan's own; without a plan the safest is last."""
     if plan is not None:
         return (
             Capabilities(bool(plan.runtime.of(CallRewrite)) or not plan.runtime.of(Boundary), plan.sequence_parallel),
         )
     cut = (Capabilities(True, True),) if sequence_parallel or sizes.cp > 1 else ()
-    found = (*cut, Capabilities(False, True)) if sizes.cp > 1 else (*cut, Capabilities(True), Capabilities(False))
+    outer = (*cut, Capabilities(False, True)) if sizes.cp > 1 else (*cut, Capabilities(True), Capabilities(False))
     inside = (
-        tuple(replace(capabilities, experts=False) for capabilities in found) if sizes.ep > 1 and sizes.tp > 1 else ()
+        tuple(replace(capabilities, experts=False) for capabilities in outer) if sizes.ep > 1 and sizes.tp > 1 else ()
     )
-    return found + inside
+    return outer + inside
 
 
 def _plan_for(
@@ -358,29 +358,29 @@ def _plan_for(
     capabilities: Capabilities,
     choices: ChosenCuts | None = None,
 ) -> tuple[Plan, list[Finding]]:
-    """The plan to apply to the clone, and how it differs from the one to be verified."""
+    """Return the plan to apply to the clone, and how it differs from the one to be verified."""
     if plan is not None and _fits(plan, clone.model, source, sizes):
         return plan, []
-    # What somebody chose is chosen again; a plan that nobody wrote is derived by the same rules.
+    # A person's choices are made again; any other plan is derived by the same rules.
     written = choices if plan is None else choices_of_plan(plan)
     choices = None if written is None else written.for_clone()
 
-    # the clone's own calls: a user's inputs have the dtype of the user's model, and the clone computes in another
-    found = resolve(clone.model, inputs=dict(clone.planned))
+    # the clone's own calls, since a user's inputs have the dtype of the user's model
+    resolved = resolve(clone.model, inputs=dict(clone.planned))
     captured = None
     if choices is None:
         if "run" not in clone.recorded:
             with recording(clone.model, literals_say) as ways:
-                clone.recorded["run"] = capture_source(found, clone.model)
+                clone.recorded["run"] = capture_source(resolved, clone.model)
             clone.recorded["ways"] = ways.ways
         captured = clone.recorded["run"]
     wish = Wish(sizes.tp, sizes.ep, cp_size=sizes.cp)
-    derived = draft_plan(found, wish, choices=choices, capabilities=capabilities, captured=captured).plan
+    derived = draft_plan(resolved, wish, choices=choices, capabilities=capabilities, captured=captured).plan
     return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
 
 
 def _fits(plan: Plan, model: Any, source: Any, sizes: Sizes) -> bool:
-    """Is the plan for these very sizes? Then it is applied itself."""
+    """Return whether the plan is for these very sizes, and can be applied itself."""
     if Sizes.of_plan(plan) != sizes:
         return False
     theirs = {name: tuple(parameter.shape) for name, parameter in source.module().named_parameters()}
@@ -388,14 +388,14 @@ def _fits(plan: Plan, model: Any, source: Any, sizes: Sizes) -> bool:
 
 
 def _correspondence(plan: Plan, derived: Plan, model: Any) -> list[Finding]:
-    """Do both plans say the same of the modules that the clone has?"""
+    """Return findings where the plans disagree about modules of the clone."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     findings = []
     for entry in plan.entries:
-        here = next((name for name in names if matches(entry.pattern, name)), None)
-        if here is None:
+        module = next((name for name in names if matches(entry.pattern, name)), None)
+        if module is None:
             continue  # a block that the clone is not deep enough for
-        other = best_match(derived.entries, here)
+        other = best_match(derived.entries, module)
         theirs = "whole" if other is None else f"{other.style} ({other.role})"
         if other is None or (other.style, other.role) != (entry.style, entry.role):
             message = (

@@ -1,4 +1,4 @@
-"""Name a torch call by the way to it through the source, so that it is found again on every run.
+"""Name a torch call by its path through the source, so that it is recognised on every run.
 
 "forward:12:8-30>repeat_kv:3:20-41" is the call in columns 20 to 41 of the third line of `repeat_kv`, called from line
 twelve of `forward`. Counting calls would not do: runs with a cache, a mask or more rounds have more or fewer of them.
@@ -27,7 +27,7 @@ _TORCH = os.path.dirname(os.path.dirname(os.path.dirname(module_calls.__file__))
 
 
 def call_name(function: Any) -> str:
-    """The name of a torch function: property getters are "attr:shape", aten's own "linear.default" is "linear"."""
+    """Return the name of a torch function: a property getter is "attr:shape", aten's "linear.default" is "linear"."""
     if isinstance(function, torch._ops.OpOverload):
         return function._schema.name.rpartition("::")[2]
     name: str = getattr(function, "__name__", str(function))
@@ -38,7 +38,7 @@ def call_name(function: Any) -> str:
 
 
 def code_place() -> str:
-    """The place of the torch call that is being handled, inside the module whose forward runs."""
+    """Return the place of the torch call being handled, inside the module whose forward runs."""
     steps: list[str] = []
     frame = sys._getframe(1)
     while frame is not None:
@@ -57,29 +57,29 @@ def code_place() -> str:
 @lru_cache(maxsize=65536)
 def _step(code: CodeType, instruction: int) -> str:
     line, _, column, last = next(islice(code.co_positions(), instruction // 2, None))
-    if line is None or column is None:  # a Python that was told to keep no columns
+    if line is None or column is None:  # Python runs without column information
         return f"{code.co_name}:{instruction}"
     return f"{code.co_name}:{line - code.co_firstlineno}:{column}-{last}"
 
 
 @lru_cache(maxsize=4096)
 def outer_stores(code: CodeType) -> tuple[str, ...]:
-    """The variables of outer functions that a function binds anew."""
+    """Return the variables of outer functions that a function rebinds."""
     if not code.co_freevars:
         return ()
-    bound = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"}
+    bound = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "STORE_DEREF"}
     return tuple(name for name in code.co_freevars if name in bound)
 
 
-# Hash the source of a module's forward and of the functions that a plan's places go through: in an edited forward the
-# same place may be another call. Wrappers are looked through; without source the compiled code is hashed.
+# Hash the source of a module's forward and of the functions on the paths to a plan's places: in an edited forward the
+# same place may be another call. Wrappers are unwrapped; without source the compiled code is hashed.
 
 
 _LENGTH = 16  # hexadecimal digits: enough to tell edits apart, short enough to read
 
 
 def forward_code(kind: type[Any], places: Iterable[str]) -> str:
-    """The hash for a class, given the places inside its forward; "" where there is no Python code to hash."""
+    """Return the hash for a class, given the places inside its forward; "" if there is no Python code to hash."""
     functions = list(_functions(kind, places))
     sources = [source_of(function) for function in functions]
     if not functions:
@@ -90,36 +90,36 @@ def forward_code(kind: type[Any], places: Iterable[str]) -> str:
 
 
 def code_hash(code: CodeType) -> str:
-    """A hash of what was compiled, without where it stands."""
+    """Return a hash of compiled code that does not depend on its location."""
     return _digest(_compiled(code))[:8]
 
 
 def same_code(one: str, other: str) -> bool:
-    """Do two hashes say the same? A hash of source and one of compiled code cannot be compared, and pass."""
+    """Return whether two hashes agree. A hash of source and one of compiled code cannot be compared, and pass."""
     kinds = one.partition(":")[0], other.partition(":")[0]
     return one == other or "" in (one, other) or kinds[0] != kinds[1]
 
 
 def _functions(kind: type[Any], places: Iterable[str]) -> Iterator[FunctionType]:
-    """The plain functions on the ways to these places, the forward first."""
+    """Yield the plain functions on the paths to these places, the forward first."""
     forward = plain_function(getattr(kind, "forward", None))
     if forward is None:
         return
     seen: dict[FunctionType, None] = {forward: None}
     for place in places:
-        here = forward
+        caller = forward
         for step in place.split(">")[1:]:
             name = step.partition(":")[0]
-            below = plain_function(getattr(kind, name, None)) or plain_function(here.__globals__.get(name))
-            if below is None:  # a nested function, whose source is in that of the one around it, or one of a library
+            below = plain_function(getattr(kind, name, None)) or plain_function(caller.__globals__.get(name))
+            if below is None:  # a nested function, whose source is part of the outer one's, or a library's function
                 break
             seen[below] = None
-            here = below
+            caller = below
     yield from sorted(seen, key=lambda function: (function is not forward, function.__qualname__))
 
 
 def plain_function(function: Any) -> FunctionType | None:
-    """The function that was written, under whatever wraps it."""
+    """Return the Python function under all wrappers; None if there is none."""
     try:
         function = inspect.unwrap(function)
     except ValueError:  # wrapped in a circle
@@ -129,7 +129,7 @@ def plain_function(function: Any) -> FunctionType | None:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """The names that a function's code reads, in nested functions too."""
+    """Yield the names that a function's code reads, in nested functions too."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -137,10 +137,10 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def source_of(function: FunctionType) -> str | None:
-    """Return its source, or None where there is none."""
+    """Return a function's source; None if there is none."""
     try:
         return textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError, SyntaxError, IndentationError):  # no file, or not the file that it was made from
+    except (OSError, TypeError, SyntaxError, IndentationError):  # no file, or it has changed since
         return None
 
 
@@ -150,7 +150,7 @@ def _compiled(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _compiled(constant)
-        elif not isinstance(constant, frozenset):  # in no order
+        elif not isinstance(constant, frozenset):  # its order is not stable
             yield repr(constant)
 
 

@@ -1,7 +1,7 @@
-"""The forms of torch calls: which function, with which literals, on tensors of how many dims: "softmax(T3,-1)".
+"""The forms of torch calls: the function, its literals, and the number of dims of each tensor: "softmax(T3,-1)".
 
 The path guard compares them with those that a plan has seen. A size is "*" and a factor "~", which may differ from call
-to call; "@dim:1" is a number kept as an attribute, which sharding may have set.
+to call; "@dim:1" is a number stored in an attribute, which sharding may have set.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from autoplan.common.code.code_place import call_name
 from autoplan.common.nested import flatten_tensors
 
 _ANY, _FACTOR = "*", "~"
-_MOST_VALUES = 3  # as many different numbers at one place are any number: the number of a round
+_MOST_VALUES = 3  # with this many different numbers at one place, any number passes (a loop counter)
 
 
 def form_of(literals_say: Callable[[str], str], function: Any, args: Any, kwargs: Any) -> str:
-    """The form of a call; "" where it computes nothing, or scales and adds. `literals_say`: as ops/ answers it."""
+    """Return the form of a call; "" if it computes nothing, or scales and adds. `literals_say`: see ops/."""
     name = call_name(function)
-    told = literals_say(name)
-    if name.startswith(("attr:", "_set_")) or told == "nothing":
+    answer = literals_say(name)
+    if name.startswith(("attr:", "_set_")) or answer == "nothing":
         return ""
-    if told == "elementwise":
-        return f"{told}({','.join('T' for _ in flatten_tensors((args, kwargs)))})"
-    if told == "function":
+    if answer == "elementwise":
+        return f"{answer}({','.join('T' for _ in flatten_tensors((args, kwargs)))})"
+    if answer == "function":
         return f"{_plain(name)}()"
     words = [word for value in args for word in _words(value)]
     words += [f"{key}:{word}" for key in sorted(kwargs) for word in _words(kwargs[key])]
-    if told == "numbers":
+    if answer == "numbers":
         words = [re.sub(r"(^|:)(True|False|f-?\d+|~)$", rf"\1{_ANY}", word) for word in words]
-    if told == "pieces":  # without a dim it is the first
-        given = [*args[2:3], *(kwargs[key] for key in kwargs if key == "dim")]
-        dims = [word for value in given for word in _words(value)]
+    if answer == "pieces":  # dim defaults to 0
+        dim_arguments = [*args[2:3], *(kwargs[key] for key in kwargs if key == "dim")]
+        dims = [word for value in dim_arguments for word in _words(value)]
         return _written(name, words, dims or ["0"])
     return _written(name, words, words)
 
 
 def form_of_given(given: Iterable[Any]) -> str:
-    """The same of what a function is given whose backward may ask for any of it."""
+    """Return the form of an autograd function's arguments, any of which its backward may use."""
     words = [word for value in given for word in _words(value)]
     return _written("given", words, words)
 
@@ -70,7 +70,7 @@ def _words(value: Any) -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         words = [word for item in value for word in _words(item)]
         yield "["
-        for before, word in zip(["", *words], words, strict=False):  # as many tensors as there are
+        for before, word in zip(["", *words], words, strict=False):  # a run of tensors counts once
             if not (word == before and word.startswith("T")):
                 yield word
         yield "]"
@@ -81,7 +81,7 @@ def _words(value: Any) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """One word, whatever stands in it."""
+    """Return a text as one word; any other is hashed."""
     return text if re.fullmatch(r"[\w.]+", text) else "x" + hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -94,7 +94,7 @@ def _number(value: int) -> str:
 
 
 def _attributes(origin: tuple[Any, ...]) -> Iterator[str | None]:
-    """The names of the attributes that a number comes from; None for a size."""
+    """Yield the names of the attributes that a number comes from; None for a size."""
     if origin[0] in ("attr", "config"):
         yield _plain(str(origin[2]))
     elif origin[0] in ("size", "numel"):
@@ -104,11 +104,11 @@ def _attributes(origin: tuple[Any, ...]) -> Iterator[str | None]:
             yield from _attributes(part)
 
 
-# ------------------------------------------------------------------------------------------------------------- compared
+# Compare forms
 
 
 class _Word(NamedTuple):
-    """One argument of a form: its name where it has one, the attributes that it comes from, its value."""
+    """One argument of a form: its name if it has one, the attributes that it comes from, its value."""
 
     key: str
     attributes: tuple[str, ...]
@@ -121,7 +121,7 @@ class _Word(NamedTuple):
         return cls(key.rstrip(":"), tuple(attributes.split("|")) if attributes else (), value)
 
     def covers(self, other: _Word) -> bool:
-        """Is any value that the other stands for one of this one's?"""
+        """Return whether this word stands for every value that the other stands for."""
         if self.key != other.key:
             return False
         return self.value == other.value or (self.value == _ANY and other.is_number)
@@ -137,7 +137,7 @@ def _taken_apart(form: str) -> tuple[str, tuple[_Word, ...]]:
 
 
 class Forms:
-    """The forms that one call was seen in."""
+    """The forms in which one call was seen."""
 
     def __init__(self, forms: Iterable[str]) -> None:
         self.seen: dict[tuple[str, int], list[tuple[_Word, ...]]] = {}
@@ -146,11 +146,11 @@ class Forms:
             self.seen.setdefault((name, len(words)), []).append(words)
 
     def has(self, form: str, edited: Collection[str]) -> bool:
-        """Is it one of them? `edited`: names of attributes that sharding has set."""
+        """Return whether the form was seen. `edited`: names of attributes that sharding has set."""
         name, words = _taken_apart(form)
         seen = self.seen.get((name, len(words)), ())
-        many = [len({one[at].value for one in seen}) >= _MOST_VALUES for at in range(len(words))]
-        return any(all(map(partial(_is_like, edited), words, one, many)) for one in seen)
+        many = [len({other[at].value for other in seen}) >= _MOST_VALUES for at in range(len(words))]
+        return any(all(map(partial(_is_like, edited), words, other, many)) for other in seen)
 
 
 def _is_like(edited: Collection[str], word: _Word, seen: _Word, many: bool) -> bool:
@@ -158,29 +158,29 @@ def _is_like(edited: Collection[str], word: _Word, seen: _Word, many: bool) -> b
         return True
     if any(name in edited for name in seen.attributes):
         return True
-    if "T" in (word.value, seen.value):  # where no dim was counted from the front
+    if "T" in (word.value, seen.value):  # recorded without the rank
         return word.value[:1] == seen.value[:1]
     return _FACTOR in (word.value, seen.value) and {word.value[:1], seen.value[:1]} <= {"f", _FACTOR}
 
 
 def forms_in(ways: Iterable[str]) -> dict[int, Forms]:
-    """By the places of the calls."""
-    found: dict[int, list[str]] = {}
+    """Return the forms by place of the call."""
+    forms_at: dict[int, list[str]] = {}
     for way in ways:
         place, equals, form = way.partition("=")
         if equals:
-            found.setdefault(int(place), []).append(form)
-    return {place: Forms(forms) for place, forms in found.items()}
+            forms_at.setdefault(int(place), []).append(form)
+    return {place: Forms(forms) for place, forms in forms_at.items()}
 
 
 def without_repeats(ways: Collection[str]) -> set[str]:
-    """Without forms that another one has in it."""
+    """Remove forms that another form covers."""
     kept: list[tuple[str, str, tuple[_Word, ...]]] = []
-    for way in sorted(ways, key=lambda way: ("@" not in way, way)):  # what names attributes covers what does not
+    for way in sorted(ways, key=lambda way: ("@" not in way, way)):  # forms with attributes cover those without
         name = way.partition("(")[0]
         words = _taken_apart(way.partition("=")[2])[1] if "=" in way else ()
-        if not any(_covers(one, (way, name, words)) for one in kept):
-            kept = [one for one in kept if not _covers((way, name, words), one)]
+        if not any(_covers(other, (way, name, words)) for other in kept):
+            kept = [other for other in kept if not _covers((way, name, words), other)]
             kept.append((way, name, words))
     return {way for way, *_ in kept}
 
@@ -191,12 +191,12 @@ def _covers(wide: tuple[str, str, tuple[_Word, ...]], narrow: tuple[str, str, tu
 
 
 def unlike(ways: Collection[str], known: Collection[str]) -> set[str]:
-    """The ways that are not known. Numbers in a call of which nothing is known may be sizes: they are any."""
+    """Return the ways that are not known. In a call with no known form any number may be a size, and becomes "*"."""
     new = set(ways) - set(known)
     skeletons = {_skeleton(way) for way in known if "=" in way} if new else set()
     return {way if "=" not in way or _skeleton(way) in skeletons else _skeleton(way) for way in new}
 
 
 def _skeleton(way: str) -> str:
-    """A form with any number in the place of each, which no attribute gives."""
+    """Return a form with "*" in place of each number, its attributes left out."""
     return re.sub(r"(?<=[(,:@])(?:@?[\w.|]+:(?=-?\d+[,)]))?-?\d+(?=[,)])", _ANY, way)

@@ -1,9 +1,9 @@
-"""Record which ways a run takes through a model's own Python: functions entered and outcomes of branches.
+"""Record the ways that a run takes through a model's own Python: functions entered and outcomes of branches.
 
 A plan is proven for the code that ran; a sharded model compares (execute/guard/). `sys.settrace` follows frames of the
 model's code alone (not the standard library, torch, or `Conventions.trusted`), is off while a torch function runs, and
-yields to a debugger. Torch calls are recorded with their literals (forms.py): `h.softmax(dim)` needs no branch to be
-another function.
+yields to a debugger. Torch calls are recorded with their literals (forms.py): `h.softmax(dim)` may become another
+function without any branch.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from autoplan.values.plan import SeenCode
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 _SETTLED = frozenset({"torch", "numpy", "autoplan"})
 _OURS, _TORCH = (f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
-_PASSING = ("__torch_function__", "_call_impl")  # of ours, they hand a torch call on
+_PASSING = ("__torch_function__", "_call_impl")  # functions of autoplan that pass a torch call on
 _UNCONDITIONAL = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP", "JUMP_NO_INTERRUPT")
 _FIRST_OF_HANDLER = "PUSH_EXC_INFO"
 _MODULE_CALL = nn.Module._call_impl.__code__.co_filename
-ENTRY = 0  # where no call stands: what a function is given is written down there
+ENTRY = 0  # no call is at this offset: the arguments of an autograd function are recorded there
 
 LiteralsSay = Callable[[str], str]
-# By place and hash of the code, and by owner: in which module it ran, called from where. "": in all of them.
+# Place and hash of the code, and the owner: the module in which it ran, and its callers. "": all owners.
 Key = tuple[str, str, str]
 Ways = dict[Key, set[str]]
 ROOT = "(root)"
-_CALLS = 2  # places of calls that an owner tells
+_CALLS = 2  # most callers in an owner
 
 
 @dataclass(frozen=True, eq=False)
 class CodeFacts:
-    """What of a code object must be known while it runs.
+    """Facts about a code object that are needed while it runs.
 
-    `starts`: where its instructions begin. `going_on`: for each branch the offsets at which code goes on that does not
-    jump. `asking`: the branches that may depend on a number or on what a tensor holds. `loops`: the heads of its `for`
-    loops. `stores`: attributes that it sets. `is_function`: it is the forward of a `torch.autograd.Function`.
+    `starts`: offsets of its instructions. `going_on`: for each branch, the offsets at which code that does not jump
+    goes on. `asking`: branches that may depend on a number or on a tensor's values. `loops`: heads of its `for` loops.
+    `stores`: attributes that it sets. `is_function`: it is the forward of a `torch.autograd.Function`.
     """
 
     code: CodeType
@@ -72,26 +72,26 @@ class CodeFacts:
     is_function: bool
 
     def call_at(self, offset: int) -> int:
-        """Where the call begins that is being made: while a Python function runs, the offset stands behind it."""
+        """Return where the running call begins: while a Python function runs, the offset is behind the call."""
         return self.starts[bisect_right(self.starts, offset) - 1]
 
 
-_facts: dict[int, tuple[CodeType, CodeFacts | None]] = {}  # the code is kept, or its id would be another's
+_facts: dict[int, tuple[CodeType, CodeFacts | None]] = {}  # the code is kept alive so that its id stays valid
 
 
 def facts_of(frame: FrameType) -> CodeFacts | None:
-    """Those of a frame's code; None where it is not the model's."""
+    """Return the facts of a frame's code; None if it is not the model's."""
     code = frame.f_code
-    known = _facts.get(id(code))
-    if known is None:
+    entry = _facts.get(id(code))
+    if entry is None:
         name = str(frame.f_globals.get("__name__", "?"))
         facts = None if is_settled(name) or code.co_filename.startswith("<frozen") else _read(code, name)
-        known = _facts[id(code)] = (code, facts)
-    return known[1]
+        entry = _facts[id(code)] = (code, facts)
+    return entry[1]
 
 
 def is_settled(module: str) -> bool:
-    """Is it one whose code is not followed?"""
+    """Return whether the code of a Python module is not followed."""
     top = module.partition(".")[0]
     trusted = top in _SETTLED or top in conventions().trusted or top.startswith("namedtuple_")
     return trusted or (top in sys.stdlib_module_names and top != "__main__" and _is_of_python(top))
@@ -99,7 +99,7 @@ def is_settled(module: str) -> bool:
 
 @lru_cache(maxsize=512)
 def _is_of_python(module: str) -> bool:
-    """The standard library's own, and not a file of somebody's that has its name?"""
+    """Return whether a module is the standard library's own, and not a user's file of the same name."""
     file = getattr(sys.modules.get(module), "__file__", None)
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
     return file is None or any(Path(file).is_relative_to(folder) for folder in folders) and "site-packages" not in file
@@ -107,15 +107,15 @@ def _is_of_python(module: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _hands_on(code: CodeType) -> bool:
-    """May a torch call of the model's own code come through this frame, unchanged?"""
+    """Return whether a torch call of the model's own code may pass through this frame unchanged."""
     file = code.co_filename
-    if file.startswith(f"{_TORCH}distributed{os.sep}"):  # FSDP2's hooks make calls of their own
+    if file.startswith(f"{_TORCH}distributed{os.sep}"):  # FSDP2's hooks make their own torch calls
         return False
     return file.startswith(_TORCH) or (file.startswith(_OURS) and code.co_name in _PASSING)
 
 
 def has_own_code(model: nn.Module) -> bool:
-    """Is there a class in it that is not one of torch or of a package that is trusted?"""
+    """Return whether a model has a class that is not from torch or a trusted package."""
     kinds = {kind for part in model.modules() for kind in type(part).__mro__}
     return any(not is_settled(kind.__module__) for kind in kinds - {object})
 
@@ -124,17 +124,17 @@ def _read(code: CodeType, module: str) -> CodeFacts:
     instructions = list(dis.get_instructions(code))
     going_on: dict[int, tuple[int, ...]] = {}
     asking, arguments = [], code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    for number, one in enumerate(instructions):
-        jumps = one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
-        if jumps and one.opname not in _UNCONDITIONAL:
+    for number, op in enumerate(instructions):
+        jumps = op.opcode in dis.hasjrel or op.opcode in dis.hasjabs
+        if jumps and op.opname not in _UNCONDITIONAL:
             following = instructions[number + 1 : number + 2]
-            if following and following[0].opname == "NOT_TAKEN":  # Python 3.14 writes down the way that goes on
+            if following and following[0].opname == "NOT_TAKEN":  # Python 3.14 marks the branch not taken
                 following = instructions[number + 1 : number + 3]
-            going_on[one.offset] = tuple(other.offset for other in following)
+            going_on[op.offset] = tuple(other.offset for other in following)
             before = instructions[number - 1]
-            told = before.opname.startswith("LOAD_ATTR") or before.argval in arguments  # a flag, or an attribute
-            if "NONE" not in one.opname and one.opname != "FOR_ITER" and not told:
-                asking.append(one.offset)
+            plain = before.opname.startswith("LOAD_ATTR") or before.argval in arguments  # a flag, or an attribute
+            if "NONE" not in op.opname and op.opname != "FOR_ITER" and not plain:
+                asking.append(op.offset)
     return CodeFacts(
         code,
         f"{module}:{code.co_qualname}:{code.co_firstlineno}",
@@ -156,34 +156,34 @@ def _subclasses(kind: Any) -> Iterator[Any]:
 
 
 def is_module_call(code: CodeType) -> bool:
-    """Is it torch's own call of a module?"""
+    """Return whether it is torch's own code that calls a module."""
     return code.co_name == "_call_impl" and code.co_filename == _MODULE_CALL
 
 
 def source_line(code: CodeType, offset: int | None) -> str:
-    """The line of an instruction, or the first of the function, as "file.py:88: if norm:"."""
+    """Return the line of an instruction, or the first of the function, as "file.py:88: if norm:"."""
     lines = [line for line, *_ in code.co_positions()]
     at = code.co_firstlineno if offset is None else lines[offset // 2] or code.co_firstlineno
     text = linecache.getline(code.co_filename, at).strip()
     return f"{code.co_filename.replace(chr(92), '/').rpartition('/')[2]}:{at}: {text or code.co_name}"
 
 
-# -------------------------------------------------------------------------------------------------------- while it runs
+# Follow running frames
 
 
 class Tracer:
-    """Follows frames of the model's code. `Recorder` and the guard of a sharded model say what comes of it."""
+    """Follows frames of the model's code. `Recorder` and the guard of a sharded model act on what it reports."""
 
     def __init__(self) -> None:
         self.frames: dict[int, Follower] = {}
         self.names: dict[int, str] = {}
 
     def know(self, model: nn.Module) -> None:
-        """Its modules will be told apart: what one of them does says nothing of another of its class."""
+        """Register the names of a model's modules, since modules of one class may take different ways."""
         self.names = {id(module): name or ROOT for name, module in model.named_modules()}
 
     def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """The trace function: called for each frame that begins."""
+        """Follow a frame that begins, if it is the model's. (This is the trace function.)"""
         facts = facts_of(frame)
         if facts is None:
             return self.on_module_call(frame) if is_module_call(frame.f_code) else None
@@ -196,38 +196,38 @@ class Tracer:
         if caller is not None and above is not None and follower.owner.count(":") < _CALLS:
             follower.owner += f":{caller.facts.call_at(above.f_lasti)}"
         self.on_enter(follower, frame)
-        if facts.is_function:  # called by `apply`, of which some versions of torch show a frame
+        if facts.is_function:  # called by `apply`, which has a frame in some versions of torch
             names = frame.f_code.co_varnames[: frame.f_code.co_argcount + bool(frame.f_code.co_flags & CO_VARARGS)]
             self.on_function(follower, tuple(frame.f_locals[name] for name in names))
-        elif caller is not None and above is not None:  # called directly: the place of the call chose the function
+        elif caller is not None and above is not None:  # called directly: the calling code chose the function
             way = f"{caller.facts.call_at(above.f_lasti)}>{facts.hash.rpartition(':')[2][:6]}"
             if way not in caller.known:
                 self.on_way(follower, way)
         return follower.step
 
     def on_function(self, follower: Follower, given: tuple[Any, ...]) -> None:
-        """A `torch.autograd.Function` begins: its backward may ask for any of its arguments."""
+        """Called when a `torch.autograd.Function` begins: its backward may use any of its arguments."""
 
     def on_enter(self, follower: Follower, frame: FrameType) -> None:
-        """A frame of the model's code begins."""
+        """Called when a frame of the model's code begins."""
 
     def on_way(self, follower: Follower, way: str) -> None:
-        """A frame goes a way that is not among those known of it; into it, where the way is a call."""
+        """Called when a frame takes a way that is not among its known ones; for a call, with the frame called."""
 
     def on_return(self, follower: Follower, frame: FrameType, value: Any) -> None:
-        """It ends."""
+        """Called when a frame ends."""
 
     def on_module_call(self, frame: FrameType) -> Any:
-        """torch calls a module. What is returned is its trace function."""
+        """Called when torch calls a module. Return the trace function of that frame."""
 
     def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """A torch function was called."""
+        """Called after a torch function."""
 
     def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:
-        """The model's code made a torch call that the plan rewrites: with these arguments, before that."""
+        """Called when the model's code makes a torch call that the plan rewrites, with the original arguments."""
 
     def caller(self, frame: FrameType | None) -> Follower | None:
-        """Whose torch call it is that is being made: the model's own code, with nothing but torch in between."""
+        """Return the model's frame that makes the current torch call, with nothing but torch in between; else None."""
         while frame is not None:
             follower = self.frames.get(id(frame))
             if follower is not None:
@@ -239,11 +239,11 @@ class Tracer:
 
 
 class Follower:
-    """One running frame. `known`: the ways of its code, for its owner, of which nothing more need be said.
+    """One running frame. `known`: ways of its code, for its owner, that need no report.
 
-    Ways are "12+" and "12-" (a branch goes on, or jumps), "12++" (a loop begins a second round: what its body is given
-    was computed by the round before), "12" (an error is handled), "12>c0ffee" (a function is called),
-    "12=softmax(T3,-1)" (a torch function is).
+    Ways are "12+" and "12-" (a branch goes on, or jumps), "12++" (a loop begins a second round, on what the first one
+    computed), "12" (an error is handled), "12>c0ffee" (a function is called), "12=softmax(T3,-1)" (a torch function
+    is).
     """
 
     __slots__ = ("before", "earlier", "facts", "frame", "known", "owner", "strays", "touched", "tracer")
@@ -281,20 +281,20 @@ _setting = threading.Lock()
 
 
 def follow(trace: Any) -> None:
-    """Set the trace function of this thread. Python refuses while another thread sets one of its own."""
+    """Set the trace function of this thread. The lock is for Python, which refuses while another thread sets one."""
     with _setting:
         sys.settrace(trace)
 
 
 class Paused(TorchFunctionMode):
-    """No trace while a torch function runs."""
+    """Turns tracing off while a torch function runs."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():  # a function that the model compiles takes the mode along
+        if torch.compiler.is_compiling():  # the mode is also active in functions that the model compiles
             return func(*args, **(kwargs or {}))
         traced = sys.gettrace() is not None
         follow(None)
@@ -309,7 +309,7 @@ class Paused(TorchFunctionMode):
 
 @contextmanager
 def tracing(tracer: Tracer | None) -> Iterator[bool]:
-    """Follow what this thread runs. False, and nothing is followed, where it has a trace function already."""
+    """Follow what this thread runs. Yield False, and follow nothing, if it has a trace function already."""
     if tracer is None or sys.gettrace() is not None:
         yield False
         return
@@ -326,7 +326,7 @@ def tracing(tracer: Tracer | None) -> Iterator[bool]:
 
 @contextmanager
 def uncompared() -> Iterator[None]:
-    """What runs here is held against nothing: its ways are not written down."""
+    """Discard the ways recorded inside: nothing is compared with them."""
     recorder = _listening.running
     before = {key: set(ways) for key, ways in recorder.ways.items()} if isinstance(recorder, Recorder) else {}
     try:
@@ -337,11 +337,11 @@ def uncompared() -> Iterator[None]:
             recorder.ways.update(before)
 
 
-# ------------------------------------------------------------------------------------------------------------- recorded
+# Record ways
 
 
 class Recorder(Tracer):
-    """Writes every way down. `literals_say`: as ops/questions.py answers it."""
+    """Records every way. `literals_say`: see ops/questions.py."""
 
     def __init__(self, literals_say: LiteralsSay) -> None:
         super().__init__()
@@ -378,7 +378,7 @@ class Recorder(Tracer):
             self._add(caller, f"{caller.facts.call_at(caller.frame.f_lasti)}={form}")
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Start again with no ways."""
         self.ways, self.frames = {}, {}
 
 
@@ -392,7 +392,7 @@ _listening = _Listening()
 
 @contextmanager
 def recording(model: nn.Module, literals_say: LiteralsSay) -> Iterator[Recorder]:
-    """What `record` (capture/recorder.py) runs in this thread meanwhile is written down, the last recording alone."""
+    """Record the ways of what `record` (capture/recorder.py) runs in this thread, of the last recording only."""
     before, recorder = _listening.recorder, Recorder(literals_say)
     _listening.recorder = recorder if has_own_code(model) else None
     try:
@@ -402,23 +402,23 @@ def recording(model: nn.Module, literals_say: LiteralsSay) -> Iterator[Recorder]
 
 
 def listener() -> Recorder | None:
-    """Who wants to know what this thread records."""
+    """Return the recorder of what this thread records, if any."""
     return _listening.recorder
 
 
 def running() -> Tracer | None:
-    """Who follows what this thread runs."""
+    """Return the tracer that follows this thread, if any."""
     return _listening.running
 
 
 def set_running(tracer: Tracer | None) -> None:
-    """A tracer begins to follow this thread, or ends."""
+    """Register the tracer that follows this thread; None when it ends."""
     _listening.running = tracer
 
 
 def seen_code(ways: Ways) -> tuple[SeenCode, ...]:
-    """As a plan holds it. Owners that went all ways of their code are not told of."""
-    found: list[SeenCode] = []
+    """Return the ways as a plan holds them. Owners that took all ways of their code are left out."""
+    code_seen: list[SeenCode] = []
     for code, group in groupby(sorted(ways), key=lambda key: key[:2]):
         keys = list(group)
         union = set().union(*(ways[key] for key in keys))
@@ -428,8 +428,8 @@ def seen_code(ways: Ways) -> tuple[SeenCode, ...]:
             taken = every if ways[key] == union else _written(ways[key])
             if key[2] and taken != every:
                 owners[taken] = (*owners.get(taken, ()), key[2])
-        found += (SeenCode(code[0], code[1], taken, names) for taken, names in owners.items())
-    return tuple(found)
+        code_seen += (SeenCode(code[0], code[1], taken, names) for taken, names in owners.items())
+    return tuple(code_seen)
 
 
 def _written(ways: set[str]) -> str:
@@ -442,22 +442,22 @@ def _in_order(way: str) -> tuple[int, str]:
 
 
 def ways_of(paths: Iterable[SeenCode]) -> Ways:
-    """The inverse."""
+    """Return the ways that a plan holds; the inverse of `seen_code`."""
     return {(path.place, path.code, owner): set(path.ways.split()) for path in paths for owner in path.owners or ("",)}
 
 
 def added(ways: Ways, more: Ways) -> Ways:
-    """Both."""
+    """Return the union of two sets of ways."""
     return {key: ways.get(key_in(ways, *key), set()) | more.get(key, set()) for key in (*ways, *more)}
 
 
 def key_in(ways: Collection[Key], place: str, code: str, owner: str) -> Key:
-    """Under which the ways of an owner are known: one that is not told of goes all ways of the code."""
+    """Return the key for the ways of an owner: one that is left out took all ways of the code."""
     own = place, code, owner
     return own if own in ways else (place, code, "")
 
 
 def others_of(ways: Ways, known: Ways) -> Ways:
-    """Those that are not known."""
-    left = {key: unlike(found, known.get(key, set())) for key, found in ways.items()}
-    return {key: found for key, found in left.items() if found or key not in known}
+    """Return the ways that are not known."""
+    left = {key: unlike(taken, known.get(key, set())) for key, taken in ways.items()}
+    return {key: taken for key, taken in left.items() if taken or key not in known}

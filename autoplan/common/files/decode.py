@@ -24,7 +24,7 @@ _NAMES: dict[type, str] = {
 
 
 def decode(hint: Any, data: Any, where: str) -> Any:
-    """`data` as a value of type `hint`; `where` names it in errors."""
+    """Return `data` as a value of type `hint`; `where` names it in errors."""
     if hint in FAMILIES:
         return _decode_member(FAMILIES[hint], data, where)
     if is_dataclass(hint):
@@ -49,7 +49,7 @@ def decode(hint: Any, data: Any, where: str) -> Any:
 
 
 def _decode_member(family: Family, data: Any, where: str) -> Any:
-    """One of a closed set of classes; `family.key` names which."""
+    """Return a member of a closed set of classes; `family.key` names the class."""
     key, kinds = family.key, family.members
     name = data.get(key) if isinstance(data, dict) else None
     if not isinstance(name, str):
@@ -71,15 +71,15 @@ def _hints(cls: Any) -> dict[str, Any]:
 def _decode_fields(cls: Any, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         return _refuse(where, f"the keys of {cls.__name__.lower()}", data)
-    known = {field.name: field for field in fields(cls)}
+    by_name = {field.name: field for field in fields(cls)}
     for key in data:
-        if key not in known:
-            close = nearest(str(key), known, count=1)
+        if key not in by_name:
+            close = nearest(str(key), by_name, count=1)
             raise PlanFileError(
                 f"{where}: unknown key {str(key)!r}",
-                hint=f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(known)}",
+                hint=f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(by_name)}",
             )
-    for name, field in known.items():
+    for name, field in by_name.items():
         if name not in data and field.default is MISSING and field.default_factory is MISSING:
             raise PlanFileError(f"{where}: key {name!r} is missing", hint="add it, or make the plan again")
     hints = _hints(cls)
@@ -115,18 +115,18 @@ def _refuse(where: str, wanted: str, data: Any) -> Any:
     raise PlanFileError(f"{where}: expected {wanted}, found {shown}", hint="fix it, or make the plan again")
 
 
-# Does a plan make sense by itself: are its patterns paths, its layouts and numbers for as many ranks as it has?
+# Consistency of a plan by itself: patterns are paths, layouts and numbers fit its number of ranks.
 
 
 def inconsistencies(plan: Plan) -> Iterator[str]:
-    """One line for each thing that cannot be meant, with the place in the plan."""
+    """Yield one line for each inconsistency in a plan, with its place."""
     sizes = plan.made_for.sizes
     for number, rule in enumerate(plan.runtime.parameters):
         where = f"runtime.parameters[{number}]"
         yield from _of_pattern(where, rule.pattern)
-        for one, ranks in ((rule, plan.cut_over), (rule.read, plan.cp_size)):
-            yield from _of_layout(f"{where}.layout", one.layout if one is not None else None, ranks)
-            if one is not None and (one.dim is None) != (one.layout is None):
+        for cut, ranks in ((rule, plan.cut_over), (rule.read, plan.cp_size)):
+            yield from _of_layout(f"{where}.layout", cut.layout if cut is not None else None, ranks)
+            if cut is not None and (cut.dim is None) != (cut.layout is None):
                 yield f"{where}: a cut needs both a dim and a layout"
         if rule.dim is None or rule.layout is None:
             continue
@@ -144,7 +144,7 @@ def inconsistencies(plan: Plan) -> Iterator[str]:
 
 
 def _of_pattern(where: str, pattern: str) -> Iterator[str]:
-    """A dotted path. The model itself is ""."""
+    """Yield the problem of a pattern that is no dotted path. The model itself is ""."""
     if pattern and not (all(pattern.split(".")) and pattern == pattern.strip() and matches(pattern, pattern)):
         yield f"{where}.pattern: {pattern!r} is no dotted path"
 
@@ -171,7 +171,7 @@ def _over_groups(layout: Layout) -> Iterator[Layout]:
 def _of_shapes(where: str, dim: int, text: str, shapes: tuple[tuple[int, ...], ...]) -> Iterator[str]:
     try:
         size = Layout.parse(text).size
-    except AutoplanError:  # said already
+    except AutoplanError:  # reported already
         return
     for shape in shapes:
         if not -len(shape) <= dim < len(shape):
@@ -180,12 +180,12 @@ def _of_shapes(where: str, dim: int, text: str, shapes: tuple[tuple[int, ...], .
             yield f"{where}: layout {text!r} is for {size} rows, dim {dim} of the parameter has {shape[dim]}"
 
 
-# Do plain values have the kinds that their reader expects? A shape is written as what it describes: `str`; `[str]`;
-# `{"*": int}`, any keys; `{"flow!": str}`, "!" marks needed keys, others are the reader's business; a tuple of several.
+# Check that plain values have the types that their reader expects. A shape looks like what it describes: `str`;
+# `[str]`; `{"*": int}`, any keys; `{"flow!": str}`, "!" marks required keys, other keys pass; a tuple of alternatives.
 
 
 def misshapen(value: Any, shape: Any, where: str = "") -> str:
-    """What the first value is that has another kind than the shape says, and where; "" if there is none.
+    """Return what is wrong with the first value that does not fit its shape, and where; "" if all fit.
 
     >>> misshapen({"where": ["a", 1]}, {"where": [str]})
     'where[1] must be text, not 1'
@@ -193,9 +193,9 @@ def misshapen(value: Any, shape: Any, where: str = "") -> str:
     "the key 'flow' is missing"
     """
     if isinstance(shape, tuple):
-        found = [misshapen(value, one, where) for one in shape]
-        deeper = [problem for one, problem in zip(shape, found, strict=True) if _is_kind(value, one)]
-        return "" if "" in found else deeper[0] if deeper else _wrong(value, shape, where)
+        results = [misshapen(value, option, where) for option in shape]
+        deeper = [problem for option, problem in zip(shape, results, strict=True) if _is_kind(value, option)]
+        return "" if "" in results else deeper[0] if deeper else _wrong(value, shape, where)
     if not _is_kind(value, shape):
         return _wrong(value, shape, where)
     if isinstance(shape, list):
@@ -210,7 +210,7 @@ def _misshapen_mapping(value: Mapping[str, Any], shape: dict[str, Any], where: s
     prefix = f"{where}." if where else ""
     if missing := next((key[:-1] for key in shape if key.endswith("!") and key[:-1] not in value), ""):
         return f"{where + ': ' if where else ''}the key {missing!r} is missing"
-    shapes = {key.removesuffix("!"): one for key, one in shape.items()}
+    shapes = {key.removesuffix("!"): inner for key, inner in shape.items()}
     problems = (
         misshapen(item, shapes.get(key, shapes.get("*")), f"{prefix}{key}")
         for key, item in value.items()

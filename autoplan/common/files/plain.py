@@ -1,7 +1,7 @@
-"""Read text that nobody vouches for as plain values, under limits of size, depth, values and digits.
+"""Read untrusted text as plain values, under limits of size, depth, values and digits.
 
-A small file can name a billion values, nest until the stack ends, or ask for an object to be made: whatever is not
-plain, or beyond what honest files need, is refused with file and place.
+A small file can name a billion values, nest until the stack overflows, or ask for an object to be constructed: whatever
+is not plain, or beyond what ordinary files need, is refused with file and place.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MOST_DIGITS = 40
 MOST_COLLECTIONS = 100_000
 _SUFFIXES: dict[str, Notation] = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 
-# tomllib takes time and memory that grow with the square of the parts of a dotted key.
+# tomllib's time and memory grow with the square of the parts of a dotted key.
 _KEY = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
 _LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_-])(?:(?>{_KEY})\s*+\.\s*+){{32}}")
 
 
 @dataclass(frozen=True)
 class NotPlain:
-    """How a caller's errors begin, of which class they are, and what they tell people to do."""
+    """The wording of a caller's errors: their beginning, their class, and their hint."""
 
     what: str = ""
     error: type[AutoplanError] = AutoplanError
@@ -50,7 +50,7 @@ class NotPlain:
 
 
 def is_file(text: str | PathLike[str]) -> bool:
-    """Is there a file of this name? What can be no name (too long, say) is none."""
+    """Return whether there is a file of this name. A text that cannot be a name (too long, say) is none."""
     try:
         return Path(text).is_file()
     except OSError:
@@ -58,7 +58,7 @@ def is_file(text: str | PathLike[str]) -> bool:
 
 
 def is_folder(text: str | PathLike[str]) -> bool:
-    """Is there a folder of this name?"""
+    """Return whether there is a folder of this name."""
     try:
         return Path(text).expanduser().is_dir()
     except (OSError, RuntimeError):  # "~nobody" has no home
@@ -66,7 +66,7 @@ def is_folder(text: str | PathLike[str]) -> bool:
 
 
 def notation_of(path: str | PathLike[str]) -> Notation:
-    """How a file of this name is written; YAML where the name does not say."""
+    """Return the notation of a file of this name; YAML if the name does not tell."""
     return _SUFFIXES.get(Path(path).suffix.lower(), "yaml")
 
 
@@ -78,14 +78,14 @@ def read_plain(
     limit: int | None = None,
     repeated: bool = False,
 ) -> Any:
-    """The values in a file. `repeated`: a key may stand twice in a mapping, and the last one counts."""
+    """Return the values in a file. `repeated`: a key may occur twice in a mapping, and the last one counts."""
     notation = notation or notation_of(path)
     text = read_text(path, refusal, limit or BYTES[notation])
     return parse_plain(text, notation, refusal.name(path), refusal, repeated=repeated)
 
 
 def read_text(path: str | PathLike[str], refusal: NotPlain, limit: int) -> str:
-    """What is in a file of at most `limit` bytes."""
+    """Return the text of a file of at most `limit` bytes."""
     name = refusal.name(path)
     try:
         if Path(path).exists() and not Path(path).is_file():
@@ -95,8 +95,8 @@ def read_text(path: str | PathLike[str], refusal: NotPlain, limit: int) -> str:
     except (OSError, ValueError) as error:
         if isinstance(error, AutoplanError):
             raise
-        said = getattr(error, "strerror", None) or error
-        raise refusal.error(f"{name} cannot be read: {said}", hint="check the path") from error
+        reason = getattr(error, "strerror", None) or error
+        raise refusal.error(f"{name} cannot be read: {reason}", hint="check the path") from error
     if len(content) > limit:
         refusal.refuse(f"{name} is larger than {limit:,} bytes, which is more than such a file needs")
     try:
@@ -107,7 +107,7 @@ def read_text(path: str | PathLike[str], refusal: NotPlain, limit: int) -> str:
 
 
 def parse_plain(text: str, notation: Notation, name: str, refusal: NotPlain, *, repeated: bool = False) -> Any:
-    """The values that a text holds; `name` is what errors call it."""
+    """Return the values in a text; `name` is its name in errors."""
     try:
         value = _PARSERS[notation](text, repeated)
         _check_plain(value)
@@ -116,25 +116,25 @@ def parse_plain(text: str, notation: Notation, name: str, refusal: NotPlain, *, 
     except RecursionError as error:
         raise refusal.error(f"{name}: nested deeper than {MOST_DEPTH} levels", hint=refusal.hint) from error
     except (yaml.YAMLError, ValueError) as error:  # the parsers' own errors, with line and column
-        said = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+        reason = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
         raise refusal.error(
-            f"{name} cannot be parsed as {notation.upper()}: {said[:500]}", hint=refusal.hint
+            f"{name} cannot be parsed as {notation.upper()}: {reason[:500]}", hint=refusal.hint
         ) from error
     return value
 
 
 class _Odd(Exception):
-    """A value that is not plain, and where it stands."""
+    """A value that is not plain, and its place."""
 
 
 def _parse_json(text: str, repeated: bool) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs) and not repeated:
+        values = dict(pairs)
+        if len(values) != len(pairs) and not repeated:
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
             raise json.JSONDecodeError(f"key {twice[:80]!r} stands twice", text, max(text.find(f'"{twice}"'), 0))
-        return found
+        return values
 
     if text.count("[") + text.count("{") > MOST_COLLECTIONS:
         raise _Odd(f"more than {MOST_COLLECTIONS:,} lists and mappings")
@@ -169,13 +169,13 @@ def _parse_yaml(text: str, repeated: bool) -> Any:
 _PARSERS = {"yaml": _parse_yaml, "json": _parse_json, "toml": _parse_toml}
 
 
-# ------------------------------------------------------------------------------------------------ what is plain
+# Check that values are plain
 
 
 def _check_plain(value: Any) -> None:
-    """Raise on the first value that is none of ours, is nested too deep, or is text that cannot be written again."""
+    """Raise on the first value that is not plain, is nested too deep, or is text that cannot be encoded."""
     waiting: list[tuple[Any, tuple[Any, ...], int]] = [({"": value}, (), -1)]
-    seen: set[int] = set()  # what an alias names again is looked at once
+    seen: set[int] = set()  # an alias is checked once
     while waiting:
         collection, path, depth = waiting.pop()
         if depth >= MOST_DEPTH:
@@ -206,7 +206,7 @@ def _check_text(text: str, path: tuple[Any, ...]) -> None:
 
 
 def _place(path: tuple[Any, ...]) -> str:
-    """The keys that lead to a value: `entries[3].units`. Long ways are cut short."""
+    """Return the keys that lead to a value: `entries[3].units`. Long paths are cut."""
     keys: list[str] = []
     while path:
         path, key = path
@@ -215,23 +215,23 @@ def _place(path: tuple[Any, ...]) -> str:
     return shown if len(shown) <= 120 else f"{shown[:117]}..."
 
 
-# A file of ours is there whole, or as it was before: an interrupt or a full disk leaves no half of it.
+# A file is written completely or stays as it was: an interrupt or a full disk leaves no partial file.
 
 
 def write_whole(path: Path, text: str, error: type[AutoplanError] = AutoplanError) -> None:
-    """Write `text` beside its place and move it there. What is no file (a pipe, /dev/null) is written as it is."""
+    """Write `text` beside its path and move it there; to a path that is no file (a pipe, /dev/null), directly."""
     try:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
             return
         _replace(path.resolve(), text)
     except (OSError, ValueError) as problem:
-        said = getattr(problem, "strerror", None) or problem
-        raise error(f"{path} cannot be written: {said}", hint="choose another path") from problem
+        reason = getattr(problem, "strerror", None) or problem
+        raise error(f"{path} cannot be written: {reason}", hint="choose another path") from problem
 
 
 def _replace(place: Path, text: str) -> None:
-    """Over a link, what it points to is replaced; the mode of a file that was there stays."""
+    """Replace a file, or the target of a link; the mode of an existing file stays."""
     mode = place.stat().st_mode & 0o777 if place.exists() else 0o666 & ~_umask()
     handle, name = tempfile.mkstemp(prefix=f".{place.name[:40]}.", dir=place.parent)
     try:

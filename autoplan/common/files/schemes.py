@@ -19,7 +19,7 @@ _TENSOR_KEYS = {"name", "dtype", "dims", "when", "stacked"}
 
 
 def scheme_files() -> Mapping[str, Mapping[str, Any]]:
-    """All schemes, by their ids: the names of their files."""
+    """Return all schemes, by their ids: the names of their files."""
     return _files(rules_folder())
 
 
@@ -31,7 +31,7 @@ def _files(folder: Path) -> dict[str, dict[str, Any]]:
         if problem := misshapen(data, {"tensors": [{}]}):
             raise SourceError(f"{path}: {problem}", hint="see rules/quantised")
         missing = _NEEDED - set(data)
-        odd = missing | set(data) - _KEYS | {key for one in data.get("tensors", ()) for key in set(one) - _TENSOR_KEYS}
+        odd = missing | set(data) - _KEYS | {key for t in data.get("tensors", ()) for key in set(t) - _TENSOR_KEYS}
         if odd:
             raise SourceError(f"{path}: unknown or missing {', '.join(sorted(odd))}", hint="see rules/quantised")
         files[path.stem] = data

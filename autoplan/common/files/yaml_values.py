@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import yaml
 
-MOST_VALUES = 100_000  # aliases count as often as what they name
-_AHEAD = 4096  # characters, more than a parser looks ahead on a line
+MOST_VALUES = 100_000  # an alias counts as many as its target
+_AHEAD = 4096  # characters before an error, more than a parser looks ahead on a line
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PLAIN = {f"tag:yaml.org,2002:{name}": name for name in ("str", "int", "float", "bool", "null")}
 
@@ -24,12 +24,12 @@ class _Open:
 
 
 class TooDeep(yaml.MarkedYAMLError):
-    """Collections inside of collections, more than are read."""
+    """Collections are nested deeper than is read."""
 
 
 @dataclass
 class YamlReader:
-    """Reads one document. `repeated`: a key may stand twice in a mapping."""
+    """Reads one document. `repeated`: a key may occur twice in a mapping."""
 
     most_depth: int
     most_digits: int
@@ -56,7 +56,7 @@ class YamlReader:
     def _node(self, event: Any) -> None:
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self.named:
-                inside = any(one.anchor == event.anchor for one in self.stack)
+                inside = any(collection.anchor == event.anchor for collection in self.stack)
                 _refuse(event, f"*{event.anchor} {'is inside of itself' if inside else 'names nothing before it'}")
             self._place(*self.named[event.anchor], None, event)
             return
@@ -72,7 +72,7 @@ class YamlReader:
         self.stack.append(_Open({} if isinstance(event, yaml.MappingStartEvent) else [], event.anchor))
 
     def _place(self, value: Any, size: int, anchor: str | None, event: Any) -> None:
-        """Put a value where it belongs."""
+        """Put a value into the innermost open collection, or make it the result."""
         self.values += size
         if self.values > MOST_VALUES:
             _refuse(event, f"more than {MOST_VALUES:,} values, aliases counted as what they name")
@@ -106,8 +106,8 @@ class YamlReader:
         if kind == "str":
             return event.value
         if kind is None:
-            said = tag.rpartition(":")[2]
-            _refuse(event, f"{event.value[:40]!r} is read as a {said}, which is no plain value: quote it")
+            tag_name = tag.rpartition(":")[2]
+            _refuse(event, f"{event.value[:40]!r} is read as a {tag_name}, which is no plain value: quote it")
         if len(event.value) > self.most_digits:
             _refuse(event, f"a number of {len(event.value):,} digits: at most {self.most_digits} are read")
         node = yaml.ScalarNode(tag, event.value)
@@ -115,8 +115,7 @@ class YamlReader:
 
 
 def stops_in_a_nest(text: str, mark: yaml.Mark | None, most_depth: int, most_digits: int) -> bool:
-    """Did libyaml give up at `mark` because of the depth of its line? Python's own parser, which has no limit, counts
-    it."""
+    """Return whether libyaml gave up at `mark` because its line is nested too deep, as Python's parser counts."""
     if mark is None:
         return False
     line = text[max(0, mark.index - _AHEAD) : mark.index].rpartition("\n")[2]

@@ -1,4 +1,4 @@
-"""What to call a model with so that its forward runs and touches what there is to plan.
+"""Make inputs on which a model's forward runs and reaches everything to be planned.
 
 In: a module, its config. Out: feeds: named calls with their arguments. May import: what hf may.
 """

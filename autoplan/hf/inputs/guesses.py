@@ -1,4 +1,4 @@
-"""What arguments usually are, by transformers' names: several shapes each, the likeliest first, tried on a copy."""
+"""Guess arguments by transformers' names for them: several shapes each, the likeliest first, tried on a copy."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _MASKS = ("input_features_mask", "feature_attention_mask", "padding_mask")
 def sounds(
     configs: Sequence[Any], takes: Callable[[str], bool], draw: Draw, batch: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Ways to hand over one sound for each prompt, the likeliest first."""
+    """Yield arguments that pass one sound per prompt, the likeliest first."""
     bands = spectrum(configs)
-    # two frames per position, no fewer
+    # exactly two frames per position
     exact = [2 * n for c in configs if (n := positive_int(c, "max_source_positions"))]
     for frames in dict.fromkeys((*exact, *_FRAMES)):
         masks = {name: torch.ones(batch, frames, dtype=torch.long) for name in _MASKS if takes(name)}
@@ -36,18 +36,18 @@ def sounds(
 
 
 def spectrum(configs: Sequence[Any]) -> int:
-    """How many bands a spectrogram has."""
+    """Return the number of bands of a spectrogram."""
     return bands_of(configs)[0]
 
 
 def bands_of(configs: Sequence[Any]) -> list[int]:
-    """What the configs may mean by the number of bands, the likeliest first."""
+    """Return what the configs may give as the number of bands, the likeliest first."""
     bands = [v for names in (_BANDS, _BANDS_LATER) for c in configs for n in names if (v := positive_int(c, n))]
     return list(dict.fromkeys(bands)) or [80]
 
 
 def positive_int(config: Any, name: str) -> int | None:
-    """Return a field of a config that is a whole number above 0."""
+    """Return a field of a config that is an integer above 0; None for any other."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
@@ -60,7 +60,7 @@ _TILES = ((), (1,), (3,), (2,), (5,))
 def pictures(
     config: PretrainedConfig, vision: Any, takes: Callable[[str], bool], draw: Draw, batch: int
 ) -> Iterator[dict[str, Any]]:
-    """Ways to hand over one picture for each prompt, the likeliest first."""
+    """Yield arguments that pass one image per prompt, the likeliest first."""
     patch = _number(vision, "patch_size", 14)
     channels = _number(vision, "num_channels", 0) or _number(vision, "in_channels", 3)
     grid = next((name for name in _GRID if takes(name)), None)
@@ -80,11 +80,11 @@ def pictures(
 def _patches(
     grid: str, vision: Any, patch: int, channels: int, draw: Draw, batch: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """All patches in one row, and how many of them each picture has in time, height and width."""
+    """Yield all patches in one row, and their numbers per image in time, height and width."""
     side = _SIDE * _number(vision, "spatial_merge_size", 2)
     width = channels * _number(vision, "temporal_patch_size", 1) * patch * patch
     rows = torch.tensor([1, side, side]).repeat(batch, 1)
-    for frames in (1, 2):  # a picture may be handed over as two equal frames
+    for frames in (1, 2):  # an image may be passed as two equal frames
         yield {"pixel_values": draw.normal((batch * side * side, frames * width)), grid: rows}
     yield {"pixel_values": draw.normal((batch * side * side, channels, patch, patch)), grid: rows}
 
@@ -113,13 +113,13 @@ _SAMPLES = (4000, 3840, 32000)  # the second is a multiple of many hops
 _FILM = ("num_frames", "frames_per_clip", "tubelet_size")
 _ABSENT = object()
 
-Way = tuple[int | str, ...]  # sizes; "bool" and "long" at the end say what kind, floats otherwise
+Way = tuple[int | str, ...]  # sizes, then "ids" or "long" if it is no float tensor
 
 
 def usual(name: str, configs: Sequence[Any], picture: Sequence[int], length: int) -> list[Way]:
-    """Shapes without the batch. `picture`: channels, height, width."""
+    """Return the usual shapes of an argument, without the batch. `picture`: channels, height, width."""
     channels, height, width = picture
-    film = next((n for c in configs for field in _FILM if (n := positive_int(c, field)) and n > 1), 4)
+    frames = next((n for c in configs for field in _FILM if (n := positive_int(c, field)) and n > 1), 4)
     sound: list[Way] = [(_SAMPLES[0],), (1, _SAMPLES[1]), (1, _SAMPLES[2]), (_SAMPLES[1],), (_SAMPLES[2],)]
     exact = [2 * n for c in configs if (n := positive_int(c, "max_source_positions"))]
     exact += [n for c in configs if (n := positive_int(c, "max_length")) and n <= 4096]
@@ -135,11 +135,11 @@ def usual(name: str, configs: Sequence[Any], picture: Sequence[int], length: int
         "input_features_mask": masks,
         "pixel_values": [
             (channels, height, width),
-            (film, channels, height, width),
+            (frames, channels, height, width),
             (channels, 8 * height, 8 * width),
             (2, channels, height, width),
         ],
-        "pixel_values_videos": [(film, channels, height, width)],
+        "pixel_values_videos": [(frames, channels, height, width)],
         "bbox": [(length, 4, "ids"), (length, 4), (length, 8)],
         "latents": latents,
         "inputs": latents,
@@ -158,7 +158,7 @@ def first_that_runs(
     requires: Callable[[str], bool],
     draw: Draw,
 ) -> dict[str, Any] | None:
-    """`main` with other arguments of the usual kinds, such that the model runs; None where no way was found."""
+    """Return `main` with other arguments of the usual shapes such that the model runs; None if no combination does."""
     batch, length = sizes
     names = [name for name in NAMES if takes(name) and usual(name, configs, picture, length)]
     names = [name for name in names if requires(name) or name not in _ONLY_IF_REQUIRED]
@@ -182,10 +182,10 @@ def first_that_runs(
 
 
 def _nearest_first(ways: list[list[Any]]) -> Iterator[tuple[Any, ...]]:
-    """Combinations by how far they are from the likeliest of each."""
-    places = sorted(product(*(range(len(of_one)) for of_one in ways)), key=lambda place: (sum(place), place))
+    """Yield combinations by their distance from the likeliest choice of each."""
+    places = sorted(product(*(range(len(choices)) for choices in ways)), key=lambda place: (sum(place), place))
     for place in places[:_MOST_RUNS]:
-        yield tuple(of_one[index] for of_one, index in zip(ways, place, strict=True))
+        yield tuple(choices[index] for choices, index in zip(ways, place, strict=True))
 
 
 def _drawn(way: Way, batch: int, draw: Draw) -> torch.Tensor:

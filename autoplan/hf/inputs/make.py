@@ -1,6 +1,6 @@
-"""Make example inputs: feeds (named keyword arguments of the forward) that run and touch what there is to plan.
+"""Make example inputs: feeds (named keyword arguments of the forward) that run and reach everything to be planned.
 
-The text pass comes first; models with several towers get one feed more per tower. Inputs are real CPU tensors also for
+The text pass comes first; models with several towers get one more feed per tower. Inputs are real CPU tensors even for
 models on meta; no id is special and no size is 1; the same arguments give the same numbers. They come from the user, a
 config with the forward's signature (and `rules/inputs/<type>.toml`), or `capture/derive_inputs.py`.
 """
@@ -37,14 +37,14 @@ _AUDIO = ("input_features", "input_values", "audio_values")
 def make_feeds(
     model: nn.Module, config: PretrainedConfig, model_type: str, batch: int, length: int, seed: int
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """All feeds of a transformers model, and a note for each that is missing."""
+    """Return all feeds of a transformers model, and a note for each that is missing."""
     maker = _Maker(model, config, model_type, batch, length, seed)
     main = maker.main_feed()
     if any(maker.requires(name) and name not in main for name in maker.parameters):
-        made = (
+        inputs = (
             maker.tower_alone() or maker.another_way(main) or derive(model, batch, length, seed)
-        )  # it names what fails
-        return {"forward": {**made, **maker.without_cache()}}, []
+        )  # its error names what fails
+        return {"forward": {**inputs, **maker.without_cache()}}, []
     if not main:
         raise CaptureError(
             f"no inputs known for {type(model).__name__}: its main input is {maker.main!r}",
@@ -68,14 +68,14 @@ def make_feeds(
             notes.append(f"no feed with an encoder's states: {' '.join(str(with_states.failure).split())[:200]}")
         elif with_states.failure is None and with_states.used:
             feeds["cross"] = crossed
-    if len(maker.configs) > 1 or config.is_encoder_decoder:  # else there is nothing but a text model to run
+    if len(maker.configs) > 1 or config.is_encoder_decoder:  # else there is only a text model
         parts, missing = part_feeds(model, feeds, maker.part, (batch, length, seed))
         return {**feeds, **parts}, [*notes, *missing]
     return feeds, notes
 
 
 class _Maker:
-    """What is known about one model while its inputs are made."""
+    """Makes the inputs of one model, from what its config and signature say."""
 
     def __init__(self, model: nn.Module, config: PretrainedConfig, model_type: str, batch: int, length: int, seed: int):
         self.model, self.config, self.model_type = model, config, model_type
@@ -97,7 +97,7 @@ class _Maker:
         return self.parameters[name].default is inspect.Parameter.empty
 
     def ids(self, batch: int | None = None, length: int | None = None) -> torch.Tensor:
-        """Ordinary tokens: below every vocabulary, and no special token."""
+        """Return ordinary tokens: below the size of every vocabulary, and not special."""
         vocab = getattr(self.config.get_text_config(), "vocab_size", None)
         special: set[int] = set()
         for config in self.configs:
@@ -106,30 +106,30 @@ class _Maker:
                     special.update(
                         [value] if isinstance(value, int) else (x for x in value or () if isinstance(x, int))
                     )
-        tiny = isinstance(vocab, int) and vocab <= _TINY  # of a clone: each rank's rows of the table are to be read
+        tiny = isinstance(vocab, int) and vocab <= _TINY  # a clone's: ids must reach each rank's rows of the table
         top = min(vocab, vocab if tiny else 100) if isinstance(vocab, int) else 100
         allowed = [i for i in range(min(20, top // (16 if tiny else 2)), top) if i not in special] or list(range(top))
         return self.draw.spread(allowed, (batch or self.batch, length or self.length))
 
     def main_feed(self) -> dict[str, Any]:
-        """The text pass where there is one, else whatever the model mainly takes."""
-        made: dict[str, Any] = {}
+        """Return the text pass if there is one, else the model's main input."""
+        feed: dict[str, Any] = {}
         speech_only = self.main in _AUDIO and (self.config.is_encoder_decoder or not self.takes("input_ids"))
         if self.takes("input_ids") and not speech_only:
-            made["input_ids"] = self.ids()
+            feed["input_ids"] = self.ids()
         if speech_only and self.takes(self.main):
-            made[self.main] = self.sound()
-        if self.takes("pixel_values") and ("input_ids" not in made or self.requires("pixel_values")):
-            made["pixel_values"] = self.picture()
+            feed[self.main] = self.sound()
+        if self.takes("pixel_values") and ("input_ids" not in feed or self.requires("pixel_values")):
+            feed["pixel_values"] = self.picture()
         if self.takes("decoder_input_ids"):
-            made["decoder_input_ids"] = self.ids(length=self.length - 1 if self.length > 4 else self.length)
-        made.update(self.from_rules())
-        made.update(self.without_cache())
+            feed["decoder_input_ids"] = self.ids(length=self.length - 1 if self.length > 4 else self.length)
+        feed.update(self.from_rules())
+        feed.update(self.without_cache())
         dropped = [n for n, rule in type_rules(self.model_type).inputs.items() if rule.get("drop")]
-        return {name: value for name, value in made.items() if name not in dropped}
+        return {name: value for name, value in feed.items() if name not in dropped}
 
     def tower_alone(self) -> dict[str, Any] | None:
-        """A vision tower on its own: patches, under whatever name comes first, with their grid."""
+        """Return a vision tower's own inputs: patches, as its first argument, with their grid."""
         first = next(iter(self.parameters))
         for picture in pictures(self.config, self.config, self.takes, self.draw, self.batch):
             feed = {first if name == "pixel_values" else name: value for name, value in picture.items()}
@@ -138,37 +138,37 @@ class _Maker:
         return None
 
     def with_what_text_needs(self, main: dict[str, Any]) -> dict[str, Any]:
-        """Models that compare texts with pictures or sounds take both at once, and say so in no signature."""
+        """Return the text pass with images or sounds, for models that compare these and need both at once."""
         others = [name for name in (*_PICTURE, *_AUDIO, "bbox") if self.takes(name) and name not in main]
         alone = any(isinstance(getattr(self.config, token, None), int) for m in MODALITIES for token in m.tokens)
         if not others or alone or failure_of(self.model, main) is None:
             return main
         for name in others:
-            given = self.picture() if name in _PICTURE else self.sound(name)
-            if failure_of(self.model, {**main, name: given}) is None:
-                return {**main, name: given}
+            value = self.picture() if name in _PICTURE else self.sound(name)
+            if failure_of(self.model, {**main, name: value}) is None:
+                return {**main, name: value}
         return self.another_way(main) or main
 
     def as_it_runs(self, main: dict[str, Any]) -> dict[str, Any]:
-        """Pictures and sounds of the usual kinds, until the model runs."""
+        """Return the feed, or one with images and sounds of other usual shapes if the model does not run on it."""
         if not any(name in main for name in NAMES) or failure_of(self.model, main) is None:
             return main
         return self.another_way(main) or main
 
     def another_way(self, main: dict[str, Any]) -> dict[str, Any] | None:
-        """The same with arguments of other shapes, or with more of them, where a call with them runs."""
+        """Return the feed with other shapes or more arguments such that the model runs; None if there is none."""
         if any(self.requires(name) and name not in main and name not in NAMES for name in self.parameters):
             return None
         picture, sizes = self.picture().shape[1:], (self.batch, self.length)
         return first_that_runs(self.model, main, self.configs, picture, sizes, self.takes, self.requires, self.draw)
 
     def _passes_on(self, name: str) -> bool:
-        """A forward with **kwargs hands them to inner models; those that cache know the word."""
+        """Return whether the forward passes `name` on to inner models in its **kwargs."""
         variable = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
         return variable and "input_ids" in self.parameters and hasattr(self.config.get_text_config(), name)
 
     def from_rules(self) -> dict[str, Any]:
-        """Arguments that the type's rule file describes."""
+        """Return the arguments that the type's rule file describes."""
         variable = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
         result = {}
         for name, rule in type_rules(self.model_type).inputs.items():
@@ -181,44 +181,44 @@ class _Maker:
         return {"batch": self.batch, "length": self.length, "config": self.config, "model": self.model}
 
     def sound(self, name: str = "") -> torch.Tensor:
-        """A spectrogram or a waveform."""
+        """Return a spectrogram or a waveform."""
         if (name or self.main) != "input_features":
             return self.draw.normal((self.batch, _SAMPLES))
         return self.draw.normal((self.batch, _FRAMES, spectrum(self.configs)))
 
     def states_argument(self) -> str | None:
-        """Where a decoder that stands alone takes an encoder's states; whether it reads them shows when it is run."""
+        """Return a lone decoder's argument for an encoder's states; whether it reads them shows in a run."""
         if self.takes("decoder_input_ids"):
             return None
         names = ("encoder_outputs", "encoder_hidden_states", "cross_attention_states")
         return next((name for name in names if self.takes(name)), None)
 
     def encoded(self) -> torch.Tensor:
-        """What an encoder would have made of a sequence two longer than the text, or of a short one beside a long."""
+        """Return an encoder's output, of a sequence that differs from the text in length."""
         width = positive_int(self.config.get_text_config(), "hidden_size") or 16
         return self.draw.normal((self.batch, min(self.length, _FRAMES) + 2, width))
 
     def prompts(self, main: Mapping[str, Any]) -> Iterator[tuple[str, Modality]]:
-        """What can be put into a prompt: as the type's rule file says, and whatever else the forward takes."""
+        """Yield what can be put into a prompt: as the type's rule file says, then what else the forward takes."""
         described = type_rules(self.model_type).prompts
-        known = {modality.name: modality for modality in MODALITIES}
+        remaining = {modality.name: modality for modality in MODALITIES}
         for feed in described:
-            kind = feed.split("_")[0]  # "image_wide" is another way to hand over an image
+            kind = feed.split("_")[0]  # "image_wide" is another form of an image
             yield feed, next((m for m in MODALITIES if m.name == kind), Modality(kind, kind))
-            known.pop(kind, None)
-        for modality in known.values():
+            remaining.pop(kind, None)
+        for modality in remaining.values():
             if self.takes(modality.argument) and modality.argument not in main:
                 yield modality.name, modality
 
     def prompt_feed(self, feed: str, modality: Modality, main: Mapping[str, Any]) -> dict[str, Any]:
-        """The text pass with a picture, a sound or a film in its prompts."""
+        """Return the text pass with an image, a sound or a video in its prompts."""
         others = {name: value for name, value in main.items() if name not in ("input_ids", "use_cache")}
-        guesses = ({**others, **given} for given in self._given(feed, modality))
-        made = prompt_feed(modality, self.model, self.config, self.ids(), guesses, self.takes)
-        return {**made, **self.without_cache()}
+        guesses = ({**others, **inputs} for inputs in self._given(feed, modality))
+        result = prompt_feed(modality, self.model, self.config, self.ids(), guesses, self.takes)
+        return {**result, **self.without_cache()}
 
     def _given(self, feed: str, modality: Modality) -> Iterator[dict[str, Any]]:
-        """What can be handed to the tower: as the type's rule file says, else guesses."""
+        """Yield inputs for the tower: as the type's rule file says, else guesses."""
         described = type_rules(self.model_type).prompts.get(feed)
         if described is not None:
             yield {name: self.draw.described(rule, self.known()) for name, rule in described.items()}
@@ -229,7 +229,7 @@ class _Maker:
             yield from sounds(self.configs, self.takes, self.draw, self.batch)
 
     def part(self, name: str, part: nn.Module) -> dict[str, Any] | None:
-        """What a part takes that is called alone: what the type's rule file says; pictures, for a vision tower."""
+        """Return inputs for a submodule called alone: from the type's rule file, or images for a vision tower."""
         for path, described in type_rules(self.model_type).parts.items():
             if f".{name}".endswith(f".{path}"):
                 return {argument: self.draw.described(rule, self.known()) for argument, rule in described.items()}
@@ -239,11 +239,11 @@ class _Maker:
         return _Maker(part, config, config.model_type, self.batch, self.length, self.seed).tower_alone()
 
     def without_cache(self) -> dict[str, Any]:
-        """A cache would be returned; asking for none beats writing to the config."""
+        """Return the argument that turns the cache off, which is better than a change of the config."""
         return {"use_cache": False} if self.takes("use_cache") or self._passes_on("use_cache") else {}
 
     def picture(self) -> torch.Tensor:
-        """Pixels in the size that the vision config names."""
+        """Return pixels in the size that the vision config gives."""
         vision = next((c for c in self.configs if getattr(c, "image_size", None)), None)
         size = getattr(vision, "image_size", 64)
         height, width = size[-2:] if isinstance(size, list | tuple) else (size, size)
@@ -270,7 +270,7 @@ def feeds_for(
     length: int = 10,
     seed: int = 0,
 ) -> dict[str, dict[str, Any]]:
-    """Feed name -> keyword arguments for `model(**kwargs)`. Raises CaptureError when not even one can be made."""
+    """Return feed name -> keyword arguments for `model(**kwargs)`. Raise CaptureError if not even one can be made."""
     return make_inputs(
         model, config=config, model_type=model_type, inputs=inputs, batch=batch, length=length, seed=seed
     ).feeds
@@ -287,15 +287,15 @@ def make_inputs(
     seed: int = 0,
     recipe: Recipe | None = None,
 ) -> Feeds:
-    """`feeds_for` with notes. The user's inputs are taken at any size; a `recipe` has one for the usual size, else
-    another."""
+    """Return the feeds of `feeds_for` with notes. The user's inputs are taken at any size. A `recipe` has inputs of the
+    usual sizes and of one other choice; the latter is used for all other sizes."""
     if inputs is not None:
         return Feeds(users_feeds(inputs, arguments_of(model)))
     core = core_of(model)
     config = config or (core.config if core is not None else None)
     if config is not None:
-        made, notes = make_feeds(core or model, config, model_type or config.model_type or "", batch, length, seed)
-        return Feeds(made, tuple(notes))
+        feeds, notes = make_feeds(core or model, config, model_type or config.model_type or "", batch, length, seed)
+        return Feeds(feeds, tuple(notes))
     if recipe is None:
         return Feeds({"forward": derive(model, batch, length, seed)})
     usual = (batch, length) == (SIZES["batch"], SIZES["length"])
@@ -304,7 +304,7 @@ def make_inputs(
 
 
 def core_of(model: nn.Module) -> PreTrainedModel | None:
-    """The transformers model that `model` is, or that it wraps: it holds all parameters and is called the same way."""
+    """Return the transformers model that `model` is, or wraps: it holds all parameters and is called the same way."""
     if isinstance(model, PreTrainedModel):
         return model
     core = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
@@ -316,15 +316,15 @@ def core_of(model: nn.Module) -> PreTrainedModel | None:
 
 
 def arguments_of(model: nn.Module) -> frozenset[str]:
-    """The names of what its forward takes."""
+    """Return the names of the forward's arguments."""
     return frozenset(inspect.signature(model.forward).parameters)
 
 
 def users_feeds(inputs: Mapping[str, Any], arguments: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """`{argument: value}` is one feed; `{feed: {argument: value}}` is as many as it says. An argument of the forward
-    that is a dict is an argument.
+    """Return `{argument: value}` as one feed, `{feed: {argument: value}}` as several. A dict is an argument if the
+    forward has one of its name.
 
-    A feed with the key "@module" calls that part in place of the model (`capture/called.py`).
+    A feed with the key "@module" calls that submodule in place of the model (`capture/called.py`).
     """
     if not isinstance(inputs, Mapping) or not inputs:
         raise CaptureError(

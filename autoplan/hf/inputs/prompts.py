@@ -1,7 +1,7 @@
-"""Put a picture, a sound or a film into a prompt, so that a text model's towers and projectors run.
+"""Put an image, a sound or a video into a prompt, so that a text model's towers and projectors run.
 
-The prompt must hold as many placeholder tokens as the tower makes features, which the model's own `get_image_features`
-(or its like) tells when it is run on a copy.
+The prompt must hold as many placeholder tokens as the tower makes features. The model's own `get_image_features` (or
+its like), run on a copy, tells how many.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
 _ALONG_TEXT = ("input_ids", *_TOKEN_TYPES)
 
 
-_NOT_LEARNED = -100  # what torch's cross entropy leaves out
+_NOT_LEARNED = -100  # the label that torch's cross entropy ignores
 
 
 @dataclass(frozen=True)
 class Modality:
-    """What is put into a prompt: its main argument, the names of its placeholder token, who makes its features."""
+    """Content of a prompt: main argument, config names of its placeholder token, method that makes features."""
 
     name: str
     argument: str
     tokens: tuple[str, ...] = ()
     features: str = ""
-    token_type: int = 1  # how `mm_token_type_ids` calls it
+    token_type: int = 1  # its number in `mm_token_type_ids`
 
 
 MODALITIES = (
@@ -57,14 +57,14 @@ def prompt_feed(
     guesses: Iterable[Mapping[str, Any]],
     takes: Callable[[str], bool],
 ) -> dict[str, Any]:
-    """Keyword arguments for prompts with one picture (sound, film) each. CaptureError says what stands in the way."""
+    """Return keyword arguments for prompts with one image (sound, video) each. Raise CaptureError if none run."""
     token = _token(modality, config)
     tried = list(guesses)
     first: Exception | None = None
     for folded in (True, False):
         twin = Twin(model, folded=folded)
-        for given in tried:
-            feed = _tried(modality, twin, token, text, dict(given), takes)
+        for inputs in tried:
+            feed = _tried(modality, twin, token, text, dict(inputs), takes)
             if not isinstance(feed, Exception):
                 return feed
             first = first or feed
@@ -75,7 +75,7 @@ def prompt_feed(
 
 
 def together(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The feeds as one, a prompt with all that theirs have, if that makes the model read what none of them does."""
+    """Return the feeds merged into one, if the model then reads parameters that it reads with none of them."""
     merged: dict[str, Any] = {}
     for feed in feeds.values():
         for name, value in feed.items():
@@ -86,7 +86,7 @@ def together(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def labels_of(ids: torch.Tensor, config: PretrainedConfig | None) -> torch.Tensor:
-    """What is learned: each token, but for placeholders, which may stand outside of the vocabulary."""
+    """Return the labels: each token except placeholders, which may lie outside of the vocabulary."""
     tokens = [_token(modality, config) for modality in MODALITIES] if config is not None else []
     labels = ids.clone()
     for token in tokens:
@@ -96,8 +96,8 @@ def labels_of(ids: torch.Tensor, config: PretrainedConfig | None) -> torch.Tenso
 
 
 def _token(modality: Modality, config: PretrainedConfig) -> int | None:
-    """The placeholder: said by the config, else by the one of a tower."""
-    tokens = (getattr(one, name, None) for one in all_configs(config) for name in modality.tokens)
+    """Return the placeholder token of the config, or of the first inner config that has one."""
+    tokens = (getattr(part, name, None) for part in all_configs(config) for name in modality.tokens)
     return next((value for value in tokens if isinstance(value, int)), None)
 
 
@@ -109,7 +109,7 @@ def _tried(
     given: dict[str, Any],
     takes: Callable[[str], bool],
 ) -> dict[str, Any] | Exception:
-    """The whole call, if it runs on the twin, else what was raised."""
+    """Return the complete call if it runs on the twin, else the exception."""
     feed: dict[str, Any] = {}
     try:
         ids, maker, count = text, _maker(twin.module, modality, given), given.pop("placeholders", None)
@@ -132,7 +132,7 @@ def _tried(
 
 
 def _maker(twin: nn.Module, modality: Modality, given: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """The method that makes the features: of the outermost module that takes most of what is given."""
+    """Return the method that makes the features, of the outermost module that takes the most arguments."""
     methods = [method for part in twin.modules() if callable(method := getattr(part, modality.features or "-", None))]
     return max(methods, key=lambda method: len(_named(method) & given.keys()), default=None)
 
@@ -143,11 +143,11 @@ def _named(method: Callable[..., Any]) -> set[str]:
 
 
 def _features(made: Any) -> int:
-    """How many feature vectors: models return them plain, in lists of lists, or as an output's pooled part."""
+    """Return the number of feature vectors: models return a tensor, nested lists, or an output with a pooled part."""
     for part in ("pooler_output", "deepstack_features", "last_hidden_state"):
-        held = getattr(made, part, None)
-        if held is not None:
-            return _features(held[0] if part == "deepstack_features" else held)
+        part_output = getattr(made, part, None)
+        if part_output is not None:
+            return _features(part_output[0] if part == "deepstack_features" else part_output)
     if isinstance(made, torch.Tensor):
         return made.numel() // made.shape[-1]
     if isinstance(made, list | tuple) and made:

@@ -1,7 +1,7 @@
-"""Keyword arguments of one step at a given batch and length: training with labels, or filling a cache.
+"""Make keyword arguments of one step at a given batch and length: training with labels, or filling a cache.
 
-A user's inputs give the kinds of arguments. Rows and tokens are found by size: all rows become the first one, longer
-sequences repeat the last token. More tokens than a learned table of positions has rows are refused.
+A user's inputs give the kinds of arguments. Row and token dims are recognised by size: all rows become the first one,
+longer sequences repeat the last token. Lengths above the rows of a learned table of positions are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EMBEDDED = ("inputs_embeds", "hidden_states", "decoder_inputs_embeds")
 
 
 def size_of(inputs: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and tokens of one call; 0 tokens where no argument is a sequence of them."""
+    """Return the rows and tokens of one call; 0 tokens if no argument is a sequence."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim()}
     named = [tensors[name] for name in (*_TOKEN_IDS, *_EMBEDDED) if name in tensors and tensors[name].dim() > 1]
     ids = [value for value in tensors.values() if value.dim() == 2 and value.dtype in (torch.int64, torch.int32)]
@@ -36,7 +36,7 @@ def size_of(inputs: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def resized(inputs: Mapping[str, Any], batch: int, length: int) -> dict[str, Any]:
-    """The same arguments for `batch` rows of `length` tokens, as far as they have such dims."""
+    """Return the same arguments for `batch` rows of `length` tokens, as far as they have such dims."""
     rows, tokens = size_of(inputs)
     if (rows, tokens) in ((batch, length), (batch, 0)):
         return dict(inputs)
@@ -62,7 +62,7 @@ def _resized(value: torch.Tensor, own: tuple[int, int], wanted: tuple[int, int],
 
 
 def _longer(value: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Cut, or with its last place repeated."""
+    """Return the tensor cut to `length`, or with its last position repeated."""
     more = length - value.shape[dim]
     if more <= 0:
         return value.narrow(dim, 0, length)
@@ -71,11 +71,11 @@ def _longer(value: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
-_BEFORE_THE_FIRST = 2  # rows that some tables have for padding
+_BEFORE_THE_FIRST = 2  # padding rows of some tables
 
 
 def check_positions(name: str, module: nn.Module, length: int) -> None:
-    """Raise where `length` tokens are more than the rows of a learned table of positions."""
+    """Raise AutoplanError if `length` exceeds the rows of a learned table of positions."""
     core = core_of(module)
     if core is None:
         return
@@ -97,37 +97,37 @@ def check_positions(name: str, module: nn.Module, length: int) -> None:
 _DECODED, _MASK = "decoder_input_ids", "attention_mask"
 _IDS = (_DECODED, "input_ids")
 _OF_A_SEQUENCE = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
-_FIRST = ("image", "audio", "video")  # a prompt with a picture runs the text model as well
+_FIRST = ("image", "audio", "video")  # a prompt with an image runs the text model as well
 
 
 def step_inputs(
     source: Source, module: nn.Module, users: Mapping[str, Any] | None, batch: int, length: int, *, training: bool
 ) -> dict[str, Any]:
-    """Keyword arguments of one call. Example inputs of the user's give the kinds of arguments, not their sizes."""
-    made = make_inputs(
+    """Return keyword arguments of one call. A user's example inputs give the kinds of arguments, not their sizes."""
+    example = make_inputs(
         module, config=source.config, model_type=source.model_type, inputs=users, batch=batch, length=length
     )
-    names = [name for name, feed in made.feeds.items() if "@module" not in feed]
-    found = dict(made.feeds[next((name for name in _FIRST if name in names), names[0])])
+    names = [name for name, feed in example.feeds.items() if "@module" not in feed]
+    call = dict(example.feeds[next((name for name in _FIRST if name in names), names[0])])
     if users is not None:
-        found = resized(found, batch, length)
-        if _masks_nothing(found.get(_MASK)):
-            del found[_MASK]  # transformers reads its values, and then makes no mask
-    decoded = found.get(_DECODED)
+        call = resized(call, batch, length)
+        if _masks_nothing(call.get(_MASK)):
+            del call[_MASK]  # transformers would read its values, and then use no mask
+    decoded = call.get(_DECODED)
     if users is None and isinstance(decoded, torch.Tensor) and 1 < decoded.shape[-1] == length - 1:
-        found[_DECODED] = torch.cat([decoded, decoded[:, -1:]], dim=1)  # planning tells two sequences apart; a step has
-    known = conventions()
+        call[_DECODED] = torch.cat([decoded, decoded[:, -1:]], dim=1)  # planning needs two lengths, a step has one
+    words = conventions()
     core: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
     takes = set(inspect.signature(core.forward).parameters)
-    if known.cache_switch in takes or known.cache_switch in found:
-        found[known.cache_switch] = not training
-    if training and known.targets in takes and known.targets not in found:
-        ids = next((found[name] for name in _IDS if name in found), None)
+    if words.cache_switch in takes or words.cache_switch in call:
+        call[words.cache_switch] = not training
+    if training and words.targets in takes and words.targets not in call:
+        ids = next((call[name] for name in _IDS if name in call), None)
         if isinstance(ids, torch.Tensor):
-            found[known.targets] = (
+            call[words.targets] = (
                 labels_of(ids, source.config) if _tells_each_token(module) else ids.new_zeros(ids.shape[:1])
             )
-    return found
+    return call
 
 
 def _masks_nothing(mask: Any) -> bool:
@@ -135,7 +135,7 @@ def _masks_nothing(mask: Any) -> bool:
 
 
 def _tells_each_token(module: nn.Module) -> bool:
-    """Is a label learned of each token? A classifier of sequences has no output embeddings."""
+    """Return whether labels are per token; classifiers of sequences have one per row, and no output embeddings."""
     core: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
-    asked = getattr(core, "get_output_embeddings", None)
-    return asked is None or asked() is not None or not type(core).__name__.endswith(_OF_A_SEQUENCE)
+    getter = getattr(core, "get_output_embeddings", None)
+    return getter is None or getter() is not None or not type(core).__name__.endswith(_OF_A_SEQUENCE)

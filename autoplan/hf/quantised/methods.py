@@ -10,7 +10,7 @@ from autoplan.common.errors import SourceError
 from autoplan.hf.quantised.schemes import Group, Method, scheme_of
 from autoplan.values.quantised import Scheme
 
-# What a config of compressed-tensors says: groups of modules, each with a format of its own.
+# compressed-tensors: groups of modules, each with its own format.
 
 _PLAIN = ("naive-quantized", "int-quantized", "float-quantized")
 _KNOWN = (*_PLAIN, "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
@@ -18,7 +18,7 @@ _LINEAR = "Linear"
 
 
 def compressed_tensors(data: Mapping[str, Any]) -> Method:
-    """A checkpoint that is not compressed holds plain weights: it is no quantised one to load, and is refused."""
+    """Read a config of compressed-tensors. A checkpoint that is not compressed holds plain weights, and is refused."""
     if data.get("quantization_status", "compressed") != "compressed":
         raise SourceError(
             f"compressed-tensors with quantization_status {data['quantization_status']!r} holds weights as they are",
@@ -30,11 +30,11 @@ def compressed_tensors(data: Mapping[str, Any]) -> Method:
             hint="dense ones are",
         )
     groups = []
-    for said in data["config_groups"].values():
-        targets = tuple(str(target) for target in said.get("targets") or (_LINEAR,))
+    for entry in data["config_groups"].values():
+        targets = tuple(str(target) for target in entry.get("targets") or (_LINEAR,))
         names = () if _LINEAR in targets else targets
-        groups.append(Group(_compressed_scheme(said, said.get("format") or data.get("format")), names))
-    ordered = sorted(groups, key=lambda group: not group.names)  # those with names first, they are narrower
+        groups.append(Group(_compressed_scheme(entry, entry.get("format") or data.get("format")), names))
+    ordered = sorted(groups, key=lambda group: not group.names)  # groups with names first: they are narrower
     return Method("compressed-tensors", tuple(ordered), tuple(map(str, data.get("ignore") or ())), default_skips=False)
 
 
@@ -78,7 +78,7 @@ def _of(form: str, **values: int | str | bool) -> Scheme:
 
 
 def _blocks(strategy: str, weights: Mapping[str, Any]) -> tuple[int, int]:
-    """How many rows and columns share a scale; 0: all of them."""
+    """Return the rows and columns that share a scale; 0 = whole dim."""
     if strategy == "block":
         rows, columns = weights["block_structure"]
         return int(rows), int(columns)
@@ -89,13 +89,13 @@ def _blocks(strategy: str, weights: Mapping[str, Any]) -> tuple[int, int]:
     raise SourceError(f"compressed-tensors with the strategy {strategy!r} is not described")
 
 
-# What a config of torchao says: a configuration class by name with its fields, or one for each module.
+# torchao: the name of a configuration class with its fields, or one for each module.
 
 _PER_MODULE = ("ModuleFqnToConfig", "FqnToConfig")
 
 
 def torchao(data: Mapping[str, Any]) -> Method:
-    """The configuration is a dict {"_type", "_data"} under "default"."""
+    """Read a config of torchao, a dict {"_type", "_data"} under "default"."""
     configuration = data["quant_type"]
     if isinstance(configuration, str):
         raise SourceError(
@@ -107,11 +107,11 @@ def torchao(data: Mapping[str, Any]) -> Method:
     groups: list[Group] = []
     if configuration["_type"] in _PER_MODULE:
         table = next(iter(configuration["_data"].values()))
-        for name, one in table.items():
-            if name != "_default" and one is None:
+        for name, entry in table.items():
+            if name != "_default" and entry is None:
                 skipped += (name,)
-            elif one is not None:
-                groups.append(Group(_torchao_scheme(one), () if name == "_default" else (name,), experts=None))
+            elif entry is not None:
+                groups.append(Group(_torchao_scheme(entry), () if name == "_default" else (name,), experts=None))
         groups.sort(key=lambda group: not group.names)
     else:
         groups.append(Group(_torchao_scheme(configuration), experts=None))
@@ -158,7 +158,7 @@ def _integers(rows: int, columns: int, scale: str) -> Scheme:
 
 
 def _scaled(said: Any, group: int) -> tuple[int, int]:
-    """Of how many rows and columns one scale is; 0: of all. `group`: where nothing is said."""
+    """Return the rows and columns per scale; 0 = whole dim. `group`: the default group size."""
     kind = str(said.get("_type", "")) if isinstance(said, Mapping) else ""
     if kind == "PerGroup":
         group = int((said.get("_data") or {}).get("group_size") or group)
@@ -168,7 +168,7 @@ def _scaled(said: Any, group: int) -> tuple[int, int]:
 # One function for each method, by transformers' name for it. Methods whose packed tensors rules/quantised does not
 # describe are refused by name, never read as unquantised.
 
-# What a checkpoint of a method usually says.
+# The usual config of a checkpoint of each method.
 USUAL_CONFIGS: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
@@ -184,7 +184,7 @@ _BNB_BLOCK = 64
 
 
 def quantization_config_of(configs: tuple[Any, ...]) -> dict[str, Any] | None:
-    """The `quantization_config` of a config, or of the first of its parts that has one, as plain data."""
+    """Return, as plain data, the first `quantization_config` of a config or of those inside it."""
     for config in configs:
         quantisation = getattr(config, "quantization_config", None)
         if quantisation is not None:
@@ -194,7 +194,7 @@ def quantization_config_of(configs: tuple[Any, ...]) -> dict[str, Any] | None:
 
 
 def method_of(data: Mapping[str, Any]) -> Method:
-    """The method of a `quantization_config`. Raises SourceError, by name, for one that is not described."""
+    """Return the method of a `quantization_config`. Raise SourceError, by name, for one that is not described."""
     # Older bitsandbytes configs do not say their method
     name = str(
         getattr(data.get("quant_method"), "value", data.get("quant_method"))
@@ -216,7 +216,7 @@ def method_of(data: Mapping[str, Any]) -> Method:
         ) from error
 
 
-# ----------------------------------------------------------------------------------------------------------- float8
+# float8
 
 
 def _fp8(data: Mapping[str, Any]) -> Method:
@@ -243,7 +243,7 @@ def _mxfp8(data: Mapping[str, Any]) -> Method:
     return _everywhere("mxfp8", scheme_of("mxfp8"), data)
 
 
-# ----------------------------------------------------------------------------------------------------- four bits
+# Four bits
 
 
 def _mxfp4(data: Mapping[str, Any]) -> Method:
@@ -252,7 +252,7 @@ def _mxfp4(data: Mapping[str, Any]) -> Method:
 
 
 def _nvfp4(data: Mapping[str, Any]) -> Method:
-    """Quantised while a plain checkpoint is loaded, where its kernel can run."""
+    """Read a config of NVFP4: a plain checkpoint is quantised while loading, where its kernel can run."""
     return replace(_everywhere("nvfp4", scheme_of("nvfp4"), data, stacks=False), unbiased=16)
 
 
@@ -282,7 +282,7 @@ def _gptq(data: Mapping[str, Any]) -> Method:
         for pattern, said in (data.get("dynamic") or {}).items()
         if not pattern.startswith("-:")
     )
-    skipped = tuple(f"re:{one[2:]}" for one in data.get("dynamic") or {} if one.startswith("-:"))
+    skipped = tuple(f"re:{key[2:]}" for key in data.get("dynamic") or {} if key.startswith("-:"))
     inside = data.get("modules_in_block_to_quantize")
     only = tuple(name for names in inside for name in ([names] if isinstance(names, str) else names)) if inside else ()
     blocks = data.get("block_name_to_quantize")
@@ -318,7 +318,7 @@ def _bitsandbytes(data: Mapping[str, Any]) -> Method:
     return Method("bitsandbytes", (Group(scheme, experts=None),), _names(skipped), default_skips=skipped is None)
 
 
-# ------------------------------------------------------------------------------------------------------ what they share
+# Shared by several methods
 
 
 def _everywhere(name: str, scheme: Scheme, data: Mapping[str, Any], stacks: bool = True) -> Method:
@@ -339,7 +339,7 @@ def _bits(data: Mapping[str, Any], known: tuple[int, ...]) -> int:
 
 
 def _group(data: Mapping[str, Any]) -> int:
-    """How many inputs share a scale; 0: all of them."""
+    """Return the number of inputs that share a scale; 0 = all of them."""
     group = int(data["q_group_size"] if "q_group_size" in data else data["group_size"])
     if group < 1 and group != -1:
         raise SourceError(f"group_size is {group}", hint="a group has at least one input; -1: all of them")

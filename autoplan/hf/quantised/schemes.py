@@ -12,7 +12,7 @@ from typing import Literal
 from autoplan.common.files.schemes import scheme_files
 from autoplan.values.quantised import PackedDim, PackedTensor, PackedWeight, Scheme
 
-# Which module has which scheme: patterns of names and of classes, as configs say them.
+# Assign schemes to modules: patterns of names and of classes, as configs give them.
 
 _SAME: Literal["same"] = "same"
 
@@ -26,17 +26,17 @@ class Group:
     experts: Scheme | Literal["same"] | None = _SAME
 
     def of(self, stacked: bool) -> Scheme | None:
-        """The scheme of a matrix, or of a stack of matrices."""
+        """Return the scheme of a matrix, or of a stack of matrices."""
         return self.experts if stacked and self.experts != _SAME else self.scheme
 
 
 @dataclass(frozen=True)
 class Method:
-    """What a config says. The first group whose names fit a module is its group, unless it is skipped.
+    """The content of a config. A module's group is the first one whose names fit it, unless it is skipped.
 
-    `default_skips`: what the library leaves unquantised by default (the output head). `in_blocks`: only what is
-    inside repeated blocks is quantised, of those that `within` names, if it names any; `only`: only modules of these
-    names in a block. `unbiased`: only linear layers without bias, both sizes of which are multiples of this.
+    `default_skips`: leave unquantised what the library does by default (the output head). `in_blocks`: quantise only
+    inside repeated blocks, of those that `within` names, if it names any; `only`: only modules of these names in a
+    block. `unbiased`: only linear layers without bias, both sizes of which are multiples of this.
     """
 
     name: str
@@ -50,9 +50,8 @@ class Method:
 
 
 def named(pattern: str, name: str) -> bool:
-    """Does a pattern of a config ("re:…", else a name, a dotted part of it, or an expression for its beginning) mean
-    `name`?
-
+    """Return whether a pattern of a config ("re:…", else a name, a dotted part of it, or an expression for its
+    beginning) matches `name`.
 
     >>> named("visual", "model.visual.blocks.0.attn"), named("re:.*mlp.gate$", "layers.0.mlp.gate_proj")
     (True, False)
@@ -63,7 +62,7 @@ def named(pattern: str, name: str) -> bool:
         return _compiled(pattern[3:]).match(name) is not None
     if f".{pattern}." in f".{name}.":
         return True
-    if re.escape(pattern).replace(r"\.", ".") == pattern.replace(r"\.", "."):  # nothing in it but letters and dots
+    if re.escape(pattern).replace(r"\.", ".") == pattern.replace(r"\.", "."):  # a plain name, no expression
         return False
     return _compiled(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))").match(name) is not None
 
@@ -73,8 +72,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-# How a scheme stores one weight: `rules/quantised/<scheme>.toml` (see the README there) with the numbers of a config
-# put in.
+# Describe how a scheme stores one weight: `rules/quantised/<scheme>.toml` (see the README there) with the numbers of a
+# config.
 
 Values = Mapping[str, int | str | bool]
 _DIM = re.compile(r"(whole )?(out\*in|out|in)(?:/(\d+)(?:\*(\d+))?)?")
@@ -88,7 +87,7 @@ class Plain:
 
     name: str
     shape: tuple[int, ...]
-    transposed: bool = False  # what a product sums over comes before what it does not
+    transposed: bool = False  # the contracted dim comes before the output dim
     segments: tuple[int, ...] = ()
 
     @property
@@ -108,23 +107,23 @@ _BESIDE, _AFTER = Plain("weight", ()), Plain("", ())
 
 
 def scheme_of(method: str, form: str = "", **values: int | str | bool) -> Scheme:
-    """The scheme of a method (in a form, if it has several), with the numbers of a config."""
-    asked = method, form
-    ids = [id for id, data in scheme_files().items() if (data["method"], data.get("form", "")) == asked]
+    """Return the scheme of a method (in a form, if it has several), with the numbers of a config."""
+    method_and_form = method, form
+    ids = [id for id, data in scheme_files().items() if (data["method"], data.get("form", "")) == method_and_form]
     assert len(ids) == 1, f"rules/quantised: {len(ids)} documents for {method!r} in the form {form!r}"
-    said = {key: value or "all" for key, value in values.items()}
-    return Scheme(ids[0], str(scheme_files()[ids[0]]["title"]).format_map(said), tuple(sorted(values.items())))
+    texts = {key: value or "all" for key, value in values.items()}
+    return Scheme(ids[0], str(scheme_files()[ids[0]]["title"]).format_map(texts), tuple(sorted(values.items())))
 
 
 def packed_weight(plain: Plain, scheme: Scheme) -> PackedWeight:
-    """What a checkpoint holds in place of one weight."""
+    """Return the tensors that a checkpoint holds in place of one weight."""
     values = dict(scheme.values)
     tensors = []
     for tensor in scheme_files()[scheme.id]["tensors"]:
         if "when" in tensor and not values.get(tensor["when"]):
             continue
-        said = tensor.get("stacked", tensor["dims"]) if plain.stacked else tensor["dims"]
-        dims = tuple(_dim(text, plain, values) for text in said)
+        texts = tensor.get("stacked", tensor["dims"]) if plain.stacked else tensor["dims"]
+        dims = tuple(_dim(text, plain, values) for text in texts)
         dims = (PackedDim(plain.shape[0], (0,)), *dims) if plain.stacked else dims
         dtype = str(tensor["dtype"]).format_map(values)
         size = prod(dim.size for dim in dims) * _SIZES[dtype]
@@ -133,60 +132,60 @@ def packed_weight(plain: Plain, scheme: Scheme) -> PackedWeight:
 
 
 def announced(keys: Iterable[str], scheme: Scheme | None = None) -> Iterator[tuple[str, str, str]]:
-    """(key, module, parameter) for each key that only packed weights have: those of a scheme, or of any."""
-    files, known = scheme_files(), dict.fromkeys(keys)
+    """Yield (key, module, parameter) for each key that only packed weights have: those of a scheme, or of any."""
+    files, present = scheme_files(), dict.fromkeys(keys)
     for data in [files[scheme.id]] if scheme is not None else list(files.values()):
         first = data["tensors"][0]["name"]
         names = [tensor["name"] for tensor in data["tensors"] if tensor["name"] != "{weight}" and "when" not in tensor]
         own = re.escape(names[0]).replace(r"\{weight\}", r"(?P<weight>[A-Za-z]\w*?)")
         pattern = re.compile(rf"(?P<owner>.+)\.{own}")
-        for key in known:
+        for key in present:
             match = pattern.fullmatch(key)
             if match is None:
                 continue
             parameter = match.groupdict().get("weight") or "weight"
-            if f"{match['owner']}.{first.format(weight=parameter)}" in known:
+            if f"{match['owner']}.{first.format(weight=parameter)}" in present:
                 yield key, match["owner"], parameter
 
 
 def is_for_linears(scheme: Scheme) -> bool:
-    """Do the tools that write it know linear layers only, so that experts are stored one by one?"""
+    """Return whether the tools that write it know linear layers only, so that experts are stored one by one."""
     return bool(scheme_files()[scheme.id].get("linears_only"))
 
 
 def state_of(weight: PackedWeight) -> str | None:
-    """The name, after that of the weight, of the tensor of bytes that says its shape; None where there is none."""
-    said = scheme_files()[weight.scheme.id].get("state")
-    return None if said is None else str(said).format_map(dict(weight.scheme.values))
+    """Return the name, after that of the weight, of the tensor of bytes with its shape; None if there is none."""
+    text = scheme_files()[weight.scheme.id].get("state")
+    return None if text is None else str(text).format_map(dict(weight.scheme.values))
 
 
 def stored_names() -> tuple[tuple[str, str], ...]:
-    """How stored tensors are called beside a parameter "weight", and after the name of a parameter of another name."""
+    """Return suffixes of stored tensors: for a parameter named "weight", and after any other parameter's name."""
     names = dict.fromkeys(tensor["name"] for data in scheme_files().values() for tensor in data["tensors"])
-    kept = (name for name in names if name != "{weight}" and "." not in name)
-    return tuple((_name(name, _BESIDE), _name(name, _AFTER)) for name in kept)
+    suffixes = (name for name in names if name != "{weight}" and "." not in name)
+    return tuple((_name(name, _BESIDE), _name(name, _AFTER)) for name in suffixes)
 
 
 def plain_shape(
     name: str, scheme: Scheme, stacked: bool, shape: Callable[[str], tuple[int, ...]]
 ) -> tuple[tuple[int, ...], bool]:
-    """The shape of the plain weight, by that of the first stored tensor; is what is contracted before the rest?"""
+    """Return a plain weight's shape, from that of the first stored tensor, and whether it is [in, out]."""
     data, values = scheme_files()[scheme.id], dict(scheme.values)
     first = data["tensors"][0]
     stored = shape(_name(first["name"], Plain(name, ())))
     lead, sizes = (stored[:1], stored[1:]) if stacked else ((), stored)
-    found = {}
-    for said, size in zip(first["dims"], sizes, strict=False):
-        match = _DIM.fullmatch(str(said).format_map(values))
+    dims = {}
+    for text, size in zip(first["dims"], sizes, strict=False):
+        match = _DIM.fullmatch(str(text).format_map(values))
         if match is not None:
-            found[match[2]] = size // int(match[4] or 1) * int(match[3] or 1)
+            dims[match[2]] = size // int(match[4] or 1) * int(match[3] or 1)
     transposed = stacked and bool(data.get("transposed_stacks"))
-    own = (found["in"], found["out"]) if transposed else (found["out"], found["in"])
+    own = (dims["in"], dims["out"]) if transposed else (dims["out"], dims["in"])
     return (*lead, *own), transposed
 
 
 def _name(said: str, plain: Plain) -> str:
-    """After the name of the module."""
+    """Return a stored tensor's name, after that of the module."""
     parameter = plain.name.rpartition(".")[2]
     if "{weight}" in said:
         return said.format(weight=parameter)
@@ -204,7 +203,7 @@ def _dim(said: str | int, plain: Plain, values: Values) -> PackedDim:
     named = {"out": (plain.rows,), "in": (plain.contracted,), "out*in": (plain.rows, plain.contracted)}
     of = named[match[2]]
     size, factor, each = prod(plain.shape[dim] for dim in of), int(match[3] or 1), int(match[4] or 1)
-    if factor == 0:  # one for all of them
+    if factor == 0:  # one scale for all
         return PackedDim(1)
     segments = plain.segments if of == (plain.rows,) else ()
     blocks = sum(-(-part // factor) for part in segments or (size,))

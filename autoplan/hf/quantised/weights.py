@@ -21,10 +21,10 @@ from autoplan.hf.quantised.schemes import Method, Plain, announced, named, packe
 from autoplan.hf.shrink import all_configs
 from autoplan.values.quantised import PackedTensor, PackedWeight, Scheme
 
-# Which weights of a plain model on meta are quantised: linear layers and stacks of experts, but for what a config or
-# transformers itself leaves as it is.
+# The quantised weights of a plain model on meta: linear layers and stacks of experts, except those that a config or
+# transformers itself leaves unquantised.
 
-# Where the blocks of language models are, for methods that quantise nothing else and do not say which.
+# Usual paths of a language model's blocks, for methods that quantise only blocks and do not say which.
 _BLOCKS = ("model.language_model.layers", "model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers",
            "language_model.model.layers", "language_model.layers", "backbone.layers", "layers", "h")  # fmt: skip
 _PACKERS = (
@@ -38,11 +38,11 @@ _PACKERS = (
     "torchao.dtypes",
 )
 _ADAPTER = re.compile(r"\.lora_|\.modules_to_save\.")  # adapters are plain
-_EXPERTS = ("0.gate_proj", "0.up_proj", "0.down_proj", "0.w1", "0.w2", "0.w3")  # what checkpoints call their linears
+_EXPERTS = ("0.gate_proj", "0.up_proj", "0.down_proj", "0.w1", "0.w2", "0.w3")  # an expert's linears in checkpoints
 
 
 def quantised_weights(config: PretrainedConfig | None, model: nn.Module) -> tuple[PackedWeight, ...]:
-    """Of a plain model that was built from `config`; empty without a `quantization_config`."""
+    """Return the quantised weights of a plain model built from `config`; empty without a `quantization_config`."""
     data = quantization_config_of(tuple(all_configs(config))) if config is not None else None
     if data is None or data.get("dequantize"):
         return ()
@@ -61,7 +61,7 @@ def refuse_packed_by_others(model: nn.Module) -> None:
     """Raise for a model whose modules hold weights as a package packed them for its own kernels."""
     for path, module in model.named_modules():
         for name, weight in module.named_parameters(recurse=False):
-            packers = [one for one in (module, weight) if type(one).__module__.startswith(_PACKERS)]
+            packers = [holder for holder in (module, weight) if type(holder).__module__.startswith(_PACKERS)]
             if not packers:
                 continue
             packer, package = packers[0], type(packers[0]).__module__.partition(".")[0]
@@ -74,16 +74,16 @@ def refuse_packed_by_others(model: nn.Module) -> None:
 
 
 def _weights(model: nn.Module, method: Method) -> Iterator[tuple[Plain, Scheme]]:
-    """In the order of the model."""
-    # Modules of these names are left as they are.
+    """Yield plain weights and their schemes, in the order of the model."""
+    # Modules of these names are not quantised.
     from transformers.quantizers.base import get_keys_to_not_convert
 
     patterns = [*method.skipped, *(_renamed(model, name) for name in method.skipped)]
     if method.default_skips:
         patterns += get_keys_to_not_convert(model)
     patterns += getattr(model, "_keep_in_fp32_modules", None) or []
-    known = tuple(dict.fromkeys(pattern.removesuffix(".weight") for pattern in patterns if pattern))
-    skips = partial(_any_named, known)
+    skipped = tuple(dict.fromkeys(pattern.removesuffix(".weight") for pattern in patterns if pattern))
+    skips = partial(_any_named, skipped)
     blocks = _blocks(model, method) if method.in_blocks else ()
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -95,7 +95,7 @@ def _weights(model: nn.Module, method: Method) -> Iterator[tuple[Plain, Scheme]]
                 continue
             if blocks and not any(path.startswith(f"{block}.") for block in blocks):
                 continue
-            if method.only and not any(path.endswith(f".{one}") for one in method.only):
+            if method.only and not any(path.endswith(f".{suffix}") for suffix in method.only):
                 continue
             if method.unbiased and not (
                 module._parameters.get("bias") is None and all(size % method.unbiased == 0 for size in plain.shape)
@@ -115,7 +115,7 @@ def _scheme(method: Method, names: tuple[str, ...], stacked: bool) -> Scheme | N
 
 
 def _names(path: str, stacked: bool) -> tuple[str, ...]:
-    """What configs may call the module: a stack's experts are linears of their own in checkpoints."""
+    """Return the names that configs may have for the module; a stack's experts are single linears in checkpoints."""
     return (path, *(f"{path}.{expert}" for expert in _EXPERTS)) if stacked else (path,)
 
 
@@ -132,7 +132,7 @@ def _plain_weights(path: str, module: nn.Module) -> Iterator[tuple[Plain, nn.Par
 
 
 def _stack(name: str, shape: tuple[int, ...], module: nn.Module) -> Plain:
-    """gate and up are matrices of their own in checkpoints where a stack holds one after the other."""
+    """Return a stack of experts; a fused gate and up projection is two segments, which checkpoints hold apart."""
     transposed = is_transposed(module)
     rows = shape[2] if transposed else shape[1]
     apart = name.endswith("gate_up_proj") and bool(getattr(module, "is_concatenated", True))
@@ -140,7 +140,7 @@ def _stack(name: str, shape: tuple[int, ...], module: nn.Module) -> Plain:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Does a stack of experts hold [in, out]? Shapes of both stacks tell: what goes in is as wide as what comes out."""
+    """Return whether a stack of experts holds [in, out], by the shapes of both: input and output are equally wide."""
     both, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
     if both is not None and down is not None and both.dim() == down.dim() == 3:
         return both.shape[1] == down.shape[2]
@@ -152,7 +152,7 @@ def _any_named(patterns: tuple[str, ...], names: tuple[str, ...]) -> bool:
 
 
 def _renamed(model: Any, name: str) -> str:
-    """A name of the checkpoint as the model has it. (Renamings are written for names of weights.)"""
+    """Return the model's name for a name of the checkpoint. (Renamings are written for names of weights.)"""
     if name.startswith("re:") or not hasattr(type(model), "_from_config"):
         return name
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -168,11 +168,11 @@ def _renamed(model: Any, name: str) -> str:
 def _blocks(model: nn.Module, method: Method) -> tuple[str, ...]:
     lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     wanted = method.within or tuple(path for path in _BLOCKS if path in lists)[:1]
-    blocks = tuple(path for path in lists if any(path == one or path.endswith(f".{one}") for one in wanted))
+    blocks = tuple(path for path in lists if any(path == suffix or path.endswith(f".{suffix}") for suffix in wanted))
     return blocks or tuple(sorted(lists))
 
 
-# What the files of a quantised checkpoint hold. Where config and files contradict each other nothing is guessed.
+# The files of a quantised checkpoint. A contradiction between config and files is an error.
 
 Shape = Callable[[str], tuple[int, ...]]
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -185,7 +185,7 @@ _OPTIONAL = ("activation_scale", "input_scale", "input_global_scale", "weight_sh
 def stored_weights(
     folder: Path, keys: tuple[str, ...], shape: Shape, read: Callable[[str], Any]
 ) -> tuple[PackedWeight, ...]:
-    """The packed weights of a folder, by the names that plain ones would have in it."""
+    """Return the packed weights of a folder, by the names that plain ones would have in it."""
     data = _quantization_config(folder)
     if data is None:
         odd = next((key for key, _, _ in announced(keys)), None)
@@ -207,19 +207,19 @@ def stored_weights(
 
 
 def stored_aliases(folder: Path, keys: tuple[str, ...]) -> dict[str, str]:
-    """Map stored tensors to their scheme's names where these differ; "" for what is no part of a weight."""
+    """Map stored tensors to their scheme's names where these differ; "" for tensors that belong to no weight."""
     if not (folder / "config.json").is_file():
         return {}
     data = _quantization_config(folder)
     if data is None:
         return {}
-    known, names = set(keys), dict[str, str]()
+    present, names = set(keys), dict[str, str]()
     aliases = _ALIASES if data.get("quant_method") in _METHODS_WITH_ALIASES else {}
     for key in keys:
         owner, _, name = key.rpartition(".")
-        if name in aliases and f"{owner}.weight" in known and f"{owner}.{aliases[name]}" not in known:
+        if name in aliases and f"{owner}.weight" in present and f"{owner}.{aliases[name]}" not in present:
             names[key] = f"{owner}.{aliases[name]}"
-        elif name in _OF_THE_CACHE or (name == "weight_format" and f"{owner}.SCB" in known):
+        elif name in _OF_THE_CACHE or (name == "weight_format" and f"{owner}.SCB" in present):
             names[key] = ""
     return names
 
@@ -245,7 +245,7 @@ def _quantization_config(folder: Path) -> dict[str, Any] | None:
 def _checkpoint_weights(
     folder: Path, method: Method, keys: tuple[str, ...], shape: Shape, read: Callable[[str], Any]
 ) -> Iterator[PackedWeight]:
-    known = set(keys)
+    present = set(keys)
     schemes = dict.fromkeys(
         scheme for group in method.groups for scheme in (group.of(False), group.of(True)) if scheme is not None
     )
@@ -253,12 +253,12 @@ def _checkpoint_weights(
         for key, owner, parameter in announced(keys, scheme):
             stacked = parameter != "weight"
             if _checkpoint_scheme(method, owner, stacked) == scheme:
-                plain = _plain(f"{owner}.{parameter}", scheme, stacked, known, shape, read)
-                yield _checked(folder, packed_weight(plain, scheme), key, known, shape)
+                plain = _plain(f"{owner}.{parameter}", scheme, stacked, present, shape, read)
+                yield _checked(folder, packed_weight(plain, scheme), key, present, shape)
 
 
 def _checkpoint_scheme(method: Method, owner: str, stacked: bool) -> Scheme | None:
-    """Experts that are stored one by one have the scheme of stacks, if these have one."""
+    """Return the scheme of a stored weight; experts stored one by one have that of stacks, if there is one."""
     for group in method.groups:
         if not group.names or any(named(pattern, owner) for pattern in group.names):
             expert = not stacked and _EXPERT.search(owner) is not None
@@ -283,7 +283,7 @@ def _plain(
 
 
 def _checked(folder: Path, weight: PackedWeight, key: str, known: set[str], shape: Shape) -> PackedWeight:
-    """The weight with those of its tensors that are there; all but a few must be, with the shapes they should have."""
+    """Return the weight with the tensors that are present. All but optional ones must be, with the right shapes."""
     tensors: list[PackedTensor] = []
     for tensor in weight.tensors:
         own = f"{weight.owner}.{tensor.name}"
@@ -294,10 +294,10 @@ def _checked(folder: Path, weight: PackedWeight, key: str, known: set[str], shap
                 f"{folder}: {key} belongs to a weight stored as {weight.scheme.title}, but {own} is absent",
                 hint="complete the download, or fetch the config.json that belongs to these files",
             )
-        found = shape(own)
-        if found != tensor.shape and not (prod(found) == prod(tensor.shape) == 1):
+        actual = shape(own)
+        if actual != tensor.shape and not (prod(actual) == prod(tensor.shape) == 1):
             raise SourceError(
-                f"{folder}: {own} has the shape {list(found)}, where {list(tensor.shape)} belongs to a weight of "
+                f"{folder}: {own} has the shape {list(actual)}, where {list(tensor.shape)} belongs to a weight of "
                 f"{list(weight.shape)} stored as {weight.scheme.title}",
                 hint="does the config.json belong to these files?",
             )
