@@ -1,4 +1,4 @@
-"""The parts of a page, each from values alone: verdict, drawing, weights, messages, memory, whole, sizes."""
+"""The sections of a page, each from values alone: verdict, drawing, weights, messages, memory, replicated, sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDTH, _HEIGHT = 330.0, 26.0
 
 
 def memory_section(found: Estimate | None, memory: int = 0, *, alone: bool = True) -> Safe:
-    """The stack, its parts as a table, and where the peak is. Not `alone`: without a heading."""
+    """Return the memory as a bar, its parts as a table, and the place of the peak. Not `alone`: without a heading."""
     head = el("h2", "Memory of a rank", id="memory") if alone else None
     if found is None:
         return el("section", head, el("p", NO_ESTIMATE, class_="soft"), aria_labelledby="memory")
@@ -38,7 +38,7 @@ def memory_section(found: Estimate | None, memory: int = 0, *, alone: bool = Tru
 
 
 def stack(found: Estimate, memory: int = 0, scale: int = 0) -> Safe:
-    """One bar. `scale`: the bytes of its full width."""
+    """Return one bar. `scale`: the bytes of its full width."""
     most = max(scale, memory, found.peak, 1) * 1.02
     x = 0.0
     drawn: list[Safe] = []
@@ -78,12 +78,12 @@ def _step_messages(found: Estimate) -> Safe:
     return join([sent, el("p", sentence)])
 
 
-WIDTH = 342.0  # of a block's drawing: a telephone's 390 less its margins; wider screens show blocks side by side
+WIDTH = 342.0  # of a block's drawing: a phone's 390 less margins; wider screens show blocks side by side
 _SHOWN = 30
 
 
 def verdict(proof: Proof) -> Safe:
-    """What was proven, how, at which size; and what was not tried."""
+    """Return what was proven, how, at which size; and what was not tried."""
     state = "bad" if proof.failed else "ok" if proof.ok else "open"
     tried = {
         "passed": "A tiny clone ran on simulated ranks and gave the same.",
@@ -109,7 +109,7 @@ def facts(plan: Plan) -> Safe:
 
 
 def drawing_section(scene: Scene, drawn: Safe | None = None) -> Safe:
-    """Blocks beside each other, in the order in which the model runs them. `drawn`: pictures of several cases."""
+    """Return blocks beside each other, in the order in which they run. `drawn`: pictures of several cases."""
     about = (
         "From top to bottom as data flows, branches side by side. A box's colour and letter say which axis cuts it; "
         "grey is whole on every rank. A dashed red edge carries parts of a sum, which ranks add up where it says so."
@@ -132,14 +132,14 @@ def legend(axes: Iterable[Axis]) -> Safe:
 
 
 def block_figure(block: Block, side: str = "") -> Safe:
-    """`side`: whose it is, where several stand side by side."""
+    """Draw one block. `side`: its plan, if several are side by side."""
     times = f" ×{block.times}" if block.times > 1 else ""
     return el("figure", el("figcaption", side, el("code", block.title), el("b", times)),
               svg_of(draw_block(block, WIDTH), f"{side}{block.title}{times}", "block"))  # fmt: skip
 
 
 def switch(plans: Mapping[int, Plan], own: int) -> Safe:
-    """The sizes between which the page can be switched, by style alone."""
+    """Return the sizes between which the page can be switched, by style alone."""
     sizes = [
         el("span", f"{bytes_text(rank_weights(plan)[0])} of weights on a rank", class_=f"tp tp-{n}")
         for n, plan in plans.items()
@@ -178,7 +178,7 @@ def _messages(traffic: Sequence[Traffic]) -> Safe:
 
 
 def _blocks(alike: Sequence[Traffic]) -> str:
-    """The first of those that move the same, and how many they are."""
+    """Return the first of the blocks that move the same, and their number."""
     return f"{alike[0].block} and {len(alike) - 1} like it" if len(alike) > 1 else alike[0].block
 
 
@@ -210,7 +210,7 @@ def _least(one: Traffic) -> int:
 
 
 def whole_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> Safe:
-    """Heaviest first; after some, the rest on demand."""
+    """Return replicated parameters, largest first; after some, the rest on demand."""
     tables = cases({n: _whole(plan) for n, plan in plans.items()}, sizes, own)
     return section("What stays whole", "whole", tables)
 
@@ -227,7 +227,7 @@ def _whole(plan: Plan) -> Safe:
 
 
 def sizes_section(plans: Mapping[int, Plan], own: int, what_if: Mapping[int, WhatIf]) -> Safe:
-    """What if: a line for each size that was planned; its button switches the page to it."""
+    """Return a line for each planned size; its button switches the page to it."""
     peaks = {n: one.estimate.peak for n, one in what_if.items() if one.estimate is not None}
     rows = []
     for n, plan in plans.items():
@@ -244,7 +244,7 @@ def sizes_section(plans: Mapping[int, Plan], own: int, what_if: Mapping[int, Wha
 
 
 def findings_section(findings: Sequence[Finding]) -> Safe:
-    """Numbered as boxes name them."""
+    """Return findings, numbered as in the boxes."""
     if not findings:
         return section("Findings", "findings", about="None.")
     items = [

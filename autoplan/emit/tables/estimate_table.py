@@ -1,4 +1,4 @@
-"""An estimate, a choice among meshes, a dry run, and planned sizes of tp, as tables for a terminal."""
+"""Tables for a terminal: an estimate, a choice of meshes, a dry run, and planned tp sizes."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def _gib(size: float) -> str:
 
 
 def _more(size: int) -> str:
-    """Never nothing: what is missing is more than that."""
+    """Return a size of missing memory, rounded up to 1 MiB."""
     return _gib(size) if size >= 0.01 * 2**30 else f"{max(1, size >> 20)} MiB"
 
 
 def tokens_text(found: Estimate) -> str:
-    """Of one sequence, and those of a rank of cp."""
+    """Return the tokens of a sequence, and those of a rank of cp."""
     own = f", of which a rank holds {found.own_tokens}" if found.own_tokens < found.sequence else ""
     return f"{found.sequence} tokens{own}"
 
 
 def estimate_view(found: Estimate) -> RenderableType:
-    """The stacked peak, where it is, the messages, the time."""
+    """Return the peak by parts, its place, the messages and the time."""
     bars = {name: (bar, against) for name, bar, against in found.bars}
     table = Table("on one rank, at the peak", "", "", box=None, pad_edge=False)
     for part in fields(MemoryParts):
@@ -73,7 +73,7 @@ def estimate_view(found: Estimate) -> RenderableType:
 
 
 def memory_bar(found: Estimate, memory: int, width: int = 36) -> Text:
-    """One line: the peak of a rank as a stack of letters, against what the device has; and what they stand for."""
+    """Return one line with a rank's peak as a stack of letters, against the device's memory, and a legend."""
     scale = max(found.peak, memory, 1)
     sizes = {letter: sum(getattr(found.parts, part) for part in parts) for letter, parts in _LETTERS.items()}
     stack = "".join(letter * round(width * size / scale) for letter, size in sizes.items())[:width]
@@ -92,7 +92,7 @@ def sent_table(sent: Iterable[Sent]) -> Table:
 
 
 def choice_view(choice: Any) -> RenderableType:
-    """The ranked rows, what the first has over the second, and what the nearest that does not fit would need."""
+    """Return the ranked rows, the reasons for the first, and what the nearest that does not fit would need."""
     speed = "samples/s" if choice.rows and not choice.rows[0].estimate.sequence else "tokens/s"
     table = Table("", "mesh", "micro", "checkpointing", "seq.", "GiB", speed, "what binds", box=None, pad_edge=False)
     shown = [*choice.rows[:_SHOWN]]
@@ -151,7 +151,7 @@ def choice_reasons(choice: Any) -> Iterable[str]:
 
 
 def against_view(place: int, row: Row, more: dict[str, float]) -> str:
-    """Where a mesh stands, and why it is not the first."""
+    """Return the rank of a mesh, and why it is not the first."""
     if place == 1:
         return f"{mesh_text(row.estimate.mesh)} is the first row"
     parts = ", ".join(f"{share:+.0%} {name}" for name, share in sorted(more.items(), key=lambda pair: -abs(pair[1]))
@@ -192,7 +192,7 @@ def row_to_dict(row: Row) -> dict[str, Any]:
 
 
 def dry_run_view(found: Any) -> RenderableType:
-    """What came out, and each kind of message with its module, group and bytes."""
+    """Return the outcome of a dry run, and each kind of message with its module, group and bytes."""
     table = Table("message", "over", "at", "bytes", "times", box=None, pad_edge=False)
     modules = Universe(one.module for one in found.messages)
     alike: dict[tuple[str, str, int, int], list[str]] = {}
@@ -219,11 +219,11 @@ def dry_run_to_dict(found: Any) -> dict[str, Any]:
             "optimizer_bytes": found.states, "peak_bytes": found.peak, "messages": messages}  # fmt: skip
 
 
-_MOST = 12  # sizes that are shown
+_MOST = 12  # the most sizes that are shown
 
 
 def rank_weights(plan: Plan) -> tuple[int, int]:
-    """Bytes of weights on a rank, and how many of them are replicated."""
+    """Return the bytes of weights on a rank, and how many of them are replicated."""
     whole = sum(one.bytes for one in plan.replicated)
     over = 1 if plan.cp_size == plan.ranks else plan.cut_over
     cut = sum(-(-entry.bytes // over) for entry in plan.entries)
@@ -231,13 +231,13 @@ def rank_weights(plan: Plan) -> tuple[int, int]:
 
 
 def messages_of_a_block(plan: Plan) -> str:
-    """Of the kind of block that sends the most."""
+    """Return the number of messages of the kind of block that sends the most."""
     sums = [sum(n for n, _ in (*one.forward.values(), *one.backward.values())) for one in plan.communication]
     return str(max(sums)) if sums else "0" if plan.ranks == 1 else "-"
 
 
 def valid_sizes(plan: Plan) -> list[str]:
-    """The sizes of tp at which every axis is divisible; nothing where it is the sequence that is cut."""
+    """Return the tp sizes at which every axis is divisible; nothing if the sequence is cut."""
     sizes = ", ".join(map(str, plan.legal_tp))
     if plan.cp_size > 1:
         return []
@@ -245,7 +245,7 @@ def valid_sizes(plan: Plan) -> list[str]:
 
 
 def shown_sizes(plan: Plan) -> tuple[int, ...]:
-    """Powers of two among the legal sizes, and the plan's own."""
+    """Return powers of two among the valid sizes, and the plan's own."""
     return tuple(tp for tp in plan.legal_tp if tp & (tp - 1) == 0 or tp == plan.tp_size)[:_MOST]
 
 
@@ -256,8 +256,8 @@ def sizes_view(
     memory: int = 0,
     why: str = "",
 ) -> RenderableType | None:
-    """A line for each size in `plans`; None where nothing is split. `estimates`: steps held against a device's
-    `memory`; `why` some are missing."""
+    """Return a line for each size in `plans`; None if nothing is split. `estimates`: steps compared with a device's
+    `memory`; `why`: the reason that some are missing."""
     known = estimates or {}
     bar = memory_bar(known[plan.tp_size], memory) if plan.tp_size in known else None
     missing = [Text(f"a training step was not estimated{': ' if not known else ' '}{why}")] if why else []
@@ -276,7 +276,7 @@ def sizes_view(
 
 
 def _step(found: Estimate | None, memory: int) -> tuple[str, str]:
-    """Number and bytes of a step's messages, and its peak."""
+    """Return the number and bytes of a step's messages, and its peak."""
     if found is None:
         return "", ""
     number, size = sum(one.number for one in found.messages), sum(one.bytes for one in found.messages)
