@@ -38,7 +38,7 @@ def _fsdp_takes(function: object, *parameters: str) -> bool:
 
 @FSDP.hold("has the caller asked for zeros of unused parameters?", f"{_STATE}._fsdp_param_groups")
 def _zeros_for_unused() -> bool:
-    """The caller's own wish is kept by each group of parameters, under this name; torch 2.11 knows no such wish."""
+    """Return whether each parameter group keeps the caller's choice under this name; torch 2.11 has no such choice."""
     source = inspect.getsource(_fsdp_param_group.FSDPParamGroup.__init__)
     kept = "self.reduce_scatter_unused_params" in source
     return getattr(_fsdp_state.FSDPState(), "_fsdp_param_groups", None) == [] if kept else torch.__version__ < "2.12"
@@ -49,7 +49,7 @@ def _zeros_for_unused() -> bool:
     "torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
 )
 def _tells_who_holds_gradients() -> bool:
-    """Either its own loop goes over gradients, and holds the last of them, or it is handed what does."""
+    """Return whether either its own loop holds the last gradient, or it is passed a function that does."""
     function = _fsdp_collectives.foreach_reduce
     loops = "torch.chunk(unsharded_grad," in inspect.getsource(function)
     return loops != ("prepare_reduce_scatter_inputs" in inspect.signature(function).parameters)
@@ -62,7 +62,7 @@ def _parameters(function: object) -> list[str]:
     return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
 
 
-_KERNELS = {  # and what an estimate hands to them
+_KERNELS = {  # with the arguments that an estimate passes
     "_grouped_mm": ("self", "mat2"),
     "_scaled_dot_product_flash_attention": ("query", "key", "value", "dropout_p", "is_causal"),
     "_scaled_dot_product_efficient_attention": ("query", "key", "value", "attn_bias", "compute_log_sumexp"),
@@ -116,7 +116,7 @@ def _collective() -> bool:
     "simulated ranks ask it for shapes one at a time", "torch.distributed.tensor._sharding_prop.ShardingPropagator"
 )
 def _propagator() -> bool:
-    """DTensor runs ops on whole tensors without storage in this method alone."""
+    """Return whether DTensor has the only method in which it runs ops on full tensors without storage."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     return _parameters(ShardingPropagator._propagate_tensor_meta_non_cached) == ["self", "op_schema"]
@@ -174,7 +174,7 @@ def _same_storage() -> bool:
     "torch._subclasses.fake_tensor.DynamicOutputShapeException",
 )
 def _depends_on_data() -> bool:
-    """Asking for a value, or for as many rows as hold, raises what says so."""
+    """Return whether asking for a value, or for a value-dependent number of rows, raises these errors."""
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         unknown = torch.ones(2) > 0

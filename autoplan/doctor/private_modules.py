@@ -1,4 +1,4 @@
-"""The undocumented parts of torch's modules, parameters and checkpointed blocks that are used, with a canary each."""
+"""The undocumented parts of torch's modules, parameters and checkpointed blocks in use, with a canary each."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def _states() -> bool:
 
     module, state = nn.Identity(), _State()
     _insert_module_state(module, state)
-    found = _get_module_state(module) is state
+    inserted = _get_module_state(module) is state
     _module_state_mapping.pop(module, None)
-    return found and _get_module_state(module) is None
+    return inserted and _get_module_state(module) is None
 
 
 @MODULES.hold(
@@ -81,18 +81,18 @@ def _parametrized() -> bool:
     "torch.nn.Module._forward_pre_hooks",
 )
 def _hooks() -> bool:
-    """Hooks of a module's call stand in these dictionaries, by one number each."""
+    """Return whether a module's hooks are in these dictionaries, under one number each."""
     module = nn.Identity()
     before = module.register_forward_pre_hook(lambda *_: None, with_kwargs=True).id
     after = module.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True).id
     pre, post = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs), module._forward_hooks
     flags = (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
-    return all(before in found for found in pre) and after in post and all(after in flag for flag in flags)
+    return all(before in hooks for hooks in pre) and after in post and all(after in flag for flag in flags)
 
 
 @MODULES.hold("a block that converts itself in its forward must keep its DTensors", "torch.nn.Module._apply")
 def _converted() -> bool:
-    """`module.to` goes through `_apply` of each module, which may be an attribute of its own."""
+    """Return whether `module.to` calls `_apply` of each module, which may be an instance attribute."""
     module, seen = nn.Linear(1, 1), []
     module.__dict__["_apply"] = lambda function, *rest: seen.append(function(module.weight).dtype)
     module.to(torch.float64)
@@ -106,15 +106,15 @@ def _converted() -> bool:
 )
 def _flat() -> bool:
     lstm = nn.LSTM(1, 1)
-    held = [lstm._parameters[name] for name in lstm._flat_weights_names]
-    return all(a is b for a, b in zip(held, lstm._flat_weights, strict=True)) and callable(lstm._update_flat_weights)
+    weights = [lstm._parameters[name] for name in lstm._flat_weights_names]
+    return all(a is b for a, b in zip(weights, lstm._flat_weights, strict=True)) and callable(lstm._update_flat_weights)
 
 
 @MODULES.hold(
     "of many equal blocks few are recorded, found by their old numbers", "torch.nn.ModuleList._get_abs_string_index"
 )
 def _places_of_blocks() -> bool:
-    """A list of modules looks its own `_get_abs_string_index` up for a number."""
+    """Return whether a module list looks up its own `_get_abs_string_index` for a number."""
     blocks = nn.ModuleList([nn.Identity(), nn.Linear(1, 1)])
     vars(blocks)["_get_abs_string_index"] = lambda index: "1"
     return blocks[0] is blocks._modules["1"]
@@ -134,7 +134,7 @@ def _compiled_name() -> bool:
     "torch.utils.checkpoint._VersionWrapper",
 )
 def _kept_of_ops() -> bool:
-    """Does the first run keep results in a storage that can be looked through, each with its version?"""
+    """Return whether the first run keeps results in a readable storage, each with its version."""
     context = torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
     first: Any = context[0]
     with first:
@@ -167,7 +167,7 @@ def _state_of_module(name: str, kind: type) -> Callable[[], bool]:
     "torch.nn.Parameter._is_param",
 )
 def _marked_as_parameters() -> bool:
-    """Does the mark make a tensor of another class a parameter?"""
+    """Return whether the mark makes a tensor of another class a parameter."""
 
     class Own(torch.Tensor):
         pass
