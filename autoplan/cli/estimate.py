@@ -1,4 +1,4 @@
-"""`autoplan choose`, `autoplan dryrun` and `autoplan estimate`: which mesh, does it fit, and does it run."""
+"""`autoplan choose`, `autoplan dryrun` and `autoplan estimate`: the mesh to choose, whether it fits and runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from autoplan.values import Plan
 
-Train = StrEnum("Train", [(way, way) for way in TRAIN])  # type: ignore[misc]  # what is done with the model
+Train = StrEnum("Train", [(way, way) for way in TRAIN])  # type: ignore[misc]  # the kinds of training
 ALL = Train("full")
 
 Mesh = Annotated[
@@ -268,10 +268,10 @@ def calibrate(
 
 
 def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) -> RenderableType | None:
-    """The memory of a rank, and the table over valid sizes of tp; where nobody asked, this plan's size alone."""
+    """Return the memory of a rank, and the table over valid tp sizes; unless requested, this plan's size alone."""
     from autoplan.emit.tables.estimate_table import sizes_view
 
-    if plan.cp_size > 1:  # the table is over sizes of tp
+    if plan.cp_size > 1:  # the table is over tp sizes
         return None
     if not memory and gpu is None:
         return sizes_view(plan)
@@ -285,7 +285,7 @@ def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) 
 
 
 def on_mesh(mesh: str | None, cp: int, tp: int = 1) -> str:
-    """The mesh that is asked for; --cp alone has FSDP2 shard over its ranks, and stands beside those of `tp`."""
+    """Return the requested mesh; with --cp alone FSDP2 shards over its ranks, besides those of `tp`."""
     if mesh is None:
         if cp == 1:
             raise typer.BadParameter("needed unless --cp is given", param_hint="--mesh")
