@@ -157,8 +157,7 @@ def _numbers(report: Report) -> Safe | None:
 
 
 def choice_page(choice: Any, plan: Plan | None, known: Mapping[int, WhatIf] = MappingProxyType({})) -> str:
-    """Return the rows of a choice, their memory to one scale, and the first one's plan. `known`: plans by row
-    number."""
+    """Return the rows of a choice, their memory to one scale, and the first one's plan. `known`: plans by row."""
     held = {"rows": [row_to_dict(row) for row in choice.rows], "plan": plan.to_dict() if plan is not None else None}
     title = f"{choice.source.name} on {choice.gpus} × {choice.device.name}"
     looked = [_looked_at(choice, known)] if known else []
