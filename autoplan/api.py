@@ -106,9 +106,9 @@ def plan(
 
             check_matches(module, written)
             return held_against_model(module, written, resolved)
-        made = proven_plan(resolved, wish, written, module)
-        keep_plan(place, made)
-        return made
+        result = proven_plan(resolved, wish, written, module)
+        keep_plan(place, result)
+        return result
 
 
 def parallelize(
@@ -223,9 +223,9 @@ def _plan_for_mesh(model: nn.Module, dims: MeshDims, given: PlanSource | None, c
         return proven_plan(source, wish)
     audit_findings = refuse_wrong(source, given, wish.tp_size) if check else ()
     written = read_source(given, None, model, name=source.name, tp_size=wish.tp_size, ep_size=None)
-    made = written if isinstance(written, Plan) else proven_plan(source, wish, written)
-    check_matches(model, made)
-    return replace(made, findings=made.findings + audit_findings)
+    result = written if isinstance(written, Plan) else proven_plan(source, wish, written)
+    check_matches(model, result)
+    return replace(result, findings=result.findings + audit_findings)
 
 
 @plain_surroundings()

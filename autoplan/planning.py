@@ -94,10 +94,10 @@ def draft_plan(
         remade=made_anew_in_training(module),
     )
     solution, choices, misfit = fitting(solved, choices)
-    made = write_down(source, wish, module, solution, choices, stacks, packed)
-    findings = (*misfit, *made.findings, *_findings(source, wish, capabilities, solution, made))
-    made = with_paths(replace(made, findings=findings), seen_code(_in_all_blocks(ways.ways, captured.trace)))
-    return Draft(made, captured.trace, choices)
+    plan = write_down(source, wish, module, solution, choices, stacks, packed)
+    findings = (*misfit, *plan.findings, *_findings(source, wish, capabilities, solution, plan))
+    plan = with_paths(replace(plan, findings=findings), seen_code(_in_all_blocks(ways.ways, captured.trace)))
+    return Draft(plan, captured.trace, choices)
 
 
 def _in_all_blocks(ways: Ways, trace: Trace) -> Ways:
@@ -105,9 +105,9 @@ def _in_all_blocks(ways: Ways, trace: Trace) -> Ways:
     if not trace.folds:
         return ways
     names, all_ways = Names(trace), dict(ways)
-    for (place, code, owner), taken in ways.items():
+    for (place, code, owner), steps in ways.items():
         module, *calls = owner.split(":")
-        all_ways.update(((place, code, ":".join((other, *calls))), taken) for other in names.expand(module))
+        all_ways.update(((place, code, ":".join((other, *calls))), steps) for other in names.expand(module))
     return all_ways
 
 
@@ -127,11 +127,11 @@ def capture_source(source: Source, module: nn.Module, choices: ChosenCuts | None
 
     Repeated blocks are traced once, unless a written plan treats them differently.
     """
-    made = make_inputs(
+    inputs = make_inputs(
         module, config=source.config, model_type=source.model_type, inputs=source.inputs, recipe=source.recipe
     )
     note = kernel_note(module)
-    feeds, left_out, draws = with_other_paths(module, made.feeds, made.others)
+    feeds, left_out, draws = with_other_paths(module, inputs.feeds, inputs.others)
 
     def told(captured: Captured) -> Captured:
         return replace(captured, trace=replace(captured.trace, draws_unseen=draws))
@@ -139,7 +139,7 @@ def capture_source(source: Source, module: nn.Module, choices: ChosenCuts | None
     def unfold() -> Captured:
         return told(capture_fake(module, feeds, folded=False))
 
-    captured = told(capture_any(module, feeds, (*made.notes, *left_out, *([note] if note else []))))
+    captured = told(capture_any(module, feeds, (*inputs.notes, *left_out, *([note] if note else []))))
     if choices is None or same_in_folded_blocks(choices, captured.trace):
         return replace(captured, unfold=unfold) if captured.trace.folds else captured
     return unfold()
@@ -172,8 +172,8 @@ def solve_source(
             if alone.shards is not None and (other := split_otherwise(cut.shards, alone.shards)):
                 narrowed = {**how, "capabilities": replace(capabilities, whole=(*capabilities.whole, *other))}
                 cut = solve_source(source, unfolded, joint, sequence_stacks=sequence_stacks, **narrowed)
-                known = [c for c in alone.classes if any(n.rpartition(".")[0] in other for n, _ in c.parameters)]
-                alike = (replace(c, split=False, reason=MixedWhole(c.size, wish.ranks)) for c in known if c.split)
+                fixed = [c for c in alone.classes if any(n.rpartition(".")[0] in other for n, _ in c.parameters)]
+                alike = (replace(c, split=False, reason=MixedWhole(c.size, wish.ranks)) for c in fixed if c.split)
                 cut = replace(cut, classes=(*alike, *cut.classes))
         split = solve_source(source, unfolded, replace(wish, cp_size=1), both=cut.shards, **how)
         if captured.unfold and split.trace.folds != cut.trace.folds:
@@ -221,13 +221,13 @@ def write_down(
 ) -> Plan:
     """Return the plan of a solution: entries with roles and reasons, how weights are stored, what it was made for."""
     solution = replace(solution, runtime=without_namesakes(source, solution.runtime, solution.trace.module_classes))
-    made = plan_chosen(
+    plan = plan_chosen(
         solution, choices, model=source.name, layers=stacks, sequence_parallel=solution.sequence_parallel
     )
-    made = replace(made, tp_size=wish.tp_size, ep_size=wish.ep_size, cp_size=wish.cp_size)
-    made = with_packed(with_made_for(made, module), solution, packed)
-    made = replace(made, fed=source.recipe.fed() if source.recipe is not None else ())
-    return replace(made, made_for=replace(made.made_for, content=digest(made)))
+    plan = replace(plan, tp_size=wish.tp_size, ep_size=wish.ep_size, cp_size=wish.cp_size)
+    plan = with_packed(with_made_for(plan, module), solution, packed)
+    plan = replace(plan, fed=source.recipe.fed() if source.recipe is not None else ())
+    return replace(plan, made_for=replace(plan.made_for, content=digest(plan)))
 
 
 def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tuple[PackedWeight, ...]) -> None:
@@ -235,9 +235,9 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tupl
     legal = ", ".join(map(str, solution.legal_tp))
     if wish.cp_size > 1:
         if not solution.sequence_parallel:
-            told = "; ".join(map(str, solution.whole_sequence))
+            reasons = "; ".join(map(str, solution.whole_sequence))
             raise IndivisibleError(
-                f"{source.name}: the sequence cannot be cut over {wish.cp_size} ranks: {told}",
+                f"{source.name}: the sequence cannot be cut over {wish.cp_size} ranks: {reasons}",
                 hint="choose a size that divides its heads or channels, or data-parallel ranks in its place",
             )
         return
@@ -255,10 +255,10 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tupl
     if wish.strict:
         refuse_parted_blocks(source.name, solution, packed)
     if wish.ep_size > 1 == wish.tp_size and not solution.runtime.of(LocalExperts):
-        told = "; ".join(f"{where}: {why}" for where, why in solution.experts_inside)
+        reasons = "; ".join(f"{where}: {why}" for where, why in solution.experts_inside)
         raise IndivisibleError(
             f"{source.name}: no experts can be placed on {wish.ep_size} different ranks"
-            + (f" ({told})" if told else ""),
+            + (f" ({reasons})" if reasons else ""),
             hint="ep_size needs modules that hold all their experts in one stack of weights; else split with tp_size",
         )
     if not any(fact.dim is not None for fact in solution.parameters):

@@ -120,22 +120,22 @@ def plan(
         raise typer.BadParameter("give the number of ranks to split over, or --cp", param_hint="--tp")
     how: dict[str, Any] = {"ep": ep, "cp": cp, "sequence_parallel": sequence_parallel, "trial_seconds": trial_seconds}
     how |= {"uneven": uneven, "rules": rules, "cache": cache}
-    given: dict[str, Any] = {}
+    example: dict[str, Any] = {}
     if inputs is not None:
         from autoplan.hf.model_string import inputs_from_string
 
-        given["inputs"] = inputs_from_string(inputs)
-    made = _make_plan(model, tp or 1, source, prove.value, trust_remote_code, **how, **given)
+        example["inputs"] = inputs_from_string(inputs)
+    result = _make_plan(model, tp or 1, source, prove.value, trust_remote_code, **how, **example)
     if output is None:
-        emit(plan_view(made), made.to_dict(), as_json, None)
+        emit(plan_view(result), result.to_dict(), as_json, None)
         if not as_json:  # print the plan before the slow estimate of a step
-            sizes = sizes_of(model, made, memory, gpu, trust_remote_code=trust_remote_code, **given)
+            sizes = sizes_of(model, result, memory, gpu, trust_remote_code=trust_remote_code, **example)
             if sizes is not None:
                 emit(Group("", sizes), None, False, None)
     else:
-        made.save(output)
+        result.save(output)
         note(f"written to {output}")
-    raise typer.Exit(_exit_code(made.findings) if made.proof.ok or not made.proof.was_asked else FINDINGS)
+    raise typer.Exit(_exit_code(result.findings) if result.proof.ok or not result.proof.was_asked else FINDINGS)
 
 
 @app.command()
@@ -153,12 +153,12 @@ def explain(
     from autoplan.decide.written_plans.plan_file import load_plan, names_plan_file
 
     if names_plan_file(model):
-        made = load_plan(model)
+        result = load_plan(model)
     elif tp is not None:
-        made = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
+        result = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
     else:
         raise typer.BadParameter("needed unless MODEL is a plan file", param_hint="--tp")
-    text = made.explain(path)
+    text = result.explain(path)
     emit(text, {"path": path, "explanation": text.splitlines()}, as_json, output)
 
 
@@ -250,8 +250,8 @@ def export(
     """Write a plan for another system: a Python module, a dict, a config."""
     from autoplan.hf.source import resolve
 
-    made = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
-    text = made.export(to.value, resolve(model, trust_remote_code=trust_remote_code).module(), drop=drop)
+    planned = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
+    text = planned.export(to.value, resolve(model, trust_remote_code=trust_remote_code).module(), drop=drop)
     emit(text.rstrip("\n"), None, False, output)
     if reach := getattr(text, "note", ""):
         note(f"{to.value} {reach}")

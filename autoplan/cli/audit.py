@@ -135,9 +135,9 @@ def _memory(model: str, report: Report, tp: int, gpu: str, trust_remote_code: bo
         return None
     sizes = sizes_of(model, ours, True, gpu, trust_remote_code=trust_remote_code)
     more = report.details["bytes_per_rank"] - report.details["bytes_per_rank_inferred"]
-    kept = f"; the audited plan keeps {bytes_text(more)} more weights, and in training their gradients and states" if (
+    keeps = f"; the audited plan keeps {bytes_text(more)} more weights, and in training their gradients and states" if (
         more > 0) else ""  # fmt: skip
-    return Group(Text(f"With all split that can be{kept}:", "bold"), sizes) if sizes is not None else None
+    return Group(Text(f"With all split that can be{keeps}:", "bold"), sizes) if sizes is not None else None
 
 
 def _paged(report: Report, page: Path | None) -> None:

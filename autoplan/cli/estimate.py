@@ -247,7 +247,7 @@ def calibrate(
 
     from autoplan.forecast.devices import device_text, load_device, measure
 
-    known = load_device(like)
+    device = load_device(like)
     alone = "WORLD_SIZE" not in os.environ
     if not alone:
         if torch.cuda.is_available():
@@ -260,7 +260,7 @@ def calibrate(
                 hint="run it with torchrun, or unset WORLD_SIZE",
             ) from error
     with progress("measuring matmuls, attention, copies and messages"):
-        text = device_text(measure(), known)
+        text = device_text(measure(), device)
     if alone or dist.get_rank() == 0:
         emit(text.rstrip(), None, False, output)
     if not alone:
@@ -299,7 +299,7 @@ def on_mesh(mesh: str | None, cp: int, tp: int = 1) -> str:
 
 
 def checkpointing_of(text: str) -> bool | str:
-    known: dict[str, bool | str] = {"none": False, "block": True, "submodule": "submodule", "selective": "selective"}
-    if text not in known:
-        raise AutoplanError(f"--checkpointing {text}", hint=f"choose one of {', '.join(known)}")
-    return known[text]
+    choices: dict[str, bool | str] = {"none": False, "block": True, "submodule": "submodule", "selective": "selective"}
+    if text not in choices:
+        raise AutoplanError(f"--checkpointing {text}", hint=f"choose one of {', '.join(choices)}")
+    return choices[text]

@@ -50,17 +50,17 @@ def report(
     cp = sizes.get("cp", 1)
     how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "trust_remote_code": trust_remote_code}
     tp = tp or sizes.get("tp", 1 if cp > 1 else None)
-    made = _made(model, tp, ep if ep > 1 else sizes.get("ep", 1), how | ({"cp_size": cp} if cp > 1 else {}))
-    if sizes.get("tp", made.tp_size) != made.tp_size:
-        raise AutoplanError(f"--mesh {mesh} has tp {sizes['tp']}, the plan tp {made.tp_size}", hint="give one of them")
+    plan = _made(model, tp, ep if ep > 1 else sizes.get("ep", 1), how | ({"cp_size": cp} if cp > 1 else {}))
+    if sizes.get("tp", plan.tp_size) != plan.tp_size:
+        raise AutoplanError(f"--mesh {mesh} has tp {sizes['tp']}, the plan tp {plan.tp_size}", hint="give one of them")
     how |= {"batch": batch, "sequence": sequence, "train": train.value}
     how |= {"activation_checkpointing": checkpointing_of(checkpointing)}
-    priced, memory = _estimated(model, mesh, made, gpu, how)
-    sizes = sizes or ({"tp": made.tp_size} if priced is not None else {})
-    others = _others(model, made, sizes, gpu, how) if what_if else {}
-    made.report(output, estimate=priced, memory=memory, what_if=others)
+    priced, memory = _estimated(model, mesh, plan, gpu, how)
+    sizes = sizes or ({"tp": plan.tp_size} if priced is not None else {})
+    others = _others(model, plan, sizes, gpu, how) if what_if else {}
+    plan.report(output, estimate=priced, memory=memory, what_if=others)
     note(f"written to {output}")
-    raise typer.Exit(FINDINGS if made.proof.failed else OK)
+    raise typer.Exit(FINDINGS if plan.proof.failed else OK)
 
 
 def _made(model: str, tp: int | None, ep: int, how: dict[str, Any]) -> Plan:

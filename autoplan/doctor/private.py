@@ -42,8 +42,8 @@ class Table(list[Private]):
         has these parameters, "package.Class:method" has that member."""
         for text, why in names.items():
             path, _, parameters = text.removesuffix(")").partition("(")
-            taken = parameters.split(", ") if parameters else []
-            canary = partial(_exists, path.replace(":", "."), taken) if needed else lambda: True
+            parameter_names = parameters.split(", ") if parameters else []
+            canary = partial(_exists, path.replace(":", "."), parameter_names) if needed else lambda: True
             self.append(Private(path.partition(":")[0], why, canary))
 
 

@@ -91,7 +91,7 @@ def _threaded_group() -> bool:
         "broadcast": ["self", "tensor_list"],
         "alltoall": ["self", "output_tensor_list", "input_tensor_list"],
     }
-    same = all(_parameters(getattr(group, name))[: len(taken)] == taken for name, taken in first.items())
+    same = all(_parameters(getattr(group, name))[: len(parameters)] == parameters for name, parameters in first.items())
     shared = isinstance(group._terminate, threading.Event) and hasattr(group._coll_lock, "acquire")
     return same and shared and isinstance(group._cur_coll_on_pgs, dict) and callable(group.reset)
 
@@ -124,8 +124,8 @@ def _propagator() -> bool:
 
 @ENGINES.hold("subgroups are made in any order", "torch.distributed.distributed_c10d._store_based_barrier")
 def _barrier() -> bool:
-    taken = _parameters(dist.distributed_c10d._store_based_barrier)
-    return taken[:5] == ["rank", "store", "group_name", "rendezvous_count", "timeout"]
+    parameters = _parameters(dist.distributed_c10d._store_based_barrier)
+    return parameters[:5] == ["rank", "store", "group_name", "rendezvous_count", "timeout"]
 
 
 @ENGINES.hold(

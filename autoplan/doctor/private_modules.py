@@ -30,10 +30,10 @@ def _hooks_of_backward() -> bool:
     before = bool(module._backward_hooks or module._backward_pre_hooks or any(of_all))
     handles = [module.register_full_backward_hook(print), module.register_full_backward_pre_hook(print)]
     handles += [calls.register_module_full_backward_hook(print), calls.register_module_full_backward_pre_hook(print)]
-    known = bool(module._backward_hooks and module._backward_pre_hooks and all(of_all))
+    registered = bool(module._backward_hooks and module._backward_pre_hooks and all(of_all))
     for handle in handles:
         handle.remove()
-    return known and not before
+    return registered and not before
 
 
 @MODULES.hold("FSDP2's hook after a load is called as torch calls it", "torch.nn.modules.module._IncompatibleKeys")
@@ -138,13 +138,13 @@ def _kept_of_ops() -> bool:
     context = torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
     first: Any = context[0]
     with first:
-        made = torch.ones(2, 2) @ torch.ones(2, 2)
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
     of_mm = first.storage[torch.ops.aten.mm.default]
-    (kept,) = of_mm.values() if isinstance(of_mm, dict) else of_mm
-    kept.val, kept.version = torch.zeros(2, 2), 0
+    (saved,) = of_mm.values() if isinstance(of_mm, dict) else of_mm
+    saved.val, saved.version = torch.zeros(2, 2), 0
     with context[1]:
         again = torch.ones(2, 2) @ torch.ones(2, 2)
-    return bool(made.all()) and not again.any()
+    return bool(product.all()) and not again.any()
 
 
 @MODULES.hold(
@@ -172,9 +172,9 @@ def _marked_as_parameters() -> bool:
     class Own(torch.Tensor):
         pass
 
-    made: Any = torch.ones(1).as_subclass(Own)
-    made._is_param = True
-    return isinstance(made, torch.nn.Parameter)
+    tensor: Any = torch.ones(1).as_subclass(Own)
+    tensor._is_param = True
+    return isinstance(tensor, torch.nn.Parameter)
 
 
 @MODULES.hold("the path guard does not look at modules that run compiled", "torch.nn.Module._compiled_call_impl")

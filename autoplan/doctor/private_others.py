@@ -25,9 +25,9 @@ def _config_keeps(name: str, value: str) -> Callable[[], bool]:
         from transformers import LlamaConfig
 
         config = LlamaConfig()
-        known = hasattr(config, name)
+        present = hasattr(config, name)
         setattr(config, name, value)
-        return known and getattr(config, name) == value
+        return present and getattr(config, name) == value
 
     return check
 

@@ -264,11 +264,11 @@ def _knows_loss_parallel() -> bool:
     """Return whether its handlers are listed there while it is active."""
     from torch.distributed.tensor.parallel import loss_parallel
 
-    known = DTensor._op_dispatcher._custom_op_handlers
+    handlers = DTensor._op_dispatcher._custom_op_handlers
     name = torch.ops.aten.nll_loss_forward.default
-    before = name in known
+    before = name in handlers
     with loss_parallel():
-        return not before and name in known
+        return not before and name in handlers
 
 
 TORCH.extend(

@@ -21,8 +21,8 @@ def explain(plan: Plan, path: str) -> str:
         return "\n".join([path, *_rows(_about_entry(plan, entry, parameter)), *_whole_lines(whole)])
     under = tuple(other for other in plan.entries if _concerns(path, other.pattern))
     if not under and not whole:
-        known = [entry.pattern for entry in plan.entries] + list(fold_names(item.fqn for item in plan.replicated))
-        close = nearest(path, known)
+        patterns = [entry.pattern for entry in plan.entries] + list(fold_names(item.fqn for item in plan.replicated))
+        close = nearest(path, patterns)
         raise AutoplanError(
             f"the plan for {plan.model} says nothing about {path!r}",
             hint=f"nearest paths: {', '.join(close)}" if close else "print the plan to see the paths it knows",

@@ -271,8 +271,8 @@ class _CopyAll(Recorded):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        here = torch.tensor([gradient is not None for gradient in gradients], device=ctx.like[0][2])
-        anywhere = all_reduce(here.to(torch.int32), ctx.group, "max").tolist()
+        present = torch.tensor([gradient is not None for gradient in gradients], device=ctx.like[0][2])
+        anywhere = all_reduce(present.to(torch.int32), ctx.group, "max").tolist()
         summed: list[torch.Tensor | None] = []
         for gradient, (shape, dtype, device), wanted in zip(gradients, ctx.like, anywhere, strict=True):
             part = torch.zeros(shape, dtype=dtype, device=device) if gradient is None and wanted else gradient
@@ -292,8 +292,8 @@ def is_of_compiled_code(x: torch.Tensor) -> bool:
 
 def gradient_is_summed(x: torch.Tensor) -> bool:
     """Return whether x was made from a result of `copy_to_ranks` by ops that read nothing else."""
-    made = (node.name() for node in _few_ops_above(x))
-    ours = (name for name in made if name in (f"{_Copy.__name__}Backward", f"{_Scale.__name__}Backward"))
+    names = (node.name() for node in _few_ops_above(x))
+    ours = (name for name in names if name in (f"{_Copy.__name__}Backward", f"{_Scale.__name__}Backward"))
     return next(ours, "").startswith(_Copy.__name__)
 
 

@@ -44,17 +44,17 @@ def draws_in_code(model: nn.Module) -> frozenset[str]:
     packages = {kind.__module__.partition(".")[0] for kind in kinds} - {"torch"}
     waiting = [(plain_function(kind.forward), kind) for kind in kinds]
     read: set[Any] = set()
-    found: set[str] = set()
+    moments: set[str] = set()
     while waiting:
         function, kind = waiting.pop()
         if function is None or (function, kind) in read:
             continue
         read.add((function, kind))
         names = set(names_in(function.__code__))
-        found.update(call_record(name).random.when for name in names)
+        moments.update(call_record(name).random.when for name in names)
         below = (plain_function(getattr(kind, name, function.__globals__.get(name))) for name in names)
         waiting += [(f, kind) for f in below if f is not None and (f.__module__ or "").partition(".")[0] in packages]
-    return frozenset(found - {"never"})
+    return frozenset(moments - {"never"})
 
 
 def _settings(module: nn.Module) -> Mapping[str, Any]:

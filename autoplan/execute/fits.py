@@ -75,11 +75,11 @@ class Reading:
             return f"{type(value).__qualname__}.{value.name}"
         if isinstance(value, (torch.Tensor, nn.Module, ModuleType, torch.device)) or not depth:
             return _ABSENT
-        known = self.memo.get(id(value))
-        if known is None:
+        cached = self.memo.get(id(value))
+        if cached is None:
             self.memo[id(value)] = value, _ABSENT  # for a value that contains itself
-            self.memo[id(value)] = known = value, self._within(value, depth - 1)
-        return known[1]
+            self.memo[id(value)] = cached = value, self._within(value, depth - 1)
+        return cached[1]
 
     def _within(self, value: Any, depth: int) -> Any:
         if isinstance(value, Mapping):
@@ -298,10 +298,10 @@ def _other_code(model: nn.Module, plan: Plan) -> Iterator[str]:
     for forward in plan.made_for.forwards:
         known.setdefault(forward.class_name, []).append(forward.code)
     for kind, places in _rewritten(model, plan).items() if known else ():
-        base_known = next((base for base in kind.__mro__ if base.__qualname__ in known), None)
-        if base_known is None:
+        ancestor = next((base for base in kind.__mro__ if base.__qualname__ in known), None)
+        if ancestor is None:
             yield f"calls in the forward of {kind.__qualname__} are rewritten, which the plan was not made for"
-        elif not any(same_code(code, forward_code(kind, places)) for code in known[base_known.__qualname__]):
+        elif not any(same_code(code, forward_code(kind, places)) for code in known[ancestor.__qualname__]):
             yield f"the code of {kind.__qualname__}.forward is another one, in which calls are rewritten by their place"
 
 

@@ -72,16 +72,16 @@ class PlannedModel(ParallelStyle):
 
 def to_torch(plan: Plan, *, gather_logits: bool | None = None) -> dict[str, ParallelStyle]:
     """Return fresh {pattern: style} for `parallelize_module(model, tp_mesh, …)`; the last key is ""."""
-    taken: set[str] = set()
+    applied: set[str] = set()
     by_module: dict[str, list[Entry]] = {}
     for entry in plan.entries:
         by_module.setdefault(_module_of(entry), []).append(entry)
     styles: dict[str, ParallelStyle] = {
-        module: PlannedModule(tuple((entry.pattern, entry.style) for entry in entries), taken)
+        module: PlannedModule(tuple((entry.pattern, entry.style) for entry in entries), applied)
         for module, entries in by_module.items()
         if module
     }
-    styles[""] = PlannedModel(plan, taken, gather_logits)
+    styles[""] = PlannedModel(plan, applied, gather_logits)
     return styles
 
 
@@ -109,8 +109,8 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     packed = tuple(weight for weight in plan.packed if _means(weight.owner, modules))
     _refuse_strangers(plan, model, tensors)
-    runtime, known = plan.runtime, [*tensors, *buffers, *(weight.name for weight in packed)]
-    parameters = tuple(rule for rule in runtime.parameters if _means(rule.pattern, known))
+    runtime, names = plan.runtime, [*tensors, *buffers, *(weight.name for weight in packed)]
+    parameters = tuple(rule for rule in runtime.parameters if _means(rule.pattern, names))
     instructions = tuple(instruction for instruction in runtime.instructions if _means(instruction.pattern, modules))
     if parameters == runtime.parameters and instructions == runtime.instructions:
         return plan
@@ -150,12 +150,12 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
 
 def _refuse_strangers(plan: Plan, model: nn.Module, tensors: list[str]) -> None:
     """Raise where the model holds a parameter that the plan does not know."""
-    known = [*(rule.pattern for rule in plan.runtime.parameters), *(whole.fqn for whole in plan.replicated)]
-    known += [f"{weight.owner}.{tensor.name}" for weight in plan.packed for tensor in weight.tensors]
-    strange = [name for name in tensors if not any(matches(pattern, name) for pattern in known)]
+    planned = [*(rule.pattern for rule in plan.runtime.parameters), *(whole.fqn for whole in plan.replicated)]
+    planned += [f"{weight.owner}.{tensor.name}" for weight in plan.packed for tensor in weight.tensors]
+    strange = [name for name in tensors if not any(matches(pattern, name) for pattern in planned)]
     if not strange:
         return
-    close = nearest(strange[0], known)
+    close = nearest(strange[0], planned)
     more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
     raise PlanMismatchError(
         f"{type(model).__name__} holds {strange[0]}{more}, which the plan for {plan.model} does not know",

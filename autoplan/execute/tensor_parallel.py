@@ -256,8 +256,8 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
     names: dict[int, str] = {}
 
     def work(name: str) -> ModuleWork:
-        known = names.setdefault(id(modules[name]), name)
-        return works.setdefault(known, ModuleWork(known))
+        instance = names.setdefault(id(modules[name]), name)
+        return works.setdefault(instance, ModuleWork(instance))
 
     for instruction in plan.runtime.instructions:
         for name in (
@@ -266,7 +266,7 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
             else _module_names(instruction.pattern, modules)
         ):
             if (instruction.pattern or name == "") and all(
-                instruction is not known for known in work(name).instructions
+                instruction is not instance for instance in work(name).instructions
             ):
                 work(name).instructions.append(instruction)  # once per module object
     _share_tables(modules, works)

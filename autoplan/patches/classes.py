@@ -164,9 +164,9 @@ def code_lies_open(model: nn.Module) -> Iterator[None]:
 
 def open_scripts(model: nn.Module) -> Callable[[], None]:
     """Let a mode that rewrites calls of this model see those in TorchScript; return a function that ends this."""
-    kept = hold(UNSCRIPTED, _SCRIPTS)
-    kept.until_gone(model)
-    return kept.release
+    held = hold(UNSCRIPTED, _SCRIPTS)
+    held.until_gone(model)
+    return held.release
 
 
 def _cached(model: nn.Module) -> Iterator[Place]:

@@ -123,14 +123,14 @@ UNPACKED = Patch(
 def one_sequence_a_row() -> Iterator[None]:
     """Treat every row as one sequence while this thread is inside the block."""
     home = sys.modules.get(_MASKS)
-    known = home is not None and hasattr(home, _PACKED)
+    present = home is not None and hasattr(home, _PACKED)
 
     def unpacked(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda positions: None if _unpacked.get() else original(positions)
 
     token = _unpacked.set(True)
     try:
-        with patched(UNPACKED, [Place(home, _PACKED, unpacked)] if known else []):
+        with patched(UNPACKED, [Place(home, _PACKED, unpacked)] if present else []):
             yield
     finally:
         _unpacked.reset(token)
@@ -140,8 +140,8 @@ def one_sequence_a_row() -> Iterator[None]:
 def on_reference_path() -> Iterator[None]:
     """Make transformers' functions with a kernel take their reference while any thread is inside the block."""
     home = sys.modules.get(_HOME)
-    known = home is not None and hasattr(home, _ASKED)  # else this version has no such kernels
-    with patched(REFERENCE_PATH, [Place(home, _ASKED, lambda _: lambda: True)] if known else []):
+    present = home is not None and hasattr(home, _ASKED)  # else this version has no such kernels
+    with patched(REFERENCE_PATH, [Place(home, _ASKED, lambda _: lambda: True)] if present else []):
         yield
 
 
@@ -181,8 +181,8 @@ def kernel_note(model: nn.Module) -> str:
     listed = ", ".join(f"{package} ({', '.join(sorted(functions_of[package]))})" for package in sorted(functions_of))
     missing = sorted({kernel.package for kernel in kernels if not kernel.installed})
     state = f"not installed: {', '.join(missing)}" if missing else "all are installed"
-    said = "the reference in plain torch was read and proven, which computes the same"
-    return f"optional kernels of {listed}: {said} ({state})"
+    outcome = "the reference in plain torch was read and proven, which computes the same"
+    return f"optional kernels of {listed}: {outcome} ({state})"
 
 
 def _homes(model: nn.Module) -> list[ModuleType]:

@@ -264,9 +264,9 @@ def _is_left_out(patch: Patch) -> bool:
         return False
     if patch.canary not in _asked:
         _asked[patch.canary] = True  # the canary itself uses the patch
-        asked = threading.Thread(target=_ask, args=(patch.canary,))  # a thread without this one's modes
-        asked.start()
-        asked.join()
+        thread = threading.Thread(target=_ask, args=(patch.canary,))  # a thread without this one's modes
+        thread.start()
+        thread.join()
         if not _asked[patch.canary]:
             text = f"left out, since the installed version has moved {patch.replaces}: {patch.without}"
             warnings.warn(f"{patch.name}: {text}; see `autoplan doctor`", UserWarning, stacklevel=2)

@@ -154,7 +154,7 @@ def _double_precision_canary() -> bool:
     x = torch.ones(2, dtype=torch.float64)
     with Lifted():
         results = (x.float(), x.to(torch.float32), x.sum(dtype=torch.float32), torch.full((1,), 0.5), torch.tensor(0.5))
-    return all(found.dtype == torch.float64 for found in results) and x.float().dtype == torch.float32
+    return all(result.dtype == torch.float64 for result in results) and x.float().dtype == torch.float32
 
 
 DOUBLE_PRECISION = Patch(

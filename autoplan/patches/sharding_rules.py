@@ -162,13 +162,13 @@ def _loss_places() -> Iterator[Place]:
 
     def asking(plain: Any) -> Any:
         def _call_cross_entropy_loss(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            made = plain(self, tx, args, kwargs)
+            built = plain(self, tx, args, kwargs)
 
             def loss(input: Any, target: Any) -> Any:
                 if can_dispatch_torch_function(tx, (input, target), {}):
                     function = VariableTracker.build(tx, F.cross_entropy)
                     return function.call_function(tx, [input, target, *args], kwargs)
-                return made.call_function(tx, [input, target], {})
+                return built.call_function(tx, [input, target], {})
 
             return LambdaVariable(loss)
 

@@ -86,8 +86,8 @@ def _optimizers_canary() -> bool:
     with apart(), told_of_new_optimizers(lambda made: seen.append((type(made), len(made.param_groups[0]["params"])))):
         made = [kind([torch.nn.Parameter(torch.ones(2))], lr=0.1) for kind in kinds]
     hooks = (Optimizer.register_state_dict_post_hook, Optimizer.register_load_state_dict_pre_hook)
-    taken = all(list(inspect.signature(hook).parameters)[:2] == ["self", "hook"] for hook in hooks)
-    return taken and [(kind, 1) for kind in kinds] == [one for one in seen if one[0] in map(type, made)]
+    accepted = all(list(inspect.signature(hook).parameters)[:2] == ["self", "hook"] for hook in hooks)
+    return accepted and [(kind, 1) for kind in kinds] == [one for one in seen if one[0] in map(type, made)]
 
 
 OPTIMIZERS = while_split(
@@ -114,8 +114,8 @@ def data_assigned(assign: Callable[[DTensor, Any], bool], read: Callable[[DTenso
         if not assign(self, value):
             _PLAIN.__set__(self, value)
 
-    made = property(lambda self: read(self, _PLAIN.__get__(self)), write)
-    return hold(PARAMETER_DATA, [Place(DTensor, "data", lambda _: made, inherited=True)])
+    data = property(lambda self: read(self, _PLAIN.__get__(self)), write)
+    return hold(PARAMETER_DATA, [Place(DTensor, "data", lambda _: data, inherited=True)])
 
 
 def _parameter_data_canary() -> bool:
@@ -212,8 +212,8 @@ def norm_of(counted: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Hold
     def counting(plain: Any) -> Any:
         @functools.wraps(plain)
         def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            return plain(counted(given), *args, **kwargs)
+            gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            return plain(counted(gradients), *args, **kwargs)
 
         return total_norm
 
@@ -271,9 +271,9 @@ def _safetensors_storage_canary() -> bool:
         raise ValueError("told")
 
     with apart(), told_of_stored(tell):
-        for save, given in ((theirs.save_model, torch.nn.Linear(2, 2)), (theirs.save_file, {"one": torch.ones(2)})):
+        for save, argument in ((theirs.save_model, torch.nn.Linear(2, 2)), (theirs.save_file, {"one": torch.ones(2)})):
             try:
-                save(given, "nowhere/at/all")
+                save(argument, "nowhere/at/all")
             except ValueError as error:
                 seen.append(str(error))
     return seen == [torch.Size([2, 2]), "told", torch.Size([2]), "told"]

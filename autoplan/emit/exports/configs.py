@@ -103,20 +103,20 @@ def to_vllm(plan: Plan, *, shipped: Iterable[str] = (), base: str = "", drop: bo
     outside = {key for key in styles if not key.startswith(inside)}
     packed = {key.rpartition(".")[0] for key, style in styles.items() if style == "packed_colwise"}
     odd = {key.rpartition(".")[0] for key, style in styles.items() if style not in (*_VLLM, "packed_colwise")}
-    kept = {}
+    lines = {}
     for key, style in styles.items():
         container = key.rpartition(".")[0]
         if container not in odd and key not in odd and key not in outside:
-            kept[key] = _GATHERED[style] if container in packed else OLD_NAMES.get(style, style)
+            lines[key] = _GATHERED[style] if container in packed else OLD_NAMES.get(style, style)
     refused = [item for item in refused if item.pattern not in ends]
     refused += [
         Refused(e.pattern, e.bytes, _not_for_vllm(e.pattern, styles[e.pattern], outside))
         for e in plan.entries
-        if e.pattern in styles and e.pattern not in kept
+        if e.pattern in styles and e.pattern not in lines
     ]
     check_nothing_lost(refused, "vLLM", drop)
-    unused = {key: "replicate" for key in shipped if key not in kept and key not in ends and key.startswith(inside)}
-    written = {key.removeprefix(inside): style for key, style in (kept | unused).items()}
+    unused = {key: "replicate" for key in shipped if key not in lines and key not in ends and key.startswith(inside)}
+    written = {key.removeprefix(inside): style for key, style in (lines | unused).items()}
     return dict(sorted(written.items(), key=lambda line: -len(line[0])))
 
 
@@ -180,10 +180,10 @@ def needs_autoplan(plan: Plan) -> str:
 
 def _held_elsewhere(plan: Plan) -> str:
     """Return a split parameter that no entry has, another name of a tied one; "" if there is none."""
-    known = {f"{entry.pattern}.{name}" for entry in plan.entries for name in entry.parameters}
-    known |= {entry.pattern for entry in plan.entries}
+    entry_names = {f"{entry.pattern}.{name}" for entry in plan.entries for name in entry.parameters}
+    entry_names |= {entry.pattern for entry in plan.entries}
     split = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
-    return next((name for name in split if not any(matches(pattern, name) for pattern in known)), "")
+    return next((name for name in split if not any(matches(pattern, name) for pattern in entry_names)), "")
 
 
 def torch_module(plan: Plan) -> str:

@@ -128,8 +128,8 @@ class Part:
     @property
     def gathered(self) -> tuple[Entry, ...]:
         """Return the linear layers of the part; the rest of it stays replicated when products are gathered."""
-        kept = dict(self.hindered)
-        return tuple(e for e in self.entries if _is_linear(e) and e.pattern not in kept and not _is_uneven(e))
+        hindered = dict(self.hindered)
+        return tuple(e for e in self.entries if _is_linear(e) and e.pattern not in hindered and not _is_uneven(e))
 
     def refused(self, why: str) -> Iterator[Refused]:
         for entry in self.entries:

@@ -134,8 +134,8 @@ def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
         latent = {
             e.pattern for e in part.entries if exported_as(e.rule) == "latent" and e.style == "colwise_gather_output"
         }
-        kept = [e for e in part.entries if e.style != "replicated_with_grad_allreduce" and e.pattern not in latent]
-        yield from _as_they_are(kept)
+        others = [e for e in part.entries if e.style != "replicated_with_grad_allreduce" and e.pattern not in latent]
+        yield from _as_they_are(others)
         yield from ((starred(pattern), "mla_kv_a_proj") for pattern in latent)
         yield from _latents(part, plan)
     elif part.kind == "experts" and not part.needs and _transformers_cuts_alike(part):

@@ -238,8 +238,8 @@ def _box_svg(shape: Shape, drawing: Drawing) -> Safe:
     label = f"{box.path}: {', '.join(box.lines)}"
     inside = (el("title", label), rect, *texts)
     pinned = " pinned" if box.findings else ""
-    made = el("g", *inside, class_=f"box {tone}{pinned}", data_path=box.path)
-    return el("a", made, href=f"#{box.link}", aria_label=label) if box.link else made
+    group = el("g", *inside, class_=f"box {tone}{pinned}", data_path=box.path)
+    return el("a", group, href=f"#{box.link}", aria_label=label) if box.link else group
 
 
 def _within(words: Words, shape: Shape) -> bool:

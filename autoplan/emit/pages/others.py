@@ -41,8 +41,8 @@ def scene_of_side(
             boxes = []
             for column in columns:
                 named = [(step.rpartition(".")[2], ".".join(filter(None, (part.block, step)))) for step in column]
-                told = (_box(name or path, path, side, other, words or {}, findings) for name, path in named)
-                boxes.append(tuple(told))
+                placed = (_box(name or path, path, side, other, words or {}, findings) for name, path in named)
+                boxes.append(tuple(placed))
             rows.append(BoxRow(parent, tuple(boxes)))
         blocks.append(Block(part.block or "outside of blocks", part.blocks, tuple(rows)))
     return Scene(tuple(blocks), ())

@@ -40,9 +40,9 @@ def plan_page(
     """Return the page. `data_of`: the plan as plain data; `memory`: bytes of the GPU; `what_if`: plans at other sizes
     of tp."""
     values = {"plan": data_of, "estimate": None if estimate is None else estimate.to_dict()}
-    known = {**what_if, plan.ranks: WhatIf(plan, estimate)}
-    sizes = tuple(sorted(known))
-    parts = plan_parts(plan, memory_cases(known, memory, sizes, plan.ranks), known)
+    planned = {**what_if, plan.ranks: WhatIf(plan, estimate)}
+    sizes = tuple(sorted(planned))
+    parts = plan_parts(plan, memory_cases(planned, memory, sizes, plan.ranks), planned)
     return whole_page(f"{plan.model} at {plan.over.replace('=', ' ')}", *parts, held=values, sizes=sizes)
 
 

@@ -49,8 +49,8 @@ def marks_at(plan: Plan, path: str, entries: tuple[Entry, ...]) -> tuple[Mark, .
 
 def _mark(one: Instruction, move: Move, before: bool, size: int) -> Mark:
     twice = 2 if move.collective is Collective.ALL_REDUCE else 1
-    known = size and not move.of.is_statistic and move.collective is not Collective.ALL_GATHER
-    weight = f" · {bytes_text(size * twice)} a token" if known and not move.backward else ""
+    sized = size and not move.of.is_statistic and move.collective is not Collective.ALL_GATHER
+    weight = f" · {bytes_text(size * twice)} a token" if sized and not move.backward else ""
     what = _WORDS[move.collective]
     if move.backward:
         return Mark(f"gradient: {what}", True, before, move.sums)
@@ -142,14 +142,14 @@ class Scene:
 
 def axes_of(entries: Iterable[Entry]) -> dict[str, Axis]:
     """Return the axis of each entry by its pattern; entries that are cut together share one."""
-    known: dict[object, Axis] = {}
+    by_key: dict[object, Axis] = {}
     axes = {}
     for entry in entries:
         if not any(":" in segment for segment in entry.segments):
             continue
         units = entry.counted or entry.units
         key: object = entry.axes or (entry.pattern.rpartition(".")[0], units)
-        axis = known.setdefault(key, Axis(len(known), _letter(len(known)), units))
+        axis = by_key.setdefault(key, Axis(len(by_key), _letter(len(by_key)), units))
         axes[entry.pattern] = axis
     return axes
 

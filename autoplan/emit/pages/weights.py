@@ -89,9 +89,9 @@ def _of_entry(plan: Plan, entry: Entry) -> Iterable[Weight]:
 
 
 def _shape(plan: Plan, module: str, parameter: str) -> tuple[int, ...]:
-    for known in plan.made_for.sizes:
-        if known.pattern in (module, f"{module}.{parameter}") or matches(f"{module}.{parameter}", known.pattern):
-            return known.shapes[0]
+    for sizes in plan.made_for.sizes:
+        if sizes.pattern in (module, f"{module}.{parameter}") or matches(f"{module}.{parameter}", sizes.pattern):
+            return sizes.shapes[0]
     return ()
 
 

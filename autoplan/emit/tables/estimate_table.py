@@ -103,9 +103,9 @@ def choice_view(choice: Any) -> RenderableType:
         place = choice.rows.index(row) + 1
         priced = row.estimate
         again = {True: "blocks", False: "none"}.get(row.checkpointing, str(row.checkpointing))
-        kept = (", experts apart" if row.experts else "") + (", no reshard" if row.reshard is False else "")
+        variant = (", experts apart" if row.experts else "") + (", no reshard" if row.reshard is False else "")
         speed = f"{priced.tokens_per_second:,.0f}{'?' * row.narrow(choice.memory)}" if row.fits else "does not fit"
-        cells = (mesh_text(priced.mesh) + kept, f"{priced.batch} × {row.accumulate}", again)
+        cells = (mesh_text(priced.mesh) + variant, f"{priced.batch} × {row.accumulate}", again)
         cut = f"{priced.own_tokens} a rank" if "cp" in row.mesh else "cut" if row.sequence_parallel else ""
         tie = "=" if row.fits and ties > 1 and row.ties(choice.rows[0]) else ""
         table.add_row(f"{place}{tie}", *cells, cut, f"{priced.peak / 2**30:.1f}", speed, row.binds)
@@ -113,9 +113,9 @@ def choice_view(choice: Any) -> RenderableType:
     head = f"{choice.source.name} on {choice.gpus} × {choice.device.name} with {_gib(choice.memory)}"
     head += f" ({choice.margin:.0%} left free)" if choice.margin else ""
     if choice.rows:
-        asked = choice.rows[0].estimate
-        head += f": {asked.train}, " + (f"sequences of {asked.sequence} tokens, " if asked.sequence else "")
-        head += asked.weights_text
+        first = choice.rows[0].estimate
+        head += f": {first.train}, " + (f"sequences of {first.sequence} tokens, " if first.sequence else "")
+        head += first.weights_text
     lines: list[RenderableType] = [
         Text(head),
         Text(f"{fitting} of {len(choice.rows)} configurations fit"),
@@ -258,19 +258,19 @@ def sizes_view(
 ) -> RenderableType | None:
     """Return a line for each size in `plans`; None if nothing is split. `estimates`: steps compared with a device's
     `memory`; `why`: the reason that some are missing."""
-    known = estimates or {}
-    bar = memory_bar(known[plan.tp_size], memory) if plan.tp_size in known else None
-    missing = [Text(f"a training step was not estimated{': ' if not known else ' '}{why}")] if why else []
+    priced = estimates or {}
+    bar = memory_bar(priced[plan.tp_size], memory) if plan.tp_size in priced else None
+    missing = [Text(f"a training step was not estimated{': ' if not priced else ' '}{why}")] if why else []
     if not plan.entries or len(plan.legal_tp) < 2 or plan.cp_size > 1:
         return Group(bar) if bar is not None else None
     heads = ("tp", "weights of a rank", "replicated", "messages of a block")
-    table = Table(*heads, *(("of a step", "memory of a step") if known else ()), box=None, pad_edge=False)
-    for tp, made in sorted({**(plans or {}), plan.tp_size: plan}.items()):
-        size, whole = rank_weights(made)
+    table = Table(*heads, *(("of a step", "memory of a step") if priced else ()), box=None, pad_edge=False)
+    for tp, planned in sorted({**(plans or {}), plan.tp_size: plan}.items()):
+        size, whole = rank_weights(planned)
         mark = " (this plan)" if tp == plan.tp_size else ""
         share = f"{_gib(whole)}, {whole / max(size, 1):.0%}"
-        step = _step(known.get(tp), memory) if known else ()
-        table.add_row(f"{tp}{mark}", _gib(size), share, messages_of_a_block(made), *step)
+        step = _step(priced.get(tp), memory) if priced else ()
+        table.add_row(f"{tp}{mark}", _gib(size), share, messages_of_a_block(planned), *step)
     head = Text("".join(valid_sizes(plan)).capitalize(), style="bold")
     return Group(*([bar, Text("")] if bar is not None else []), head, table, *missing)
 

@@ -213,12 +213,12 @@ class _Guard:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert self.function is not None
-        taken = self._taken((*args, *kwargs.values()))
-        if taken is None:
+        layer = self._taken((*args, *kwargs.values()))
+        if layer is None:
             return self.function(*args, **kwargs)
         if self.kernel.reference is None:
             raise PlanMismatchError(
-                f"the kernel {self.kernel.name!r} of {self.kernel.package} takes a weight of {type(taken).__name__}, "
+                f"the kernel {self.kernel.name!r} of {self.kernel.package} takes a weight of {type(layer).__name__}, "
                 "whose sums over ranks it would leave out",
                 hint=f"make the model run without {self.kernel.package}",
             )
@@ -227,12 +227,12 @@ class _Guard:
 
     def _taken(self, values: Iterable[Any]) -> nn.Module | None:
         """Return the planned layer of which a parameter, or a view in the same memory, is passed."""
-        given = {memory_of(value) for value in values if isinstance(value, torch.Tensor)}
+        memory = {memory_of(value) for value in values if isinstance(value, torch.Tensor)}
         planned: list[nn.Module] = []
         _alone.run(lambda: planned.extend(self.planned))
         planned = [module for module in planned if record_of(module) is not None]  # otherwise the layer was restored
         own = ((module, p) for module in planned for p in module._parameters.values() if p is not None)
-        return next((module for module, parameter in own if memory_of(parameter) in given), None)
+        return next((module for module, parameter in own if memory_of(parameter) in memory), None)
 
 
 _guards: WeakValueDictionary[tuple[int, str], _Guard] = WeakValueDictionary()  # kept alive by what is installed
@@ -244,9 +244,9 @@ def guard_kernels(model: nn.Module, planned: Iterable[nn.Module], undo: list[Cal
     for kernel in optional_kernels(model) if mine else ():
         if kernel.installed:
             guard = _guard_of(kernel, mine)
-            kept = hold(KERNEL_GUARDS, [Place(kernel.home, kernel.name, guard.instead_of)])
-            kept.until_gone(model)
-            undo.append(partial(_release, guard, mine, kept))
+            held = hold(KERNEL_GUARDS, [Place(kernel.home, kernel.name, guard.instead_of)])
+            held.until_gone(model)
+            undo.append(partial(_release, guard, mine, held))
 
 
 def _guard_of(kernel: OptionalKernel, mine: list[nn.Module]) -> _Guard:

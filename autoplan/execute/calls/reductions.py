@@ -235,18 +235,18 @@ def _lengths_of(planned: LengthCall, at: At) -> Callable[[Any, Any, Any], Any]:
 def _scaled(planned: LengthCall, args: tuple[Any, ...], kwargs: dict[str, Any], group: RankGroup) -> Any:
     """Return this rank's result of `planned`, a call that takes lengths over an axis of which x is the local shard."""
     name = planned.site.function
-    given = dict(zip(_SIGNATURES.get(name, ("x",)), args, strict=False)) | kwargs
-    x = next(iter(given.values()))
+    arguments = dict(zip(_SIGNATURES.get(name, ("x",)), args, strict=False)) | kwargs
+    x = next(iter(arguments.values()))
     x = x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
     # Where everything is zero the gradient is zero, as in torch.
     wide = x.float() if x.dtype.itemsize < 4 else x
     squares = sum_over_ranks(wide.square().sum(planned.dims, keepdim=True), group)
     lengths = torch.where(squares > 0, squares, 1.0).sqrt().mul(squares > 0).to(x.dtype)
     if name == "normalize":
-        normalized = x / copy_to_ranks(lengths, group).clamp_min(given.get("eps", 1e-12))
-        return normalized if given.get("out") is None else given["out"].copy_(normalized)
+        normalized = x / copy_to_ranks(lengths, group).clamp_min(arguments.get("eps", 1e-12))
+        return normalized if arguments.get("out") is None else arguments["out"].copy_(normalized)
     if name == "_weight_norm":
-        return x * (given["g"] / copy_to_ranks(lengths, group))
+        return x * (arguments["g"] / copy_to_ranks(lengths, group))
     return lengths if planned.keepdim else lengths.squeeze(planned.dims)
 
 
@@ -343,12 +343,12 @@ def _all_steps(planned: RecurrentCall, at: At) -> Run:
     weights = [(weight.path[1:], Layout.parse(weight.layout).rows_of_all(group.size)) for weight in planned.weights]
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
-        given = list(args)
+        gathered = list(args)
         for (place, item), rows in weights:
-            several = list(given[place])
+            several = list(gathered[place])
             several[item] = gather_over_ranks(several[item], group, 0, rows)
-            given[place] = several
-        return func(*given, **kwargs)
+            gathered[place] = several
+        return func(*gathered, **kwargs)
 
     return run
 
@@ -366,12 +366,12 @@ def _one_step(planned: CellCall, at: At) -> Run:
         from_x = F.linear(copy_to_ranks(x, group), of_input, first)
         from_state = F.linear(copy_to_ranks(before[0], group), of_state, second)
         if planned.by_unit:
-            before = tuple(take_rows(copy_to_ranks(one, group), -1, units[group.rank]) for one in before)
-            made = tuple(gather_over_ranks(one, group, -1, units) for one in step(from_x, from_state, *before))
+            before = tuple(take_rows(copy_to_ranks(part, group), -1, units[group.rank]) for part in before)
+            new_state = tuple(gather_over_ranks(part, group, -1, units) for part in step(from_x, from_state, *before))
         else:
-            gates = (gather_over_ranks(one, group, -1, rows) for one in (from_x, from_state))
-            made = step(*gates, *before)
-        return made if len(made) > 1 else made[0]
+            gates = (gather_over_ranks(part, group, -1, rows) for part in (from_x, from_state))
+            new_state = step(*gates, *before)
+        return new_state if len(new_state) > 1 else new_state[0]
 
     return run
 

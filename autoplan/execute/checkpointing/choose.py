@@ -38,7 +38,7 @@ def choose_checkpoints(
     kinds = Checkpointing(request, scope).kinds()
     wanted: dict[str, str] = {}
     notes: list[str] = []
-    taken: set[int] = set()
+    chosen_ids: set[int] = set()
     for stack in stacks:
         if stack.kind not in kinds:
             notes.append(f"{stack.name}: {len(stack.fqns)} blocks are not checkpointed: {stack.kind} is out of scope")
@@ -50,8 +50,8 @@ def choose_checkpoints(
                 frozen += 1
             elif mode:
                 chosen = _modules_of(fqn, modules[fqn], mode, notes)
-                wanted.update({n: m for n, m in chosen.items() if id(modules[n]) not in taken})
-                taken.update(id(modules[n]) for n in chosen)
+                wanted.update({n: m for n, m in chosen.items() if id(modules[n]) not in chosen_ids})
+                chosen_ids.update(id(modules[n]) for n in chosen)
         if frozen:
             notes.append(f"{stack.name}: {frozen} of {len(stack.fqns)} blocks are frozen and not checkpointed")
     if not wanted:
@@ -143,10 +143,10 @@ def saved_bytes_per_token(module: nn.Module, mode: str = "block") -> int:
     if not widths:
         return 0
     total = sum((reads + writes) * size for reads, writes, size in widths)
-    kept = widths[0][0] * widths[0][2]
+    checkpointed = widths[0][0] * widths[0][2]
     if mode == "selective":
-        kept += sum(writes * size for _, writes, size in widths[::2])
-    return max(0, total - kept)
+        checkpointed += sum(writes * size for _, writes, size in widths[::2])
+    return max(0, total - checkpointed)
 
 
 def _weights(module: nn.Module) -> Iterable[torch.Tensor]:

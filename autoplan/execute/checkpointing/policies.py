@@ -101,9 +101,9 @@ class _CopyBeforeChange(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
-            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
-            written = [given.get(argument.name) for argument in schema.arguments if argument.is_write]
-            changed = {memory_of(one) for _, one in flatten_tensors(written)}
+            arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
+            written = [arguments.get(argument.name) for argument in schema.arguments if argument.is_write]
+            changed = {memory_of(tensor) for _, tensor in flatten_tensors(written)}
             for kept in _wrapped(list(self.kept.values())):
                 if isinstance(kept.val, torch.Tensor) and memory_of(kept.val) in changed:
                     kept.val = kept.val.clone()
@@ -115,8 +115,8 @@ def _wrapped(kept: Any) -> Iterator[_VersionWrapper]:
     if isinstance(kept, _VersionWrapper):
         yield kept
     elif isinstance(kept, (dict, list, tuple)):
-        for one in kept.values() if isinstance(kept, dict) else kept:
-            yield from _wrapped(one)
+        for item in kept.values() if isinstance(kept, dict) else kept:
+            yield from _wrapped(item)
 
 
 # Key/value caches in calls that are recomputed: the recomputation gets a copy of the original cache.
@@ -179,11 +179,11 @@ def _copy(value: Any, seen: dict[int, Any], versions: list[tuple[torch.Tensor, i
     elif type(value) in (list, tuple, set):
         seen[id(value)] = type(value)(_copy(item, seen, versions) for item in value)
     elif isinstance(value, dict):
-        made = seen[id(value)] = copy.copy(value)
-        made.update({key: _copy(item, seen, versions) for key, item in value.items()})
+        copied = seen[id(value)] = copy.copy(value)
+        copied.update({key: _copy(item, seen, versions) for key, item in value.items()})
     elif is_cache(value) and hasattr(value, "__dict__"):
-        made = seen[id(value)] = copy.copy(value)
-        vars(made).update({name: _copy(item, seen, versions) for name, item in vars(value).items()})
+        copied = seen[id(value)] = copy.copy(value)
+        vars(copied).update({name: _copy(item, seen, versions) for name, item in vars(value).items()})
     else:
         return value
     return seen[id(value)]

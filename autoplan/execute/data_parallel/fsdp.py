@@ -91,12 +91,12 @@ class Places:
     def _arrive(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.asked or in_backward() or not (self.accompanied or self.places[number].parting):
             return None
-        given = [(path, x) for path, x in flatten_tensors((args, kwargs)) if x.is_floating_point()]
-        given.sort(key=lambda item: not item[1].requires_grad)
-        self._meet(number, [x for _, x in given])
-        if not self.joining or not given:
+        inputs = [(path, x) for path, x in flatten_tensors((args, kwargs)) if x.is_floating_point()]
+        inputs.sort(key=lambda item: not item[1].requires_grad)
+        self._meet(number, [x for _, x in inputs])
+        if not self.joining or not inputs:
             return None
-        changed = change_at((args, kwargs), given[0][0], self._joined, type(module).__name__)
+        changed = change_at((args, kwargs), inputs[0][0], self._joined, type(module).__name__)
         self.joining.clear()
         return changed
 
@@ -290,9 +290,9 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
         shared["ignored_params"] = units.ignored
     for unit in units.units:
         reshard = not unit.last if options.reshard_after_forward is None else options.reshard_after_forward
-        given = [modules[name] for name in unit.names]
+        unit_modules = [modules[name] for name in unit.names]
         fully_shard(
-            given if len(given) > 1 else given[0],
+            unit_modules if len(unit_modules) > 1 else unit_modules[0],
             reshard_after_forward=reshard,
             mp_policy=replace(inner, param_dtype=None, cast_forward_inputs=False) if unit.kept_dtype else inner,
             **shared,

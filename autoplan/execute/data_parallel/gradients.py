@@ -87,8 +87,8 @@ def clip_gradients(
     check_argument("max_norm", max_norm, (int, float, torch.Tensor), "give a number")
     if not isinstance(max_norm, torch.Tensor) and not max_norm >= 0:
         raise AutoplanError(f"max_norm={max_norm!r}", hint="give a number from 0 on")
-    given = _given(source)
-    norm = global_norm(given, norm_type)
+    parameters = _given(source)
+    norm = global_norm(parameters, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise AutoplanError(
             f"the norm of the gradients is {float(norm)}, so they cannot be clipped",
@@ -96,7 +96,7 @@ def clip_gradients(
         )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     with torch.no_grad():
-        for parameter, _ in _parameters(given):
+        for parameter, _ in _parameters(parameters):
             if parameter.grad is not None:
                 local = to_local(parameter.grad)
                 local.mul_(scale.to(local.device))
@@ -109,15 +109,15 @@ def _given(source: Source) -> nn.Module | list[torch.Tensor]:
         return source
     if isinstance(source, torch.Tensor):
         return [source]
-    given = list(source) if isinstance(source, Iterable) else None
-    odd = [source] if given is None else [one for one in given if not isinstance(one, torch.Tensor)]
-    if given is None or odd:
-        holding = "" if given is None else f" holding {type(odd[0]).__name__}"
+    tensors = list(source) if isinstance(source, Iterable) else None
+    odd = [source] if tensors is None else [one for one in tensors if not isinstance(one, torch.Tensor)]
+    if tensors is None or odd:
+        holding = "" if tensors is None else f" holding {type(odd[0]).__name__}"
         raise AutoplanError(
             f"the source of gradients is {type(source).__name__}{holding}, not a model and no parameters",
             hint="give the model, one parameter, or a list of parameters, such as model.parameters()",
         )
-    return given
+    return tensors
 
 
 def _parameters(source: nn.Module | list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Held | None]]:

@@ -80,8 +80,8 @@ class MegatronCall:
         library = self.check()
         if self.tp_mesh is not None and self.plan.ranks > 1:
             apply_plan(self.model, self.tp_mesh, self.plan, gather_logits=self.gather_logits)
-        given = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
-        return getattr(library, self.function)(*given, **self.arguments)
+        positional = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
+        return getattr(library, self.function)(*positional, **self.arguments)
 
     def check(self) -> Any:
         """Return the library, or raise where it cannot run. Nothing is changed."""

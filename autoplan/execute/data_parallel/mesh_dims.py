@@ -71,9 +71,9 @@ class MeshDims:
                 if ep_size > 1
                 else "places no experts on different ranks"
             )
-            given = f"mesh has {self.ep_size} ranks in" if self.names["ep"] == "ep" else "mesh_dims names 'ep' as"
+            ranks = f"mesh has {self.ep_size} ranks in" if self.names["ep"] == "ep" else "mesh_dims names 'ep' as"
             raise PlanMismatchError(
-                f"the {given} {self.names['ep']!r}, but the plan {placement}",
+                f"the {ranks} {self.names['ep']!r}, but the plan {placement}",
                 hint=f"plan with tp_size=1, ep_size={self.ep_size}, or leave that dim out of the mesh",
             )
 

@@ -198,16 +198,16 @@ class Kept:
             state = model.get_submodule(name)._buffers if kind == _BUFFERS else self._state(model, name, kind)
             for path, where, under, own in list(_slots(state, attribute, ())) if attribute in state else ():
                 words = self.places.get((name, kind, attribute, path))
-                made = own if words is None else _all_held(own, words)
-                if made is not own:
-                    where[under] = made
-                    self.given.append((where, under, made, own))
+                replacement = own if words is None else _all_held(own, words)
+                if replacement is not own:
+                    where[under] = replacement
+                    self.given.append((where, under, replacement, own))
 
     def give_back(self) -> None:
         """Put kept shards back for the model's code, unless others were put there."""
-        for where, under, made, own in self.given:
+        for where, under, replacement, own in self.given:
             present = where.get(under) if isinstance(where, dict) else where[under] if under < len(where) else None
-            if present is made:
+            if present is replacement:
                 where[under] = own
         self.given.clear()
 

@@ -108,8 +108,8 @@ class Situations:
         return tuple(kind), tuple(numbers)
 
     def is_new(self, kind: Key, numbers: Key) -> bool:
-        known = self.kinds.get(kind)
-        return known is None or known.is_new(numbers, self.open_ways)
+        seen = self.kinds.get(kind)
+        return seen is None or seen.is_new(numbers, self.open_ways)
 
     def changed(self) -> Key:
         """Return the watched values that differ from their first ones. A number that counts calls is left out where no
@@ -137,9 +137,9 @@ class Situations:
         self.looked_at.add((kind, changed))
 
     def add(self, kind: Key, numbers: Key, *, always: bool) -> None:
-        known = self.kinds.setdefault(kind, _Kind())
-        known.add(numbers)
-        known.always |= always
+        seen = self.kinds.setdefault(kind, _Kind())
+        seen.add(numbers)
+        seen.always |= always
 
     def note_code(self, module: Any, frame: FrameType, stores: tuple[str, ...]) -> None:
         """Note a function of the model that runs: the state that it keeps for later calls, whether it reads the mode,
@@ -153,8 +153,8 @@ class Situations:
         self._watch(frame.f_globals, names)
         self._watch({name: frame.f_locals.get(name) for name in code.co_freevars}, code.co_freevars)
         if not isinstance(module, type | ModuleType | torch.Tensor):
-            kept = {*stores, "training"} if isinstance(module, nn.Module) else ()  # `keepers` covers these
-            self._watch_attributes(module, tuple(set(names).difference(kept)), stores)
+            covered = {*stores, "training"} if isinstance(module, nn.Module) else ()  # `keepers` covers these
+            self._watch_attributes(module, tuple(set(names).difference(covered)), stores)
         if not isinstance(module, nn.Module):
             return
         self._watch(module._modules, names)

@@ -86,23 +86,23 @@ class Watch(Tracer):
         self.reads_values |= reads_outside(frame)
         if isinstance(owner, nn.Module):
             follower.touched = not self.counts.get(id(owner), set()).isdisjoint(frame.f_code.co_names)
-        known = self.guard.ways.get(self._key(follower))
-        if known is None and facts.code in self.guard.listeners.codes:
+        ways = self.guard.ways.get(self._key(follower))
+        if ways is None and facts.code in self.guard.listeners.codes:
             follower.known = _EVERY
             self._hook(frame)
         elif not self.guard.compares or not self.guard.kernels.isdisjoint(
             (*frame.f_code.co_names, frame.f_code.co_name)
         ):
             follower.known = _EVERY
-        elif known is None:
+        elif ways is None:
             follower.known = set()
             self._stray(follower, None)
             count = frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
             if self.marks.kind_in([frame.f_locals.get(name) for name in names[:count]]) == PART:  # it may keep it
                 self._touch(follower)
         else:
-            follower.known = known
-            situations.open_ways |= not known.issuperset(f"{at}{side}" for at in facts.asking for side in "+-")
+            follower.known = ways
+            situations.open_ways |= not ways.issuperset(f"{at}{side}" for at in facts.asking for side in "+-")
 
     def _key(self, follower: Follower) -> Key:
         return key_in(self.guard.ways, follower.facts.place, follower.facts.hash, follower.owner)
@@ -126,14 +126,14 @@ class Watch(Tracer):
         name = self.guard.name_of(module) if isinstance(module, nn.Module) else ""
         words = f"a hook on {name or 'the model'} ({source_line(code, None)}) is given"
         for argument in loads:
-            given = frame.f_locals.get(argument)
-            kind = self.marks.kind_in(given)
+            value = frame.f_locals.get(argument)
+            kind = self.marks.kind_in(value)
             if kind == PART:
                 self.exits[f"{words} {ONE_PART}"] = HOOKS
             elif kind == GRADIENT:
                 text = f"{words} {PARTS_OF_GRADIENT}"
                 self.escaping.update(
-                    (id(tensor), (tensor, text)) for _, tensor in flatten_tensors(given) if self.marks.any_in(tensor)
+                    (id(tensor), (tensor, text)) for _, tensor in flatten_tensors(value) if self.marks.any_in(tensor)
                 )
 
     def on_return(self, follower: Follower, frame: FrameType, value: Any) -> None:

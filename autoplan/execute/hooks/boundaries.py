@@ -145,10 +145,10 @@ class ExpertsOfARank:
 
     def leave(self, output: Any) -> Any:
         """Return the output with a row for every token again."""
-        kept = self.kept.pop()
-        if kept is None:
+        pairs = self.kept.pop()
+        if pairs is None:
             return output
-        rows, count = kept
+        rows, count = pairs
         return change_output(
             output, self.site.output, lambda x: x.new_zeros(count, *x.shape[1:]).index_add(0, rows, x), self.where
         )

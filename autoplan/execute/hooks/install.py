@@ -123,8 +123,8 @@ class Worker:
         self.handles: list[RemovableHandle] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Worker:
-        made: Worker = _copied(self, memo)
-        return made
+        copied: Worker = _copied(self, memo)
+        return copied
 
     def stop(self) -> None:
         """Remove the worker's hooks from its module."""
@@ -309,17 +309,17 @@ class Root:
         self.may_pick = False  # whether positions are gathered where an argument picks some
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Root:
-        made: Root = _copied(self, memo)
-        return made
+        copied: Root = _copied(self, memo)
+        return copied
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.running.depth += 1
         if self.running.depth > 1:
             return
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
         if (self.unsummed or self.running.context) and torch.is_grad_enabled():
-            for name in given if self.running.context else self.unsummed:
-                if any(tensor.requires_grad for _, tensor in flatten_tensors(given.get(name))):
+            for name in arguments if self.running.context else self.unsummed:
+                if any(tensor.requires_grad for _, tensor in flatten_tensors(arguments.get(name))):
                     raise PlanMismatchError(
                         f"argument {name!r} asks for a gradient, of which each rank makes a part, and the plan sums "
                         "none",
@@ -327,10 +327,10 @@ class Root:
                         if self.running.context
                         else f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
                     )
-        self.running.picks = self._picks(given) if self.running.context else ""
-        targets = {name for name, value in given.items() if value is not None and self._is_target(name)}
+        self.running.picks = self._picks(arguments) if self.running.context else ""
+        targets = {name for name, value in arguments.items() if value is not None and self._is_target(name)}
         quiet = torch.compiler.is_compiling() and not self.running.draws_unseen  # switching streams breaks a graph
-        strange = set() if quiet else self._strangers(given)
+        strange = set() if quiet else self._strangers(arguments)
         loss = bool(targets) or (bool(strange) and bool(self.heads))
         self.running.whole_logits = loss and not self.running.split_loss
         self.running.loss = loss and self.running.split_loss
@@ -338,7 +338,7 @@ class Root:
         if in_training or self.always or strange - targets:
             self.running.randomness.begin()
         if self.guard is not None and not torch.compiler.is_compiling():
-            self.guard.begin(module, given)
+            self.guard.begin(module, arguments)
 
     def _picks(self, given: dict[str, Any]) -> str:
         """Return the name of an integer argument that differs from its default: it may select positions, which a rank

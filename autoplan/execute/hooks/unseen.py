@@ -282,8 +282,8 @@ def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
         return None
     running = [candidate for step in steps if isinstance(candidate := step.tb_frame.f_locals.get("self"), nn.Module)]
     if running and running[-1]._parameters and record_of(running[-1]) is None:
-        said = f"{type(running[-1]).__name__} was not there when the model was sharded: {str(error).strip()}"
-        return PlanMismatchError(said, hint="put it in before autoplan.parallelize, and plan again")
+        message = f"{type(running[-1]).__name__} was not there when the model was sharded: {str(error).strip()}"
+        return PlanMismatchError(message, hint="put it in before autoplan.parallelize, and plan again")
     own = [at for at, step in enumerate(steps) if _runs_on_shards(step)]
     if not own or any(step.tb_frame.f_code.co_filename.startswith(_DISTRIBUTED) for step in steps[own[-1] :]):
         return None
@@ -301,10 +301,10 @@ def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
         (candidate for candidate in outer if isinstance(candidate, nn.Module) and module in candidate.modules()), model
     )
     name = next((name for name, part in root.named_modules() if part is module), "")
-    said = (str(error).strip() or "no message").splitlines()[0]
+    message = (str(error).strip() or "no message").splitlines()[0]
     return PlanMismatchError(
         f"{name or 'the model'} ({type(module).__name__}) cannot make this call on a rank's shards: "
-        f"{_place(place)}: {type(error).__name__}: {said}",
+        f"{_place(place)}: {type(error).__name__}: {message}",
         hint=_HINT,
     )
 
@@ -345,11 +345,11 @@ def _has_right_dtype(frame: FrameType) -> bool:
     """Return whether a layer's inputs have its weights' dtype (integers for a table); then it must be sizes that do not
     fit."""
     layer = frame.f_locals["self"]
-    given = [value.dtype for value in frame.f_locals.values() if isinstance(value, torch.Tensor)]
+    dtypes = [value.dtype for value in frame.f_locals.values() if isinstance(value, torch.Tensor)]
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-        return not any(dtype.is_floating_point for dtype in given)
+        return not any(dtype.is_floating_point for dtype in dtypes)
     own = {parameter.dtype for parameter in layer._parameters.values() if parameter is not None}
-    return own.issuperset(given)
+    return own.issuperset(dtypes)
 
 
 def _callers(frame: FrameType | None) -> Iterator[Line]:

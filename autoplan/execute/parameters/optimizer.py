@@ -52,10 +52,10 @@ def note_repeating(owner: _Owner) -> None:
 
 def _repeating(owner: _Owner) -> Iterator[tuple[torch.Tensor, Held]]:
     if isinstance(owner, Optimizer):
-        given: Iterable[Any] = chain.from_iterable(group["params"] for group in owner.param_groups)
+        parameters: Iterable[Any] = chain.from_iterable(group["params"] for group in owner.param_groups)
     else:
-        given = owner._parameters.values()
-    for parameter in given:
+        parameters = owner._parameters.values()
+    for parameter in parameters:
         held = held_by(parameter) if parameter is not None else None
         if held is not None and repeats(held):
             yield parameter, held

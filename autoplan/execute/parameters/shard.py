@@ -104,9 +104,9 @@ class Prepared:
         assert not self._hooks, "committed already"
         for swap in self.swaps:
             swap.where[swap.name] = swap.new
-        for module, record, _, made in self.modules:
+        for module, record, _, view in self.modules:
             record.attach(module)
-            give_class(module, made)
+            give_class(module, view)
             self._hooks += register_hooks(module)
             _refresh_flat_weights(module)
 

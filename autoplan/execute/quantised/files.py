@@ -25,8 +25,8 @@ class _Files(CheckpointFiles):
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
         self.call(conventions().stored_aliases(self.folder, super().keys))
-        known = set(super().keys)
-        self._nested = {f"{key.removesuffix(_NESTED)}.absmax" for key in known if key.endswith(_NESTED)} & known
+        keys = set(super().keys)
+        self._nested = {f"{key.removesuffix(_NESTED)}.absmax" for key in keys if key.endswith(_NESTED)} & keys
 
     def dtype(self, key: str) -> torch.dtype:
         return torch.float32 if key in self._nested else super().dtype(key)

@@ -286,7 +286,7 @@ def _head(planned: SplitLogits, at: At) -> Around:
     """
     running, group, module = at.running, at.group, at.module
     columns = split_class(group, planned.columns, planned.dim)
-    kept = Kept(left_untraced((LeavingLogits, *moved(columns))))
+    untraced = Kept(left_untraced((LeavingLogits, *moved(columns))))
     stays = can_stay_split(planned.columns, group)
 
     def leave(output: torch.Tensor) -> torch.Tensor:
@@ -294,7 +294,7 @@ def _head(planned: SplitLogits, at: At) -> Around:
             return gather_pieces(output, group, planned.dim, planned.columns)
         return as_kind(output, columns) if running.loss else output
 
-    return Around(leave=leave, kept=kept)
+    return Around(leave=leave, kept=untraced)
 
 
 def _is_watched(module: nn.Module) -> bool:

@@ -42,7 +42,7 @@ class gather_logits:  # noqa: N801 - called as a function, as torch.no_grad is
         if gather not in (None, True, False):
             raise AutoplanError(f"gather={gather!r}", hint="choose True, False or None")
         check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
-        records = [known for module in model.modules() if (known := applied(module)) is not None]
+        records = [record_found for module in model.modules() if (record_found := applied(module)) is not None]
         if not records:
             raise AutoplanError(f"{type(model).__name__} was not sharded", hint="call autoplan.parallelize first")
         self._before: list[tuple[Running, bool | None]] = []
@@ -266,9 +266,9 @@ def _last_tokens(
     """Return a mask of positions without a next token: the last of each packed sequence, and the padding after them."""
     if cu_seqlens is None and position_ids is None:
         return None
-    for given in (cu_seqlens, position_ids):
-        if given is not None:
-            check_argument("where packed sequences begin", given, torch.Tensor, "give a tensor of whole numbers")
+    for argument in (cu_seqlens, position_ids):
+        if argument is not None:
+            check_argument("where packed sequences begin", argument, torch.Tensor, "give a tensor of whole numbers")
     if not shift or (cu_seqlens is not None and position_ids is not None):
         raise AutoplanError(
             "cu_seqlens and position_ids say where a next token belongs to another sequence"

@@ -247,8 +247,8 @@ def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
 def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     x, rest = args[0], dict(zip(("start_dim", "end_dim"), args[1:], strict=False)) | kwargs
     dims = _raw(x).dim()
-    asked = (rest.get("start_dim", 0) % dims, rest.get("end_dim", -1) % dims)
-    return _merged(cls, x) if asked == (0, cls.dim_from_end % dims) else NotImplemented
+    span = (rest.get("start_dim", 0) % dims, rest.get("end_dim", -1) % dims)
+    return _merged(cls, x) if span == (0, cls.dim_from_end % dims) else NotImplemented
 
 
 def _merged(cls: Kind, x: torch.Tensor) -> torch.Tensor:
@@ -268,10 +268,10 @@ def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         at = items.index(Ellipsis)
         items[at : at + 1] = [slice(None)] * (dims - len(items) + 1)
     items += [slice(None)] * (dims - len(items))
-    taken = items.pop(cls.dim_from_end % dims)
-    if any(item != slice(None) for item in items) or taken.step not in (None, 1):
+    positions = items.pop(cls.dim_from_end % dims)
+    if any(item != slice(None) for item in items) or positions.step not in (None, 1):
         return NotImplemented
-    first, last, _ = taken.indices(cls.length)
+    first, last, _ = positions.indices(cls.length)
     bounds = tuple((min(max(a, first), last) - first, min(max(b, first), last) - first) for a, b in cls.bounds)
     before, (start, stop) = cls.bounds[cls.group.rank], bounds[cls.group.rank]
     begin = start + first - before[0] if stop > start else 0

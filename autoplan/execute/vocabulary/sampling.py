@@ -219,8 +219,8 @@ def vocab_parallel_sample(
         floor, top_k = floor_of(columns, temperature, top_k, top_p), None
         rows = rows if floor is None else rows.masked_fill(rows < floor[:, None], -float("inf"))
     rows = rows / temperature
-    together = columns.group if group is None or columns.group.size > 1 else RankGroup.of(group)
-    uniform = _uniform(rows, together, generator)
+    drawing = columns.group if group is None or columns.group.size > 1 else RankGroup.of(group)
+    uniform = _uniform(rows, drawing, generator)
     token = _draw(columns, rows, uniform) if top_k is None else _draw_top(columns, rows, uniform, top_k)
     return token.view(columns.local.shape[:-1])
 

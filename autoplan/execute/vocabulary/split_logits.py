@@ -205,10 +205,10 @@ def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     raw, shape = _raw(x), list(shape)
     if -1 in shape:
-        known = 1
+        elements = 1
         for size in shape:
-            known *= 1 if size == -1 else size
-        shape[shape.index(-1)] = _whole_shape(cls, x).numel() // known if known else -1
+            elements *= 1 if size == -1 else size
+        shape[shape.index(-1)] = _whole_shape(cls, x).numel() // elements if elements else -1
     if shape[-1] != cls.vocabulary:
         return NotImplemented
     return as_kind(func(raw, *shape[:-1], raw.shape[-1]), cls)

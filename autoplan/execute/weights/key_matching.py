@@ -299,15 +299,15 @@ class Moved:
             if dim in rows:
                 places = places.index_select(dim, torch.tensor(list(rows[dim]), dtype=torch.long))
         wanted = places.flatten()
-        kept = [len(rows[dim]) if dim in rows else self.shape[dim] for dim in self.still]
+        still_sizes = [len(rows[dim]) if dim in rows else self.shape[dim] for dim in self.still]
         result: torch.Tensor | None = None
         for at, values in self._read(wanted, read, rows):
             if result is None:
-                result = values.new_empty([len(wanted), *kept])
+                result = values.new_empty([len(wanted), *still_sizes])
             result[at] = values
         if result is None:
-            result = read(next(iter(self.sources)), {0: ()}).new_empty([len(wanted), *kept])
-        result = result.reshape([*(places.shape[dim] for dim in moving), *kept])
+            result = read(next(iter(self.sources)), {0: ()}).new_empty([len(wanted), *still_sizes])
+        result = result.reshape([*(places.shape[dim] for dim in moving), *still_sizes])
         order = [*moving, *self.still]
         return result.permute([order.index(dim) for dim in range(len(order))])
 
@@ -364,8 +364,8 @@ def follow(make: Make, shapes: Mapping[str, Shape]) -> dict[str, Moved] | None:
 
 
 def _shapes(make: Make, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    made = make(lambda key: torch.empty(shapes[key], device="meta"))
-    return {name: tuple(tensor.shape) for name, tensor in made.items()}
+    outcomes = make(lambda key: torch.empty(shapes[key], device="meta"))
+    return {name: tuple(tensor.shape) for name, tensor in outcomes.items()}
 
 
 def _still(make: Make, shapes: Mapping[str, Shape], whole: Mapping[str, Shape], dim: int) -> dict[str, int] | None:

@@ -80,11 +80,11 @@ def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) 
         _refuse_joins(matched, places, files.form)
         conversions = _conversions(model, files, places, matched)
         rebuilt = rebuilt_passing_tensors(model, _device(tensors))
-        made = _new_adapters(model, new)
+        adapter_values = _new_adapters(model, new)
         meet()
         _fill(files, tensors, matched, conversions)  # the model changes from here on
         for saved in new:
-            saved.fill(saved.cut(made[saved.names[0]]))
+            saved.fill(saved.cut(adapter_values[saved.names[0]]))
         for passing_tensor in rebuilt:
             passing_tensor.put()
     twice = files.quantised_twice() if isinstance(files, StoredFiles) else {}

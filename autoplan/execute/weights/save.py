@@ -255,9 +255,9 @@ def _names(model: nn.Module, names: list[str], writer: CheckpointWriter) -> Iter
     for name in names:
         if plain_name(name) in owner:
             shared.setdefault(owner[plain_name(name)], []).append(name)
-    kept = {next((n for n in group if n not in writer.copies), group[0]) for group in shared.values()}
+    chosen = {next((n for n in group if n not in writer.copies), group[0]) for group in shared.values()}
     for name in names:
-        if (plain_name(name) not in owner or name in kept) and name not in writer.left_out:
+        if (plain_name(name) not in owner or name in chosen) and name not in writer.left_out:
             yield name
 
 
