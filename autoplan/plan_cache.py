@@ -96,8 +96,8 @@ def _hash(data: Any) -> str:
 
 def _all_plain(asked: Mapping[str, Any]) -> bool:
     source, overrides = asked.get("source"), asked.get("overrides")
-    written = [one for one in (source, overrides) if isinstance(one, Mapping)]
-    lines = [part for one in written for line in one.items() for part in line]
+    written = [mapping for mapping in (source, overrides) if isinstance(mapping, Mapping)]
+    lines = [part for mapping in written for line in mapping.items() for part in line]
     words = isinstance(source, Mapping) or source in _WORDS
     return words and asked.get("inputs") is None and all(isinstance(part, str) for part in lines)
 

@@ -291,7 +291,7 @@ def _options_of(arguments: Sequence[str] | None) -> frozenset[str]:
     """Return the options of the requested command."""
     first = next(iter(sys.argv[1:] if arguments is None else arguments), "")
     command: Any = vars(typer.main.get_command(app))["commands"].get(first)
-    return frozenset(text for one in getattr(command, "params", ()) for text in one.opts)
+    return frozenset(text for option in getattr(command, "params", ()) for text in option.opts)
 
 
 def _mishap(error: Exception) -> str:

@@ -134,11 +134,11 @@ def choose(
         data: dict[str, Any] = {
             "model": choice.source.name, "gpus": gpus, "memory_bytes": choice.memory, "fits": choice.fits,
             "enough": choice.enough, "nearest": near, "dropped": list(choice.dropped), "notes": list(choice.notes),
-            "elsewhere": [row_to_dict(one) for one in choice.elsewhere], "like": against, "margin": choice.margin,
+            "elsewhere": [row_to_dict(entry) for entry in choice.elsewhere], "like": against, "margin": choice.margin,
         }  # fmt: skip
         emit(
             choice_view(choice),
-            data | {"rows": [row_to_dict(one) | {"tie": one.ties(choice.rows[0])} for one in choice.rows]},
+            data | {"rows": [row_to_dict(entry) | {"tie": entry.ties(choice.rows[0])} for entry in choice.rows]},
             as_json,
             output,
         )

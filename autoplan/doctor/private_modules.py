@@ -71,7 +71,7 @@ def _parametrized() -> bool:
     from torch.nn.utils import parametrize
 
     return [
-        list(inspect.signature(one).parameters) for one in (parametrize._inject_new_class, parametrize._inject_property)
+        list(inspect.signature(f).parameters) for f in (parametrize._inject_new_class, parametrize._inject_property)
     ] == [["module"], ["module", "tensor_name"]]
 
 

@@ -140,7 +140,7 @@ class fail_together:  # noqa: N801 - used as a function
         """Return the first failure on any rank; None if there is none, or if every rank has its own."""
         failure = None if error is None else _Failure.of(error, self.doing)
         everywhere = error is not None
-        digests = [one.digest for one in alike] + [0] * (2 - len(alike))
+        digests = [value.digest for value in alike] + [0] * (2 - len(alike))
         for group in self.voters.groups:
             mine = torch.tensor([[failure is not None, everywhere, *digests]], dtype=torch.int64)
             rows = self._gathered(mine, group).tolist()
@@ -159,7 +159,7 @@ class fail_together:  # noqa: N801 - used as a function
         most = max(digests, key=digests.count)  # the first of them on a tie
         if digests[group.rank] == most:
             return None
-        odd = next(one for one, theirs in zip(alike, most, strict=False) if one.digest != theirs)
+        odd = next(value for value, theirs in zip(alike, most, strict=False) if value.digest != theirs)
         return _Failure.of(PlanMismatchError(odd.message, hint=odd.hint), self.doing)
 
     def _gathered(self, row: torch.Tensor, group: RankGroup) -> torch.Tensor:
@@ -231,9 +231,7 @@ def same_model(model: nn.Module, tensors: Mapping[str, Any] | None = None) -> Al
     """Return the names, shapes and dtypes of a model's tensors (or of `tensors`), to be compared across ranks."""
     if tensors is None:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = [
-        (name, tuple(one.shape), str(one.dtype)) for name, one in tensors.items() if isinstance(one, torch.Tensor)
-    ]
+    shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items() if isinstance(t, torch.Tensor)]
     return Alike(
         str(shapes),
         f"the ranks hold different models: {_this_rank()} has a {type(model).__name__} of {len(shapes)} tensors, not "

@@ -54,7 +54,7 @@ class Reading:
         """Return the attributes of a module, by name."""
         own = self._is_own(type(module))
         rate = {"p"} if isinstance(module, _DropoutNd) else set[str]()
-        named = {name: one for name, one in vars(module).items() if _steers(name, own) and name not in rate}
+        named = {name: value for name, value in vars(module).items() if _steers(name, own) and name not in rate}
         return self._mapping(named, _DEPTH)
 
     def classes(self) -> list[Any]:

@@ -80,8 +80,8 @@ def kept_state(generator: torch.Generator | None = None) -> Iterator[Callable[[]
 def unlike(state: Generators, other: Generators) -> Generators:
     """Return the generators of `state` whose state in `other` differs or is missing."""
     return Generators(*(
-        None if one is None or another is not None and _bytes(one) == _bytes(another) else one
-        for one, another in ((state.cpu, other.cpu), (state.cuda, other.cuda))
+        None if own is None or another is not None and _bytes(own) == _bytes(another) else own
+        for own, another in ((state.cpu, other.cpu), (state.cuda, other.cuda))
     ))  # fmt: skip
 
 

@@ -77,8 +77,8 @@ class _Before:
         seen: dict[int, torch.Tensor] = {}
         for module in model.modules():
             before.modules.append(_Module.of(module))
-            seen.update((id(one), one) for one in _tensors_of(module))
-        before.tensors = [_Tensor.of(one) for one in seen.values()]
+            seen.update((id(tensor), tensor) for tensor in _tensors_of(module))
+        before.tensors = [_Tensor.of(tensor) for tensor in seen.values()]
         return before
 
     def put_back(self) -> None:
@@ -150,9 +150,9 @@ class _Tensor:
                 tensor.grad = self.grad
             if tensor.requires_grad != self.requires_grad:
                 tensor.requires_grad_(self.requires_grad)
-        for one, items in self.contents:
-            one.clear()
-            one.update(items)
+        for hooks, items in self.contents:
+            hooks.clear()
+            hooks.update(items)
         if tensor._backward_hooks is not self.hooks[0]:
             tensor._backward_hooks = self.hooks[0]
         if getattr(tensor, "_post_accumulate_grad_hooks", None) is not self.hooks[1]:
@@ -173,6 +173,6 @@ def _items(container: Any) -> list[Any]:
 def _same(now: list[Any], before: list[Any]) -> bool:
     """Return whether both lists hold the very same objects in the same order."""
     return len(now) == len(before) and all(
-        one is two or (isinstance(one, tuple) and isinstance(two, tuple) and _same(list(one), list(two)))
-        for one, two in zip(now, before, strict=True)
+        new is old or (isinstance(new, tuple) and isinstance(old, tuple) and _same(list(new), list(old)))
+        for new, old in zip(now, before, strict=True)
     )

@@ -101,10 +101,10 @@ def _tells_packed_rows() -> bool:
     home = importlib.import_module(_MASKS)
     if not hasattr(home, _PACKED):  # this version has no such function: nothing is replaced
         return True
-    one, two = torch.arange(4)[None], torch.tensor([[0, 1, 0, 1]])
+    single, packed = torch.arange(4)[None], torch.tensor([[0, 1, 0, 1]])
     with one_sequence_a_row():
-        inside = getattr(home, _PACKED)(two)
-    return getattr(home, _PACKED)(one) is None and inside is None and getattr(home, _PACKED)(two) is not None
+        inside = getattr(home, _PACKED)(packed)
+    return getattr(home, _PACKED)(single) is None and inside is None and getattr(home, _PACKED)(packed) is not None
 
 
 UNPACKED = Patch(

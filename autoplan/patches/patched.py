@@ -279,9 +279,9 @@ def _fill(mine: Hold, patch: Patch, places: Iterable[Place | Registered], togeth
 
     def fill() -> None:
         try:
-            for one in list(_standing.values()) if together else ():
-                if one.key[0] == patch.name:
-                    _join(mine, one)
+            for standing in list(_standing.values()) if together else ():
+                if standing.key[0] == patch.name:
+                    _join(mine, standing)
             for place in places:
                 _stand(mine, patch, place)
         except BaseException:  # undo, then raise
@@ -323,12 +323,12 @@ def _join(mine: Hold, one: _Standing) -> None:
 def _leave(mine: Hold) -> None:
     """Release all replacements. A second call, or one after an interrupt, does what is left."""
     while mine.held:
-        one = mine.held[-1]
-        one.users.discard(mine)
-        if not one.users:
-            if one.still_ours():
-                one.place.put(one.original)
-            _standing.pop(one.key, None)
+        standing = mine.held[-1]
+        standing.users.discard(mine)
+        if not standing.users:
+            if standing.still_ours():
+                standing.place.put(standing.original)
+            _standing.pop(standing.key, None)
         mine.held.pop()
 
 

@@ -55,10 +55,10 @@ def _made() -> dict[Any, tuple[Any, Any]]:
             register_sharding(op)(rule)
             strategy, schema = (table[op] for table in tables)
         finally:
-            for table, one in zip(tables, before, strict=True):
+            for table, entry in zip(tables, before, strict=True):
                 table.pop(op, None)
-                if one is not None:
-                    table[op] = one
+                if entry is not None:
+                    table[op] = entry
         registered[op] = strategy, schema
     return registered
 

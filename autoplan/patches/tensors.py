@@ -87,7 +87,7 @@ def _optimizers_canary() -> bool:
         made = [kind([torch.nn.Parameter(torch.ones(2))], lr=0.1) for kind in kinds]
     hooks = (Optimizer.register_state_dict_post_hook, Optimizer.register_load_state_dict_pre_hook)
     accepted = all(list(inspect.signature(hook).parameters)[:2] == ["self", "hook"] for hook in hooks)
-    return accepted and [(kind, 1) for kind in kinds] == [one for one in seen if one[0] in map(type, made)]
+    return accepted and [(kind, 1) for kind in kinds] == [entry for entry in seen if entry[0] in map(type, made)]
 
 
 OPTIMIZERS = while_split(

@@ -55,7 +55,7 @@ def _box(
     verdicts = list(dict.fromkeys(word for pattern, word in words.items() if _about(pattern, path)))
     lit = others is not None and cuts != others
     tone = next((_TONES[word] for word in verdicts if word in _TONES), _tone(cuts)) + " lit" * lit
-    numbers = tuple(n for n, one in enumerate(findings, 1) if any(_about(about, path) for about in one.about))
+    numbers = tuple(n for n, finding in enumerate(findings, 1) if any(_about(about, path) for about in finding.about))
     lines = (
         *dict.fromkeys(text for _, text in cuts.values()),
         *(f"plan: {word}" for word in verdicts),
@@ -170,8 +170,8 @@ def _looked_at(choice: Any, known: Mapping[int, WhatIf]) -> Safe:
     """Return one row's memory and drawing, with buttons that switch to other rows."""
     numbers = [_CASE + n for n in known]
     labels = {_CASE + n: f"{n}. {choice.rows[n - 1]}" for n in known}
-    memory = {_CASE + n: memory_section(one.estimate, choice.memory, alone=False) for n, one in known.items()}
-    drawn = pictures({_CASE + n: one.plan for n, one in known.items()}, numbers, numbers[0], {})
+    memory = {_CASE + n: memory_section(case.estimate, choice.memory, alone=False) for n, case in known.items()}
+    drawn = pictures({_CASE + n: case.plan for n, case in known.items()}, numbers, numbers[0], {})
     about = el("p", "Rows that cut along the sequence too are drawn without.", class_="soft")
     look = chooser(labels, numbers[0], "Look at")
     return section("What if: a row", "row", look, cases(memory, numbers, numbers[0]), about, drawn)

@@ -48,9 +48,9 @@ def plan_page(
 
 def memory_cases(known: Mapping[int, WhatIf], memory: int, numbers: Sequence[int], own: int) -> Safe | None:
     """Return the memory of a rank in each case; None if no case has an estimate."""
-    if all(one.estimate is None for one in known.values()):
+    if all(case.estimate is None for case in known.values()):
         return None
-    sections = {n: memory_section(one.estimate, memory, alone=False) for n, one in known.items()}
+    sections = {n: memory_section(case.estimate, memory, alone=False) for n, case in known.items()}
     return section("Memory of a rank", "memory", cases(sections, numbers, own))
 
 
@@ -70,7 +70,7 @@ def plan_parts(
     findings = cause_first(plan.findings)
     links = links_of(plan)
     own = plan.ranks
-    plans = dict(sorted({**{n: one.plan for n, one in what_if.items()}, own: plan}.items()))
+    plans = dict(sorted({**{n: case.plan for n, case in what_if.items()}, own: plan}.items()))
     sizes = tuple(plans)
     return [
         verdict(plan.proof),
@@ -114,7 +114,7 @@ def cause_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 def links_of(plan: Plan) -> dict[str, str]:
     """Return where the page explains a pattern of an entry, or a replicated parameter."""
     links = {entry.pattern: f"e{number}" for number, entry in enumerate(plan.entries)}
-    return links | {one.fqn: f"w{number}" for number, one in enumerate(plan.replicated)}
+    return links | {item.fqn: f"w{number}" for number, item in enumerate(plan.replicated)}
 
 
 def explanations(plan: Plan, links: dict[str, str]) -> Safe:

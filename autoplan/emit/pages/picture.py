@@ -51,10 +51,10 @@ def _mark(one: Instruction, move: Move, before: bool, size: int) -> Mark:
     twice = 2 if move.collective is Collective.ALL_REDUCE else 1
     sized = size and not move.of.is_statistic and move.collective is not Collective.ALL_GATHER
     weight = f" · {bytes_text(size * twice)} a token" if sized and not move.backward else ""
-    what = _WORDS[move.collective]
+    collective = _WORDS[move.collective]
     if move.backward:
-        return Mark(f"gradient: {what}", True, before, move.sums)
-    return Mark(f"{'sum of parts: ' if move.sums else ''}{what}{weight}", False, before, move.sums)
+        return Mark(f"gradient: {collective}", True, before, move.sums)
+    return Mark(f"{'sum of parts: ' if move.sums else ''}{collective}{weight}", False, before, move.sums)
 
 
 def output_bytes(plan: Plan, entries: tuple[Entry, ...]) -> int:
@@ -71,7 +71,7 @@ def output_bytes(plan: Plan, entries: tuple[Entry, ...]) -> int:
 
 def _shape(plan: Plan, module: str, parameter: str) -> tuple[int, ...]:
     names = (f"{module}.{parameter}", module)
-    shapes = [one.shapes for one in plan.made_for.sizes if one.pattern in names]
+    shapes = [sizes.shapes for sizes in plan.made_for.sizes if sizes.pattern in names]
     return shapes[0][0] if len(shapes) == 1 and len(shapes[0]) == 1 else ()
 
 
@@ -280,7 +280,7 @@ class _Boxes:
         return tuple(own or within)
 
     def _whole(self, path: str) -> tuple[Replicated, ...]:
-        return tuple(one for one in self.plan.replicated if matches(one.fqn.rpartition(".")[0], path))
+        return tuple(item for item in self.plan.replicated if matches(item.fqn.rpartition(".")[0], path))
 
     def _box(self, name: str, path: str, entries: tuple[Entry, ...]) -> Box:
         numbers = self._found(path)
@@ -290,8 +290,8 @@ class _Boxes:
             link = next((self.links[e.pattern] for e in entries if e.pattern in self.links), "")
             return Box(name, path, tuple(dict.fromkeys(filter(None, lines))), axis, link, numbers, _gives(entries))
         whole = self._whole(path)
-        size = bytes_text(sum(one.bytes for one in whole)) if whole else ""
-        link = next((self.links[one.fqn] for one in whole if one.fqn in self.links), "")
+        size = bytes_text(sum(item.bytes for item in whole)) if whole else ""
+        link = next((self.links[item.fqn] for item in whole if item.fqn in self.links), "")
         return Box(name, path, (f"whole · {size} in all" if size else "whole",), None, link, numbers)
 
     def _found(self, path: str) -> tuple[int, ...]:

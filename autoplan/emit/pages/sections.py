@@ -58,7 +58,7 @@ def stack(found: Estimate, memory: int = 0, scale: int = 0) -> Safe:
 
 
 def _parts(found: Estimate) -> list[tuple[int, str, int]]:
-    sizes = [(one.name, getattr(found.parts, one.name)) for one in fields(MemoryParts)]
+    sizes = [(part.name, getattr(found.parts, part.name)) for part in fields(MemoryParts)]
     return [(n, name, size) for n, (name, size) in enumerate(sizes) if size]
 
 
@@ -68,7 +68,7 @@ def _room(peak: int, memory: int) -> str:
 
 
 def _step_messages(found: Estimate) -> Safe:
-    rows = [(one.dim, one.kind, str(one.number), bytes_text(one.bytes)) for one in found.messages]
+    rows = [(message.dim, message.kind, str(message.number), bytes_text(message.bytes)) for message in found.messages]
     sent = table(("over", "message", "number", "bytes"), rows, "Messages of a step") if rows else None
     if found.time is None:
         return join([sent])
@@ -105,7 +105,7 @@ def facts(plan: Plan) -> Safe:
     texts += ["sequence parallel" if plan.sequence_parallel else "", *valid_sizes(plan)]
     size, whole = rank_weights(plan)
     texts.append(f"{bytes_text(size)} of weights on a rank, {bytes_text(whole)} of them replicated")
-    return el("ul", *(el("li", one) for one in texts if one), class_="facts")
+    return el("ul", *(el("li", text) for text in texts if text), class_="facts")
 
 
 def drawing_section(scene: Scene, drawn: Safe | None = None) -> Safe:
@@ -169,10 +169,10 @@ def messages_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) 
 def _messages(traffic: Sequence[Traffic]) -> Safe:
     if not traffic:
         return el("p", "No block sends messages.", class_="soft")
-    most = max((max(_bytes(one.forward, one.backward), _least(one)) for one in traffic), default=1)
+    most = max((max(_bytes(block.forward, block.backward), _least(block)) for block in traffic), default=1)
     alike: dict[str, list[Traffic]] = {}
-    for one in traffic:
-        alike.setdefault(repr(replace(one, block="")), []).append(one)
+    for block in traffic:
+        alike.setdefault(repr(replace(block, block="")), []).append(block)
     rows = [_traffic_row(replace(ones[0], block=_blocks(ones)), most) for ones in alike.values()]
     return table(("block", "forward", "backward", "moved", "least", ""), rows, "Bytes for each token")
 
@@ -216,9 +216,9 @@ def whole_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> 
 
 
 def _whole(plan: Plan) -> Safe:
-    total = bytes_text(sum(one.bytes for one in plan.replicated))
-    rows = [(el("code", one.fqn), bytes_text(one.bytes), one.reason)
-            for one in sorted(plan.replicated, key=lambda one: -one.bytes)]  # fmt: skip
+    total = bytes_text(sum(item.bytes for item in plan.replicated))
+    rows = [(el("code", item.fqn), bytes_text(item.bytes), item.reason)
+            for item in sorted(plan.replicated, key=lambda item: -item.bytes)]  # fmt: skip
     head = ("parameter", "bytes", "why")
     shown = table(head, rows[:_SHOWN], f"{total} on every rank") if rows else el("p", "Nothing.", class_="soft")
     rest = rows[_SHOWN:]
@@ -228,7 +228,7 @@ def _whole(plan: Plan) -> Safe:
 
 def sizes_section(plans: Mapping[int, Plan], own: int, what_if: Mapping[int, WhatIf]) -> Safe:
     """Return a line for each planned size; its button switches the page to it."""
-    peaks = {n: one.estimate.peak for n, one in what_if.items() if one.estimate is not None}
+    peaks = {n: case.estimate.peak for n, case in what_if.items() if case.estimate is not None}
     rows = []
     for n, plan in plans.items():
         size, whole = rank_weights(plan)

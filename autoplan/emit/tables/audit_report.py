@@ -100,10 +100,10 @@ def markdown(report: Report) -> str:
 
 
 def _row(finding: Finding) -> str:
-    what = f"{finding.message}. {finding.proof}" if finding.proof else finding.message
-    what += f" ({bytes_text(finding.bytes)})" if finding.bytes else ""
+    text = f"{finding.message}. {finding.proof}" if finding.proof else finding.message
+    text += f" ({bytes_text(finding.bytes)})" if finding.bytes else ""
     where = f"`{finding.where}`" if finding.where else ""
-    return f"| {' | '.join(map(_cell, (finding.level, finding.check, where, what, finding.hint)))} |"
+    return f"| {' | '.join(map(_cell, (finding.level, finding.check, where, text, finding.hint)))} |"
 
 
 def _cell(text: str) -> str:

@@ -141,9 +141,9 @@ def traffic_row(one: Traffic) -> tuple[str, ...]:
 def traffic_lines(traffic: Iterable[Traffic]) -> list[str]:
     """Return the same as text, one line per block."""
     lines = []
-    for one in traffic:
-        block, forward, backward, least_forward, least_backward, ratio = traffic_row(one)
-        once = f"; {one.once} B of whole parameters' gradients once a step" if one.once else ""
+    for moved in traffic:
+        block, forward, backward, least_forward, least_backward, ratio = traffic_row(moved)
+        once = f"; {moved.once} B of whole parameters' gradients once a step" if moved.once else ""
         lines.append(
             f"{block}: forward {forward} (least {least_forward}), backward {backward} (least {least_backward})"
             f"{f', {ratio} of the least' if ratio else ''}{once}"

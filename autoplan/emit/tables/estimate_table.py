@@ -60,9 +60,9 @@ def estimate_view(found: Estimate) -> RenderableType:
     if found.time is not None:
         shares = ", ".join(f"{seconds:.2f} s {part}" for part, seconds in found.time.parts.items() if seconds)
         bar = f" ± {bars['time'][0]:.0%}" if bars else ""
-        what = "tokens" if found.sequence else "samples"
+        unit = "tokens" if found.sequence else "samples"
         step = f"a step: {found.flops / 1e12:.1f} TFLOP a rank, {found.time.total:.2f} s{bar} on {found.device}"
-        lines += [Text(""), Text(f"{step} ({shares}): {found.tokens_per_second:,.0f} {what} a second")]
+        lines += [Text(""), Text(f"{step} ({shares}): {found.tokens_per_second:,.0f} {unit} a second")]
     if found.decoded_per_second:
         held = f"{found.concurrency} sequences a rank, {found.sequence} tokens held of each"
         lines += [Text(f"decoding: {found.decoded_per_second:,.0f} tokens a second ({held})")]
@@ -86,8 +86,8 @@ def memory_bar(found: Estimate, memory: int, width: int = 36) -> Text:
 
 def sent_table(sent: Iterable[Sent]) -> Table:
     table = Table("messages of a step over", "", "number", "GiB", box=None, pad_edge=False)
-    for one in sent:
-        table.add_row(one.dim, one.kind, str(one.number), f"{one.bytes / 2**30:.2f}")
+    for message in sent:
+        table.add_row(message.dim, message.kind, str(message.number), f"{message.bytes / 2**30:.2f}")
     return table
 
 
@@ -194,10 +194,10 @@ def row_to_dict(row: Row) -> dict[str, Any]:
 def dry_run_view(found: Any) -> RenderableType:
     """Return the outcome of a dry run, and each kind of message with its module, group and bytes."""
     table = Table("message", "over", "at", "bytes", "times", box=None, pad_edge=False)
-    modules = Universe(one.module for one in found.messages)
+    modules = Universe(message.module for message in found.messages)
     alike: dict[tuple[str, str, int, int], list[str]] = {}
     for (kind, dim, module, size), times in Counter(
-        (one.kind, one.dim, one.module, max(one.sent, one.received)) for one in found.messages
+        (message.kind, message.dim, message.module, max(message.sent, message.received)) for message in found.messages
     ).items():
         alike.setdefault((kind, dim, size, times), []).append(module)
     for (kind, dim, size, times), names in alike.items():
@@ -224,7 +224,7 @@ _MOST = 12  # the most sizes that are shown
 
 def rank_weights(plan: Plan) -> tuple[int, int]:
     """Return the bytes of weights on a rank, and how many of them are replicated."""
-    whole = sum(one.bytes for one in plan.replicated)
+    whole = sum(item.bytes for item in plan.replicated)
     over = 1 if plan.cp_size == plan.ranks else plan.cut_over
     cut = sum(-(-entry.bytes // over) for entry in plan.entries)
     return whole + cut, whole + (cut if over == 1 else 0)
@@ -279,6 +279,6 @@ def _step(found: Estimate | None, memory: int) -> tuple[str, str]:
     """Return the number and bytes of a step's messages, and its peak."""
     if found is None:
         return "", ""
-    number, size = sum(one.number for one in found.messages), sum(one.bytes for one in found.messages)
+    number, size = sum(message.number for message in found.messages), sum(message.bytes for message in found.messages)
     fits = "" if not memory or found.peak <= memory else ", does not fit"
     return f"{number}, {_gib(size)}" if number else "0", f"{_gib(found.peak)}{fits}"

@@ -81,8 +81,8 @@ def _scores(board: Scoreboard) -> RenderableType:
 def _communication(board: Scoreboard) -> RenderableType:
     table = _table("type", *TRAFFIC_COLUMNS)
     for score in board.scores:
-        for one in score.communication:
-            table.add_row(Text(score.model_type, "cyan"), *map(Text, traffic_row(one)))
+        for traffic in score.communication:
+            table.add_row(Text(score.model_type, "cyan"), *map(Text, traffic_row(traffic)))
     return table
 
 

@@ -49,9 +49,9 @@ def plan_view(plan: Plan) -> RenderableType:
         table.add_column("argument", style="cyan")
         table.add_column("given", overflow="fold")
         table.add_column("why", overflow="fold")
-        for one in plan.fed:
-            also = f", then {one.also}" if one.also and one.also != one.given else ""
-            table.add_row(Text(one.argument), Text(f"{one.given}{also}"), Text(one.why))
+        for argument in plan.fed:
+            also = f", then {argument.also}" if argument.also and argument.also != argument.given else ""
+            table.add_row(Text(argument.argument), Text(f"{argument.given}{also}"), Text(argument.why))
         sections += [heading("Example inputs (inferred; override with inputs=)"), table]
     if plan.findings:
         sections += [heading("Findings"), *findings_view(plan.findings)]
@@ -112,8 +112,8 @@ def _headline(plan: Plan) -> RenderableType:
 
 def _communication(traffic: tuple[Traffic, ...]) -> RenderableType:
     table = plain_table(*TRAFFIC_COLUMNS, right=("moved/least",))
-    for one in traffic:
-        table.add_row(*map(Text, traffic_row(one)))
+    for block in traffic:
+        table.add_row(*map(Text, traffic_row(block)))
     return table
 
 

@@ -127,8 +127,8 @@ class ModuleMode(TorchFunctionMode):
         if not self.frames or self.frames[-1] != self.name:
             return func(*args, **kwargs)
         name = call_name(func)
-        if any(isinstance(one, DTensor) for one in args) and not name.endswith("_") and not name.startswith("attr:"):
-            args = tuple(self.calls.local(one) if isinstance(one, DTensor) else one for one in args)
+        if any(isinstance(arg, DTensor) for arg in args) and not name.endswith("_") and not name.startswith("attr:"):
+            args = tuple(self.calls.local(arg) if isinstance(arg, DTensor) else arg for arg in args)
         planned = self._planned(name, args) if name in self.calls.names else None
         if planned is None:
             return func(*args, **kwargs)

@@ -258,9 +258,7 @@ def shard_data_parallel(
     record_before = applied(model)
     assert record_before is not None, "what was done is recorded first"
     # FSDP2 of torch 2.11 supports parameters of floats only
-    integers = next(
-        (name for name, one in model.named_parameters() if not (one.is_floating_point() or one.is_complex())), ""
-    )
+    integers = next((name for name, p in model.named_parameters() if not (p.is_floating_point() or p.is_complex())), "")
     if integers and TorchVersion(torch.__version__) < (2, 12):
         raise AutoplanError(
             f"{integers} holds integers, and FSDP2 of torch {torch.__version__} shards parameters of floats only",

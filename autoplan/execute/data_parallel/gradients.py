@@ -110,7 +110,7 @@ def _given(source: Source) -> nn.Module | list[torch.Tensor]:
     if isinstance(source, torch.Tensor):
         return [source]
     tensors = list(source) if isinstance(source, Iterable) else None
-    odd = [source] if tensors is None else [one for one in tensors if not isinstance(one, torch.Tensor)]
+    odd = [source] if tensors is None else [item for item in tensors if not isinstance(item, torch.Tensor)]
     if tensors is None or odd:
         holding = "" if tensors is None else f" holding {type(odd[0]).__name__}"
         raise AutoplanError(

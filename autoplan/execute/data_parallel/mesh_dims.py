@@ -83,7 +83,7 @@ def read_mesh(mesh: DeviceMesh, mesh_dims: Mapping[str, str] | None = None) -> M
     if not isinstance(mesh, DeviceMesh):
         raise AutoplanError(f"mesh={mesh!r} is no device mesh", hint=_MADE_WITH)
     if mesh_dims is not None and not (
-        isinstance(mesh_dims, Mapping) and all(isinstance(one, str) for pair in mesh_dims.items() for one in pair)
+        isinstance(mesh_dims, Mapping) and all(isinstance(part, str) for pair in mesh_dims.items() for part in pair)
     ):
         raise AutoplanError(f"mesh_dims={mesh_dims!r}", hint='give {"tp": name of a mesh dim}')
     dims = mesh.mesh_dim_names

@@ -94,7 +94,7 @@ class PathGuard:
         self.forms: dict[Key, dict[int, Forms]] = {key: forms_in(ways) for key, ways in self.ways.items()}
         self.has_forms = any(self.forms.values())  # older plans do not record them
         # Otherwise it checks exits only: all code is trusted, or the plan has no ways of this Python version.
-        self.compares = has_own_code(model) and any(one.code.startswith(f"{PYTHON}:") for one in plan.paths)
+        self.compares = has_own_code(model) and any(path.code.startswith(f"{PYTHON}:") for path in plan.paths)
         self.kernels = kernels
         self.action, self.group, self.edited = action, group, edited
         self.situations = Situations()
@@ -129,9 +129,9 @@ class PathGuard:
             with torch._C.DisableTorchFunction():
                 kind = watch.marks.kind_in(output)
             if kind:
-                what = ONE_PART if kind == PART else PARTS_OF_GRADIENT
+                shown = ONE_PART if kind == PART else PARTS_OF_GRADIENT
                 called = ".".join(filter(None, (self.name_of(module), method))) or "the model"
-                self._say(f"{called} ({type(module).__name__}) was called by itself and returns {what}", _BY_ITSELF)
+                self._say(f"{called} ({type(module).__name__}) was called by itself and returns {shown}", _BY_ITSELF)
             elif watch.strays or watch.exits:
                 self._refuse(watch)
             self._add(watch)
@@ -145,7 +145,7 @@ class PathGuard:
         self.kept.hold(self.model)
 
     def name_of(self, module: nn.Module) -> str:
-        return next((name for name, one in self.model.named_modules() if one is module), "")
+        return next((name for name, other in self.model.named_modules() if other is module), "")
 
     def begin(self, model: nn.Module, given: dict[str, Any], by_itself: bool = False) -> None:
         """Begin a call, and trace it if it is new or has new hooks. (A single rank may have hooks of its own.)"""

@@ -111,7 +111,7 @@ class HeldPart(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        held = next(one for _, one in flatten_tensors((args, kwargs)) if isinstance(one, cls))
+        held = next(tensor for _, tensor in flatten_tensors((args, kwargs)) if isinstance(tensor, cls))
         raise PlanMismatchError(
             f"{held.words} is of one rank: a part of the value, or of its gradient",
             hint="return it from forward: what the model returns is whole on every rank",
@@ -300,7 +300,7 @@ def keeping_code(hook: Callable[..., Any]) -> CodeType | None:
     code = _code_of(hook)
     if code is None:
         return None
-    stores = any(one.opname in _STORES for one in dis.get_instructions(code))
+    stores = any(instruction.opname in _STORES for instruction in dis.get_instructions(code))
     return code if stores or not _FILLS.isdisjoint(code.co_names) else None
 
 
@@ -310,8 +310,8 @@ def loads_of(code: CodeType) -> Counter[str]:
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
     names = set(code.co_varnames[:count])
     read: Counter[str] = Counter()
-    for one in dis.get_instructions(code):
-        if one.opname.startswith("LOAD_"):  # some opcodes load two at once
-            loaded = one.argval if isinstance(one.argval, tuple) else (one.argval,)
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith("LOAD_"):  # some opcodes load two at once
+            loaded = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
             read.update(name for name in loaded if name in names)
     return read

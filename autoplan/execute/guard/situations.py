@@ -63,7 +63,7 @@ class _Kind:
         if len(self.numbers) < (_MOST if open_ways else _SIZES) or len(numbers) != len(self.low):
             return True
         bounds = zip(numbers, self.low, self.high, strict=True)
-        return any(one > high * _FARTHER or one < low / _FARTHER for one, low, high in bounds)
+        return any(number > high * _FARTHER or number < low / _FARTHER for number, low, high in bounds)
 
     def add(self, numbers: Key) -> None:
         self.calls += 1
@@ -170,7 +170,7 @@ class Situations:
                       if name in stores or isinstance(vars(module).get(name), list | dict))  # fmt: skip
         if keeps:
             self.keepers.append((module, keeps))
-        if "training" in names and not any(module is one for one in self.modes):
+        if "training" in names and not any(module is other for other in self.modes):
             self.modes.append(module)
 
     def _watch(
@@ -216,7 +216,7 @@ class Situations:
 
 def _names_in(code: CodeType) -> tuple[str, ...]:
     """Return the names that code mentions, including its inner functions."""
-    inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return tuple(dict.fromkeys(chain(code.co_names, *inner)))
 
 

@@ -146,7 +146,7 @@ class Watch(Tracer):
         if follower.strays and self.marks.any_in(value):
             self._touch(follower)
         for name in outer_stores(frame.f_code):
-            made_here = any(name in one.frame.f_code.co_cellvars for one in self.frames.values())
+            made_here = any(name in running.frame.f_code.co_cellvars for running in self.frames.values())
             if not made_here and self.marks.any_in(frame.f_locals.get(name)):
                 self.exits[f"{source_line(frame.f_code, None)}: keeps {ONE_PART} in {name!r}, a variable outside"] = (
                     "return it from forward: what the model returns is whole on every rank"
@@ -173,7 +173,7 @@ class Watch(Tracer):
         if event == "return":
             places = {memory_of(tensor) for tensor in list(self.marks.tensors)}
             given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
-            if any(one.requires_grad and memory_of(one) in places for _, one in flatten_tensors((given, value))):
+            if any(x.requires_grad and memory_of(x) in places for _, x in flatten_tensors((given, value))):
                 name = self.guard.name_of(module) or "the model"
                 self.exits[f"a backward hook on {name} is given gradients of which each rank makes a part"] = HOOKS
         return partial(self._backward_hook, module)

@@ -66,10 +66,10 @@ def _watching(cls: Any) -> type[nn.Module]:
         super(subclass, self).__setattr__(name, value)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        how, what, *rest = super(subclass, self).__reduce_ex__(max(2, protocol))
-        if getattr(how, "__name__", "") == "__newobj__" and what == (subclass,):
+        rebuild, arguments, *rest = super(subclass, self).__reduce_ex__(max(2, protocol))
+        if getattr(rebuild, "__name__", "") == "__newobj__" and arguments == (subclass,):
             return (_rebuild, (_Kind(cls),), *rest)
-        return (how, what, *rest)
+        return (rebuild, arguments, *rest)
 
     subclass: Any = subclass_of(cls, {"__setattr__": __setattr__, "__reduce_ex__": __reduce_ex__})
     watching: type[nn.Module] = subclass

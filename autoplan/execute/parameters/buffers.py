@@ -71,7 +71,7 @@ def rebuild_buffers(model: nn.Module) -> None:
         for name in module._non_persistent_buffers_set
         if module._buffers.get(name) is not None
     }
-    passing = [*wanted.values(), *(one for one in _passing_meta(model) if one[::2] not in wanted)]
+    passing = [*wanted.values(), *(place for place in _passing_meta(model) if place[::2] not in wanted)]
     for rebuilt in _rebuilt(model, passing, device):
         rebuilt.put()
 

@@ -304,11 +304,11 @@ def _keeping_attributes(cls: type) -> Callable[..., Any]:
     base: Any = cls._apply  # type: ignore[attr-defined]
 
     def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        noted = {name: vars(one) for name, one in self._parameters.items() if one is not None}
+        noted = {name: vars(parameter) for name, parameter in self._parameters.items() if parameter is not None}
         result = base(self, *args, **kwargs)
-        for name, one in self._parameters.items():
-            if one is not None and name in noted and noted[name] is not vars(one):
-                vars(one).update({key: value for key, value in noted[name].items() if key not in vars(one)})
+        for name, parameter in self._parameters.items():
+            if parameter is not None and name in noted and noted[name] is not vars(parameter):
+                vars(parameter).update({key: value for key, value in noted[name].items() if key not in vars(parameter)})
         return result
 
     return _apply
@@ -429,10 +429,10 @@ def _reduce_to(cls: type, names: tuple[str, ...]) -> Callable[..., Any]:
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         subclass: Any = view_class(cls, names)
-        how, what, *rest = super(subclass, self).__reduce_ex__(max(2, protocol))
-        if getattr(how, "__name__", "") == "__newobj__" and what == (subclass,):
+        rebuild, arguments, *rest = super(subclass, self).__reduce_ex__(max(2, protocol))
+        if getattr(rebuild, "__name__", "") == "__newobj__" and arguments == (subclass,):
             return (_rebuild, (cls, names), *rest)
-        return (how, what, *rest)  # a subclass of ours, or a class that rebuilds itself
+        return (rebuild, arguments, *rest)  # a subclass of ours, or a class that rebuilds itself
 
     return __reduce_ex__
 

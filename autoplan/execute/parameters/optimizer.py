@@ -120,12 +120,12 @@ def _how(parameter: DTensor) -> Any:
 
 
 def _refuse(parameter: DTensor, value: Any, held: Held, why: str) -> None:
-    what = f"a {type(value).__name__}"
+    shown = f"a {type(value).__name__}"
     if isinstance(value, torch.Tensor):
         placed = f", {value.placements}" if isinstance(value, DTensor) else ""
-        what += f" of shape {list(value.shape)}{placed}"
+        shown += f" of shape {list(value.shape)}{placed}"
     raise AutoplanError(
-        f"parameter.data = {what} for a parameter of {list(held.shape)}, {parameter.placements}, {why}",
+        f"parameter.data = {shown} for a parameter of {list(held.shape)}, {parameter.placements}, {why}",
         hint="write into it: with torch.no_grad(): parameter.copy_(x), x a DTensor that lies as the parameter does; "
         "or load it: model.load_state_dict({name: x}, strict=False)",
     )

@@ -191,4 +191,4 @@ def draw(op: Any, args: Any, kwargs: Any) -> Any:
 
 def _lies_on(x: DTensor, module: nn.Module) -> bool:
     """Return whether a tensor is on the mesh of a module's parameters."""
-    return any(isinstance(one, DTensor) and one.device_mesh == x.device_mesh for one in module._parameters.values())
+    return any(isinstance(p, DTensor) and p.device_mesh == x.device_mesh for p in module._parameters.values())

@@ -155,7 +155,7 @@ class DequantisedFiles(_Files):
         for place, dim in enumerate(tensor.dims):
             if dim.of and dim.of[0] in covers:
                 blocks = dict.fromkeys(row // dim.factor for row in covers[dim.of[0]])
-                wanted[place] = [block * dim.each + one for block in blocks for one in range(dim.each)]
+                wanted[place] = [block * dim.each + offset for block in blocks for offset in range(dim.each)]
         return super().read(f"{weight.owner}.{tensor.name}", wanted)
 
     def _flat_rows(self, weight: PackedWeight, start: int, stop: int) -> torch.Tensor:

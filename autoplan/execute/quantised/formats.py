@@ -106,7 +106,7 @@ def _turned(weight: PackedWeight) -> PackedWeight:
     """Return the weight with its rows before its contracted dim."""
     places = {weight.rows: weight.contracted, weight.contracted: weight.rows}
     tensors = tuple(
-        replace(tensor, dims=tuple(replace(d, of=tuple(places.get(one, one) for one in d.of)) for d in tensor.dims))
+        replace(tensor, dims=tuple(replace(d, of=tuple(places.get(dim, dim) for dim in d.of)) for d in tensor.dims))
         for tensor in weight.tensors
     )
     *lead, first, last = weight.shape
@@ -200,7 +200,7 @@ def _float4(packed: torch.Tensor) -> torch.Tensor:
 def _plain_numbers(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
     """Decode float8 or int8, times a scale, minus a zero point if there is one."""
     numbers = parts[weight.tensors[0].name].float()
-    ending = next(one for one in ("_scale_inv", "_scale") for t in weight.tensors if t.name.endswith(one))
+    ending = next(end for end in ("_scale_inv", "_scale") for t in weight.tensors if t.name.endswith(end))
     zeros = [tensor.name for tensor in weight.tensors if tensor.name.endswith("_zero_point")]
     if zeros:
         zero = _broad(_rows(weight, zeros[0], parts[zeros[0]].float(), shape), shape)
@@ -221,8 +221,8 @@ def _mxfp4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.
 
 def _nvfp4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
     name = f"{weight.parameter}_global_scale"
-    one = _broad(_rows(weight, name, parts[name].float(), shape), shape)
-    return _float4(parts[weight.tensors[0].name]) * (_scales(weight, parts, "_scale", shape) / one)
+    global_scale = _broad(_rows(weight, name, parts[name].float(), shape), shape)
+    return _float4(parts[weight.tensors[0].name]) * (_scales(weight, parts, "_scale", shape) / global_scale)
 
 
 def _awq(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:

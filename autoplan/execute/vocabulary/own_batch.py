@@ -55,9 +55,9 @@ def shard_batch(batch: _Batch, mesh: DeviceMesh, *, length: int | None = None, d
             return value
         lengths.setdefault(value.shape[dim], path)
         if len(lengths) > 1:
-            (one, first), (other, second) = lengths.items()
+            (size, first), (other, second) = lengths.items()
             raise AutoplanError(
-                f"dim {dim} is {one} long in {first or 'the batch'}, and {other} in {second}",
+                f"dim {dim} is {size} long in {first or 'the batch'}, and {other} in {second}",
                 hint="shard only tensors that lie along one sequence; pass the others to the model as they are",
             )
         whole = value.shape[dim] if length is None else length

@@ -284,9 +284,9 @@ def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs or len(args) != 3 or cls.batch > 1:
         return NotImplemented
     raw = _raw(args[0])
-    one, other, at = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
-    at = other if at == one else one if at == other else at
-    return _like(raw.transpose(one, other), cls, dim=at - raw.dim())
+    first, second, at = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
+    at = second if at == first else first if at == second else at
+    return _like(raw.transpose(first, second), cls, dim=at - raw.dim())
 
 
 def _loss(

@@ -251,9 +251,9 @@ def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs or len(args) != 3:
         return NotImplemented
     raw = _raw(args[0])
-    one, other, split = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
-    at = other if split == one else one if split == other else split
-    return as_kind(raw.transpose(one, other), split_class(cls.group, cls.vocabulary, at - raw.dim()))
+    first, second, split = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
+    at = second if split == first else first if split == second else split
+    return as_kind(raw.transpose(first, second), split_class(cls.group, cls.vocabulary, at - raw.dim()))
 
 
 def _permute(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:

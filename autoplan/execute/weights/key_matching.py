@@ -329,8 +329,8 @@ class Moved:
             index = indices[::-1]
             asked: dict[int, Sequence[int]] = {self.still[dim]: held for dim, held in rows.items() if dim in self.still}
             inner = []
-            for dim, one in zip(moved, index, strict=True):
-                held, place = one.unique(return_inverse=True)
+            for dim, positions in zip(moved, index, strict=True):
+                held, place = positions.unique(return_inverse=True)
                 inner.append(place)
                 if len(held) < shape[dim]:
                     asked[dim] = held.tolist()
