@@ -15,7 +15,7 @@ from autoplan.patches.patched import Patch
 
 @dataclass(frozen=True)
 class Private:
-    """An undocumented name of another package that autoplan reads or calls. `canary` is that of a `Patch`."""
+    """An undocumented name of another package that autoplan reads or calls. `canary`: as for a `Patch`."""
 
     name: str
     why: str

@@ -116,7 +116,7 @@ def _collective() -> bool:
     "simulated ranks ask it for shapes one at a time", "torch.distributed.tensor._sharding_prop.ShardingPropagator"
 )
 def _propagator() -> bool:
-    """Return whether DTensor has the only method in which it runs ops on full tensors without storage."""
+    """Check the parameters of the only method in which DTensor runs ops on full tensors without storage."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     return _parameters(ShardingPropagator._propagate_tensor_meta_non_cached) == ["self", "op_schema"]

@@ -88,9 +88,9 @@ class Alike:
 class fail_together:  # noqa: N801 - used as a function
     """Raise on all ranks if the block raises on some.
 
-    A rank that failed raises its own error. Ranks that did not fail raise an AutoplanError that names the one that did.
-    KeyboardInterrupt and SystemExit are raised unchanged on the rank that had them. A block nested in another one of
-    the same ranks reports its failure first, and the outer block does not report it again.
+    If every rank failed, each raises its own error. Otherwise all raise the same AutoplanError, which names a rank that
+    failed. KeyboardInterrupt and SystemExit are raised unchanged on the rank that had them. A block nested in another
+    one of the same ranks reports its failure first, and the outer block does not report it again.
     """
 
     def __init__(self, voters: Voters, doing: str) -> None:

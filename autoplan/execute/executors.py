@@ -143,7 +143,7 @@ class Running:
     whole_logits: bool = False  # whether logits are gathered where they leave the head
     split_loss: bool = True  # whether the model's own loss may work on split logits
     loss: bool = False  # whether it does so now: logits leave the head as SplitLogits
-    draws_unseen: bool = True  # whether code that tracing did not reach may draw random numbers
+    draws_unseen: bool = True  # whether arguments not seen while tracing may make it draw
     draws: bool = True  # whether a forward may draw random numbers; if not, compiled code leaves the streams alone
     sequence_padding: str = "error"
     lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut

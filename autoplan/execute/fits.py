@@ -39,7 +39,7 @@ _DEPTH = 6  # of nested values
 _NAMESPACES = ("types", "argparse")  # modules of Python whose objects people keep settings in
 _OF_TORCH = frozenset(vars(nn.Module()))
 _MARKS = ("__", "_autoplan", "_hf", "_is_hf", "_fsdp", "_old", "_gradient_checkpointing")  # set by libraries
-_ABSENT = object()  # of a value that is left out
+_ABSENT = object()  # marks a value that is left out
 
 
 class Reading:

@@ -61,18 +61,18 @@ def exported(text: str, linears: Iterable[str], finds: Finds | None, besides: st
 
 
 def by_entries(plan: Plan) -> Finds:
-    """Match as torch and Automodel do: each segment of a path by itself, as in our patterns."""
+    """Return a matcher as in torch and Automodel: each segment of a path by itself, as in our patterns."""
     patterns = [e.pattern for e in plan.entries if e.style not in _WHOLE]
     return lambda name: any(matches(pattern, name) for pattern in patterns)
 
 
 def by_key(written: Mapping[str, str]) -> Finds:
-    """Match as transformers does: the name with its numbers replaced by `*` is a key."""
+    """Return a matcher as in transformers: the name with its numbers replaced by `*` is a key."""
     return lambda name: written.get(starred(name), "replicate") not in _WHOLE
 
 
 def by_specs(config: Mapping[str, Any]) -> Finds:
-    """Match as DeepSpeed does: the first spec with an expression that matches the parameter's name from its start."""
+    """Return a matcher as in DeepSpeed: the first spec with an expression that matches from the name's start."""
     specs = config["tensor_parallel"]["partition_config"]["layer_specs"]
 
     def finds(name: str) -> bool:
@@ -90,7 +90,7 @@ def vllm_style(written: Mapping[str, str], name: str) -> str:
 
 
 def vllm_finds(written: Mapping[str, str], linears: Iterable[str], base: str) -> Finds:
-    """Match as vLLM does; raise unless it reads each key as intended."""
+    """Return a matcher as in vLLM; raise unless vLLM reads each key as intended."""
     inside = f"{base}." if base else ""
     names = [name.removeprefix(inside) for name in linears if name.startswith(inside)]
     for name in names:

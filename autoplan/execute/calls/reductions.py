@@ -266,7 +266,7 @@ def _attention(planned: AttentionCall, at: At) -> Callable[[Any, Any, Any], Any]
     group, randomness = at.group, at.running.randomness
 
     def dropped(attention: torch.Tensor, rate: float) -> torch.Tensor:
-        """Each rank draws for its own heads."""
+        """Drop out attention, with draws of this rank for its own heads."""
         with randomness.split():
             return F.dropout(attention, rate)
 

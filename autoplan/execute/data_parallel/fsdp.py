@@ -74,7 +74,7 @@ class Places:
         self.model.register_forward_hook(self._end)
 
     def watch_rest(self) -> None:
-        """Register the other hooks, after FSDP2 has wrapped all units, so that FSDP2's run after these."""
+        """Register the hooks of units, after FSDP2 has wrapped them: these run around FSDP2's."""
         self.model.register_forward_pre_hook(self._begin)
         for number, place in enumerate(self.places):
             for name in place.names:

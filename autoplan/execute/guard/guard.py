@@ -151,7 +151,7 @@ class PathGuard:
         """Begin a call, and trace it if it is new or has new hooks. (A single rank may have hooks of its own.)"""
         hooks = self.listeners.look()
         # Raise where somebody set a count that is local to the rank: a global number would be read as a local one.
-        if not self.counts:  # a copy
+        if not self.counts:  # a copied guard starts without
             self._note_counts()
         for state, key, value, words in self.counts:
             if state.get(key) is not value and state.get(key) != value:

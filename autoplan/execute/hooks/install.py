@@ -374,7 +374,7 @@ class Root:
         with torch._C.DisableTorchFunction():
             for path, change in self.outputs:
                 output = change_if_returned(output, path, change, "the model")
-            for path, shard in shards_in(output):  # collected by the model itself, before our hooks gather
+            for path, shard in shards_in(output):  # shards that the model itself collected
                 output = change_output(output, path, self._whole(shard), "the model")
             if self.running.loss:
                 return columns_in(output, self.next_to_a_loss)

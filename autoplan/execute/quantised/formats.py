@@ -164,7 +164,7 @@ def _scales(weight: PackedWeight, parts: Parts, ending: str, shape: tuple[int, .
 
 
 def _broad(numbers: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return numbers with as many dims as the weight: a single scale becomes one per row of each expert."""
+    """Return numbers with as many dims as the weight, by trailing dims of size 1, so that they broadcast."""
     if len(shape) == 2 and numbers.numel() == 1:
         return numbers.reshape(1, 1)
     return numbers.reshape(*numbers.shape, *[1] * (len(shape) - numbers.dim()))
