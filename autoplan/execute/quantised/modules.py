@@ -71,8 +71,8 @@ def keep_beside(model: nn.Module, headers: Mapping[str, str], twice: Mapping[str
 
 def kept_beside(model: nn.Module) -> tuple[dict[str, str], dict[str, QuantisedTwice]]:
     """Return the headers of those files, and the weights that they stored quantised twice."""
-    beside: tuple[dict[str, str], dict[str, QuantisedTwice]] = model.__dict__.get(_BESIDE, ({}, {}))
-    return beside
+    extras: tuple[dict[str, str], dict[str, QuantisedTwice]] = model.__dict__.get(_BESIDE, ({}, {}))
+    return extras
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
