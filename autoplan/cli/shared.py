@@ -75,10 +75,14 @@ def as_options(text: str) -> str:
     """Write arguments of Python functions as options of the command that runs, if it has them.
 
 
-    >>> with speaking_of(frozenset(("--prove", "--inputs", "--tp", "--sequence-parallel"))): ...     for text in
-    ("prove='none' plans it", "with inputs={'x': tensor}", "tp_size=3", "pass inputs= if", "a=1"): ...
-    print(as_options(text)) --prove none plans it with --inputs MODULE:FUNCTION (it returns {'x': tensor}) --tp 3 pass
-    --inputs if a=1
+    >>> with speaking_of(frozenset(("--prove", "--inputs", "--tp", "--sequence-parallel"))):
+    ...     for text in ("prove='none' plans it", "with inputs={'x': tensor}", "tp_size=3", "pass inputs= if", "a=1"):
+    ...         print(as_options(text))
+    --prove none plans it
+    with --inputs MODULE:FUNCTION (it returns {'x': tensor})
+    --tp 3
+    pass --inputs if
+    a=1
     """
     return _WORDS.sub(_as_option, text)
 

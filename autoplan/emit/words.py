@@ -41,8 +41,10 @@ def ranges_text(runs: Sequence[range], show: int = 4) -> str:
 def layout_text(text: str, tp_size: int) -> str:
     """Return what a rank holds of a dimension, factor by factor and in total, and the indices of rank 0.
 
-    >>> layout_text("32!*128", 8) 'each of 8 ranks holds 4 of 32 × 128 = 512 of 4096; rank 0: 0–511' >>>
-    layout_text("16!|1", 8) 'each of 8 ranks holds 2 of 16 | all 1 = 3 of 17; rank 0: 0–1, 16'
+    >>> layout_text("32!*128", 8)
+    'each of 8 ranks holds 4 of 32 × 128 = 512 of 4096; rank 0: 0–511'
+    >>> layout_text("16!|1", 8)
+    'each of 8 ranks holds 2 of 16 | all 1 = 3 of 17; rank 0: 0–1, 16'
     """
     layout = Layout.parse(text)
     where = ranges_text(layout.runs(0, tp_size))
@@ -59,7 +61,8 @@ def layout_text(text: str, tp_size: int) -> str:
 def segment_text(segment: str, tp_size: int) -> str:
     """Return an entry's "dim:layout" in words; text in any other notation is unchanged.
 
-    >>> segment_text("1:8!", 2) 'dim 1: each of 2 ranks holds 4 of 8; rank 0: 0–3'
+    >>> segment_text("1:8!", 2)
+    'dim 1: each of 2 ranks holds 4 of 8; rank 0: 0–3'
     """
     dim, _, layout = segment.partition(":")
     try:

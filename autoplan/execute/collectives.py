@@ -115,7 +115,8 @@ def whole_order(rows: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
     """Return the position in rank order of each global row (at its first holder); None if the rows are already in
     order.
 
-    >>> whole_order(((0, 2), (1, 2))) (0, 2, 1)
+    >>> whole_order(((0, 2), (1, 2)))
+    (0, 2, 1)
     """
     positions: dict[int, int] = {}
     for position, row in enumerate(row for held in rows for row in held):
@@ -375,7 +376,8 @@ def copy_rows(into: torch.Tensor, places: tuple[int, ...], x: torch.Tensor, rows
 def _runs_of_both(places: tuple[int, ...], rows: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     """Return the first place, the first row and the length of each run.
 
-    >>> _runs_of_both((4, 5, 0), (1, 2, 3)) ((4, 1, 2), (0, 3, 1))
+    >>> _runs_of_both((4, 5, 0), (1, 2, 3))
+    ((4, 1, 2), (0, 3, 1))
     """
     runs: list[tuple[int, int, int]] = []
     for place, row in zip(places, rows, strict=True):

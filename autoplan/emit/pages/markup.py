@@ -4,7 +4,8 @@ A page that shows one of several cases (sizes of tp, rows of a choice) holds all
 cases are written once.
 
 
->>> print(el("p", "a <b>", el("b", "c"), class_="x")) <p class="x">a &lt;b&gt;<b>c</b></p>
+>>> print(el("p", "a <b>", el("b", "c"), class_="x"))
+<p class="x">a &lt;b&gt;<b>c</b></p>
 """
 
 from __future__ import annotations

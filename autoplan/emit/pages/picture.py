@@ -190,8 +190,9 @@ def branches(part: FlowPart) -> Iterator[tuple[str, list[list[str]]]]:
     """Yield rows of (parent, columns): readers of one value side by side, and under each step its only reader.
 
 
-    >>> part = FlowPart("", 1, ("a.q", "a.q_norm", "a.k", "a.v", "a.o"), ((-1,), (0,), (-1,), (-1,), (1, 2, 3))) >>>
-    list(branches(part)) [('a', [['a.q', 'a.q_norm'], ['a.k'], ['a.v']]), ('a', [['a.o']])]
+    >>> part = FlowPart("", 1, ("a.q", "a.q_norm", "a.k", "a.v", "a.o"), ((-1,), (0,), (-1,), (-1,), (1, 2, 3)))
+    >>> list(branches(part))
+    [('a', [['a.q', 'a.q_norm'], ['a.k'], ['a.v']]), ('a', [['a.o']])]
     """
     reads = part.reads or tuple((number - 1,) for number in range(len(part.steps)))
     readers = Counter(fed for feeds in reads for fed in feeds)

@@ -1,8 +1,10 @@
 """Weights drawn to scale at each size of tp: rank 0's shard shaded, packed segments separated by lines.
 
 
->>> runs(Layout.parse("32!*128|8!*128"), rank=0, ranks=4) ((0, 1024), (4096, 4352)) >>>
-segments(Layout.parse("32!*128|8!*128")) ((0, 4096), (4096, 5120))
+>>> runs(Layout.parse("32!*128|8!*128"), rank=0, ranks=4)
+((0, 1024), (4096, 4352))
+>>> segments(Layout.parse("32!*128|8!*128"))
+((0, 4096), (4096, 5120))
 """
 
 from __future__ import annotations

@@ -227,7 +227,8 @@ def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Held 
 def plain_name(fqn: str) -> str:
     """Return the checkpoint's name, without the levels that activation checkpointing and torch.compile insert.
 
-    >>> plain_name("layers.0._checkpoint_wrapped_module.weight") 'layers.0.weight'
+    >>> plain_name("layers.0._checkpoint_wrapped_module.weight")
+    'layers.0.weight'
     """
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 

@@ -103,7 +103,8 @@ class CheckpointFiles:
 def runs(rows: Sequence[int]) -> Iterator[range]:
     """Yield maximal ranges of consecutive rows.
 
-    >>> list(runs([0, 1, 4, 5, 6])) [range(0, 2), range(4, 7)]
+    >>> list(runs([0, 1, 4, 5, 6]))
+    [range(0, 2), range(4, 7)]
     """
     cuts = [0, *(i for i, (a, b) in enumerate(pairwise(rows), 1) if b != a + 1), len(rows)]
     for start, stop in pairwise(cuts):
