@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autoplan import conveniences as _conveniences  # noqa: F401 - says who does what plans promise
+from autoplan import conveniences as _conveniences  # noqa: F401 - implements methods of plans
 from autoplan.common.errors import (
     AutoplanError,
     CaptureError,
@@ -185,7 +185,7 @@ __all__ = [
     "vocab_parallel_topk",
 ]
 
-_RENAMED: dict[str, Renamed] = {}  # names that were replaced, once something was released
+_RENAMED: dict[str, Renamed] = {}  # names that were replaced since a release
 _HOMES = {
     "Choice": "autoplan.forecast.choose",
     "Device": "autoplan.forecast.devices",

@@ -3,7 +3,7 @@
     plan:         resolve ── read_source ── proven_plan ── Plan
     parallelize:  read_mesh ── plan_for_mesh ── refuse what is wrong ── shard_model
 
-Every step is one call. What a step does is told where it lives: hf/source.py, decide/written_plans/read.py,
+Every step is one call, which is documented where it lives: hf/source.py, decide/written_plans/read.py,
 check/pipeline.py (a trial on simulated ranks, a draft by planning.py, a proof), execute/parallelize.py.
 """
 
@@ -58,32 +58,32 @@ def plan(
     rules: str | PathLike[str] | None = None,
     cache: str | PathLike[str] | None = None,
 ) -> Plan:
-    """Read a model and write its plan at `tp_size`. Nothing of the model is touched, and no weights are needed.
+    """Read a model and write its plan at `tp_size`. The model is not changed, and no weights are needed.
 
     `model` is a module on any device (torch.fx's graph modules too), a transformers config, a program of torch.export
     (its plan is for `program.module()`), or a string: a folder with a config.json, "package.module:builder", a model
     type ("llama"), or a hub id.
 
-    `source` is where the choice of what is cut comes from: "auto" (a hand-written plan for the class where it fits,
-    else analysis), "inferred" (analysis), "handwritten", "hf" (transformers' own plan), the path of a plan file, the id
-    of a plan in rules/plans, a dotted path to a plan or to a function that returns one, or a dict {pattern: style}.
-    `overrides` are laid over it. `unmatched` "list" notes keys and styles that mean nothing, where "error" raises.
+    `source` decides what is sharded: "auto" (a hand-written plan for the class where it fits, else analysis),
+    "inferred" (analysis), "handwritten", "hf" (transformers' own plan), the path of a plan file, the id of a plan in
+    rules/plans, a dotted path to a plan or to a function that returns one, or a dict {pattern: style}. `overrides` are
+    merged into it. `unmatched`: "list" notes keys and styles that match nothing, "error" raises.
 
-    `ep_size` places whole experts on different ranks rather than cut each inside: over those of tp (`ep_size=tp_size`),
-    or with `tp_size=1` over a mesh dim "ep". Experts that are modules of their own stay as they are; a finding says so.
+    `ep_size` places whole experts on different ranks instead of sharding each: over those of tp (`ep_size=tp_size`), or
+    with `tp_size=1` over a mesh dim "ep". Experts that are modules of their own are left alone; a finding says so.
 
-    `cp_size` cuts the sequence over ranks: what mixes positions (attention, scans) runs on all of them for a rank's own
-    heads, all else on the rank's own positions. Beside `tp_size` those are some of the heads of a rank of tp, which are
-    ranks of their own; with tp_size=1 weights are whole.
+    `cp_size` shards the sequence over ranks: what mixes positions (attention, scans) runs on all of them for a rank's
+    own heads, everything else on the rank's own positions. With `tp_size` too, those are some of the heads of a tp
+    rank, and the ranks of cp are additional ones; with tp_size=1 weights are replicated.
 
-    `inputs` are example arguments of the forward, where autoplan cannot make them itself. `sequence_parallel` cuts the
-    stream between split regions along the sequence too; where a model does not allow it, a finding says why and the
+    `inputs` are example arguments of the forward, if autoplan cannot make them itself. `sequence_parallel` also shards
+    the stream between split regions along the sequence; where a model does not allow it, a finding says why and the
     plan is without. `strict` raises where an axis is not divisible by `tp_size`. Where the blocks of a quantised weight
-    do not divide, `uneven="blocks"` gives some ranks one more than others. `prove` is "graph" (default), "ranks"
-    (all that `verify` does, too) or "none". The trial on simulated ranks may take `trial_seconds`; where they run out
-    the plan says so, and is not proven. `rules` is a folder of rules and plans of one's own, which count before ours
-    (`AUTOPLAN_RULES` names such folders for all calls). `cache` is a folder in which plans are kept: the same model,
-    code, versions and wishes give the plan that was made for them before (`AUTOPLAN_CACHE` names one for all calls).
+    are not divisible, `uneven="blocks"` gives some ranks one more than others. `prove` is "graph" (default), "ranks"
+    (everything that `verify` does, too) or "none". The trial on simulated ranks may take `trial_seconds`; after that
+    the plan says so, and is not proven. `rules` is a folder of your own rules and plans, which take precedence
+    (`AUTOPLAN_RULES` names such folders for all calls). `cache` is a folder of saved plans: the same model, code,
+    versions and arguments return the plan that was made before (`AUTOPLAN_CACHE` names one for all calls).
     """
     check_versions()
     wish = Wish(tp_size, ep_size, sequence_parallel, strict, prove, trial_seconds, uneven, cp_size)
@@ -94,21 +94,21 @@ def plan(
         )
     source = "inferred" if cp_size > 1 else source
     with with_rules(rules):
-        found = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
-        module = found.module()
-        said = {"source": source, "overrides": overrides, "unmatched": unmatched, "inputs": inputs}
-        place = place_of(cache, module, found.name, vars(wish) | said)
-        if (kept := kept_plan(place, module)) is not None:
-            return kept
-        written = _read(found, module, wish, source, overrides, unmatched)
+        resolved = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
+        module = resolved.module()
+        arguments = {"source": source, "overrides": overrides, "unmatched": unmatched, "inputs": inputs}
+        place = place_of(cache, module, resolved.name, vars(wish) | arguments)
+        if (cached := kept_plan(place, module)) is not None:
+            return cached
+        written = _read(resolved, module, wish, source, overrides, unmatched)
         if isinstance(written, Plan):
             from autoplan.check.audit.gate import held_against_model  # a plan that is made here needs no audit
 
             check_matches(module, written)
-            return held_against_model(module, written, found)
-        made = proven_plan(found, wish, written, module)
-        keep_plan(place, made)
-        return made
+            return held_against_model(module, written, resolved)
+        result = proven_plan(resolved, wish, written, module)
+        keep_plan(place, result)
+        return result
 
 
 def parallelize(
@@ -121,22 +121,22 @@ def parallelize(
     options: Options | None = None,
     **keywords: Unpack[Keywords],
 ) -> nn.Module:
-    """Shard `model` in place over a named mesh, whole or not at all, and return it.
+    """Shard `model` in place over a named mesh, fully or not at all, and return it.
 
     Tensor parallelism over "tp" (over "ep" with a plan that only places experts on different ranks), then activation
     checkpointing, then FSDP2 over "dp_shard" (also called dp, fsdp or dp_shard_cp; "dp_replicate" before it makes
-    HSDP). `mesh_dims={"tp": name}` names mesh dims differently; cp and pp are left alone (cp unless the plan cuts the
+    HSDP). `mesh_dims={"tp": name}` names mesh dims differently; cp and pp are left alone (cp unless the plan shards the
     sequence: `plan(cp_size=N)`). Without a `plan` one is made for the mesh. It may be anything that `autoplan.plan`
-    takes as a source: what comes in a foreign dialect is audited first. A plan that failed verification is refused, and
-    one that could not be proven warns, unless `check=False`; `strict` refuses any that was not proven (and, where one
-    is made here, an axis that does not divide). One that was edited, or made for other code, is derived once more, and
-    refused if it does not follow from the model.
+    takes as a source: plans in a foreign dialect are audited first. A plan that failed verification is refused, and one
+    that could not be proven warns, unless `check=False`; `strict` refuses any that was not proven (and, where one is
+    made here, an indivisible axis). A plan that was edited, or made for other code, is derived once more, and refused
+    if it does not follow from the model.
 
-    Logits leave split over the vocabulary where gradients are computed and whole elsewhere, unless `gather_logits` says
-    so (`autoplan.gather_logits` changes it later); every other output is whole. A loss that the model computes from
-    labels gathers none (under torch.compile, logits next to a loss carry no gradient).
-    `reproducible_forward` makes the same bits at every tp size, slowly. `autoplan.applied(model)` says what was done,
-    and what was not.
+    Logits leave sharded over the vocabulary where gradients are computed and gathered elsewhere, unless `gather_logits`
+    decides (`autoplan.gather_logits` changes it later); every other output is replicated. A loss that the model
+    computes from labels gathers none (under torch.compile, logits next to a loss carry no gradient).
+    `reproducible_forward` gives the same bits at every tp size, slowly. `autoplan.applied(model)` returns what was
+    done, and what was not.
 
     `activation_checkpointing`: True (whole blocks), "submodule", "selective" (every other matmul, attention and sums
     are kept), or a function (name, block) -> any of these or False; `checkpoint_scope`: "all", "text", "vision",
@@ -144,7 +144,7 @@ def parallelize(
     `reshard_after_forward`: None frees all blocks but the last of each stack. `prefetch`: units ahead, or (forward,
     backward). `frozen`: stacks without trainable parameters are "units", in the "root" unit, or "ignore".
 
-    `options` holds the same as the keywords, as one value (`autoplan.Options`).
+    `options` holds the keywords as one value (`autoplan.Options`).
     """
     from autoplan.check.audit.gate import held_against_model, refuse_disproven, refuse_unproven, warn_unproven
 
@@ -212,7 +212,7 @@ def _refuse_no_module(model: object, check: object) -> None:
 
 @plain_surroundings()
 def _plan_for_mesh(model: nn.Module, dims: MeshDims, given: PlanSource | None, check: bool, strict: bool) -> Plan:
-    """Without a split only the layers matter, and they need no run of the model."""
+    """Return a plan for the mesh. Without a split it only needs the layers, and no run of the model."""
     from autoplan.check.audit.gate import refuse_wrong
 
     source = resolve(model)
@@ -221,19 +221,19 @@ def _plan_for_mesh(model: nn.Module, dims: MeshDims, given: PlanSource | None, c
         return Plan(source.name, 1, layers=layers(model))
     if given is None:
         return proven_plan(source, wish)
-    found = refuse_wrong(source, given, wish.tp_size) if check else ()
+    audit_findings = refuse_wrong(source, given, wish.tp_size) if check else ()
     written = read_source(given, None, model, name=source.name, tp_size=wish.tp_size, ep_size=None)
-    made = written if isinstance(written, Plan) else proven_plan(source, wish, written)
-    check_matches(model, made)
-    return replace(made, findings=made.findings + found)
+    result = written if isinstance(written, Plan) else proven_plan(source, wish, written)
+    check_matches(model, result)
+    return replace(result, findings=result.findings + audit_findings)
 
 
 @plain_surroundings()
 def fx_graph(model: Model, inputs: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False) -> fx.Graph:
-    """The run of a model that a plan is made from, as an FX graph: to print, to draw, to search with FX's own tools.
+    """Return the recorded run of a model as an FX graph: to print, to draw, to search with FX's own tools.
 
     Each aten op is a node, in the order in which it ran; `node.meta` has the "module" that called it, "shape" and
-    "dtype". Of equal blocks one or two are run. `model` and `inputs` are what `plan` takes.
+    "dtype". Of equal blocks one or two are run. `model` and `inputs` are as for `plan`.
     """
     check_versions()
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)

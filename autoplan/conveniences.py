@@ -1,10 +1,10 @@
-"""Who does what `plan.save(…)`, `plan.explain(…)` and their like promise.
+"""The implementations of `plan.save(…)`, `plan.explain(…)` and similar methods of values.
 
-At the top of the house, since those who do it are spread over it.
+They are at the top of the import order, since they use rooms all over the package.
 
 Importing this imports no torch: each function loads its room when it is called.
 
-And whose conventions rooms below hf/ read (common/conventions.py).
+It also registers transformers' conventions for rooms below hf/ (common/conventions.py).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _export(plan: Plan, target: str, model: Any, *, drop: bool) -> Exported:
 
 
 def surroundings(plan: Plan, model: Any) -> Surroundings:
-    """What an export must know of the model itself: its own plan, the classes of its blocks, its linear layers."""
+    """Return the parts of a model that an export needs: its own plan, the classes of its blocks, its linear layers."""
     from torch import nn
 
     from autoplan.emit.exports.export import Surroundings
@@ -85,14 +85,14 @@ def surroundings(plan: Plan, model: Any) -> Surroundings:
     kinds = (type(model.get_submodule(name)) for stack in plan.layers for name in stack.fqns)
     blocks = dict.fromkeys(f"{cls.__module__}.{cls.__qualname__}" for cls in kinds)
     linears = tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    known = conventions()
-    base = known.base_path(model)
+    library = conventions()
+    base = library.base_path(model)
     inner = {
         f"{name}.{key}": style
         for name, child in model.get_submodule(base).named_children()
-        for key, style in known.shipped_plan(child).items()
+        for key, style in library.shipped_plan(child).items()
     }
-    return Surroundings(tuple(known.shipped_plan(model)), tuple(blocks), linears, base, tuple(inner.items()))
+    return Surroundings(tuple(library.shipped_plan(model)), tuple(blocks), linears, base, tuple(inner.items()))
 
 
 def _part_for(plan: Plan, model: Any) -> Plan:

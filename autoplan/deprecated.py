@@ -1,7 +1,7 @@
-"""Names that were replaced: they work for a while, and say what to use instead and until when.
+"""Names that were replaced: they work for a while, with a warning that names the replacement and the last version.
 
-A framework pins a range of versions. A name that vanishes between two of them breaks it in the hands of people who can
-do nothing about it; one that warns gives its authors the time of the versions in between.
+A framework pins a range of versions. A name that vanishes between two of them breaks it for users who cannot fix it; a
+warning gives its authors the time of the versions in between.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Renamed:
-    """By what a public name was replaced, in which version, and in which it goes."""
+    """The replacement of a public name, the version of the change, and the one that removes the old name."""
 
     by: str
     since: str
@@ -21,13 +21,13 @@ class Renamed:
 
 
 def successor(name: str, renamed: Mapping[str, Renamed], owner: str = "autoplan", *, stacklevel: int = 3) -> str | None:
-    """The name to use for one that was replaced, with a DeprecationWarning at the caller; None for any other."""
-    found = renamed.get(name)
-    if found is None:
+    """Return the replacement of a renamed name, with a DeprecationWarning at the caller; None for any other."""
+    rename = renamed.get(name)
+    if rename is None:
         return None
     warnings.warn(
-        f"{owner}.{name} is {owner}.{found.by} since version {found.since}, and goes in version {found.until}",
+        f"{owner}.{name} is {owner}.{rename.by} since version {rename.since}, and goes in version {rename.until}",
         DeprecationWarning,
         stacklevel=stacklevel,
     )
-    return found.by
+    return rename.by

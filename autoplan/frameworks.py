@@ -1,4 +1,4 @@
-"""Hand a sharded model to a training framework: its own class, with what it does to models done the sharded way."""
+"""Adapt classes of training frameworks to a sharded model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Host = TypeVar("Host", bound=type)
 
 
 def hand_over(host: Host, model: nn.Module | None = None) -> Host:
-    """A Trainer or an Accelerator that takes a model as `parallelize` left it: no DDP, and whole checkpoints.
+    """Return a Trainer or an Accelerator class for a model that `parallelize` sharded: no DDP, and full checkpoints.
 
-    `host` is the class: transformers' `Trainer` or one that descends from it, or accelerate's `Accelerator`, which
-    needs the `model` at once. The result is used in its place:
+    `host` is the class: transformers' `Trainer` or a subclass, or accelerate's `Accelerator`, which needs the `model`
+    at once. Use the result in its place:
 
         trainer = autoplan.hand_over(Trainer)(model, args, train_dataset=data)
         trainer.train(resume_from_checkpoint=True)
@@ -34,32 +34,32 @@ def hand_over(host: Host, model: nn.Module | None = None) -> Host:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     Checkpoints hold the unsharded model's weights, as `save_pretrained` writes them, and the optimizer's state by names
-    of parameters: a run may go on at another tp size. Every rank saves and loads.
+    of parameters: a run can be resumed at another tp size. Every rank saves and loads.
     """
     check_argument("host", host, type, "give a class: Trainer, one that descends from it, or Accelerator")
     names = {cls.__name__ for cls in host.__mro__}
-    made: Any = None
+    adapted: Any = None
     if "Trainer" in names:
-        made = trainer_class(host, _SHARDED)
+        adapted = trainer_class(host, _SHARDED)
     elif "Accelerator" in names:
         if model is None or _sizes(model) is None:
             raise AutoplanError(
                 "an Accelerator must know the sharded model before it is made",
                 hint="hand_over(Accelerator, model), after autoplan.parallelize(model, ...)",
             )
-        made = accelerator_class(host, _SHARDED, model)
-    if made is None:
+        adapted = accelerator_class(host, _SHARDED, model)
+    if adapted is None:
         raise AutoplanError(f"{host.__name__} is neither a Trainer nor an Accelerator")
-    found: Host = made
-    return found
+    result: Host = adapted
+    return result
 
 
 def _sizes(model: nn.Module) -> tuple[int, int, int] | None:
-    known = applied(getattr(model, "_orig_mod", model))
-    if known is None:
+    record = applied(getattr(model, "_orig_mod", model))
+    if record is None:
         return None
-    plan, (replicas, shards) = known.plan, known.data_parallel
-    # FSDP2 shards over the ranks of cp too, which are given the same batches as those of tp are
+    plan, (replicas, shards) = record.plan, record.data_parallel
+    # FSDP2 shards over cp ranks too, which get the same batches, as tp ranks do
     return replicas, max(1, shards // plan.cp_size), max(plan.tp_size, plan.ep_size) * plan.cp_size
 
 

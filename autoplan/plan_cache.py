@@ -1,10 +1,10 @@
-"""Plans kept in a folder: a plan that was made once for this model, this code and these wishes is read, not made again.
+"""Plans kept in a folder: a plan that was made once for this model, this code and these arguments is read from a file.
 
 The problem: planning records a run and tries the plan on simulated ranks, seconds to minutes, and a job starts many
-times. A plan may only be taken from a file if nothing that it depends on has changed. So the name of the file is a hash
+times. A plan may only be read from a file if nothing that it depends on has changed. So the name of the file is a hash
 of all of that: the config and the plain attributes of every module, names and shapes of tensors, the source of the
-model's own package, the wishes, the rules, the code of autoplan, the versions of torch and transformers. Other things
-give another name: a stale plan is never found. A file that is damaged, or that does not fit the model, is made anew.
+model's own package, the arguments, the rules, the code of autoplan, the versions of torch and transformers. Any change
+gives another name, so a stale plan is never found. A file that is damaged, or does not fit the model, is made again.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from autoplan.values.plan import digest
 from autoplan.version import __version__
 
 VARIABLE = "AUTOPLAN_CACHE"
-_WORDS = ("auto", "inferred", "handwritten", "hf")  # sources that say all by themselves
+_WORDS = ("auto", "inferred", "handwritten", "hf")  # sources that need no further data
 
 
 def place_of(
     folder: str | os.PathLike[str] | None, module: nn.Module, name: str, asked: Mapping[str, Any]
 ) -> Path | None:
-    """The file of the plan of a model, which it calls `name`, under these wishes; None where none is to be kept.
+    """Return the file for the plan of a model with this `name` under these arguments; None if the plan is not kept.
 
-    `folder` None is the one that the environment names. Nothing is kept where a wish is no plain data (example inputs,
-    style objects, a function that makes a plan): nobody could tell whether it has changed.
+    `folder` defaults to the one that the environment names. Nothing is kept if an argument is not plain data (example
+    inputs, style objects, a function that makes a plan), since a change could not be noticed.
     """
     if folder is not None:
         check_argument("cache", folder, (str, os.PathLike), "give the path of a folder")
@@ -58,13 +58,13 @@ def place_of(
         raise AutoplanError(
             f"plans cannot be kept in {named}: {error.strerror}", hint=f"name another folder by cache= or {VARIABLE}"
         ) from error
-    said = json.dumps([name, *_said(module, asked)], sort_keys=True, default=repr)
-    key = hashlib.sha256(said.encode()).hexdigest()[:24]
+    description = json.dumps([name, *_said(module, asked)], sort_keys=True, default=repr)
+    key = hashlib.sha256(description.encode()).hexdigest()[:24]
     return Path(named) / f"{re.sub(r'[^A-Za-z0-9]+', '-', type(module).__name__)}-{key}.json"
 
 
 def kept_plan(place: Path | None, module: nn.Module) -> Plan | None:
-    """The plan of that file, if it is there, whole, and fits."""
+    """Return the plan in a file, if it exists, is undamaged and fits."""
     if place is None or not place.is_file():
         return None
     try:
@@ -75,15 +75,15 @@ def kept_plan(place: Path | None, module: nn.Module) -> Plan | None:
         if digest(plan) != plan.made_for.content or plan.made_for.model != model_hash(module):
             return None
         check_matches(module, plan)
-    except (OSError, AutoplanError):  # unreadable, no JSON, no plan: made anew
+    except (OSError, AutoplanError):  # unreadable, no JSON, no plan: make it again
         return None
     return plan
 
 
 def keep_plan(place: Path | None, plan: Plan) -> None:
-    """Write it, whole or not at all: other ranks and other jobs may read meanwhile.
+    """Write a plan atomically: other ranks and other jobs may read meanwhile.
 
-    One whose trial was not done is not kept: next time it may be.
+    A plan whose trial was skipped is not kept: next time it may run.
     """
     if place is not None and plan.proof.trial.outcome != "skipped":
         data = plan_to_dict(plan)
@@ -94,13 +94,10 @@ def _hash(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
-# ------------------------------------------------------------------------------------------- what a plan depends on
-
-
 def _all_plain(asked: Mapping[str, Any]) -> bool:
     source, overrides = asked.get("source"), asked.get("overrides")
-    written = [one for one in (source, overrides) if isinstance(one, Mapping)]
-    lines = [part for one in written for line in one.items() for part in line]
+    written = [mapping for mapping in (source, overrides) if isinstance(mapping, Mapping)]
+    lines = [part for mapping in written for line in mapping.items() for part in line]
     words = isinstance(source, Mapping) or source in _WORDS
     return words and asked.get("inputs") is None and all(isinstance(part, str) for part in lines)
 
@@ -126,7 +123,7 @@ def _of_model(module: nn.Module) -> Any:
 
 
 def _sources(module: nn.Module) -> list[Path]:
-    """The files of the packages that the model's classes come from, as far as they are loaded."""
+    """Return the loaded files of the packages that the model's classes come from."""
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
     packages = {kind.__module__.partition(".")[0] for kind in kinds} - set(VERSIONED)
     loaded = [part for name, part in list(sys.modules.items()) if name.partition(".")[0] in packages]
@@ -135,11 +132,11 @@ def _sources(module: nn.Module) -> list[Path]:
 
 
 def _of_files(paths: Iterable[Path]) -> list[tuple[str, str]]:
-    found = []
+    hashes = []
     for path in paths:
-        known = path.stat()
-        found.append((path.name, _of_file(path, known.st_mtime_ns, known.st_size)))
-    return found
+        stat = path.stat()
+        hashes.append((path.name, _of_file(path, stat.st_mtime_ns, stat.st_size)))
+    return hashes
 
 
 @lru_cache(maxsize=4096)

@@ -2,8 +2,8 @@
 
     source ── capture_source ── solve_source ── write_down ── Draft
 
-This is the step `draft_plan` of the whole pipeline, which is `check/pipeline.py`: there a tiny clone is tried on
-simulated ranks before (what the trial left over, `Capabilities`, comes in here), and the draft is proven after.
+This is the step `draft_plan` of the whole pipeline, `check/pipeline.py`: a trial of a tiny clone on simulated ranks
+precedes it (its result, `Capabilities`, is an argument here), and a proof of the draft follows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from autoplan.values.whole_sequence import WholeSequence
 
 @dataclass(frozen=True)
 class Draft:
-    """A plan that nobody has tried, with what its proof needs: the trace, and the choices that it follows."""
+    """An untested plan, with what its proof needs: the trace, and the choices that it follows."""
 
     plan: Plan
     trace: Trace
@@ -71,7 +71,7 @@ def draft_plan(
 ) -> Draft:
     """Capture, solve and write down, under the choices of a written plan if there is one.
 
-    `capabilities`: what may be used; without them, all that the wish asks for. `captured`: where it is known already.
+    `capabilities`: what may be used; by default all that the wish asks for. `captured`: a capture made before.
     """
     module = source.module() if module is None else module
     capabilities = wanted_capabilities(wish) if capabilities is None else capabilities
@@ -94,44 +94,44 @@ def draft_plan(
         remade=made_anew_in_training(module),
     )
     solution, choices, misfit = fitting(solved, choices)
-    made = write_down(source, wish, module, solution, choices, stacks, packed)
-    found = (*misfit, *made.findings, *_findings(source, wish, capabilities, solution, made))
-    made = with_paths(replace(made, findings=found), seen_code(_in_all_blocks(ways.ways, captured.trace)))
-    return Draft(made, captured.trace, choices)
+    plan = write_down(source, wish, module, solution, choices, stacks, packed)
+    findings = (*misfit, *plan.findings, *_findings(source, wish, capabilities, solution, plan))
+    plan = with_paths(replace(plan, findings=findings), seen_code(_in_all_blocks(ways.ways, captured.trace)))
+    return Draft(plan, captured.trace, choices)
 
 
 def _in_all_blocks(ways: Ways, trace: Trace) -> Ways:
-    """A block that was recorded tells the ways of those that it stands for."""
+    """Copy the ways of a recorded block to the blocks that it stands for."""
     if not trace.folds:
         return ways
-    names, found = Names(trace), dict(ways)
-    for (place, code, owner), taken in ways.items():
+    names, all_ways = Names(trace), dict(ways)
+    for (place, code, owner), steps in ways.items():
         module, *calls = owner.split(":")
-        found.update(((place, code, ":".join((other, *calls))), taken) for other in names.expand(module))
-    return found
+        all_ways.update(((place, code, ":".join((other, *calls))), steps) for other in names.expand(module))
+    return all_ways
 
 
 def with_paths(made: Plan, paths: tuple[SeenCode, ...]) -> Plan:
-    """The plan, knowing these ways through the model's code."""
+    """Return the plan with these ways through the model's code."""
     made = replace(made, paths=paths)
     return replace(made, made_for=replace(made.made_for, content=digest(made)))
 
 
 def wanted_capabilities(wish: Wish) -> Capabilities:
-    """What a wish asks for, before anything was tried."""
+    """Return what a wish asks for, before any trial."""
     return Capabilities(True, wish.sequence_parallel and wish.tp_size > 1 or wish.cp_size > 1)
 
 
 def capture_source(source: Source, module: nn.Module, choices: ChosenCuts | None = None) -> Captured:
-    """Make example inputs and record what the module does with them, in other sizes too where that is something else.
+    """Make example inputs and record what the module does with them, at other sizes too if it then takes other paths.
 
-    Repeated blocks are traced once, unless a written plan tells them apart.
+    Repeated blocks are traced once, unless a written plan treats them differently.
     """
-    made = make_inputs(
+    inputs = make_inputs(
         module, config=source.config, model_type=source.model_type, inputs=source.inputs, recipe=source.recipe
     )
     note = kernel_note(module)
-    feeds, left_out, draws = with_other_paths(module, made.feeds, made.others)
+    feeds, left_out, draws = with_other_paths(module, inputs.feeds, inputs.others)
 
     def told(captured: Captured) -> Captured:
         return replace(captured, trace=replace(captured.trace, draws_unseen=draws))
@@ -139,7 +139,7 @@ def capture_source(source: Source, module: nn.Module, choices: ChosenCuts | None
     def unfold() -> Captured:
         return told(capture_fake(module, feeds, folded=False))
 
-    captured = told(capture_any(module, feeds, (*made.notes, *left_out, *([note] if note else []))))
+    captured = told(capture_any(module, feeds, (*inputs.notes, *left_out, *([note] if note else []))))
     if choices is None or same_in_folded_blocks(choices, captured.trace):
         return replace(captured, unfold=unfold) if captured.trace.folds else captured
     return unfold()
@@ -157,23 +157,23 @@ def solve_source(
     remade: tuple[str, ...] = (),
     both: Shards | None = None,
 ) -> Solution:
-    """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing.
+    """Decide the splits, under a written plan if there is one; raise if nothing can be split at this size.
 
-    Where context parallelism stands beside another split each is solved, that one as what both split asks for (`both`).
+    Context parallelism and another split are solved in turn, the latter on the axes that both split (`both`).
     """
     if wish.cp_size > 1 and wish.splits > 1:
         how: dict[str, Any] = {"choices": choices, "packed": packed, "remade": remade}
         how |= {"capabilities": capabilities}
-        together = replace(wish, tp_size=1, ep_size=1, cp_size=wish.ranks)
-        cut = solve_source(source, captured, together, sequence_stacks=sequence_stacks, **how)
+        joint = replace(wish, tp_size=1, ep_size=1, cp_size=wish.ranks)
+        cut = solve_source(source, captured, joint, sequence_stacks=sequence_stacks, **how)
         unfolded = captured.unfold() if captured.unfold and not cut.trace.folds else captured
         if cut.shards is not None and divides_one_only(cut.shards, wish.splits):
             alone = solve_source(source, unfolded, replace(wish, cp_size=1), **how)
             if alone.shards is not None and (other := split_otherwise(cut.shards, alone.shards)):
-                kept = {**how, "capabilities": replace(capabilities, whole=(*capabilities.whole, *other))}
-                cut = solve_source(source, unfolded, together, sequence_stacks=sequence_stacks, **kept)
-                known = [c for c in alone.classes if any(n.rpartition(".")[0] in other for n, _ in c.parameters)]
-                alike = (replace(c, split=False, reason=MixedWhole(c.size, wish.ranks)) for c in known if c.split)
+                narrowed = {**how, "capabilities": replace(capabilities, whole=(*capabilities.whole, *other))}
+                cut = solve_source(source, unfolded, joint, sequence_stacks=sequence_stacks, **narrowed)
+                fixed = [c for c in alone.classes if any(n.rpartition(".")[0] in other for n, _ in c.parameters)]
+                alike = (replace(c, split=False, reason=MixedWhole(c.size, wish.ranks)) for c in fixed if c.split)
                 cut = replace(cut, classes=(*alike, *cut.classes))
         split = solve_source(source, unfolded, replace(wish, cp_size=1), both=cut.shards, **how)
         if captured.unfold and split.trace.folds != cut.trace.folds:
@@ -200,7 +200,7 @@ def solve_source(
     if captured.unfold and not same_in_like_blocks(solution.parameters, solution.runtime, captured.trace.folds):
         try:
             solution = solved(captured.unfold().trace)
-        except CaptureError as error:  # what need not be alike along the sequence is so without it
+        except CaptureError as error:  # blocks that differ along the sequence are alike without it
             if sequence_stacks is None:
                 raise
             uneven = WholeSequence("blocks-apart", error=error.message)
@@ -219,25 +219,25 @@ def write_down(
     stacks: tuple[Stack, ...],
     packed: tuple[PackedWeight, ...],
 ) -> Plan:
-    """The plan of a solution: entries with their roles and reasons, how weights are stored, what it was made for."""
+    """Return the plan of a solution: entries with roles and reasons, how weights are stored, what it was made for."""
     solution = replace(solution, runtime=without_namesakes(source, solution.runtime, solution.trace.module_classes))
-    made = plan_chosen(
+    plan = plan_chosen(
         solution, choices, model=source.name, layers=stacks, sequence_parallel=solution.sequence_parallel
     )
-    made = replace(made, tp_size=wish.tp_size, ep_size=wish.ep_size, cp_size=wish.cp_size)
-    made = with_packed(with_made_for(made, module), solution, packed)
-    made = replace(made, fed=source.recipe.fed() if source.recipe is not None else ())
-    return replace(made, made_for=replace(made.made_for, content=digest(made)))
+    plan = replace(plan, tp_size=wish.tp_size, ep_size=wish.ep_size, cp_size=wish.cp_size)
+    plan = with_packed(with_made_for(plan, module), solution, packed)
+    plan = replace(plan, fed=source.recipe.fed() if source.recipe is not None else ())
+    return replace(plan, made_for=replace(plan.made_for, content=digest(plan)))
 
 
 def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tuple[PackedWeight, ...]) -> None:
-    """Raise where nothing can be split at this size or, if the caller is strict, where something cannot."""
+    """Raise if nothing can be split at this size or, if the caller is strict, if something cannot."""
     legal = ", ".join(map(str, solution.legal_tp))
     if wish.cp_size > 1:
         if not solution.sequence_parallel:
-            told = "; ".join(map(str, solution.whole_sequence))
+            reasons = "; ".join(map(str, solution.whole_sequence))
             raise IndivisibleError(
-                f"{source.name}: the sequence cannot be cut over {wish.cp_size} ranks: {told}",
+                f"{source.name}: the sequence cannot be cut over {wish.cp_size} ranks: {reasons}",
                 hint="choose a size that divides its heads or channels, or data-parallel ranks in its place",
             )
         return
@@ -255,10 +255,10 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tupl
     if wish.strict:
         refuse_parted_blocks(source.name, solution, packed)
     if wish.ep_size > 1 == wish.tp_size and not solution.runtime.of(LocalExperts):
-        told = "; ".join(f"{where}: {why}" for where, why in solution.experts_inside)
+        reasons = "; ".join(f"{where}: {why}" for where, why in solution.experts_inside)
         raise IndivisibleError(
             f"{source.name}: no experts can be placed on {wish.ep_size} different ranks"
-            + (f" ({told})" if told else ""),
+            + (f" ({reasons})" if reasons else ""),
             hint="ep_size needs modules that hold all their experts in one stack of weights; else split with tp_size",
         )
     if not any(fact.dim is not None for fact in solution.parameters):
@@ -274,7 +274,7 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tupl
 def _findings(
     source: Source, wish: Wish, capabilities: Capabilities, solution: Solution, made: Plan
 ) -> Iterator[Finding]:
-    """What was asked for and is not so, and what the plan leaves open."""
+    """Yield what was requested and not done, and what the plan leaves open."""
     if wish.uneven != "never" and not made.packed:
         text = f"uneven={wish.uneven!r} changes nothing: no weight of {source.name} is stored in blocks"
         yield Finding("quantised", "note", "", text)
@@ -292,7 +292,7 @@ def _findings(
 
 
 def _run_alike(classes: Iterable[ClassFact]) -> Iterator[Finding]:
-    """Where every rank of cp does the same work, on all positions."""
+    """Yield the modules where every rank of cp does the same work, on all positions."""
     whole = [c for c in classes if not c.split and isinstance(c.reason, MixedWhole) and c.reason.size == c.size]
     for where, why in dict.fromkeys((starred(c.parameters[0][0].rpartition(".")[0]), str(c.reason)) for c in whole):
         hint = "choose a cp_size that divides them"
@@ -300,7 +300,7 @@ def _run_alike(classes: Iterable[ClassFact]) -> Iterator[Finding]:
 
 
 def sequence_findings(solution: Solution) -> tuple[Finding, ...]:
-    """What sequence parallelism leaves whole, or why there is none."""
+    """Return what sequence parallelism leaves replicated, or why there is none."""
     if not solution.sequence_parallel:
         why = "; ".join(map(str, solution.whole_sequence))
         return (Finding("sequence", "warn", "", f"sequence parallelism was asked for and is not applied: {why}"),)

@@ -1,4 +1,4 @@
-"""For a project's own tests: a plan that somebody wrote must not be wrong.
+"""A check for a project's own tests: a written plan must not be wrong.
 
 from autoplan.testing import assert_plan_ok
 
@@ -18,7 +18,7 @@ def assert_plan_ok(
 ) -> Report:
     """Audit `plan` (`settings` are those of `autoplan.audit`) and raise AssertionError, with the findings, if it fails.
 
-    `fail_on="warn"` also refuses dead keys, poor coverage and needless cost. The report is returned for further checks.
+    `fail_on="warn"` also refuses dead keys, poor coverage and needless cost. Return the report for further checks.
     """
     from autoplan.check.audit import audit
 

@@ -1,4 +1,4 @@
-"""The command line. Data goes to stdout, messages to stderr; exit code 0 (well), 1 (findings) or 2 (no answer).
+"""The command line. Data goes to stdout, messages to stderr; exit code 0 (success), 1 (findings) or 2 (failure).
 
 torch is imported by commands that need it, so that `--help` answers at once.
 """
@@ -120,22 +120,22 @@ def plan(
         raise typer.BadParameter("give the number of ranks to split over, or --cp", param_hint="--tp")
     how: dict[str, Any] = {"ep": ep, "cp": cp, "sequence_parallel": sequence_parallel, "trial_seconds": trial_seconds}
     how |= {"uneven": uneven, "rules": rules, "cache": cache}
-    given: dict[str, Any] = {}
+    example: dict[str, Any] = {}
     if inputs is not None:
         from autoplan.hf.model_string import inputs_from_string
 
-        given["inputs"] = inputs_from_string(inputs)
-    made = _make_plan(model, tp or 1, source, prove.value, trust_remote_code, **how, **given)
+        example["inputs"] = inputs_from_string(inputs)
+    result = _make_plan(model, tp or 1, source, prove.value, trust_remote_code, **how, **example)
     if output is None:
-        emit(plan_view(made), made.to_dict(), as_json, None)
-        if not as_json:  # the plan can be read while a step is estimated
-            sizes = sizes_of(model, made, memory, gpu, trust_remote_code=trust_remote_code, **given)
+        emit(plan_view(result), result.to_dict(), as_json, None)
+        if not as_json:  # print the plan before the slow estimate of a step
+            sizes = sizes_of(model, result, memory, gpu, trust_remote_code=trust_remote_code, **example)
             if sizes is not None:
                 emit(Group("", sizes), None, False, None)
     else:
-        made.save(output)
+        result.save(output)
         note(f"written to {output}")
-    raise typer.Exit(_exit_code(made.findings) if made.proof.ok or not made.proof.was_asked else FINDINGS)
+    raise typer.Exit(_exit_code(result.findings) if result.proof.ok or not result.proof.was_asked else FINDINGS)
 
 
 @app.command()
@@ -153,12 +153,12 @@ def explain(
     from autoplan.decide.written_plans.plan_file import load_plan, names_plan_file
 
     if names_plan_file(model):
-        made = load_plan(model)
+        result = load_plan(model)
     elif tp is not None:
-        made = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
+        result = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
     else:
         raise typer.BadParameter("needed unless MODEL is a plan file", param_hint="--tp")
-    text = made.explain(path)
+    text = result.explain(path)
     emit(text, {"path": path, "explanation": text.splitlines()}, as_json, output)
 
 
@@ -250,8 +250,8 @@ def export(
     """Write a plan for another system: a Python module, a dict, a config."""
     from autoplan.hf.source import resolve
 
-    made = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
-    text = made.export(to.value, resolve(model, trust_remote_code=trust_remote_code).module(), drop=drop)
+    planned = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
+    text = planned.export(to.value, resolve(model, trust_remote_code=trust_remote_code).module(), drop=drop)
     emit(text.rstrip("\n"), None, False, output)
     if reach := getattr(text, "note", ""):
         note(f"{to.value} {reach}")
@@ -269,14 +269,11 @@ app.command()(calibrate)
 app.command()(doctor)
 
 
-# ------------------------------------------------------------------------------------------------ what commands share
-
-
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """The entry point: every way out is an exit code of ours."""
+    """Run the command line; every exit has one of our exit codes."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without × or → still gets the table
+            stream.reconfigure(errors="replace")  # so that a terminal without × or → still gets the table
     code = FAILED
     with ended_on_request(), seldom_collected(), speaking_of(_options_of(arguments)):
         try:
@@ -285,31 +282,31 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             note(as_options(f"error: {error}"))
         except KeyboardInterrupt:
             note("interrupted")
-        except Exception as error:  # a bug of ours must not exit with 1, which means findings
+        except Exception as error:  # a bug must not exit with 1, which means findings
             note(_mishap(error))
     sys.exit(flushed(code))
 
 
 def _options_of(arguments: Sequence[str] | None) -> frozenset[str]:
-    """The options of the command that is asked for."""
+    """Return the options of the requested command."""
     first = next(iter(sys.argv[1:] if arguments is None else arguments), "")
     command: Any = vars(typer.main.get_command(app))["commands"].get(first)
-    return frozenset(text for one in getattr(command, "params", ()) for text in one.opts)
+    return frozenset(text for option in getattr(command, "params", ()) for text in option.opts)
 
 
 def _mishap(error: Exception) -> str:
-    """What is said of an error that nobody made on purpose."""
+    """Return the text for an unexpected error."""
     if isinstance(error, ImportError) and not (error.name or "").startswith("autoplan"):
         return f"error: {error}. A package is missing, or does not fit another one: install it again"
     return f"{traceback.format_exc()}error: this is a bug in autoplan; the lines above say where"
 
 
 _USAGE: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
-_INTERRUPTED = 130  # what typer makes of Ctrl-C
+_INTERRUPTED = 130  # typer's exit code for Ctrl-C
 
 
 def _answer(arguments: Sequence[str] | None) -> int:
-    """Run a command; what typer would print and exit with by itself is an exit code of ours."""
+    """Run a command; turn what typer would print and exit with into one of our exit codes."""
     try:
         code = app(args=arguments, prog_name="autoplan", standalone_mode=False)
     except typer.Abort:
@@ -317,7 +314,7 @@ def _answer(arguments: Sequence[str] | None) -> int:
     except _USAGE as error:
         error.show()
         return FAILED
-    except SystemExit as ended:  # typer's answer to a pipe that nobody reads any more
+    except SystemExit as ended:  # how typer handles a closed pipe
         return OK if isinstance(ended.__context__, BrokenPipeError) else FAILED
     except OSError as error:  # typer's own output: help, version
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
@@ -349,5 +346,5 @@ def _make_plan(
 
 
 def _exit_code(findings: tuple[Finding, ...]) -> int:
-    """Notes inform; warnings and errors are findings."""
+    """Return the exit code: warnings and errors count as findings, notes do not."""
     return FINDINGS if any(finding.level != "note" for finding in findings) else OK

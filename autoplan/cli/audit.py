@@ -1,4 +1,4 @@
-"""`autoplan audit` and `autoplan compare`: plans that somebody wrote, held against the model."""
+"""`autoplan audit` and `autoplan compare`: written plans, checked against the model."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _claims(model: str, tp: int, trust_remote_code: bool, as_json: bool, output:
 
 
 def _write_fixed(model: str, plan: str, report: Report, output: Path, trust_remote_code: bool) -> None:
-    """The corrected plan, or the plan as it is where nothing is wrong; nothing where no correction passed its audit."""
+    """Write the corrected plan, or an unchanged plan if nothing is wrong; nothing if no correction passed its audit."""
     from autoplan.check.audit.lines import plan_as_written
     from autoplan.check.audit.repair.rows import write_fixed
     from autoplan.hf.source import resolve
@@ -122,7 +122,7 @@ def _write_fixed(model: str, plan: str, report: Report, output: Path, trust_remo
 
 
 def _memory(model: str, report: Report, tp: int, gpu: str, trust_remote_code: bool) -> RenderableType | None:
-    """What a rank needs with all split that can be, at legal sizes of tp; and how much more the audited plan keeps."""
+    """Return a rank's memory with everything split, at valid tp sizes; and how much more the audited plan keeps."""
     from rich.console import Group
     from rich.text import Text
 
@@ -131,13 +131,13 @@ def _memory(model: str, report: Report, tp: int, gpu: str, trust_remote_code: bo
 
     try:
         ours = autoplan.plan(model, tp, source="inferred", prove="none", trust_remote_code=trust_remote_code)
-    except AutoplanError:  # nothing can be split at this size: the findings say so
+    except AutoplanError:  # nothing can be split at this size, as findings say
         return None
     sizes = sizes_of(model, ours, True, gpu, trust_remote_code=trust_remote_code)
     more = report.details["bytes_per_rank"] - report.details["bytes_per_rank_inferred"]
-    kept = f"; the audited plan keeps {bytes_text(more)} more weights, and in training their gradients and states" if (
+    keeps = f"; the audited plan keeps {bytes_text(more)} more weights, and in training their gradients and states" if (
         more > 0) else ""  # fmt: skip
-    return Group(Text(f"With all split that can be{kept}:", "bold"), sizes) if sizes is not None else None
+    return Group(Text(f"With all split that can be{keeps}:", "bold"), sizes) if sizes is not None else None
 
 
 def _paged(report: Report, page: Path | None) -> None:

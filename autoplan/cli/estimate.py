@@ -1,4 +1,4 @@
-"""`autoplan choose`, `autoplan dryrun` and `autoplan estimate`: which mesh, does it fit, and does it run."""
+"""`autoplan choose`, `autoplan dryrun` and `autoplan estimate`: the mesh to choose, whether it fits and runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from autoplan.values import Plan
 
-Train = StrEnum("Train", [(way, way) for way in TRAIN])  # type: ignore[misc]  # what is done with the model
+Train = StrEnum("Train", [(way, way) for way in TRAIN])  # type: ignore[misc]  # the kinds of training
 ALL = Train("full")
 
 Mesh = Annotated[
@@ -134,11 +134,11 @@ def choose(
         data: dict[str, Any] = {
             "model": choice.source.name, "gpus": gpus, "memory_bytes": choice.memory, "fits": choice.fits,
             "enough": choice.enough, "nearest": near, "dropped": list(choice.dropped), "notes": list(choice.notes),
-            "elsewhere": [row_to_dict(one) for one in choice.elsewhere], "like": against, "margin": choice.margin,
+            "elsewhere": [row_to_dict(entry) for entry in choice.elsewhere], "like": against, "margin": choice.margin,
         }  # fmt: skip
         emit(
             choice_view(choice),
-            data | {"rows": [row_to_dict(one) | {"tie": one.ties(choice.rows[0])} for one in choice.rows]},
+            data | {"rows": [row_to_dict(entry) | {"tie": entry.ties(choice.rows[0])} for entry in choice.rows]},
             as_json,
             output,
         )
@@ -247,7 +247,7 @@ def calibrate(
 
     from autoplan.forecast.devices import device_text, load_device, measure
 
-    known = load_device(like)
+    device = load_device(like)
     alone = "WORLD_SIZE" not in os.environ
     if not alone:
         if torch.cuda.is_available():
@@ -260,7 +260,7 @@ def calibrate(
                 hint="run it with torchrun, or unset WORLD_SIZE",
             ) from error
     with progress("measuring matmuls, attention, copies and messages"):
-        text = device_text(measure(), known)
+        text = device_text(measure(), device)
     if alone or dist.get_rank() == 0:
         emit(text.rstrip(), None, False, output)
     if not alone:
@@ -268,10 +268,10 @@ def calibrate(
 
 
 def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) -> RenderableType | None:
-    """The memory of a rank, and the table over valid sizes of tp; where nobody asked, this plan's size alone."""
+    """Return the memory of a rank, and the table over valid tp sizes; unless requested, this plan's size alone."""
     from autoplan.emit.tables.estimate_table import sizes_view
 
-    if plan.cp_size > 1:  # the table is over sizes of tp
+    if plan.cp_size > 1:  # the table is over tp sizes
         return None
     if not memory and gpu is None:
         return sizes_view(plan)
@@ -285,7 +285,7 @@ def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) 
 
 
 def on_mesh(mesh: str | None, cp: int, tp: int = 1) -> str:
-    """The mesh that is asked for; --cp alone has FSDP2 shard over its ranks, and stands beside those of `tp`."""
+    """Return the requested mesh; with --cp alone FSDP2 shards over its ranks, besides those of `tp`."""
     if mesh is None:
         if cp == 1:
             raise typer.BadParameter("needed unless --cp is given", param_hint="--mesh")
@@ -299,7 +299,7 @@ def on_mesh(mesh: str | None, cp: int, tp: int = 1) -> str:
 
 
 def checkpointing_of(text: str) -> bool | str:
-    known: dict[str, bool | str] = {"none": False, "block": True, "submodule": "submodule", "selective": "selective"}
-    if text not in known:
-        raise AutoplanError(f"--checkpointing {text}", hint=f"choose one of {', '.join(known)}")
-    return known[text]
+    choices: dict[str, bool | str] = {"none": False, "block": True, "submodule": "submodule", "selective": "selective"}
+    if text not in choices:
+        raise AutoplanError(f"--checkpointing {text}", hint=f"choose one of {', '.join(choices)}")
+    return choices[text]

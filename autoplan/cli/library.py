@@ -137,10 +137,10 @@ def scoreboard(
     from autoplan.check.scoreboard.run import scoreboard as run
     from autoplan.emit.tables.scoreboard_table import scoreboard_view
 
-    asked: dict[str, Any] = {"ep_size": ep} if ep > 1 else {}
-    asked |= {"cp_size": cp} if cp > 1 else {}
-    asked |= {"checkpointing": checkpointing.value} if checkpointing else {}
-    asked |= {"mesh": mesh} if mesh else {}
+    options: dict[str, Any] = {"ep_size": ep} if ep > 1 else {}
+    options |= {"cp_size": cp} if cp > 1 else {}
+    options |= {"checkpointing": checkpointing.value} if checkpointing else {}
+    options |= {"mesh": mesh} if mesh else {}
     with _bar() as progress:
         board = run(
             mapping,
@@ -153,7 +153,7 @@ def scoreboard(
             sequence_parallel=sequence_parallel,
             lengths=seq or (),
             progress=progress,
-            **asked,
+            **options,
         )
     emit(scoreboard_view(board), board.to_dict(), as_json, output)
     raise typer.Exit(OK if board.ok else FINDINGS)
@@ -161,7 +161,7 @@ def scoreboard(
 
 @contextmanager
 def _bar() -> Iterator[Any]:
-    """Where a long list stands, on stderr: a bar on a terminal, elsewhere (a log) a line for each that is done."""
+    """Yield a progress function for stderr: a bar on a terminal, otherwise (a log) a line per finished item."""
     from autoplan.emit.tables.scoreboard_table import score_line
 
     if not sys.stderr.isatty():

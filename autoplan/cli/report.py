@@ -1,4 +1,4 @@
-"""`autoplan report`: a plan as a page to look at, and to send to somebody."""
+"""`autoplan report`: a plan as a page to read and to send."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def report(
     cp = sizes.get("cp", 1)
     how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "trust_remote_code": trust_remote_code}
     tp = tp or sizes.get("tp", 1 if cp > 1 else None)
-    made = _made(model, tp, ep if ep > 1 else sizes.get("ep", 1), how | ({"cp_size": cp} if cp > 1 else {}))
-    if sizes.get("tp", made.tp_size) != made.tp_size:
-        raise AutoplanError(f"--mesh {mesh} has tp {sizes['tp']}, the plan tp {made.tp_size}", hint="give one of them")
+    plan = _made(model, tp, ep if ep > 1 else sizes.get("ep", 1), how | ({"cp_size": cp} if cp > 1 else {}))
+    if sizes.get("tp", plan.tp_size) != plan.tp_size:
+        raise AutoplanError(f"--mesh {mesh} has tp {sizes['tp']}, the plan tp {plan.tp_size}", hint="give one of them")
     how |= {"batch": batch, "sequence": sequence, "train": train.value}
     how |= {"activation_checkpointing": checkpointing_of(checkpointing)}
-    priced, memory = _estimated(model, mesh, made, gpu, how)
-    sizes = sizes or ({"tp": made.tp_size} if priced is not None else {})
-    others = _others(model, made, sizes, gpu, how) if what_if else {}
-    made.report(output, estimate=priced, memory=memory, what_if=others)
+    priced, memory = _estimated(model, mesh, plan, gpu, how)
+    sizes = sizes or ({"tp": plan.tp_size} if priced is not None else {})
+    others = _others(model, plan, sizes, gpu, how) if what_if else {}
+    plan.report(output, estimate=priced, memory=memory, what_if=others)
     note(f"written to {output}")
-    raise typer.Exit(FINDINGS if made.proof.failed else OK)
+    raise typer.Exit(FINDINGS if plan.proof.failed else OK)
 
 
 def _made(model: str, tp: int | None, ep: int, how: dict[str, Any]) -> Plan:
@@ -77,7 +77,7 @@ def _made(model: str, tp: int | None, ep: int, how: dict[str, Any]) -> Plan:
 
 
 def _others(model: str, made: Plan, sizes: dict[str, int], gpu: str, how: dict[str, Any]) -> dict[int, WhatIf]:
-    """Plans at other sizes; with a mesh what a step costs on as many ranks, as far as these divide."""
+    """Return plans at other sizes; with a mesh also the cost of a step on as many ranks, if these are divisible."""
     from autoplan.decide.written_plans.plan_file import names_plan_file
     from autoplan.forecast.choose import other_sizes
     from autoplan.forecast.devices import load_device
@@ -91,7 +91,7 @@ def _others(model: str, made: Plan, sizes: dict[str, int], gpu: str, how: dict[s
 def _estimated(
     model: str, mesh: str | None, made: Plan, gpu: str, how: dict[str, Any]
 ) -> tuple[Estimate | None, int | None]:
-    """Without a mesh, on the ranks of tp alone: where that cannot be, the page has no memory."""
+    """Return the estimate and the memory; without a mesh on tp ranks alone, and none if that is impossible."""
     import autoplan
     from autoplan.decide.written_plans.plan_file import names_plan_file
     from autoplan.forecast.devices import load_device
@@ -101,7 +101,7 @@ def _estimated(
             return None, None
         raise AutoplanError("--mesh needs the model, not a plan file", hint="leave --mesh out, or give the model")
     on = mesh or (f"ep={made.ep_size}" if made.tp_size == 1 < made.ep_size else f"tp={made.tp_size}")
-    experts = made.ep_size if made.tp_size > 1 else 1  # else they are a dim of the mesh
+    experts = made.ep_size if made.tp_size > 1 else 1  # otherwise they are a mesh dim
     try:
         with progress(f"estimating {model} on {on}"):
             return autoplan.estimate(model, mesh=on, device=gpu, ep_size=experts, **how), load_device(gpu).memory

@@ -1,4 +1,4 @@
-"""What all commands share: options that mean the same everywhere, where output goes, and what exit codes say."""
+"""Shared parts of all commands: options that mean the same everywhere, output, and exit codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OK, FINDINGS, FAILED = 0, 1, 2
 
 
 class Engine(StrEnum):
-    """How ranks are simulated."""
+    """The ways to simulate ranks."""
 
     threads = "threads"
     gloo = "gloo"
@@ -63,7 +63,7 @@ _options: ContextVar[frozenset[str]] = ContextVar("_options", default=frozenset(
 
 @contextmanager
 def speaking_of(options: frozenset[str]) -> Iterator[None]:
-    """Text that is printed in the block speaks of these options, where it names arguments of Python's."""
+    """Make `as_options` use these options inside the block."""
     before = _options.set(options)
     try:
         yield
@@ -103,7 +103,7 @@ def _as_option(match: re.Match[str]) -> str:
 
 
 def emit(view: RenderableType | str, data: Any, as_json: bool, output: Path | None) -> None:
-    """Text, a table or JSON, to stdout or a file. Colour only on a terminal; elsewhere what `str(plan)` gives."""
+    """Print text, a table or JSON to stdout or a file. Colour only on a terminal; elsewhere the text of `str(plan)`."""
     from autoplan.emit.tables.terminal import plain_text
 
     if output is None and not as_json and not isinstance(view, str) and sys.stdout.isatty():
@@ -126,17 +126,17 @@ def emit(view: RenderableType | str, data: Any, as_json: bool, output: Path | No
 
 
 def note(text: str) -> None:
-    with suppress(OSError):  # who closed stderr wants to hear nothing
+    with suppress(OSError):  # stderr is closed
         print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def _to_stdout() -> Iterator[None]:
-    """A reader that has enough (`| head`) is no error; a full disk is one."""
+    """Ignore a closed pipe (`| head`) inside the block, and raise on a full disk."""
     try:
         yield
     except OSError as error:
-        # What is still in stdout's buffer goes nowhere, rather than fail again when Python ends
+        # Discard stdout's buffer, which would fail again when Python ends.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
@@ -144,7 +144,7 @@ def _to_stdout() -> Iterator[None]:
 
 
 def flushed(code: int) -> int:
-    """The exit code once all that was printed is out."""
+    """Return the exit code after all output is flushed."""
     try:
         with _to_stdout():
             sys.stdout.flush()
@@ -156,7 +156,7 @@ def flushed(code: int) -> int:
 
 @contextmanager
 def ended_on_request() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does: no process and no half-written file is left."""
+    """Let SIGTERM end a command like Ctrl-C: no process and no half-written file is left."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -173,8 +173,7 @@ def ended_on_request() -> Iterator[None]:
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Collect garbage seldom: what a command makes lives until it ends, and looking for garbage took a tenth of its
-    time."""
+    """Collect garbage seldom: the objects of a command live until it ends, and collection took a tenth of its time."""
     before = gc.get_threshold()
     gc.set_threshold(1_000_000, *before[1:])
     try:
@@ -185,7 +184,7 @@ def seldom_collected() -> Iterator[None]:
 
 @contextmanager
 def progress(text: str) -> Iterator[None]:
-    """On stderr, while something slow runs: what it is doing, and for how long; silent where nobody watches."""
+    """Show on stderr what slow code is doing, and for how long; silent unless stderr is a terminal."""
     if not sys.stderr.isatty():
         yield
         return

@@ -1,4 +1,4 @@
-"""All entries: what is replaced, and which undocumented names are used."""
+"""All entries: the patches, and the undocumented names in use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoplan.doctor.private import Private, require
 from autoplan.hf.names import NAMES, vanished
 from autoplan.patches.patched import Patch
 
-# Each table is imported by itself: a name that moved must not hide the others.
+# Each table is imported by itself, so that a name that moved does not hide the others.
 TABLES = (
     ("autoplan.patches.tensors", "PATCHES"),
     ("autoplan.patches.sharding_rules", "PATCHES"),
@@ -33,7 +33,7 @@ TABLES = (
 
 @dataclass(frozen=True)
 class Moved:
-    """A foreign name that the installed version has moved or changed, and what does not work here therefore."""
+    """A name that the installed version has moved or changed, and what does not work because of it."""
 
     name: str
     what: str
@@ -42,7 +42,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`untested`: a sentence for each library that is newer than any version that was tested."""
+    """The result of all canaries. `untested`: a sentence for each library that is newer than any tested version."""
 
     versions: dict[str, str]
     tested: dict[str, str]
@@ -57,9 +57,9 @@ class Diagnosis:
 
 def entries_of(module: str, table: str) -> tuple[Patch | Private, ...]:
     """Return the entries of a table, or all patches that a module declares."""
-    found = vars(import_module(module))
-    patches = (value for value in found.values() if isinstance(value, Patch))
-    return tuple(patches) if table == "PATCHES" else tuple(found[table])
+    names = vars(import_module(module))
+    patches = (value for value in names.values() if isinstance(value, Patch))
+    return tuple(patches) if table == "PATCHES" else tuple(names[table])
 
 
 def examine() -> Diagnosis:
@@ -82,7 +82,7 @@ def examine() -> Diagnosis:
 
 
 def _not_importable() -> Iterator[Moved]:
-    """Import all of autoplan: a name that is read while a module is imported takes with it what imports that module."""
+    """Import all of autoplan, and yield the modules that fail: a name read at import time breaks every importer."""
     causes = set[str]()
     for module in walk_packages([str(Path(__file__).parents[1])], "autoplan.", onerror=lambda name: None):
         try:

@@ -1,4 +1,4 @@
-"""What an entry for an undocumented name says, and how an entry is asked whether it still holds."""
+"""Entries for undocumented names, and the check whether an entry still holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoplan.patches.patched import Patch
 
 @dataclass(frozen=True)
 class Private:
-    """A thing of another package that is not documented, and that autoplan reads or calls. `canary` as above."""
+    """An undocumented name of another package that autoplan reads or calls. `canary`: as for a `Patch`."""
 
     name: str
     why: str
@@ -26,10 +26,10 @@ Canary = Callable[[], bool]
 
 
 class Table(list[Private]):
-    """Entries of one kind."""
+    """The entries of one kind."""
 
     def hold(self, why: str, *names: str) -> Callable[[Canary], Canary]:
-        """Enter these names under the canary that is decorated."""
+        """Add these names, with the decorated function as their canary."""
 
         def enter(canary: Canary) -> Canary:
             self.extend(Private(name, why, canary) for name in names)
@@ -38,12 +38,12 @@ class Table(list[Private]):
         return enter
 
     def there(self, names: Mapping[str, str], *, needed: bool = True) -> None:
-        """Enter names by why they are needed, in versions that need them: "package.function(first, second)" has these
-        parameters, "package.Class:method" has that member."""
+        """Add names with the reason why they are needed, in versions that need them: "package.function(first, second)"
+        has these parameters, "package.Class:method" has that member."""
         for text, why in names.items():
             path, _, parameters = text.removesuffix(")").partition("(")
-            taken = parameters.split(", ") if parameters else []
-            canary = partial(_exists, path.replace(":", "."), taken) if needed else lambda: True
+            parameter_names = parameters.split(", ") if parameters else []
+            canary = partial(_exists, path.replace(":", "."), parameter_names) if needed else lambda: True
             self.append(Private(path.partition(":")[0], why, canary))
 
 
@@ -66,7 +66,7 @@ def require(entry: Patch | Private) -> None:
     cause: Exception | None = None
     try:
         holds = entry.canary()
-    except Exception as error:  # what moved may fail in any way; all of them mean the same
+    except Exception as error:  # a moved name may fail in any way
         holds, cause, reason = False, error, f"{type(error).__name__}: {error}"
     if not holds:
         path = entry.replaces if isinstance(entry, Patch) else entry.name

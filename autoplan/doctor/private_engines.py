@@ -38,7 +38,7 @@ def _fsdp_takes(function: object, *parameters: str) -> bool:
 
 @FSDP.hold("has the caller asked for zeros of unused parameters?", f"{_STATE}._fsdp_param_groups")
 def _zeros_for_unused() -> bool:
-    """Each group of parameters keeps the caller's wish under this name; torch before 2.13 has no such wish."""
+    """Return whether each parameter group keeps the choice under this name; torch before 2.13 has no such choice."""
     kept = "self.reduce_scatter_unused_params" in inspect.getsource(_fsdp_param_group.FSDPParamGroup.__init__)
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return not kept
@@ -50,7 +50,7 @@ def _zeros_for_unused() -> bool:
     "torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
 )
 def _tells_who_holds_gradients() -> bool:
-    """Either its own loop goes over gradients, and holds the last of them, or it is handed what does."""
+    """Return whether either its own loop holds the last gradient, or it is passed a function that does."""
     function = _fsdp_collectives.foreach_reduce
     loops = "torch.chunk(unsharded_grad," in inspect.getsource(function)
     return loops != ("prepare_reduce_scatter_inputs" in inspect.signature(function).parameters)
@@ -63,7 +63,7 @@ def _parameters(function: object) -> list[str]:
     return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
 
 
-_KERNELS = {  # and what an estimate hands to them
+_KERNELS = {  # with the arguments that an estimate passes
     "_grouped_mm": ("self", "mat2"),
     "_scaled_dot_product_flash_attention": ("query", "key", "value", "dropout_p", "is_causal"),
     "_scaled_dot_product_efficient_attention": ("query", "key", "value", "attn_bias", "compute_log_sumexp"),
@@ -92,7 +92,7 @@ def _threaded_group() -> bool:
         "broadcast": ["self", "tensor_list"],
         "alltoall": ["self", "output_tensor_list", "input_tensor_list"],
     }
-    same = all(_parameters(getattr(group, name))[: len(taken)] == taken for name, taken in first.items())
+    same = all(_parameters(getattr(group, name))[: len(parameters)] == parameters for name, parameters in first.items())
     shared = isinstance(group._terminate, threading.Event) and hasattr(group._coll_lock, "acquire")
     return same and shared and isinstance(group._cur_coll_on_pgs, dict) and callable(group.reset)
 
@@ -117,7 +117,7 @@ def _collective() -> bool:
     "simulated ranks ask it for shapes one at a time", "torch.distributed.tensor._sharding_prop.ShardingPropagator"
 )
 def _propagator() -> bool:
-    """DTensor runs ops on whole tensors without storage in this method alone."""
+    """Check the parameters of the only method in which DTensor runs ops on full tensors without storage."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     return _parameters(ShardingPropagator._propagate_tensor_meta_non_cached) == ["self", "op_schema"]
@@ -125,8 +125,8 @@ def _propagator() -> bool:
 
 @ENGINES.hold("subgroups are made in any order", "torch.distributed.distributed_c10d._store_based_barrier")
 def _barrier() -> bool:
-    taken = _parameters(dist.distributed_c10d._store_based_barrier)
-    return taken[:5] == ["rank", "store", "group_name", "rendezvous_count", "timeout"]
+    parameters = _parameters(dist.distributed_c10d._store_based_barrier)
+    return parameters[:5] == ["rank", "store", "group_name", "rendezvous_count", "timeout"]
 
 
 @ENGINES.hold(
@@ -175,7 +175,7 @@ def _same_storage() -> bool:
     "torch._subclasses.fake_tensor.DynamicOutputShapeException",
 )
 def _depends_on_data() -> bool:
-    """Asking for a value, or for as many rows as hold, raises what says so."""
+    """Return whether asking for a value, or for a value-dependent number of rows, raises these errors."""
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         unknown = torch.ones(2) > 0

@@ -1,4 +1,4 @@
-"""The undocumented parts of torch's modules, parameters and checkpointed blocks that are used, with a canary each."""
+"""The undocumented parts of torch's modules, parameters and checkpointed blocks in use, with a canary each."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def _hooks_of_backward() -> bool:
     before = bool(module._backward_hooks or module._backward_pre_hooks or any(of_all))
     handles = [module.register_full_backward_hook(print), module.register_full_backward_pre_hook(print)]
     handles += [calls.register_module_full_backward_hook(print), calls.register_module_full_backward_pre_hook(print)]
-    known = bool(module._backward_hooks and module._backward_pre_hooks and all(of_all))
+    registered = bool(module._backward_hooks and module._backward_pre_hooks and all(of_all))
     for handle in handles:
         handle.remove()
-    return known and not before
+    return registered and not before
 
 
 @MODULES.hold("FSDP2's hook after a load is called as torch calls it", "torch.nn.modules.module._IncompatibleKeys")
@@ -57,9 +57,9 @@ def _states() -> bool:
 
     module, state = nn.Identity(), _State()
     _insert_module_state(module, state)
-    found = _get_module_state(module) is state
+    inserted = _get_module_state(module) is state
     _module_state_mapping.pop(module, None)
-    return found and _get_module_state(module) is None
+    return inserted and _get_module_state(module) is None
 
 
 @MODULES.hold(
@@ -71,7 +71,7 @@ def _parametrized() -> bool:
     from torch.nn.utils import parametrize
 
     return [
-        list(inspect.signature(one).parameters) for one in (parametrize._inject_new_class, parametrize._inject_property)
+        list(inspect.signature(f).parameters) for f in (parametrize._inject_new_class, parametrize._inject_property)
     ] == [["module"], ["module", "tensor_name"]]
 
 
@@ -81,18 +81,18 @@ def _parametrized() -> bool:
     "torch.nn.Module._forward_pre_hooks",
 )
 def _hooks() -> bool:
-    """Hooks of a module's call stand in these dictionaries, by one number each."""
+    """Return whether a module's hooks are in these dictionaries, under one number each."""
     module = nn.Identity()
     before = module.register_forward_pre_hook(lambda *_: None, with_kwargs=True).id
     after = module.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True).id
     pre, post = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs), module._forward_hooks
     flags = (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
-    return all(before in found for found in pre) and after in post and all(after in flag for flag in flags)
+    return all(before in hooks for hooks in pre) and after in post and all(after in flag for flag in flags)
 
 
 @MODULES.hold("a block that converts itself in its forward must keep its DTensors", "torch.nn.Module._apply")
 def _converted() -> bool:
-    """`module.to` goes through `_apply` of each module, which may be an attribute of its own."""
+    """Return whether `module.to` calls `_apply` of each module, which may be an instance attribute."""
     module, seen = nn.Linear(1, 1), []
     module.__dict__["_apply"] = lambda function, *rest: seen.append(function(module.weight).dtype)
     module.to(torch.float64)
@@ -106,15 +106,15 @@ def _converted() -> bool:
 )
 def _flat() -> bool:
     lstm = nn.LSTM(1, 1)
-    held = [lstm._parameters[name] for name in lstm._flat_weights_names]
-    return all(a is b for a, b in zip(held, lstm._flat_weights, strict=True)) and callable(lstm._update_flat_weights)
+    weights = [lstm._parameters[name] for name in lstm._flat_weights_names]
+    return all(a is b for a, b in zip(weights, lstm._flat_weights, strict=True)) and callable(lstm._update_flat_weights)
 
 
 @MODULES.hold(
     "of many equal blocks few are recorded, found by their old numbers", "torch.nn.ModuleList._get_abs_string_index"
 )
 def _places_of_blocks() -> bool:
-    """A list of modules looks its own `_get_abs_string_index` up for a number."""
+    """Return whether a module list looks up its own `_get_abs_string_index` for a number."""
     blocks = nn.ModuleList([nn.Identity(), nn.Linear(1, 1)])
     vars(blocks)["_get_abs_string_index"] = lambda index: "1"
     return blocks[0] is blocks._modules["1"]
@@ -134,17 +134,17 @@ def _compiled_name() -> bool:
     "torch.utils.checkpoint._VersionWrapper",
 )
 def _kept_of_ops() -> bool:
-    """Does the first run keep results in a storage that can be looked through, each with its version?"""
+    """Return whether the first run keeps results in a readable storage, each with its version."""
     context = torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
     first: Any = context[0]
     with first:
-        made = torch.ones(2, 2) @ torch.ones(2, 2)
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
     of_mm = first.storage[torch.ops.aten.mm.default]
-    (kept,) = of_mm.values() if isinstance(of_mm, dict) else of_mm
-    kept.val, kept.version = torch.zeros(2, 2), 0
+    (saved,) = of_mm.values() if isinstance(of_mm, dict) else of_mm
+    saved.val, saved.version = torch.zeros(2, 2), 0
     with context[1]:
         again = torch.ones(2, 2) @ torch.ones(2, 2)
-    return bool(made.all()) and not again.any()
+    return bool(product.all()) and not again.any()
 
 
 @MODULES.hold(
@@ -167,14 +167,14 @@ def _state_of_module(name: str, kind: type) -> Callable[[], bool]:
     "torch.nn.Parameter._is_param",
 )
 def _marked_as_parameters() -> bool:
-    """Does the mark make a tensor of another class a parameter?"""
+    """Return whether the mark makes a tensor of another class a parameter."""
 
     class Own(torch.Tensor):
         pass
 
-    made: Any = torch.ones(1).as_subclass(Own)
-    made._is_param = True
-    return isinstance(made, torch.nn.Parameter)
+    tensor: Any = torch.ones(1).as_subclass(Own)
+    tensor._is_param = True
+    return isinstance(tensor, torch.nn.Parameter)
 
 
 @MODULES.hold("the path guard does not look at modules that run compiled", "torch.nn.Module._compiled_call_impl")

@@ -19,15 +19,15 @@ _RUN = "a plan in transformers' words is run by transformers"
 
 
 def _config_keeps(name: str, value: str) -> Callable[[], bool]:
-    """Is what is chosen there what the config says afterwards?"""
+    """Return a check that a config returns the value that was set under this name."""
 
     def check() -> bool:
         from transformers import LlamaConfig
 
         config = LlamaConfig()
-        known = hasattr(config, name)
+        present = hasattr(config, name)
         setattr(config, name, value)
-        return known and getattr(config, name) == value
+        return present and getattr(config, name) == value
 
     return check
 
@@ -36,7 +36,7 @@ def _config_keeps(name: str, value: str) -> Callable[[], bool]:
     "a lock is given back also by a thread that was interrupted while it gave it back", "threading.RLock._is_owned"
 )
 def _owned() -> bool:
-    """Only the thread that has it says so."""
+    """Return whether only the owning thread says that it owns the lock."""
     lock: Any = threading.RLock()
     free = lock._is_owned()
     with lock:
@@ -49,7 +49,7 @@ def _owned() -> bool:
     "transformers.utils.output_capturing._CAN_RECORD_REGISTRY",
 )
 def _record_registry() -> bool:
-    """What may be collected is noted for each model while it is built."""
+    """Return whether models register what may be collected while they are built."""
     from transformers import PreTrainedModel
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
@@ -70,13 +70,13 @@ def _claims() -> bool:
     from transformers import LlamaForCausalLM
 
     named = LlamaForCausalLM._no_split_modules, LlamaForCausalLM._pp_plan
-    experts = getattr(LlamaForCausalLM, "_ep_plan", None)  # older ones give it to instances only
+    experts = getattr(LlamaForCausalLM, "_ep_plan", None)  # older versions set it on instances only
     return all(named) and (experts is None or isinstance(experts, dict))
 
 
 @OTHERS.hold("a stage of a split model is run without its messages", f"{_MODEL}._pp_stage")
 def _pipeline_stage() -> bool:
-    """A model that transformers splits over stages holds its own. (Older ones split none: nothing is claimed then.)"""
+    """Return whether a model that transformers splits over stages holds its own. (Older versions split none.)"""
     home = "transformers.distributed.pipeline_parallel"
     return importlib.util.find_spec(home) is None or "model._pp_stage = " in inspect.getsource(
         importlib.import_module(home)
@@ -88,14 +88,14 @@ def _pipeline_stage() -> bool:
     "accelerate.big_modeling._attach_context_parallel_hooks",
 )
 def _context_hooks() -> bool:
-    """It takes the mask from attention."""
+    """Return whether it registers hooks, which remove the mask from attention."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from autoplan.hf.own_sharding import context_hooks
 
     attach = context_hooks()
-    if attach is None:  # not installed, or without it: the claim is not tried then
+    if attach is None:  # not installed, or too old: the claim is not tested then
         return True
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim"), 8)
     with torch.device("meta"):
@@ -123,7 +123,7 @@ def _hook_flag() -> bool:
 
 @OTHERS.hold("layers whose sizes differ are shrunk alike", "transformers.PretrainedConfig._heterogeneity_spec")
 def _single_layers() -> bool:
-    """Fields of single layers stand in the config, by layer; before there were any, there is nothing to find."""
+    """Return whether the config holds fields of single layers, by layer; older versions have none."""
     from transformers import LlamaConfig
 
     if not hasattr(LlamaConfig, "per_layer_config"):
@@ -137,7 +137,7 @@ def _single_layers() -> bool:
     f"{_MODEL}._weight_conversions",
 )
 def _reversed_conversions() -> bool:
-    """Is the attribute what saving reads, before the conversions of the model's type?"""
+    """Return whether saving reads the attribute, before the conversions of the model's type."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return "_weight_conversions" in revert_weight_conversion.__code__.co_consts

@@ -1,4 +1,4 @@
-"""Undocumented parts of torch that autoplan uses, each with why, and with a canary that notices when it changes."""
+"""Undocumented parts of torch that autoplan uses, each with a reason and a canary that notices a change."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _no_subclasses() -> bool:
     "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer",
 )
 def _unwatched() -> bool:
-    """A checkpointed function is compiled whole, though what it calls so changes a list that lies outside."""
+    """Return whether a checkpointed function compiles without a graph break though it changes an outside list."""
     notes: list[int] = []
     quiet = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
 
@@ -77,7 +77,7 @@ def _mode_enabled() -> bool:
     "a Function of ours is called at every step: no more work than needed", "torch._C._are_functorch_transforms_active"
 )
 def _no_transforms() -> bool:
-    """The transforms of torch.func are seen, and without them a Function is called as its parent class calls it."""
+    """Return whether torch.func transforms are seen, and a Function can be called as its parent class does."""
 
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -106,8 +106,8 @@ def _no_transforms() -> bool:
 def _below_autograd() -> bool:
     x = torch.ones(1, requires_grad=True)
     with torch._C._AutoDispatchBelowAutograd():
-        made = x.sin()
-    return made.grad_fn is None and not made.requires_grad
+        result = x.sin()
+    return result.grad_fn is None and not result.requires_grad
 
 
 @TORCH.hold(
@@ -240,7 +240,7 @@ def _base_of_views() -> bool:
     "torch.distributed.tensor.DTensor._spec",
 )
 def _made_of_a_spec() -> bool:
-    """That DTensors are made so is run by every test with a gradient; their constructor has no signature to read."""
+    """Return whether DTensor has a spec. Tests with gradients cover the constructor, which has no signature."""
     return "_spec" in DTensor.__slots__ or "_spec" in DTensor.__annotations__
 
 
@@ -261,14 +261,14 @@ def _backward_class() -> bool:
 
 @TORCH.hold("is torch's own loss on split logits in force?", "torch.distributed.tensor.DTensor._op_dispatcher")
 def _knows_loss_parallel() -> bool:
-    """While it is in force, what it does is listed there."""
+    """Return whether its handlers are listed there while it is active."""
     from torch.distributed.tensor.parallel import loss_parallel
 
-    known = DTensor._op_dispatcher._custom_op_handlers
+    handlers = DTensor._op_dispatcher._custom_op_handlers
     name = torch.ops.aten.nll_loss_forward.default
-    before = name in known
+    before = name in handlers
     with loss_parallel():
-        return not before and name in known
+        return not before and name in handlers
 
 
 TORCH.extend(

@@ -13,7 +13,7 @@ from autoplan.values import Change, Entry, Instruction, Plan, Replicated, Runtim
 
 
 def explain(plan: Plan, path: str) -> str:
-    """The answer for a module, a parameter, or a pattern of either."""
+    """Return the explanation of a module, a parameter, or a pattern of either."""
     entry = _entry_for(plan, path)
     whole = tuple(item for item in plan.replicated if _concerns(path, item.fqn))
     if entry is not None:
@@ -21,8 +21,8 @@ def explain(plan: Plan, path: str) -> str:
         return "\n".join([path, *_rows(_about_entry(plan, entry, parameter)), *_whole_lines(whole)])
     under = tuple(other for other in plan.entries if _concerns(path, other.pattern))
     if not under and not whole:
-        known = [entry.pattern for entry in plan.entries] + list(fold_names(item.fqn for item in plan.replicated))
-        close = nearest(path, known)
+        patterns = [entry.pattern for entry in plan.entries] + list(fold_names(item.fqn for item in plan.replicated))
+        close = nearest(path, patterns)
         raise AutoplanError(
             f"the plan for {plan.model} says nothing about {path!r}",
             hint=f"nearest paths: {', '.join(close)}" if close else "print the plan to see the paths it knows",
@@ -34,12 +34,12 @@ def explain(plan: Plan, path: str) -> str:
 
 
 def local_name(entry: Entry, parameter: str) -> str:
-    """A parameter as its module calls it: "weight"."""
+    """Return a parameter's name in its module: "weight"."""
     return parameter.removeprefix(f"{entry.pattern}.")
 
 
 def _entry_for(plan: Plan, path: str) -> Entry | None:
-    """The entry that means `path`, or whose module owns the parameter `path`."""
+    """Return the entry of `path`, or of the module that owns the parameter `path`."""
     owner, _, name = path.rpartition(".")
     owning = best_match(plan.entries, owner)
     if owning is not None and name in {local_name(owning, parameter) for parameter in owning.parameters}:
@@ -48,7 +48,7 @@ def _entry_for(plan: Plan, path: str) -> Entry | None:
 
 
 def _concerns(path: str, fqn: str) -> bool:
-    """Is `fqn` at or under `path`? Either may be a pattern."""
+    """Return whether `fqn` is at or under `path`. Either may be a pattern."""
     if is_under(path, fqn):
         return True
     depth = path.count(".") + 1
@@ -72,7 +72,7 @@ def _about_entry(plan: Plan, entry: Entry, parameter: str) -> Iterable[tuple[str
 
 
 def _running(plan: Plan, pattern: str) -> list[str]:
-    """What `parallelize` does at this module and at the one that holds it."""
+    """Return what `parallelize` does at this module and at its parent."""
     runtime, parent = plan.runtime, pattern.rpartition(".")[0]
 
     def near(other: str) -> bool:
@@ -89,9 +89,9 @@ def _running(plan: Plan, pattern: str) -> list[str]:
         if rule.divide and near(rule.pattern)
     ]
     done = [
-        one.said({"": plan.cut_over, "cp": plan.cp_size}.get(one.over, plan.ranks))
-        for one in runtime.instructions
-        if near(one.pattern)
+        instruction.said({"": plan.cut_over, "cp": plan.cp_size}.get(instruction.over, plan.ranks))
+        for instruction in runtime.instructions
+        if near(instruction.pattern)
     ]
     return done + gradients + biases
 
@@ -112,7 +112,7 @@ def _whole_lines(whole: tuple[Replicated, ...]) -> list[str]:
 
 
 def _rows(labelled: Iterable[tuple[str, list[str]]]) -> list[str]:
-    """Label in the left column on its first line; nothing for what has nothing to say."""
+    """Format lines with their label in front of the first one; empty lines are left out."""
     return [
         f"  {label if position == 0 else '':<11}{line}"
         for label, lines in labelled
@@ -122,11 +122,11 @@ def _rows(labelled: Iterable[tuple[str, list[str]]]) -> list[str]:
 
 Item = TypeVar("Item")
 _BY_NAME = ("entries", "replicated", "layers", "findings", "runtime")
-_NOT_COMPARED = ("flow",)  # a drawing's order decides nothing
+_NOT_COMPARED = ("flow",)  # the order of a drawing does not matter
 
 
 def diff(before: Plan, after: Plan) -> tuple[Change, ...]:
-    """Empty exactly when the plans are equal."""
+    """Return the differences of two plans; empty exactly when they are equal."""
     changes = [*_fields("", before, after, skip=_BY_NAME + _NOT_COMPARED)]
     for pattern, old, new in _pairs(before.entries, after.entries, lambda entry: entry.pattern):
         changes += _entry_changes(pattern, old, new)
@@ -142,7 +142,7 @@ def diff(before: Plan, after: Plan) -> tuple[Change, ...]:
             changes += _items(field.name, old_sites, new_sites, lambda site: getattr(site, "pattern", site))
         elif old_sites != new_sites:
             changes.append(Change("", field.name, old_sites, new_sites))
-    if not changes and before != after:  # the same items in another order
+    if not changes and before != after:  # only the order of items differs
         changes = [*_fields("", before, after, skip=_NOT_COMPARED)]
     return tuple(changes)
 
@@ -178,7 +178,7 @@ def _one(values: tuple[Any, ...]) -> Any:
 def _pairs(
     before: Iterable[Item], after: Iterable[Item], key: Callable[[Item], str]
 ) -> Iterator[tuple[str, tuple[Item, ...], tuple[Item, ...]]]:
-    """Items of both sides by key, in order of first appearance."""
+    """Yield items of both sides by key, in order of first appearance."""
     sides: dict[str, tuple[list[Item], list[Item]]] = {}
     for side, items in enumerate((before, after)):
         for item in items:

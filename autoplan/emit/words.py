@@ -1,4 +1,4 @@
-"""Numbers and layouts as a person would say them."""
+"""Numbers and layouts in words."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ranges_text(runs: Sequence[range], show: int = 4) -> str:
 
 
 def layout_text(text: str, tp_size: int) -> str:
-    """What a rank holds of a dimension, factor by factor and in all, and which indices rank 0 holds.
+    """Return what a rank holds of a dimension, factor by factor and in total, and the indices of rank 0.
 
     >>> layout_text("32!*128", 8)
     'each of 8 ranks holds 4 of 32 × 128 = 512 of 4096; rank 0: 0–511'
@@ -51,15 +51,15 @@ def layout_text(text: str, tp_size: int) -> str:
     if not layout.is_split:
         return f"whole on each of {count(tp_size, 'rank')}"
     if layout.is_uneven:
-        held = [layout.held(rank, tp_size) for rank in range(tp_size)]
-        return f"between blocks: the ranks hold {min(held)} to {max(held)} of {layout.size}; rank 0: {where}"
+        sizes = [layout.held(rank, tp_size) for rank in range(tp_size)]
+        return f"between blocks: the ranks hold {min(sizes)} to {max(sizes)} of {layout.size}; rank 0: {where}"
     shard, total = _shard(layout, tp_size), f"{layout.held(0, tp_size)} of {layout.size}"
     equation = shard if shard == total else f"{shard} = {total}"
     return f"each of {count(tp_size, 'rank')} holds {equation}; rank 0: {where}"
 
 
 def segment_text(segment: str, tp_size: int) -> str:
-    """An entry's "dim:layout" in words; text in any other notation stands as it is.
+    """Return an entry's "dim:layout" in words; text in any other notation is unchanged.
 
     >>> segment_text("1:8!", 2)
     'dim 1: each of 2 ranks holds 4 of 8; rank 0: 0–3'

@@ -1,5 +1,5 @@
-"""Run a model on shards: what a plan says, done to a live module. Nothing in here decides anything.
+"""Shard a live module as its plan says; nothing in this package decides anything.
 
-In: a module, a mesh, a Plan. Out: the module, sharded whole or left as it was. May import: values, common, patches,
+In: a module, a mesh, a Plan. Out: the module, fully sharded or left as it was. May import: values, common, patches,
 ops.
 """

@@ -1,13 +1,13 @@
-"""One rank fails, all of them know: ranks ask each other before they wait for each other.
+"""If one rank fails, all of them know: ranks exchange their status before they wait for each other.
 
 The problem: a rank that refuses a plan, a folder or a disk leaves the others in a collective that it never joins; they
-end after the group's timeout, minutes later, with an error of the network. And ranks that hold different models or
-plans would cut different rows, or one would wait in a collective that no other rank joins.
+end after the group's timeout, minutes later, with a network error. And ranks that hold different models or plans would
+cut different rows, or one would wait in a collective that no other rank joins.
 
-So what ranks do together stands in a `fail_together` block, and its parts that talk begin with `meet`. At the end of
-the block and at each `meet` ranks exchange one row of a few bytes along each mesh dim: did I fail, and digests of what
-must be alike. All these exchanges look the same, so a rank that failed early answers whichever the others have come to.
-Only if somebody failed a second exchange says which rank, and why, and all of them raise.
+So collective work stands in a `fail_together` block, and its parts that communicate begin with `meet`. At the end of
+the block and at each `meet`, ranks exchange one row of a few bytes along each mesh dim: whether they failed, and
+digests of what must be equal. All these exchanges look the same, so a rank that failed early can answer whichever one
+the others have reached. Only after a failure does a second exchange say which rank failed and why, and all ranks raise.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from autoplan.values import Plan
 from autoplan.values.plan import digest
 
 APPLIED = "_autoplan_applied"  # on a sharded model: what `tensor_parallel.py` recorded
-_TOLD = "_autoplan_told"  # on an error that all ranks know of
-_BYTES = 8192  # of a message; they travel only after a failure
+_TOLD = "_autoplan_told"  # on an error that all ranks know about
+_BYTES = 8192  # the size of a message, which is sent only after a failure
 _LETTERS = (1500, 500)  # of a message and its hint: at most four bytes each
 _open = threading.local()  # simulated ranks are threads: each has its own blocks
 
 
 @dataclass(frozen=True)
 class Voters:
-    """The ranks that do something together, by the groups along which they reach each other."""
+    """The ranks that act together, by the groups along which they reach each other."""
 
     groups: tuple[RankGroup, ...]
     device: torch.device
 
     @staticmethod
     def of(*meshes: DeviceMesh | None) -> Voters:
-        """All ranks along the dims of some meshes."""
+        """Return all ranks along the dims of the given meshes."""
         given = [mesh for mesh in meshes if mesh is not None]
         groups = dict.fromkeys(RankGroup.of(mesh.get_group(dim)) for mesh in given for dim in range(mesh.ndim))
         return Voters(
@@ -58,7 +58,7 @@ class Voters:
 
     @staticmethod
     def everyone(like: object = None) -> Voters:
-        """All ranks of the process group; a collective of theirs wants tensors where `like` has its own."""
+        """Return all ranks of the process group; their collectives use the device of `like`'s parameters."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return Voters((), torch.device("cpu"))
         parameters = like.parameters() if isinstance(like, nn.Module) else iter(())
@@ -68,13 +68,13 @@ class Voters:
 
     @property
     def talk(self) -> bool:
-        """Is anything sent? Not where tensors have no values."""
+        """Return whether anything is sent; it is not where tensors have no values."""
         return bool(self.groups) and self.device.type != "meta" and detect_fake_mode() is None
 
 
 @dataclass(frozen=True)
 class Alike:
-    """Something that all ranks must have alike, and what a rank says of its own when it has something else."""
+    """A value that must be equal on all ranks, with the error that a rank raises if its own differs."""
 
     value: str
     message: str
@@ -88,9 +88,9 @@ class Alike:
 class fail_together:  # noqa: N801 - used as a function
     """Raise on all ranks if the block raises on some.
 
-    A rank that failed raises its own error; where others did not, it is an AutoplanError that names the rank. The
-    others raise the same. KeyboardInterrupt and SystemExit stay what they are on the rank that had them. A block in
-    another one of the same ranks tells what it knows first, and the outer one does not tell it again.
+    If every rank failed, each raises its own error. Otherwise all raise the same AutoplanError, which names a rank that
+    failed. KeyboardInterrupt and SystemExit are raised unchanged on the rank that had them. A block nested in another
+    one of the same ranks reports its failure first, and the outer block does not report it again.
     """
 
     def __init__(self, voters: Voters, doing: str) -> None:
@@ -111,12 +111,12 @@ class fail_together:  # noqa: N801 - used as a function
             if not getattr(error, _TOLD, False):
                 self.ask(error)
         finally:
-            if error is not None and not _open.blocks:  # it may be raised again, elsewhere
+            if error is not None and not _open.blocks:  # the same error may be raised again, elsewhere
                 vars(error).pop(_TOLD, None)
 
     def ask(self, error: BaseException | None = None, alike: Iterable[Alike] = ()) -> None:
-        """Exchange what every rank says; raise what some of them had. Returns where all is well, or `error` is to be
-        raised as it is."""
+        """Exchange every rank's status and raise if some rank failed. Return where all is well, or where `error` is to
+        be raised unchanged."""
         if not self.voters.talk:
             return
         try:
@@ -137,29 +137,29 @@ class fail_together:  # noqa: N801 - used as a function
         raise _marked(failed.as_error()) from error
 
     def _exchange(self, error: BaseException | None, alike: tuple[Alike, ...]) -> _Failure | None:
-        """The first failure that anybody knows of; None if there is none, or all ranks have one of their own."""
-        told = None if error is None else _Failure.of(error, self.doing)
+        """Return the first failure on any rank; None if there is none, or if every rank has its own."""
+        failure = None if error is None else _Failure.of(error, self.doing)
         everywhere = error is not None
-        digests = [one.digest for one in alike] + [0] * (2 - len(alike))
+        digests = [value.digest for value in alike] + [0] * (2 - len(alike))
         for group in self.voters.groups:
-            mine = torch.tensor([[told is not None, everywhere, *digests]], dtype=torch.int64)
+            mine = torch.tensor([[failure is not None, everywhere, *digests]], dtype=torch.int64)
             rows = self._gathered(mine, group).tolist()
             everywhere = all(row[1] for row in rows)
             if not any(row[0] for row in rows):
                 if all(row == rows[0] for row in rows):
                     continue
-                told = self._differing(alike, rows, group)
-            texts = self._gathered(_as_row(told), group)
-            told = next((found for row in texts if (found := _of_row(row)) is not None), told)
-        return None if everywhere else told
+                failure = self._differing(alike, rows, group)
+            texts = self._gathered(_as_row(failure), group)
+            failure = next((received for row in texts if (received := _of_row(row)) is not None), failure)
+        return None if everywhere else failure
 
     def _differing(self, alike: tuple[Alike, ...], rows: list[list[int]], group: RankGroup) -> _Failure | None:
-        """What this rank says if it is one of the fewer that have something else."""
-        said = [tuple(row[2:]) for row in rows]
-        most = max(said, key=said.count)  # of as many, the first
-        if said[group.rank] == most:
+        """Return this rank's failure if its digests differ from those of the majority."""
+        digests = [tuple(row[2:]) for row in rows]
+        most = max(digests, key=digests.count)  # the first of them on a tie
+        if digests[group.rank] == most:
             return None
-        odd = next(one for one, theirs in zip(alike, most, strict=False) if one.digest != theirs)
+        odd = next(value for value, theirs in zip(alike, most, strict=False) if value.digest != theirs)
         return _Failure.of(PlanMismatchError(odd.message, hint=odd.hint), self.doing)
 
     def _gathered(self, row: torch.Tensor, group: RankGroup) -> torch.Tensor:
@@ -167,19 +167,19 @@ class fail_together:  # noqa: N801 - used as a function
 
 
 def voters_of(model: nn.Module) -> Voters:
-    """The ranks on which a model lies, or a sharded one inside it; none for a model that is whole."""
-    records = (known for module in model.modules() if (known := vars(module).get(APPLIED)) is not None)
+    """Return the ranks on which a model, or a sharded model inside it, lies; none for an unsharded model."""
+    records = (applied for module in model.modules() if (applied := vars(module).get(APPLIED)) is not None)
     return next((record.voters for record in records), Voters((), torch.device("cpu")))
 
 
 def voters_here() -> Voters:
-    """Those of the innermost open block."""
+    """Return the ranks of the innermost open block."""
     blocks = getattr(_open, "blocks", None)
     return blocks[-1].voters if blocks else Voters((), torch.device("cpu"))
 
 
 def meet(*alike: Alike) -> None:
-    """All ranks of the innermost open block are here, none failed, and they have these things alike; else all raise."""
+    """Raise unless all ranks of the innermost open block reach this point, none failed and `alike` are equal."""
     blocks = getattr(_open, "blocks", None)
     if blocks:
         blocks[-1].ask(None, alike)
@@ -187,7 +187,7 @@ def meet(*alike: Alike) -> None:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What one rank says to the others."""
+    """The description of a failure that one rank sends to the others."""
 
     kind: str
     message: str
@@ -202,7 +202,7 @@ class _Failure:
         return _Failure(type(error).__name__, f"{doing} failed on {where}: {text[: _LETTERS[0]]}", hint[: _LETTERS[1]])
 
     def as_error(self) -> AutoplanError:
-        """The same kind of error, if it is one of ours."""
+        """Return an error of the same class, if it is one of autoplan's."""
         kind = getattr(errors, self.kind, AutoplanError)
         kind = kind if isinstance(kind, type) and issubclass(kind, AutoplanError) else AutoplanError
         return kind(self.message, hint=self.hint)
@@ -228,12 +228,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def same_model(model: nn.Module, tensors: Mapping[str, Any] | None = None) -> Alike:
-    """Names, shapes and dtypes of a model's tensors, or of those given."""
+    """Return the names, shapes and dtypes of a model's tensors (or of `tensors`), to be compared across ranks."""
     if tensors is None:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = [
-        (name, tuple(one.shape), str(one.dtype)) for name, one in tensors.items() if isinstance(one, torch.Tensor)
-    ]
+    shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items() if isinstance(t, torch.Tensor)]
     return Alike(
         str(shapes),
         f"the ranks hold different models: {_this_rank()} has a {type(model).__name__} of {len(shapes)} tensors, not "
@@ -248,7 +246,7 @@ def refuse_differing_plans(model: nn.Module, plan: Plan, options: TensorParallel
 
 
 def same_plan(plan: Plan, options: TensorParallel | None = None) -> Alike:
-    """A plan, and how it is carried out."""
+    """Return the digest of a plan and its options, to be compared across ranks."""
     versions = (
         ", ".join(f"{version.library} {version.version}" for version in plan.made_for.versions) or "unknown versions"
     )

@@ -1,16 +1,16 @@
-"""The few communications a sharded model makes, each differentiable and each a no-op on one rank.
+"""The few communications of a sharded model, each differentiable and each a no-op on one rank.
 
-The problem: a collective in the middle of a model needs a backward that is right *for what the value means*, and
-torch's own functional collectives leave that open. These meanings suffice:
+The problem: a collective in the middle of a model needs the backward that is right *for what the value means*, and
+torch's functional collectives leave that open. These meanings suffice:
 
-    copy_to_ranks     a whole value enters a split region    identity forward, sum of the gradients backward
+    copy_to_ranks     a replicated value enters a split      identity forward, sum of the gradients backward
     sum_over_ranks    partial sums leave a split region      sum forward, identity backward
-    gather_over_ranks pieces become a whole value            concatenate forward, own piece backward
-    scale_gradient    a whole value whose gradient           identity forward, a part of the gradient backward
+    gather_over_ranks shards become a replicated value       concatenate forward, own shard backward
+    scale_gradient    a replicated value whose gradient      identity forward, a part of the gradient backward
                       will be summed over ranks
-    part_of_sum       a whole value that ranks add up        a part forward, identity backward
+    part_of_sum       a replicated value that ranks add up   a part forward, identity backward
 
-Each is the other's backward where that is so, hence second derivatives are right too. They call the functional ops that
+Where two of them are each other's backward, second derivatives are right too. They call the functional ops that
 `torch.compile` traces. An identity returns a detached alias: the input object itself, or `view_as` of it, would make
 every later in-place op on the result an error.
 """
@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.common.layout import chunk
 
-_FEW_RUNS = 32  # more take an index
-_FEW_OPS = 16  # between a value and what reads it
+_FEW_RUNS = 32  # more runs than that are selected by an index
+_FEW_OPS = 16  # between a value and its reader
 _NAMED = torch.ops._c10d_functional
 
 
@@ -44,7 +44,7 @@ class RankGroup:
 
     @staticmethod
     def of(ranks: RankGroup | DeviceMesh | dist.ProcessGroup) -> RankGroup:
-        """From a 1-D mesh or a process group."""
+        """Return the group of a 1-D mesh or a process group."""
         if isinstance(ranks, RankGroup):
             return ranks
         group = ranks.get_group() if isinstance(ranks, DeviceMesh) else ranks
@@ -52,13 +52,13 @@ class RankGroup:
 
 
 def like(local: torch.Tensor, other: DTensor) -> DTensor:
-    """A DTensor of this rank's piece that lies as another one does. (DTensor would take pieces for even.)"""
-    how: Any = {"run_check": False, "shape": other.shape, "stride": other.stride()}
-    return DTensor.from_local(local, other.device_mesh, other.placements, **how)
+    """Return a DTensor of this rank's local tensor, laid out like `other`. (`from_local` would assume even shards.)"""
+    layout: Any = {"run_check": False, "shape": other.shape, "stride": other.stride()}
+    return DTensor.from_local(local, other.device_mesh, other.placements, **layout)
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """The device on which this rank computes."""
+    """Return the device on which this rank computes."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
@@ -67,12 +67,12 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 Ranks: TypeAlias = RankGroup | DeviceMesh | dist.ProcessGroup
 
 
-# ------------------------------------------------------------------------------------------------------ not recorded
+# Not recorded by autograd.
 
 
 def sent(collective: Any, *args: Any) -> torch.Tensor:
-    """What one of torch's functional collectives gives, when it is there. Below autograd: it would take longer to see
-    that nothing is to be recorded than all else here takes."""
+    """Return the waited-for result of one of torch's functional collectives. It is called below autograd: the check
+    that nothing is to be recorded would take longer than everything else here."""
     if torch.compiler.is_compiling():
         return _NAMED.wait_tensor(collective(*args))
     with torch._C._AutoDispatchBelowAutograd():
@@ -80,14 +80,14 @@ def sent(collective: Any, *args: Any) -> torch.Tensor:
 
 
 def all_reduce(x: torch.Tensor, group: RankGroup, op: str = "sum") -> torch.Tensor:
-    """The sum (or "max", "min") of x over ranks, as a new tensor. Not differentiable by itself."""
+    """Return the sum (or "max", "min") of x over ranks, as a new tensor. It is not differentiable by itself."""
     if x.is_complex():
         return torch.view_as_complex(all_reduce(torch.view_as_real(x), group, op))
     return sent(_NAMED.all_reduce, x.contiguous(), op, group.name)
 
 
 def all_reduce_over(x: torch.Tensor, mesh: DeviceMesh, op: str = "sum") -> torch.Tensor:
-    """`all_reduce` along every dim of a mesh."""
+    """All-reduce x along every dim of a mesh."""
     for dim in range(mesh.ndim):
         group = RankGroup.of(mesh.get_group(dim))
         x = all_reduce(x, group, op) if group.size > 1 else x
@@ -95,14 +95,14 @@ def all_reduce_over(x: torch.Tensor, mesh: DeviceMesh, op: str = "sum") -> torch
 
 
 def all_gather_rows(x: torch.Tensor, group: RankGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    """Every rank's x concatenated along `dim` in rank order; `sizes` says how many rows each rank has."""
+    """Return every rank's x, concatenated along `dim` in rank order; `sizes` are the numbers of rows per rank."""
     if x.is_complex():
         real = all_gather_rows(torch.view_as_real(x), group, dim % x.dim(), sizes)
         return torch.view_as_complex(real.contiguous())
-    if x.is_floating_point() and x.dtype.itemsize == 1:  # 8-bit floats: not every backend sends them, but bytes
+    if x.is_floating_point() and x.dtype.itemsize == 1:  # not every backend sends 8-bit floats; all send bytes
         return all_gather_rows(x.view(torch.uint8), group, dim, sizes).contiguous().view(x.dtype)
     rows, longest = x.movedim(dim, 0), max(sizes)
-    if rows.size(0) < longest:  # collectives want equal pieces
+    if rows.size(0) < longest:  # all-gather takes equal shards only
         rows = torch.cat([rows, rows.new_zeros(longest - rows.size(0), *rows.shape[1:])])
     whole = sent(_NAMED.all_gather_into_tensor, rows.contiguous(), group.size, group.name)
     if min(sizes) < longest:
@@ -112,25 +112,26 @@ def all_gather_rows(x: torch.Tensor, group: RankGroup, dim: int, sizes: Sequence
 
 @lru_cache(maxsize=4096)
 def whole_order(rows: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
-    """Where in rank order each row of the whole is found (with its first holder); None when it is already in place.
+    """Return the position in rank order of each global row (at its first holder); None if the rows are already in
+    order.
 
     >>> whole_order(((0, 2), (1, 2)))
     (0, 2, 1)
     """
-    found: dict[int, int] = {}
+    positions: dict[int, int] = {}
     for position, row in enumerate(row for held in rows for row in held):
-        found.setdefault(row, position)
-    order = tuple(found[row] for row in range(len(found)))
+        positions.setdefault(row, position)
+    order = tuple(positions[row] for row in range(len(positions)))
     return None if order == tuple(range(sum(len(row) for row in rows))) else order
 
 
-# ---------------------------------------------------------------------------------------------------------- recorded
-# The backward of each is recorded too, as the other of its pair: a penalty on gradients differentiates it again.
+# Recorded by autograd. Each backward is recorded too, as the counterpart of its forward: a penalty on gradients
+# differentiates it again.
 
 
 class Recorded(torch.autograd.Function):
-    """A Function that, outside torch.func's transforms, does not look for what they may have left behind: that is
-    more than half of what a call costs."""
+    """A Function that skips the search for leftovers of torch.func transforms when none is active: that search is more
+    than half of the cost of a call."""
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
@@ -140,12 +141,12 @@ class Recorded(torch.autograd.Function):
 
 
 def recorded_again() -> bool:
-    """In a backward: will it be differentiated?"""
+    """Return whether the running backward will itself be differentiated."""
     return torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
 def in_backward() -> bool:
-    """Does a backward run in this thread? There, what was checkpointed runs again."""
+    """Return whether a backward runs in this thread; checkpointed code is recomputed there."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -187,7 +188,7 @@ class _Gather(Recorded):
 
 
 class _TakeHeld(Recorded):
-    """The rows that this rank holds of a whole; for a second derivative, `_Gather` of them."""
+    """Take this rank's rows of a global tensor; its backward is `_Gather`."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, group: RankGroup, dim: int, rows: tuple[tuple[int, ...], ...]) -> Any:
@@ -200,7 +201,7 @@ class _TakeHeld(Recorded):
 
 
 class _GatherPieces(Recorded):
-    """`_Gather` of pieces that were cut by ceiling: their sizes say everything, however many rows there are."""
+    """`_Gather` of shards cut by ceiling division: their sizes suffice, however many rows there are."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RankGroup, dim: int, sizes: tuple[int, ...]) -> Any:
@@ -225,7 +226,7 @@ class _TakePiece(Recorded):
 
 
 def _writable(whole: torch.Tensor) -> torch.Tensor:
-    """A result that is no view: an in-place add may follow. Traced code has no views to ask about."""
+    """Return a result that is not a view: an in-place add may follow. Traced code cannot ask, and always copies."""
     if torch.compiler.is_compiling() or whole._is_view():
         return whole.clone(memory_format=torch.contiguous_format)
     return whole
@@ -254,14 +255,14 @@ class _Part(Recorded):
 
 
 def copy_to_ranks(x: torch.Tensor, group: Ranks) -> torch.Tensor:
-    """x itself; its gradient is summed over ranks. For a whole value that every rank uses a part of."""
+    """Return x; its gradient is summed over ranks. It is for a replicated value of which every rank uses a part."""
     group = RankGroup.of(group)
     return x if group.size == 1 or not _carries_gradient(x) else _Copy.apply(x, group)
 
 
 class _CopyAll(Recorded):
-    """`_Copy` of many, whose gradients are summed in one step: as zeros where this rank has none, and not at all where
-    none has one."""
+    """`_Copy` of many tensors, whose gradients are summed together: a missing gradient counts as zeros, and a gradient
+    that no rank has is not summed."""
 
     @staticmethod
     def forward(ctx: Any, group: RankGroup, *many: torch.Tensor) -> Any:
@@ -271,8 +272,8 @@ class _CopyAll(Recorded):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        here = torch.tensor([gradient is not None for gradient in gradients], device=ctx.like[0][2])
-        anywhere = all_reduce(here.to(torch.int32), ctx.group, "max").tolist()
+        present = torch.tensor([gradient is not None for gradient in gradients], device=ctx.like[0][2])
+        anywhere = all_reduce(present.to(torch.int32), ctx.group, "max").tolist()
         summed: list[torch.Tensor | None] = []
         for gradient, (shape, dtype, device), wanted in zip(gradients, ctx.like, anywhere, strict=True):
             part = torch.zeros(shape, dtype=dtype, device=device) if gradient is None and wanted else gradient
@@ -281,48 +282,48 @@ class _CopyAll(Recorded):
 
 
 def copies_to_ranks(many: Sequence[torch.Tensor], group: RankGroup) -> tuple[torch.Tensor, ...]:
-    """These themselves; their gradients are summed over ranks together, at the end of a backward."""
+    """Return the same tensors; their gradients are summed over ranks together, at the end of a backward."""
     return _CopyAll.apply(group, *many) if many else ()
 
 
 def is_of_compiled_code(x: torch.Tensor) -> bool:
-    """Was x made by a compiled function, whose ops cannot be seen?"""
+    """Return whether x was made by a compiled function, whose ops cannot be seen."""
     return any("CompiledFunction" in node.name() for node in _few_ops_above(x))
 
 
 def gradient_is_summed(x: torch.Tensor) -> bool:
-    """Was x made of what `copy_to_ranks` gave, by ops that read nothing else?"""
-    made = (node.name() for node in _few_ops_above(x))
-    ours = (name for name in made if name in (f"{_Copy.__name__}Backward", f"{_Scale.__name__}Backward"))
+    """Return whether x was made from a result of `copy_to_ranks` by ops that read nothing else."""
+    names = (node.name() for node in _few_ops_above(x))
+    ours = (name for name in names if name in (f"{_Copy.__name__}Backward", f"{_Scale.__name__}Backward"))
     return next(ours, "").startswith(_Copy.__name__)
 
 
 def _few_ops_above(x: torch.Tensor) -> Iterator[Any]:
-    """The ops that made x, the last first, as long as they read one value."""
+    """Yield the ops that made x, last first, for as long as they read a single value."""
     node = x.grad_fn
     for _ in range(_FEW_OPS):
         if node is None:
             return
         yield node
-        above = [one for one, _ in node.next_functions if one is not None]
+        above = [parent for parent, _ in node.next_functions if parent is not None]
         node = above[0] if len(above) == 1 else None
 
 
 def sum_over_ranks(x: torch.Tensor, group: Ranks) -> torch.Tensor:
-    """The sum of every rank's x; the gradient passes as it is. For partial sums that become a whole value."""
+    """Return the sum of every rank's x; the gradient passes unchanged. It makes partial sums replicated."""
     group = RankGroup.of(group)
     return x if group.size == 1 else _Sum.apply(x, group)
 
 
 def gather_over_ranks(x: torch.Tensor, group: Ranks, dim: int, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The whole of which rank r holds `rows[r]` (in that order) along `dim`; backward takes the own rows. Ranks may
-    hold unequal numbers of rows, and several ranks the same row: the first holder's is taken."""
+    """Return the global tensor of which rank r holds `rows[r]` (in that order) along `dim`; backward takes the own
+    rows. Ranks may hold unequal numbers of rows. Where several hold the same row, that of the first one is taken."""
     group = RankGroup.of(group)
     return x if group.size == 1 else _Gather.apply(x, group, dim, tuple(tuple(row) for row in rows))
 
 
 def gather_pieces(x: torch.Tensor, group: Ranks, dim: int, size: int) -> torch.Tensor:
-    """The whole dim of `size` rows whose pieces were cut by ceiling; backward takes the own piece."""
+    """Return the global dim of `size` rows whose shards were cut by ceiling division; backward takes the own shard."""
     group = RankGroup.of(group)
     if group.size == 1:
         return x
@@ -330,7 +331,7 @@ def gather_pieces(x: torch.Tensor, group: Ranks, dim: int, size: int) -> torch.T
 
 
 def scale_gradient(x: torch.Tensor, vector: Sequence[float] | float, dim: int = -1) -> torch.Tensor:
-    """x itself; its gradient is multiplied by `vector` along `dim` (or by a number)."""
+    """Return x; its gradient is multiplied by `vector` along `dim` (or by a number)."""
     if not _carries_gradient(x):
         return x
     real = x.real if x.is_complex() else x
@@ -347,12 +348,12 @@ def scale_gradient(x: torch.Tensor, vector: Sequence[float] | float, dim: int = 
 
 
 def part_of_sum(x: torch.Tensor, parts: int) -> torch.Tensor:
-    """1/n of a value that n ranks add up again. Each of them sees the whole gradient already: it passes as it is."""
+    """Return 1/n of a value that n ranks add up again; each rank has the full gradient, which passes unchanged."""
     return _Part.apply(x, x.new_full((), 1.0 / parts))
 
 
 def take_rows(x: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
-    """These rows of x along `dim`, as a new tensor; few runs of consecutive ones without an index."""
+    """Return these rows of x along `dim` as a new tensor; a few runs of consecutive rows are taken without an index."""
     runs = _runs_of_both(tuple(range(len(rows))), tuple(rows))
     if len(runs) == 1:
         return x.narrow(dim, *runs[0][1:]).clone(memory_format=torch.contiguous_format)
@@ -362,7 +363,7 @@ def take_rows(x: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
 
 
 def copy_rows(into: torch.Tensor, places: tuple[int, ...], x: torch.Tensor, rows: tuple[int, ...], dim: int) -> None:
-    """Write these rows of x into these places along `dim`; few runs of consecutive ones without an index."""
+    """Copy rows of x to `places` of `into` along `dim`; a few runs of consecutive rows are copied without an index."""
     runs = _runs_of_both(places, rows)
     if len(runs) > _FEW_RUNS:
         into.index_copy_(dim, index_of(places, x.device), x.index_select(dim, index_of(rows, x.device)))
@@ -373,22 +374,22 @@ def copy_rows(into: torch.Tensor, places: tuple[int, ...], x: torch.Tensor, rows
 
 @lru_cache(maxsize=4096)
 def _runs_of_both(places: tuple[int, ...], rows: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
-    """The first place, the first row and the number of each run.
+    """Return the first place, the first row and the length of each run.
 
     >>> _runs_of_both((4, 5, 0), (1, 2, 3))
     ((4, 1, 2), (0, 3, 1))
     """
-    found: list[tuple[int, int, int]] = []
+    runs: list[tuple[int, int, int]] = []
     for place, row in zip(places, rows, strict=True):
-        if found and (place, row) == (sum(found[-1][::2]), sum(found[-1][1:])):
-            found[-1] = (*found[-1][:2], found[-1][2] + 1)
+        if runs and (place, row) == (sum(runs[-1][::2]), sum(runs[-1][1:])):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
         else:
-            found.append((place, row, 1))
-    return tuple(found)
+            runs.append((place, row, 1))
+    return tuple(runs)
 
 
 def index_of(rows: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Rows as an index on a device. Brought to a GPU from pinned memory, so that the host does not wait for it."""
+    """Return rows as an index on a device. On a GPU it comes from pinned memory, so that the host does not wait."""
     if device.type == "cpu" or device.type == "meta" or torch.compiler.is_compiling():
         return torch.tensor(rows, dtype=torch.long, device=device)
     return torch.tensor(rows, dtype=torch.long).pin_memory().to(device, non_blocking=True)

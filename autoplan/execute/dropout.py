@@ -20,14 +20,12 @@ from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.ops import call_record
 from autoplan.patches.seeding import seeding, watch_seeding
 
-# May a model draw random numbers: what its rates say, and what its code says of calls that were not recorded.
-#
-# Asked when a plan is applied, of the model alone.
+# Whether a model may draw random numbers, judged by its rates and by its code when a plan is applied.
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Is any dropout, noise or jitter of the model or its configs turned on? Many are there with a rate of zero. Asked
-    for compiled code only, which would have to be interrupted to switch streams."""
+    """Return whether any dropout, noise or jitter of the model or its configs has a rate above zero. Only compiled code
+    asks, which would have to be interrupted to switch streams."""
     for module in model.modules():
         rate = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
         if rate > 0 or _turned_on(vars(module)) or _turned_on(_settings(module)):
@@ -36,10 +34,9 @@ def may_draw(model: nn.Module) -> bool:
 
 
 def draws_in_code(model: nn.Module) -> frozenset[str]:
-    """Do forwards of a model, or what they call in its packages, name functions that draw: "always", or at a "rate"?
+    """Return when functions named in the model's forwards, or in their callees of its packages, draw: "always", "rate".
 
-    Calls that were not recorded may then reach them. Of a model with a known kind of config nothing is read: its rates
-    say what draws.
+    Unrecorded calls may reach such functions. A known kind of config needs no search: its rates say what draws.
     """
     if conventions().config_of(model) is not None:
         return frozenset()
@@ -47,24 +44,24 @@ def draws_in_code(model: nn.Module) -> frozenset[str]:
     packages = {kind.__module__.partition(".")[0] for kind in kinds} - {"torch"}
     waiting = [(plain_function(kind.forward), kind) for kind in kinds]
     read: set[Any] = set()
-    found: set[str] = set()
+    moments: set[str] = set()
     while waiting:
         function, kind = waiting.pop()
         if function is None or (function, kind) in read:
             continue
         read.add((function, kind))
         names = set(names_in(function.__code__))
-        found.update(call_record(name).random.when for name in names)
+        moments.update(call_record(name).random.when for name in names)
         below = (plain_function(getattr(kind, name, function.__globals__.get(name))) for name in names)
         waiting += [(f, kind) for f in below if f is not None and (f.__module__ or "").partition(".")[0] in packages]
-    return frozenset(found - {"never"})
+    return frozenset(moments - {"never"})
 
 
 def _settings(module: nn.Module) -> Mapping[str, Any]:
-    """What the config of a module says by name, whatever kind of config it is."""
-    known = conventions().config_of(module)
-    if known is not None:
-        return dict(known.to_dict())
+    """Return the settings of a module's config by name, whatever the kind of config."""
+    config_read = conventions().config_of(module)
+    if config_read is not None:
+        return dict(config_read.to_dict())
     config = getattr(module, "config", None)
     return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
 
@@ -78,28 +75,26 @@ def _turned_on(settings: Mapping[str, Any]) -> bool:
     return False
 
 
-# Dropout under tensor parallelism: whole activations draw the same numbers on every rank, split ones different.
+# Dropout under tensor parallelism: replicated activations draw the same numbers on every rank, split ones different.
 #
-# The problem: ranks must draw alike without asking each other in every step, which stalls a device, and the generators
-# belong to the user: a data loader seeds from them. So ranks share the first one's stream, as it is, when a plan is
-# applied, and again when they were seeded anew; the forwards of all models of a group go on in it, each from where the
-# last one stopped. Whoever seeds must do so on every rank, to whatever number: a rank that is left out would wait for
-# none, and the others for it.
+# The problem: ranks must draw alike without communicating in every step, which stalls a device, and the generators
+# belong to the user: a data loader seeds from them. So ranks adopt the first rank's stream when a plan is applied, and
+# again after seeding; the forwards of all models of a group continue it, each from where the last one stopped. Whoever
+# seeds must do so on every rank, with any number: otherwise the seeded ranks would wait for the others.
 #
-# A rank whose generator stands where the shared stream does draws from it, and leaves it as the unsharded model
-# would: that is so on all ranks that were seeded alike. Where it stands elsewhere (a rank that was seeded to another
-# number, or that has drawn from it outside of forwards) the forward goes on in the shared stream, and the generator
-# is put back.
+# A rank whose generator is in the state of the shared stream draws from it, and leaves it as the unsharded model would;
+# this is the case on ranks that were seeded alike. Otherwise (another seed, or draws outside of forwards) the forward
+# uses the shared stream, and the rank's generator is restored afterwards.
 #
-# What acts on split values switches to a stream of its own rank, seeded from the shared one: so recomputation under
-# activation checkpointing, which restores the shared state, draws the same masks again. If numbers were drawn there,
-# the shared stream has gone on by one draw, the same on every rank.
+# Modules that act on split values switch to a stream of their rank, seeded from the shared one. Recomputation under
+# activation checkpointing, which restores the shared state, then draws the same masks again. If numbers were drawn
+# there, the shared stream advances by one draw, the same on every rank.
 
 _Key = tuple[str, int, int]  # name, size and rank of a group
 
 
 class _Shared:
-    """The stream that ranks of a group share: where the next forward goes on, and of which seeding it is."""
+    """The stream that ranks of a group share: where the next forward continues, and from which seeding it comes."""
 
     def __init__(self) -> None:
         self.state: random_streams.Generators | None = None
@@ -108,7 +103,7 @@ class _Shared:
         self.watch.until_gone(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
-        return self  # a copied model is one more of the group
+        return self  # a copied model shares the stream of its group
 
 
 _of_groups: weakref.WeakValueDictionary[_Key, _Shared] = weakref.WeakValueDictionary()
@@ -116,8 +111,8 @@ _of_groups: weakref.WeakValueDictionary[_Key, _Shared] = weakref.WeakValueDictio
 
 @dataclass(frozen=True)
 class _Switch:
-    """A change of streams: to a rank's "own", which `begun` so, to the "shared" one, or none ("same"). `left`: where
-    the stream stands that was left; `before`: where it stood, before it went on by one draw."""
+    """A switch of streams: to the rank's "own" (which begins at `begun`), to the "shared" one, or none ("same").
+    `left`: the state of the stream that was left; `before`: its state before it advanced by one draw."""
 
     to: str
     left: random_streams.Generators
@@ -127,7 +122,7 @@ class _Switch:
 
 
 class SharedRandomness:
-    """What one model on one rank does with the stream of its group. `always`: it draws in eval mode too."""
+    """One model's use of its group's stream on one rank. `always`: the model draws in eval mode too."""
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -135,20 +130,20 @@ class SharedRandomness:
         self.outside: list[Any] = []
         self.switched: list[_Switch] = []  # innermost last
         self.always = False
-        self.apart = 0  # which of several groups it is that hold other positions, and draw other numbers
+        self.apart = 0  # this group's number among those that hold other positions
 
     @torch.compiler.disable
     def agree(self) -> _Shared:
-        """Take the first rank's stream. The one moment at which ranks talk about randomness."""
+        """Adopt the first rank's stream. Ranks communicate about randomness only here."""
         if self.device.type == "cuda":
-            torch.cuda.init()  # from here on its generator is one of those that are shared
+            torch.cuda.init()  # so that its generator is shared too
         key = (self.group.name, self.group.size, self.group.rank)
         self.stream = _of_groups.get(key)
         if self.stream is None or not self.stream.watch.held:
             self.stream = _of_groups[key] = _Shared()
         self.stream.state = state_of_the_first(random_streams.get_state(), self.group, self.device)
         if self.apart and detect_fake_mode() is None:
-            # A stream that follows from this one.
+            # Derive the stream of this group from it.
             mine = random_streams.get_state()
             random_streams.switch((random_streams.number_of(self.stream.state) + self.apart) % 2**32)
             moved = random_streams.get_state()
@@ -159,14 +154,14 @@ class SharedRandomness:
 
     @torch.compiler.disable
     def begin(self) -> None:
-        """Go on in the shared stream."""
+        """Continue in the shared stream."""
         stream = self.stream
         if stream is None or stream.state is None or stream.seeding != seeding():
             stream = self.agree()
         assert stream.state is not None
         mine = random_streams.get_state()
         self.outside.append(random_streams.unlike(mine, stream.state))
-        if stream.state.cuda is None and mine.cuda is not None:  # in use since: its stream follows from the CPU's
+        if stream.state.cuda is None and mine.cuda is not None:  # in use since: derive its stream from the CPU's
             random_streams.switch(random_streams.number_of(stream.state))
         random_streams.set_state(random_streams.unlike(stream.state, mine))
 
@@ -192,14 +187,14 @@ class SharedRandomness:
 
     @contextmanager
     def split_of(self, generator: torch.Generator) -> Iterator[torch.Generator]:
-        """A generator of this rank in place of one that the model brings, which goes on by one draw."""
+        """Yield a generator of this rank in place of the model's own `generator`, which advances by one draw."""
         seed = random_streams.number_of(random_streams.Generators(generator.get_state())) + 1 + self.group.rank
         yield torch.Generator(generator.device).manual_seed(seed % 2**32)
         torch.rand(1, generator=generator, device=generator.device)
 
     @torch.compiler.disable
     def enter_split(self) -> None:
-        """Draw per rank from here on: from a stream that follows from where the shared one stands, and nothing else."""
+        """Switch to a stream of this rank, which depends only on the state of the shared stream and the rank."""
         before = random_streams.get_state()
         random_streams.step(before)
         left, seed = random_streams.get_state(), random_streams.number_of(before) + 1 + self.group.rank
@@ -207,7 +202,7 @@ class SharedRandomness:
 
     @torch.compiler.disable
     def leave_split(self) -> None:
-        """Back to the shared stream, which has gone on by one draw if there were any: others come next time."""
+        """Return to the shared stream, advanced by one draw if there were any, so that the next ones differ."""
         switch = self.switched.pop()
         drawn = random_streams.unlike(random_streams.get_state(), switch.begun)
         random_streams.set_state(switch.left)
@@ -216,7 +211,7 @@ class SharedRandomness:
 
     @torch.compiler.disable
     def enter_whole(self) -> None:
-        """Inside a split module: back to the shared stream for a while."""
+        """Return to the shared stream for a while, inside a split module."""
         now = random_streams.get_state()
         within = bool(self.switched) and self.switched[-1].to == "own"
         if within:
@@ -236,7 +231,7 @@ class SharedRandomness:
 def state_of_the_first(
     mine: random_streams.Generators, group: RankGroup, device: torch.device
 ) -> random_streams.Generators:
-    """The generators of a group's first rank, on every rank."""
+    """Return the generators of a group's first rank, on every rank."""
     if device.type == "meta" or detect_fake_mode() is not None or _is_fake(group):
         return mine  # nothing is sent where tensors have no values
     parts = [part for part in (mine.cpu, mine.cuda) if part is not None]
@@ -247,6 +242,6 @@ def state_of_the_first(
 
 
 def _is_fake(group: RankGroup) -> bool:
-    """A group that stands in for one, and sends nothing?"""
-    found = dist.distributed_c10d._resolve_process_group(group.name)  # type: ignore[arg-type, unused-ignore]
-    return dist.get_backend(found) == "fake"
+    """Return whether a group is fake, and sends nothing."""
+    process_group = dist.distributed_c10d._resolve_process_group(group.name)  # type: ignore[arg-type, unused-ignore]
+    return dist.get_backend(process_group) == "fake"

@@ -1,12 +1,12 @@
-"""Who carries out an instruction: one executor for each class, registered in the file that does it.
+"""The executors of instructions: one function for each class, registered in the file that defines it.
 
-An executor is a function of an instruction and of where it stands, called once when a plan is applied; whatever can be
-known then is worked out then. What it returns runs on every call of the model:
+An executor takes an instruction and the module at which it acts (`At`). It is called once, when a plan is applied, and
+computes in advance whatever it can. What it returns runs on every call of the model:
 
     Boundary      a function of the tensor
     CallRewrite   a function of the torch function, its args and its kwargs
     AroundModule  `Around`: what is done before and after a run of the module
-    IntegerEdit   a function that undoes what was done at once
+    IntegerEdit   a function that undoes the edit, which was made at once
 """
 
 from __future__ import annotations
@@ -28,79 +28,76 @@ from autoplan.execute.dropout import SharedRandomness
 from autoplan.patches.patched import Kept
 from autoplan.values import Instruction
 
-# State of a run that hooks share: frames, parallel branches, copies of closures.
-
 # Hooks that a compiler traces inside a checkpointed block.
 #
-# The problem: hooks of one run tell each other things (which module is running, how long a sequence is) by lists that
-# are made when a plan is applied. Inside a checkpointed block a compiler takes any change of what lies outside for
-# one that running the block again must repeat, and breaks its graph there; the rest of the model then runs piece by
-# piece.
+# The problem: hooks of one run share state (which module is running, how long a sequence is) in lists that are made
+# when a plan is applied. Inside a checkpointed block, torch.compile takes any change of outside state for a side
+# effect that recomputation must repeat, and breaks the graph there; the rest of the model then runs in pieces.
 #
-# What our hooks note they take back before the block ends, so there is nothing to repeat: torch is told not to watch.
-# It is told for our hooks alone: what the model itself does in a block is watched as ever.
+# Our hooks undo what they note before the block ends, so there is nothing to repeat and the check is switched off. It
+# is switched off for our hooks only: the side effects of the model's own code are still checked.
 
 
 def unwatched(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` in code that is being compiled."""
+    """Return `function(*args)`, without the compiler's check for side effects."""
     from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as call  # a slow import
 
     return call(function, *args)
 
 
-# Copy functions together with what they close over.
+# Copy functions together with their closures.
 #
-# The problem: `copy.deepcopy` takes a function for a constant. A hook that closes over the state of a model would go on
-# to work with that of the original after the model has been copied.
+# The problem: `copy.deepcopy` does not copy functions. A hook that closes over the state of a model would still use the
+# original's state after the model has been copied.
 
 
 def copied_with_closure(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy of a function, or of a list or tuple of them, in which closures refer to copies too."""
+    """Return a deep copy of a function, or of a list or tuple of functions, whose closures refer to copies too."""
     if isinstance(value, list) and id(value) not in memo:
-        found: list[Any] = []
-        memo[id(value)] = found
-        found.extend(copied_with_closure(item, memo) for item in value)
-        return found
+        items: list[Any] = []
+        memo[id(value)] = items
+        items.extend(copied_with_closure(item, memo) for item in value)
+        return items
     if type(value) is tuple:
         return tuple(copied_with_closure(item, memo) for item in value)
     if isinstance(value, partial):
-        given = {name: copied_with_closure(item, memo) for name, item in value.keywords.items()}
-        return partial(copied_with_closure(value.func, memo), *copied_with_closure(value.args, memo), **given)
+        keywords = {name: copied_with_closure(item, memo) for name, item in value.keywords.items()}
+        return partial(copied_with_closure(value.func, memo), *copied_with_closure(value.args, memo), **keywords)
     if not isinstance(value, FunctionType) or value.__closure__ is None:
         return copy.deepcopy(value, memo)
     if id(value) not in memo:
         cells = tuple(CellType() for _ in value.__closure__)
-        made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-        made.__kwdefaults__ = value.__kwdefaults__
-        memo[id(value)] = made
+        new = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        new.__kwdefaults__ = value.__kwdefaults__
+        memo[id(value)] = new
         for cell, before in zip(cells, value.__closure__, strict=True):
             cell.cell_contents = copied_with_closure(before.cell_contents, memo)
     return memo[id(value)]
 
 
-# Branches of a block that share a sum: what one withholds, the next one adds to its own.
+# Parallel branches of a block that share one all-reduce: one withholds its partial sum, and the next one adds it.
 #
-# Which they are is found in analyse/placement/parallel_branches.py.
+# analyse/placement/parallel_branches.py finds these branches.
 #
-# A value is withheld only while its block runs. A branch that runs by itself is summed as if it had no neighbour; one
-# that activation checkpointing runs again by itself, to get back what it saved, gives a result that is never read.
+# A value is withheld only while its block runs. A branch that runs by itself is all-reduced by itself; the result of a
+# branch that activation checkpointing recomputes by itself is never read.
 
 Action = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Branches:
-    """What is withheld in each block that is running, the innermost last."""
+    """The partial sums withheld in each running block, innermost block last."""
 
     def __init__(self) -> None:
         self.running: list[list[torch.Tensor]] = []
-        self.apart = False  # every branch is summed by itself
+        self.apart = False  # whether every branch is all-reduced by itself
 
     def enter(self) -> None:
-        """A block begins."""
+        """Note that a block begins."""
         self.running.append([])
 
     def leave(self, name: str, failed: bool) -> None:
-        """A block ends, and nothing may be left over."""
+        """Note that a block ends, and raise if a withheld sum is left over."""
         left = self.running.pop() if self.running else []
         if left and not failed:
             raise PlanMismatchError(
@@ -109,7 +106,7 @@ class Branches:
             )
 
     def withhold(self, part: torch.Tensor, summed: Action, zeros: Action) -> torch.Tensor:
-        """Zeros, while the next branch is to come."""
+        """Keep a partial sum for the next branch and return zeros; outside a block, return the sum."""
         if self.apart or not self.running:
             again = not self.apart and not torch.compiler.is_compiling() and in_backward()
             return part if again else summed(part)
@@ -117,16 +114,16 @@ class Branches:
         return zeros(part)
 
     def join(self, part: torch.Tensor) -> torch.Tensor:
-        """The part together with what was withheld."""
-        held = self.running[-1] if self.running and not self.apart else []
-        return part + held.pop() if held else part
+        """Return a partial sum plus the withheld one."""
+        withheld = self.running[-1] if self.running and not self.apart else []
+        return part + withheld.pop() if withheld else part
 
 
-# The state of one sharded model on one rank while its forward runs: what its hooks tell each other.
+# The state that the hooks of one sharded model share on one rank while its forward runs.
 
 
 def cannot_be_pickled() -> AutoplanError:
-    """For what a pickle of a sharded model meets first."""
+    """Return the error for pickling a sharded model."""
     return AutoplanError(
         "a sharded model cannot be pickled: it holds a part of each weight, and names the ranks that hold the others",
         hint="autoplan.save_weights(model, folder), or torch.distributed.checkpoint of model.state_dict(); "
@@ -136,34 +133,34 @@ def cannot_be_pickled() -> AutoplanError:
 
 @dataclass
 class Running:
-    """See above."""
+    """The state that the hooks of one sharded model share on one rank."""
 
     mesh: DeviceMesh
     group: RankGroup
-    gather_logits: bool | None  # None: where no gradient is computed
+    gather_logits: bool | None  # None: only where no gradient is computed
     randomness: SharedRandomness
     frames: list[str] = field(default_factory=list)
-    whole_logits: bool = False  # gathered where they leave their head
-    split_loss: bool = True  # may a model's own loss work on split logits?
-    loss: bool = False  # it is doing so: logits leave their head as SplitLogits
-    draws_unseen: bool = True  # may a model that takes arguments not seen while tracing?
-    draws: bool = True  # may a forward draw random numbers? Compiled code that does not leaves the streams alone
+    whole_logits: bool = False  # whether logits are gathered where they leave the head
+    split_loss: bool = True  # whether the model's own loss may work on split logits
+    loss: bool = False  # whether it does so now: logits leave the head as SplitLogits
+    draws_unseen: bool = True  # whether arguments not seen while tracing may make it draw
+    draws: bool = True  # whether a forward may draw random numbers; if not, compiled code leaves the streams alone
     sequence_padding: str = "error"
     lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut
     branches: Branches = field(default_factory=Branches)
     depth: int = 0
-    context: bool = False  # do outputs leave as each rank's own positions?
-    picks: str = ""  # an argument of this call that may say which positions to go on with
-    more_groups: dict[str, RankGroup] = field(default_factory=dict)  # beside another split: of "cp", of "all"
+    context: bool = False  # whether outputs hold each rank's own positions only
+    picks: str = ""  # the argument of this call that may select positions
+    more_groups: dict[str, RankGroup] = field(default_factory=dict)  # with a second split: the groups "cp" and "all"
 
     @property
     def groups(self) -> dict[str, RankGroup]:
-        """By what instructions say that they are over."""
+        """Return the rank groups by the name that instructions give in `over`."""
         return {"": self.group, **self.more_groups}
 
     @property
     def sequence(self) -> RankGroup:
-        """The ranks over which sequences are cut."""
+        """Return the ranks over which sequences are sharded."""
         return self.more_groups.get("cp", self.group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -173,35 +170,35 @@ class Running:
         return replace(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Running:
-        """For a copied model, on the same ranks."""
-        made = memo[id(self)] = replace(self)
+        """Return the state of a copied model, on the same ranks."""
+        copied = memo[id(self)] = replace(self)
         for name, value in vars(self).items():
             if name not in ("mesh", "group"):
-                setattr(made, name, copy.deepcopy(value, memo))
-        return made
+                setattr(copied, name, copy.deepcopy(value, memo))
+        return copied
 
     def may_draw(self, module: nn.Module) -> bool:
-        """May a module that runs now draw random numbers? A checkpoint of the model's own runs it again in backward,
-        outside of the model's forward."""
+        """Return whether a module that runs now may draw random numbers. The model's own checkpointing runs it again in
+        backward, outside the model's forward."""
         randomness = self.randomness
         return randomness.active or randomness.always or module.training
 
     @property
     def returns_whole_logits(self) -> bool:
-        """Whoever computes gradients has a loss to give logits to; whoever does not may do anything with them."""
+        """Return whether logits are gathered: by default only without gradients, where no loss takes them split."""
         return not torch.is_grad_enabled() if self.gather_logits is None else self.gather_logits
 
 
 @dataclass(frozen=True)
 class At:
-    """Where an instruction is carried out: a module by its name, and the state of the model while it runs. `names` are
-    the arguments of the module's forward, in order."""
+    """The place where an instruction acts: a module with its name, and the running state of its model. `names` are the
+    arguments of the module's forward, in order."""
 
     module: nn.Module
     name: str
     names: tuple[str, ...]
     running: Running
-    over: str = ""  # between which ranks: see `Instruction`
+    over: str = ""  # the ranks that communicate: see `Instruction`
 
     @property
     def group(self) -> RankGroup:
@@ -209,16 +206,16 @@ class At:
 
     @property
     def where(self) -> str:
-        """For errors."""
+        """Return the name of the module as errors show it."""
         return self.name or "the model"
 
 
 @dataclass(frozen=True)
 class Around:
-    """What is done at a module: `enter` takes and returns args and kwargs, `leave` takes and returns the output.
+    """The actions of an executor around a module: `enter` maps args and kwargs, `leave` maps the output.
 
-    `begin` and `end` are called on the way in and out, `end` also when the module failed (True) and its output is lost.
-    `kept`: what is patched elsewhere as long as this is done.
+    `begin` and `end` are called on the way in and out; `end` also runs (with True) when the module raised and its
+    output is lost. `kept`: patches elsewhere that last as long as this does.
     """
 
     enter: Callable[[Any, Any], tuple[Any, Any]] | None = None
@@ -248,7 +245,7 @@ def executes(*kinds: type[Instruction]) -> Callable[[Registered], Registered]:
 
 
 def execute(instruction: Instruction, at: At) -> Any:
-    """What the executor of the instruction's class makes of it."""
+    """Run the executor of the instruction's class and return its result."""
     executor = EXECUTORS.get(type(instruction))
     if executor is None:
         raise AutoplanError(
@@ -259,7 +256,7 @@ def execute(instruction: Instruction, at: At) -> Any:
 
 
 def other_branch(what: str) -> PlanMismatchError:
-    """The module does something else than when it was planned."""
+    """Return the error for a module that runs another branch than the planned one."""
     return PlanMismatchError(
         what, hint="the module runs another branch than when it was planned; plan again with inputs= that show it"
     )

@@ -25,25 +25,25 @@ from autoplan.common.requirements import installed_versions
 from autoplan.values import CallRewrite, ForwardCode, MadeFor, ParameterRule, Plan, Sizes, Version, replace
 from autoplan.version import __version__
 
-# What steers the code of a model besides its shapes: plain values that it reads, and the code of its own functions.
+# What determines a model's computation besides its shapes: the plain values that it reads and its own functions.
 #
 # The problem: two models of one class can differ in a flag, a string, a rate, an activation function, and so in what
-# they compute, where every shape and every whole number is the same. A plan says nothing of such a value, so it
-# belongs to models that hold the same ones.
+# they compute, although every shape and every integer is the same. A plan does not record such a value, so it is valid
+# only for models that hold the same ones.
 #
-# Values are told by what they are, never by where they lie: the same in every process. Tensors, modules and what only
-# says where a model came from are left out.
+# Values are compared by content, never by identity, so that every process agrees. Tensors, modules and mere records of
+# a model's origin are left out.
 
-VERSIONED = ("builtins", "torch", "transformers", "autoplan")  # their code is told by their version
-_DEPTH = 6  # of values in each other
-_NAMESPACES = ("types", "argparse")  # of Python's own objects, those that people keep settings in
+VERSIONED = ("builtins", "torch", "transformers", "autoplan")  # their code is identified by their version
+_DEPTH = 6  # of nested values
+_NAMESPACES = ("types", "argparse")  # modules of Python whose objects people keep settings in
 _OF_TORCH = frozenset(vars(nn.Module()))
-_MARKS = ("__", "_autoplan", "_hf", "_is_hf", "_fsdp", "_old", "_gradient_checkpointing")  # of libraries, on any module
-_ABSENT = object()  # what says nothing
+_MARKS = ("__", "_autoplan", "_hf", "_is_hf", "_fsdp", "_old", "_gradient_checkpointing")  # set by libraries
+_ABSENT = object()  # marks a value that is left out
 
 
 class Reading:
-    """Reads the values of one model. Whatever was read is kept until the end, so that no identity is used twice."""
+    """A reader of one model's values. Whatever was read is kept until the end, so that no id is reused."""
 
     def __init__(self, model: nn.Module) -> None:
         self.kinds = {type(module) for module in model.modules()}
@@ -54,7 +54,7 @@ class Reading:
         """Return the attributes of a module, by name."""
         own = self._is_own(type(module))
         rate = {"p"} if isinstance(module, _DropoutNd) else set[str]()
-        named = {name: one for name, one in vars(module).items() if _steers(name, own) and name not in rate}
+        named = {name: value for name, value in vars(module).items() if _steers(name, own) and name not in rate}
         return self._mapping(named, _DEPTH)
 
     def classes(self) -> list[Any]:
@@ -64,7 +64,7 @@ class Reading:
         return sorted((entry for entry in read if entry[1]), key=repr)
 
     def value(self, value: Any, depth: int = _DEPTH) -> Any:
-        """A value as plain data; `_ABSENT` where it says nothing."""
+        """Return a value as plain data; `_ABSENT` where it is left out."""
         if value is None or isinstance(value, (bool, int, str)):
             return value
         if isinstance(value, float):
@@ -75,11 +75,11 @@ class Reading:
             return f"{type(value).__qualname__}.{value.name}"
         if isinstance(value, (torch.Tensor, nn.Module, ModuleType, torch.device)) or not depth:
             return _ABSENT
-        known = self.memo.get(id(value))
-        if known is None:
-            self.memo[id(value)] = value, _ABSENT  # what holds itself
-            self.memo[id(value)] = known = value, self._within(value, depth - 1)
-        return known[1]
+        cached = self.memo.get(id(value))
+        if cached is None:
+            self.memo[id(value)] = value, _ABSENT  # for a value that contains itself
+            self.memo[id(value)] = cached = value, self._within(value, depth - 1)
+        return cached[1]
 
     def _within(self, value: Any, depth: int) -> Any:
         if isinstance(value, Mapping):
@@ -94,12 +94,12 @@ class Reading:
             return self.value(value.__func__, depth)
         if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
             return self._code(value, depth)
-        # Any other object by its class and what it holds: a library's config, a dataclass, a namespace
-        kind, known = type(value), conventions()
-        config = known.config_of(cast(Any, SimpleNamespace(config=value)))
+        # Any other object (a library's config, a dataclass, a namespace) by its class and attributes.
+        kind, rules = type(value), conventions()
+        config = rules.config_of(cast(Any, SimpleNamespace(config=value)))
         if config is not None:
             return self._mapping(
-                {name: one for name, one in config.to_dict().items() if not name.startswith(known.idle_settings)}, depth
+                {name: one for name, one in config.to_dict().items() if not name.startswith(rules.idle_settings)}, depth
             )
         if not self._is_own(kind) and _module(kind) not in _NAMESPACES:
             return kind.__qualname__
@@ -107,20 +107,20 @@ class Reading:
 
     def _mapping(self, values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
         idle = conventions().idle_words
-        kept = {
+        steering = {
             str(name): value
             for name, value in values.items()
             if not any(word in str(name) for word in idle) and not _is_rate(str(name), value)
         }
-        found = {name: self.value(value, depth) for name, value in kept.items()}
-        return {name: value for name, value in sorted(found.items()) if value is not _ABSENT}
+        plain = {name: self.value(value, depth) for name, value in steering.items()}
+        return {name: value for name, value in sorted(plain.items()) if value is not _ABSENT}
 
     def _list(self, values: Iterable[Any], depth: int) -> list[Any]:
         items = [self.value(item, depth) for item in values]
         return [None if item is _ABSENT else item for item in items]
 
     def _code(self, function: Any, depth: int) -> Any:
-        """A function or class by name; one that has no version by its code, and by what that reads around it."""
+        """Return a function or class by name; if it has no version, by its code and the values that the code reads."""
         name = f"{_module(function)}.{getattr(function, '__qualname__', '')}"
         if isinstance(function, type) and self._is_own(function):
             return [name, self._mapping(dict(_members(function)), depth)]
@@ -133,7 +133,7 @@ class Reading:
         return [_code_hash(function), read, self._list(around, depth)]
 
     def _is_own(self, thing: Any) -> bool:
-        """Has its code no version: is it the model's, or not installed?"""
+        """Return whether code has no version: it is the model's, or its package is not installed."""
         package = _package(thing)
         return package not in VERSIONED and (package in self.packages or not _is_installed(package))
 
@@ -146,14 +146,14 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _steers(name: str, own: bool) -> bool:
-    """Libraries note in private attributes what they did with a module; in own classes these are plain attributes."""
+    """Return whether an attribute may affect a module's code; a private one may only in the model's own classes."""
     if name in _OF_TORCH or name == conventions().own_checkpointing[0]:
         return False
     return not name.startswith("_") or (own and not name.startswith(_MARKS))
 
 
 def _is_rate(name: str, value: Any) -> bool:
-    """A rate of dropout is changed between runs; what it draws on ranks is settled when it does."""
+    """Return whether a value is a dropout rate: it is changed between runs, and ranks follow it when it does."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and conventions().is_rate(name)
 
 
@@ -167,7 +167,7 @@ def _package(thing: Any) -> str:
 
 @cache
 def _is_installed(package: str) -> bool:
-    """Does a package come with Python, or from an index?"""
+    """Return whether a package belongs to Python or was installed from an index."""
     module = sys.modules.get(package)
     places: Iterable[str] = getattr(module, "__path__", None) or [str(getattr(module, "__file__", None) or "")]
     homes = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -182,13 +182,13 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _code_hash(function: FunctionType) -> str:
-    """Of its source, where it has one of its own: compiled code differs between versions of Python."""
+    """Return a hash of a function's source, if it has its own: compiled code differs between versions of Python."""
     source = source_of(function) if function.__name__ != "<lambda>" else None
     return hashlib.sha256((source or "\n".join(_compiled(function.__code__))).encode()).hexdigest()[:16]
 
 
 def _compiled(code: CodeType) -> Iterator[str]:
-    """The compiled code without its place in the file."""
+    """Yield the parts of compiled code that do not depend on its position in the file."""
     yield from (code.co_code.hex(), repr(code.co_names), repr(code.co_varnames))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -197,11 +197,11 @@ def _compiled(code: CodeType) -> Iterator[str]:
             yield repr(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)
 
 
-# Which rule each stored tensor of a quantised model has: those of a plan, where the model holds packed weights.
+# The rules of the stored tensors of a quantised model.
 
 
 def stored_rules(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, ParameterRule]:
-    """By full name, for the tensors of a model that are what the plan says is stored."""
+    """Return the rules, by full name, of the model's tensors that the plan lists as stored."""
     rules: dict[str, ParameterRule] = {}
     for weight in plan.packed:
         for tensor in weight.tensors:
@@ -215,13 +215,13 @@ def stored_rules(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, P
 
 
 def is_stored_packed(pattern: str, plan: Plan, rules: Mapping[str, ParameterRule]) -> bool:
-    """Is a weight that the model does not have there in packed form?"""
+    """Return whether a weight that the model lacks is there in packed form."""
     mine = [weight for weight in plan.packed if weight.name == pattern or matches(pattern, weight.name)]
     return any(matches(weight.owner, name.rpartition(".")[0]) for weight in mine for name in rules)
 
 
 def is_stored(name: str, shape: tuple[int, ...], plan: Plan) -> bool:
-    """Is a tensor of this name and shape what the plan says is stored for a weight?"""
+    """Return whether the plan lists a tensor of this name and shape as stored for a weight."""
     return any(
         tensor.shape == shape and matches(f"{weight.owner}.{tensor.attribute}", name)
         for weight in plan.packed
@@ -229,14 +229,14 @@ def is_stored(name: str, shape: tuple[int, ...], plan: Plan) -> bool:
     )
 
 
-# What a plan was made for, and whether a model is that: asked before anything of the model is changed.
+# What a plan was made for, and whether a model matches it; checked before anything of the model is changed.
 
 _SHOWN = 3
 _DIGITS = 16
 
 
 def with_made_for(plan: Plan, model: nn.Module) -> Plan:
-    """The plan, saying that it was made for this model."""
+    """Return the plan with a record that it was made for this model."""
     libraries = {"autoplan": __version__, **installed_versions()}
     versions = tuple(Version(library, version) for library, version in libraries.items())
     forwards = [
@@ -250,10 +250,10 @@ def with_made_for(plan: Plan, model: nn.Module) -> Plan:
 
 
 def model_hash(model: nn.Module) -> str:
-    """A hash of the code of a model, and of all plain values that its classes, modules and config hold.
+    """Return a hash of a model's code and of all plain values in its classes, modules and config.
 
-    A flag, a rate or a function steers code that no shape shows. Classes that wrap others, their code looked through,
-    and the device, the dtype and the mode of the model are not in it.
+    A flag, a rate or a function changes what code does without changing a shape. Left out are wrapper classes (the code
+    of what they wrap counts) and the model's device, dtype and train/eval mode.
     """
     reading = Reading(model)
     codes = sorted({forward_code(kind, ()) for kind in reading.kinds})
@@ -263,7 +263,7 @@ def model_hash(model: nn.Module) -> str:
 
 
 def check_fits(model: nn.Module, plan: Plan) -> None:
-    """Raise unless the plan makes sense and was made for code and sizes like these."""
+    """Raise unless the plan is consistent and was made for code and sizes like these."""
     apart = [*inconsistencies(plan), *_other_code(model, plan), *_other_sizes(model, plan)]
     if not apart:
         return
@@ -275,13 +275,13 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
 
 
 def made_with(plan: Plan) -> str:
-    """With which versions."""
+    """Return a phrase with the versions that the plan was made with."""
     libraries = ", ".join(f"{version.library} {version.version}" for version in plan.made_for.versions)
     return f"it was made with {libraries or 'unknown versions'}"
 
 
 def made_anew(plan: Plan) -> str:
-    """The command that does it, and the line of Python."""
+    """Return the shell command and the line of Python that make the plan again."""
     sizes = {"tp": plan.tp_size, "ep": plan.ep_size, "cp": plan.cp_size}
     sizes = {name: size for name, size in sizes.items() if size > 1} or {"tp": 1}
     along = plan.sequence_parallel and plan.cp_size == 1
@@ -293,27 +293,27 @@ def made_anew(plan: Plan) -> str:
 
 
 def _other_code(model: nn.Module, plan: Plan) -> Iterator[str]:
-    """Classes whose forward is not what it was. One that somebody derived from, or put in a wrapper's class, is."""
+    """Yield a line for each class whose forward changed; subclasses and wrappers count as their base."""
     known: dict[str, list[str]] = {}
     for forward in plan.made_for.forwards:
         known.setdefault(forward.class_name, []).append(forward.code)
     for kind, places in _rewritten(model, plan).items() if known else ():
-        named = next((base for base in kind.__mro__ if base.__qualname__ in known), None)
-        if named is None:
+        ancestor = next((base for base in kind.__mro__ if base.__qualname__ in known), None)
+        if ancestor is None:
             yield f"calls in the forward of {kind.__qualname__} are rewritten, which the plan was not made for"
-        elif not any(same_code(code, forward_code(kind, places)) for code in known[named.__qualname__]):
+        elif not any(same_code(code, forward_code(kind, places)) for code in known[ancestor.__qualname__]):
             yield f"the code of {kind.__qualname__}.forward is another one, in which calls are rewritten by their place"
 
 
 def _rewritten(model: nn.Module, plan: Plan) -> dict[type[nn.Module], set[str]]:
-    """Classes some of whose own calls run otherwise, with the places of these calls."""
+    """Return the classes of which the plan rewrites calls, with the places of these calls."""
     calls = plan.runtime.of(CallRewrite)
-    found: dict[type[nn.Module], set[str]] = {}
+    places_of: dict[type[nn.Module], set[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False) if calls else ():
         for call in calls:
             if matches(call.pattern, name):
-                found.setdefault(type(module), set()).add(call.site.place)
-    return found
+                places_of.setdefault(type(module), set()).add(call.site.place)
+    return places_of
 
 
 def _other_sizes(model: nn.Module, plan: Plan) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""A plan carried out on a live model: tensor parallelism, then checkpointing, then FSDP2; all of it, or none of it.
+"""Apply a plan to a live model: tensor parallelism, then checkpointing, then FSDP2; all of it, or none of it.
 
-The order is fixed: checkpointing must run what tensor parallelism put into a block again, and FSDP2 must gather and
+The order is fixed: checkpointing must recompute what tensor parallelism added to a block, and FSDP2 must gather and
 free whole blocks, checkpointed ones too.
 """
 
@@ -27,9 +27,9 @@ def shard_model(
     dims: MeshDims | None = None,
     averaged: bool = False,
 ) -> nn.Module:
-    """Do to `model`, in place, what `plan` and `options` say. Nothing is decided here, and nothing audited.
+    """Shard `model` in place as `plan` and `options` say. Nothing is decided here, and nothing audited.
 
-    `averaged`: gradients over ranks of cp will be averaged by somebody else, as FSDP2 does on a mesh with dp_shard.
+    `averaged`: gradients over cp ranks will be averaged elsewhere, as FSDP2 does on a mesh with dp_shard.
     """
     dims = read_mesh(mesh) if dims is None else dims
     dims = dims.for_context() if plan.cp_size > 1 else dims

@@ -1,13 +1,13 @@
-"""The same forward, bit for bit, at every tensor-parallel size: to find out where two runs part.
+"""The same forward, bit for bit, at every tensor-parallel size: to find out where two runs diverge.
 
-The problem: a row-parallel product is a sum over ranks, and float sums depend on how many there are, and in which
-order. A column-parallel one has no sum, but a library may choose another kernel for another shape. So here every
-product with a cut weight is made whole, from gathered pieces, exactly as the unsharded model makes it; then a rank
-keeps its columns, or (where its result is one part of a sum over ranks) the first rank gives all of it and the others
-zeros, and the sum that follows rounds nothing. Backward is the ordinary one, in pieces. Slow, and a weight at a time is
-whole in memory.
+The problem: a row-parallel product is a sum over ranks, and float sums depend on the number and order of the summands.
+A column-parallel one has no sum, but a library may choose another kernel for another shape. So here every product with
+a sharded weight is computed in full, from gathered shards, exactly as the unsharded model does it. Then a rank keeps
+its columns, or (where its result is a partial sum) the first rank returns all of it and the others return zeros, so
+that the all-reduce rounds nothing. Backward is the ordinary one, on shards. It is slow, and one full weight at a time
+is in memory.
 
-Where partial sums come from something else (experts in one tensor, a norm over a cut axis) this refuses, by name.
+Where partial sums come from something else (experts in one tensor, a norm over a sharded axis) it refuses, by name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make_reproducible(
     rules: Mapping[str, ParameterRule | None],
     undo: list[Callable[[], None]],
 ) -> None:
-    """Give every product with a cut weight a forward that makes it whole. Once parameters lie on ranks."""
+    """Replace each product with a sharded weight by one with the full weight, once parameters are sharded."""
     cut = {name: rule.dim for name, rule in rules.items() if rule is not None and rule.dim is not None}
     refused = [f"{call.pattern}: {call.site.function}" for call in plan.runtime.of(CallRewrite) if call.reduces]
     refused += [f"{mean.pattern}: a mean over ranks" for mean in plan.runtime.of(MeanOverRanks)]
@@ -63,13 +63,13 @@ def make_reproducible(
 
 
 def _sums_nothing(module: nn.Module, dim: int, plan: Plan, path: str) -> bool:
-    """Tables, whose sum over ranks has one term that is not zero, and convolutions cut by output channel."""
+    """Return whether no sum is rounded: a table's has one nonzero term, a conv sharded by output channel none."""
     table = any(matches(table.pattern, path) for table in plan.runtime.of(VocabularyTable))
     return (table and isinstance(module, nn.Embedding)) or (isinstance(module, nn.modules.conv._ConvNd) and dim == 0)
 
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """`nn.Linear.forward`, or that of the transposed linear in GPT-2 and models like it."""
+    """Compute `nn.Linear.forward`, or that of the transposed linear in GPT-2 and models like it."""
     record = record_of(self)
     assert record is not None
     held, transposed = record.parameters["weight"], conventions().is_transposed_linear(self)
@@ -83,7 +83,7 @@ def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(x: torch.Tensor, held: Held | None, dim: int) -> torch.Tensor:
-    """Every rank's pieces in the checkpoint's order."""
+    """Return the global tensor, its rows in the checkpoint's order."""
     if held is None or held.dim is None:
         return x
     sizes = [len(rows) for rows in held.rows]
@@ -122,7 +122,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Of this rank's pieces: as if the product had been made of them."""
+        """Return the gradients of this rank's shards, as if the product had been computed from them."""
         x, weight = ctx.saved_tensors
         rows, of_rows = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         of_x = gradient @ (weight.T if ctx.transposed else weight)

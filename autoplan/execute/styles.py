@@ -1,4 +1,4 @@
-"""Parallel styles of torch, and a part of a plan for a part of a model."""
+"""A plan as parallel styles of torch, and the part of a plan for a pipeline stage."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from autoplan.values.plan import digest
 
 # A plan as styles for torch's own `parallelize_module`.
 #
-# Splitting is decided for the model as a whole: reductions sit on other modules than the weights they belong to, tied
-# weights have two homes, integers are edited together. So each module's style only says that the module takes part, and
-# the last one, for the model itself (key ""), applies the plan: same code, same numbers as `autoplan.parallelize`. A
-# dictionary from which entries were taken out is refused, because half of a column/row pair is silently wrong.
+# A split is decided for the whole model: reductions sit on other modules than their weights, tied weights have two
+# owners, integers are edited together. So each module's style only marks that the module takes part, and the last one,
+# for the model itself (key ""), applies the plan: same code, same numbers as `autoplan.parallelize`. A dictionary from
+# which entries were removed is refused, because half of a column/row pair is silently wrong.
 
 
 class PlannedModule(ParallelStyle):
-    """Says that the module takes part in the plan. `choices` are its entries: pattern and style."""
+    """A style that marks its module as taking part in the plan. `choices` are its entries: pattern and style."""
 
     def __init__(self, choices: tuple[tuple[str, str], ...], taken: set[str]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class PlannedModule(ParallelStyle):
 
 
 class PlannedModel(ParallelStyle):
-    """Applies the plan once every planned module has been named."""
+    """A style that applies the plan once every planned module has been named."""
 
     def __init__(self, plan: Plan, taken: set[str], gather_logits: bool | None) -> None:
         super().__init__()
@@ -71,46 +71,46 @@ class PlannedModel(ParallelStyle):
 
 
 def to_torch(plan: Plan, *, gather_logits: bool | None = None) -> dict[str, ParallelStyle]:
-    """{pattern: style} for `parallelize_module(model, tp_mesh, …)`, fresh objects each call; the last key is ""."""
-    taken: set[str] = set()
+    """Return fresh {pattern: style} for `parallelize_module(model, tp_mesh, …)`; the last key is ""."""
+    applied: set[str] = set()
     by_module: dict[str, list[Entry]] = {}
     for entry in plan.entries:
         by_module.setdefault(_module_of(entry), []).append(entry)
     styles: dict[str, ParallelStyle] = {
-        module: PlannedModule(tuple((entry.pattern, entry.style) for entry in entries), taken)
+        module: PlannedModule(tuple((entry.pattern, entry.style) for entry in entries), applied)
         for module, entries in by_module.items()
         if module
     }
-    styles[""] = PlannedModel(plan, taken, gather_logits)
+    styles[""] = PlannedModel(plan, applied, gather_logits)
     return styles
 
 
 def _module_of(entry: Entry) -> str:
-    """torch finds modules only: an entry for a parameter (a stack of experts) is named by the module that holds it."""
+    """Return the module of an entry; torch only matches modules, so a parameter's entry is named by its owner."""
     owner, _, name = entry.pattern.rpartition(".")
     return owner if entry.parameters == (name,) else entry.pattern
 
 
-# The part of a whole plan that a pipeline stage needs.
+# The part of a plan that a pipeline stage needs.
 #
-# The problem: a pipeline gives each rank some blocks of a model, and the table or the head to the ends only. Such a
-# piece cannot be planned by itself: its inputs are unknown. The whole model can, once, anywhere (on
-# meta), and each stage takes what speaks of modules that it has. It must be a piece of that model: every parameter it
-# holds is known to the plan, under the same name. What is left is then as good as the whole was.
+# The problem: a pipeline gives each rank some blocks of a model, and the embedding or the head only to its ends. Such a
+# stage cannot be planned by itself, since its inputs are unknown. The full model can, once, anywhere (on meta), and
+# each stage takes what concerns its own modules. It must be a piece of that model: the plan knows every parameter of
+# the stage under the same name. The remaining plan is then as sound as the full one.
 
 _SHOWN = 3
 Item = TypeVar("Item")
 
 
 def part_for(plan: Plan, model: nn.Module) -> Plan:
-    """What of `plan` speaks of `model`, which is a piece of the model that it was made for."""
+    """Return the part of `plan` that concerns `model`, a piece of the model that the plan was made for."""
     tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     packed = tuple(weight for weight in plan.packed if _means(weight.owner, modules))
     _refuse_strangers(plan, model, tensors)
-    runtime, known = plan.runtime, [*tensors, *buffers, *(weight.name for weight in packed)]
-    parameters = tuple(rule for rule in runtime.parameters if _means(rule.pattern, known))
+    runtime, names = plan.runtime, [*tensors, *buffers, *(weight.name for weight in packed)]
+    parameters = tuple(rule for rule in runtime.parameters if _means(rule.pattern, names))
     instructions = tuple(instruction for instruction in runtime.instructions if _means(instruction.pattern, modules))
     if parameters == runtime.parameters and instructions == runtime.instructions:
         return plan
@@ -119,7 +119,7 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
             f"the plan for {plan.model} cuts the stream along the sequence, and its ends are not in this stage",
             hint="plan the whole model with sequence_parallel=False: stages hand on whole sequences",
         )
-    kept = replace(
+    part = replace(
         plan,
         entries=tuple(e for e in plan.entries if _means(e.pattern, [*modules, *tensors])),
         replicated=tuple(whole for whole in plan.replicated if _means(whole.fqn, tensors)),
@@ -134,7 +134,7 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
             idle=_present(runtime.idle, modules),
             outputs=(),  # a stage returns something else
             shapes=(),
-            unsummed=(),  # what it is given comes from another stage, behind the sums of its first block
+            unsummed=(),  # its inputs come from another stage, after that stage's reductions
         ),
         obstacles=tuple(obstacle for obstacle in plan.obstacles if _means(obstacle.pattern, modules)),
         packed=packed,
@@ -142,20 +142,20 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
     )
     sizes = tuple(size for size in plan.made_for.sizes if _means(size.pattern, [*tensors, *buffers]))
     made_for = replace(plan.made_for, sizes=sizes)
-    kept = replace(kept, made_for=made_for)
-    if plan.made_for.content and digest(plan) == plan.made_for.content:  # else it was edited, and stays suspect
-        kept = replace(kept, made_for=replace(made_for, content=digest(kept), model=model_hash(model)))
-    return kept
+    part = replace(part, made_for=made_for)
+    if plan.made_for.content and digest(plan) == plan.made_for.content:  # else it was edited: it stays suspect
+        part = replace(part, made_for=replace(made_for, content=digest(part), model=model_hash(model)))
+    return part
 
 
 def _refuse_strangers(plan: Plan, model: nn.Module, tensors: list[str]) -> None:
-    """Raise where the model holds a parameter that the plan never heard of."""
-    known = [*(rule.pattern for rule in plan.runtime.parameters), *(whole.fqn for whole in plan.replicated)]
-    known += [f"{weight.owner}.{tensor.name}" for weight in plan.packed for tensor in weight.tensors]
-    strange = [name for name in tensors if not any(matches(pattern, name) for pattern in known)]
+    """Raise where the model holds a parameter that the plan does not know."""
+    planned = [*(rule.pattern for rule in plan.runtime.parameters), *(whole.fqn for whole in plan.replicated)]
+    planned += [f"{weight.owner}.{tensor.name}" for weight in plan.packed for tensor in weight.tensors]
+    strange = [name for name in tensors if not any(matches(pattern, name) for pattern in planned)]
     if not strange:
         return
-    close = nearest(strange[0], known)
+    close = nearest(strange[0], planned)
     more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
     raise PlanMismatchError(
         f"{type(model).__name__} holds {strange[0]}{more}, which the plan for {plan.model} does not know",

@@ -1,7 +1,7 @@
 """Apply a plan to a live model: all of it, or none of it.
 
-Everything that can fail happens first: patterns are matched, pieces are cut, integers are checked. Then parameters are
-swapped, integers set and hooks put in place. What fails on the way leaves the model as it was (patches/as_it_was.py).
+Everything that can fail comes first: patterns are matched, shards are cut, integers are checked. Then parameters are
+swapped, integers set and hooks installed. If a step fails, the model is left as it was (patches/as_it_was.py).
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from autoplan.values import (
 
 @dataclass(frozen=True)
 class Applied:
-    """What was done to a model, in plain data.
+    """The record of what was done to a model, in plain data.
 
-    `split`: parameters cut over tp ranks; `edits`: integers changed (module, attribute, before, after); `hooked`: where
-    ranks communicate. `checkpointed`: modules whose activations are computed again; `saved_bytes`: what that saves per
-    token, estimated. `units`: what FSDP2 gathers together, the model itself last; `data_parallel`: (replicas, shards).
+    `split`: parameters sharded over tp ranks; `edits`: integers changed (module, attribute, before, after); `hooked`:
+    modules where ranks communicate. `checkpointed`: modules whose activations are recomputed; `saved_bytes`: the
+    estimated saving per token. `units`: the FSDP2 units, the model itself last; `data_parallel`: (replicas, shards).
     `notes`: what was left out, and why.
     """
 
@@ -74,21 +74,21 @@ class Applied:
 
 
 def applied(model: nn.Module) -> Applied | None:
-    """The record of what `parallelize` did to a model, or None."""
+    """Return the record of what `parallelize` did to a model, or None."""
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     return model.__dict__.get(APPLIED)
 
 
 def tp_mesh_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None) -> DeviceMesh | None:
-    """The 1-D mesh over which the plan splits; None when there is nothing to split over. That is "tp", "ep" where the
-    plan only places experts on different ranks, or "cp" where it cuts the sequence alone."""
+    """Return the 1-D mesh over which the plan splits; None if there is nothing to split over. It is "tp", or "ep" where
+    the plan only places experts on different ranks, or "cp" where only the sequence is sharded."""
     purpose = "cp" if plan.cp_size == plan.ranks > 1 else "ep" if plan.tp_size == 1 < plan.ep_size else "tp"
     return _mesh_for(mesh, purpose, plan.cut_over, names)
 
 
 def context_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None) -> dict[str, RankGroup]:
-    """Where the plan cuts the sequence beside another split: its ranks ("cp"), and those of both ("all"), of which the
-    ranks of cp that belong to one of the split have numbers one after the other."""
+    """Return the groups of a plan that shards the sequence besides another split: its ranks ("cp"), and those of both
+    ("all"), where the cp ranks of one rank of the other split are numbered consecutively."""
     split = tp_mesh_of(mesh, plan, names)
     if plan.cp_size in (1, plan.ranks) or split is None:
         return {}
@@ -96,15 +96,15 @@ def context_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None
     assert cut is not None and cut.mesh_dim_names is not None and split.mesh_dim_names is not None
     both = tuple(name for name in mesh.mesh_dim_names or () if name in (*cut.mesh_dim_names, *split.mesh_dim_names))
     every = RankGroup.of(mesh[both]._flatten("_".join(both)))
-    one, other = RankGroup.of(split), RankGroup.of(cut)
-    return {"cp": other, "all": RankGroup(every.name, every.size, one.rank * other.size + other.rank)}
+    outer, context = RankGroup.of(split), RankGroup.of(cut)
+    return {"cp": context, "all": RankGroup(every.name, every.size, outer.rank * context.size + context.rank)}
 
 
 def _mesh_for(mesh: DeviceMesh, purpose: str, size: int, names: dict[str, str] | None) -> DeviceMesh | None:
     wanted = (names or {}).get(purpose, purpose)
     dims = mesh.mesh_dim_names or ()
     if wanted in dims:
-        found = mesh[wanted] if mesh.ndim > 1 else mesh
+        submesh = mesh[wanted] if mesh.ndim > 1 else mesh
     elif size == 1:
         return None
     else:
@@ -113,12 +113,12 @@ def _mesh_for(mesh: DeviceMesh, purpose: str, size: int, names: dict[str, str] |
             hint=f'name it: init_device_mesh(device, shape, mesh_dim_names=("{purpose}",)), or pass '
             f'mesh_dims={{"{purpose}": name}}',
         )
-    if found.size() != size:
+    if submesh.size() != size:
         raise PlanMismatchError(
-            f"the plan is for {purpose}={size}, but the mesh's {wanted!r} dim has {found.size()} ranks",
-            hint=f"plan again with {purpose}_size={found.size()}",
+            f"the plan is for {purpose}={size}, but the mesh's {wanted!r} dim has {submesh.size()} ranks",
+            hint=f"plan again with {purpose}_size={submesh.size()}",
         )
-    return found
+    return submesh
 
 
 def apply_plan(
@@ -134,7 +134,7 @@ def apply_plan(
     more_groups: dict[str, RankGroup] | None = None,
 ) -> nn.Module:
     """Shard `model` in place over a 1-D mesh and return it. `averaged`: FSDP2 will average gradients over its ranks.
-    `more_groups`: what `context_of` said."""
+    `more_groups`: the result of `context_of`."""
     if applied(model) is not None:
         raise PlanMismatchError("the model is already parallelized", hint="build a fresh one")
     check_matches(model, plan)
@@ -152,8 +152,8 @@ def apply_plan(
     )
     running.context, running.more_groups = plan.cp_size > 1, dict(more_groups or {})
     running.randomness.apart = running.sequence.rank if running.more_groups else 0
-    running.split_loss = not reproducible_forward  # its sums are over ranks too
-    running.branches.apart = reproducible_forward  # added in the order in which the model adds them
+    running.split_loss = not reproducible_forward  # its reductions are over ranks too
+    running.branches.apart = reproducible_forward  # keeps the model's own order of additions
     works = _works(modules, plan)
     undo: list[Callable[[], None]] = []
     with whole_or_as_it_was(model):
@@ -177,7 +177,7 @@ def apply_plan(
         if in_helpers or (guard is not None and guard.compares):
             undo.append(open_scripts(model))
         guard_kernels(model, (modules[name] for name, work in works.items() if work.communicates), undo)
-        if reproducible_forward:  # after the hooks, which find their inputs by the signature of the forward
+        if reproducible_forward:  # after the hooks, which read the signature of the original forward
             make_reproducible(modules, plan, rules, undo)
         model.__dict__[APPLIED] = Applied(
             plan=plan,
@@ -192,14 +192,14 @@ def apply_plan(
 
 
 def record(model: nn.Module, plan: Plan, **facts: Any) -> None:
-    """Add to what is remembered about a model; the first to do so where nothing was split."""
-    known = applied(model) or Applied(plan, plan.tp_size, (), (), ())
-    model.__dict__[APPLIED] = replace(known, **facts)
+    """Update the record of a model with `facts`; create it where nothing was split."""
+    before = applied(model) or Applied(plan, plan.tp_size, (), (), ())
+    model.__dict__[APPLIED] = replace(before, **facts)
 
 
 def check_matches(model: nn.Module, plan: Plan) -> None:
-    """Does every pattern of the plan mean something in this model, and was it made for such code and sizes? Raises
-    PlanMismatchError with the nearest path, or with what differs."""
+    """Raise PlanMismatchError, with the nearest path or the difference, unless every pattern of the plan matches
+    something in this model and the plan was made for such code and sizes."""
     parameter_rules(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     for pattern in dict.fromkeys(instruction.pattern for instruction in plan.runtime.instructions):
@@ -216,13 +216,13 @@ def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:
 
 
 def parameter_rules(model: nn.Module, plan: Plan) -> dict[str, ParameterRule | None]:
-    """The rule of every parameter and split buffer by full name; every pattern must mean something."""
+    """Return the rule of every parameter and split buffer by full name; raise if a pattern matches nothing."""
     tensors = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     names, stored = list(tensors), stored_rules(tensors, plan)
-    found: dict[str, ParameterRule | None] = {}
+    rule_of: dict[str, ParameterRule | None] = {}
     for rule in plan.runtime.parameters:
         hits = [rule.pattern] if rule.pattern in names else [n for n in names if matches(rule.pattern, n)]
         if not hits and is_stored_packed(rule.pattern, plan, stored):
@@ -234,9 +234,9 @@ def parameter_rules(model: nn.Module, plan: Plan) -> dict[str, ParameterRule | N
                 hint=f"the nearest is {close[0]!r}" if close else "the plan was made for another model",
             )
         for name in hits:
-            if name not in found or rule.pattern == name:
-                found[name] = rule
-    return {**found, **stored}
+            if name not in rule_of or rule.pattern == name:
+                rule_of[name] = rule
+    return {**rule_of, **stored}
 
 
 def _module_names(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
@@ -251,13 +251,13 @@ def _module_names(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
 
 
 def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
-    """What each module has to do, one module object once however many names it has."""
+    """Return the work of each module; an object that has several names appears once."""
     works: dict[str, ModuleWork] = {}
     names: dict[int, str] = {}
 
     def work(name: str) -> ModuleWork:
-        known = names.setdefault(id(modules[name]), name)
-        return works.setdefault(known, ModuleWork(known))
+        instance = names.setdefault(id(modules[name]), name)
+        return works.setdefault(instance, ModuleWork(instance))
 
     for instruction in plan.runtime.instructions:
         for name in (
@@ -266,9 +266,9 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
             else _module_names(instruction.pattern, modules)
         ):
             if (instruction.pattern or name == "") and all(
-                instruction is not known for known in work(name).instructions
+                instruction is not instance for instance in work(name).instructions
             ):
-                work(name).instructions.append(instruction)  # once, however many names its module has
+                work(name).instructions.append(instruction)  # once per module object
     _share_tables(modules, works)
     for name in [w.name for w in works.values() if w.of(CallRewrite)]:
         for inner, module in modules.items():
@@ -282,22 +282,22 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
 
 
 def _share_tables(modules: dict[str, nn.Module], works: dict[str, ModuleWork]) -> None:
-    """A table that the model keeps beside those that it reads, with their weight (T5's `shared`), is read as they are:
-    callers get it from `get_input_embeddings`."""
+    """Give an embedding that shares the weight of a planned table (T5's `shared`) the same work: `get_input_embeddings`
+    returns it."""
     tables = {id(vars(modules[n])["_parameters"].get("weight")): w for n, w in works.items() if w.of(VocabularyTable)}
     for name, module in modules.items():
         if not isinstance(module, nn.Embedding):
             continue
         weight = vars(module)["_parameters"].get("weight")
-        known = tables.get(id(weight)) if weight is not None else None
-        if known is None or name in works:
+        work_of_table = tables.get(id(weight)) if weight is not None else None
+        if work_of_table is None or name in works:
             continue
         if all(modules[work] is not module for work in works):
-            works[name] = ModuleWork(name, list(known.instructions), known.framed, known.random)
+            works[name] = ModuleWork(name, list(work_of_table.instructions), work_of_table.framed, work_of_table.random)
 
 
 def _at_exit(one: Instruction) -> bool:
-    """Is it done where the model returns, not by a hook of its own?"""
+    """Return whether a boundary is handled where the model returns, not by a hook of its own."""
     return isinstance(one, Boundary) and one.at_exit and one.pattern == "" and one.side == "output"
 
 
@@ -319,7 +319,7 @@ def _edit_integers(
 def _localise_padding(
     modules: dict[str, nn.Module], works: dict[str, ModuleWork], group: RankGroup, undo: list[Callable[[], None]]
 ) -> None:
-    """The padding row of a split table lives on one rank; its number is local there."""
+    """Set `padding_idx` of a sharded table: the padding row lives on one rank, where its index is local."""
     for name, work in works.items():
         state = modules[name].__dict__
         padding = state.get("padding_idx")
@@ -335,7 +335,7 @@ def _install_root(model: nn.Module, plan: Plan, running: Running, guard: PathGua
     seen = bool(plan.runtime.random or plan.runtime.random_whole)
     unseen = draws_in_code(model)
     running.draws_unseen = not seen and "always" in unseen
-    random = seen or bool(unseen)  # rates may be raised at any time
+    random = seen or bool(unseen)  # a rate of 0 may be raised at any time
     if random or plan.runtime.draws:
         meet()
         running.randomness.agree()

@@ -1,5 +1,5 @@
-"""What autoplan changes in other packages for a while, each change scoped and undone.
+"""Temporary changes in other packages, each scoped and undone.
 
-In: a block of code to run. Out: the same block, with caches, kernels or dtypes of others held still. May import:
+In: a block of code to run. Out: the same block, with caches, kernels or dtypes of other packages replaced. May import:
 values, common.
 """

@@ -1,11 +1,11 @@
-"""A live model is changed whole, or is left bit for bit as it was, whatever interrupts the change.
+"""A live model is changed fully, or is left bit for bit as it was, whatever interrupts the change.
 
-The problem: sharding changes parameters, buffers, hooks, classes, integers and whole forwards of hundreds of modules,
-partly in code of FSDP2 that knows no way back; and an error or Ctrl-C may come between any two lines, also between a
-change and the note of how to undo it. So nothing is undone step by step: before the first change everything that a
-model consists of is noted (references, no copies of tensors), and whatever is raised puts all of it back.
+The problem: sharding changes parameters, buffers, hooks, classes, integers and forwards of hundreds of modules, partly
+in code of FSDP2 that cannot undo itself; and an error or Ctrl-C may come between any two lines, even between a change
+and the record of how to undo it. So nothing is undone step by step: before the first change everything that a model
+consists of is recorded (references, no copies of tensors), and any exception restores all of it.
 
-What stands in other packages meanwhile (`patched.py`) is given back too, and the random state.
+Patches of other packages made meanwhile (`patched.py`) and the random state are restored, too.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _CONTAINERS = (dict, list, set)
 
 
 class whole_or_as_it_was:
-    """Put the model back if the block raises. Inside another such block for the same model: that one does it.
+    """Restore the model if the block raises. Nested blocks for the same model leave that to the outer one.
 
-    A class, no generator: an interrupt while the block is left must not undo, later, what is whole by then. Nothing
-    has to be tidied up either: the block is open as long as this object lives.
+    This is a class, not a generator: an interrupt while the block is left must not undo, later, a complete change.
+    Nothing needs cleanup either: the block is open as long as this object lives.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,7 +55,7 @@ class whole_or_as_it_was:
                     hold.release()
                 self.before.put_back()
                 self.before = None
-            except KeyboardInterrupt:  # once more: what was put back already stays so
+            except KeyboardInterrupt:  # try again: what is restored already stays so
                 continue
         if _open.blocks.get(id(self.model)) is self:
             del _open.blocks[id(self.model)]
@@ -63,7 +63,7 @@ class whole_or_as_it_was:
 
 @dataclass
 class _Before:
-    """All that makes up a model, by reference."""
+    """Everything that makes up a model, by reference."""
 
     modules: list[_Module] = field(default_factory=list)
     tensors: list[_Tensor] = field(default_factory=list)
@@ -73,13 +73,13 @@ class _Before:
 
     @staticmethod
     def of(model: nn.Module) -> _Before:
-        found = _Before(cuda=torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None)
+        before = _Before(cuda=torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None)
         seen: dict[int, torch.Tensor] = {}
         for module in model.modules():
-            found.modules.append(_Module.of(module))
-            seen.update((id(one), one) for one in _tensors_of(module))
-        found.tensors = [_Tensor.of(one) for one in seen.values()]
-        return found
+            before.modules.append(_Module.of(module))
+            seen.update((id(tensor), tensor) for tensor in _tensors_of(module))
+        before.tensors = [_Tensor.of(tensor) for tensor in seen.values()]
+        return before
 
     def put_back(self) -> None:
         for module in self.modules:
@@ -94,13 +94,13 @@ class _Before:
 
 @dataclass
 class _Module:
-    """A module: its class, its attributes, and what is in those that are changed in place (parameters, hooks)."""
+    """A module: its class, its attributes, and the contents of those that are changed in place (parameters, hooks)."""
 
     module: nn.Module
     kind: type[nn.Module]
     attributes: dict[str, Any]
     contents: list[tuple[Any, list[Any]]]
-    state: Any  # what FSDP2 notes about it elsewhere
+    state: Any  # FSDP2's state of the module, which is kept elsewhere
 
     @staticmethod
     def of(module: nn.Module) -> _Module:
@@ -124,7 +124,7 @@ class _Module:
 
 @dataclass
 class _Tensor:
-    """A parameter or buffer: where its values lie, its gradient, the hooks on it, and what libraries noted on it."""
+    """A parameter or buffer: its memory, its gradient, its hooks, and the attributes that libraries set on it."""
 
     tensor: torch.Tensor
     data: torch.Tensor
@@ -150,9 +150,9 @@ class _Tensor:
                 tensor.grad = self.grad
             if tensor.requires_grad != self.requires_grad:
                 tensor.requires_grad_(self.requires_grad)
-        for one, items in self.contents:
-            one.clear()
-            one.update(items)
+        for hooks, items in self.contents:
+            hooks.clear()
+            hooks.update(items)
         if tensor._backward_hooks is not self.hooks[0]:
             tensor._backward_hooks = self.hooks[0]
         if getattr(tensor, "_post_accumulate_grad_hooks", None) is not self.hooks[1]:
@@ -162,8 +162,8 @@ class _Tensor:
 
 
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    held = (*module._parameters.values(), *module._buffers.values(), *module.__dict__.values())
-    return (value for value in held if isinstance(value, torch.Tensor))
+    values = (*module._parameters.values(), *module._buffers.values(), *module.__dict__.values())
+    return (value for value in values if isinstance(value, torch.Tensor))
 
 
 def _items(container: Any) -> list[Any]:
@@ -171,8 +171,8 @@ def _items(container: Any) -> list[Any]:
 
 
 def _same(now: list[Any], before: list[Any]) -> bool:
-    """The very same objects in the same order."""
+    """Return whether both lists hold the very same objects in the same order."""
     return len(now) == len(before) and all(
-        one is two or (isinstance(one, tuple) and isinstance(two, tuple) and _same(list(one), list(two)))
-        for one, two in zip(now, before, strict=True)
+        new is old or (isinstance(new, tuple) and isinstance(old, tuple) and _same(list(new), list(old)))
+        for new, old in zip(now, before, strict=True)
     )

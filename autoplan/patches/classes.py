@@ -1,4 +1,4 @@
-"""Change classes, or code while it is recorded."""
+"""Patches of classes, and of code while it is recorded."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from torch import nn
 
 from autoplan.patches.patched import Patch, Place, hold, patched
 
-# Modules of a live model change their class.
+# Change the class of a live model's modules.
 #
-# Parameters of a sharded model are read through properties, so every module gets a subclass of its own class. FSDP2
-# does the like. `as_it_was.py` gives modules their own class back when a later step fails.
+# Parameters of a sharded model are read through properties, so every module gets a subclass of its own class, as FSDP2
+# does, too. `as_it_was.py` restores the class of modules when a later step fails.
 
 _HEARS = "__init_subclass__"
 _making = threading.RLock()  # simulated ranks make classes at the same time
 
 
 def give_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Make a module an instance of another class with the same attributes: a subclass, or the class it had before."""
+    """Make a module an instance of another class with the same attributes: a subclass, or its former class."""
     module.__class__ = cls
 
 
 def subclass_of(cls: Any, namespace: dict[str, Any]) -> Any:
     """Make a subclass with these attributes and the names of `cls`, which instances of `cls` can be given.
 
-    A class that keeps account of its subclasses hears nothing of it: its authors wrote none. It is the only base, as
-    another one before it may lie otherwise in memory (`class Base(Generic[T], nn.Module)`).
+    `__init_subclass__` of `cls` is not called, since its authors wrote no such subclass. `cls` is the only base, as
+    another one before it may have another memory layout (`class Base(Generic[T], nn.Module)`).
     """
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     with _unheard(cls):
@@ -42,7 +42,7 @@ def subclass_of(cls: Any, namespace: dict[str, Any]) -> Any:
 
 @contextmanager
 def _unheard(cls: type) -> Iterator[None]:
-    """Inside, subclasses of `cls` are made without `__init_subclass__`, if it has one."""
+    """Make subclasses of `cls` without calling its `__init_subclass__` inside the block."""
     if not any(_HEARS in vars(base) for base in cls.__mro__[:-1]):
         yield
         return
@@ -59,7 +59,7 @@ def _unheard(cls: type) -> Iterator[None]:
 
 
 def _canary() -> bool:
-    """Does a call of a module go through `_call_impl` of the class that it has now?"""
+    """Return whether a call of a module uses `_call_impl` of its present class."""
 
     class Doubled(nn.Identity):
         def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,25 +82,24 @@ CLASSES = Patch(
 )
 
 
-# Code that hides from a recording what it does, and lies open while one is made.
+# Code whose calls a recording cannot see, unless caches and TorchScript are bypassed.
 #
-# Caches: while a model is recorded its sizes are traced integers, which know where they come from, and its tensors
-# may be without storage. To a cache keyed on sizes (einops keeps one for each pattern and shape, models keep tables
-# by length) they equal plain ones: it would hand out what came from another module, or from a recording long gone,
-# and keep ours for whoever asks next. So for the time of a recording, functions and methods wrapped in
-# `functools.lru_cache` or `functools.cache` run without it.
+# Caches: while a model is recorded its sizes are traced integers, which carry their origin, and its tensors may have no
+# storage. To a cache keyed on sizes (einops keeps one for each pattern and shape, models keep tables by length) they
+# equal plain ones: it would return results of another module or an earlier recording, and keep ours for later calls. So
+# during a recording, functions and methods wrapped in `functools.lru_cache` or `functools.cache` run uncached.
 #
-# TorchScript: a function that was compiled by `torch.jit.script` or `torch.jit.trace` makes its calls outside of
-# Python, some of them without a visible result. It runs as the Python function that it was made of; so it does
-# in a sharded model, where calls inside of it are rewritten.
+# TorchScript: a function compiled by `torch.jit.script` or `torch.jit.trace` makes its calls outside of Python, some of
+# them without a visible result. It runs as its original Python function; so it does in a sharded model, where calls
+# inside of it are rewritten.
 
 _WRAPPER = type(functools.lru_cache(len))
-# Their module-level caches are of plain numbers, of no model's sizes, or of what is to be said once only.
+# Their module-level caches hold plain numbers, no sizes of models, or what is logged only once.
 _LEFT_ALONE = ("torch", "numpy", "sympy", "autoplan", "transformers", "huggingface_hub")
 
 
 def _recorded_code_canary() -> bool:
-    """Is a cached function of a type of its own, that gives its function away, and may a closure be changed?"""
+    """Return whether cached functions have a type of their own with `__wrapped__`, and closures can be changed."""
     cached = functools.lru_cache(maxsize=4)(abs)
     other = functools.cache(len)
 
@@ -124,7 +123,7 @@ UNCACHED = Patch(
 
 
 def _canary_of_scripts() -> bool:
-    """Does a scripted function say what it was made of, and is it called through its class?"""
+    """Return whether a scripted function gives its original, and is called through its class."""
 
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x + x
@@ -157,21 +156,21 @@ _SCRIPTS = (Place(torch.jit.ScriptFunction, "__call__", _as_python),)
 
 @contextmanager
 def code_lies_open(model: nn.Module) -> Iterator[None]:
-    """No caches in functions of any module and in what the model is made of, and no TorchScript functions, until nobody
-    asks for it any more."""
+    """Bypass caches, of functions in any module and in the model's classes, and TorchScript, until the last such block
+    ends."""
     with patched(UNCACHED, _cached(model), together=True), patched(UNSCRIPTED, _SCRIPTS):
         yield
 
 
 def open_scripts(model: nn.Module) -> Callable[[], None]:
-    """Let a mode that rewrites calls of this model see those in TorchScript functions. Gives what ends that."""
-    kept = hold(UNSCRIPTED, _SCRIPTS)
-    kept.until_gone(model)
-    return kept.release
+    """Let a mode that rewrites calls of this model see those in TorchScript; return a function that ends this."""
+    held = hold(UNSCRIPTED, _SCRIPTS)
+    held.until_gone(model)
+    return held.release
 
 
 def _cached(model: nn.Module) -> Iterator[Place]:
-    """Where a cached function stands, and how to make the same without its cache."""
+    """Yield the place of each cached function, with a replacement that bypasses its cache."""
     standard = sys.stdlib_module_names
     for module_name, module in list(sys.modules.items()):
         top = module_name.partition(".")[0]
@@ -183,7 +182,7 @@ def _cached(model: nn.Module) -> Iterator[Place]:
     homes = {cls.__module__ for cls in own if cls.__module__.partition(".")[0] not in standard}
     for holder in (*(own - {object}), *(sys.modules[name] for name in homes if name in sys.modules)):
         for name, value in list(vars(holder).items()):
-            # The same in a class or module of the model's: a decorator may hold the cached function in its closure
+            # A decorator in the model's own classes and modules may hold a cached function in its closure.
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             if type(function) is _WRAPPER:
                 yield Place(holder, name, _plain)
@@ -197,7 +196,7 @@ def _cached(model: nn.Module) -> Iterator[Place]:
 
 
 def _plain(value: Any) -> Any:
-    """The function itself; a static or class method stays one."""
+    """Return the wrapped function; a static or class method stays one."""
     if isinstance(value, staticmethod | classmethod):
         cached: Any = value.__func__
         return type(value)(cached.__wrapped__)

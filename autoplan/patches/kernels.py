@@ -1,9 +1,9 @@
-"""Optional kernels: what is read and proven on a CPU is the path that a model takes without them.
+"""Optional kernels: a plan is read and proven on a CPU, on the path that a model takes without them.
 
 Scans, convolutions and delta rules come as kernels for GPUs, with a reference in plain torch that computes the same.
 transformers takes the kernel wherever its library is installed, also for tensors on a CPU or without storage, on which
-it cannot run; for an exporter it takes the reference. While we look at a model, we are one. Other code asks for the
-device itself. Either way the plan says whose reference was read.
+it cannot run; for an exporter it takes the reference. So models are inspected as if they were exported. Other code
+checks the device itself. Either way the plan says which reference was read.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torch import nn
 from autoplan.patches.patched import Alone, Patch, Place, patched
 
 _HOME = "transformers.integrations.hub_kernels"
-_ASKED = "is_torchdynamo_exporting"  # transformers' question before it takes a kernel
+_ASKED = "is_torchdynamo_exporting"  # transformers checks this before it takes a kernel
 _MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
-_KEPT = ("is_new_implementation", "torch_function")  # in the decorator's closure
+_KEPT = ("is_new_implementation", "torch_function")  # variables in the decorator's closure
 _NO_KERNELS = ("torch", "transformers", "numpy", *sys.stdlib_module_names)
 _LIBRARIES, _MODELS = ("torch.", "builtins", "transformers."), "transformers.models."
 _unpacked: ContextVar[bool] = ContextVar("autoplan_unpacked", default=False)
-_alone = Alone()  # Python 3.11 cannot make syntax trees in two threads at once
+_alone = Alone()  # Python 3.11 cannot parse in two threads at once
 
 
 def _takes_reference() -> bool:
-    """Does a decorated function keep in its closure what we read there, and take its reference for an exporter?"""
+    """Return whether a decorated function has the expected closure, and takes its reference for an exporter."""
     home = importlib.import_module(_HOME)
     decorator = getattr(home, "use_kernel_func_from_hub_with_fallback", None)
-    if decorator is None:  # no such kernels in this version: nothing is replaced
+    if decorator is None:  # this version has no such kernels: nothing is replaced
         return not hasattr(home, _ASKED)
 
-    @decorator("sqrt", "math")  # stands for an installed kernel
+    @decorator("sqrt", "math")  # `math.sqrt` plays an installed kernel
     def decorated(x: Any) -> str:
         return "reference"
 
@@ -66,7 +66,7 @@ REFERENCE_PATH = Patch(
 
 
 def _stands_in_the_file() -> bool:
-    """Is a function that a file calls by its name looked up there with each call?"""
+    """Return whether a function that a file calls by its name is looked up there at each call."""
     home = ModuleType("file_of_a_model")
     vars(home)["kernel"] = lambda: "kernel"
     forward = FunctionType((lambda: kernel()).__code__, vars(home))  # type: ignore[name-defined]  # noqa: F821
@@ -98,14 +98,14 @@ KERNEL_STAND_INS = Patch(
 
 
 def _tells_packed_rows() -> bool:
-    """Does it say None of rows of one sequence, and is it looked up with each mask?"""
+    """Return whether the function returns None for a row of one sequence, and is looked up for each mask."""
     home = importlib.import_module(_MASKS)
-    if not hasattr(home, _PACKED):  # no such question in this version: nothing is replaced
+    if not hasattr(home, _PACKED):  # this version has no such function: nothing is replaced
         return True
-    one, two = torch.arange(4)[None], torch.tensor([[0, 1, 0, 1]])
+    single, packed = torch.arange(4)[None], torch.tensor([[0, 1, 0, 1]])
     with one_sequence_a_row():
-        inside = getattr(home, _PACKED)(two)
-    return getattr(home, _PACKED)(one) is None and inside is None and getattr(home, _PACKED)(two) is not None
+        inside = getattr(home, _PACKED)(packed)
+    return getattr(home, _PACKED)(single) is None and inside is None and getattr(home, _PACKED)(packed) is not None
 
 
 UNPACKED = Patch(
@@ -122,16 +122,16 @@ UNPACKED = Patch(
 
 @contextmanager
 def one_sequence_a_row() -> Iterator[None]:
-    """While this thread is in here, no row is taken to hold several sequences."""
+    """Treat every row as one sequence while this thread is inside the block."""
     home = sys.modules.get(_MASKS)
-    known = home is not None and hasattr(home, _PACKED)
+    present = home is not None and hasattr(home, _PACKED)
 
     def unpacked(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda positions: None if _unpacked.get() else original(positions)
 
     token = _unpacked.set(True)
     try:
-        with patched(UNPACKED, [Place(home, _PACKED, unpacked)] if known else []):
+        with patched(UNPACKED, [Place(home, _PACKED, unpacked)] if present else []):
             yield
     finally:
         _unpacked.reset(token)
@@ -139,23 +139,23 @@ def one_sequence_a_row() -> Iterator[None]:
 
 @contextmanager
 def on_reference_path() -> Iterator[None]:
-    """While anyone is in here, transformers' functions with a kernel take their reference."""
+    """Make transformers' functions with a kernel take their reference while any thread is inside the block."""
     home = sys.modules.get(_HOME)
-    known = home is not None and hasattr(home, _ASKED)  # or this version has no such kernels
-    with patched(REFERENCE_PATH, [Place(home, _ASKED, lambda _: lambda: True)] if known else []):
+    present = home is not None and hasattr(home, _ASKED)  # else this version has no such kernels
+    with patched(REFERENCE_PATH, [Place(home, _ASKED, lambda _: lambda: True)] if present else []):
         yield
 
 
 def where_it_runs(model: nn.Module) -> Any:
-    """`on_reference_path` for a model on the CPU, and no change for one on a GPU."""
+    """Return `on_reference_path` for a model on the CPU, and a null context for one on a GPU."""
     first = next(model.parameters(), None)
     return on_reference_path() if first is None or first.device.type in ("cpu", "meta") else nullcontext()
 
 
 @dataclass(frozen=True)
 class OptionalKernel:
-    """A function that a file of the model's has under `name`, if its library is installed, and what is done without.
-    `home`: the file. `reference`: None where there is none, or where the code asks for the device itself."""
+    """A function that a file of the model has under `name` if its library is installed. `home`: the file. `reference`:
+    its fallback; None where there is none, or where the code checks the device itself."""
 
     home: ModuleType
     name: str
@@ -166,36 +166,36 @@ class OptionalKernel:
 
 
 def optional_kernels(model: nn.Module) -> list[OptionalKernel]:
-    """The optional kernels that the model's files know."""
+    """Return the optional kernels that the model's files may use."""
     return [kernel for home in _homes(model) for kernel in (*_with_fallback(home), *_optional_imports(home))]
 
 
 def kernel_note(model: nn.Module) -> str:
-    """Which optional kernels the model's code knows, and whether they are installed; "" where it knows none."""
-    known: dict[str, set[str]] = defaultdict(set)
+    """Return a note of the model's optional kernels and whether they are installed; "" if there are none."""
+    functions_of: dict[str, set[str]] = defaultdict(set)
     kernels = optional_kernels(model)
     for kernel in kernels:
         if kernel.reference is not None or not kernel.installed:
-            known[kernel.package].add(kernel.function)
-    if not known:
+            functions_of[kernel.package].add(kernel.function)
+    if not functions_of:
         return ""
-    listed = ", ".join(f"{package} ({', '.join(sorted(known[package]))})" for package in sorted(known))
+    listed = ", ".join(f"{package} ({', '.join(sorted(functions_of[package]))})" for package in sorted(functions_of))
     missing = sorted({kernel.package for kernel in kernels if not kernel.installed})
     state = f"not installed: {', '.join(missing)}" if missing else "all are installed"
-    said = "the reference in plain torch was read and proven, which computes the same"
-    return f"optional kernels of {listed}: {said} ({state})"
+    outcome = "the reference in plain torch was read and proven, which computes the same"
+    return f"optional kernels of {listed}: {outcome} ({state})"
 
 
 def _homes(model: nn.Module) -> list[ModuleType]:
-    """The files that the model's classes are written in, without those of the libraries below them."""
+    """Return the files that the model's classes are written in, without those of base libraries."""
     names = {cls.__module__ for part in model.modules() for cls in type(part).__mro__}
     own = (name for name in sorted(names) if not name.startswith(_LIBRARIES) or name.startswith(_MODELS))
-    found = (sys.modules.get(name) for name in own)
-    return [module for module in found if isinstance(module, ModuleType)]
+    modules = (sys.modules.get(name) for name in own)
+    return [module for module in modules if isinstance(module, ModuleType)]
 
 
 def _with_fallback(home: ModuleType) -> Iterator[OptionalKernel]:
-    """Functions under transformers' decorator, which keeps what it was told in a closure."""
+    """Yield functions under transformers' decorator, which keeps its arguments in a closure."""
     for name, value in list(vars(home).items()):
         kernel = _kernel_of(home, name, value)
         if kernel is not None:
@@ -232,10 +232,10 @@ def _decorated(function: Any) -> bool:
 
 
 def _optional_imports(home: ModuleType) -> Iterator[OptionalKernel]:
-    """Functions whose import may be skipped or fail: `try: from x import f`, and in the other case `f = None`."""
-    found: list[tuple[str, str, str]] = []
-    _alone.run(lambda: found.extend(_conditional_imports(home.__name__)))
-    for package, function, name in found:
+    """Yield functions whose import may be skipped or fail: `try: from x import f`, with `f = None` otherwise."""
+    imports: list[tuple[str, str, str]] = []
+    _alone.run(lambda: imports.extend(_conditional_imports(home.__name__)))
+    for package, function, name in imports:
         value = vars(home).get(name, _decorated)
         if value is None or callable(value) and not isinstance(value, type) and value is not _decorated:
             yield OptionalKernel(home, name, package, function, value is not None)
@@ -243,18 +243,18 @@ def _optional_imports(home: ModuleType) -> Iterator[OptionalKernel]:
 
 @lru_cache(maxsize=256)
 def _conditional_imports(home: str) -> tuple[tuple[str, str, str], ...]:
-    """Package, function and its name in the file, of each import of another library that stands under a condition."""
+    """Return package, function and its name in the file, of each conditional import of another library."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[home]))
     except (OSError, SyntaxError, TypeError):
         return ()
     nodes = (node for part in tree.body if isinstance(part, ast.If | ast.Try) for node in ast.walk(part))
-    found = [
+    imports = [
         (node.module.partition(".")[0], node) for node in nodes if isinstance(node, ast.ImportFrom) and node.module
     ]
     return tuple(
         (package, alias.name, alias.asname or alias.name)
-        for package, node in found
+        for package, node in imports
         if not node.level and package not in _NO_KERNELS
         for alias in node.names
     )

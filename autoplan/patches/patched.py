@@ -1,11 +1,10 @@
-"""Replace a thing of another package for a while, and put it back.
+"""Replace an attribute of another package for a while, and put it back.
 
-The problem: models are recorded in several threads at once, sharded models live side by side, and they end in any
-order, some only when garbage is collected. Whoever came first must not take away what another still needs. So what
-stands in a place is counted: the first user replaces it, the last one puts the original back.
+The problem: models are recorded in several threads at once, sharded models exist side by side, and they end in any
+order, some only at garbage collection. The first user must not remove what another one still needs. So users of a
+replacement are counted: the first one installs it, the last one restores the original.
 
-If someone else has put a thing of theirs over ours meanwhile, theirs stays: to put the original back would take it away
-without a word.
+If someone else has replaced ours meanwhile, theirs stays: restoring the original would silently remove it.
 """
 
 from __future__ import annotations
@@ -25,17 +24,18 @@ from autoplan.common.requirements import untested
 
 
 class Alone:
-    """Runs functions one at a time; no lock stays shut.
+    """A lock that runs functions one at a time, and cannot stay locked.
 
-    An interrupt may come at the very line where a lock is given back, and whoever asks next would wait for ever. And
-    what runs when garbage is collected may run inside the code that has the lock, in the same thread.
+    An interrupt may come at the very line where a lock is released, and the next user would wait for ever. And code
+    that runs at garbage collection may run inside the code that has the lock, in the same thread.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
 
     def run(self, work: Callable[[], object], *, wait: bool = True) -> bool:
-        """Run it, and say whether it ran: not where this thread is in here already, or another one and nobody waits."""
+        """Run `work` and return whether it ran: not if the lock is held by this thread, or by another and `wait` is
+        False."""
         if self._mine():
             return False
         try:
@@ -45,7 +45,7 @@ class Alone:
                 work()
             finally:
                 self._give_back()
-        finally:  # an interrupt came in the line above
+        finally:  # if an interrupt came in the line above
             self._give_back()
         return True
 
@@ -59,12 +59,12 @@ class Alone:
 
 @dataclass(frozen=True)
 class Patch:
-    """A thing of another package that autoplan replaces.
+    """The description of something in another package that autoplan replaces.
 
-    `replaces`: its dotted path, or what it is. `scope`: how long. `undone`: how it comes back. `canary`: False, or an
-    error, where the installed version has moved or changed it. `without`: what does not work where it is left out.
-    Under untested versions such a patch is left out, with a warning, if its canary fails; one that says nothing here
-    is needed for right numbers, and fails. `where`: our file that uses it, if it is not the one of its canary.
+    `replaces`: its dotted path, or what it is. `scope`: how long. `undone`: how it is restored. `canary`: False, or an
+    error, where the installed version has moved or changed it. `without`: what does not work if it is left out. Under
+    untested versions such a patch is left out, with a warning, if its canary fails; a patch without this text is needed
+    for right numbers, and fails. `where`: our file that uses it, if it is not the one of its canary.
     """
 
     name: str
@@ -81,21 +81,18 @@ class Patch:
 
 
 def while_split(name: str, replaces: str, why: str, canary: Callable[[], bool], without: str = "") -> Patch:
-    """Describe a patch that stands as long as parameters lie on ranks."""
+    """Describe a patch that lasts as long as parameters lie on ranks."""
     scope = "while a model that `parallelize` has split lives, or one of its parameters"
     undone = "torch's own comes back when the last such model is collected or undone"
     return Patch(name, replaces, why, scope, undone, canary, without, "autoplan/execute/parameters/optimizer.py")
-
-
-# ---------------------------------------------------------------------------------------------------- what stands where
 
 
 _INHERITED = object()
 
 
 class Place(NamedTuple):
-    """An attribute of a module or class, or what a function keeps in its closure, and what is to stand there.
-    `inherited`: a class may have it from another; what then is put into the class itself is taken away again."""
+    """An attribute of a module or class, or a cell of a closure, and its replacement. `inherited`: a class may inherit
+    it; then what was set on the class itself is deleted again."""
 
     holder: Any
     name: str
@@ -110,7 +107,7 @@ class Place(NamedTuple):
                 return None
         if self.inherited:
             return vars(self.holder).get(self.name, _INHERITED)
-        return vars(self.holder)[self.name]  # not getattr: a static method must come back as one
+        return vars(self.holder)[self.name]  # not getattr: a static method must stay one
 
     def put(self, value: Any) -> None:
         if value is _INHERITED:
@@ -123,7 +120,7 @@ _ABSENT = object()
 
 
 class Registered(NamedTuple):
-    """What is to stand in a dict of another package's under a key; or, where `holder` is a set, that `key` is in it."""
+    """An entry of another package's dict, by its key; or, where `holder` is a set, `key` as its member."""
 
     holder: Any
     key: Any
@@ -152,7 +149,7 @@ class Registered(NamedTuple):
 
 @dataclass(eq=False)
 class _Standing:
-    """What was replaced, what stands there now, and how many need it."""
+    """A replacement: the original, ours, and its users."""
 
     key: tuple[str, int, str]
     place: Place | Registered
@@ -169,7 +166,7 @@ class _Standing:
 
 @dataclass(eq=False)
 class Hold:
-    """Keeps replacements standing, until it is released."""
+    """A user of replacements, until it is released."""
 
     held: list[_Standing] = field(default_factory=list)
 
@@ -184,7 +181,7 @@ class Hold:
         self.release()
 
     def release(self) -> None:
-        """Put back what no other hold needs. Idempotent."""
+        """Restore what no other hold needs. Idempotent."""
         _alone.run(lambda: _leave(self))
         _clear_up()
 
@@ -194,7 +191,7 @@ class Hold:
 
 
 class Kept:
-    """Keeps a hold until the last reference to this is gone. Copies share it."""
+    """An object that keeps a hold until the last reference to it is gone. Copies share it."""
 
     def __init__(self, held: Hold) -> None:
         held.until_gone(self)
@@ -203,16 +200,16 @@ class Kept:
         return self
 
 
-_noted = threading.local()  # by whom, of this thread; and whether its holds share nothing
+_noted = threading.local()  # of this thread: who notes holds; whether holds are apart
 _alone = Alone()
 _standing: dict[tuple[str, int, str], _Standing] = {}
-_ended: deque[Hold] = deque()  # by garbage collection, and not yet cleared up
+_ended: deque[Hold] = deque()  # ended by garbage collection, not yet cleared up
 
 
 def hold(patch: Patch, places: Iterable[Place | Registered], *, together: bool = False) -> Hold:
-    """Replace what stands in `places`. They may be found lazily: nothing is replaced meanwhile.
+    """Replace what is in `places`. They may be found lazily: nothing is replaced meanwhile.
 
-    `together`: keep all else that `patch` has replaced too: a search does not find what another has replaced already.
+    `together`: also keep everything else that `patch` has replaced, which a search would not find.
     """
     mine = Hold()
     _fill(mine, patch, places, together)
@@ -221,7 +218,7 @@ def hold(patch: Patch, places: Iterable[Place | Registered], *, together: bool =
 
 @contextmanager
 def patched(patch: Patch, places: Iterable[Place | Registered], *, together: bool = False) -> Iterator[None]:
-    """`hold` for the time of a block."""
+    """Hold replacements inside the block."""
     mine = Hold()
     with mine:
         _fill(mine, patch, places, together)
@@ -230,7 +227,7 @@ def patched(patch: Patch, places: Iterable[Place | Registered], *, together: boo
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Have holds of this thread share nothing with others: a canary tries a patch that a sharded model may hold."""
+    """Make holds of this thread share nothing with others: a canary tries a patch that a sharded model may hold."""
     _noted.apart = True
     try:
         yield
@@ -239,37 +236,37 @@ def apart() -> Iterator[None]:
 
 
 class Notes(Protocol):
-    """Who must give back whatever is held meanwhile."""
+    """An object that must release the holds made meanwhile."""
 
     holds: list[Hold]
 
 
 def note_holds(notes: Notes) -> None:
-    """Add to `notes.holds`, as long as `notes` lives, every hold that this thread makes, before it holds anything."""
+    """Add every hold that this thread makes to `notes.holds`, as long as `notes` lives, before it holds anything."""
     if not hasattr(_noted, "by"):
         _noted.by = weakref.WeakSet()
     _noted.by.add(notes)
 
 
-_asked: dict[Callable[[], bool], bool] = {}  # canaries of patches that can be left out, by what they answered
+_asked: dict[Callable[[], bool], bool] = {}  # results of the canaries of optional patches
 
 
 def _ask(canary: Callable[[], bool]) -> None:
     try:
         _asked[canary] = canary()
-    except Exception:  # whatever has moved: the patch is left out, and said
+    except Exception:  # whatever has moved: the patch is left out, with a warning
         _asked[canary] = False
 
 
 def _is_left_out(patch: Patch) -> bool:
-    """Ask the canary of a patch that can be left out, once, under untested versions."""
+    """Return whether an optional patch is left out: under untested versions its canary decides, once."""
     if not patch.without or not untested():
         return False
     if patch.canary not in _asked:
         _asked[patch.canary] = True  # the canary itself uses the patch
-        asked = threading.Thread(target=_ask, args=(patch.canary,))  # not in the modes that this thread is in
-        asked.start()
-        asked.join()
+        thread = threading.Thread(target=_ask, args=(patch.canary,))  # a thread without this one's modes
+        thread.start()
+        thread.join()
         if not _asked[patch.canary]:
             text = f"left out, since the installed version has moved {patch.replaces}: {patch.without}"
             warnings.warn(f"{patch.name}: {text}; see `autoplan doctor`", UserWarning, stacklevel=2)
@@ -282,12 +279,12 @@ def _fill(mine: Hold, patch: Patch, places: Iterable[Place | Registered], togeth
 
     def fill() -> None:
         try:
-            for one in list(_standing.values()) if together else ():
-                if one.key[0] == patch.name:
-                    _join(mine, one)
+            for standing in list(_standing.values()) if together else ():
+                if standing.key[0] == patch.name:
+                    _join(mine, standing)
             for place in places:
                 _stand(mine, patch, place)
-        except BaseException:  # undone, and raised on
+        except BaseException:  # undo, then raise
             _leave(mine)
             raise
 
@@ -297,12 +294,12 @@ def _fill(mine: Hold, patch: Patch, places: Iterable[Place | Registered], togeth
 
 
 def _stand(mine: Hold, patch: Patch, place: Place | Registered) -> None:
-    """Put ours in place, or share what stands there. Noted before it is done: an interrupt may come in between."""
+    """Install ours in a place, or share what is installed. It is recorded first: an interrupt may come in between."""
     name = f"{patch.name}, tried apart" if getattr(_noted, "apart", False) else patch.name
     key = name, id(place.holder), place.name
-    found = _standing.get(key)
-    if found is not None:
-        _join(mine, found)
+    present = _standing.get(key)
+    if present is not None:
+        _join(mine, present)
         return
     try:
         original = place.now()
@@ -324,20 +321,20 @@ def _join(mine: Hold, one: _Standing) -> None:
 
 
 def _leave(mine: Hold) -> None:
-    """A second time, or after an interrupt, it does what is left."""
+    """Release all replacements. A second call, or one after an interrupt, does what is left."""
     while mine.held:
-        one = mine.held[-1]
-        one.users.discard(mine)
-        if not one.users:
-            if one.still_ours():
-                one.place.put(one.original)
-            _standing.pop(one.key, None)
+        standing = mine.held[-1]
+        standing.users.discard(mine)
+        if not standing.users:
+            if standing.still_ours():
+                standing.place.put(standing.original)
+            _standing.pop(standing.key, None)
         mine.held.pop()
 
 
 def _end_later(mine: Hold) -> None:
-    """Garbage is collected in the middle of anything, also of the code above in this thread: never wait for the lock.
-    Whoever has it looks here again after giving it back."""
+    """Release later: garbage collection may run inside the code above, in this thread, and must never wait for the
+    lock. Whoever has it checks again after releasing it."""
     _ended.append(mine)
     _clear_up()
 

@@ -13,55 +13,55 @@ from torch.overrides import TorchFunctionMode
 
 from autoplan.patches.patched import Hold, Patch, Place, hold
 
-# Know when a rank was seeded anew, without writing anything into its generators.
+# Notice when a rank is seeded, without writing anything into its generators.
 #
-# The problem: ranks share one stream of random numbers, and must agree on it again when they were seeded, which
-# happens on all of them at once. What a rank draws elsewhere, alone, is no reason. A generator's state does not tell
-# the one from the other, and a mark in it would be seen by others: data loaders seed from `torch.initial_seed()`. So
-# torch's functions that seed are listened to. Each gives the rank's generators another number; a state that is put
-# back, as `fork_rng` and checkpoints do, has the number that it was taken under.
+# The problem: ranks share one stream of random numbers, and must agree on it again after seeding, which happens on all
+# of them at once; draws of a single rank do not count. A generator's state does not distinguish the two, and a mark in
+# it would be visible to others: data loaders seed from `torch.initial_seed()`. So torch's seeding functions are
+# wrapped. Each call gives the rank's generators a new number; a state that is restored, as `fork_rng` and checkpoints
+# do, has the number under which it was taken.
 
 _NAMES = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "get_rng_state")
 
 
 class _Seedings:
-    """The number of the present seeding of one rank's generators, and how many there were."""
+    """The number of the present seeding of one rank's generators, and the count of seedings."""
 
     def __init__(self) -> None:
         self.now = self.made = 0
 
 
 class RankGenerator(torch.Generator):
-    """That of one simulated rank."""
+    """The generator of one simulated rank."""
 
     def __init__(self) -> None:
         self.seedings = _Seedings()
 
 
 _of_process = _Seedings()
-_of_state: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # by the id of a state that somebody keeps
+_of_state: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # by the id of a state that is still referenced
 
 
 def watch_seeding() -> Hold:
-    """Listen until the hold is released."""
+    """Watch seeding until the hold is released."""
     holders = [(holder, name) for holder in (torch, torch.random, torch.cuda, torch.cuda.random) for name in _NAMES]
     return hold(SEEDING, [Place(holder, name, _noting) for holder, name in holders if name in vars(holder)])
 
 
 def seeding() -> int:
-    """The number of this rank's present seeding."""
+    """Return the number of this rank's present seeding."""
     return _mine().now
 
 
 def note_seed() -> None:
-    """This rank was seeded: another number from now on."""
+    """Give this rank's generators a new number after seeding."""
     mine = _mine()
     mine.made += 1
     mine.now = mine.made
 
 
 def is_simulated() -> bool:
-    """Is this thread a simulated rank, whose generator stands where torch's functions find it?"""
+    """Return whether this thread is a simulated rank, with a generator of its own in torch's place."""
     return isinstance(torch.random.default_generator.get_state.__self__, RankGenerator)
 
 
@@ -88,18 +88,18 @@ def _noting(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep(state: torch.Tensor) -> None:
-    """Remember under which seeding a state was taken, as long as somebody has it."""
+    """Remember under which seeding a state was taken, as long as it is referenced."""
     key = id(state)
     _of_state[key] = weakref.ref(state, lambda _: _of_state.pop(key, None)), seeding()
 
 
 def _known(state: Any) -> int | None:
-    found = _of_state.get(id(state))
-    return found[1] if found is not None and found[0]() is state else None
+    record = _of_state.get(id(state))
+    return record[1] if record is not None and record[0]() is state else None
 
 
 def _canary() -> bool:
-    """Do these functions seed and restore the generator that is found in torch.random, and does a fork restore it?"""
+    """Return whether these functions seed and restore the generator in torch.random, and a fork restores it."""
     with torch.random.fork_rng(devices=()):
         with watch_seeding():
             before = seeding()
@@ -124,17 +124,16 @@ SEEDING = Patch(
 )
 
 
-# Double precision all the way: what a model computes in single precision inside is lifted too.
+# Double precision throughout: computations in single precision inside a model are lifted too.
 #
-# Norms, softmax, routers and rotary tables are often written to compute in float32 whatever the model's dtype. In a
-# float64 check that leaves rounding of 1e-7 in the middle, and where large terms cancel (a gradient that is zero but
-# for them) it looks like an error of 1e-4. So while a float64 model is checked, every request for float32 gets
-# float64.
+# Norms, softmax, routers and rotary tables often compute in float32 whatever the model's dtype. In a float64 check that
+# leaves rounding errors of 1e-7, and where large terms cancel (a gradient that is otherwise zero) they look like an
+# error of 1e-4. So while a float64 model is checked, every request for float32 gets float64.
 
 
 class Lifted(TorchFunctionMode):
-    """`.float()`, `.to(torch.float32)`, `dtype=torch.float32`: all mean float64 while this mode is on. So does a tensor
-    made of a number: the least one of double precision, for masks, is too large for single precision."""
+    """A mode in which `.float()`, `.to(torch.float32)` and `dtype=torch.float32` mean float64. So does a tensor made of
+    a number: the least float64, as in masks, overflows in float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
@@ -151,11 +150,11 @@ def _lifted(value: Any) -> Any:
 
 
 def _double_precision_canary() -> bool:
-    """Do all ways of asking for single precision come past a function mode?"""
+    """Return whether all ways to request float32 pass a function mode."""
     x = torch.ones(2, dtype=torch.float64)
     with Lifted():
-        asked = (x.float(), x.to(torch.float32), x.sum(dtype=torch.float32), torch.full((1,), 0.5), torch.tensor(0.5))
-    return all(found.dtype == torch.float64 for found in asked) and x.float().dtype == torch.float32
+        results = (x.float(), x.to(torch.float32), x.sum(dtype=torch.float32), torch.full((1,), 0.5), torch.tensor(0.5))
+    return all(result.dtype == torch.float64 for result in results) and x.float().dtype == torch.float32
 
 
 DOUBLE_PRECISION = Patch(

@@ -1,4 +1,4 @@
-"""Sharding rules of DTensor that torch lacks, and the loss of compiled models."""
+"""Sharding rules that DTensor lacks, and losses in compiled models."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autoplan.patches.patched import Hold, Patch, Place, Registered, apart, hold, while_split
 
-# Ops of which DTensor has not heard, and by which torch asks parameters and gradients something.
+# Ops that DTensor does not know, by which torch inspects parameters and gradients.
 #
-# `torch.autograd.detect_anomaly` asks each gradient for NaN, and what derives forward asks how parameters lie in
-# memory, before it calls the model (which says why it cannot be). For DTensor both would be an error about a missing
-# rule.
+# `torch.autograd.detect_anomaly` checks each gradient for NaN, and forward derivatives check the memory layout of
+# parameters before they call the model (which then refuses). With DTensor both would fail for want of a sharding rule.
 
 
 def asked_of_all() -> Hold:
-    """Until the hold is released, DTensor answers these ops: of whole tensors."""
+    """Register rules for these ops, on full tensors, until the hold is released."""
     return hold(SHARDING_RULES, _places())
 
 
@@ -32,7 +31,7 @@ def _places() -> Iterator[Registered]:
 
 
 def _tables() -> tuple[Any, Any]:
-    """Where DTensor keeps how ops are sharded, and which of their arguments count."""
+    """Return the tables in which DTensor keeps the sharding of ops, and which of their arguments count."""
     sharding_propagator = DTensor._op_dispatcher.sharding_propagator
     return sharding_propagator.op_strategy_funcs, sharding_propagator.op_to_schema_info
 
@@ -46,26 +45,26 @@ def _rules() -> dict[Any, Callable[..., Any]]:
 
 @cache
 def _made() -> dict[Any, tuple[Any, Any]]:
-    """What torch makes of the rules of each op: it is registered by torch's own function, and taken out again."""
-    from torch.distributed.tensor.experimental import register_sharding  # brings context parallel with it
+    """Return torch's strategy and schema of each op's rule, by registering it and removing it again."""
+    from torch.distributed.tensor.experimental import register_sharding  # a slow import: it loads context parallel
 
-    tables, found = _tables(), {}
+    tables, registered = _tables(), {}
     for op, rule in _rules().items():
         before = [table.get(op) for table in tables]
         try:
             register_sharding(op)(rule)
             strategy, schema = (table[op] for table in tables)
         finally:
-            for table, one in zip(tables, before, strict=True):
+            for table, entry in zip(tables, before, strict=True):
                 table.pop(op, None)
-                if one is not None:
-                    table[op] = one
-        found[op] = strategy, schema
-    return found
+                if entry is not None:
+                    table[op] = entry
+        registered[op] = strategy, schema
+    return registered
 
 
 def _canary() -> bool:
-    """Does DTensor look such ops up in these two tables, and find ours there?"""
+    """Return whether DTensor looks such ops up in these two tables, and finds ours there."""
     tables = _tables()
     before = [dict(table) for table in tables]
     with apart(), asked_of_all():
@@ -85,23 +84,23 @@ SHARDING_RULES = while_split(
 )
 
 
-# Ops of which a DTensor answers for one rank's part: numbers for Python, and random draws in place.
+# Ops for which DTensor uses the local shard: numbers for Python, and random draws in place.
 #
 # It reads a rank's own number where others have theirs (`float(gradient.norm())`), and on CPUs draws the same numbers
-# for the parts of all ranks.
+# for the shards of all ranks.
 
 Handler = Callable[[Any, Any, Any], Any]  # an op, its arguments
 
 
 def numbers_and_draws(number: Handler, draw: Handler) -> Hold:
-    """Until the hold is released, `number` answers for a number in a DTensor that is cut, and `draw` draws in place."""
+    """Let `number` handle the number in a sharded DTensor, and `draw` draws in place, until the hold is released."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     drawing = (Registered(handlers, op, draw) for op in _DRAWS)
     return hold(OPS_BY_WHOLE, (Registered(handlers, _NUMBER, number), *drawing))
 
 
 def answered_by_torch(op: Any, args: Any, kwargs: Any) -> Any:
-    """What torch does for it, from within a handler."""
+    """Return torch's own result of an op, from within a handler."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(op)
     try:
@@ -120,7 +119,7 @@ _DRAWS = (
 
 
 def _ops_by_whole_canary() -> bool:
-    """Does DTensor have such handlers, and no handlers of its own for these ops?"""
+    """Return whether DTensor has such handlers, and none of its own for these ops."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     before = dict(handlers)
 
@@ -140,19 +139,18 @@ OPS_BY_WHOLE = while_split(
 )
 
 
-# Split logits in compiled code: `nn.CrossEntropyLoss` that it makes and calls, and logits that come from outside.
+# Split logits in compiled code: an `nn.CrossEntropyLoss` inside of it, and logits from outside.
 #
-# torch's compiler puts the function in its place, and hands it the tensors past what their classes say of it. Logits
-# that know that they are a rank's columns are such a class: the loss would be that of the columns alone, or an error
-# about a target out of bounds. Where a class has its say, the function is called as any other is.
+# torch's compiler replaces the module by the function, and bypasses `__torch_function__` of its arguments. For logits
+# that are a rank's columns the loss would be that of the columns alone, or an error about a target out of bounds. With
+# the patch the function is dispatched like any other.
 #
-# Where a graph is broken between head and loss, compiled code is given such logits from outside. torch keeps a set of
-# the classes that it does not trace then (as with all settings of its compiler, one for each thread), and theirs are
-# added.
+# After a graph break between head and loss, compiled code gets such logits from outside. torch keeps a set of classes
+# that it does not trace then (per thread, like all settings of its compiler), to which theirs are added.
 
 
 def heard_by_classes() -> Hold:
-    """Until the hold is released, compiled losses of this class ask the classes of their tensors, as others do."""
+    """Dispatch compiled losses of this class to the classes of their tensors, until the hold is released."""
     return hold(COMPILED_LOSS, _loss_places())
 
 
@@ -164,13 +162,13 @@ def _loss_places() -> Iterator[Place]:
 
     def asking(plain: Any) -> Any:
         def _call_cross_entropy_loss(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            made = plain(self, tx, args, kwargs)
+            built = plain(self, tx, args, kwargs)
 
             def loss(input: Any, target: Any) -> Any:
                 if can_dispatch_torch_function(tx, (input, target), {}):
                     function = VariableTracker.build(tx, F.cross_entropy)
                     return function.call_function(tx, [input, target, *args], kwargs)
-                return made.call_function(tx, [input, target], {})
+                return built.call_function(tx, [input, target], {})
 
             return LambdaVariable(loss)
 
@@ -188,16 +186,16 @@ class _Heard(torch.Tensor):
 
 
 def _compiled_loss_canary() -> bool:
-    """Does a compiled loss come to the class of its tensor, with all that the loss was made of?"""
+    """Return whether a compiled loss reaches the class of its tensor, with all of its settings."""
 
     def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return torch.nn.CrossEntropyLoss(ignore_index=5)(logits, target)
 
     with apart(), heard_by_classes():
         compiled = torch.compile(loss, backend="eager", fullgraph=True)
-        found = compiled(torch.ones(1, 3).as_subclass(_Heard), torch.tensor([1]))
+        dispatched = compiled(torch.ones(1, 3).as_subclass(_Heard), torch.tensor([1]))
         plain = compiled(torch.ones(1, 3), torch.tensor([1]))
-    return found.tolist() == [6] and abs(float(plain) - 1.0986) < 1e-3
+    return dispatched.tolist() == [6] and abs(float(plain) - 1.0986) < 1e-3
 
 
 COMPILED_LOSS = while_split(
@@ -209,11 +207,8 @@ COMPILED_LOSS = while_split(
 )
 
 
-# -------------------------------------------------------------------------------------- tensors from outside
-
-
 def left_untraced(classes: Iterable[type]) -> Hold:
-    """Until the hold is released, compilers run as it is whatever is given tensors of these classes from outside."""
+    """Make compilers not trace functions of tensors of these classes from outside, until the hold is released."""
     return hold(UNTRACED_LOGITS, (Registered(_untraced(), kind) for kind in classes))
 
 
@@ -224,7 +219,7 @@ def _untraced() -> Any:
 
 
 def _untraced_canary() -> bool:
-    """Is code that is given such a tensor compiled before and after, and not meanwhile?"""
+    """Return whether code with such a tensor is compiled before and after, and not inside."""
 
     class Apart(torch.Tensor):
         pass

@@ -1,4 +1,4 @@
-"""Run several ranks in one process."""
+"""Patches to run several ranks in one process."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 from autoplan.common.errors import CaptureError
 from autoplan.patches.patched import Patch, Place, patched
 
-# Models that talk to torch.distributed themselves, while a plan is made for them.
+# Models that use torch.distributed themselves, while a plan is made for them.
 #
-# The problem: code of routed experts asks how many ranks there are and exchanges tokens with them. When one rank
-# plans, the others do not come to that exchange, and it hangs; on simulated ranks it would run its own parallelism
-# beside ours. So while a plan is made, the model's code is told that there is no process group. Who asks shows by the
-# file that calls: torch and autoplan themselves get the truth.
+# The problem: code of routed experts reads the number of ranks and exchanges tokens with them. When one rank plans, the
+# others do not join that exchange, and it hangs; on simulated ranks its own parallelism would be added to ours. So
+# while a plan is made, the model's code sees no process group. The caller is known by its file: torch and autoplan
+# themselves get the real answers.
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _ANSWERS: dict[str, Any] = {"is_initialized": False, "get_world_size": 1, "get_rank": 0}
-_NOTHING = ("all_reduce", "broadcast", "barrier", "reduce")  # of a single rank, they change nothing
+_NOTHING = ("all_reduce", "broadcast", "barrier", "reduce")  # no-ops on a single rank
 _REFUSED = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
     "broadcast_object_list", "gather", "irecv", "isend", "new_group", "recv", "reduce_scatter",
@@ -40,7 +40,7 @@ _REFUSED = (
 
 
 def _canary() -> bool:
-    """Are these functions of torch.distributed, which models call through it?"""
+    """Return whether these functions are in torch.distributed, through which models call them."""
     return all(callable(vars(dist).get(name)) for name in (*_ANSWERS, *_NOTHING, *_REFUSED))
 
 
@@ -56,14 +56,14 @@ PROCESS_GROUP = Patch(
 
 @contextmanager
 def alone() -> Iterator[set[str]]:
-    """The model's code finds no process group. Gives the names of what it asked for, as it asks."""
-    asked: set[str] = set()
-    _listeners.append(asked)
+    """Hide the process group from the model's code; yield the names of what it calls, as it does."""
+    called: set[str] = set()
+    _listeners.append(called)
     try:
         with patched(PROCESS_GROUP, (Place(dist, name, _made(name)) for name in (*_ANSWERS, *_NOTHING, *_REFUSED))):
-            yield asked
+            yield called
     finally:
-        _listeners[:] = [listener for listener in _listeners if listener is not asked]
+        _listeners[:] = [listener for listener in _listeners if listener is not called]
 
 
 _listeners: list[set[str]] = []
@@ -90,16 +90,15 @@ def _made(name: str) -> Callable[[Any], Any]:
     return make
 
 
-# What simulated ranks need for themselves, and what torch keeps once per process.
+# Per-thread versions of what torch keeps once per process.
 #
-# Ranks that are threads of one process share the process-group world, DTensor's questions about shapes, and the
-# generators of torch, numpy and Python. While they run, torch is given a world of one part per thread, one such
-# question at a time, and generators that ask which rank is calling; whatever was there is set aside, a live process
-# group too.
+# Ranks that are threads of one process share the process-group world, DTensor's shape propagation, and the generators
+# of torch, numpy and Python. While they run, torch gets a world per thread, propagates one shape at a time, and uses
+# generators that depend on the calling rank; the originals are set aside, even a live process group.
 
 
-_ASKS = "_propagate_tensor_meta_non_cached"  # runs an op on whole tensors without storage
-_asking = threading.RLock()  # a rank may ask again while it is answered
+_ASKS = "_propagate_tensor_meta_non_cached"  # runs an op on full tensors without storage
+_asking = threading.RLock()  # reentrant: shape propagation may recurse
 
 
 def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,8 +114,8 @@ _making = threading.RLock()
 
 
 def _made_once(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    """torch makes the Python object of an op at its first use, and dispatch keeps a bare pointer to it. Of two that two
-    threads make, the first is replaced and freed: a segmentation fault."""
+    """Create the Python object of an op once. torch creates it at first use, and dispatch keeps a bare pointer to it.
+    If two threads create one, the first is replaced and freed: a segmentation fault."""
 
     @functools.wraps(original)
     def made(holder: Any, name: str) -> Any:
@@ -127,17 +126,17 @@ def _made_once(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]
 
 
 class _WorldPerThread(ThreadLocalWorld):
-    """torch's, with what torch 2.11 asks of a world and its own for threads lacks."""
+    """torch's world for threads, with an attribute that torch 2.11 reads and this class lacks."""
 
     @property
     def comms(self) -> list[Any]:
-        return []  # of another library: there are none
+        return []  # communicators of another library: there are none
 
 
 @contextmanager
 def world_per_thread() -> Iterator[None]:
-    """Swap in a world and registries that are right for one thread per rank; put the old ones back. Each process group
-    that is made meanwhile has uncaught errors begin with one rank more: that is taken back too."""
+    """Swap in a world and registries for one thread per rank; restore the old ones after. Each process group made
+    meanwhile also wraps `sys.excepthook` to print its rank: that is undone, too."""
     ProcessLocalGroup.reset()
     excepthook = sys.excepthook
     places = [
@@ -155,13 +154,13 @@ def world_per_thread() -> Iterator[None]:
 
 
 def asks_for_a_shape() -> bool:
-    """Does this thread run an op on whole tensors without storage, of which DTensor wants no more than the shape? It
-    holds the lock meanwhile; answers are kept, so only the first such op of a process is run."""
+    """Return whether this thread propagates a shape for DTensor, by an op on full tensors without storage. It holds the
+    lock meanwhile; results are cached, so only the first such op of a process is run."""
     return bool(_asking._is_owned())  # type: ignore[attr-defined]
 
 
 class _GeneratorOfThisThread:
-    """Stands in for torch's CPU generator in `torch.random`: a rank gets its own, any other thread the real one."""
+    """A stand-in for torch's CPU generator in `torch.random`: a rank gets its own, any other thread the real one."""
 
     def __init__(self, real: torch.Generator, own: Callable[[], torch.Generator | None]) -> None:
         self._real, self._own = real, own
@@ -172,13 +171,13 @@ class _GeneratorOfThisThread:
 
 @contextmanager
 def generator_per_thread(own: Callable[[], torch.Generator | None]) -> Iterator[None]:
-    """`torch.manual_seed`, `get_rng_state` and their like reach the calling thread's own generator, if it has one."""
+    """Make `torch.manual_seed`, `get_rng_state` and the like use the calling thread's own generator, if it has one."""
     with patched(GENERATOR, [Place(torch.random, "default_generator", lambda real: _GeneratorOfThisThread(real, own))]):
         yield
 
 
 class _OwnOfThisThread:
-    """Stands in for a function of a generator that the process shares: a rank's own generator has it too."""
+    """A stand-in for a function of a process-wide generator: a rank calls that of its own generator."""
 
     def __init__(self, real: Callable[..., Any], own: Callable[[], Any]) -> None:
         self._real, self._own = real, own
@@ -191,10 +190,11 @@ class _OwnOfThisThread:
 
 @contextmanager
 def host_generators(own: Callable[[], tuple[random.Random, numpy.random.RandomState] | None]) -> Iterator[None]:
-    """`random.random`, `numpy.random.rand` and their like draw from the calling thread's own generators, if it has any.
+    """Make `random.random`, `numpy.random.rand` and the like draw from the calling thread's own generators, if it has
+    any.
 
-    Ranks that are processes have them to themselves, each as it was seeded. Names that were imported before
-    (`from random import random`) go on with the generator of the process.
+    Ranks that are processes each have their own. Names that were imported before (`from random import random`) keep
+    using the generator of the process.
     """
 
     def stand_in(at: int) -> Callable[[Any], Any]:
@@ -207,13 +207,13 @@ def host_generators(own: Callable[[], tuple[random.Random, numpy.random.RandomSt
 
 
 def _functions_of(module: Any) -> list[str]:
-    """The functions of a module that its one generator has too."""
+    """Return the functions of a module that are methods of its generator, too."""
     kind = random.Random if module is random else numpy.random.RandomState
     return [name for name in vars(module) if name.islower() and name[0] != "_" and callable(getattr(kind, name, None))]
 
 
 def _world_canary() -> bool:
-    """Does torch look its world up with each question, has every thread one of its own, and are ops kept?"""
+    """Return whether torch looks its world up each time, every thread has its own, and ops are cached."""
     real, asks = dist.distributed_c10d._world, getattr(ShardingPropagator, _ASKS)
     with world_per_thread():
         inside = dist.distributed_c10d._world
@@ -242,7 +242,7 @@ WORLD = Patch(
 
 
 def _generator_canary() -> bool:
-    """Do torch's functions for the CPU's randomness ask `torch.random.default_generator`?"""
+    """Return whether torch's functions for CPU randomness use `torch.random.default_generator`."""
     mine, before = torch.Generator(), torch.get_rng_state()
     with generator_per_thread(lambda: mine):
         torch.manual_seed(7)
@@ -263,7 +263,7 @@ GENERATOR = Patch(
 
 
 def _host_canary() -> bool:
-    """Are the functions of `random` and `numpy.random` methods of one generator each, called by name?"""
+    """Return whether the functions of `random` and `numpy.random` are methods of one generator each, called by name."""
     mine = random.Random(7), numpy.random.RandomState(7)
     before = random.getstate(), numpy.random.get_state()[1].copy()  # type: ignore[index]
     with host_generators(lambda: mine):
@@ -284,21 +284,19 @@ HOST_GENERATORS = Patch(
 )
 
 
-# -------------------------------------------------------------------------------------------------- the backend
-
-# torch makes a process group by the name of its backend, and forgets no name. So it is told where such ranks run first,
-# not where the package is imported, and the name is used by nothing else.
+# torch creates a process group by the name of its backend, and cannot unregister one. So it is registered when such
+# ranks first run, not when the package is imported, and nothing else uses the name.
 BACKEND = "autoplan_threads"
 
 
 def know_backend(make: Callable[..., Any], name: str = BACKEND) -> None:
-    """From now on torch makes process groups of this name by `make` (store, rank, number of ranks, timeout)."""
+    """Make torch create process groups of this name by `make` (store, rank, number of ranks, timeout) from now on."""
     if name not in dist.Backend.backend_list:
         dist.Backend.register_backend(name, make, devices=["cpu"])
 
 
 def _backend_canary() -> bool:
-    """Is a backend that is registered known by its name alone, and default for no device that had one?"""
+    """Return whether a registered backend is known by its name alone, and not the default of a device that had one."""
     before, name = dict(dist.Backend.default_device_backend_map), f"{BACKEND}_canary"
     know_backend(lambda *given: None, name)
     return name in dist.Backend.backend_list and dist.Backend.default_device_backend_map == before

@@ -17,22 +17,22 @@ from torch.optim import Optimizer
 
 from autoplan.patches.patched import Hold, Place, apart, hold, while_split
 
-# Whole tensors that torch cuts for a sharded model: `set_model_state_dict(..., full_state_dict=True)`.
+# Full tensors that torch shards for a sharded model: `set_model_state_dict(..., full_state_dict=True)`.
 #
-# torch cuts each of them evenly, in the checkpoint's shape, and copies the piece into the parameter's own. A
-# parameter that has more rows than the checkpoint (some lie on several ranks) has room for another number: an error
-# about sizes on one rank, while the others wait. Such a tensor is left whole: loading it cuts it as it lies.
+# torch shards each of them evenly, in the checkpoint's shape, and copies the shard into the parameter's. A parameter
+# with more rows than the checkpoint (some lie on several ranks) has another local size: an error on one rank, while the
+# others wait. Such a tensor is left unsharded: our load hook shards it.
 
 
 def left_whole(wanted: Callable[[Any, torch.Tensor], bool]) -> Hold:
-    """Until the hold is released, torch leaves a tensor whole where `wanted` says so of a parameter and its tensor."""
+    """Make torch leave a tensor unsharded where `wanted`, called with a parameter and its tensor, says so."""
 
     def leaving(plain: Any) -> Any:
         def _distribute_tensors(local_state_dict: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
             for key in keys:
-                found = local_state_dict.get(key)
-                if isinstance(found, tuple) and wanted(*found):
-                    local_state_dict[key] = found[1]
+                pair = local_state_dict.get(key)
+                if isinstance(pair, tuple) and wanted(*pair):
+                    local_state_dict[key] = pair[1]
             plain(local_state_dict, keys, *args, **kwargs)
 
         return _distribute_tensors
@@ -41,7 +41,7 @@ def left_whole(wanted: Callable[[Any, torch.Tensor], bool]) -> Hold:
 
 
 def _full_state_dicts_canary() -> bool:
-    """Does torch hand over a parameter and its whole tensor, and take a tensor for something that is done?"""
+    """Return whether torch passes a parameter with its full tensor, and accepts a tensor that is done."""
     parameter, whole = torch.zeros(2), torch.ones(3)
     state: dict[str, Any] = {"weight": (parameter, whole)}
     with apart(), left_whole(lambda one, other: one is parameter and other is whole):
@@ -58,15 +58,15 @@ FULL_STATE_DICTS = while_split(
 )
 
 
-# Hear of every optimizer that is made while a sharded model lives.
+# Notice every optimizer that is created while a sharded model lives.
 #
 # torch has hooks for an optimizer's state dict, its steps and its loads, but none for its creation. A hook on the first
-# step comes too late: a run that goes on loads its states before that, and they would lie whole on every device until
-# then. So `Optimizer.__init__` tells us, for as long as there are parameters whose states need an order, and no longer.
+# step comes too late: a resumed run loads its states before that, and they would be replicated on every device until
+# then. So `Optimizer.__init__` is patched, only for as long as there are parameters whose states need reordering.
 
 
 def told_of_new_optimizers(tell: Callable[[Optimizer], None]) -> Hold:
-    """Call `tell` with every new optimizer, from now on until the hold is released."""
+    """Call `tell` with every new optimizer, until the hold is released."""
 
     def telling(plain_init: Any) -> Any:
         @functools.wraps(plain_init)
@@ -80,14 +80,14 @@ def told_of_new_optimizers(tell: Callable[[Optimizer], None]) -> Hold:
 
 
 def _optimizers_canary() -> bool:
-    """Does every optimizer go through `Optimizer.__init__`, and have its groups and hooks when that has ended?"""
+    """Return whether every optimizer goes through `Optimizer.__init__`, and has its groups and hooks afterwards."""
     seen: list[tuple[type, int]] = []
     kinds = (torch.optim.SGD, torch.optim.AdamW)
     with apart(), told_of_new_optimizers(lambda made: seen.append((type(made), len(made.param_groups[0]["params"])))):
         made = [kind([torch.nn.Parameter(torch.ones(2))], lr=0.1) for kind in kinds]
     hooks = (Optimizer.register_state_dict_post_hook, Optimizer.register_load_state_dict_pre_hook)
-    taken = all(list(inspect.signature(hook).parameters)[:2] == ["self", "hook"] for hook in hooks)
-    return taken and [(kind, 1) for kind in kinds] == [one for one in seen if one[0] in map(type, made)]
+    accepted = all(list(inspect.signature(hook).parameters)[:2] == ["self", "hook"] for hook in hooks)
+    return accepted and [(kind, 1) for kind in kinds] == [entry for entry in seen if entry[0] in map(type, made)]
 
 
 OPTIMIZERS = while_split(
@@ -98,29 +98,28 @@ OPTIMIZERS = while_split(
 )
 
 
-# `parameter.data = x` of parameters that lie on ranks.
+# `parameter.data = x` for parameters on ranks.
 #
-# torch changes what its C++ side says of a DTensor's shape and type, and leaves the local tensor, with which
-# everything computes, as it was: the assignment does nothing, without a word. Averages of weights, quantisers and
-# adapters that are merged are written with it.
+# torch changes the shape and type on the C++ side of a DTensor, and not the local tensor, with which everything
+# computes: the assignment silently does nothing. Weight averaging, quantisers and merging of adapters use it.
 
 _PLAIN: Any = torch.Tensor.data
 
 
 def data_assigned(assign: Callable[[DTensor, Any], bool], read: Callable[[DTensor, Any], Any]) -> Hold:
-    """Until the hold is released, `assign` carries out `x.data = y` of DTensors; where it says False, torch does.
-    `read` is given a DTensor and its data, and returns that."""
+    """Let `assign` handle `x.data = y` for DTensors, or torch where it returns False, until the hold is released.
+    `read` gets a DTensor and its data, and returns the data."""
 
     def write(self: DTensor, value: Any) -> None:
         if not assign(self, value):
             _PLAIN.__set__(self, value)
 
-    made = property(lambda self: read(self, _PLAIN.__get__(self)), write)
-    return hold(PARAMETER_DATA, [Place(DTensor, "data", lambda _: made, inherited=True)])
+    data = property(lambda self: read(self, _PLAIN.__get__(self)), write)
+    return hold(PARAMETER_DATA, [Place(DTensor, "data", lambda _: data, inherited=True)])
 
 
 def _parameter_data_canary() -> bool:
-    """Does a DTensor inherit `data`, from what can be assigned to?"""
+    """Return whether DTensor inherits an assignable `data`."""
     before = vars(DTensor).get("data")
     seen: list[Any] = []
 
@@ -137,8 +136,8 @@ def _parameter_data_canary() -> bool:
         DTensor.data.__get__(torch.ones(()))
     plain = torch.ones(2)
     _PLAIN.__set__(plain, torch.zeros(2))
-    found = seen == [3, 1] and vars(DTensor).get("data") is before
-    return found and not plain.any() and not _PLAIN.__get__(plain).any()
+    restored = seen == [3, 1] and vars(DTensor).get("data") is before
+    return restored and not plain.any() and not _PLAIN.__get__(plain).any()
 
 
 PARAMETER_DATA = while_split(
@@ -149,10 +148,10 @@ PARAMETER_DATA = while_split(
 )
 
 
-# Rows and pieces of parameters that lie on ranks: `weight[3]`, `weight[3] = 0`, `bias.chunk(4)`.
+# Rows and pieces of parameters on ranks: `weight[3]`, `weight[3] = 0`, `bias.chunk(4)`.
 #
-# DTensor copies what is picked along a dim that is cut, so what is written into it is lost without a word, and has no
-# rule to set rows. And the sum in a penalty cannot be added to a loss: its gradient would meet plain tensors.
+# DTensor copies what is indexed along a sharded dim, so writes to it are silently lost, and has no rule to set rows.
+# And the sum in a penalty cannot be added to a loss: its gradient would be mixed with plain tensors.
 
 _PICKS = ("__getitem__", "chunk", "diagonal", "narrow", "select", "split", "unbind")
 _TOTALS = ("mean", "norm", "sum")
@@ -160,7 +159,7 @@ _METHODS = ("__setitem__", *_PICKS, *_TOTALS)
 
 
 def picked(pick: Callable[..., Any], set_item: Callable[..., Any], total: Callable[..., Any]) -> Hold:
-    """Until the hold is released, they are given torch's method and what it is called with, for a DTensor."""
+    """Call these functions with torch's method and its arguments, for a DTensor, until the hold is released."""
 
     def places() -> Iterator[Place]:
         for name in _METHODS:
@@ -177,14 +176,14 @@ def _handed_on(x: DTensor, function: Callable[..., Any], plain: Any, *args: Any,
 
 
 def _picked_rows_canary() -> bool:
-    """Does a DTensor inherit these methods from Tensor?"""
+    """Return whether DTensor inherits these methods from Tensor."""
     before = {name: vars(DTensor).get(name) for name in _METHODS}
     seen: list[Any] = []
 
     def told(plain: Any, x: Any, *args: Any) -> None:
         seen.append((plain.__name__, *args))
 
-    made: Any = DTensor.__new__  # methods are asked of the class: no ranks are needed
+    made: Any = DTensor.__new__  # methods are looked up on the class: no ranks are needed
     with apart(), picked(told, told, told):
         for name in _METHODS:
             vars(DTensor)[name].__get__(made, DTensor)(1)
@@ -200,21 +199,21 @@ PICKED_ROWS = while_split(
 )
 
 
-# torch's norm of all gradients, where some rows lie on several ranks.
+# torch's norm of all gradients, where several ranks hold the same rows.
 #
-# `torch.nn.utils.clip_grad_norm_` and `get_total_norm` are given gradients, and a DTensor says nothing of rows that two
-# ranks hold: they would count twice. Callers import both by name before any model is sharded, so what is replaced is
-# what both keep in a closure: the function under their `torch.no_grad`.
+# `torch.nn.utils.clip_grad_norm_` and `get_total_norm` get gradients, and a DTensor does not show rows that two ranks
+# hold: they would count twice. Callers import both by name before any model is sharded, so the function that both keep
+# in the closure of their `torch.no_grad` is replaced.
 
 
 def norm_of(counted: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Hold:
-    """Until the hold is released, torch takes the norm of what `counted` makes of gradients."""
+    """Make torch compute norms of `counted(gradients)`, until the hold is released."""
 
     def counting(plain: Any) -> Any:
         @functools.wraps(plain)
         def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            return plain(counted(given), *args, **kwargs)
+            gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            return plain(counted(gradients), *args, **kwargs)
 
         return total_norm
 
@@ -223,7 +222,7 @@ def norm_of(counted: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Hold
 
 
 def _total_norm_canary() -> bool:
-    """Do both take the norm of what we make of the gradients?"""
+    """Return whether both functions take the norm of the replaced gradients."""
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     with apart(), norm_of(lambda gradients: [4 * gradient for gradient in gradients]):
@@ -239,15 +238,14 @@ TOTAL_NORM = while_split(
 )
 
 
-# `safetensors.torch.save_model` and `save_file` of tensors that lie on ranks: one clear error.
+# `safetensors.torch.save_model` and `save_file` of tensors on ranks: one clear error.
 #
-# They look at the memory of each tensor, and a DTensor has none of its own: torch's error is about a storage that
-# Python cannot use. Both are imported by name before any model is sharded; the function by which they ask for memory
-# is not.
+# They read the memory of each tensor, and a DTensor has none of its own: torch's error is about a storage that Python
+# cannot use. Both are imported by name before any model is sharded; the function that reads the memory is not.
 
 
 def told_of_stored(tell: Callable[[torch.Tensor], None]) -> Hold:
-    """Until the hold is released, call `tell` with each tensor that safetensors is about to write; it may raise."""
+    """Call `tell`, which may raise, with each tensor that safetensors is about to write, until the hold is released."""
     if find_spec("safetensors") is None:
         return Hold()
 
@@ -263,7 +261,7 @@ def told_of_stored(tell: Callable[[torch.Tensor], None]) -> Hold:
 
 
 def _safetensors_storage_canary() -> bool:
-    """Do both ways to write tensors ask for their memory before anything else?"""
+    """Return whether both ways to write tensors read their memory before anything else."""
     if find_spec("safetensors") is None:
         return True
     theirs, seen = import_module("safetensors.torch"), []
@@ -273,9 +271,9 @@ def _safetensors_storage_canary() -> bool:
         raise ValueError("told")
 
     with apart(), told_of_stored(tell):
-        for save, given in ((theirs.save_model, torch.nn.Linear(2, 2)), (theirs.save_file, {"one": torch.ones(2)})):
+        for save, argument in ((theirs.save_model, torch.nn.Linear(2, 2)), (theirs.save_file, {"one": torch.ones(2)})):
             try:
-                save(given, "nowhere/at/all")
+                save(argument, "nowhere/at/all")
             except ValueError as error:
                 seen.append(str(error))
     return seen == [torch.Size([2, 2]), "told", torch.Size([2]), "told"]

@@ -1,4 +1,4 @@
-"""A plan in the words of other systems.
+"""Exports of a plan to other systems.
 
-In: a Plan. Out: text for a file, or an error that names what the system cannot say. May import: what emit may.
+In: a Plan. Out: text for a file, or an error that names what the system cannot express. May import: what emit may.
 """

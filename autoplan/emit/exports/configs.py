@@ -1,7 +1,7 @@
 """Write plans for DeepSpeed, vLLM, accelerate and Megatron-FSDP, and as a Python module for torch.
 
 The torch module needs torch alone where every split is a column or row layer and nothing else is done; otherwise it
-carries the plan and hands it to autoplan, since a dict of stock styles would run and be wrong.
+contains the plan and passes it to autoplan, since a dict of stock styles would run and be wrong.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from autoplan.emit.exports.expressible import (
 from autoplan.emit.exports.hf import OLD_NAMES, hf_entries
 from autoplan.values import Entry, Plan
 
-_WITHOUT_VIEWS = ("read", "shape")  # DeepSpeed and vLLM replace modules: what leaves may be changed in place
+_WITHOUT_VIEWS = ("read", "shape")  # DeepSpeed and vLLM replace modules, whose outputs may be changed in place
 _GATHERED = {"packed_colwise": "colwise_rep", "colwise": "colwise_rep", "rowwise": "rowwise_rep"}
 _VLLM = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "replicate")
 
 
 def to_deepspeed(plan: Plan, *, drop: bool = False) -> dict[str, Any]:
-    """The `tensor_parallel` section of a DeepSpeed config."""
+    """Return the `tensor_parallel` section of a DeepSpeed config."""
     specs: list[dict[str, Any]] = []
     refused: list[Refused] = []
     for part in parts_of(plan, obstacles=_WITHOUT_VIEWS):
@@ -72,7 +72,7 @@ def _not_for_deepspeed(part: Part) -> str:
 
 
 def _divides_too_much(plan: Plan, part: Part) -> str:
-    """AutoTP divides whatever has such a name above a layer that it cuts, also where the plan must keep it."""
+    """Return why AutoTP would be wrong: it divides attributes by name, also where the plan must keep them."""
     for obstacle in plan.obstacles:
         above = f"{starred(obstacle.pattern)}."
         if obstacle.attribute in COUNTS and any(starred(e.pattern).startswith(above) for e in part.entries):
@@ -81,7 +81,7 @@ def _divides_too_much(plan: Plan, part: Part) -> str:
 
 
 def packed_shape(entry: Entry) -> list[Any] | None:
-    """Packed segments as DeepSpeed writes them: [3, -1] for equal ones, [[q, k, v], -1] for others."""
+    """Return packed segments in DeepSpeed's notation: [3, -1] for equal ones, [[q, k, v], -1] for others."""
     layout = layout_of(entry)
     if layout is None or layout.kind != "concatenation" or not all(part.is_split for part in layout.parts):
         return None
@@ -97,26 +97,26 @@ def to_vllm(plan: Plan, *, shipped: Iterable[str] = (), base: str = "", drop: bo
     """Return vLLM's `base_model_tp_plan`: keys begin inside the model without its head (`base`), longer ones first."""
     styles, refused = hf_entries(plan, obstacles=_WITHOUT_VIEWS)
     ends = {e.pattern for e in plan.entries if is_end(e)}
-    # No gradients in vLLM: what is whole is whole. Packed layers are gathered, which is exact too.
+    # vLLM has no gradients, so replicated layers need no style. Packed layers are gathered, which is exact too.
     styles = {k: s for k, s in styles.items() if k not in ends and s != "replicated_with_grad_allreduce"}
     inside = f"{base}." if base else ""
     outside = {key for key in styles if not key.startswith(inside)}
     packed = {key.rpartition(".")[0] for key, style in styles.items() if style == "packed_colwise"}
     odd = {key.rpartition(".")[0] for key, style in styles.items() if style not in (*_VLLM, "packed_colwise")}
-    kept = {}
+    lines = {}
     for key, style in styles.items():
         container = key.rpartition(".")[0]
         if container not in odd and key not in odd and key not in outside:
-            kept[key] = _GATHERED[style] if container in packed else OLD_NAMES.get(style, style)
+            lines[key] = _GATHERED[style] if container in packed else OLD_NAMES.get(style, style)
     refused = [item for item in refused if item.pattern not in ends]
     refused += [
         Refused(e.pattern, e.bytes, _not_for_vllm(e.pattern, styles[e.pattern], outside))
         for e in plan.entries
-        if e.pattern in styles and e.pattern not in kept
+        if e.pattern in styles and e.pattern not in lines
     ]
     check_nothing_lost(refused, "vLLM", drop)
-    unused = {key: "replicate" for key in shipped if key not in kept and key not in ends and key.startswith(inside)}
-    written = {key.removeprefix(inside): style for key, style in (kept | unused).items()}
+    unused = {key: "replicate" for key in shipped if key not in lines and key not in ends and key.startswith(inside)}
+    written = {key.removeprefix(inside): style for key, style in (lines | unused).items()}
     return dict(sorted(written.items(), key=lambda line: -len(line[0])))
 
 
@@ -127,7 +127,7 @@ def _not_for_vllm(pattern: str, style: str, outside: Container[str]) -> str:
 
 
 def to_accelerate(plan: Plan, classes: Iterable[str]) -> dict[str, Any]:
-    """accelerate's config for FSDP2. `classes` are those of the blocks."""
+    """Return accelerate's config for FSDP2. `classes` are those of the blocks."""
     names = _class_names(plan, classes)
     return {
         "distributed_type": "FSDP",
@@ -142,7 +142,7 @@ def to_accelerate(plan: Plan, classes: Iterable[str]) -> dict[str, Any]:
 
 
 def to_megatron_fsdp(plan: Plan, classes: Iterable[str]) -> dict[str, Any]:
-    """Megatron-FSDP's unit modules, by the path of their class."""
+    """Return Megatron-FSDP's unit modules, by the path of their class."""
     return {"fsdp_unit_modules": _class_names(plan, classes)}
 
 
@@ -164,7 +164,7 @@ _STOCK = {
 
 
 def needs_autoplan(plan: Plan) -> str:
-    """Why stock styles do not suffice, or an empty string."""
+    """Return why stock styles do not suffice, or an empty string."""
     if plan.sequence_parallel:
         return "sequence parallelism is placed on other modules than those that are split"
     if elsewhere := _held_elsewhere(plan):
@@ -179,21 +179,21 @@ def needs_autoplan(plan: Plan) -> str:
 
 
 def _held_elsewhere(plan: Plan) -> str:
-    """A parameter that is split and that no entry holds: another name of a tied one."""
-    known = {f"{entry.pattern}.{name}" for entry in plan.entries for name in entry.parameters}
-    known |= {entry.pattern for entry in plan.entries}
+    """Return a split parameter that no entry has, another name of a tied one; "" if there is none."""
+    entry_names = {f"{entry.pattern}.{name}" for entry in plan.entries for name in entry.parameters}
+    entry_names |= {entry.pattern for entry in plan.entries}
     split = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
-    return next((name for name in split if not any(matches(pattern, name) for pattern in known)), "")
+    return next((name for name in split if not any(matches(pattern, name) for pattern in entry_names)), "")
 
 
 def torch_module(plan: Plan) -> str:
-    """The text of the module."""
+    """Return the text of the module."""
     why = needs_autoplan(plan)
     return _with_autoplan(plan, why) if why else _stock(plan)
 
 
 def automodel_module(plan: Plan) -> str:
-    """The same with the two ways into Automodel and NeMo-RL: a dotted path to `plan`, and `register()`."""
+    """Return the module with entry points for Automodel and NeMo-RL: a dotted path to `plan`, and `register()`."""
     return torch_module(plan) + template("automodel.py.txt").format(model=plan.model)
 
 
@@ -226,7 +226,7 @@ def _style(entry: Entry) -> str:
 
 
 def _tied(plan: Plan) -> Iterator[tuple[str, str]]:
-    """(table, head) that are one parameter."""
+    """Yield (table, head) pairs that are one parameter."""
     tables = [entry.pattern for entry in plan.entries if exported_as(entry.rule) == "table"]
     for entry in plan.entries:
         if exported_as(entry.rule) == "tied_head" and tables:

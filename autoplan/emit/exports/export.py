@@ -24,16 +24,16 @@ from autoplan.emit.exports.expressible import ExportError
 from autoplan.emit.exports.hf import to_hf
 from autoplan.values import Plan
 
-# What a host finds of an export by its own matching rule, on the model as it builds it. An export that would find
-# nothing, or something else than it means, is refused: hosts accept such plans in silence, and split nothing.
+# What a host matches of an export by its own rules, on the model as it builds it. An export that would match nothing,
+# or something else than intended, is refused: hosts silently accept such plans, and split nothing.
 
-Finds = Callable[[str], bool]  # does the host cut the linear layer of this name?
+Finds = Callable[[str], bool]  # whether the host cuts the linear layer of this name
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
 
 
 class Exported(str):
-    """The text of an export, with how many of the model's `linears` its host cuts (`reached`; None: not known),
-    patterns of the others (`whole`), and what else must be done for that (`besides`)."""
+    """The text of an export, with the number of the model's `linears` that its host cuts (`reached`; None: unknown),
+    patterns of the others (`whole`), and other necessary changes (`besides`)."""
 
     linears: int | None = None
     reached: int | None = None
@@ -42,7 +42,7 @@ class Exported(str):
 
     @property
     def note(self) -> str:
-        """In a line, for people."""
+        """Return a line of text for people."""
         if self.linears is None:
             return ""
         rest = f"; whole: {', '.join(self.whole)}" if self.whole else ""
@@ -51,28 +51,28 @@ class Exported(str):
 
 
 def exported(text: str, linears: Iterable[str], finds: Finds | None, besides: str = "") -> Exported:
-    """The text with what its host will find among the linear layers of the model."""
-    made, known = Exported(text), list(linears)
-    made.besides = besides
-    if finds is not None and known:
-        whole = [name for name in known if not finds(name)]
-        made.linears, made.reached, made.whole = len(known), len(known) - len(whole), fold_names(whole, known)
-    return made
+    """Return the text with what its host will match among the model's linear layers."""
+    result, names = Exported(text), list(linears)
+    result.besides = besides
+    if finds is not None and names:
+        whole = [name for name in names if not finds(name)]
+        result.linears, result.reached, result.whole = len(names), len(names) - len(whole), fold_names(whole, names)
+    return result
 
 
 def by_entries(plan: Plan) -> Finds:
-    """torch and Automodel: each segment of a path by itself, as our patterns are meant."""
+    """Return a matcher as in torch and Automodel: each segment of a path by itself, as in our patterns."""
     patterns = [e.pattern for e in plan.entries if e.style not in _WHOLE]
     return lambda name: any(matches(pattern, name) for pattern in patterns)
 
 
 def by_key(written: Mapping[str, str]) -> Finds:
-    """transformers: the name with its numbers replaced by `*`, as a key."""
+    """Return a matcher as in transformers: the name with its numbers replaced by `*` is a key."""
     return lambda name: written.get(starred(name), "replicate") not in _WHOLE
 
 
 def by_specs(config: Mapping[str, Any]) -> Finds:
-    """DeepSpeed: the first spec with an expression that matches the parameter's name from its start."""
+    """Return a matcher as in DeepSpeed: the first spec with an expression that matches from the name's start."""
     specs = config["tensor_parallel"]["partition_config"]["layer_specs"]
 
     def finds(name: str) -> bool:
@@ -90,7 +90,7 @@ def vllm_style(written: Mapping[str, str], name: str) -> str:
 
 
 def vllm_finds(written: Mapping[str, str], linears: Iterable[str], base: str) -> Finds:
-    """What vLLM cuts, once it is certain that it reads each key as it is meant."""
+    """Return a matcher as in vLLM; raise unless vLLM reads each key as intended."""
     inside = f"{base}." if base else ""
     names = [name.removeprefix(inside) for name in linears if name.startswith(inside)]
     for name in names:
@@ -120,13 +120,13 @@ def vllm_besides(written: Mapping[str, str], linears: Iterable[str], base: str, 
     return f"empty the plans in the configs of {', '.join(sorted(differ))} too: they would win over these keys"
 
 
-# `autoplan export MODEL --to …`: a plan in the words of another system, as text for a file.
+# `autoplan export MODEL --to …`: a plan in the format of another system, as text for a file.
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What an export needs of the model: `shipped` keys, classes of `blocks`, names of `linears`, where the model
-    without its head stands (`base`), and what the models inside that one ship (`inner`)."""
+    """The parts of a model that exports need: `shipped` keys, classes of `blocks`, names of `linears`, the path of the
+    model without its head (`base`), and the plans that models inside that one ship (`inner`)."""
 
     shipped: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ def _json(data: Any) -> str:
 
 
 class Written(NamedTuple):
-    """The text, which linear layers its host finds by it, and what must be done besides for the host to find that."""
+    """The text, a function that tells which linear layers its host matches, and other necessary changes."""
 
     text: str
     finds: Finds | None = None
@@ -184,7 +184,7 @@ TARGETS: dict[str, _Exporter] = {
 
 
 def export(plan: Plan, target: str, around: Surroundings = Surroundings(), *, drop: bool = False) -> Exported:
-    """The text. Raises ExportError on what the target cannot say; with `drop` that stays whole there."""
+    """Return the text. Raise ExportError on what the target cannot express; with `drop` it stays replicated there."""
     if target not in TARGETS:
         raise ExportError(f"there is no export to {target!r}", hint=f"choose one of {', '.join(TARGETS)}")
     written = TARGETS[target](plan, around, drop)

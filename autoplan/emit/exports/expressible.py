@@ -1,4 +1,4 @@
-"""Say what of a plan a target can express, and how its weights are stored."""
+"""The part of a plan that a target can express, and how its weights are stored."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from autoplan.emit.words import bytes_text
 from autoplan.values import Entry, Plan
 from autoplan.values.quantised import PackedWeight
 
-# Plans of quantised models: each entry by the plain weight that its stored tensors stand for, since other systems cut
-# what they hold in its place themselves.
+# Plans of quantised models: each entry is written by its plain weight, since other systems cut their own stored
+# tensors.
 
 
 def in_plain_weights(plan: Plan) -> Plan:
-    """The same plan with the names and cuts of plain weights in its entries."""
+    """Return the plan with the names and cuts of plain weights in its entries."""
     return replace(plan, entries=tuple(_plain(entry, plan) for entry in plan.entries)) if plan.packed else plan
 
 
 def cut_otherwise(plan: Plan, entry: Entry) -> str:
-    """Why tensor by tensor along the weight's dim is not how an entry's weight is cut; "" if it is."""
+    """Return why a cut of each stored tensor along the weight's dim is wrong for an entry; "" if it is right."""
     for weight in _stored(plan, entry):
         dim = _cut(plan, weight)[0]
         first = weight.tensors[0]
@@ -50,7 +50,7 @@ def _plain(entry: Entry, plan: Plan) -> Entry:
 
 
 def _stored(plan: Plan, entry: Entry) -> list[PackedWeight]:
-    """The first of like weights, for each parameter."""
+    """Return the first of equal stored weights, for each parameter."""
     mine = [w for w in plan.packed if matches(entry.pattern, w.owner) or matches(entry.pattern, w.name)]
     return list({weight.parameter: weight for weight in reversed(mine)}.values())
 
@@ -63,14 +63,14 @@ def _cut(plan: Plan, weight: PackedWeight) -> tuple[int | None, str | None]:
     return (None, None) if rule_of_weight is None else (rule_of_weight.dim, rule_of_weight.layout)
 
 
-# What of a plan another system can say, part by part of a block (its attention, its MLP), each whole or not at all:
+# The part of a plan that another system can express, by parts of a block (its attention, its MLP), each fully or not:
 #
 #     plain     column and row layers
-#     gathered  every layer computes its shard and gathers at once: exact too, costlier; used where plain cannot be
-#     refused   neither: the part stays whole there, and its bytes are named
+#     gathered  every layer computes its shard and gathers at once: exact but costlier; used where plain is impossible
+#     refused   neither: the part stays replicated there, and its bytes are named
 
 
-# Words of EXPORTS.
+# Words that rules use in `exported_as`.
 HEADS = frozenset(("head", "tied_head"))
 _ENDS = HEADS | {"table"}
 _LATENT = frozenset(("latent", "latent_query", "small"))
@@ -79,12 +79,12 @@ _COLUMN, _ROW = ("colwise", "packed_colwise"), ("rowwise", "rowwise_scatter", "p
 
 
 class ExportError(AutoplanError):
-    """A plan that another system cannot say."""
+    """A plan that another system cannot express."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Something that stays whole in the other system: its pattern, the bytes that are then not split, and why."""
+    """A module that stays replicated in the other system: its pattern, the bytes that are not split, and why."""
 
     pattern: str
     bytes: int
@@ -93,7 +93,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Need:
-    """What a plain cut would need and other systems cannot do. `packed`: to cut a weight segment by segment."""
+    """A need of a plain cut that other systems cannot meet. `packed`: to cut a weight segment by segment."""
 
     text: str
     packed: bool = False
@@ -104,13 +104,13 @@ class Need:
 
 @dataclass(frozen=True)
 class Part:
-    """The planned modules of one container, and how they can be said elsewhere."""
+    """The planned modules of one container, and how they can be expressed elsewhere."""
 
     container: str
     entries: tuple[Entry, ...]
     kind: str  # "end" | "plain" | "experts" | "latent" | "packed" | "other"
     needs: tuple[Need, ...] = field(default=())
-    hindered: tuple[tuple[str, str], ...] = field(default=())  # modules whose call cannot be wrapped, and why
+    hindered: tuple[tuple[str, str], ...] = field(default=())  # modules whose call cannot be wrapped, with the reason
 
     @property
     def is_plain(self) -> bool:
@@ -118,7 +118,7 @@ class Part:
 
     @property
     def can_gather(self) -> bool:
-        """Are there linear layers, cut by output or input? Each of them is exact by itself."""
+        """Return whether it has linear layers, cut by output or input, each of which is exact by itself."""
         return bool(self.gathered)
 
     @property
@@ -127,9 +127,9 @@ class Part:
 
     @property
     def gathered(self) -> tuple[Entry, ...]:
-        """The linear layers of the part; what else it holds stays whole when products are gathered."""
-        kept = dict(self.hindered)
-        return tuple(e for e in self.entries if _is_linear(e) and e.pattern not in kept and not _is_uneven(e))
+        """Return the linear layers of the part; the rest of it stays replicated when products are gathered."""
+        hindered = dict(self.hindered)
+        return tuple(e for e in self.entries if _is_linear(e) and e.pattern not in hindered and not _is_uneven(e))
 
     def refused(self, why: str) -> Iterator[Refused]:
         for entry in self.entries:
@@ -153,7 +153,7 @@ def parts_of(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[Part, .
 
 
 def _with_neighbours(part: Part, parts: list[Part]) -> Part:
-    """Parts along one axis are cut together: what one of them needs, each of them needs."""
+    """Add the needs of parts that share an axis: these are cut together."""
     if part.needs:
         return part
     for other in parts:
@@ -178,29 +178,29 @@ def _part(
 
 
 def _kind(entries: Iterable[Entry]) -> str:
-    """What the part is, from what the rules of its entries say that they are to other systems."""
+    """Return the kind of a part, from what its entries' rules are exported as."""
     roles = {(exported_as(entry.rule), _is_linear(entry)) for entry in entries}
-    said = {word for word, _ in roles}
-    if said <= _ENDS:
+    words = {word for word, _ in roles}
+    if words <= _ENDS:
         return "end"
-    if said <= {"layers", "small"} and ("layers", False) not in roles:
+    if words <= {"layers", "small"} and ("layers", False) not in roles:
         return "plain"
-    if "latent" in said and said <= _LATENT:
+    if "latent" in words and words <= _LATENT:
         return "latent"
-    if said == {"expert_stack"}:
+    if words == {"expert_stack"}:
         return "experts"
-    return "packed" if said == {"halves"} else "other"
+    return "packed" if words == {"halves"} else "other"
 
 
 def is_end(entry: Entry) -> bool:
-    """The table or the head."""
+    """Return whether an entry is the token embedding or the head."""
     return exported_as(entry.rule) in _ENDS
 
 
 def _needs(
     plan: Plan, container: str, entries: tuple[Entry, ...], kind: str, containers: Iterable[str]
 ) -> Iterator[Need]:
-    """What a plain cut of the part would need besides column and row layers."""
+    """Yield what a plain cut of the part would need besides column and row layers."""
     containers = list(containers)
     for instruction in plan.runtime.instructions:
         if not instruction.in_styles and _home(instruction.pattern, containers) == container:
@@ -215,13 +215,13 @@ def _needs(
 
 
 def _home(pattern: str, containers: Iterable[str]) -> str | None:
-    """The innermost container that a module is in, or is. Patterns are compared as written."""
+    """Return the innermost container that a module is in, or is. Patterns are compared as written."""
     around = [c for c in containers if pattern == c or is_under(c, pattern) or matches(c, pattern)]
     return max(around, key=lambda container: container.count("."), default=None)
 
 
 def _is_uneven(entry: Entry) -> bool:
-    """Others cut evenly, also where they gather: inside blocks."""
+    """Return whether the cut is uneven, which no other system does, not even with gathering."""
     layout = layout_of(entry)
     return layout is not None and layout.is_uneven
 
@@ -232,13 +232,13 @@ def _one_run(entry: Entry, tp: int) -> bool:
 
 
 def layout_of(entry: Entry) -> Layout | None:
-    """The layout of an entry's leading parameter, None when it is whole."""
+    """Return the layout of an entry's leading parameter; None if it is replicated."""
     leading = next((s for s in entry.segments if s != "whole"), "")
     return Layout.parse(leading.partition(":")[2]) if leading else None
 
 
 def _is_linear(entry: Entry) -> bool:
-    """A weight of [out, in] in a module of its own, cut along the dim that its style says."""
+    """Return whether an entry is a weight of [out, in] in its own module, cut along the dim that its style implies."""
     if not entry.parameters or entry.parameters[0] != "weight" or set(entry.parameters) - {"weight", "bias"}:
         return False
     dim = entry.segments[0].partition(":")[0]
@@ -246,7 +246,7 @@ def _is_linear(entry: Entry) -> bool:
 
 
 def check_nothing_lost(refused: list[Refused], dialect: str, drop: bool) -> None:
-    """Raise on what a dialect cannot say, unless the caller agrees to leave it whole."""
+    """Raise on what a dialect cannot express, unless the caller agrees to leave it replicated."""
     if refused and not drop:
         lost = sum(item.bytes for item in refused)
         lines = "\n".join(f"    {r.pattern}: {bytes_text(r.bytes)} ({r.why})" for r in refused)

@@ -1,6 +1,6 @@
 """Write a plan as transformers does: {pattern: style name}, with `*` for every number in a name.
 
-transformers lays a plan over the one it ships, so shipped keys that are not used are written as `replicate`.
+transformers merges a plan into the one it ships, so shipped keys that are not used are written as `replicate`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _NOT_IN_OLD = (
 
 
 def to_hf(plan: Plan, *, shipped: Iterable[str] = (), old: bool = False, drop: bool = False) -> dict[str, str]:
-    """Return the dict, in the spelling before 5.1 if `old`. Raises ExportError on what transformers cannot say, unless
-    `drop`."""
+    """Return the dict, in the spelling before 5.1 if `old`. Raise ExportError on what transformers cannot express,
+    unless `drop`."""
     styles, refused = _as_stored(plan, *hf_entries(plan))
     if old:
         styles, more = _in_old_spelling(styles, plan)
@@ -54,8 +54,8 @@ def to_hf(plan: Plan, *, shipped: Iterable[str] = (), old: bool = False, drop: b
 
 
 def _as_stored(plan: Plan, found: dict[str, str], refused: list[Refused]) -> tuple[dict[str, str], list[Refused]]:
-    """transformers cuts each stored tensor of a quantised module alike: a container where that is wrong is refused."""
-    why = {entry.pattern: told for entry in plan.entries if (told := cut_otherwise(plan, entry))}
+    """Refuse containers of quantised modules for which transformers' way to cut each stored tensor alike is wrong."""
+    why = {entry.pattern: problem for entry in plan.entries if (problem := cut_otherwise(plan, entry))}
     containers = {starred(pattern).rpartition(".")[0]: pattern for pattern in why}
     gone = [e for e in plan.entries if _home(e) in containers and starred(e.pattern) in found]
     more = [Refused(e.pattern, e.bytes, why.get(e.pattern) or f"it goes with {containers[_home(e)]}") for e in gone]
@@ -67,7 +67,7 @@ def _home(entry: Entry) -> str:
 
 
 def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[str, str], list[Refused]]:
-    """What transformers can say of a plan, and what it cannot. `obstacles` are the kinds that hinder the reader."""
+    """Return what transformers can express, and what it cannot. `obstacles`: the kinds that hinder the reader."""
     styles: dict[str, str] = {}
     refused: list[Refused] = []
     for part in _merged(parts_of(plan, obstacles), _kept_whole(plan)):
@@ -88,14 +88,14 @@ def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[
 
 
 def _kept_whole(plan: Plan) -> set[str]:
-    """Modules that the plan leaves alone, as keys: such a key may stand for others that are split."""
+    """Return modules that the plan leaves alone, as keys: such a key may also match others that are split."""
     modules = {whole.fqn.rpartition(".")[0] for whole in plan.replicated}
     split = [entry.pattern for entry in plan.entries]
     return {starred(module) for module in modules if not any(matches(pattern, module) for pattern in split)}
 
 
 def _merged(parts: Iterable[Part], kept_whole: Container[str]) -> Iterator[Part]:
-    """Parts that transformers cannot tell apart, since it knows no layer numbers, are one."""
+    """Merge parts that transformers cannot distinguish, since its keys have no layer numbers."""
     groups: dict[str, list[Part]] = {}
     for part in parts:
         groups.setdefault(starred(part.container), []).append(part)
@@ -103,7 +103,7 @@ def _merged(parts: Iterable[Part], kept_whole: Container[str]) -> Iterator[Part]
         entries = tuple(entry for part in several for entry in part.entries)
         kinds = {part.kind for part in several}
         needs = tuple(dict.fromkeys(need for part in several for need in part.needs))
-        hindered = tuple(dict.fromkeys(found for part in several for found in part.hindered))
+        hindered = tuple(dict.fromkeys(hindrance for part in several for hindrance in part.hindered))
         styles: dict[str, set[str]] = {}
         for entry in entries:
             styles.setdefault(starred(entry.pattern), set()).add(entry.style)
@@ -118,7 +118,7 @@ def _merged(parts: Iterable[Part], kept_whole: Container[str]) -> Iterator[Part]
 
 
 def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
-    """The keys of a part, or nothing."""
+    """Yield the keys of a part, or nothing."""
     if part.kind == "end":
         if part.needs or _has_tied_bias(plan):
             return
@@ -134,8 +134,8 @@ def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
         latent = {
             e.pattern for e in part.entries if exported_as(e.rule) == "latent" and e.style == "colwise_gather_output"
         }
-        kept = [e for e in part.entries if e.style != "replicated_with_grad_allreduce" and e.pattern not in latent]
-        yield from _as_they_are(kept)
+        others = [e for e in part.entries if e.style != "replicated_with_grad_allreduce" and e.pattern not in latent]
+        yield from _as_they_are(others)
         yield from ((starred(pattern), "mla_kv_a_proj") for pattern in latent)
         yield from _latents(part, plan)
     elif part.kind == "experts" and not part.needs and _transformers_cuts_alike(part):
@@ -150,7 +150,7 @@ def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _has_tied_bias(plan: Plan) -> bool:
-    """A head whose bias is also a parameter of another module, which transformers would put back whole."""
+    """Return whether a head's bias is also another module's, which transformers would restore unsharded."""
     modules = {entry.pattern for entry in plan.entries}
     split = {rule.pattern for rule in plan.runtime.parameters if rule.dim is not None}
     heads = [e for e in plan.entries if exported_as(e.rule) in HEADS and "bias" in e.parameters]
@@ -160,8 +160,8 @@ def _has_tied_bias(plan: Plan) -> bool:
 
 
 def _unused_holders(plan: Plan, entry: Entry) -> Iterator[str]:
-    """Modules that no run calls and that hold the entry's table too: transformers may tie from any of them."""
-    called = {starred(known.pattern) for known in plan.entries}
+    """Yield modules that no run calls and that hold the entry's table too: transformers may tie from any of them."""
+    called = {starred(other.pattern) for other in plan.entries}
     for rule in plan.runtime.parameters:
         module, _, own = starred(rule.pattern).rpartition(".")
         if own == "weight" and f"{rule.dim}:{rule.layout}" == entry.segments[0] and module not in called:
@@ -174,7 +174,7 @@ def _as_they_are(entries: Iterable[Entry]) -> Iterator[tuple[str, str]]:
 
 
 def _latents(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
-    """The projection whose output goes partly into split heads without passing a column layer."""
+    """Yield the projection whose output partly enters split heads without passing a column layer."""
     split = {starred(entry.pattern) for entry in part.entries}
     matrices = {starred(w.fqn) for w in plan.replicated if any(isinstance(r, OfDim) and r.dim == 1 for r in w.why)}
     for copied in plan.runtime.of(AllReduceGradient):
@@ -185,7 +185,7 @@ def _latents(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _transformers_cuts_alike(part: Part) -> bool:
-    """Stacked weights of [expert, out, in], the packed one half and half: what its kernels expect."""
+    """Return whether weights are stacks of [expert, out, in], the packed one half and half, as its kernels expect."""
     return all(
         (entry.style == "packed_colwise" and entry.segments[0].startswith("1:") and _is_half_and_half(entry))
         or (entry.style == "rowwise" and entry.segments[0].startswith("2:"))
@@ -194,7 +194,7 @@ def _transformers_cuts_alike(part: Part) -> bool:
 
 
 def _is_half_and_half(entry: Entry) -> bool:
-    """Two segments of one size, each sharded unit by unit (a row layer is no packing)."""
+    """Return whether a layout has two segments of one size, each sharded by units (a row layer needs none)."""
     layout = layout_of(entry)
     if entry.style != "packed_colwise" or layout is None:
         return entry.style in ("rowwise", "rowwise_scatter")
@@ -203,9 +203,9 @@ def _is_half_and_half(entry: Entry) -> bool:
 
 
 def _in_old_spelling(found: dict[str, str], plan: Plan) -> tuple[dict[str, str], list[Refused]]:
-    """Old names. A container in which one style has no old name is not written at all."""
+    """Return the entries in old names. A container in which one style has no old name is not written at all."""
     missing = {key for key, style in found.items() if style in _NOT_IN_OLD}
-    # A head goes with the table that it is tied to: one of them alone would cut the other
+    # A head goes with its tied table: one of them alone would cut the other.
     missing |= {starred(e.pattern) for e in plan.entries if exported_as(e.rule) == "tied_head"} & found.keys()
     containers = {key.rpartition(".")[0] for key in missing if found[key] != "embedding_rowwise"}
     dropped = {key for key in found if key in missing or key.rpartition(".")[0] in containers - {""}}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from autoplan.emit.pages.markup import Safe, el
 from autoplan.emit.pages.picture import Block, Box, BoxRow, Mark
 
-CELL = 0.62  # of the size of a letter: its width, with some room
+CELL = 0.62  # width of a letter relative to its size, with some room
 _LARGE, _SMALL = 13, 11
 _LINE = 15
 _PAD, _GAP, _MARGIN = 8, 10, 12
@@ -20,7 +20,7 @@ _EDGE = 12
 
 @dataclass(frozen=True)
 class Shape:
-    """A box of the drawing, or the frame around some (`frame`)."""
+    """A box of the drawing, or the frame around some boxes (`frame`)."""
 
     x: float
     y: float
@@ -70,12 +70,12 @@ class Drawing:
 
 
 def cells(text: str) -> int:
-    """How many letters wide: those of some scripts take two."""
+    """Return the width of a text in letters: those of some scripts are two wide."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def wrapped(text: str, width: float, size: int) -> list[str]:
-    """Lines no wider than `width`, broken after a blank, a dot or an underscore where one is near, else anywhere."""
+    """Return lines no wider than `width`, broken after a blank, a dot or an underscore if possible."""
     most = max(1, int(width / (size * CELL)))
     lines = [""]
     for piece in _pieces(text):
@@ -98,7 +98,7 @@ def _pieces(text: str) -> Iterable[str]:
 
 
 def draw_block(block: Block, width: float) -> Drawing:
-    """Rows from top to bottom; neighbours of one parent in a frame that says its name."""
+    """Draw rows from top to bottom, with neighbours of one parent in a frame with its name."""
     drawing = Drawing(width)
     y = _MARGIN / 2
     place = 0
@@ -149,13 +149,13 @@ def _row(drawing: Drawing, row: BoxRow, inset: float, y: float) -> float:
 
 
 def _between(x: float, y: float, above: Box) -> Edge:
-    """From a box to the one below it in its column."""
+    """Return the edge from a box to the one below it in its column."""
     axis = above.axis.number if above.axis and above.gives == "cut" else -1
     return Edge(x, y, y + _EDGE, above.gives or "value", axis)
 
 
 def _box(drawing: Drawing, box: Box, x: float, y: float, width: float) -> float:
-    """The texts of a box; how high it must be."""
+    """Place the texts of a box; return its height."""
     room = width - 2 * _PAD
     below = y + _PAD / 2
     letter = f"{box.axis.letter} " if box.axis else ""
@@ -172,7 +172,7 @@ def _box(drawing: Drawing, box: Box, x: float, y: float, width: float) -> float:
 
 
 def _marks(drawing: Drawing, marks: list[Mark], row: BoxRow, inset: float, y: float, leaves: bool = False) -> float:
-    """The edge above or below a row, with what ranks do on it written beside."""
+    """Draw the edge above or below a row, with the collectives on it as text."""
     if not marks and not leaves:
         return y
     top, x = y, inset + 10
@@ -194,7 +194,7 @@ def _marks(drawing: Drawing, marks: list[Mark], row: BoxRow, inset: float, y: fl
     return y
 
 
-COLOURS = 9  # after which axes are told apart by their letters alone
+COLOURS = 9  # further axes differ by their letters only
 
 
 def tone_of(axis: int) -> str:
@@ -238,8 +238,8 @@ def _box_svg(shape: Shape, drawing: Drawing) -> Safe:
     label = f"{box.path}: {', '.join(box.lines)}"
     inside = (el("title", label), rect, *texts)
     pinned = " pinned" if box.findings else ""
-    made = el("g", *inside, class_=f"box {tone}{pinned}", data_path=box.path)
-    return el("a", made, href=f"#{box.link}", aria_label=label) if box.link else made
+    group = el("g", *inside, class_=f"box {tone}{pinned}", data_path=box.path)
+    return el("a", group, href=f"#{box.link}", aria_label=label) if box.link else group
 
 
 def _within(words: Words, shape: Shape) -> bool:

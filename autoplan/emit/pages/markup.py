@@ -29,7 +29,7 @@ _VOID = ("meta", "input", "br", "rect", "line", "path", "circle")
 
 
 class Safe(str):
-    """Markup that `el` made, or that stands in our own files."""
+    """Markup that `el` made, or that comes from our own files."""
 
     __slots__ = ()
 
@@ -38,7 +38,7 @@ Content = str | Safe | None
 
 
 def el(name: str, /, *content: Content, **attributes: Any) -> Safe:
-    """One element. `class_` is class, `aria_label` is aria-label; None and False leave an attribute out."""
+    """Return one element. `class_` is class, `aria_label` is aria-label; None and False omit an attribute."""
     written = "".join(
         _attribute(key, value) for key, value in attributes.items() if value is not None and value is not False
     )
@@ -52,12 +52,12 @@ def join(parts: Iterable[Content]) -> Safe:
 
 
 def written_here(text: str) -> Safe:
-    """Markup, styles or script that stand in our own source; never anything of a model."""
+    """Return markup, styles or script of our own source; never use it for text of a model."""
     return Safe(text)
 
 
 def data(identity: str, value: Any) -> Safe:
-    """Plain data inside a page. No text in it can end the element: `<`, `>` and `&` are written as escapes."""
+    """Return plain data inside a page. No text in it can end the element: `<`, `>` and `&` are escaped."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -65,17 +65,17 @@ def data(identity: str, value: Any) -> Safe:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Content]], caption: str, **attributes: Any) -> Safe:
-    """A table that says what it is of; the first cell of a row names it. It scrolls by itself where it is too wide."""
+    """Return a table with a caption; the first cell of a row is its header. It scrolls by itself if it is too wide."""
     top = el("tr", *(el("th", cell, scope="col") for cell in head))
     body = [el("tr", el("th", first, scope="row"), *(el("td", cell) for cell in rest)) for first, *rest in rows]
-    made = el("table", el("caption", caption), el("thead", top), el("tbody", *body), **attributes)
-    return el("div", made, class_="scroll", tabindex="0", role="region", aria_label=caption)
+    element = el("table", el("caption", caption), el("thead", top), el("tbody", *body), **attributes)
+    return el("div", element, class_="scroll", tabindex="0", role="region", aria_label=caption)
 
 
 def section(title: str, identity: str, *content: Content, about: str = "") -> Safe:
-    """A part of a page under a heading that names it; `about`: a sentence under the heading."""
-    said = el("p", about, class_="soft") if about else None
-    return el("section", el("h2", title, id=identity), said, *content, aria_labelledby=identity)
+    """Return a section of a page under a heading; `about`: a sentence under the heading."""
+    introduction = el("p", about, class_="soft") if about else None
+    return el("section", el("h2", title, id=identity), introduction, *content, aria_labelledby=identity)
 
 
 def _attribute(key: str, value: Any) -> str:
@@ -86,20 +86,20 @@ def _attribute(key: str, value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Control characters, which no page may hold, as the sign that stands for them."""
+    """Replace control characters, which no page may hold, by the replacement sign."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in str(value))
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The same model at another size of tp, or as another row of a choice runs it, and what it costs there."""
+    """The same model at another tp size, or as another row of a choice, and its estimate there."""
 
     plan: Plan
     estimate: Estimate | None = None
 
 
 def cases(contents: Mapping[int, Safe], numbers: Sequence[int], own: int) -> Safe:
-    """`contents` by case; a case without its own shows that of `own`."""
+    """Return `contents` by case; a case without its own shows that of `own`."""
     alike: dict[Safe, list[int]] = {}
     for number in numbers:
         alike.setdefault(contents.get(number, contents[own]), []).append(number)
@@ -110,7 +110,7 @@ def cases(contents: Mapping[int, Safe], numbers: Sequence[int], own: int) -> Saf
 
 
 def chooser(labels: Mapping[int, Content], own: int, title: str) -> Safe:
-    """Buttons, one for each case."""
+    """Return buttons, one per case."""
     buttons = [el("label", el("input", type="radio", name="case", id=f"at-{n}", checked=n == own), " ", label)
                for n, label in labels.items()]  # fmt: skip
     return el("fieldset", el("legend", title), *buttons, class_="noprint")
@@ -125,7 +125,7 @@ _DARK = ("#1d4370", "#6b3d1a", "#275a2b", "#553069", "#6d2740", "#1b5555", "#594
 
 
 def styles(sizes: tuple[int, ...] = ()) -> Safe:
-    """For a page that can be switched between `sizes` of tp, or between numbered cases."""
+    """Return the styles of a page that can be switched between `sizes` of tp, or between numbered cases."""
     light = ";".join(f"--a{n}:{colour}" for n, colour in enumerate(_LIGHT))
     dark = ";".join(f"--a{n}:{colour}" for n, colour in enumerate(_DARK))
     tones = "".join(
@@ -145,7 +145,7 @@ def script() -> Safe:
 
 
 def check_page(path: str | PathLike[str]) -> Path:
-    """The path, if a page can have it."""
+    """Return the path, if it is valid for a page."""
     check_argument("the page", path, (str, PathLike), "give its path")
     target = Path(path)
     if target.suffix.lower() not in (".html", ".htm"):

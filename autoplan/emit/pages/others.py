@@ -33,7 +33,7 @@ def scene_of_side(
     drawn: Drawn, side: CutsOf, other: CutsOf | None = None, words: Mapping[str, str] | None = None,
     findings: Sequence[Finding] = (),
 ) -> Scene:  # fmt: skip
-    """`other`: the side that it is held against; `words`: verdicts by pattern, as an audit gives them."""
+    """Return the boxes of one side. `other`: the side to compare with; `words`: an audit's verdicts by pattern."""
     blocks = []
     for part in drawn.flow:
         rows = []
@@ -41,8 +41,8 @@ def scene_of_side(
             boxes = []
             for column in columns:
                 named = [(step.rpartition(".")[2], ".".join(filter(None, (part.block, step)))) for step in column]
-                told = (_box(name or path, path, side, other, words or {}, findings) for name, path in named)
-                boxes.append(tuple(told))
+                placed = (_box(name or path, path, side, other, words or {}, findings) for name, path in named)
+                boxes.append(tuple(placed))
             rows.append(BoxRow(parent, tuple(boxes)))
         blocks.append(Block(part.block or "outside of blocks", part.blocks, tuple(rows)))
     return Scene(tuple(blocks), ())
@@ -55,7 +55,7 @@ def _box(
     verdicts = list(dict.fromkeys(word for pattern, word in words.items() if _about(pattern, path)))
     lit = others is not None and cuts != others
     tone = next((_TONES[word] for word in verdicts if word in _TONES), _tone(cuts)) + " lit" * lit
-    numbers = tuple(n for n, one in enumerate(findings, 1) if any(_about(about, path) for about in one.about))
+    numbers = tuple(n for n, finding in enumerate(findings, 1) if any(_about(about, path) for about in finding.about))
     lines = (
         *dict.fromkeys(text for _, text in cuts.values()),
         *(f"plan: {word}" for word in verdicts),
@@ -65,7 +65,7 @@ def _box(
 
 
 def _cuts(side: CutsOf, path: str) -> dict[str, Cut]:
-    """What is done to each parameter of a module."""
+    """Return the cut of each parameter of a module."""
     cuts = {}
     for pattern, dim, text in side.cuts:
         module, _, name = pattern.rpartition(".")
@@ -83,21 +83,21 @@ def _tone(cuts: Mapping[str, Cut]) -> str:
     return tone_of(max(dims, default=-1))
 
 
-_MOST = 24  # rows of a choice that are shown
-_CASE = 1000  # numbers of rows, beside sizes of tp
+_MOST = 24  # the most rows of a choice that are shown
+_CASE = 1000  # offset of row numbers from tp sizes
 
 
 def report_page(report: Report) -> str:
-    """An audit, a comparison of two plans, or the outcome of `verify`."""
+    """Return the page of an audit, a comparison of two plans, or the outcome of `verify`."""
     model = str(report.details.get("model", "model"))
     return whole_page(f"{model} at tp {report.tp_size}", *audit_parts(report), held={"report": report.to_dict()})
 
 
 def audit_parts(report: Report) -> list[Content]:
     findings = cause_first(report.findings)
-    said = str(report.details.get("verdict") or ("nothing wrong was found" if report.ok else "wrong"))
+    outcome = str(report.details.get("verdict") or ("nothing wrong was found" if report.ok else "wrong"))
     ran = str(report.details.get("ran", ""))
-    bar = el("p", f"{said}. {ran}", class_=f"verdict {'ok' if report.ok else 'bad'}", role="status")
+    bar = el("p", f"{outcome}. {ran}", class_=f"verdict {'ok' if report.ok else 'bad'}", role="status")
     return [bar, _facts(report), *_drawing(report), findings_section(findings), _verdicts(report), _numbers(report)]
 
 
@@ -115,7 +115,7 @@ def _facts(report: Report) -> Safe:
 
 
 def _drawing(report: Report) -> Iterable[Safe]:
-    """Each kind of block: once, or once for each of two plans, where they differ lit."""
+    """Yield each kind of block: once, or once for each of two plans, with differences highlighted."""
     drawn = report.drawn
     if drawn is None or not drawn.sides:
         return
@@ -129,8 +129,8 @@ def _drawing(report: Report) -> Iterable[Safe]:
     names = ("a: ", "b: ") if len(sides) == 2 else ("",)
     figures = []
     for place in range(len(drawn.flow)):
-        together = [block_figure(scene.blocks[place], side) for scene, side in zip(scenes, names, strict=True)]
-        figures.append(el("div", *together, class_="blocks pair"))
+        pair = [block_figure(scene.blocks[place], side) for scene, side in zip(scenes, names, strict=True)]
+        figures.append(el("div", *pair, class_="blocks pair"))
     about = "Blue boxes are cut along dim 0, orange ones along 1, green ones along 2, grey ones are whole; a finding's "
     more = "number stands in the box that it is about." + (
         " Where the plans differ, the box has a thick edge." if len(sides) == 2 else ""
@@ -147,7 +147,7 @@ def _verdicts(report: Report) -> Safe | None:
 
 
 def _numbers(report: Report) -> Safe | None:
-    """The largest errors."""
+    """Return the largest errors."""
     worst = sorted(report.gradients.items(), key=lambda item: -item[1])[:10]
     rows = [("forward", f"{report.forward:.1e}")] if report.forward is not None else []
     rows += [(f"gradient of {name}", f"{error:.1e}") for name, error in worst]
@@ -157,7 +157,7 @@ def _numbers(report: Report) -> Safe | None:
 
 
 def choice_page(choice: Any, plan: Plan | None, known: Mapping[int, WhatIf] = MappingProxyType({})) -> str:
-    """The rows of a choice, their memory to one scale, and the plan of the first. `known`: plans of rows, by number."""
+    """Return the rows of a choice, their memory to one scale, and the first one's plan. `known`: plans by row."""
     held = {"rows": [row_to_dict(row) for row in choice.rows], "plan": plan.to_dict() if plan is not None else None}
     title = f"{choice.source.name} on {choice.gpus} × {choice.device.name}"
     looked = [_looked_at(choice, known)] if known else []
@@ -167,11 +167,11 @@ def choice_page(choice: Any, plan: Plan | None, known: Mapping[int, WhatIf] = Ma
 
 
 def _looked_at(choice: Any, known: Mapping[int, WhatIf]) -> Safe:
-    """What if: one row's memory and drawing, and the button of another switches to it."""
+    """Return one row's memory and drawing, with buttons that switch to other rows."""
     numbers = [_CASE + n for n in known]
     labels = {_CASE + n: f"{n}. {choice.rows[n - 1]}" for n in known}
-    memory = {_CASE + n: memory_section(one.estimate, choice.memory, alone=False) for n, one in known.items()}
-    drawn = pictures({_CASE + n: one.plan for n, one in known.items()}, numbers, numbers[0], {})
+    memory = {_CASE + n: memory_section(case.estimate, choice.memory, alone=False) for n, case in known.items()}
+    drawn = pictures({_CASE + n: case.plan for n, case in known.items()}, numbers, numbers[0], {})
     about = el("p", "Rows that cut along the sequence too are drawn without.", class_="soft")
     look = chooser(labels, numbers[0], "Look at")
     return section("What if: a row", "row", look, cases(memory, numbers, numbers[0]), about, drawn)
@@ -192,7 +192,7 @@ def choice_parts(choice: Any, most: int = _MOST) -> list[Content]:
 
 
 def _row(choice: Any, row: Row, scale: int) -> Safe:
-    """One way: its stack against the line, and all about it on demand."""
+    """Return one configuration: its memory as a bar, and all details on demand."""
     speed = (
         f"{row.estimate.tokens_per_second:,.0f} tokens a second"
         if row.fits
@@ -208,7 +208,7 @@ _HEIGHTS = {"small": 320, "large": 560}
 
 
 def plan_cell(plan: Plan) -> Safe:
-    """Verdict, drawing, findings; what a box links to is on the page that `plan.report(path)` writes."""
+    """Return verdict, drawing, findings; the targets of links are on the page that `plan.report(path)` writes."""
     findings = cause_first(plan.findings)
     scene = scene_of(plan, dict.fromkeys(links_of(plan), ""), findings)
     parts = (verdict(plan.proof), facts(plan), drawing_section(scene), findings_section(findings))

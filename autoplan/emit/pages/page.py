@@ -40,37 +40,37 @@ def plan_page(
     """Return the page. `data_of`: the plan as plain data; `memory`: bytes of the GPU; `what_if`: plans at other sizes
     of tp."""
     values = {"plan": data_of, "estimate": None if estimate is None else estimate.to_dict()}
-    known = {**what_if, plan.ranks: WhatIf(plan, estimate)}
-    sizes = tuple(sorted(known))
-    parts = plan_parts(plan, memory_cases(known, memory, sizes, plan.ranks), known)
+    planned = {**what_if, plan.ranks: WhatIf(plan, estimate)}
+    sizes = tuple(sorted(planned))
+    parts = plan_parts(plan, memory_cases(planned, memory, sizes, plan.ranks), planned)
     return whole_page(f"{plan.model} at {plan.over.replace('=', ' ')}", *parts, held=values, sizes=sizes)
 
 
 def memory_cases(known: Mapping[int, WhatIf], memory: int, numbers: Sequence[int], own: int) -> Safe | None:
-    """The memory of a rank in each case; nothing where no case has an estimate."""
-    if all(one.estimate is None for one in known.values()):
+    """Return the memory of a rank in each case; None if no case has an estimate."""
+    if all(case.estimate is None for case in known.values()):
         return None
-    sections = {n: memory_section(one.estimate, memory, alone=False) for n, one in known.items()}
+    sections = {n: memory_section(case.estimate, memory, alone=False) for n, case in known.items()}
     return section("Memory of a rank", "memory", cases(sections, numbers, own))
 
 
 def pictures(known: Mapping[int, Plan], numbers: Sequence[int], own: int, links: dict[str, str]) -> Safe:
-    """The drawing of each plan; boxes link to what is explained on this page."""
+    """Return the drawing of each plan; boxes link to explanations on this page."""
     drawn = {}
     for n, plan in known.items():
-        here = {path: links.get(path, "") for path in links_of(plan)}
-        drawn[n] = picture(scene_of(plan, here, cause_first(plan.findings) if n == own else ()))
+        own_links = {path: links.get(path, "") for path in links_of(plan)}
+        drawn[n] = picture(scene_of(plan, own_links, cause_first(plan.findings) if n == own else ()))
     return cases(drawn, numbers, own)
 
 
 def plan_parts(
     plan: Plan, after_verdict: Safe | None = None, what_if: Mapping[int, WhatIf] = MappingProxyType({})
 ) -> list[Content]:
-    """All that a page says of a plan, from the verdict down; parts of it at other sizes too."""
+    """Return all sections of a plan, from the verdict down; some also at other sizes."""
     findings = cause_first(plan.findings)
     links = links_of(plan)
     own = plan.ranks
-    plans = dict(sorted({**{n: one.plan for n, one in what_if.items()}, own: plan}.items()))
+    plans = dict(sorted({**{n: case.plan for n, case in what_if.items()}, own: plan}.items()))
     sizes = tuple(plans)
     return [
         verdict(plan.proof),
@@ -88,7 +88,7 @@ def plan_parts(
 
 
 def whole_page(title: str, *parts: Content, held: dict[str, Any], sizes: tuple[int, ...] = ()) -> str:
-    """A complete document around `parts`; `held` are the data in it."""
+    """Return a complete document around `parts`; `held` is the data in it."""
     head = el(
         "head",
         el("meta", charset="utf-8"),
@@ -99,26 +99,26 @@ def whole_page(title: str, *parts: Content, held: dict[str, Any], sizes: tuple[i
     )
     skip = el("a", "To the drawing", href="#drawing", class_="skip")
     top = el("header", el("h1", title))
-    made = el(
+    footer = el(
         "footer", el("p", f"Made by autoplan {__version__}. The data of this page stand in it as JSON.", class_="soft")
     )
-    body = el("body", skip, top, el("main", *parts), made, data("data", finite(held)), script())
+    body = el("body", skip, top, el("main", *parts), footer, data("data", finite(held)), script())
     return written_here("<!DOCTYPE html>\n") + el("html", head, body, lang="en") + "\n"
 
 
 def cause_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """What is wrong before what follows from it, errors before notes."""
+    """Sort findings: causes before consequences, errors before notes."""
     return tuple(sorted(findings, key=lambda one: (one.is_consequence, _RANKS[one.level])))
 
 
 def links_of(plan: Plan) -> dict[str, str]:
-    """Where the page explains a pattern of an entry, or a parameter that stays whole."""
+    """Return where the page explains a pattern of an entry, or a replicated parameter."""
     links = {entry.pattern: f"e{number}" for number, entry in enumerate(plan.entries)}
-    return links | {one.fqn: f"w{number}" for number, one in enumerate(plan.replicated)}
+    return links | {item.fqn: f"w{number}" for number, item in enumerate(plan.replicated)}
 
 
 def explanations(plan: Plan, links: dict[str, str]) -> Safe:
-    """What `explain` says of each entry and of each parameter that stays whole."""
+    """Return what `explain` says about each entry and each replicated parameter."""
     details = [_explained(plan, path, link) for path, link in links.items()]
     return section("Explained, one by one", "explained", *details)
 

@@ -1,4 +1,4 @@
-"""What the drawing of a model shows: boxes in the order in which data flows, before anything has a place.
+"""The content of a model's drawing: boxes in the order in which data flows, before anything has a position.
 
     Scene ── Block (one of a kind, ×N) ── BoxRow (branches that read one value, side by side) ── Box (a module)
                                             └── Mark (a collective before or after, in bytes for one token)
@@ -27,7 +27,8 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Mark:
-    """`before`: where the value enters, else where it leaves. `partial`: ranks hold parts of a sum until then."""
+    """A collective at a module, where a value enters (`before`) or leaves. `partial`: the value is partial until
+    then."""
 
     text: str
     backward: bool
@@ -36,28 +37,28 @@ class Mark:
 
 
 def marks_at(plan: Plan, path: str, entries: tuple[Entry, ...]) -> tuple[Mark, ...]:
-    """Of the module, once each."""
+    """Return the marks of a module, once each."""
     marks: dict[Mark, None] = {}
-    for one in plan.runtime.instructions:
-        if matches(one.pattern, path):
-            before = isinstance(one, Boundary) and one.side == "input"
-            for move in one.moves:
-                marks[_mark(one, move, before, output_bytes(plan, entries) if not before else 0)] = None
+    for instruction in plan.runtime.instructions:
+        if matches(instruction.pattern, path):
+            before = isinstance(instruction, Boundary) and instruction.side == "input"
+            for move in instruction.moves:
+                marks[_mark(instruction, move, before, output_bytes(plan, entries) if not before else 0)] = None
     return tuple(marks)
 
 
 def _mark(one: Instruction, move: Move, before: bool, size: int) -> Mark:
     twice = 2 if move.collective is Collective.ALL_REDUCE else 1
-    known = size and not move.of.is_statistic and move.collective is not Collective.ALL_GATHER
-    weight = f" · {bytes_text(size * twice)} a token" if known and not move.backward else ""
-    what = _WORDS[move.collective]
+    sized = size and not move.of.is_statistic and move.collective is not Collective.ALL_GATHER
+    weight = f" · {bytes_text(size * twice)} a token" if sized and not move.backward else ""
+    collective = _WORDS[move.collective]
     if move.backward:
-        return Mark(f"gradient: {what}", True, before, move.sums)
-    return Mark(f"{'sum of parts: ' if move.sums else ''}{what}{weight}", False, before, move.sums)
+        return Mark(f"gradient: {collective}", True, before, move.sums)
+    return Mark(f"{'sum of parts: ' if move.sums else ''}{collective}{weight}", False, before, move.sums)
 
 
 def output_bytes(plan: Plan, entries: tuple[Entry, ...]) -> int:
-    """Bytes for a token of a module's sum, as wide as the dim of its matrix that is not cut; 0 where unknown."""
+    """Return the bytes per token of a module's sum, as wide as the uncut dim of its matrix; 0 if unknown."""
     for entry in entries:
         for parameter, segment in zip(entry.parameters, entry.segments, strict=False):
             dim, _, _ = segment.partition(":")
@@ -70,12 +71,12 @@ def output_bytes(plan: Plan, entries: tuple[Entry, ...]) -> int:
 
 def _shape(plan: Plan, module: str, parameter: str) -> tuple[int, ...]:
     names = (f"{module}.{parameter}", module)
-    shapes = [one.shapes for one in plan.made_for.sizes if one.pattern in names]
+    shapes = [sizes.shapes for sizes in plan.made_for.sizes if sizes.pattern in names]
     return shapes[0][0] if len(shapes) == 1 and len(shapes[0]) == 1 else ()
 
 
 def _item_size(entry: Entry, plan: Plan, width: int) -> int:
-    """Bytes of a number of the weight; 0 where unclear. Without a shape it is a bias, as wide as the output."""
+    """Return the bytes of an element of the weight; 0 if unclear. Without a shape it is a bias of that width."""
     owner, _, name = entry.pattern.rpartition(".")
     module = owner if entry.parameters == (name,) else entry.pattern
     modules = sum(
@@ -92,7 +93,7 @@ def _item_size(entry: Entry, plan: Plan, width: int) -> int:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis that is cut, with the letter and the colour by which the page tells it from others."""
+    """An axis that is cut, with the letter and the colour that identify it on the page."""
 
     number: int
     letter: str
@@ -101,7 +102,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Box:
-    """A module: name, path, lines, link and findings. `gives`: its output lies "cut", "partial", or whole ("")."""
+    """A module: name, path, lines, link and findings. `gives`: its output is "cut", "partial", or replicated ("")."""
 
     name: str
     path: str
@@ -140,26 +141,26 @@ class Scene:
 
 
 def axes_of(entries: Iterable[Entry]) -> dict[str, Axis]:
-    """The axis of each entry by its pattern; entries that are cut together share one."""
-    known: dict[object, Axis] = {}
+    """Return the axis of each entry by its pattern; entries that are cut together share one."""
+    by_key: dict[object, Axis] = {}
     axes = {}
     for entry in entries:
         if not any(":" in segment for segment in entry.segments):
             continue
         units = entry.counted or entry.units
         key: object = entry.axes or (entry.pattern.rpartition(".")[0], units)
-        axis = known.setdefault(key, Axis(len(known), _letter(len(known)), units))
+        axis = by_key.setdefault(key, Axis(len(by_key), _letter(len(by_key)), units))
         axes[entry.pattern] = axis
     return axes
 
 
 def _letter(number: int) -> str:
-    """A … Z, AA, AB …"""
+    """Return A … Z, AA, AB …"""
     return ("" if number < 26 else _letter(number // 26 - 1)) + chr(ord("A") + number % 26)
 
 
 def flow_parts(plan: Plan) -> tuple[FlowPart, ...]:
-    """The plan's own, or for older plan files one made of its entries in their order."""
+    """Return the plan's own flow, or for older plan files one made from its entries in order."""
     if plan.flow:
         return plan.flow
     blocks = {f"{stack.name}.*": len(stack.fqns) for stack in plan.layers}
@@ -176,7 +177,7 @@ def flow_parts(plan: Plan) -> tuple[FlowPart, ...]:
 
 
 def scene_of(plan: Plan, links: dict[str, str], findings: Sequence[Finding] = ()) -> Scene:
-    """`links`: what a pattern of the plan, or a parameter that stays whole, links to."""
+    """Return the scene of a plan. `links`: the link of a pattern of the plan, or of a replicated parameter."""
     axes = axes_of(plan.entries)
     boxes = _Boxes(plan, axes, links, findings)
     blocks = tuple(
@@ -186,7 +187,7 @@ def scene_of(plan: Plan, links: dict[str, str], findings: Sequence[Finding] = ()
 
 
 def branches(part: FlowPart) -> Iterator[tuple[str, list[list[str]]]]:
-    """Yield rows of (parent, columns): readers of one value side by side, and under each step what alone reads it.
+    """Yield rows of (parent, columns): readers of one value side by side, and under each step its only reader.
 
 
     >>> part = FlowPart("", 1, ("a.q", "a.q_norm", "a.k", "a.v", "a.o"), ((-1,), (0,), (-1,), (-1,), (1, 2, 3)))
@@ -212,13 +213,13 @@ def branches(part: FlowPart) -> Iterator[tuple[str, list[list[str]]]]:
 
 
 class _Boxes:
-    """Boxes of one plan."""
+    """The boxes of one plan."""
 
     def __init__(self, plan: Plan, axes: dict[str, Axis], links: dict[str, str], findings: Sequence[Finding]) -> None:
         self.plan, self.axes, self.links, self.findings = plan, axes, links, findings
 
     def rows(self, part: FlowPart) -> Iterator[BoxRow]:
-        """What ranks do before and after stands around a row; in a column, between two boxes, it is a line of one."""
+        """Yield rows with the collectives before and after them; a collective inside a column is a line of a box."""
         for parent, columns in branches(part if part.reads else replace(part, reads=self._guessed(part))):
             boxes = []
             marks: list[Mark] = []
@@ -238,7 +239,7 @@ class _Boxes:
         return box
 
     def _guessed(self, part: FlowPart) -> tuple[tuple[int, ...], ...]:
-        """For older plan files: a step reads those before it, but where it shares a sum with one of these."""
+        """Return reads for older plan files: a step reads those before it, unless it shares a sum with one of them."""
         reads: list[tuple[int, ...]] = []
         row: list[int] = []
         shared: set[str] = set()
@@ -255,7 +256,7 @@ class _Boxes:
         return tuple(reads)
 
     def _around(self, part: FlowPart, step: str) -> Iterator[Mark]:
-        """What is done where a module around a step, which has no box of its own, is entered or left."""
+        """Yield the marks of a module around a step, which has no box of its own, where it is entered or left."""
         around = step.rpartition(".")[0]
         while around or part.block:
             inside = [other for other in part.steps if not around or other.startswith(f"{around}.")]
@@ -269,7 +270,7 @@ class _Boxes:
             around = around.rpartition(".")[0]
 
     def _entries(self, path: str) -> tuple[Entry, ...]:
-        """Of the module itself, or of single parameters of it."""
+        """Return the entries of the module itself, or of single parameters of it."""
         depth = path.count(".") + 1
         own = [entry for entry in self.plan.entries if matches(entry.pattern, path)]
         within = [
@@ -280,7 +281,7 @@ class _Boxes:
         return tuple(own or within)
 
     def _whole(self, path: str) -> tuple[Replicated, ...]:
-        return tuple(one for one in self.plan.replicated if matches(one.fqn.rpartition(".")[0], path))
+        return tuple(item for item in self.plan.replicated if matches(item.fqn.rpartition(".")[0], path))
 
     def _box(self, name: str, path: str, entries: tuple[Entry, ...]) -> Box:
         numbers = self._found(path)
@@ -290,12 +291,12 @@ class _Boxes:
             link = next((self.links[e.pattern] for e in entries if e.pattern in self.links), "")
             return Box(name, path, tuple(dict.fromkeys(filter(None, lines))), axis, link, numbers, _gives(entries))
         whole = self._whole(path)
-        size = bytes_text(sum(one.bytes for one in whole)) if whole else ""
-        link = next((self.links[one.fqn] for one in whole if one.fqn in self.links), "")
+        size = bytes_text(sum(item.bytes for item in whole)) if whole else ""
+        link = next((self.links[item.fqn] for item in whole if item.fqn in self.links), "")
         return Box(name, path, (f"whole · {size} in all" if size else "whole",), None, link, numbers)
 
     def _found(self, path: str) -> tuple[int, ...]:
-        """Numbers of the findings that are about the module or a parameter of it."""
+        """Return the numbers of the findings that are about the module or a parameter of it."""
         return tuple(
             number
             for number, finding in enumerate(self.findings, 1)

@@ -1,4 +1,4 @@
-"""The parts of a page, each from values alone: verdict, drawing, weights, messages, memory, whole, sizes."""
+"""The sections of a page, each from values alone: verdict, drawing, weights, messages, memory, replicated, sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDTH, _HEIGHT = 330.0, 26.0
 
 
 def memory_section(found: Estimate | None, memory: int = 0, *, alone: bool = True) -> Safe:
-    """The stack, its parts as a table, and where the peak is. Not `alone`: without a heading."""
+    """Return the memory as a bar, its parts as a table, and the place of the peak. Not `alone`: without a heading."""
     head = el("h2", "Memory of a rank", id="memory") if alone else None
     if found is None:
         return el("section", head, el("p", NO_ESTIMATE, class_="soft"), aria_labelledby="memory")
@@ -38,7 +38,7 @@ def memory_section(found: Estimate | None, memory: int = 0, *, alone: bool = Tru
 
 
 def stack(found: Estimate, memory: int = 0, scale: int = 0) -> Safe:
-    """One bar. `scale`: the bytes of its full width."""
+    """Return one bar. `scale`: the bytes of its full width."""
     most = max(scale, memory, found.peak, 1) * 1.02
     x = 0.0
     drawn: list[Safe] = []
@@ -58,7 +58,7 @@ def stack(found: Estimate, memory: int = 0, scale: int = 0) -> Safe:
 
 
 def _parts(found: Estimate) -> list[tuple[int, str, int]]:
-    sizes = [(one.name, getattr(found.parts, one.name)) for one in fields(MemoryParts)]
+    sizes = [(part.name, getattr(found.parts, part.name)) for part in fields(MemoryParts)]
     return [(n, name, size) for n, (name, size) in enumerate(sizes) if size]
 
 
@@ -68,7 +68,7 @@ def _room(peak: int, memory: int) -> str:
 
 
 def _step_messages(found: Estimate) -> Safe:
-    rows = [(one.dim, one.kind, str(one.number), bytes_text(one.bytes)) for one in found.messages]
+    rows = [(message.dim, message.kind, str(message.number), bytes_text(message.bytes)) for message in found.messages]
     sent = table(("over", "message", "number", "bytes"), rows, "Messages of a step") if rows else None
     if found.time is None:
         return join([sent])
@@ -78,12 +78,12 @@ def _step_messages(found: Estimate) -> Safe:
     return join([sent, el("p", sentence)])
 
 
-WIDTH = 342.0  # of a block's drawing: a telephone's 390 less its margins; wider screens show blocks side by side
+WIDTH = 342.0  # of a block's drawing: a phone's 390 less margins; wider screens show blocks side by side
 _SHOWN = 30
 
 
 def verdict(proof: Proof) -> Safe:
-    """What was proven, how, at which size; and what was not tried."""
+    """Return what was proven, how, at which size; and what was not tried."""
     state = "bad" if proof.failed else "ok" if proof.ok else "open"
     tried = {
         "passed": "A tiny clone ran on simulated ranks and gave the same.",
@@ -105,11 +105,11 @@ def facts(plan: Plan) -> Safe:
     texts += ["sequence parallel" if plan.sequence_parallel else "", *valid_sizes(plan)]
     size, whole = rank_weights(plan)
     texts.append(f"{bytes_text(size)} of weights on a rank, {bytes_text(whole)} of them replicated")
-    return el("ul", *(el("li", one) for one in texts if one), class_="facts")
+    return el("ul", *(el("li", text) for text in texts if text), class_="facts")
 
 
 def drawing_section(scene: Scene, drawn: Safe | None = None) -> Safe:
-    """Blocks beside each other, in the order in which the model runs them. `drawn`: pictures of several cases."""
+    """Return blocks beside each other, in the order in which they run. `drawn`: pictures of several cases."""
     about = (
         "From top to bottom as data flows, branches side by side. A box's colour and letter say which axis cuts it; "
         "grey is whole on every rank. A dashed red edge carries parts of a sum, which ranks add up where it says so."
@@ -132,14 +132,14 @@ def legend(axes: Iterable[Axis]) -> Safe:
 
 
 def block_figure(block: Block, side: str = "") -> Safe:
-    """`side`: whose it is, where several stand side by side."""
+    """Draw one block. `side`: its plan, if several are side by side."""
     times = f" ×{block.times}" if block.times > 1 else ""
     return el("figure", el("figcaption", side, el("code", block.title), el("b", times)),
               svg_of(draw_block(block, WIDTH), f"{side}{block.title}{times}", "block"))  # fmt: skip
 
 
 def switch(plans: Mapping[int, Plan], own: int) -> Safe:
-    """The sizes between which the page can be switched, by style alone."""
+    """Return the sizes between which the page can be switched, by style alone."""
     sizes = [
         el("span", f"{bytes_text(rank_weights(plan)[0])} of weights on a rank", class_=f"tp tp-{n}")
         for n, plan in plans.items()
@@ -169,16 +169,16 @@ def messages_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) 
 def _messages(traffic: Sequence[Traffic]) -> Safe:
     if not traffic:
         return el("p", "No block sends messages.", class_="soft")
-    most = max((max(_bytes(one.forward, one.backward), _least(one)) for one in traffic), default=1)
+    most = max((max(_bytes(block.forward, block.backward), _least(block)) for block in traffic), default=1)
     alike: dict[str, list[Traffic]] = {}
-    for one in traffic:
-        alike.setdefault(repr(replace(one, block="")), []).append(one)
+    for block in traffic:
+        alike.setdefault(repr(replace(block, block="")), []).append(block)
     rows = [_traffic_row(replace(ones[0], block=_blocks(ones)), most) for ones in alike.values()]
     return table(("block", "forward", "backward", "moved", "least", ""), rows, "Bytes for each token")
 
 
 def _blocks(alike: Sequence[Traffic]) -> str:
-    """The first of those that move the same, and how many they are."""
+    """Return the first of the blocks that move the same, and their number."""
     return f"{alike[0].block} and {len(alike) - 1} like it" if len(alike) > 1 else alike[0].block
 
 
@@ -210,15 +210,15 @@ def _least(one: Traffic) -> int:
 
 
 def whole_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> Safe:
-    """Heaviest first; after some, the rest on demand."""
+    """Return replicated parameters, largest first; after some, the rest on demand."""
     tables = cases({n: _whole(plan) for n, plan in plans.items()}, sizes, own)
     return section("What stays whole", "whole", tables)
 
 
 def _whole(plan: Plan) -> Safe:
-    total = bytes_text(sum(one.bytes for one in plan.replicated))
-    rows = [(el("code", one.fqn), bytes_text(one.bytes), one.reason)
-            for one in sorted(plan.replicated, key=lambda one: -one.bytes)]  # fmt: skip
+    total = bytes_text(sum(item.bytes for item in plan.replicated))
+    rows = [(el("code", item.fqn), bytes_text(item.bytes), item.reason)
+            for item in sorted(plan.replicated, key=lambda item: -item.bytes)]  # fmt: skip
     head = ("parameter", "bytes", "why")
     shown = table(head, rows[:_SHOWN], f"{total} on every rank") if rows else el("p", "Nothing.", class_="soft")
     rest = rows[_SHOWN:]
@@ -227,8 +227,8 @@ def _whole(plan: Plan) -> Safe:
 
 
 def sizes_section(plans: Mapping[int, Plan], own: int, what_if: Mapping[int, WhatIf]) -> Safe:
-    """What if: a line for each size that was planned; its button switches the page to it."""
-    peaks = {n: one.estimate.peak for n, one in what_if.items() if one.estimate is not None}
+    """Return a line for each planned size; its button switches the page to it."""
+    peaks = {n: case.estimate.peak for n, case in what_if.items() if case.estimate is not None}
     rows = []
     for n, plan in plans.items():
         size, whole = rank_weights(plan)
@@ -244,7 +244,7 @@ def sizes_section(plans: Mapping[int, Plan], own: int, what_if: Mapping[int, Wha
 
 
 def findings_section(findings: Sequence[Finding]) -> Safe:
-    """Numbered as boxes name them."""
+    """Return findings, numbered as in the boxes."""
     if not findings:
         return section("Findings", "findings", about="None.")
     items = [

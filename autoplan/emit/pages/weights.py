@@ -1,4 +1,4 @@
-"""Weights drawn to scale at each size of tp: rank 0's part shaded, packed pieces parted by lines.
+"""Weights drawn to scale at each size of tp: rank 0's shard shaded, packed segments separated by lines.
 
 
 >>> runs(Layout.parse("32!*128|8!*128"), rank=0, ranks=4)
@@ -23,17 +23,17 @@ from autoplan.emit.words import bytes_text
 from autoplan.values import Entry, Plan
 
 Run = tuple[int, int]
-MOST = 96  # stretches; a finer pattern is drawn as its share
+MOST = 96  # runs; a finer pattern is hatched
 
 
 def runs(layout: Layout, rank: int, ranks: int) -> tuple[Run, ...] | None:
-    """From and up to which row; None where there are more than `MOST`."""
-    held = layout.runs(rank, ranks)
-    return tuple((run.start, run.stop) for run in held) if len(held) <= MOST else None
+    """Return (start, stop) of the rows of a rank; None if there are more than `MOST`."""
+    rank_runs = layout.runs(rank, ranks)
+    return tuple((run.start, run.stop) for run in rank_runs) if len(rank_runs) <= MOST else None
 
 
 def segments(layout: Layout) -> tuple[Run, ...]:
-    """Where each packed piece begins and ends; one where nothing is packed."""
+    """Return (start, stop) of each packed segment; a single one if nothing is packed."""
     if layout.kind != "concatenation":
         return ((0, layout.size),)
     ends = [0]
@@ -43,19 +43,19 @@ def segments(layout: Layout) -> tuple[Run, ...]:
 
 
 def divides(layout: Layout, ranks: int) -> bool:
-    """Does each factor that is cut over all ranks give them equal parts?"""
+    """Return whether each sharded factor is divisible by its number of ranks."""
     if layout.split is not None:
         return layout.size % (layout.split[0] or ranks) == 0
     return all(divides(part, ranks) for part in layout.parts)
 
 
-_SIDE = 120.0  # of the longest dim
+_SIDE = 120.0  # length of the longest dim
 _LEAST = 6.0
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One cut parameter of an entry. `shape` is empty where the plan does not hold it."""
+    """One cut parameter of an entry. `shape` is empty if the plan does not record it."""
 
     entry: Entry
     parameter: str
@@ -65,13 +65,13 @@ class Weight:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """(the dim that is cut, the longest other one)"""
+        """Return (the cut dim, the longest other one)."""
         others = [size for place, size in enumerate(self.shape) if place != self.dim]
         return self.layout.size, max(others, default=1)
 
     @property
     def upright(self) -> bool:
-        """Is the cut dim drawn from top to bottom? The last one lies from left to right, as matrices are written."""
+        """Return whether the cut dim is vertical. The last dim is horizontal, as matrices are written."""
         return len(self.shape) < 2 or self.dim != len(self.shape) - 1
 
 
@@ -84,21 +84,21 @@ def _of_entry(plan: Plan, entry: Entry) -> Iterable[Weight]:
         dim, _, text = segment.partition(":")
         try:
             layout = Layout.parse(text)
-        except AutoplanError:  # another system's notation, which explain shows as it stands
+        except AutoplanError:  # another system's notation, which `explain` shows unchanged
             continue
         if dim.isdigit() and layout.is_split:
             yield Weight(entry, parameter, int(dim), layout, _shape(plan, entry.pattern, parameter))
 
 
 def _shape(plan: Plan, module: str, parameter: str) -> tuple[int, ...]:
-    for known in plan.made_for.sizes:
-        if known.pattern in (module, f"{module}.{parameter}") or matches(f"{module}.{parameter}", known.pattern):
-            return known.shapes[0]
+    for sizes in plan.made_for.sizes:
+        if sizes.pattern in (module, f"{module}.{parameter}") or matches(f"{module}.{parameter}", sizes.pattern):
+            return sizes.shapes[0]
     return ()
 
 
 def weight_figure(weight: Weight, axis: Axis | None, longest: int, sizes: Iterable[int]) -> Safe:
-    """A figure with its caption; `longest`: rows of the longest dim on the page."""
+    """Return a figure with its caption; `longest`: rows of the longest dim on the page."""
     cut, other = weight.sides
     along, across = (max(_LEAST, _SIDE * sqrt(size / longest)) for size in (cut, other))
     width, height = (across, along) if weight.upright else (along, across)
@@ -120,7 +120,7 @@ def weight_figure(weight: Weight, axis: Axis | None, longest: int, sizes: Iterab
 
 
 def _held(weight: Weight, ranks: int, along: float, width: float, height: float) -> Safe:
-    """What rank 0 holds at one size. A pattern finer than can be drawn is hatched."""
+    """Return rank 0's shard at one size. A pattern too fine to draw is hatched."""
     chosen = f"tp tp-{ranks}"
     if not divides(weight.layout, ranks):
         return el("g", class_=chosen)

@@ -23,7 +23,7 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def audit_view(report: Report) -> RenderableType:
-    """For a terminal: verdict, entries, findings."""
+    """Return an audit for a terminal: verdict, entries, findings."""
     verdict = ("no errors", "bold green") if report.ok else ("wrong", "bold red")
     lines: list[RenderableType] = [
         Text.assemble((str(report.details["model"]), "bold"), f" · tp {report.tp_size} · ", verdict),
@@ -49,7 +49,7 @@ def audit_view(report: Report) -> RenderableType:
 
 
 def claims_view(report: Report) -> RenderableType:
-    """What a class claims, and whether it holds."""
+    """Return a table of what a class claims, and whether it holds."""
     colours = {"holds": "green", "wrong": "bold red", "doubtful": "yellow", "not claimed": "dim"}
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     for claim, word in report.details["claims"].items():
@@ -61,7 +61,7 @@ def claims_view(report: Report) -> RenderableType:
 
 
 def _by_cause(report: Report) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """What is wrong with the plan, and what running it showed; the latter is a finding itself where no cause is."""
+    """Split findings into causes and consequences; without an error among the causes all findings are causes."""
     causes = tuple(finding for finding in report.findings if not finding.is_consequence)
     if not any(finding.level == "error" for finding in causes):
         return report.findings, ()
@@ -73,7 +73,7 @@ def _where(finding: Finding) -> str:
 
 
 def _sentence(text: str) -> str:
-    """The first line of what was raised, cut short."""
+    """Return the first line of an error text, truncated."""
     line = next(iter(text.splitlines()), "")
     return line if len(line) <= 160 else f"{line[:157]}..."
 
@@ -85,7 +85,7 @@ def _summary(report: Report) -> str:
 
 
 def markdown(report: Report) -> str:
-    """For a comment on a pull request."""
+    """Return an audit as a comment on a pull request."""
     counts = Counter(finding.level for finding in report.findings)
     mark = "✅" if report.ok else "❌"
     head = f"### {mark} autoplan audit: `{report.details['model']}` at tp {report.tp_size}"
@@ -100,10 +100,10 @@ def markdown(report: Report) -> str:
 
 
 def _row(finding: Finding) -> str:
-    what = f"{finding.message}. {finding.proof}" if finding.proof else finding.message
-    what += f" ({bytes_text(finding.bytes)})" if finding.bytes else ""
+    text = f"{finding.message}. {finding.proof}" if finding.proof else finding.message
+    text += f" ({bytes_text(finding.bytes)})" if finding.bytes else ""
     where = f"`{finding.where}`" if finding.where else ""
-    return f"| {' | '.join(map(_cell, (finding.level, finding.check, where, what, finding.hint)))} |"
+    return f"| {' | '.join(map(_cell, (finding.level, finding.check, where, text, finding.hint)))} |"
 
 
 def _cell(text: str) -> str:
@@ -113,8 +113,8 @@ def _cell(text: str) -> str:
 def sarif(
     report: Report, checks: Mapping[str, str], artifact: str = "plan", lines: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """For code-review tools. `checks`: names and documentation; `artifact`: the plan's file; `lines`: where patterns
-    stand."""
+    """Return an audit for code-review tools. `checks`: names and documentation; `artifact`: the plan's file; `lines`:
+    the lines of patterns."""
     names = list(checks)
     rules = [
         {"id": name, "shortDescription": {"text": text.splitlines()[0]}, "fullDescription": {"text": text}}
@@ -128,7 +128,7 @@ def sarif(
 
 
 def _line_of(finding: Finding, lines: Mapping[str, int]) -> int:
-    """The line of the entry that a finding is about; the first line where it is about no single one."""
+    """Return the line of the entry that a finding is about; line 1 if there is no single one."""
     for place in (place.strip() for about in finding.about for place in about.split(",")):
         near = [p for p in lines if p == place or is_under(p, place) or is_under(place, p)]
         if near:

@@ -1,5 +1,5 @@
-"""The table of a plan's entries, grouped by parent. On a narrow terminal the cut and the role are left out, which
-`explain` and `--json` have."""
+"""The table of a plan's entries, grouped by parent. A narrow terminal omits the cut and the role, which `explain` and
+`--json` have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoplan.values import Cost, Entry, Traffic
 _GAP = 2
 _WIDE = 110
 _LONG_PATH = 28
-_LEAST = 10  # columns a cell keeps when others need room
+_LEAST = 10  # the narrowest that a column becomes
 _STYLES = {"module": "cyan", "cut": "dim"}
 _HEADINGS = {"sums": "sums over ranks"}
 _LEGEND = "cut is dim:layout; ! is sharded over the ranks, * multiplies, | parts segments that are cut each by itself"
@@ -25,7 +25,7 @@ Cells = dict[str, str]
 
 
 class EntryTable:
-    """A rich renderable; what it shows depends on the width it is given."""
+    """A rich renderable of entries; its columns depend on the available width."""
 
     def __init__(self, entries: tuple[Entry, ...]) -> None:
         self.entries = entries
@@ -44,13 +44,13 @@ class EntryTable:
             yield Text(_LEGEND, "dim")
 
     def _columns(self, wide: bool) -> list[str]:
-        """Source and proof only where entries differ in them: else the plan's headline and last line say it."""
+        """Return the columns; source and proof only if entries differ in them, else the headline has them."""
         columns = ["module", "style"] + ["role"] * wide + ["units"] + ["cut"] * wide + ["sums"]
         return columns + [name for name in ("source", "proof") if len({getattr(e, name) for e in self.entries}) > 1]
 
 
 def _groups(entries: Iterable[Entry]) -> Iterator[tuple[str, list[Entry]]]:
-    """Neighbours under the parent they share; a module alone keeps its path while that is short."""
+    """Yield neighbours under their common parent; a single module keeps its path if that is short."""
     for parent, members in groupby(entries, key=lambda entry: entry.pattern.rpartition(".")[0]):
         group = list(members)
         alone = len(group) == 1 and len(group[0].pattern) <= _LONG_PATH
@@ -81,7 +81,7 @@ def _row(entry: Entry, module: str, above: Sequence[str]) -> Cells:
 
 
 def _sum(cost: Cost, above: Sequence[str]) -> str:
-    """Short, as the column says "sums"; one that several projections share is told at the first of them."""
+    """Return a cost without "sum", as the column says it; a shared one is listed at the first module that shares it."""
     sharers = [other for other in cost.shared_with if other in above]
     if sharers:
         return f"shared with {sharers[0]}"
@@ -89,7 +89,7 @@ def _sum(cost: Cost, above: Sequence[str]) -> str:
 
 
 def _cut(entry: Entry) -> str:
-    """One line where all parameters are cut alike, else one for each. Spaces give long layouts places to wrap."""
+    """Return one line if all parameters are cut alike, else one for each. Spaces let long layouts wrap."""
     segments = [segment.replace("|", " | ") for segment in entry.segments]
     if len(set(segments)) <= 1 or len(entry.parameters) != len(segments):
         return "\n".join(dict.fromkeys(segments))
@@ -98,7 +98,7 @@ def _cut(entry: Entry) -> str:
 
 
 def _widths(columns: list[str], rows: list[Cells], available: int) -> dict[str, int]:
-    """Each column as wide as its widest line; then the widest give way until the table fits."""
+    """Return the widths of columns: each as wide as its widest line; then the widest shrink until the table fits."""
     lines = {
         column: [_HEADINGS.get(column, column), *(line for row in rows for line in row[column].split("\n"))]
         for column in columns
@@ -130,7 +130,7 @@ TRAFFIC_COLUMNS = ("block", "forward", "backward", "least forward", "least backw
 
 
 def traffic_row(one: Traffic) -> tuple[str, ...]:
-    """A block: how many collectives of which kind, and their bytes for each token."""
+    """Return a block's row: the number of collectives of each kind, and their bytes per token."""
     ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
     least = [
         f"{size} B in {number}" if number else "nothing" for number, size in (one.least_forward, one.least_backward)
@@ -139,16 +139,16 @@ def traffic_row(one: Traffic) -> tuple[str, ...]:
 
 
 def traffic_lines(traffic: Iterable[Traffic]) -> list[str]:
-    """The same as text, a line for each block."""
-    found = []
-    for one in traffic:
-        block, forward, backward, least_forward, least_backward, ratio = traffic_row(one)
-        once = f"; {one.once} B of whole parameters' gradients once a step" if one.once else ""
-        found.append(
+    """Return the same as text, one line per block."""
+    lines = []
+    for moved in traffic:
+        block, forward, backward, least_forward, least_backward, ratio = traffic_row(moved)
+        once = f"; {moved.once} B of whole parameters' gradients once a step" if moved.once else ""
+        lines.append(
             f"{block}: forward {forward} (least {least_forward}), backward {backward} (least {least_backward})"
             f"{f', {ratio} of the least' if ratio else ''}{once}"
         )
-    return found
+    return lines
 
 
 def _moved(kinds: Mapping[str, tuple[int, int]]) -> str:

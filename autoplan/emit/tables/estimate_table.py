@@ -1,4 +1,4 @@
-"""An estimate, a choice among meshes, a dry run, and planned sizes of tp, as tables for a terminal."""
+"""Tables for a terminal: an estimate, a choice of meshes, a dry run, and planned tp sizes."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def _gib(size: float) -> str:
 
 
 def _more(size: int) -> str:
-    """Never nothing: what is missing is more than that."""
+    """Return a size of missing memory, rounded up to 1 MiB."""
     return _gib(size) if size >= 0.01 * 2**30 else f"{max(1, size >> 20)} MiB"
 
 
 def tokens_text(found: Estimate) -> str:
-    """Of one sequence, and those of a rank of cp."""
+    """Return the tokens of a sequence, and those of a rank of cp."""
     own = f", of which a rank holds {found.own_tokens}" if found.own_tokens < found.sequence else ""
     return f"{found.sequence} tokens{own}"
 
 
 def estimate_view(found: Estimate) -> RenderableType:
-    """The stacked peak, where it is, the messages, the time."""
+    """Return the peak by parts, its place, the messages and the time."""
     bars = {name: (bar, against) for name, bar, against in found.bars}
     table = Table("on one rank, at the peak", "", "", box=None, pad_edge=False)
     for part in fields(MemoryParts):
@@ -60,9 +60,9 @@ def estimate_view(found: Estimate) -> RenderableType:
     if found.time is not None:
         shares = ", ".join(f"{seconds:.2f} s {part}" for part, seconds in found.time.parts.items() if seconds)
         bar = f" ± {bars['time'][0]:.0%}" if bars else ""
-        what = "tokens" if found.sequence else "samples"
+        unit = "tokens" if found.sequence else "samples"
         step = f"a step: {found.flops / 1e12:.1f} TFLOP a rank, {found.time.total:.2f} s{bar} on {found.device}"
-        lines += [Text(""), Text(f"{step} ({shares}): {found.tokens_per_second:,.0f} {what} a second")]
+        lines += [Text(""), Text(f"{step} ({shares}): {found.tokens_per_second:,.0f} {unit} a second")]
     if found.decoded_per_second:
         held = f"{found.concurrency} sequences a rank, {found.sequence} tokens held of each"
         lines += [Text(f"decoding: {found.decoded_per_second:,.0f} tokens a second ({held})")]
@@ -73,7 +73,7 @@ def estimate_view(found: Estimate) -> RenderableType:
 
 
 def memory_bar(found: Estimate, memory: int, width: int = 36) -> Text:
-    """One line: the peak of a rank as a stack of letters, against what the device has; and what they stand for."""
+    """Return one line with a rank's peak as a stack of letters, against the device's memory, and a legend."""
     scale = max(found.peak, memory, 1)
     sizes = {letter: sum(getattr(found.parts, part) for part in parts) for letter, parts in _LETTERS.items()}
     stack = "".join(letter * round(width * size / scale) for letter, size in sizes.items())[:width]
@@ -86,13 +86,13 @@ def memory_bar(found: Estimate, memory: int, width: int = 36) -> Text:
 
 def sent_table(sent: Iterable[Sent]) -> Table:
     table = Table("messages of a step over", "", "number", "GiB", box=None, pad_edge=False)
-    for one in sent:
-        table.add_row(one.dim, one.kind, str(one.number), f"{one.bytes / 2**30:.2f}")
+    for message in sent:
+        table.add_row(message.dim, message.kind, str(message.number), f"{message.bytes / 2**30:.2f}")
     return table
 
 
 def choice_view(choice: Any) -> RenderableType:
-    """The ranked rows, what the first has over the second, and what the nearest that does not fit would need."""
+    """Return the ranked rows, the reasons for the first, and what the nearest that does not fit would need."""
     speed = "samples/s" if choice.rows and not choice.rows[0].estimate.sequence else "tokens/s"
     table = Table("", "mesh", "micro", "checkpointing", "seq.", "GiB", speed, "what binds", box=None, pad_edge=False)
     shown = [*choice.rows[:_SHOWN]]
@@ -103,9 +103,9 @@ def choice_view(choice: Any) -> RenderableType:
         place = choice.rows.index(row) + 1
         priced = row.estimate
         again = {True: "blocks", False: "none"}.get(row.checkpointing, str(row.checkpointing))
-        kept = (", experts apart" if row.experts else "") + (", no reshard" if row.reshard is False else "")
+        variant = (", experts apart" if row.experts else "") + (", no reshard" if row.reshard is False else "")
         speed = f"{priced.tokens_per_second:,.0f}{'?' * row.narrow(choice.memory)}" if row.fits else "does not fit"
-        cells = (mesh_text(priced.mesh) + kept, f"{priced.batch} × {row.accumulate}", again)
+        cells = (mesh_text(priced.mesh) + variant, f"{priced.batch} × {row.accumulate}", again)
         cut = f"{priced.own_tokens} a rank" if "cp" in row.mesh else "cut" if row.sequence_parallel else ""
         tie = "=" if row.fits and ties > 1 and row.ties(choice.rows[0]) else ""
         table.add_row(f"{place}{tie}", *cells, cut, f"{priced.peak / 2**30:.1f}", speed, row.binds)
@@ -113,9 +113,9 @@ def choice_view(choice: Any) -> RenderableType:
     head = f"{choice.source.name} on {choice.gpus} × {choice.device.name} with {_gib(choice.memory)}"
     head += f" ({choice.margin:.0%} left free)" if choice.margin else ""
     if choice.rows:
-        asked = choice.rows[0].estimate
-        head += f": {asked.train}, " + (f"sequences of {asked.sequence} tokens, " if asked.sequence else "")
-        head += asked.weights_text
+        first = choice.rows[0].estimate
+        head += f": {first.train}, " + (f"sequences of {first.sequence} tokens, " if first.sequence else "")
+        head += first.weights_text
     lines: list[RenderableType] = [
         Text(head),
         Text(f"{fitting} of {len(choice.rows)} configurations fit"),
@@ -151,7 +151,7 @@ def choice_reasons(choice: Any) -> Iterable[str]:
 
 
 def against_view(place: int, row: Row, more: dict[str, float]) -> str:
-    """Where a mesh stands, and why it is not the first."""
+    """Return the rank of a mesh, and why it is not the first."""
     if place == 1:
         return f"{mesh_text(row.estimate.mesh)} is the first row"
     parts = ", ".join(f"{share:+.0%} {name}" for name, share in sorted(more.items(), key=lambda pair: -abs(pair[1]))
@@ -192,12 +192,12 @@ def row_to_dict(row: Row) -> dict[str, Any]:
 
 
 def dry_run_view(found: Any) -> RenderableType:
-    """What came out, and each kind of message with its module, group and bytes."""
+    """Return the outcome of a dry run, and each kind of message with its module, group and bytes."""
     table = Table("message", "over", "at", "bytes", "times", box=None, pad_edge=False)
-    modules = Universe(one.module for one in found.messages)
+    modules = Universe(message.module for message in found.messages)
     alike: dict[tuple[str, str, int, int], list[str]] = {}
     for (kind, dim, module, size), times in Counter(
-        (one.kind, one.dim, one.module, max(one.sent, one.received)) for one in found.messages
+        (message.kind, message.dim, message.module, max(message.sent, message.received)) for message in found.messages
     ).items():
         alike.setdefault((kind, dim, size, times), []).append(module)
     for (kind, dim, size, times), names in alike.items():
@@ -219,25 +219,25 @@ def dry_run_to_dict(found: Any) -> dict[str, Any]:
             "optimizer_bytes": found.states, "peak_bytes": found.peak, "messages": messages}  # fmt: skip
 
 
-_MOST = 12  # sizes that are shown
+_MOST = 12  # the most sizes that are shown
 
 
 def rank_weights(plan: Plan) -> tuple[int, int]:
-    """Bytes of weights on a rank, and how many of them are replicated."""
-    whole = sum(one.bytes for one in plan.replicated)
+    """Return the bytes of weights on a rank, and how many of them are replicated."""
+    whole = sum(item.bytes for item in plan.replicated)
     over = 1 if plan.cp_size == plan.ranks else plan.cut_over
     cut = sum(-(-entry.bytes // over) for entry in plan.entries)
     return whole + cut, whole + (cut if over == 1 else 0)
 
 
 def messages_of_a_block(plan: Plan) -> str:
-    """Of the kind of block that sends the most."""
+    """Return the number of messages of the kind of block that sends the most."""
     sums = [sum(n for n, _ in (*one.forward.values(), *one.backward.values())) for one in plan.communication]
     return str(max(sums)) if sums else "0" if plan.ranks == 1 else "-"
 
 
 def valid_sizes(plan: Plan) -> list[str]:
-    """The sizes of tp at which every axis is divisible; nothing where it is the sequence that is cut."""
+    """Return the tp sizes at which every axis is divisible; nothing if the sequence is cut."""
     sizes = ", ".join(map(str, plan.legal_tp))
     if plan.cp_size > 1:
         return []
@@ -245,7 +245,7 @@ def valid_sizes(plan: Plan) -> list[str]:
 
 
 def shown_sizes(plan: Plan) -> tuple[int, ...]:
-    """Powers of two among the legal sizes, and the plan's own."""
+    """Return powers of two among the valid sizes, and the plan's own."""
     return tuple(tp for tp in plan.legal_tp if tp & (tp - 1) == 0 or tp == plan.tp_size)[:_MOST]
 
 
@@ -256,29 +256,29 @@ def sizes_view(
     memory: int = 0,
     why: str = "",
 ) -> RenderableType | None:
-    """A line for each size in `plans`; None where nothing is split. `estimates`: steps held against a device's
-    `memory`; `why` some are missing."""
-    known = estimates or {}
-    bar = memory_bar(known[plan.tp_size], memory) if plan.tp_size in known else None
-    missing = [Text(f"a training step was not estimated{': ' if not known else ' '}{why}")] if why else []
+    """Return a line for each size in `plans`; None if nothing is split. `estimates`: steps compared with a device's
+    `memory`; `why`: the reason that some are missing."""
+    priced = estimates or {}
+    bar = memory_bar(priced[plan.tp_size], memory) if plan.tp_size in priced else None
+    missing = [Text(f"a training step was not estimated{': ' if not priced else ' '}{why}")] if why else []
     if not plan.entries or len(plan.legal_tp) < 2 or plan.cp_size > 1:
         return Group(bar) if bar is not None else None
     heads = ("tp", "weights of a rank", "replicated", "messages of a block")
-    table = Table(*heads, *(("of a step", "memory of a step") if known else ()), box=None, pad_edge=False)
-    for tp, made in sorted({**(plans or {}), plan.tp_size: plan}.items()):
-        size, whole = rank_weights(made)
+    table = Table(*heads, *(("of a step", "memory of a step") if priced else ()), box=None, pad_edge=False)
+    for tp, planned in sorted({**(plans or {}), plan.tp_size: plan}.items()):
+        size, whole = rank_weights(planned)
         mark = " (this plan)" if tp == plan.tp_size else ""
         share = f"{_gib(whole)}, {whole / max(size, 1):.0%}"
-        step = _step(known.get(tp), memory) if known else ()
-        table.add_row(f"{tp}{mark}", _gib(size), share, messages_of_a_block(made), *step)
+        step = _step(priced.get(tp), memory) if priced else ()
+        table.add_row(f"{tp}{mark}", _gib(size), share, messages_of_a_block(planned), *step)
     head = Text("".join(valid_sizes(plan)).capitalize(), style="bold")
     return Group(*([bar, Text("")] if bar is not None else []), head, table, *missing)
 
 
 def _step(found: Estimate | None, memory: int) -> tuple[str, str]:
-    """Number and bytes of a step's messages, and its peak."""
+    """Return the number and bytes of a step's messages, and its peak."""
     if found is None:
         return "", ""
-    number, size = sum(one.number for one in found.messages), sum(one.bytes for one in found.messages)
+    number, size = sum(message.number for message in found.messages), sum(message.bytes for message in found.messages)
     fits = "" if not memory or found.peak <= memory else ", does not fit"
     return f"{number}, {_gib(size)}" if number else "0", f"{_gib(found.peak)}{fits}"

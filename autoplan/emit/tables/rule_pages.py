@@ -1,4 +1,4 @@
-"""Print rules as the rule files say them."""
+"""Print rules as in the rule files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoplan.values.plain import plain
 
 
 def rule_to_dict(rule: Rule) -> dict[str, Any]:
-    """A rule as plain data, for `--json`."""
+    """Return a rule as plain data, for `--json`."""
     texts = ("id", "summary", "why", "limits", "seen_in", "unseen", "exported_as", "beats")
     return {
         **{name: plain(getattr(rule, name)) for name in texts},
@@ -32,7 +32,7 @@ def rule_to_dict(rule: Rule) -> dict[str, Any]:
 
 
 def rules_view(rules: Iterable[Rule]) -> RenderableType:
-    """One line each."""
+    """Return one line per rule."""
     table = _columns()
     for rule in rules:
         table.add_row(Text(rule.id, "cyan"), Text(rule.summary))
@@ -40,7 +40,7 @@ def rules_view(rules: Iterable[Rule]) -> RenderableType:
 
 
 def rule_view(rule: Rule) -> RenderableType:
-    """The whole document."""
+    """Return all of a rule's document."""
     parts: list[RenderableType] = [Text.assemble((rule.id, "bold cyan"), f" · {rule.summary}")]
     parts += _section("Why", Text(rule.why))
     parts += _section("Limits", Text(rule.limits))
@@ -70,7 +70,7 @@ def rule_view(rule: Rule) -> RenderableType:
 
 
 def results_view(results: tuple[RuleResult, ...]) -> RenderableType:
-    """What failed, then how many of how many."""
+    """Return the failed checks, then the number of passed ones."""
     table = _columns()
     failed = [result for result in results if not result.ok]
     for result in failed:

@@ -1,4 +1,4 @@
-"""A scoreboard as tables: one line for each architecture, what is not exact with its reason, totals at the end."""
+"""A scoreboard as tables: one line per architecture, reasons for what is not exact, totals at the end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from autoplan.values import Score, Scoreboard
 
 _COLOURS = {"exact": "green", "wrong": "bold red", "failed": "bold red", "refused": "yellow"}
 _GOOD_SHARE = 0.99
-_NO_MORE = 1.005  # the bound leaves out a few numbers for each token
+_NO_MORE = 1.005  # the bound ignores a few numbers per token
 
 
 def scoreboard_view(board: Scoreboard) -> RenderableType:
-    """The whole board."""
+    """Return the scoreboard with all its sections."""
     experts = f" · ep {board.ep_size}" if board.ep_size > 1 else ""
     facts = [
         f"tp {board.tp_size}, cp {board.cp_size}"
@@ -45,7 +45,7 @@ def scoreboard_view(board: Scoreboard) -> RenderableType:
 
 
 def score_line(score: Score) -> str:
-    """One architecture in one line, for logs."""
+    """Return one architecture in one line, for logs."""
     share = "" if score.share is None else f" share {score.share:.2f}"
     reason = f" · {score.reason}" if score.reason else ""
     reason += f" · sequence not cut: {score.uncut}" if score.uncut else ""
@@ -81,8 +81,8 @@ def _scores(board: Scoreboard) -> RenderableType:
 def _communication(board: Scoreboard) -> RenderableType:
     table = _table("type", *TRAFFIC_COLUMNS)
     for score in board.scores:
-        for one in score.communication:
-            table.add_row(Text(score.model_type, "cyan"), *map(Text, traffic_row(one)))
+        for traffic in score.communication:
+            table.add_row(Text(score.model_type, "cyan"), *map(Text, traffic_row(traffic)))
     return table
 
 

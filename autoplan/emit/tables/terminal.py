@@ -23,7 +23,7 @@ _ALIKE = 5  # findings of one check and level that are printed in full
 
 
 def plain_text(view: RenderableType, width: int | None = None) -> str:
-    """A view without colour, `width` columns wide (the terminal's by default), without trailing blanks."""
+    """Return a view without colour or trailing blanks, `width` columns wide (by default the terminal's width)."""
     columns = width or max(shutil.get_terminal_size((120, 24)).columns, _NARROWEST)
     console = Console(file=StringIO(), width=columns, color_system=None, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
@@ -32,7 +32,7 @@ def plain_text(view: RenderableType, width: int | None = None) -> str:
 
 
 def plan_view(plan: Plan) -> RenderableType:
-    """The whole plan."""
+    """Return all sections of a plan."""
     sections: list[RenderableType] = [_headline(plan)]
     if plan.entries:
         sections += [heading("Split"), EntryTable(plan.entries), heading("Why"), _reasons(plan.entries)]
@@ -44,14 +44,14 @@ def plan_view(plan: Plan) -> RenderableType:
     if plan.communication:
         sections += [heading("Communication of a block, in bytes for each token"), _communication(plan.communication)]
     if plan.fed:
-        # What the forward was given in two calls, and what told so
+        # The inputs of two calls of the forward, and the reasons for them.
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
         table.add_column("argument", style="cyan")
         table.add_column("given", overflow="fold")
         table.add_column("why", overflow="fold")
-        for one in plan.fed:
-            also = f", then {one.also}" if one.also and one.also != one.given else ""
-            table.add_row(Text(one.argument), Text(f"{one.given}{also}"), Text(one.why))
+        for argument in plan.fed:
+            also = f", then {argument.also}" if argument.also and argument.also != argument.given else ""
+            table.add_row(Text(argument.argument), Text(f"{argument.given}{also}"), Text(argument.why))
         sections += [heading("Example inputs (inferred; override with inputs=)"), table]
     if plan.findings:
         sections += [heading("Findings"), *findings_view(plan.findings)]
@@ -59,7 +59,7 @@ def plan_view(plan: Plan) -> RenderableType:
 
 
 def report_view(report: Report, title: str = "") -> RenderableType:
-    """The outcome of a check: verdict first, then what was compared, then the findings."""
+    """Return the outcome of a check: verdict first, then what was compared, then the findings."""
     title = title or str(report.details.get("model", "report"))
     verdict = (report.verdict, "bold green" if report.ok else "bold red")
     facts = plain_table("what", "value", header=False)
@@ -82,7 +82,7 @@ def report_view(report: Report, title: str = "") -> RenderableType:
 
 
 def _detail(value: object) -> str:
-    """A mapping takes a line for each key; what is inside stays on it."""
+    """Return a value as text; a mapping takes a line per key, with nested values in it."""
     if isinstance(value, tuple) and value and isinstance(value[0], Traffic):
         return "\n".join(traffic_lines(value))
     if isinstance(value, dict):
@@ -94,9 +94,6 @@ def _in_line(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{inner} {key}" for key, inner in value.items())
     return ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
-
-
-# ------------------------------------------------------------------------------------------------ the plan's sections
 
 
 def _headline(plan: Plan) -> RenderableType:
@@ -115,13 +112,13 @@ def _headline(plan: Plan) -> RenderableType:
 
 def _communication(traffic: tuple[Traffic, ...]) -> RenderableType:
     table = plain_table(*TRAFFIC_COLUMNS, right=("moved/least",))
-    for one in traffic:
-        table.add_row(*map(Text, traffic_row(one)))
+    for block in traffic:
+        table.add_row(*map(Text, traffic_row(block)))
     return table
 
 
 def _reasons(entries: tuple[Entry, ...]) -> RenderableType:
-    """Each rule's reasons, once each, with the roles it gave."""
+    """Return each rule's reasons, once each, with the roles it assigned."""
     roles_by_reason: dict[tuple[str, str], dict[str, None]] = {}
     for entry in entries:
         if entry.reason:
@@ -135,7 +132,7 @@ def _reasons(entries: tuple[Entry, ...]) -> RenderableType:
 
 
 def _replicated(items: tuple[Replicated, ...]) -> Iterable[RenderableType]:
-    """By reason, the heaviest first; repeated blocks folded."""
+    """Yield replicated parameters by reason, largest first, with repeated blocks folded."""
     by_reason: dict[str, dict[int, list[str]]] = {}
     for item in items:
         by_reason.setdefault(item.reason, {}).setdefault(item.bytes, []).append(item.fqn)
@@ -155,7 +152,7 @@ def _replicated(items: tuple[Replicated, ...]) -> Iterable[RenderableType]:
 
 
 def layers_view(stacks: tuple[Stack, ...], title: str) -> RenderableType:
-    """The repeated stacks of a model."""
+    """Return the repeated stacks of a model."""
     if not stacks:
         return Text.assemble((title, "bold"), " · no repeated blocks")
     return Group(Text.assemble((title, "bold"), f" · {count(len(stacks), 'stack')}"), _stacks(stacks))
@@ -174,7 +171,7 @@ def _stacks(stacks: tuple[Stack, ...]) -> RenderableType:
 
 
 def findings_view(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
-    """By check; where one check says much alike, its first findings stand for the rest (`--json` has all)."""
+    """Yield findings by check; of many similar ones only the first are shown in full (`--json` has all)."""
     by_check: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         by_check.setdefault((finding.check, finding.level), []).append(finding)
@@ -197,7 +194,7 @@ def _findings_in_full(findings: Iterable[Finding]) -> Iterable[RenderableType]:
 
 
 def proof_text(proof: Proof) -> Text:
-    """What a plan may be trusted for. Without a trial on ranks that is not "proven", whatever the graph says."""
+    """Return what a plan may be trusted for. Without a trial on ranks it is not "proven", whatever the graph says."""
     if proof.trial.outcome == "wrong" and proof.method != "ranks":
         return Text.assemble(("Proof failed", "bold red"), f" on simulated ranks: {proof.trial.why}")
     if proof.trial.outcome == "skipped" and not proof.failed:
@@ -215,9 +212,6 @@ def proof_text(proof: Proof) -> Text:
     verdict.append(f": {proof.text}" if proof.text else ".")
     tried = proof.trial.outcome == "passed" and proof.trial.ranks > 2 and proof.method != "ranks"
     return verdict.append(f"; tried on {proof.trial.ranks} simulated ranks") if tried else verdict
-
-
-# ------------------------------------------------------------------------------------------------ one look for all
 
 
 def heading(text: str) -> RenderableType:

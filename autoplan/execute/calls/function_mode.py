@@ -1,8 +1,8 @@
 """The scoped function mode: for the few torch calls of a module that neither hooks nor stored integers can fix.
 
-It is entered in the owning module's forward only and looks at that module's own calls, not its children's. A call is
-known by its function and its place in the code. Whatever does not fit (another literal than planned, a
-planned sum that was never reached) is an error, never a guess.
+It is entered in the owning module's forward only, and acts on that module's own calls, not on its children's. A call is
+identified by its function and its place in the code. Whatever does not fit (another literal than planned, a planned sum
+that was never reached) is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Path = tuple[Any, ...]
 
 
 class _PlannedCall:
-    """One call that runs otherwise, with all that can be known before it runs."""
+    """One rewritten call, with all that can be computed before it runs."""
 
     def __init__(self, planned: CallRewrite, at: At) -> None:
         at = replace(at, over=planned.over)
@@ -49,15 +49,15 @@ class _PlannedCall:
         self.cuts = [(cut, Layout.parse(cut.layout).rows(rank, size), Layout.parse(cut.layout).size)
                      for cut in planned.cuts]  # fmt: skip
         self.run: Callable[[Any, Any, Any], Any] = execute(planned, at)
-        # A sum that is left out is missing elsewhere. Where a call with other numbers or a cut is, whatever runs in its
-        # place may need other ones: the hash of the code, asked when a plan is applied, tells no branches apart.
-        # A helper that is called or not (keys are repeated only where a kernel wants it) takes its numbers with it.
+        # A reduction that is skipped is missing elsewhere, and a branch without a planned number or cut may need
+        # others: the hash of the code, checked when a plan is applied, does not distinguish branches. A helper that is
+        # called conditionally (keys are repeated only where a kernel needs it) keeps its numbers to itself.
         numbers = bool(planned.arguments or planned.cuts) and ">" not in planned.site.place
         changes = planned.communicates or numbers
         self.must_be_reached = changes and not planned.sometimes
 
     def means(self, time: int, dims: int, width: int | None) -> bool:
-        """Is the call at its place that is being made this one?"""
+        """Return whether the call now made at this place is the planned one."""
         site: CallSite = self.site
         if site.time is not None and site.time != time:
             return False
@@ -79,10 +79,10 @@ class _PlannedCall:
         return result
 
     def _literal(self, have: int, passed: int, wanted: int) -> int:
-        """The number this rank must pass: as planned, or in proportion when a size of the batch is in it."""
+        """Return the number this rank must pass: as planned, or in proportion when it contains a size of the batch."""
         if have == passed:
             return wanted
-        if have in (wanted, -1):  # -1 follows by itself
+        if have in (wanted, -1):  # torch infers -1
             return have
         if not passed or have * wanted % passed:
             raise other_branch(f"{self.at.where}: {self.site} passes {have} where the plan was made for {passed}")
@@ -90,18 +90,18 @@ class _PlannedCall:
 
 
 class PlannedCalls:
-    """All planned calls of one module, by function and place."""
+    """The planned calls of one module, by function and place."""
 
     def __init__(self, planned: Iterable[CallRewrite], at: At) -> None:
         self.at = at
         self.by_place: dict[tuple[str, str], list[_PlannedCall]] = {}
-        for one in planned:
-            self.by_place.setdefault((one.site.function, one.site.place), []).append(_PlannedCall(one, at))
+        for rewrite in planned:
+            self.by_place.setdefault((rewrite.site.function, rewrite.site.place), []).append(_PlannedCall(rewrite, at))
         self.names = frozenset(name for name, _ in self.by_place)
         self.required = [call for calls in self.by_place.values() for call in calls if call.must_be_reached]
 
     def local(self, given: DTensor) -> Any:
-        """What an attribute gives of a parameter that `parameters()` gave as it is kept: a penalty on all weights."""
+        """Return the local tensor of a DTensor parameter that the module's code took from `parameters()`."""
         for module in self.at.module.modules():
             for name, parameter in module._parameters.items():
                 if parameter is given:
@@ -109,12 +109,12 @@ class PlannedCalls:
         return given
 
     def mode(self) -> ModuleMode:
-        """For one run of the module."""
+        """Return the mode for one run of the module."""
         return ModuleMode(self)
 
 
 class ModuleMode(TorchFunctionMode):
-    """Rewrites planned calls of one run of a module. Of the stack of running modules only our own frame counts."""
+    """The mode that rewrites planned calls of one run of a module, but not those of its child modules."""
 
     def __init__(self, calls: PlannedCalls) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ class ModuleMode(TorchFunctionMode):
         if not self.frames or self.frames[-1] != self.name:
             return func(*args, **kwargs)
         name = call_name(func)
-        if any(isinstance(one, DTensor) for one in args) and not name.endswith("_") and not name.startswith("attr:"):
-            args = tuple(self.calls.local(one) if isinstance(one, DTensor) else one for one in args)
+        if any(isinstance(arg, DTensor) for arg in args) and not name.endswith("_") and not name.startswith("attr:"):
+            args = tuple(self.calls.local(arg) if isinstance(arg, DTensor) else arg for arg in args)
         planned = self._planned(name, args) if name in self.calls.names else None
         if planned is None:
             return func(*args, **kwargs)
@@ -139,22 +139,22 @@ class ModuleMode(TorchFunctionMode):
         return result if torch.compiler.is_compiling() or looking_on() is None else as_given(planned.planned, result)
 
     def _planned(self, name: str, args: Any) -> _PlannedCall | None:
-        """What the plan says of the call that is being made."""
+        """Return the planned call that is being made, or None."""
         key = (name, code_place())
         self.rounds[key] += 1
-        here = self.calls.by_place.get(key)
-        if here is None:
+        candidates = self.calls.by_place.get(key)
+        if candidates is None:
             return None
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         dims, width = (-1, None) if first is None else (first.dim(), first.shape[-1] if first.dim() else None)
-        for call in here:
+        for call in candidates:
             if call.means(self.rounds[key], dims, width):
                 self.reached.add(call)
                 return call
         return None
 
     def check_reached(self) -> None:
-        """Every planned sum and number must have been used: another branch would need it somewhere else."""
+        """Raise unless every planned sum and number was used: another branch would need it somewhere else."""
         for call in self.calls.required:
             if call not in self.reached:
                 raise other_branch(f"{call.at.where}: {call.site} was not reached")
@@ -169,7 +169,7 @@ def _cut(result: Any, output: int, cut: Cut, rows: tuple[int, ...], size: int) -
 
 
 def _set(value: Any, path: Path, change: Any) -> Any:
-    """A nested value with one item changed; slices are entered by "start", "stop" and "step"."""
+    """Return a nested value with one item changed; slices are entered by "start", "stop" and "step"."""
     if not path:
         return change(value)
     key, rest = path[0], path[1:]
@@ -184,19 +184,18 @@ def _set(value: Any, path: Path, change: Any) -> Any:
     return items if isinstance(value, list) else tuple(items)
 
 
-# Kernels that take a layer's weight must not do without what the plan does at that layer.
+# Kernels that take a layer's weight must not skip what the plan does at that layer.
 #
-# A fused kernel may be given the weight of a norm or of an output projection and do their work itself, on a GPU, in
-# training, where its library is installed: no trace on a CPU shows it, and no hook of that layer is reached. On a
-# rank's shard of the weights the result would be wrong without a word. So where such a kernel is handed a parameter of
-# a layer at which the plan does something, its reference in plain torch runs in its place; where there is none, that is
-# an error.
+# A fused kernel may take the weight of a norm or of an output projection and replace the layer, on a GPU, in training,
+# where its library is installed: no trace on a CPU shows it, and no hook of that layer runs. With a shard of the weight
+# the result would be silently wrong. So where such a kernel receives a parameter of a layer at which the plan does
+# something, its reference in plain torch runs instead; if there is none, that is an error.
 
 _alone = Alone()  # simulated ranks are threads
 
 
 class _Guard:
-    """Stands where a kernel stood, for as long as a planned model needs it."""
+    """The replacement of a kernel, for as long as a planned model needs it."""
 
     def __init__(self, kernel: OptionalKernel) -> None:
         self.kernel = kernel
@@ -209,17 +208,17 @@ class _Guard:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
-        # where parameters lie is nothing that a compiler could rely on
+        # a compiler cannot rely on the addresses of parameters
         return torch.compiler.disable(functools.wraps(function)(guarded))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert self.function is not None
-        taken = self._taken((*args, *kwargs.values()))
-        if taken is None:
+        layer = self._taken((*args, *kwargs.values()))
+        if layer is None:
             return self.function(*args, **kwargs)
         if self.kernel.reference is None:
             raise PlanMismatchError(
-                f"the kernel {self.kernel.name!r} of {self.kernel.package} takes a weight of {type(taken).__name__}, "
+                f"the kernel {self.kernel.name!r} of {self.kernel.package} takes a weight of {type(layer).__name__}, "
                 "whose sums over ranks it would leave out",
                 hint=f"make the model run without {self.kernel.package}",
             )
@@ -227,39 +226,39 @@ class _Guard:
         return self.kernel.reference(*args, **{name: value for name, value in kwargs.items() if name in parameters})
 
     def _taken(self, values: Iterable[Any]) -> nn.Module | None:
-        """The planned layer whose parameter is handed over, or a view of it: it lies in the same memory."""
-        given = {memory_of(value) for value in values if isinstance(value, torch.Tensor)}
+        """Return the planned layer of which a parameter, or a view in the same memory, is passed."""
+        memory = {memory_of(value) for value in values if isinstance(value, torch.Tensor)}
         planned: list[nn.Module] = []
         _alone.run(lambda: planned.extend(self.planned))
-        planned = [module for module in planned if record_of(module) is not None]  # or it was put back
+        planned = [module for module in planned if record_of(module) is not None]  # otherwise the layer was restored
         own = ((module, p) for module in planned for p in module._parameters.values() if p is not None)
-        return next((module for module, parameter in own if memory_of(parameter) in given), None)
+        return next((module for module, parameter in own if memory_of(parameter) in memory), None)
 
 
-_guards: WeakValueDictionary[tuple[int, str], _Guard] = WeakValueDictionary()  # what stands in a place keeps its guard
+_guards: WeakValueDictionary[tuple[int, str], _Guard] = WeakValueDictionary()  # kept alive by what is installed
 
 
 def guard_kernels(model: nn.Module, planned: Iterable[nn.Module], undo: list[Callable[[], None]]) -> None:
-    """Put a guard before each optional kernel that is installed and that the model's code may call."""
+    """Put a guard around each optional kernel that is installed and that the model's code may call."""
     mine = list(planned)
     for kernel in optional_kernels(model) if mine else ():
         if kernel.installed:
             guard = _guard_of(kernel, mine)
-            kept = hold(KERNEL_GUARDS, [Place(kernel.home, kernel.name, guard.instead_of)])
-            kept.until_gone(model)
-            undo.append(partial(_release, guard, mine, kept))
+            held = hold(KERNEL_GUARDS, [Place(kernel.home, kernel.name, guard.instead_of)])
+            held.until_gone(model)
+            undo.append(partial(_release, guard, mine, held))
 
 
 def _guard_of(kernel: OptionalKernel, mine: list[nn.Module]) -> _Guard:
-    """The guard that stands before a kernel, or a new one, which now knows of these layers."""
-    found: list[_Guard] = []
+    """Return the guard of a kernel, new or present, after adding these layers to it."""
+    guards: list[_Guard] = []
 
     def find() -> None:
-        found.append(_guards.setdefault((id(kernel.home), kernel.name), _Guard(kernel)))
-        found[0].planned.update(mine)
+        guards.append(_guards.setdefault((id(kernel.home), kernel.name), _Guard(kernel)))
+        guards[0].planned.update(mine)
 
     _alone.run(find)
-    return found[0]
+    return guards[0]
 
 
 def _release(guard: _Guard, planned: list[nn.Module], kept: Hold) -> None:

@@ -34,7 +34,7 @@ from autoplan.values import (
     VarianceCall,
 )
 
-# Calls that put together what ranks hold parts of, and those that only go their own way on a rank.
+# Calls that combine the shards of ranks, and calls that only differ per rank.
 
 Run = Callable[[Any, Any, Any], Any]  # of the torch function, its args, its kwargs
 
@@ -69,7 +69,7 @@ def _reduced(planned: SumCall | MeanCall, at: At) -> Run:
 
 @executes(EmbeddingCall)
 def _looked_up(planned: EmbeddingCall, at: At) -> Run:
-    """Rows of a table of which this rank holds a piece: foreign ids give zeros, and the sum is the row."""
+    """Look up ids in the local rows of a table; foreign ids give zeros, so that the sum over ranks is the row."""
     group = at.group
     own = chunk(planned.rows, group.size, group.rank)
 
@@ -81,30 +81,30 @@ def _looked_up(planned: EmbeddingCall, at: At) -> Run:
         own_ids = (ids - own.start).masked_fill(foreign, 0)
         local = -1 if local is None and table == 0 else local
         args = (*((args[0], own_ids) if table == 0 else (own_ids, args[1])), local, *args[3:])
-        found = func(*args, **{name: value for name, value in kwargs.items() if name != "padding_idx"})
-        return sum_over_ranks(found.masked_fill(foreign.unsqueeze(-1), 0), group)
+        looked_up = func(*args, **{name: value for name, value in kwargs.items() if name != "padding_idx"})
+        return sum_over_ranks(looked_up.masked_fill(foreign.unsqueeze(-1), 0), group)
 
     return run
 
 
 @executes(RowCall)
 def _row(planned: RowCall, at: At) -> Run:
-    """table[number], table[number, …] or table[ids]: the rank that has a row gives it, the others zeros."""
+    """Compute table[number], table[number, …] or table[ids]: the rank that has a row returns it, the others zeros."""
     group = at.group
     own = chunk(planned.rows, group.size, group.rank)
 
     def run(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         table, index = args
-        several = isinstance(index, tuple)
-        number = (index[0] if several else index) % planned.rows
+        is_tuple = isinstance(index, tuple)
+        number = (index[0] if is_tuple else index) % planned.rows
         if isinstance(number, torch.Tensor):
             foreign = (number < own.start) | (number >= own.stop)
-            held = (number - own.start).masked_fill(foreign, 0)
-            found = func(table, (held,) if several else held)
-            return sum_over_ranks(found.masked_fill(foreign.unsqueeze(-1), 0), group)
+            local_rows = (number - own.start).masked_fill(foreign, 0)
+            picked = func(table, (local_rows,) if is_tuple else local_rows)
+            return sum_over_ranks(picked.masked_fill(foreign.unsqueeze(-1), 0), group)
         table = table if number in own else table.new_zeros(1, *table.shape[1:])
         local = number - own.start if number in own else 0
-        return sum_over_ranks(func(table, (local, *index[1:]) if several else local), group)
+        return sum_over_ranks(func(table, (local, *index[1:]) if is_tuple else local), group)
 
     return run
 
@@ -118,7 +118,7 @@ def _gathered(planned: GatherCall, at: At) -> Run:
 
 @executes(EqualPieces)
 def _pieces(planned: EqualPieces, at: At) -> Run:
-    """Pieces that are equally long on the whole model, and not on a rank that holds a part of some of them."""
+    """Split into pieces that are equal in the full model, but not on a rank that holds parts of some of them."""
     dim, lengths = planned.dim, planned.pieces[at.group.rank]
 
     def run(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -134,7 +134,7 @@ def _pieces(planned: EqualPieces, at: At) -> Run:
 
 @executes(DrawOnShards)
 def _drawn(planned: DrawOnShards, at: At) -> Run:
-    """A call that is told sizes may be told the whole ones: then all ranks draw alike, and each keeps its part."""
+    """Draw per rank; a call that got global sizes draws alike on all ranks, and each keeps its shard."""
     running, module = at.running, at.module
     whole_sizes = [(cut.dim, Layout.parse(cut.layout).size) for cut in planned.cuts]
 
@@ -189,12 +189,11 @@ def _statistic(x: torch.Tensor, dims: tuple[int, ...], group: RankGroup) -> torc
     return copy_to_ranks(sum_over_ranks(x.sum(dims, keepdim=True), group), group)
 
 
-# A variance over an axis of which every rank holds a part.
+# A variance over a sharded axis.
 #
-# The mean and the spread of each rank's part say all that the whole needs: the variance is the average spread plus that
-# of the means. Ranks gather those two numbers and put them together, each for itself. So one small all-gather serves
-# forward, and backward needs nothing: every rank has the whole gradient and keeps what belongs to its own two numbers.
-# Summing x and x² instead would be as cheap, and lose digits.
+# The global variance follows from each rank's mean and variance: it is the average variance plus the variance of the
+# means. Ranks all-gather those two numbers and combine them locally. Backward needs no communication: every rank has
+# the full gradient and keeps that of its own two numbers. Summing x and x² instead would be as cheap, and lose digits.
 
 
 @executes(VarianceCall)
@@ -204,7 +203,7 @@ def _variance(planned: VarianceCall, at: At) -> Callable[[Any, Any, Any], torch.
 
 
 def _over_ranks(planned: VarianceCall, x: torch.Tensor, group: RankGroup) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """`var` or `std` of the whole of which x is this rank's part, and its mean where the call returns that, too."""
+    """Return `var` or `std` of the global tensor of which x is the local shard, and its mean if the call returns it."""
     dims, held = planned.dims, planned.held
     name, _, with_mean = planned.site.function.partition("_")
     wide = x.float() if x.dtype.itemsize < 4 else x
@@ -221,10 +220,10 @@ def _over_ranks(planned: VarianceCall, x: torch.Tensor, group: RankGroup) -> tor
     return shaped if with_mean else shaped[0]
 
 
-# Lengths of vectors of which every rank holds a part: the squares are summed over ranks, then the root is taken.
+# Lengths of sharded vectors: the squares are summed over ranks, then the root is taken.
 #
-# A call may return the lengths themselves (`norm`), or what it divides by them (`normalize`, `_weight_norm`): there
-# each rank knows only its part of a length's gradient, so those parts are summed in backward.
+# A call may return the lengths themselves (`norm`), or divide by them (`normalize`, `_weight_norm`): then each rank has
+# a partial gradient of a length, which is all-reduced in backward.
 
 
 @executes(LengthCall)
@@ -234,20 +233,20 @@ def _lengths_of(planned: LengthCall, at: At) -> Callable[[Any, Any, Any], Any]:
 
 
 def _scaled(planned: LengthCall, args: tuple[Any, ...], kwargs: dict[str, Any], group: RankGroup) -> Any:
-    """What `planned`, a call that takes lengths over an axis of which x is this rank's part, returns on this rank."""
+    """Return this rank's result of `planned`, a call that takes lengths over an axis of which x is the local shard."""
     name = planned.site.function
-    given = dict(zip(_SIGNATURES.get(name, ("x",)), args, strict=False)) | kwargs
-    x = next(iter(given.values()))
+    arguments = dict(zip(_SIGNATURES.get(name, ("x",)), args, strict=False)) | kwargs
+    x = next(iter(arguments.values()))
     x = x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
-    # Over `dims`, which stay as dims of 1. Where everything is zero the gradient is zero, as torch has it.
+    # Where everything is zero the gradient is zero, as in torch.
     wide = x.float() if x.dtype.itemsize < 4 else x
     squares = sum_over_ranks(wide.square().sum(planned.dims, keepdim=True), group)
     lengths = torch.where(squares > 0, squares, 1.0).sqrt().mul(squares > 0).to(x.dtype)
     if name == "normalize":
-        normalized = x / copy_to_ranks(lengths, group).clamp_min(given.get("eps", 1e-12))
-        return normalized if given.get("out") is None else given["out"].copy_(normalized)
+        normalized = x / copy_to_ranks(lengths, group).clamp_min(arguments.get("eps", 1e-12))
+        return normalized if arguments.get("out") is None else arguments["out"].copy_(normalized)
     if name == "_weight_norm":
-        return x * (given["g"] / copy_to_ranks(lengths, group))
+        return x * (arguments["g"] / copy_to_ranks(lengths, group))
     return lengths if planned.keepdim else lengths.squeeze(planned.dims)
 
 
@@ -267,7 +266,7 @@ def _attention(planned: AttentionCall, at: At) -> Callable[[Any, Any, Any], Any]
     group, randomness = at.group, at.running.randomness
 
     def dropped(attention: torch.Tensor, rate: float) -> torch.Tensor:
-        """Each rank draws for its own heads."""
+        """Drop out attention, with draws of this rank for its own heads."""
         with randomness.split():
             return F.dropout(attention, rate)
 
@@ -275,7 +274,7 @@ def _attention(planned: AttentionCall, at: At) -> Callable[[Any, Any, Any], Any]
 
 
 def _of_a_rank(group: RankGroup, dropped: Dropped, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Positions come first, then batch. Weights, packed or not, hold this rank's rows of queries, keys and values."""
+    """Compute attention of this rank's heads, positions before batch; weights, packed or not, are local rows."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
@@ -283,8 +282,8 @@ def _of_a_rank(group: RankGroup, dropped: Dropped, args: Any, kwargs: Any) -> tu
     batched = arguments["query"].dim() == 3
     q, k, v = _projected(arguments, width)
     scores = (q * math.sqrt(1.0 / width)) @ k.transpose(-2, -1)
-    # What is added to the scores: positions hidden from all, keys hidden by row, the future
-    keys = arguments["key"].shape[0]  # of what stands behind them nothing is hidden
+    # The mask is added to the scores: masked positions, masked keys of each row, the future.
+    keys = arguments["key"].shape[0]  # those appended after them are never masked
     total = scores.new_zeros((1, 1, scores.shape[-2], keys))
     if arguments["attn_mask"] is not None:
         total = total + _added(arguments["attn_mask"], scores)
@@ -306,8 +305,8 @@ def _of_a_rank(group: RankGroup, dropped: Dropped, args: Any, kwargs: Any) -> tu
 
 
 def _projected(given: dict[str, Any], width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of this rank's heads: batch, heads, positions, width. What is learnt besides (`bias_k`,
-    `bias_v`) and a zero are keys and values behind all others."""
+    """Return queries, keys and values of this rank's heads: batch, heads, positions, width. The learnt `bias_k` and
+    `bias_v` and a zero are appended to keys and values."""
     apart = [given[f"{name}_proj_weight"] for name in "qkv"]
     weights = apart if given["use_separate_proj_weight"] else given["in_proj_weight"].chunk(3)
     biases = (None,) * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
@@ -332,11 +331,10 @@ def _added(mask: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(mask, dtype=scores.dtype).masked_fill(mask, -math.inf)
 
 
-# Recurrent networks on ranks: a call of all steps with gathered weights, a cell's step on a rank's hidden units.
+# Recurrent networks: a call of all steps with gathered weights, a cell's step on this rank's hidden units.
 #
-# A step needs all of the state before it, so something must be gathered. Where one call runs all steps (one kernel,
-# where there is one), that is the weights, once. Where the model's own Python makes the steps, it is the new state of
-# each.
+# A step needs the full previous state, so something must be gathered. Where one call runs all steps (in one kernel, if
+# there is one), the weights are gathered once. Where the model's own Python runs the steps, each new state is gathered.
 
 
 @executes(RecurrentCall)
@@ -345,12 +343,12 @@ def _all_steps(planned: RecurrentCall, at: At) -> Run:
     weights = [(weight.path[1:], Layout.parse(weight.layout).rows_of_all(group.size)) for weight in planned.weights]
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
-        given = list(args)
+        gathered = list(args)
         for (place, item), rows in weights:
-            several = list(given[place])
+            several = list(gathered[place])
             several[item] = gather_over_ranks(several[item], group, 0, rows)
-            given[place] = several
-        return func(*given, **kwargs)
+            gathered[place] = several
+        return func(*gathered, **kwargs)
 
     return run
 
@@ -368,12 +366,12 @@ def _one_step(planned: CellCall, at: At) -> Run:
         from_x = F.linear(copy_to_ranks(x, group), of_input, first)
         from_state = F.linear(copy_to_ranks(before[0], group), of_state, second)
         if planned.by_unit:
-            before = tuple(take_rows(copy_to_ranks(one, group), -1, units[group.rank]) for one in before)
-            made = tuple(gather_over_ranks(one, group, -1, units) for one in step(from_x, from_state, *before))
+            before = tuple(take_rows(copy_to_ranks(part, group), -1, units[group.rank]) for part in before)
+            new_state = tuple(gather_over_ranks(part, group, -1, units) for part in step(from_x, from_state, *before))
         else:
-            gates = (gather_over_ranks(one, group, -1, rows) for one in (from_x, from_state))
-            made = step(*gates, *before)
-        return made if len(made) > 1 else made[0]
+            gates = (gather_over_ranks(part, group, -1, rows) for part in (from_x, from_state))
+            new_state = step(*gates, *before)
+        return new_state if len(new_state) > 1 else new_state[0]
 
     return run
 

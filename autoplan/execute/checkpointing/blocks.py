@@ -1,13 +1,13 @@
-"""Activation checkpointing: keep a block's inputs, compute the rest again when its gradient is due.
+"""Activation checkpointing: keep a block's inputs, recompute the rest in backward.
 
-The problem: what is run again must be what ran. So the checkpoint lies inside FSDP2's hooks (which gather parameters
-and cast inputs once) and outside tensor parallelism's (whose sums, function modes and random streams belong to the
-computation). And it must not change the model for anyone else: no wrapper modules, so names, isinstance checks and
-state dicts stay as they are; no config is written; caches of keys and values are turned off call by call while
-training, and where a block is given one all the same, its second run fills a copy.
+The problem: the recomputation must repeat the forward exactly. So the checkpoint is inside FSDP2's hooks (which gather
+parameters and cast inputs once) and outside tensor parallelism's (whose all-reduces, function modes and random streams
+belong to the computation). And it must not change the model for anyone else: no wrapper modules, so names, isinstance
+checks and state dicts stay as they are; no config is written; key/value caches are turned off call by call while
+training, and where a block gets one all the same, the recomputation fills a copy.
 
 A checkpoint is an instance's own `forward` around its class's. It is active whenever gradients are recorded, so
-generation and evaluation run as ever.
+generation and evaluation run as before.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _HOOKS = (
 
 @dataclass
 class Runs:
-    """Calls that `kept` only inputs for backward, and runs `again` in backward."""
+    """The number of calls that `kept` only inputs for backward, and of runs `again` in backward."""
 
     kept: int = 0
     again: int = 0
@@ -59,7 +59,8 @@ class Runs:
 
 @dataclass
 class _State:
-    """What one checkpointed module remembers: the hooks that now run inside, its former forward, the rank's state."""
+    """The state of one checkpointed module: the hooks that now run inside, its former forward, the rank's running
+    state."""
 
     hooks: dict[str, OrderedDict[int, Any]]
     forward: Callable[..., Any] | None  # an instance's own, if it had one
@@ -70,7 +71,7 @@ class _State:
 
 @dataclass
 class Checkpoints:
-    """What was installed, and how to take it out again."""
+    """The installed checkpoints, with the functions that remove them."""
 
     names: tuple[str, ...]
     undo: list[Callable[[], None]]
@@ -81,17 +82,17 @@ class Checkpoints:
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Is this very module a checkpoint?"""
+    """Return whether this very module is a checkpoint."""
     return _STATE in module.__dict__
 
 
 def runs_of(model: nn.Module) -> dict[str, Runs]:
-    """How often each checkpoint in a model was of use so far; calls that are compiled are not counted."""
+    """Return how often each checkpoint in a model was used so far; compiled calls are not counted."""
     return {name: m.__dict__[_STATE].runs for name, m in model.named_modules() if is_checkpointed(m)}
 
 
 def install_checkpoints(model: nn.Module, wanted: Mapping[str, str], running: Running | None) -> Checkpoints:
-    """Checkpoint the modules named in `wanted` ({name: mode}), and keep caches out of training calls around them."""
+    """Checkpoint the modules named in `wanted` ({name: mode}), and turn caches off in training calls around them."""
     modules = dict(model.named_modules(remove_duplicate=False))
     undo: list[Callable[[], None]] = []
     for name, mode in wanted.items():
@@ -114,7 +115,7 @@ def _parameters_of(module: nn.Module) -> list[str]:
 
 
 def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """No cache for a training call."""
+    """Turn the cache off in a training call."""
     if not (module.training and torch.is_grad_enabled()):
         return None
     switch = conventions().cache_switch
@@ -124,13 +125,10 @@ def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return args, {**kwargs, switch: False}
 
 
-# ------------------------------------------------------------------------------------------------ one module
-
-
 def _install(module: nn.Module, selective: bool, running: Running | None) -> Callable[[], None]:
     own = module.__dict__.get("forward")
     state = _State({name: module.__dict__[name] for name in _HOOKS}, own, selective, running)
-    for name in _HOOKS:  # later hooks, FSDP2's among them, run outside the checkpoint
+    for name in _HOOKS:  # later hooks, such as FSDP2's, run outside the checkpoint
         module.__dict__[name] = OrderedDict()
     module.__dict__[_STATE] = state
     function = inspect.unwrap(own) if own is not None else type(module).forward
@@ -148,7 +146,7 @@ def _install(module: nn.Module, selective: bool, running: Running | None) -> Cal
 
 
 def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward with the signature of `function` that decides, call by call, whether to checkpoint."""
+    """Return a forward with the signature of `function` that decides, call by call, whether to checkpoint."""
 
     @functools.wraps(function)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -157,10 +155,10 @@ def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
             return _run(self, state, args, kwargs)
         if not torch.compiler.is_compiling():
             return _recorded(self, state, args, kwargs)
-        # traced once: the recomputation is the compiler's, inside what it traced
+        # Traced once: the compiler recomputes inside of what it traced.
         if any(is_cache(value) for value in (*args, *kwargs.values())):
             return _run(self, state, args, kwargs)
-        if state.running is not None and state.running.draws:  # streams are switched, which no graph does
+        if state.running is not None and state.running.draws:  # a graph cannot switch streams
             return _uncompiled(self, state, args, kwargs)
         options: dict[str, Any] = {"context_fn": selective_contexts} if state.selective else {}
         if not options and state.running is not None and state.running.mesh.device_type == "cpu":
@@ -203,7 +201,7 @@ class _Calls:
 
 @contextmanager
 def _modes(wanted: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    """Function modes of the forward (`with torch.device(...)` is one): they are off in backward, and around it."""
+    """Enter the function modes of the forward (such as `with torch.device(...)`), which are off in backward."""
     with ExitStack() as stack:
         on = _get_current_function_mode_stack()
         for mode in wanted:
@@ -214,7 +212,7 @@ def _modes(wanted: Sequence[TorchFunctionMode]) -> Iterator[None]:
 
 @contextmanager
 def _inside_the_model(module: nn.Module, running: Running | None, random: bool) -> Iterator[None]:
-    """Backward runs a block outside the model's forward: put back what the forward had set up around it."""
+    """Restore what the forward had set up around a block: backward recomputes it outside of the model's forward."""
     with ExitStack() as stack:
         stack.enter_context(_unconverted(module))
         for below in module.modules():
@@ -229,8 +227,8 @@ def _inside_the_model(module: nn.Module, running: Running | None, random: bool) 
 
 @contextmanager
 def _unconverted(block: nn.Module) -> Iterator[None]:
-    """Modules that convert others in their forward (`self.gate.to(self.dtype)`) leave alone what has been converted.
-    torch puts new tensors in place of DTensors even if nothing changes, and backward waits for the old ones."""
+    """Keep modules that convert others in their forward (`self.gate.to(self.dtype)`) from converting them again. torch
+    would replace DTensors even if nothing changes, and backward waits for the old ones."""
     changed = []
     for module in block.modules():
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
@@ -253,7 +251,7 @@ def _apply_if_needed(module: nn.Module, function: Callable[[torch.Tensor], torch
 
 @contextmanager
 def _resumed(running: Running, random: bool) -> Iterator[None]:
-    """Frames of its own, and random streams switched as they were; the checkpoint itself restores their state."""
+    """Use fresh frames, and mark random streams as switched; the checkpoint itself restores their state."""
     frames, running.frames[:] = list(running.frames), []
     if random:
         running.randomness.outside.append(None)
@@ -275,7 +273,7 @@ def _flag(reading: Any) -> Iterator[None]:
 
 
 def _run(module: nn.Module, state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The former forward with the hooks that were there when the checkpoint was installed."""
+    """Run the former forward with the hooks that were there when the checkpoint was installed."""
     hooks = state.hooks
     forward = state.forward or functools.partial(type(module).forward, module)
     called: set[int] = set()
@@ -286,16 +284,16 @@ def _run(module: nn.Module, state: _State, args: tuple[Any, ...], kwargs: dict[s
                 changed = hook(module, args, kwargs)
                 args, kwargs = changed if changed is not None else (args, kwargs)
             else:
-                given = hook(module, args)
-                if given is not None:
-                    args = given if isinstance(given, tuple) else (given,)
+                new_args = hook(module, args)
+                if new_args is not None:
+                    args = new_args if isinstance(new_args, tuple) else (new_args,)
         result = forward(*args, **kwargs)
         for key, hook in list(hooks["_forward_hooks"].items()):
             called.add(key)
             changed = _post(module, hooks, key, hook, args, kwargs, result)
             result = result if changed is None else changed
         return result
-    except BaseException:  # hooks that are always called are called, and it is raised on
+    except BaseException:  # run the hooks that are always called, then raise
         for key in [k for k in hooks["_forward_hooks_always_called"] if k not in called]:
             _post(module, hooks, key, hooks["_forward_hooks"][key], args, kwargs, result)
         raise

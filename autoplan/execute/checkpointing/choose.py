@@ -1,7 +1,7 @@
-"""Which modules activation checkpointing takes, and what that saves.
+"""The modules that activation checkpointing takes, and an estimate of what that saves.
 
-The problem: asking for checkpointing and getting none is found out by running out of memory at full size. So whatever
-is skipped is said, nothing wrapped is an error, and an estimate of what is saved comes with the record.
+The problem: a request for checkpointing that has no effect is noticed when a full-size run is out of memory. So
+whatever is skipped is noted, nothing wrapped is an error, and an estimate of the saving is in the record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoplan.values import Stack
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """`wanted`: {module name: mode}. `saved_bytes`: an estimate, per token. `notes`: what was left out."""
+    """A choice of checkpoints. `wanted`: {module name: mode}. `saved_bytes`: estimate per token. `notes`: omissions."""
 
     wanted: dict[str, str]
     saved_bytes: int
@@ -33,12 +33,12 @@ class Checkpoints:
 def choose_checkpoints(
     model: nn.Module, stacks: tuple[Stack, ...], request: Request, scope: str | Iterable[str] = "all"
 ) -> Checkpoints:
-    """The modules to checkpoint. Frozen blocks are skipped unless a callable asks for them."""
+    """Return the modules to checkpoint. Frozen blocks are skipped unless a callable asks for them."""
     modules = dict(model.named_modules(remove_duplicate=False))
     kinds = Checkpointing(request, scope).kinds()
     wanted: dict[str, str] = {}
     notes: list[str] = []
-    taken: set[int] = set()
+    chosen_ids: set[int] = set()
     for stack in stacks:
         if stack.kind not in kinds:
             notes.append(f"{stack.name}: {len(stack.fqns)} blocks are not checkpointed: {stack.kind} is out of scope")
@@ -50,8 +50,8 @@ def choose_checkpoints(
                 frozen += 1
             elif mode:
                 chosen = _modules_of(fqn, modules[fqn], mode, notes)
-                wanted.update({n: m for n, m in chosen.items() if id(modules[n]) not in taken})
-                taken.update(id(modules[n]) for n in chosen)
+                wanted.update({n: m for n, m in chosen.items() if id(modules[n]) not in chosen_ids})
+                chosen_ids.update(id(modules[n]) for n in chosen)
         if frozen:
             notes.append(f"{stack.name}: {frozen} of {len(stack.fqns)} blocks are frozen and not checkpointed")
     if not wanted:
@@ -68,23 +68,23 @@ def choose_checkpoints(
 def checkpoint_blocks(
     model: nn.Module, stacks: tuple[Stack, ...], request: Request, scope: str | Iterable[str] = "all"
 ) -> Callable[[], None]:
-    """Checkpoint what is asked for, after tensor parallelism and before FSDP2; returns how to undo it."""
-    known = applied(model)
-    assert known is not None, "what was done is recorded first"
+    """Checkpoint the requested blocks, after tensor parallelism and before FSDP2; return a function that undoes it."""
+    before = applied(model)
+    assert before is not None, "what was done is recorded first"
     choice = choose_checkpoints(model, stacks, request, scope)
-    installed = install_checkpoints(model, choice.wanted, known.running)
+    installed = install_checkpoints(model, choice.wanted, before.running)
     record(
         model,
-        known.plan,
+        before.plan,
         checkpointed=tuple(choice.wanted),
         saved_bytes=choice.saved_bytes,
-        notes=known.notes + choice.notes,
+        notes=before.notes + choice.notes,
     )
     return installed.remove
 
 
 def _mode_for(fqn: str, block: nn.Module, request: Request) -> str | None:
-    """The mode for one block; "" for not at all; None when it is frozen."""
+    """Return the mode for one block; "" for none; None if it is frozen."""
     if callable(request):
         answer = request(fqn, block)
         if answer is False or answer is None:
@@ -107,7 +107,7 @@ def _modules_of(fqn: str, block: nn.Module, mode: str, notes: list[str]) -> dict
 
 
 def _parts(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """The children; lists among them are opened."""
+    """Yield the child modules, with module lists opened."""
     for name, child in module.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from ((f"{name}.{inner}", part) for inner, part in _parts(child))
@@ -116,7 +116,7 @@ def _parts(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 
 def _keeps_activations(part: nn.Module) -> bool:
-    """A lone matmul or table keeps no more than its input, which a checkpoint keeps as well."""
+    """Return whether a part saves more than its input, as a lone matmul or table does not."""
     parameters = list(part.parameters())
     if any(True for _ in part.children()):
         return bool(parameters)
@@ -124,7 +124,7 @@ def _keeps_activations(part: nn.Module) -> bool:
 
 
 def refuse_libraries_own(model: nn.Module) -> None:
-    """A library's own checkpointing inside ours would compute everything twice."""
+    """Raise where the library's own checkpointing is on: inside ours it would recompute everything twice."""
     switch, ending = conventions().own_checkpointing
     for name, module in model.named_modules():
         if getattr(module, switch, False) is True:
@@ -134,19 +134,19 @@ def refuse_libraries_own(model: nn.Module) -> None:
 
 
 def saved_bytes_per_token(module: nn.Module, mode: str = "block") -> int:
-    """What the layers in a module would keep for backward, per token: their inputs and outputs, less the module's own.
+    """Return the bytes per token that checkpointing saves: the layers' inputs and outputs, less the module's own input.
 
-    An estimate from widths: normalisations and activation functions between layers keep about what layers put out;
-    every layer is taken to see every token, so a mixture of experts is overestimated.
+    An estimate from widths: normalisations and activation functions between layers keep about as much as layers return;
+    every layer is assumed to see every token, so a mixture of experts is overestimated.
     """
     widths = [_widths(weight) for weight in _weights(module)]
     if not widths:
         return 0
     total = sum((reads + writes) * size for reads, writes, size in widths)
-    kept = widths[0][0] * widths[0][2]
+    checkpointed = widths[0][0] * widths[0][2]
     if mode == "selective":
-        kept += sum(writes * size for _, writes, size in widths[::2])
-    return max(0, total - kept)
+        checkpointed += sum(writes * size for _, writes, size in widths[::2])
+    return max(0, total - checkpointed)
 
 
 def _weights(module: nn.Module) -> Iterable[torch.Tensor]:

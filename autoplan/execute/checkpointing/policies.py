@@ -1,4 +1,4 @@
-"""What checkpointing saves: selective policies, and copies of caches."""
+"""Policies of checkpointing: what selective ones save, and copies of caches."""
 
 from __future__ import annotations
 
@@ -20,34 +20,33 @@ from autoplan.execute.parameters.held import memory_of
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Drawn
 
-# What a checkpointed block keeps op by op, where it is not run again whole.
-#
-# In: ops as they are called. Out: keep the result, or compute it again.
+# Selective checkpointing decides op by op: keep the result, or recompute it.
 
 _GATHERED = ("all_gather", "_allgather", "allgather")
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of one call that keep every other matmul, attention and sums over ranks; the rest is computed again.
+    """Return contexts for one call that keep every other matmul, attention and all-reduces; the rest is recomputed.
 
-    Gathers are not kept: those of sequence parallelism have whole sequences as results, which it splits to save memory.
+    Gathers are not kept: those of sequence parallelism return full sequences, which are sharded to save memory.
     """
     first, again = create_selective_checkpoint_contexts(_Policy())
     return first, again
 
 
 def intact_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """`selective_contexts` of a call that is not compiled, where an op may change in place what is kept."""
+    """Return `selective_contexts` for a call that is not compiled, where an op may change a kept result in place."""
     first, again = create_selective_checkpoint_contexts(_Policy())
     return _keeping_intact(first), again
 
 
 def all_but_drawn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of one compiled call on a CPU that compute all again but what takes random numbers (attention may).
+    """Return contexts for one compiled call on a CPU that recompute all but ops with random numbers (attention may be
+    one).
 
-    torch's partitioner keeps a state of the generator for each of those, and on a CPU puts it behind the meshes that
-    gradients of DTensors need: each is then taken for the other, and the forward fails. On a GPU it passes generators
-    another way.
+    torch's partitioner saves a generator state for each of those, and on a CPU puts it after the meshes that gradients
+    of DTensors need: each is then taken for the other, and the forward fails. On a GPU it passes generators
+    differently.
     """
     first, again = create_selective_checkpoint_contexts(_keep_drawn)
     return first, again
@@ -59,7 +58,7 @@ def _keep_drawn(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
 
 
 class _Policy:
-    """Counts matmuls in forward and in recomputation apart, so that both runs keep the same ones."""
+    """A policy that counts matmuls in forward and recomputation separately, so that both runs keep the same ones."""
 
     def __init__(self) -> None:
         self.matmuls = {False: 0, True: 0}
@@ -86,8 +85,8 @@ def _keeping_intact(first: Any) -> Iterator[None]:
 
 
 class _CopyBeforeChange(TorchDispatchMode):
-    """Before an op changes in place what torch keeps (`(x @ w).add_(bias)`), a copy of it is kept instead. torch keeps
-    an alias, and refuses it in backward when it was changed. The second run makes the change again."""
+    """A mode that replaces a kept result by a copy before an op changes it in place (`(x @ w).add_(bias)`). torch keeps
+    an alias, and refuses it in backward once it was changed. The recomputation makes the change again."""
 
     supports_higher_order_operators = True
 
@@ -102,9 +101,9 @@ class _CopyBeforeChange(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
-            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
-            written = [given.get(argument.name) for argument in schema.arguments if argument.is_write]
-            changed = {memory_of(one) for _, one in flatten_tensors(written)}
+            arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
+            written = [arguments.get(argument.name) for argument in schema.arguments if argument.is_write]
+            changed = {memory_of(tensor) for _, tensor in flatten_tensors(written)}
             for kept in _wrapped(list(self.kept.values())):
                 if isinstance(kept.val, torch.Tensor) and memory_of(kept.val) in changed:
                     kept.val = kept.val.clone()
@@ -116,20 +115,20 @@ def _wrapped(kept: Any) -> Iterator[_VersionWrapper]:
     if isinstance(kept, _VersionWrapper):
         yield kept
     elif isinstance(kept, (dict, list, tuple)):
-        for one in kept.values() if isinstance(kept, dict) else kept:
-            yield from _wrapped(one)
+        for item in kept.values() if isinstance(kept, dict) else kept:
+            yield from _wrapped(item)
 
 
-# Caches of keys and values in calls that are run again: what a block was given is kept as it was.
+# Key/value caches in calls that are recomputed: the recomputation gets a copy of the original cache.
 #
-# Most models leave their cache out when asked, and are asked while they train. Some make one whatever they are told,
-# and some share keys and values between blocks through it. The block's second run must find the cache as the first
-# one did, and must not fill it twice. So the second run gets a copy, made before the first. Tensors are not copied
-# where autograd watches over them: one that was changed in place since is an error, never a wrong gradient.
+# Most models can be told to use no cache, and are told so in training. Some make one all the same, and some share keys
+# and values between blocks through it. The recomputation must find the cache as the first run did, and must not fill it
+# twice. So it gets a copy, made before the first run. Tensors that require a gradient are not copied: an in-place
+# change of one is an error, never a wrong gradient.
 
 
 def is_cache(value: Any) -> bool:
-    """Is this an object that collects keys and values, or states?"""
+    """Return whether an object is one that collects keys and values, or states."""
     if value is None or isinstance(value, (torch.Tensor, str, int, float, Mapping, Sequence, Set, nn.Module, type)):
         return False
     return any(callable(getattr(value, name, None)) for name in dir(type(value)) if name.startswith("update"))
@@ -137,7 +136,7 @@ def is_cache(value: Any) -> bool:
 
 @dataclass
 class CacheCopies:
-    """The caches among a call's arguments, as they were, by place or name."""
+    """Copies of the caches among a call's arguments, by position or name."""
 
     args: dict[int, Any]
     kwargs: dict[str, Any]
@@ -145,15 +144,15 @@ class CacheCopies:
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CacheCopies | None:
-        """Copies for a second run; None where no cache is passed."""
-        found = cls(
+        """Return copies for a recomputation; None where no cache is passed."""
+        caches = cls(
             {place: value for place, value in enumerate(args) if is_cache(value)},
             {name: value for name, value in kwargs.items() if is_cache(value)},
         )
-        return found._copied(found.versions) if found.args or found.kwargs else None
+        return caches._copied(caches.versions) if caches.args or caches.kwargs else None
 
     def put_into(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with caches as they were; the copies stay as they are for yet another run."""
+        """Return the arguments with copies of the original caches, which stay unused for yet another run."""
         if any(tensor._version != version for tensor, version in self.versions):
             raise AutoplanError(
                 "a cache was changed in place after a checkpointed block had read it: the block cannot be run again",
@@ -170,7 +169,7 @@ class CacheCopies:
 
 
 def _copy(value: Any, seen: dict[int, Any], versions: list[tuple[torch.Tensor, int]]) -> Any:
-    """Containers and caches in depth, tensors without gradient too; anything else is the same object."""
+    """Copy containers and caches deeply, and tensors without gradient; anything else stays the same object."""
     if id(value) in seen:
         return seen[id(value)]
     if isinstance(value, torch.Tensor):
@@ -180,11 +179,11 @@ def _copy(value: Any, seen: dict[int, Any], versions: list[tuple[torch.Tensor, i
     elif type(value) in (list, tuple, set):
         seen[id(value)] = type(value)(_copy(item, seen, versions) for item in value)
     elif isinstance(value, dict):
-        made = seen[id(value)] = copy.copy(value)
-        made.update({key: _copy(item, seen, versions) for key, item in value.items()})
+        copied = seen[id(value)] = copy.copy(value)
+        copied.update({key: _copy(item, seen, versions) for key, item in value.items()})
     elif is_cache(value) and hasattr(value, "__dict__"):
-        made = seen[id(value)] = copy.copy(value)
-        vars(made).update({name: _copy(item, seen, versions) for name, item in vars(value).items()})
+        copied = seen[id(value)] = copy.copy(value)
+        vars(copied).update({name: _copy(item, seen, versions) for name, item in vars(value).items()})
     else:
         return value
     return seen[id(value)]

@@ -1,4 +1,4 @@
-"""What lies besides tensor parallelism: the dims of a mesh, FSDP2 units, norms of gradients, Megatron-FSDP.
+"""Data parallelism on top of tensor parallelism: mesh dims, FSDP2 units, gradient norms, Megatron-FSDP.
 
 In: a model that is sharded over tp, and a mesh. Out: the model in FSDP2 units. May import: what execute may.
 """

@@ -31,26 +31,26 @@ from autoplan.execute.quantised.modules import compute_in, is_packed
 from autoplan.execute.tensor_parallel import applied, record
 from autoplan.values import Stack
 
-# Ranks that skip a block gather its FSDP2 unit all the same, and add zeros to its gradients.
+# Ranks that skip a block still gather its FSDP2 unit, and add zeros to its gradients.
 #
-# The problem: FSDP2 gathers a unit where it runs. A rank whose batch has no image does not run the vision tower, so its
-# next gather meets another rank's gather of the tower, and both wait for ever. No rank knows what the others skip.
+# The problem: FSDP2 gathers a unit when it runs. A rank whose batch has no image does not run the vision tower, so its
+# next all-gather meets another rank's all-gather of the tower: a deadlock. No rank knows what the others skip.
 #
-# So ranks tell each other where they are wherever they may part: at the first block of a stack, where the class of its
+# So ranks exchange their positions wherever they may diverge: at the first block of a stack, where the class of its
 # blocks changes, at every other unit, and at the end of the forward. While they are at different places, those at the
-# first of them run on, and the others walk through it: its unit is gathered and freed as if it ran, with a single
-# number for activations. What ran and what was walked through joins the value that comes next, so backward comes by the
-# same units in the same order on every rank. What all ranks skip is walked through by none.
+# first one run on, and the others walk through it: its unit is gathered and freed as if it ran, with a scalar for
+# activations. The graph of each unit joins the next value, so that backward visits the same units in the same order on
+# every rank. A unit that all ranks skip is not gathered.
 #
-# Ranks do this once the caller has said `model.set_reduce_scatter_unused_params(True)`, which is FSDP2's own call for
-# parameters that only some ranks use. It costs one sum of a few integers at each of these places, and at each block
-# that others walk through. Blocks of one class that all ranks enter together, all ranks must leave together.
+# Ranks do this after `model.set_reduce_scatter_unused_params(True)`, FSDP2's own call for parameters that only some
+# ranks use. It costs one all-reduce of a few integers at each of these places, and at each block that others walk
+# through. If all ranks enter blocks of one class together, they must leave them together.
 
 
 @dataclass(frozen=True)
 class Place:
-    """The entry of one unit. `parting`: ranks ask here where the others are; at another one only if they have parted.
-    `problem`: why it cannot be traversed."""
+    """The entry of one unit. `parting`: ranks always exchange positions here; elsewhere only once they have diverged.
+    `problem`: why it cannot be walked through."""
 
     names: tuple[str, ...]
     parting: bool = True
@@ -60,21 +60,21 @@ class Place:
 
 @dataclass
 class Places:
-    """All places of a model, in the order in which they are walked through, and one rank's way along them."""
+    """All places of a model, in the order in which they are walked through, and one rank's progress along them."""
 
     model: nn.Module
     mesh: DeviceMesh
     places: tuple[Place, ...]
     asked: bool = False
-    accompanied: bool = False  # do others walk through what runs on this rank?
-    joining: list[torch.Tensor] = field(default_factory=list)  # what backward must come by: it joins the next value
+    accompanied: bool = False  # whether others walk through what runs on this rank
+    joining: list[torch.Tensor] = field(default_factory=list)  # values for backward to visit: they join the next one
 
     def watch_end(self) -> None:
-        """Before FSDP2 takes the model itself, so that its hook comes after."""
+        """Register the hook of the end, before FSDP2 wraps the model itself, so that it runs before FSDP2's."""
         self.model.register_forward_hook(self._end)
 
     def watch_rest(self) -> None:
-        """After FSDP2 has taken all units, so that its hooks come after."""
+        """Register the hooks of units, after FSDP2 has wrapped them: these run around FSDP2's."""
         self.model.register_forward_pre_hook(self._begin)
         for number, place in enumerate(self.places):
             for name in place.names:
@@ -82,8 +82,6 @@ class Places:
                 module.register_forward_pre_hook(partial(self._arrive, number), prepend=True, with_kwargs=True)
                 if place.block:
                     module.register_forward_hook(self._leave)
-
-    # ------------------------------------------------------------------------------------------------ hooks
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.joining.clear()
@@ -93,17 +91,18 @@ class Places:
     def _arrive(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.asked or in_backward() or not (self.accompanied or self.places[number].parting):
             return None
-        given = [(path, x) for path, x in flatten_tensors((args, kwargs)) if x.is_floating_point()]
-        given.sort(key=lambda item: not item[1].requires_grad)
-        self._meet(number, [x for _, x in given])
-        if not self.joining or not given:
+        inputs = [(path, x) for path, x in flatten_tensors((args, kwargs)) if x.is_floating_point()]
+        inputs.sort(key=lambda item: not item[1].requires_grad)
+        self._meet(number, [x for _, x in inputs])
+        if not self.joining or not inputs:
             return None
-        changed = change_at((args, kwargs), given[0][0], self._joined, type(module).__name__)
+        changed = change_at((args, kwargs), inputs[0][0], self._joined, type(module).__name__)
         self.joining.clear()
         return changed
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Others walk backward through what has run here: so must this rank, also where nothing uses its output."""
+        """Keep an output for backward: others walk backward through this unit, so this rank must visit it too, used or
+        not."""
         if self.accompanied and not in_backward():
             self.joining += [x for _, x in flatten_tensors(output) if x.requires_grad][:1]
 
@@ -116,13 +115,11 @@ class Places:
         self.asked = False
         return output
 
-    # ------------------------------------------------------------------------------------------------ ranks
-
     def _meet(self, here: int, given: Sequence[torch.Tensor]) -> None:
-        """Return when what is here may run, which was given some tensors."""
+        """Walk through the units of other ranks until the unit here, whose inputs are `given`, may run."""
         self.accompanied = False
-        while (found := self._where_ranks_are(here, given)).keys() != {here}:
-            first = min(found)
+        while (positions := self._where_ranks_are(here, given)).keys() != {here}:
+            first = min(positions)
             if self.places[first].problem:
                 raise AutoplanError(
                     f"some ranks skip {self.places[first].names[0]}: {self.places[first].problem}",
@@ -130,19 +127,19 @@ class Places:
                 )
             if first == here:
                 self.accompanied = True
-                return  # the others walk through what runs here now
-            self._walk(self._unit(self.places[first]), found[first])
+                return  # the others walk through this unit now
+            self._walk(self._unit(self.places[first]), positions[first])
 
     def _where_ranks_are(self, here: int, given: Sequence[torch.Tensor]) -> dict[int, bool]:
-        """Every place where a rank is, and whether backward will leave what runs there as it came."""
+        """Return every place where a rank is, and whether backward will visit the unit there."""
         recorded = bool(given) and any(x.requires_grad for x in (*given, *self.joining))
-        said = torch.zeros(len(self.places) + 1, dtype=torch.int32)
-        said[here] = 1 + recorded
-        said = all_reduce_over(said.to(mesh_device(self.mesh)), self.mesh, "max")
-        return {place: value > 1 for place, value in enumerate(said.tolist()) if value}
+        positions = torch.zeros(len(self.places) + 1, dtype=torch.int32)
+        positions[here] = 1 + recorded
+        positions = all_reduce_over(positions.to(mesh_device(self.mesh)), self.mesh, "max")
+        return {place: value > 1 for place, value in enumerate(positions.tolist()) if value}
 
     def _walk(self, unit: FSDPModule, recorded: bool) -> None:
-        """Gather and free a unit around no computation, in backward too where a run would."""
+        """Gather and free a unit without computing, and record it for backward where a run would be."""
         assert isinstance(unit, nn.Module)
         value = torch.zeros((), device=mesh_device(self.mesh), requires_grad=recorded and torch.is_grad_enabled())
         if value.requires_grad and self.joining:
@@ -170,7 +167,7 @@ def _asked(unit: FSDPModule) -> bool:
 
 
 class _Joined(torch.autograd.Function):
-    """A value as it is; in backward what joins it gets zeros."""
+    """Identity; in backward the values that join it get zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, *joining: torch.Tensor) -> torch.Tensor:
@@ -182,11 +179,8 @@ class _Joined(torch.autograd.Function):
         return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.joining)
 
 
-# ------------------------------------------------------------------------------------------------ where ranks may part
-
-
 def places_of(model: nn.Module, mesh: DeviceMesh, stacks: Sequence[Stack], units: Units) -> Places | None:
-    """The places of a model in FSDP2 units; None where all blocks are of one class in one stack."""
+    """Return the places of a model in FSDP2 units; None where all blocks are of one class in one stack."""
     blocks = {unit.names[0] for unit in units.units if unit.block}
     inner = {name for unit in units.units for name in unit.names if _inside(name, blocks)}
     others = [unit for unit in units.units if not unit.block and not inner.intersection(unit.names)]
@@ -208,8 +202,8 @@ def _blocks(model: nn.Module, stack: Stack, blocks: set[str], inner: set[str]) -
     before = None
     for name in stack.fqns:
         if name in blocks:
-            held = sorted(one for one in inner if one.startswith(f"{name}."))
-            problem = f"{held[0]} in it is an FSDP2 unit of its own" if held else ""
+            units_inside = sorted(unit for unit in inner if unit.startswith(f"{name}."))
+            problem = f"{units_inside[0]} in it is an FSDP2 unit of its own" if units_inside else ""
             kind = type(model.get_submodule(name))
             yield Place((name,), kind is not before, problem, block=True)  # cross-attention may be skipped alone
             before = kind
@@ -219,15 +213,15 @@ def _inside(name: str, blocks: set[str]) -> bool:
     return any(name.startswith(f"{block}.") for block in blocks)
 
 
-# Fully sharded data parallelism (FSDP2) over the discovered blocks, after tensor parallelism and checkpointing.
+# Fully sharded data parallelism (FSDP2) over the blocks, after tensor parallelism and checkpointing.
 #
-# Each unit (`units.py`) is gathered before its forward and freed after it. The last block of a stack is kept, because
-# backward begins with it; so is whatever the model's own unit holds. Prefetching looks further ahead than FSDP2's own
-# one unit when asked.
+# Each unit (`units.py`) is gathered before its forward and freed after it. The last block of a stack stays gathered,
+# because backward begins with it; so does the model's own unit. Prefetching can look further ahead than FSDP2's one
+# unit.
 
 
 def _precision(options: DataParallel, model: nn.Module) -> MixedPrecisionPolicy:
-    """The policy to use: the given one, or none but that half-precision gradients are summed in float32."""
+    """Return the given policy, or one that only sums half-precision gradients in float32."""
     if isinstance(options.mp_policy, MixedPrecisionPolicy):
         return options.mp_policy
     return default_precision() if options.mp_policy else _as_they_are(model)
@@ -246,7 +240,7 @@ def _offload(options: DataParallel) -> OffloadPolicy:
 
 
 def default_precision() -> MixedPrecisionPolicy:
-    """Compute in bfloat16, sum gradients and put out in float32."""
+    """Return the policy that computes in bfloat16 and sums gradients and returns outputs in float32."""
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
 
@@ -258,18 +252,16 @@ def _as_they_are(model: nn.Module) -> MixedPrecisionPolicy:
 def shard_data_parallel(
     model: nn.Module, mesh: DeviceMesh, stacks: tuple[Stack, ...], options: DataParallel, *, kept: bool = False
 ) -> None:
-    """Wrap every unit, then the model itself. `kept`: blocks stay gathered unless asked."""
+    """Wrap every unit, then the model itself. `kept`: blocks stay gathered by default."""
     if kept and options.reshard_after_forward is None:
         options = replace(options, reshard_after_forward=False)
-    known = applied(model)
-    assert known is not None, "what was done is recorded first"
-    # torch 2.11's FSDP2 makes every parameter of floats
-    whole = next(
-        (name for name, one in model.named_parameters() if not (one.is_floating_point() or one.is_complex())), ""
-    )
-    if whole and TorchVersion(torch.__version__) < (2, 12):
+    record_before = applied(model)
+    assert record_before is not None, "what was done is recorded first"
+    # FSDP2 of torch 2.11 supports parameters of floats only
+    integers = next((name for name, p in model.named_parameters() if not (p.is_floating_point() or p.is_complex())), "")
+    if integers and TorchVersion(torch.__version__) < (2, 12):
         raise AutoplanError(
-            f"{whole} holds integers, and FSDP2 of torch {torch.__version__} shards parameters of floats only",
+            f"{integers} holds integers, and FSDP2 of torch {torch.__version__} shards parameters of floats only",
             hint="install torch 2.12 or later, or leave data parallelism out",
         )
     casts = _precision(options, model).param_dtype
@@ -277,18 +269,18 @@ def shard_data_parallel(
     for module in model.modules() if casts is not None else ():
         if is_packed(module):
             compute_in(module, casts)
-    with unset_fake_temporarily():  # meshes are asked for ranks, which must be numbers
+    with unset_fake_temporarily():  # a mesh must return ranks as numbers
         _wrap(model, mesh, units, options, places_of(model, mesh, stacks, units))
     sizes = (mesh.size(0), mesh.size(1)) if mesh.ndim == 2 else (1, mesh.size())
     names = (*(unit.names for unit in units.units), ("",))
-    notes = (*known.notes, *units.notes)
-    record(model, known.plan, units=names, data_parallel=sizes, notes=notes)
+    notes = (*record_before.notes, *units.notes)
+    record(model, record_before.plan, units=names, data_parallel=sizes, notes=notes)
 
 
 def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParallel, places: Places | None) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     policy = _precision(options, model)
-    inner = replace(policy, output_dtype=None)  # the model's outputs are cast, not what one unit hands to the next
+    inner = replace(policy, output_dtype=None)  # cast the model's outputs, not those of its units
     shared: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(options)}
     if any(_few_matrices(parameter, mesh) for parameter in model.parameters()):
         shared["shard_placement_fn"] = partial(_few_matrices, mesh=mesh)
@@ -296,9 +288,9 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
         shared["ignored_params"] = units.ignored
     for unit in units.units:
         reshard = not unit.last if options.reshard_after_forward is None else options.reshard_after_forward
-        given = [modules[name] for name in unit.names]
+        unit_modules = [modules[name] for name in unit.names]
         fully_shard(
-            given if len(given) > 1 else given[0],
+            unit_modules if len(unit_modules) > 1 else unit_modules[0],
             reshard_after_forward=reshard,
             mp_policy=replace(inner, param_dtype=None, cast_forward_inputs=False) if unit.kept_dtype else inner,
             **shared,
@@ -309,7 +301,7 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
     if places is not None:
         places.watch_rest()
     if _writes_text(model) and any(_writes_text(module) for module in model.modules() if module is not model):
-        register_fsdp_forward_method(model, "generate")  # a wrapper's calls what it wraps, and never the model itself
+        register_fsdp_forward_method(model, "generate")  # a wrapper's generate calls the inner model's forward only
     _prefetch([modules[unit.names[0]] for unit in units.units if unit.block], options.depths)
     for _, parameter in units.scalars:
         if parameter.requires_grad:
@@ -317,7 +309,7 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
 
 
 def _few_matrices(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
-    """Another dim than the first, where a stack has fewer matrices than there are ranks."""
+    """Return a placement in another dim than the first where a stack has fewer matrices than there are ranks."""
     if not is_stack(parameter):
         return None
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,8 +1,8 @@
-"""Norms and clipping of gradients that lie on ranks, each value counted once.
+"""Norms and clipping of sharded gradients, each value counted once.
 
 The problem: a replicated gradient summed over ranks counts tp times, a row that two ranks hold counts twice, gradients
-on different meshes cannot be stacked, and a scaled copy of a low-precision gradient changes nothing. Placements say
-who holds what, so every rank adds up what it alone answers for: the first holder of each value counts it.
+on different meshes cannot be stacked, and a scaled copy of a low-precision gradient changes nothing. Placements tell
+which rank holds what, and the first holder of each value counts it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from autoplan.execute.parameters.optimizer import answered_for, repeats
 
 @contextmanager
 def unshard(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside, every FSDP2 unit of `model` is gathered; afterwards all are cut again, whatever happened.
+    """Gather every FSDP2 unit of `model` inside the block; afterwards all are resharded, even after an error.
 
-    Parameters that tensor parallelism split stay split: code of the model reads them as it does in its forward.
+    Parameters that tensor parallelism shards stay so: the model's code reads them as it does in its forward.
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -44,7 +44,7 @@ def unshard(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's piece of a DTensor; any other tensor as it is."""
+    """Return this rank's shard of a DTensor; any other tensor unchanged."""
     check_argument("tensor", tensor, torch.Tensor, "give a tensor")
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -53,16 +53,17 @@ Source: TypeAlias = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
 
 def global_norm(source: Source, norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients of a model, or of one or more parameters: the unsharded one's, the same on every rank.
+    """Return the norm of all gradients of a model, or of parameters: that of the unsharded ones, the same on every
+    rank.
 
-    Collective over every mesh that the parameters lie on. Without any gradient it is 0.
+    It is collective over every mesh that the parameters lie on. Without any gradient it is 0.
     """
     check_argument("norm_type", norm_type, (int, float), "give a positive number, or float('inf')")
     if not norm_type > 0:
         raise AutoplanError(f"norm_type={norm_type!r}", hint="give a positive number, or float('inf')")
-    found = list(_parameters(_given(source)))
+    parameters = list(_parameters(_given(source)))
     meshes: dict[DeviceMesh | None, list[tuple[torch.Tensor, Held | None]]] = {}
-    for parameter, held in found:
+    for parameter, held in parameters:
         meshes.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(
             (parameter, held)
         )
@@ -70,10 +71,10 @@ def global_norm(source: Source, norm_type: float = 2.0) -> torch.Tensor:
     if not parts:
         return torch.zeros(())
     device = parts[-1].device
-    together = torch.stack([part.to(device) for part in parts])
+    totals = torch.stack([part.to(device) for part in parts])
     if math.isinf(norm_type):
-        return together.max()
-    return together.sum() ** (1.0 / norm_type)
+        return totals.max()
+    return totals.sum() ** (1.0 / norm_type)
 
 
 def clip_gradients(
@@ -81,13 +82,13 @@ def clip_gradients(
 ) -> torch.Tensor:
     """Scale the gradients of a model, or of one or more parameters, in place, so that their norm is at most `max_norm`.
 
-    Returns the norm before. Collective, as `global_norm` is.
+    Return the norm before clipping. It is collective, like `global_norm`.
     """
     check_argument("max_norm", max_norm, (int, float, torch.Tensor), "give a number")
     if not isinstance(max_norm, torch.Tensor) and not max_norm >= 0:
         raise AutoplanError(f"max_norm={max_norm!r}", hint="give a number from 0 on")
-    given = _given(source)
-    norm = global_norm(given, norm_type)
+    parameters = _given(source)
+    norm = global_norm(parameters, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise AutoplanError(
             f"the norm of the gradients is {float(norm)}, so they cannot be clipped",
@@ -95,35 +96,32 @@ def clip_gradients(
         )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     with torch.no_grad():
-        for parameter, _ in _parameters(given):
+        for parameter, _ in _parameters(parameters):
             if parameter.grad is not None:
                 local = to_local(parameter.grad)
                 local.mul_(scale.to(local.device))
     return norm
 
 
-# ------------------------------------------------------------------------------------------------ what each rank counts
-
-
 def _given(source: Source) -> nn.Module | list[torch.Tensor]:
-    """A model as it is, one tensor as a list of one; what is neither, nor tensors, is refused."""
+    """Return a model unchanged, and tensors as a list; refuse anything else."""
     if isinstance(source, nn.Module):
         return source
     if isinstance(source, torch.Tensor):
         return [source]
-    given = list(source) if isinstance(source, Iterable) else None
-    odd = [source] if given is None else [one for one in given if not isinstance(one, torch.Tensor)]
-    if given is None or odd:
-        holding = "" if given is None else f" holding {type(odd[0]).__name__}"
+    tensors = list(source) if isinstance(source, Iterable) else None
+    odd = [source] if tensors is None else [item for item in tensors if not isinstance(item, torch.Tensor)]
+    if tensors is None or odd:
+        holding = "" if tensors is None else f" holding {type(odd[0]).__name__}"
         raise AutoplanError(
             f"the source of gradients is {type(source).__name__}{holding}, not a model and no parameters",
             hint="give the model, one parameter, or a list of parameters, such as model.parameters()",
         )
-    return given
+    return tensors
 
 
 def _parameters(source: nn.Module | list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Held | None]]:
-    """Every parameter once, with how it is held."""
+    """Yield every parameter once, with its record."""
     seen: set[int] = set()
     if isinstance(source, nn.Module):
         pairs: Iterable[tuple[torch.Tensor, Held | None]] = ((p, held) for _, p, held in held_parameters(source))
@@ -138,7 +136,7 @@ def _parameters(source: nn.Module | list[torch.Tensor]) -> Iterator[tuple[torch.
 def _over_mesh(
     mesh: DeviceMesh | None, members: list[tuple[torch.Tensor, Held | None]], norm_type: float
 ) -> torch.Tensor:
-    """The sum of powers (or the maximum) over all members, and over the mesh."""
+    """Return the sum of powers (or the maximum) over all members and over the mesh."""
     values = [_counted(p.grad, held) for p, held in members if p.grad is not None]
     device = members[0][0].device if mesh is None else mesh_device(mesh)
     wide = any(value.dtype == torch.float64 for value in values) or members[0][0].dtype == torch.float64
@@ -158,7 +156,7 @@ def _wide(value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _counted(gradient: torch.Tensor, held: Held | None) -> torch.Tensor:
-    """The values of a gradient that this rank answers for."""
+    """Return the values of a gradient that this rank counts."""
     gradient = gradient.detach()
     if not isinstance(gradient, DTensor):
         return gradient

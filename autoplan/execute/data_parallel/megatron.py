@@ -1,8 +1,8 @@
 """Megatron-FSDP, driven by the same plan: tensor parallelism from the plan, units from the discovered blocks.
 
 `megatron-fsdp` (an optional extra) shards with NVIDIA's kernels in place of FSDP2. Its units are classes, its mesh dims
-go by name, and it runs on CUDA only. So the call is made as a value first: it can be looked at and tested anywhere,
-and it refuses clearly, before the model is touched, where it could not run.
+have names, and it runs on CUDA only. So the call is built as a value first: it can be inspected and tested anywhere,
+and where it cannot run it refuses before the model is touched.
 
     call = megatron_call(model, mesh, plan, optimizer=optimizer, zero_dp_strategy="optim_grads_params")
     print(call)                        # function and every argument
@@ -28,7 +28,7 @@ from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
 from autoplan.values import Plan
 
-# What fully_shard and fully_shard_model take besides what follows from model, mesh and plan (0.2 to 0.6).
+# Options of fully_shard and fully_shard_model that do not follow from model, mesh and plan (0.2 to 0.6).
 OPTIONS = (
     "average_in_collective",
     "calculate_per_token_loss",
@@ -59,7 +59,7 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class MegatronCall:
-    """`megatron_fsdp.{function}(model, **arguments)`, after the plan has been applied over the tp mesh."""
+    """A call of `megatron_fsdp.{function}(model, **arguments)`, made after the plan was applied over the tp mesh."""
 
     function: str
     arguments: Mapping[str, Any]
@@ -76,15 +76,15 @@ class MegatronCall:
         return f"megatron_fsdp.{self.function}(\n    {first},\n    {lines},\n)"
 
     def run(self) -> Any:
-        """Apply the plan and make the call: the model, or model and optimizer."""
+        """Apply the plan, make the call and return the model, or model and optimizer."""
         library = self.check()
         if self.tp_mesh is not None and self.plan.ranks > 1:
             apply_plan(self.model, self.tp_mesh, self.plan, gather_logits=self.gather_logits)
-        given = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
-        return getattr(library, self.function)(*given, **self.arguments)
+        positional = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
+        return getattr(library, self.function)(*positional, **self.arguments)
 
     def check(self) -> Any:
-        """The library, or why it cannot run here. Touches nothing."""
+        """Return the library, or raise where it cannot run. Nothing is changed."""
         if not torch.cuda.is_available():
             raise AutoplanError(
                 "Megatron-FSDP runs on CUDA devices only, and this machine has none; the model was not touched",
@@ -95,8 +95,8 @@ class MegatronCall:
                 "megatron-fsdp is not installed; the model was not touched", hint='pip install "autoplan[megatron]"'
             )
         library = import_module("megatron_fsdp")
-        taken = inspect.signature(getattr(library, self.function)).parameters
-        if unknown := sorted(set(self.arguments) - set(taken)):
+        accepted = inspect.signature(getattr(library, self.function)).parameters
+        if unknown := sorted(set(self.arguments) - set(accepted)):
             raise AutoplanError(
                 f"the installed megatron-fsdp takes no {', '.join(unknown)}; the model was not touched",
                 hint="leave it out, or install another version",
@@ -114,7 +114,7 @@ def megatron_call(
     gather_logits: bool | None = None,
     **options: Any,
 ) -> MegatronCall:
-    """The call that shards `model` with Megatron-FSDP. Options of its own pass through by name; unknown ones raise."""
+    """Return the call that shards `model` with Megatron-FSDP. Its own options pass by name; unknown ones raise."""
     check_argument("model", model, nn.Module, "give the model that is to be sharded")
     check_argument("mesh", mesh, DeviceMesh, "make one with torch.distributed.device_mesh.init_device_mesh")
     check_argument("plan", plan, Plan, "give what autoplan.plan() or load_plan() returned")
@@ -133,7 +133,7 @@ def megatron_call(
         raise AutoplanError(
             "the mesh has no dim to shard data-parallel over", hint='name one "dp_shard", or pass mesh_dims='
         )
-    # The classes of all blocks; what tensor parallelism makes of them are subclasses, and count as well.
+    # Tensor parallelism replaces these classes by subclasses, which count as units too.
     modules = dict(model.named_modules(remove_duplicate=False))
     classes = {type(modules[fqn]): None for stack in plan.layers for fqn in stack.fqns}
     if not classes:

@@ -1,11 +1,11 @@
-"""What each dim of a device mesh is for, by its name.
+"""The purpose of each dim of a device mesh, by its name.
 
-One mesh carries every kind of parallelism; `parallelize` must take the dims that are its own, leave those of others
-alone and say so, and refuse a name that it cannot place: unused ranks would silently train copies.
+One mesh carries every kind of parallelism; `parallelize` must take its own dims, leave other known ones alone and say
+so, and refuse an unknown name: unused ranks would silently train copies.
 
-Two dims are set up elsewhere, and still matter here. Ranks of context parallelism ("cp") hold other parts of the same
-sequences, so their gradients belong together as those of other batches do: FSDP2 shards over both dims, flattened into
-one. Stages of a pipeline ("pp") run several micro-batches in a row, so what they gathered is kept.
+Two dims are set up elsewhere, but matter here. Ranks of context parallelism ("cp") hold other positions of the same
+sequences, so their gradients are averaged like those of other batches: FSDP2 shards over both dims, flattened into one.
+Pipeline stages ("pp") run several micro-batches in a row, so gathered parameters are kept.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 LEFT_ALONE = ("cp", "pp")
 _MADE_WITH = 'make it with init_device_mesh(device, shape, mesh_dim_names=("dp_shard", "tp"))'
-WITH_CONTEXT = "dp_shard_cp"  # what everybody calls the two dims, flattened
+WITH_CONTEXT = "dp_shard_cp"  # the usual name of the two dims, flattened
 
 
 @dataclass(frozen=True)
 class MeshDims:
-    """`tp`: a 1-D mesh, None when there is nothing to split over. `data`: FSDP2's mesh, 2-D for HSDP, None without.
-    `ep`: ranks that hold whole experts each, apart from those of tp."""
+    """The dims of a mesh by purpose. `tp`: a 1-D mesh, or None. `data`: FSDP2's mesh, 2-D for HSDP, or None. `ep`:
+    ranks that hold different experts, apart from those of tp."""
 
     tp: DeviceMesh | None
     data: DeviceMesh | None
@@ -41,11 +41,11 @@ class MeshDims:
     notes: tuple[str, ...] = ()
     ep: DeviceMesh | None = None
     stages: int = 1
-    context: DeviceMesh | None = None  # ranks of "cp" alone, over which nothing is sharded
+    context: DeviceMesh | None = None  # ranks of "cp" without dp_shard: nothing is sharded over them
 
     @property
     def voters(self) -> Voters:
-        """Who must know if one rank cannot go on."""
+        """Return the ranks that must know if one of them fails."""
         return Voters.of(self.tp, self.ep, self.data, self.context)
 
     @property
@@ -57,33 +57,33 @@ class MeshDims:
         return 1 if self.ep is None else self.ep.size()
 
     def for_context(self) -> MeshDims:
-        """With a plan that cuts the sequence: over ranks of "cp" alone there is nothing to shard, weights are whole."""
+        """Return the dims for a plan that shards the sequence: over ranks of "cp" alone no weight is sharded."""
         notes = tuple(note for note in self.notes if "'cp'" not in note)
         if "dp_shard" in self.names:
             return replace(self, notes=notes)
         return replace(self, data=None, context=self.data, notes=notes)
 
     def check_experts(self, tp_size: int, ep_size: int) -> None:
-        """Raise where an "ep" dim would hold copies: the plan places no experts on its ranks."""
+        """Raise where an "ep" dim would hold copies because the plan places no experts on its ranks."""
         if self.ep_size > 1 and not tp_size == 1 < ep_size:
-            told = (
+            placement = (
                 f"places experts on the {tp_size} ranks of tp"
                 if ep_size > 1
                 else "places no experts on different ranks"
             )
-            given = f"mesh has {self.ep_size} ranks in" if self.names["ep"] == "ep" else "mesh_dims names 'ep' as"
+            ranks = f"mesh has {self.ep_size} ranks in" if self.names["ep"] == "ep" else "mesh_dims names 'ep' as"
             raise PlanMismatchError(
-                f"the {given} {self.names['ep']!r}, but the plan {told}",
+                f"the {ranks} {self.names['ep']!r}, but the plan {placement}",
                 hint=f"plan with tp_size=1, ep_size={self.ep_size}, or leave that dim out of the mesh",
             )
 
 
 def read_mesh(mesh: DeviceMesh, mesh_dims: Mapping[str, str] | None = None) -> MeshDims:
-    """The dims of `mesh` by purpose. `mesh_dims={"tp": name}` overrides the usual names."""
+    """Return the dims of `mesh` by purpose. `mesh_dims={"tp": name}` overrides the usual names."""
     if not isinstance(mesh, DeviceMesh):
         raise AutoplanError(f"mesh={mesh!r} is no device mesh", hint=_MADE_WITH)
     if mesh_dims is not None and not (
-        isinstance(mesh_dims, Mapping) and all(isinstance(one, str) for pair in mesh_dims.items() for one in pair)
+        isinstance(mesh_dims, Mapping) and all(isinstance(part, str) for pair in mesh_dims.items() for part in pair)
     ):
         raise AutoplanError(f"mesh_dims={mesh_dims!r}", hint='give {"tp": name of a mesh dim}')
     dims = mesh.mesh_dim_names
@@ -109,22 +109,22 @@ def read_mesh(mesh: DeviceMesh, mesh_dims: Mapping[str, str] | None = None) -> M
 def _with_context(
     mesh: DeviceMesh, dims: tuple[str, ...], shard: str | None, replicate: str | None
 ) -> tuple[DeviceMesh | None, tuple[str, ...]]:
-    """FSDP2's mesh, ranks of context parallelism in it, and a note."""
+    """Return FSDP2's mesh, which includes the ranks of context parallelism, and a note."""
     if "cp" not in dims or mesh["cp"].size() == 1 or (shard is not None and shard not in dims):
-        # a dim that was flattened by the caller has it in it
+        # a dim that the caller flattened includes it
         return None if shard is None else (mesh[shard] if replicate is None else mesh[(replicate, shard)]), ()
-    together = ("cp",) if shard is None else (shard, "cp")
-    if dims.index(together[0]) + len(together) - 1 != dims.index("cp"):
+    joined = ("cp",) if shard is None else (shard, "cp")
+    if dims.index(joined[0]) + len(joined) - 1 != dims.index("cp"):
         raise AutoplanError(
-            f"the mesh has {together[0]!r} and 'cp' apart (it has {list(dims)}), and gradients are summed over both",
-            hint=f"put 'cp' right after {together[0]!r}, or flatten the dims and name the result: "
+            f"the mesh has {joined[0]!r} and 'cp' apart (it has {list(dims)}), and gradients are summed over both",
+            hint=f"put 'cp' right after {joined[0]!r}, or flatten the dims and name the result: "
             'mesh_dims={"dp_shard": name}',
         )
-    told = f"gradients are averaged over {' and '.join(map(repr, together))} together"
+    note = f"gradients are averaged over {' and '.join(map(repr, joined))} together"
     if shard is None:
-        return mesh["cp"], (told,)
-    flat = mesh[together]._flatten(WITH_CONTEXT)
-    return (flat if replicate is None else DeviceMesh._concatenate([mesh[replicate], flat])), (told,)
+        return mesh["cp"], (note,)
+    flat = mesh[joined]._flatten(WITH_CONTEXT)
+    return (flat if replicate is None else DeviceMesh._concatenate([mesh[replicate], flat])), (note,)
 
 
 def _by_purpose(mesh: DeviceMesh, dims: tuple[str, ...], wanted: dict[str, str]) -> dict[str, str]:
@@ -149,16 +149,16 @@ def _by_purpose(mesh: DeviceMesh, dims: tuple[str, ...], wanted: dict[str, str])
                 ) from problem
             names[purpose] = wanted[purpose]
             continue
-        found = [name for name in aliases if name in dims and name not in wanted.values()]
-        if len(found) > 1:
+        candidates = [name for name in aliases if name in dims and name not in wanted.values()]
+        if len(candidates) > 1:
             raise AutoplanError(
-                f"the mesh dims {', '.join(map(repr, found))} could all be {purpose!r}",
+                f"the mesh dims {', '.join(map(repr, candidates))} could all be {purpose!r}",
                 hint=f'say which with mesh_dims={{"{purpose}": name}}; flatten them into one if you mean both',
             )
-        if found:
-            names[purpose] = found[0]
+        if candidates:
+            names[purpose] = candidates[0]
     odd = [name for name in dims if name not in names.values() and name not in LEFT_ALONE and mesh[name].size() > 1]
-    # Whether a named dim was made of several others (a flattened dp_shard_cp): those are then accounted for
+    # A named dim that is not in the mesh was flattened from several others (dp_shard_cp), which are then accounted for.
     if odd and not any(name not in dims for name in names.values()):
         raise AutoplanError(
             f"the mesh dim {odd[0]!r} of {mesh[odd[0]].size()} ranks has no known purpose",

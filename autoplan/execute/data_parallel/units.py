@@ -1,14 +1,14 @@
-"""Which modules FSDP2 gathers together: its units.
+"""The FSDP2 units of a model: which modules are gathered together.
 
-The problem: FSDP2 wraps what it is given. A parameter in two units is untied without a word or stops training at the
-first step; two dtypes in one unit stop it too; a module that is several blocks' child must be one unit, not a part of
-the first. So units are decided here, whole, before anything is wrapped:
+The problem: FSDP2 wraps what it is given. A parameter in two units is silently untied or fails at the first step; two
+dtypes in one unit fail too; a module that is a child of several blocks must be one unit, not part of the first. So all
+units are decided here, before anything is wrapped:
 
-    1. modules shared by several blocks, and groups of modules that a tied parameter holds together across units
+    1. modules shared by several blocks, and groups of modules that a tied parameter links across units
     2. the parts of a unit whose dtype is not that of its other trainable parameters, and those that hold packed tensors
        where others are cast (kept as they are, never cast)
     3. the blocks of every stack, in call order
-    4. the input table and the output head, when they are not tied
+    4. the token embedding and the output head, when they are not tied
     5. the model itself: everything else
 """
 
@@ -36,14 +36,15 @@ class Unit:
     """Modules that are gathered at once. `kept_dtype`: its parameters compute in the dtype they have."""
 
     names: tuple[str, ...]
-    last: bool = False  # of its stack: backward begins with it, so it is not freed after forward
+    last: bool = False  # of its stack: not freed after forward, since backward begins with it
     kept_dtype: bool = False
     block: bool = False
 
 
 @dataclass
 class Units:
-    """All units, inner ones first, without the root; parameters that FSDP2 must leave alone; what is worth saying."""
+    """All units without the root, inner ones first; the parameters that FSDP2 must ignore; scalars; notes for the
+    user."""
 
     units: list[Unit] = field(default_factory=list)
     ignored: set[nn.Parameter] = field(default_factory=set)
@@ -52,8 +53,8 @@ class Units:
 
 
 def is_stack(parameter: torch.Tensor) -> bool:
-    """Is it a stack of matrices, which FSDP2 may cut inside of each? Not packed ones, nor those of which tp's ranks
-    hold unlike numbers."""
+    """Return whether a parameter is a stack of matrices, each of which FSDP2 may shard. Packed tensors are not, nor
+    those that tp shards unevenly."""
     if parameter.dim() < 3 or not parameter.is_floating_point():
         return False
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -66,10 +67,10 @@ def is_stack(parameter: torch.Tensor) -> bool:
 
 
 def cut_dim(shape: Sequence[int], ranks: int) -> int:
-    """The dim that FSDP2 cuts of a stack that has this shape on a rank of tp.
+    """Return the dim in which FSDP2 shards a stack whose local tensor has this shape.
 
-    Usually the first. Where there are fewer matrices than ranks, every rank would have room for a whole one, most of it
-    empty: then it is the first other dim that divides.
+    It is usually the first. With fewer matrices than ranks every rank would allocate a full one, mostly padding: then
+    it is the first other divisible dim.
     """
     if shape[0] >= ranks:
         return 0
@@ -77,14 +78,14 @@ def cut_dim(shape: Sequence[int], ranks: int) -> int:
 
 
 def choose_units(model: nn.Module, stacks: tuple[Stack, ...], *, frozen: str = "units", casts: bool = False) -> Units:
-    """Decide all units of `model`. Raises, naming parameters, where a unit cannot be made of one dtype. `casts`:
-    parameters are computed with in another dtype than they have, all but packed ones."""
+    """Return all units of `model`; raise, naming parameters, if a unit cannot have one dtype. `casts`: whether
+    parameters compute in another dtype than their own, all but packed ones."""
     if frozen not in FROZEN:
         raise AutoplanError(f"frozen={frozen!r}", hint=f"choose one of {', '.join(FROZEN)}")
     search = _Search(model)
     chosen = Units()
     blocks = search.blocks(stacks, frozen, chosen)
-    # FSDP2 cannot cut a number: such parameters stay whole and their gradients are averaged by a hook.
+    # FSDP2 cannot shard a scalar: such parameters stay replicated and a hook averages their gradients.
     for name, parameter in search.model.named_parameters():
         if parameter.dim() == 0:
             chosen.ignored.add(parameter)
@@ -121,8 +122,6 @@ class _Search:
                 if parameter is not None:
                     self.owners.setdefault(id(parameter), []).append(module)
 
-    # ---------------------------------------------------------------------------------------- blocks and ends
-
     def blocks(self, stacks: tuple[Stack, ...], frozen: str, chosen: Units) -> list[Unit]:
         units: list[Unit] = []
         seen: set[int] = set()
@@ -139,7 +138,7 @@ class _Search:
         return units
 
     def ends(self, blocks: list[Unit]) -> list[Unit]:
-        """Input table and output head as units of their own: neither is needed while the blocks run."""
+        """Return units for the token embedding and the output head: neither is needed while the blocks run."""
         inside = {id(m) for unit in blocks for n in unit.names for m in self.modules[n].modules()}
         units: list[Unit] = []
         for getter, last in zip(conventions().ends, (False, True), strict=True):
@@ -152,10 +151,8 @@ class _Search:
                 units.append(Unit((self.first_name[id(module)],), last=last))
         return units
 
-    # ---------------------------------------------------------------------------------------- what is held in common
-
     def shared(self, blocks: list[Unit], chosen: Units) -> list[Unit]:
-        """Units for modules that lie in several blocks, and for modules that a tied parameter holds together."""
+        """Return units for modules shared by several blocks, and for modules that are linked by a tied parameter."""
         homes: dict[int, set[str]] = {}
         for unit in blocks:
             for below in self.modules[unit.names[0]].modules():
@@ -177,22 +174,20 @@ class _Search:
         return units
 
     def _climbed(self, names: frozenset[str]) -> frozenset[str]:
-        """The largest modules around these that hold the same parameters as each other."""
+        """Return the largest modules around these that all hold the same parameters."""
         while True:
             parents = frozenset(name.rpartition(".")[0] for name in names)
-            held = {frozenset(map(id, self._parameters(parent))) for parent in parents}
+            parameters_of = {frozenset(map(id, self._parameters(parent))) for parent in parents}
             containers = any(isinstance(self.modules[p], (nn.ModuleList, nn.ModuleDict)) for p in parents)
-            if len(parents) < len(names) or len(held) > 1 or "" in parents:
+            if len(parents) < len(names) or len(parameters_of) > 1 or "" in parents:
                 return names
-            if containers:  # no forward of its own: look past it, or stay
+            if containers:  # a container has no forward: look past it, or stay
                 further = self._climbed(parents)
                 return names if further == parents else further
             names = parents
 
-    # ---------------------------------------------------------------------------------------- one dtype a unit
-
     def by_dtype(self, unit: Unit, others: list[Unit], chosen: Units) -> list[Unit]:
-        """The inner units that leave `unit` with trainable parameters of one dtype."""
+        """Return the inner units that leave `unit` with trainable parameters of one dtype."""
         elsewhere = {id(self.modules[n]) for other in others if other != unit for n in other.names if n}
         units: list[Unit] = []
         own = [p for n in unit.names for m in self._own(n, elsewhere) for p in _direct(m, chosen.ignored)]
@@ -209,7 +204,7 @@ class _Search:
         return units
 
     def packed(self, unit: Unit, others: list[Unit]) -> list[Unit]:
-        """The modules of a unit that hold packed tensors, whose bits a cast would spoil: one unit together."""
+        """Return one unit for the modules that hold packed tensors, whose bits a cast would destroy."""
         elsewhere = {id(self.modules[n]) for other in others if other != unit for n in other.names if n}
         own = {id(m): m for n in unit.names for m in self._own(n, elsewhere) if is_packed(m)}
         names = tuple(self.first_name[number] for number in own)
@@ -219,10 +214,10 @@ class _Search:
         self, name: str, main: torch.dtype, elsewhere: set[int], ignored: set[nn.Parameter], found: list[Unit]
     ) -> None:
         module = self.modules[name]
-        here = {p.dtype for p in _direct(module, ignored)}
+        dtypes = {p.dtype for p in _direct(module, ignored)}
         odd = [k for k, p in module._parameters.items() if p is not None and p.requires_grad and p.dtype != main]
         odd = [k for k in odd if module._parameters[k] not in ignored]
-        if odd and len(here) > 1:
+        if odd and len(dtypes) > 1:
             full = ", ".join(f"{name}.{k}" if name else k for k in odd)
             raise AutoplanError(
                 f"FSDP2 gathers parameters of one dtype at once, but {full} "
@@ -238,7 +233,7 @@ class _Search:
                 found.append(Unit((path,), kept_dtype=True))
             elif kinds - {main}:
                 self._split(path, main, elsewhere, ignored, found)
-        if odd and len(here) == 1:
+        if odd and len(dtypes) == 1:
             if not name:
                 raise AutoplanError(
                     f"the model's own parameters {', '.join(odd)} are not of {main} as the rest is",
@@ -247,7 +242,7 @@ class _Search:
             found.append(Unit((name,), kept_dtype=True))
 
     def _own(self, name: str, elsewhere: set[int]) -> Iterable[nn.Module]:
-        """The modules of a unit without those of units inside it."""
+        """Yield the modules of a unit without those of units inside it."""
         pending, seen = [self.modules[name]], set[int]()
         while pending:
             module = pending.pop()
@@ -264,13 +259,13 @@ class _Search:
 
 
 def _direct(module: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Parameter]:
-    """The trainable parameters that a module holds itself."""
-    held = (p for p in module._parameters.values() if p is not None)
-    return [p for p in held if p.requires_grad and p not in ignored]
+    """Return the trainable parameters that a module holds itself."""
+    parameters = (p for p in module._parameters.values() if p is not None)
+    return [p for p in parameters if p.requires_grad and p not in ignored]
 
 
 def _called(model: nn.Module, getter: str) -> object:
-    """What an interface method returns; models without one, or whose one does not apply, have no such module."""
+    """Return the result of an interface method; None if the model has none or does not support it."""
     method = getattr(model, getter, None)
     if method is None:
         return None
@@ -281,7 +276,7 @@ def _called(model: nn.Module, getter: str) -> object:
 
 
 def _merged(groups: list[frozenset[str]]) -> list[list[str]]:
-    """Groups that overlap become one."""
+    """Merge groups that overlap."""
     merged: list[set[str]] = []
     for group in groups:
         touching = [other for other in merged if other & group]

@@ -1,21 +1,21 @@
-"""The path guard: a call that takes a way through the model's code of which its plan knows nothing is not answered.
+"""The path guard: refuses a call that takes a path through the model's code which its plan does not know.
 
 The problem: a plan is proven for what ran while it was made. Another flag, length, dtype, mode or state may send a call
-through code that needs a sum over ranks which nobody planned, and the answer is wrong without a word.
+through code that needs an all-reduce which nobody planned, and the result is silently wrong.
 
-So the first calls of each kind (situations.py) are followed (watch.py) through the model's own code
-(common/code/ways.py), and held against the ways that the plan knows (`Plan.paths`). Most of a model's code computes
-with values that are whole on every rank: whichever way it goes, ranks go it together and get what the unsharded model
-would. A way never seen matters where the function has to do, from there on, with a value that is not whole, or whose
-gradient ranks hold in parts: it hands one to a torch function or a module, or returns one (marks.py); or where it reads
-a count that is a rank's own. Optional kernels have a guard of their own (execute/calls/function_mode.py): ways to them
-are left to it.
+So the first calls of each kind (situations.py) are traced (watch.py) through the model's own code
+(common/code/ways.py), and compared with the ways that the plan knows (`Plan.paths`). Most of a model's code computes
+with replicated values: whatever branch it takes, ranks take it together and get what the unsharded model would. A way
+never seen matters where the function, from there on, handles a value that is not replicated or whose gradient is
+partial: it passes one to a torch function or a module, or returns one (marks.py); or where it reads a count that is
+local to the rank. Optional kernels have a guard of their own (execute/calls/function_mode.py): ways to them are left to
+it.
 
-What leaves the model by another way than its output is refused too, by name (marks.py), and so is a module that is
-called by itself and returns what a rank has of a value.
+What leaves the model other than by its output is refused too, by name (marks.py), and so is a module that is called by
+itself and returns a sharded value.
 
-Ranks may go different ways (a rank's part may be smaller). So nothing is raised in the middle: at the end of the call
-all ranks hear whether one of them strayed, and all of them refuse.
+Ranks may take different branches (shards may have unequal sizes). So nothing is raised in the middle: at the end of the
+call all ranks learn whether one of them strayed, and all of them refuse.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _BY_ITSELF = (
 
 
 def guard_of(model: nn.Module, plan: Plan, action: str, group: RankGroup, edits: Iterable[Any]) -> PathGuard | None:
-    """The guard of a model that is about to be sharded, if it shall have one."""
+    """Return the guard of a model that is about to be sharded; None if it needs none."""
     if action == "off" or group.size == 1:
         return None
     edited = [(name, attribute) for name, attribute, *_ in edits]
@@ -77,7 +77,8 @@ def guard_of(model: nn.Module, plan: Plan, action: str, group: RankGroup, edits:
 
 
 class PathGuard:
-    """See above. `edited`: modules that hold a rank's own count under a name. `kernels`: names of optional kernels."""
+    """A guard of one model's code paths. `edited`: modules with a count that is local to the rank, and its name.
+    `kernels`: the names of optional kernels."""
 
     def __init__(
         self,
@@ -91,31 +92,29 @@ class PathGuard:
         self.model = model
         self.ways = ways_of(plan.paths)
         self.forms: dict[Key, dict[int, Forms]] = {key: forms_in(ways) for key, ways in self.ways.items()}
-        self.has_forms = any(self.forms.values())  # else the plan was made before they were written down
-        # Else it looks at exits only: all code is trusted, or the plan knows no ways of this Python.
-        self.compares = has_own_code(model) and any(one.code.startswith(f"{PYTHON}:") for one in plan.paths)
+        self.has_forms = any(self.forms.values())  # older plans do not record them
+        # Otherwise it checks exits only: all code is trusted, or the plan has no ways of this Python version.
+        self.compares = has_own_code(model) and any(path.code.startswith(f"{PYTHON}:") for path in plan.paths)
         self.kernels = kernels
         self.action, self.group, self.edited = action, group, edited
         self.situations = Situations()
         self.edited_names = {"padding_idx", *(attribute.rpartition(".")[2] for _, attribute in edited)}
-        self.counts: list[tuple[dict[str, Any], str, Any, str]] = []  # as the plan set them: where, name, value, words
+        self.counts: list[tuple[dict[str, Any], str, Any, str]] = []  # set by the plan: where, name, value, words
         self.running: Watch | None = None
         self.mode: Paused | None = None
         self.told_unguarded = False
         self.asked: tuple[Any, Any] = ((), ())
         self.changed: tuple[Any, ...] = ()
         self.kept, self.listeners = Kept(), Listeners(model)
-        self.hooked: set[Any] = set()  # hooks and kinds of calls that were followed together
+        self.hooked: set[Any] = set()  # hooks with kinds of calls that were traced
         self.planned: weakref.WeakSet[nn.Module] = weakref.WeakSet(model.modules())
-        self.by_itself = False  # is it another call than the model's that is followed?
-        self.together = False  # do all ranks follow it?
+        self.by_itself = False  # whether the traced call is another one than the model's
+        self.together = False  # whether all ranks trace it
         self._note_counts()
 
-    # ------------------------------------------------------------------ any outermost call of a module
-
     def enter(self, module: nn.Module, method: str, args: Any, kwargs: Any) -> None:
-        """Code outside of the model calls one of its modules, or a method that reads parameters. (Backward, which runs
-        blocks again, is no such code.)"""
+        """Begin a call, from outside of the model, of one of its modules or of a method that reads parameters.
+        (Backward, which recomputes blocks, is not outside.)"""
         self.kept.give_back()
         if (module is self.model and not method) or in_backward():
             return
@@ -124,38 +123,35 @@ class PathGuard:
         self.by_itself = self.running is not None
 
     def leave(self, module: nn.Module, method: str, output: Any) -> Any:
-        """It returns. Ranks call it together or not: they are not asked."""
+        """Check what such a call returns. Ranks may not make it together, so they do not communicate."""
         watch = self.stop() if self.by_itself else None
         if watch is not None:
             with torch._C.DisableTorchFunction():
                 kind = watch.marks.kind_in(output)
             if kind:
-                what = ONE_PART if kind == PART else PARTS_OF_GRADIENT
+                shown = ONE_PART if kind == PART else PARTS_OF_GRADIENT
                 called = ".".join(filter(None, (self.name_of(module), method))) or "the model"
-                self._say(f"{called} ({type(module).__name__}) was called by itself and returns {what}", _BY_ITSELF)
+                self._say(f"{called} ({type(module).__name__}) was called by itself and returns {shown}", _BY_ITSELF)
             elif watch.strays or watch.exits:
                 self._refuse(watch)
             self._add(watch)
         return output
 
     def close(self) -> None:
-        """It has come to its end, by an error too."""
+        """End such a call, also after an error."""
         if self.by_itself:
             self.by_itself = False
             self.stop()
         self.kept.hold(self.model)
 
     def name_of(self, module: nn.Module) -> str:
-        return next((name for name, one in self.model.named_modules() if one is module), "")
-
-    # ------------------------------------------------------------------ the model's own forward
+        return next((name for name, other in self.model.named_modules() if other is module), "")
 
     def begin(self, model: nn.Module, given: dict[str, Any], by_itself: bool = False) -> None:
-        """A call begins: it is followed if it is new, or has hooks that are. (One rank may have hooks of its own.)"""
+        """Begin a call, and trace it if it is new or has new hooks. (A single rank may have hooks of its own.)"""
         hooks = self.listeners.look()
-        # Raise where somebody set a count that the plan made a rank's own: a number for all ranks would be read as
-        # one for each.
-        if not self.counts:  # a copy
+        # Raise where somebody set a count that is local to the rank: a global number would be read as a local one.
+        if not self.counts:  # a copied guard starts without
             self._note_counts()
         for state, key, value, words in self.counts:
             if state.get(key) is not value and state.get(key) != value:
@@ -164,7 +160,7 @@ class PathGuard:
                     hint="set it before the model is sharded, and plan again",
                 )
         put_in = self._has_others()
-        if self.running is not None or not (hooks or self.compares or by_itself or put_in):  # methods call models
+        if self.running is not None or not (hooks or self.compares or by_itself or put_in):  # a traced method calls it
             return
         if not self.planned:
             self.planned.update(self.model.modules())
@@ -192,7 +188,8 @@ class PathGuard:
         follow(self.running.enter)
 
     def _has_others(self) -> bool:
-        """Is there a module in a model of torch's own that was not there before? It has no code that could say so."""
+        """Return whether a model of torch's own class has new modules: its code is not traced, and would not show
+        them."""
         if not type(self.model).__module__.startswith("torch."):
             return False
         if not self.planned:
@@ -210,7 +207,7 @@ class PathGuard:
             self.counts.append((state, key, state.get(key), f"{name}.{attribute}".lstrip(".")))
 
     def stop(self) -> Watch | None:
-        """It is followed no longer: at its end, or on the way out of an error."""
+        """Stop tracing, at the end of a call or on the way out of an error."""
         watch, self.running = self.running, None
         if watch is not None and self.mode is not None:
             follow(None)
@@ -220,12 +217,12 @@ class PathGuard:
         return watch
 
     def abandon(self) -> None:
-        """The model's own forward is left, by an error too."""
+        """Stop tracing when the model's own forward is left, also by an error."""
         if not self.by_itself:
             self.stop()
 
     def end(self, device: torch.device) -> None:
-        """It has come to its end: raise on all ranks if one of them strayed."""
+        """End the model's forward: raise on all ranks if one of them strayed."""
         watch = None if self.by_itself else self.stop()
         if watch is None:
             return
@@ -243,10 +240,10 @@ class PathGuard:
             always = watch.reads_values or watch.host_draws() or self.situations.reads_streams
             self.situations.add(*self.asked, always=always)
         with torch._C.DisableTorchFunction():
-            found = self.kept.note(self.model, watch.marks)
-        if found and self.action != "refuse":
+            kept_parts = self.kept.note(self.model, watch.marks)
+        if kept_parts and self.action != "refuse":
             self.kept.places.clear()
-            self._say(f"what modules keep is of one rank: {', '.join(found)}", "")
+            self._say(f"what modules keep is of one rank: {', '.join(kept_parts)}", "")
 
     def _refuse(self, watch: Watch) -> None:
         if watch.exits:
@@ -259,28 +256,28 @@ class PathGuard:
 
     def _say(self, text: str, hint: str) -> None:
         if self.action == "refuse":
-            self.situations.kinds.pop(self.asked[0], None)  # and so it is refused the next time
+            self.situations.kinds.pop(self.asked[0], None)  # so that it is refused the next time, too
             raise PlanMismatchError(text, hint=hint)
         warnings.warn(f"{text}: what comes of it is unproven", UnprovenPlanWarning, stacklevel=2)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PathGuard:
-        made = memo[id(self)] = object.__new__(PathGuard)
-        made.__dict__.update(vars(self))
-        made.situations, made.counts, made.running, made.mode = Situations(), [], None, None
-        made.model = memo.get(id(self.model), self.model)
-        made.hooked, made.planned = set(), weakref.WeakSet()
-        made.kept, made.listeners = copy.deepcopy(self.kept, memo), copy.deepcopy(self.listeners, memo)
-        return made
+        copied = memo[id(self)] = object.__new__(PathGuard)
+        copied.__dict__.update(vars(self))
+        copied.situations, copied.counts, copied.running, copied.mode = Situations(), [], None, None
+        copied.model = memo.get(id(self.model), self.model)
+        copied.hooked, copied.planned = set(), weakref.WeakSet()
+        copied.kept, copied.listeners = copy.deepcopy(self.kept, memo), copy.deepcopy(self.listeners, memo)
+        return copied
 
 
 def _has_no_values(given: dict[str, Any]) -> bool:
-    """Is it a run on shapes alone?"""
+    """Return whether the tensors are fake or on meta."""
     tensors = [tensor for _, tensor in flatten_tensors(given)]
     return any(one.is_meta for one in tensors) or torch._guards.detect_fake_mode(tensors) is not None
 
 
 def _runs_compiled(model: nn.Module) -> bool:
-    """Does a part of it run compiled, or is it called by compiled code? The mode would be compiled along."""
+    """Return whether a part of the model is compiled, or the caller is: the mode would be compiled too."""
     if any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in model.modules()):
         return True
     dynamo = getattr(sys.modules.get("torch._dynamo.eval_frame"), "__file__", None)

@@ -1,9 +1,9 @@
-"""Which tensors of a running forward are not whole on each rank, or carry a part of a gradient.
+"""Marks of the tensors of a running forward that are not replicated, or whose gradient is partial.
 
-Only while a guard looks on: results of torch functions take the mark from what they are given, parameters get it where
-they are read (execute/parameters/local_views.py), and what the plan does at boundaries and calls sets it or takes it
-off, as its instruction says (`gives`). A whole value of whose gradient each rank makes a part has a mark of its own:
-what is computed of it without a gradient is whole.
+They exist only while a guard traces the call: results of torch functions inherit the mark of their arguments,
+parameters get it where they are read (execute/parameters/local_views.py), and what the plan does at boundaries and
+calls sets or removes it, as its instruction says (`gives`). A replicated value with a partial gradient has a mark of
+its own: what is computed from it without a gradient is replicated.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Marks:
         for _, tensor in flatten_tensors(value):
             if kind == GRADIENT and not tensor.requires_grad:
                 continue
-            if not isinstance(tensor, (DTensor, SplitLogits)):  # these know themselves how they lie
+            if not isinstance(tensor, (DTensor, SplitLogits)):  # these carry their own placement
                 self.tensors[tensor] = kind
 
     def remove(self, value: Any) -> None:
@@ -55,7 +55,7 @@ class Marks:
         return bool(self.kind_in(value))
 
     def kind_in(self, value: Any) -> str:
-        """`PART` if a tensor in it is one, else `GRADIENT` or ""."""
+        """Return `PART` if any tensor in a value is marked so, else `GRADIENT` or ""."""
         kinds = {self.tensors.get(tensor, "") for _, tensor in flatten_tensors(value)} if self.tensors else ()
         return next((kind for kind in (PART, GRADIENT) if kind in kinds), "")
 
@@ -68,12 +68,12 @@ this = _OfThread()
 
 
 def looking_on() -> Marks | None:
-    """The marks of the forward that runs in this thread, if it is guarded."""
+    """Return the marks of the forward that runs in this thread, if it is traced."""
     return this.marks
 
 
 def as_given(instruction: Instruction, result: Any) -> Any:
-    """The same, marked by how it lies on ranks after an instruction."""
+    """Return a result, marked by its placement after an instruction."""
     marks = this.marks
     if marks is None:
         return result
@@ -87,34 +87,31 @@ def as_given(instruction: Instruction, result: Any) -> Any:
     return result
 
 
-# Other exits than a model's output: what its modules keep, and hooks of others on modules inside.
+# Exits other than a model's output: what its modules keep, and foreign hooks on modules inside.
 #
-# A plan says how what the model returns lies on ranks. What a module keeps as an attribute (`self.p = softmax(...)`)
-# and what a hook on a module inside is given may be a rank's part, or have a gradient of which each rank makes a part,
-# and nobody would notice. Both are noticed while a call is followed, by the marks of its values:
+# A plan knows the placement of the model's outputs. What a module keeps as an attribute (`self.p = softmax(...)`) and
+# what a hook inside receives may be a shard, or have a partial gradient, and nobody would notice. Both are noticed
+# while a call is traced, by the marks of its values:
 #
-# A kept part is refused where it is used outside of the model's forward. Between calls a tensor that refuses stands in
-# its place; the model's own code finds what it kept, so states that are carried from call to call are as they were.
+# A kept shard is refused where it is used outside of the model's forward. Between calls it is replaced by a tensor that
+# raises; the model's own code gets the shard back, so states that are carried from call to call keep working.
 #
-# A hook that the plan has not seen is refused when it is given a part, or does more with a whole value than without
-# gradients: a hook that computes a norm of a detached value is right.
+# A hook that the plan has not seen is refused when it receives a shard, or computes with a replicated value that has a
+# partial gradient: a hook that computes a norm of a detached value is right.
 
 _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
 
-# ------------------------------------------------------------------------------------------------ what modules keep
-
-
 class HeldPart(torch.Tensor):
-    """Stands for a part that a module keeps, while no code of the model runs."""
+    """A tensor that replaces a shard kept by a module while no code of the model runs; any use of it raises."""
 
     words: str
     own: torch.Tensor
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        held = next(one for _, one in flatten_tensors((args, kwargs)) if isinstance(one, cls))
+        held = next(tensor for _, tensor in flatten_tensors((args, kwargs)) if isinstance(tensor, cls))
         raise PlanMismatchError(
             f"{held.words} is of one rank: a part of the value, or of its gradient",
             hint="return it from forward: what the model returns is whole on every rank",
@@ -129,32 +126,32 @@ class HeldPart(torch.Tensor):
 
 def _held(own: torch.Tensor, words: str) -> HeldPart:
     with torch._C.DisableTorchFunction():
-        made = own.as_subclass(HeldPart)
-    made.words, made.own = words, own
-    return made
+        held = own.as_subclass(HeldPart)
+    held.words, held.own = words, own
+    return held
 
 
 Path = tuple[Any, ...]  # below an attribute: keys and names; "*" for each item of a list
 
 
 class Kept:
-    """Where parts were found that a call left behind: attributes of modules, and names around the model's code (globals
-    of its file, variables of a function that made it)."""
+    """The places of shards that a call left behind: attributes of modules, and variables around the model's code
+    (globals of its file, closures)."""
 
     def __init__(self) -> None:
-        self.places: dict[tuple[str, int, str, Path], str] = {}  # module, kind of state, name, path below it: its words
-        self.around: dict[int, tuple[dict[str, Any], set[str]]] = {}  # by kind of state: names that code mentions there
-        self.given: list[tuple[Any, Any, Any, Any]] = []  # where, under what, what stands there, what was there
+        self.places: dict[tuple[str, int, str, Path], str] = {}  # (module, kind of state, name, path) -> words
+        self.around: dict[int, tuple[dict[str, Any], set[str]]] = {}  # by kind of state: names that code reads
+        self.given: list[tuple[Any, Any, Any, Any]] = []  # container, key, replacement, shard
 
     def note_code(self, frame: FrameType) -> None:
-        """A function of the model's begins."""
+        """Note the globals and closures of a function of the model that begins."""
         code, outer = frame.f_code, frame.f_globals
         self.around.setdefault(id(outer), (outer, set()))[1].update(code.co_names)
         for name in code.co_freevars:
             self._note_container(name, frame.f_locals.get(name))
 
     def note_given(self, given: dict[str, Any]) -> None:
-        """A call begins: an argument may be a method of a container of its caller's (`found.append`)."""
+        """Note the arguments of a call: one may be a method of a container of the caller (`found.append`)."""
         for name, value in given.items():
             self._note_container(name, getattr(value, "__self__", None))
 
@@ -163,8 +160,8 @@ class Kept:
             self.around.setdefault(id(value), ({name: value}, {name}))
 
     def note(self, model: nn.Module, marks: Marks) -> list[str]:
-        """After a call that was followed: those that are new."""
-        found: dict[str, None] = {}
+        """Return the new places of kept shards after a traced call."""
+        new: dict[str, None] = {}
         for name, kind, state, attributes in self._states(model) if marks.tensors else ():
             for attribute in attributes:
                 for path, _, _, value in _slots(state, attribute, ()):
@@ -173,8 +170,8 @@ class Kept:
                         steps = (key if str(key).startswith(".") else f"[{key!r}]" for key in path if key != "*")
                         inside = "".join(steps)
                         self.places[place] = f"{name}.{attribute}".lstrip(".") + inside
-                        found[self.places[place]] = None
-        return list(found)
+                        new[self.places[place]] = None
+        return list(new)
 
     def _states(self, model: nn.Module) -> Iterator[tuple[str, int, dict[str, Any], Iterable[str]]]:
         for name, _ in model.named_modules():
@@ -190,42 +187,42 @@ class Kept:
         module = model.get_submodule(name)
         if kind == _ATTRIBUTES:
             return vars(module)
-        return {one: module._buffers.get(one) for one in module._non_persistent_buffers_set}  # no checkpoint holds them
+        return {one: module._buffers.get(one) for one in module._non_persistent_buffers_set}  # not those of checkpoints
 
     def hold(self, model: nn.Module) -> None:
-        """No code of the model runs from now on."""
-        there = dict(model.named_modules()) if self.places else {}  # some may have been taken out
+        """Replace kept shards, since no code of the model runs from now on."""
+        there = dict(model.named_modules()) if self.places else {}  # modules may have been removed
         for name, kind, attribute in dict.fromkeys(place[:3] for place in self.places):
             if kind not in self.around and name not in there:
                 continue
             state = model.get_submodule(name)._buffers if kind == _BUFFERS else self._state(model, name, kind)
             for path, where, under, own in list(_slots(state, attribute, ())) if attribute in state else ():
                 words = self.places.get((name, kind, attribute, path))
-                made = own if words is None else _all_held(own, words)
-                if made is not own:
-                    where[under] = made
-                    self.given.append((where, under, made, own))
+                replacement = own if words is None else _all_held(own, words)
+                if replacement is not own:
+                    where[under] = replacement
+                    self.given.append((where, under, replacement, own))
 
     def give_back(self) -> None:
-        """Code of the model runs: it finds what it kept, unless others put something there."""
-        for where, under, made, own in self.given:
-            there = where.get(under) if isinstance(where, dict) else where[under] if under < len(where) else None
-            if there is made:
+        """Put kept shards back for the model's code, unless others were put there."""
+        for where, under, replacement, own in self.given:
+            present = where.get(under) if isinstance(where, dict) else where[under] if under < len(where) else None
+            if present is replacement:
                 where[under] = own
         self.given.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
-        made = Kept()  # what the copy's modules keep is its own
-        made.places = {place: words for place, words in self.places.items() if place[1] in (_ATTRIBUTES, _BUFFERS)}
-        return made
+        copied = Kept()  # the copy's modules keep their own
+        copied.places = {place: words for place, words in self.places.items() if place[1] in (_ATTRIBUTES, _BUFFERS)}
+        return copied
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
-_ATTRIBUTES, _BUFFERS = 0, 1  # of a module; other kinds are ids of dicts
+_ATTRIBUTES, _BUFFERS = 0, 1  # kinds of a module's state; other kinds are ids of dicts
 
 
 def _slots(state: Any, key: Any, path: Path, depth: int = 3) -> Iterator[tuple[Path, Any, Any, Any]]:
-    """Where tensors are kept below an attribute: by which path, in what, under what. Of a tuple they are one."""
+    """Yield (path, container, key, value) of tensors kept below an attribute; a tuple counts as one."""
     value = state[key]
     if isinstance(value, torch.Tensor | tuple):
         yield path, state, key, value
@@ -247,29 +244,26 @@ def _all_held(value: Any, words: str) -> Any:
     return changed_inside(value, lambda item: _all_held(item, words))
 
 
-# ------------------------------------------------------------------------------------------------- hooks of others
-
-
 class Listeners:
-    """Hooks on modules of a model that are neither ours nor those of packages that are trusted."""
+    """The hooks on a model's modules that are neither ours nor those of trusted packages."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.modules: list[nn.Module] = []  # filled at the first look: a copy's are not made yet when this is copied
+        self.modules: list[nn.Module] = []  # filled at the first look: a deep copy is not complete before
         self.made = -1
         self.key: frozenset[Any] = frozenset()
         self.codes: set[CodeType] = set()
         self.backward: set[int] = set()
 
     def look(self) -> frozenset[Any]:
-        """What tells calls with other hooks apart. Hooks are looked for where torch has made one since."""
+        """Return a key of the present hooks; they are searched only if torch has created a hook since."""
         if self.made != RemovableHandle.next_id:
             self.made = RemovableHandle.next_id
             self.modules = self.modules or list(self.model.modules())
-            found = list(self._found())
-            self.codes = {code for _, kind, code in found if kind in _FORWARD}
-            self.backward = {module for module, kind, _ in found if kind in _BACKWARD}
-            self.key = frozenset((module, kind, id(code)) for module, kind, code in found)
+            hooks = list(self._found())
+            self.codes = {code for _, kind, code in hooks if kind in _FORWARD}
+            self.backward = {module for module, kind, _ in hooks if kind in _BACKWARD}
+            self.key = frozenset((module, kind, id(code)) for module, kind, code in hooks)
         return self.key
 
     def _found(self) -> Iterator[tuple[int, str, CodeType]]:
@@ -286,7 +280,7 @@ class Listeners:
 
 
 def _code_of(hook: Callable[..., Any]) -> CodeType | None:
-    """The code of a hook of others."""
+    """Return the code of a foreign hook; None if it is trusted."""
     while isinstance(hook, partial):
         hook = hook.func
     function = getattr(hook, "__func__", hook)
@@ -302,22 +296,22 @@ _FILLS = frozenset({"add", "append", "appendleft", "extend", "insert", "put", "s
 
 
 def keeping_code(hook: Callable[..., Any]) -> CodeType | None:
-    """The code of a hook on a tensor, if it is not trusted and may keep what it is given."""
+    """Return the code of a hook on a tensor, if it is not trusted and may keep its argument."""
     code = _code_of(hook)
     if code is None:
         return None
-    stores = any(one.opname in _STORES for one in dis.get_instructions(code))
+    stores = any(instruction.opname in _STORES for instruction in dis.get_instructions(code))
     return code if stores or not _FILLS.isdisjoint(code.co_names) else None
 
 
 @lru_cache(maxsize=256)
 def loads_of(code: CodeType) -> Counter[str]:
-    """How often a function reads each of its arguments."""
+    """Return how often a function reads each of its arguments."""
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
     names = set(code.co_varnames[:count])
     read: Counter[str] = Counter()
-    for one in dis.get_instructions(code):
-        if one.opname.startswith("LOAD_"):  # some read two at once
-            loaded = one.argval if isinstance(one.argval, tuple) else (one.argval,)
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith("LOAD_"):  # some opcodes load two at once
+            loaded = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
             read.update(name for name in loaded if name in names)
     return read

@@ -1,17 +1,15 @@
-"""Which calls of a sharded model are like ones that were looked at: a cheap key for each call.
+"""Kinds of calls of a sharded model: a cheap key tells whether a call is like one that was traced.
 
-A call is like another if its arguments are of the same kinds, dtypes and dims, flags and words are the same, gradients,
-autocast and modes too, and what modules keep of themselves between calls is. Sizes and numbers count apart: as long as
-a branch of the code that may ask for a number has a way that was never seen, each new set of them is looked at;
-otherwise the first few, then those that leave the range of what was seen by a quarter (a sequence that grows by a token
-with each call would be looked at for ever). The first three calls of a kind are looked at in any case: a state may be
-left behind by the one before.
+A call is like another if its arguments have the same kinds, dtypes and dims, and flags, strings, gradients, autocast,
+modes and the state that modules keep between calls are the same. Sizes and numbers are compared separately: as long as
+a branch that may depend on a number has an unseen way, each new set of them is traced; otherwise the first few, then
+those outside of the seen range by a quarter (a sequence that grows by a token with each call would be traced for ever).
+The first three calls of a kind are always traced: the one before may have left a state behind.
 
-Calls whose code may read the environment or a clock are looked at each time, and so are those that read values of
-tensors, and those that read what cannot be compared: iterators, generators of random numbers, variables that inner
-functions set. What the code only reads is watched: plain values, containers and objects that modules, their classes,
-functions and files of the model hold under names that it mentions. A call after one of them has changed is looked at
-by the rank where it has.
+Calls whose code may read the environment or a clock are traced each time, and so are those that read values of tensors,
+and those that read what cannot be compared: iterators, random generators, variables that inner functions set. What the
+code only reads is watched: plain values, containers and objects that modules, their classes, functions and files of the
+model hold under names that the code mentions. After one of them has changed, the rank where it changed traces the call.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ from autoplan.common.code.code_place import outer_stores
 from autoplan.common.code.ways import is_settled
 
 _FIRST = 3
-_SIZES = 16  # differing sets of sizes and numbers that are looked at each
+_SIZES = 16  # sets of sizes and numbers that are all traced
 _FARTHER = 1.25
 _DEPTH = 6
-_MOST = 4096  # sets of numbers that are remembered
+_MOST = 4096  # sets of numbers that are kept
 _ABSENT = object()
-_OUTSIDE = frozenset({"datetime", "os", "posix", "secrets", "socket", "time", "uuid"})  # the environment, a clock
+_OUTSIDE = frozenset({"datetime", "os", "posix", "secrets", "socket", "time", "uuid"})  # the environment or a clock
 _STREAMS = (Iterator, ContextVar, random.Random, numpy.random.Generator, numpy.random.RandomState)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, tuple, dict, deque, set, frozenset, bytearray, numpy.ndarray, numpy.generic)
@@ -49,7 +47,7 @@ Key = tuple[Any, ...]
 
 @dataclass
 class _Kind:
-    """What was looked at of one kind of calls."""
+    """The traced calls of one kind."""
 
     calls: int = 0
     numbers: set[Key] = field(default_factory=set)
@@ -65,7 +63,7 @@ class _Kind:
         if len(self.numbers) < (_MOST if open_ways else _SIZES) or len(numbers) != len(self.low):
             return True
         bounds = zip(numbers, self.low, self.high, strict=True)
-        return any(one > high * _FARTHER or one < low / _FARTHER for one, low, high in bounds)
+        return any(number > high * _FARTHER or number < low / _FARTHER for number, low, high in bounds)
 
     def add(self, numbers: Key) -> None:
         self.calls += 1
@@ -76,10 +74,10 @@ class _Kind:
 
 
 class Situations:
-    """All kinds of calls of one model. `keepers`: modules whose code sets attributes, with the names of these; `modes`:
-    modules whose code asks whether they train; `frozen`: parameters that may be asked whether they do. `watched`: where
-    values lie, under which name, and what was there. `open_ways`: has a branch that may ask for a number a way that was
-    never seen? `reads_streams`: does the code read what cannot be compared?"""
+    """All kinds of calls of one model. `keepers`: modules whose code sets attributes, with their names; `modes`:
+    modules whose code reads `training`; `frozen`: parameters whose `requires_grad` may be read. `watched`: where a
+    value is, its name, and its first value. `open_ways`: whether a branch that may depend on a number has a way never
+    seen. `reads_streams`: whether the code reads what cannot be compared."""
 
     def __init__(self) -> None:
         self.kinds: dict[Key, _Kind] = {}
@@ -89,11 +87,11 @@ class Situations:
         self.noted: set[tuple[int, int]] = set()
         self.watched: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}
         self.reads_streams = False
-        self.looked_at: set[tuple[Key, Key]] = set()  # kinds, with changed values
+        self.looked_at: set[tuple[Key, Key]] = set()  # kinds of calls with changed values
         self.open_ways = False
 
     def of(self, model: nn.Module, given: Mapping[str, Any]) -> tuple[Key, Key]:
-        """The kind of a call, and its numbers."""
+        """Return the kind of a call, and its numbers."""
         kind: list[Any] = [
             model.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(),
             torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled(),
@@ -110,13 +108,13 @@ class Situations:
         return tuple(kind), tuple(numbers)
 
     def is_new(self, kind: Key, numbers: Key) -> bool:
-        known = self.kinds.get(kind)
-        return known is None or known.is_new(numbers, self.open_ways)
+        seen = self.kinds.get(kind)
+        return seen is None or seen.is_new(numbers, self.open_ways)
 
     def changed(self) -> Key:
-        """The watched values that are others than when they were first seen. A number that counts calls is no longer
-        told of where no branch may depend on it."""
-        found: list[Any] = []
+        """Return the watched values that differ from their first ones. A number that counts calls is left out where no
+        branch may depend on it."""
+        differing: list[Any] = []
         for place, (state, name, was) in self.watched.items():
             now = state.get(name, _ABSENT)
             if now is was or (_is_plain(now) and type(now) is type(was) and now == was):
@@ -124,11 +122,11 @@ class Situations:
             few = self.open_ways or len(self.looked_at) < _SIZES
             if isinstance(was, _Described):
                 is_now = _Described.of(now)
-                found += (place, is_now.kind) if is_now.kind != was.kind else ()
-                found += (place, is_now.numbers) if few and is_now.numbers != was.numbers else ()
+                differing += (place, is_now.kind) if is_now.kind != was.kind else ()
+                differing += (place, is_now.numbers) if few and is_now.numbers != was.numbers else ()
             elif few or not isinstance(now, int | float) or isinstance(now, bool):
-                found += (place, now if isinstance(now, bool | str | int | float) else _named(now))
-        return tuple(found)
+                differing += (place, now if isinstance(now, bool | str | int | float) else _named(now))
+        return tuple(differing)
 
     def is_changed(self, kind: Key, changed: Key) -> bool:
         return bool(changed) and (kind, changed) not in self.looked_at
@@ -139,13 +137,13 @@ class Situations:
         self.looked_at.add((kind, changed))
 
     def add(self, kind: Key, numbers: Key, *, always: bool) -> None:
-        known = self.kinds.setdefault(kind, _Kind())
-        known.add(numbers)
-        known.always |= always
+        seen = self.kinds.setdefault(kind, _Kind())
+        seen.add(numbers)
+        seen.always |= always
 
     def note_code(self, module: Any, frame: FrameType, stores: tuple[str, ...]) -> None:
-        """A function of the model's runs: does it keep something for calls to come, or ask for the mode? What does it
-        read?"""
+        """Note a function of the model that runs: the state that it keeps for later calls, whether it reads the mode,
+        and what else it reads."""
         code = frame.f_code
         if (id(module), id(code)) in self.noted:
             return
@@ -155,8 +153,8 @@ class Situations:
         self._watch(frame.f_globals, names)
         self._watch({name: frame.f_locals.get(name) for name in code.co_freevars}, code.co_freevars)
         if not isinstance(module, type | ModuleType | torch.Tensor):
-            kept = {*stores, "training"} if isinstance(module, nn.Module) else ()  # these are told of by `keepers`
-            self._watch_attributes(module, tuple(set(names).difference(kept)), stores)
+            covered = {*stores, "training"} if isinstance(module, nn.Module) else ()  # `keepers` covers these
+            self._watch_attributes(module, tuple(set(names).difference(covered)), stores)
         if not isinstance(module, nn.Module):
             return
         self._watch(module._modules, names)
@@ -164,7 +162,7 @@ class Situations:
             self.frozen += module.parameters()
         for name in names:
             child = module._modules.get(name)
-            for below in () if child is None else child.modules():  # what its own code need not mention
+            for below in () if child is None else child.modules():  # of which its own code may not mention the names
                 self._watch_attributes(below, tuple(set(names) - _OF_MODULES))
             if child is not None and not child._parameters and type(child).__module__.startswith("torch.nn"):
                 self._watch(vars(child), tuple(set(vars(child)) - {"training"}))
@@ -172,13 +170,14 @@ class Situations:
                       if name in stores or isinstance(vars(module).get(name), list | dict))  # fmt: skip
         if keeps:
             self.keepers.append((module, keeps))
-        if "training" in names and not any(module is one for one in self.modes):
+        if "training" in names and not any(module is other for other in self.modes):
             self.modes.append(module)
 
     def _watch(
         self, state: Mapping[str, Any], names: tuple[str, ...], coming: Container[str] = (), owner: Any = None
     ) -> None:
-        """`coming`: names that may not be there yet. `owner`: of which the state is a view."""
+        """Watch values by name. `coming`: names that may be set later. `owner`: the object of which `state` is a
+        view."""
         for name in names:
             value = state.get(name, _ABSENT)
             place = id(state if owner is None else owner), name
@@ -193,12 +192,13 @@ class Situations:
                 self.reads_streams |= isinstance(value, _STREAMS)
             if isinstance(value, dict) and len(value) <= _SIZES and all(isinstance(key, str) for key in value):
                 self._watch(value, tuple(value))
-            elif not isinstance(value, nn.Module) and not _is_plain(value):  # modules run frames of their own
+            elif not isinstance(value, nn.Module) and not _is_plain(value):  # the code of modules is traced itself
                 self._watch_attributes(value, names)
-                self._watch_attributes(getattr(value, "__self__", None), names)  # of a method
+                self._watch_attributes(getattr(value, "__self__", None), names)  # of a bound method
 
     def _watch_attributes(self, owner: Any, names: tuple[str, ...], coming: tuple[str, ...] = ()) -> None:
-        """What an object, a function or a module holds under names, or its class does: it may get its own later."""
+        """Watch attributes of an object, a function or a module, and those of its class, which an instance may override
+        later."""
         state = getattr(owner, "__dict__", None)
         if not isinstance(state, dict) or isinstance(owner, type | ModuleType | torch.Tensor):
             return
@@ -211,17 +211,17 @@ class Situations:
         self._watch(state, names, later)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Situations:
-        return Situations()  # of another model
+        return Situations()  # a copied model has its own
 
 
 def _names_in(code: CodeType) -> tuple[str, ...]:
-    """Those that it mentions, in functions inside of it too."""
-    inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
+    """Return the names that code mentions, including its inner functions."""
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return tuple(dict.fromkeys(chain(code.co_names, *inner)))
 
 
 def reads_outside(frame: FrameType) -> bool:
-    """May its code read what no value of the program tells of?"""
+    """Return whether code may read the environment or a clock."""
     for name in frame.f_code.co_names:
         value = frame.f_globals.get(name)
         module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", name)
@@ -231,7 +231,7 @@ def reads_outside(frame: FrameType) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Is it a value that code may choose by?"""
+    """Return whether a value is one that code may branch on."""
     if isinstance(value, tuple):
         return len(value) <= _SIZES and all(_is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str | torch.dtype)
@@ -243,7 +243,7 @@ def _named(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Described:
-    """What of a container or an object tells its states apart."""
+    """The state of a container or an object, as far as it distinguishes kinds of calls."""
 
     kind: Key
     numbers: Key
@@ -257,7 +257,7 @@ class _Described:
 
 
 def _describe(value: Any, kind: list[Any], numbers: list[Any], depth: int) -> None:
-    """Append what of a value tells kinds of calls apart, and its numbers."""
+    """Append what distinguishes kinds of calls in a value, and its numbers."""
     if isinstance(value, torch.Tensor):
         dense = value.layout is torch.strided and value.is_contiguous()
         kind += (type(value), value.dtype, value.dim(), value.requires_grad, dense)

@@ -1,4 +1,4 @@
-"""One call that the path guard follows (guard.py): where it strays from what the plan knows, and what leaves it."""
+"""One call that the path guard traces (guard.py): where it strays from what the plan knows, and what leaves it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autoplan.execute.parameters.held import memory_of
 from autoplan.ops.questions import literals_say
 
 _VALUES_READ = frozenset(
-    {  # they tell Python of values, or make a size of them
+    {  # they return values to Python, or sizes that depend on values
         *("__array__", "__bool__", "__complex__", "__contains__", "__dlpack__", "__float__", "__format__", "__index__"),
         *("__int__", "__repr__", "allclose", "equal", "is_nonzero", "item", "numpy", "tolist"),
         *("_unique2", "argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"),
@@ -36,7 +36,7 @@ ONE_PART, PARTS_OF_GRADIENT = "one rank's part of a value", "a value of whose gr
 
 
 class _Every(set[str]):
-    """All ways."""
+    """A set that contains all ways."""
 
     def __contains__(self, way: object) -> bool:
         return True
@@ -46,7 +46,7 @@ _EVERY = _Every()
 
 
 def _by_mask(index: Any) -> bool:
-    """Does it pick as many as a mask tells?"""
+    """Return whether an index contains a mask, so that the size depends on values."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
 
@@ -57,27 +57,25 @@ def _host_state() -> tuple[Any, bytes]:
 
 
 class Watch(Tracer):
-    """One call that is followed."""
+    """The tracer of one call."""
 
     def __init__(self, guard: Any) -> None:  # a PathGuard, whose file imports this one
         super().__init__()
         self.guard, self.marks = guard, Marks()
         self.know(guard.model)
         self.counts: dict[int, set[str]] = {}
-        modules = dict(guard.model.named_modules()) if guard.edited else {}  # some may have been taken out
+        modules = dict(guard.model.named_modules()) if guard.edited else {}  # modules may have been removed
         for name, attribute in guard.edited:
             self.counts.setdefault(id(modules.get(name)), set()).add(attribute)
         self.strays: dict[str, None] = {}
         self.exits: dict[str, str] = {}  # sentences, with hints
-        self.escaping: dict[int, tuple[torch.Tensor, str]] = {}  # whole values that a hook was given, and its words
+        self.escaping: dict[int, tuple[torch.Tensor, str]] = {}  # partial gradients that a hook got, with words
         self.reads_values = False
         self.before = _host_state()
 
     def host_draws(self) -> bool:
-        """Were numbers drawn that Python code may branch on?"""
+        """Return whether Python's or numpy's random numbers, on which code may branch, were drawn."""
         return self.before != _host_state()
-
-    # ------------------------------------------------------------------ frames
 
     def on_enter(self, follower: Follower, frame: FrameType) -> None:
         facts, names = follower.facts, frame.f_code.co_varnames
@@ -88,23 +86,23 @@ class Watch(Tracer):
         self.reads_values |= reads_outside(frame)
         if isinstance(owner, nn.Module):
             follower.touched = not self.counts.get(id(owner), set()).isdisjoint(frame.f_code.co_names)
-        known = self.guard.ways.get(self._key(follower))
-        if known is None and facts.code in self.guard.listeners.codes:
+        ways = self.guard.ways.get(self._key(follower))
+        if ways is None and facts.code in self.guard.listeners.codes:
             follower.known = _EVERY
             self._hook(frame)
         elif not self.guard.compares or not self.guard.kernels.isdisjoint(
             (*frame.f_code.co_names, frame.f_code.co_name)
         ):
             follower.known = _EVERY
-        elif known is None:
+        elif ways is None:
             follower.known = set()
             self._stray(follower, None)
             count = frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
             if self.marks.kind_in([frame.f_locals.get(name) for name in names[:count]]) == PART:  # it may keep it
                 self._touch(follower)
         else:
-            follower.known = known
-            situations.open_ways |= not known.issuperset(f"{at}{side}" for at in facts.asking for side in "+-")
+            follower.known = ways
+            situations.open_ways |= not ways.issuperset(f"{at}{side}" for at in facts.asking for side in "+-")
 
     def _key(self, follower: Follower) -> Key:
         return key_in(self.guard.ways, follower.facts.place, follower.facts.hash, follower.owner)
@@ -122,25 +120,25 @@ class Watch(Tracer):
             self._stray(follower, int(way.rstrip("+-")))
 
     def _hook(self, frame: FrameType) -> None:
-        """A hook of others begins."""
+        """Check the arguments of a foreign hook that begins."""
         code, loads = frame.f_code, loads_of(frame.f_code)
         module = frame.f_back.f_locals.get("self") if frame.f_back is not None else None
         name = self.guard.name_of(module) if isinstance(module, nn.Module) else ""
         words = f"a hook on {name or 'the model'} ({source_line(code, None)}) is given"
         for argument in loads:
-            given = frame.f_locals.get(argument)
-            kind = self.marks.kind_in(given)
+            value = frame.f_locals.get(argument)
+            kind = self.marks.kind_in(value)
             if kind == PART:
                 self.exits[f"{words} {ONE_PART}"] = HOOKS
             elif kind == GRADIENT:
                 text = f"{words} {PARTS_OF_GRADIENT}"
                 self.escaping.update(
-                    (id(tensor), (tensor, text)) for _, tensor in flatten_tensors(given) if self.marks.any_in(tensor)
+                    (id(tensor), (tensor, text)) for _, tensor in flatten_tensors(value) if self.marks.any_in(tensor)
                 )
 
     def on_return(self, follower: Follower, frame: FrameType, value: Any) -> None:
         if self.escaping and follower.facts.code in self.guard.listeners.codes:
-            if sum(loads_of(frame.f_code).values()) == 1:  # it may return what it was given
+            if sum(loads_of(frame.f_code).values()) == 1:  # it may just return its argument
                 for _, tensor in flatten_tensors(value):
                     self.escaping.pop(id(tensor), None)
             self.exits.update((text, HOOKS) for _, text in self.escaping.values())
@@ -148,7 +146,7 @@ class Watch(Tracer):
         if follower.strays and self.marks.any_in(value):
             self._touch(follower)
         for name in outer_stores(frame.f_code):
-            made_here = any(name in one.frame.f_code.co_cellvars for one in self.frames.values())
+            made_here = any(name in running.frame.f_code.co_cellvars for running in self.frames.values())
             if not made_here and self.marks.any_in(frame.f_locals.get(name)):
                 self.exits[f"{source_line(frame.f_code, None)}: keeps {ONE_PART} in {name!r}, a variable outside"] = (
                     "return it from forward: what the model returns is whole on every rank"
@@ -159,8 +157,8 @@ class Watch(Tracer):
         if self.marks.any_in(given):
             self._touch_above(frame.f_back)
             module, planned = frame.f_locals["self"], self.guard.planned
-            name = self.guard.name_of(module) if module not in planned else ""  # none of those made on the way
-            if name and planned.isdisjoint(module.modules()) and self.marks.kind_in(given) == PART:  # no wrapper
+            name = self.guard.name_of(module) if module not in planned else ""  # unless the forward made the module
+            if name and planned.isdisjoint(module.modules()) and self.marks.kind_in(given) == PART:  # else a wrapper
                 text = (
                     f"{name} ({type(module).__name__}) was put in after the model was sharded, and is given {ONE_PART}"
                 )
@@ -171,11 +169,11 @@ class Watch(Tracer):
         return partial(self._backward_hook, frame.f_locals["self"])
 
     def _backward_hook(self, module: nn.Module, frame: FrameType, event: str, value: Any) -> Any:
-        """A module whose backward others listen to returns: torch's wrapper has taken the marks off."""
+        """Check a module with foreign backward hooks when it returns: torch's wrapper has removed the marks."""
         if event == "return":
             places = {memory_of(tensor) for tensor in list(self.marks.tensors)}
             given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
-            if any(one.requires_grad and memory_of(one) in places for _, one in flatten_tensors((given, value))):
+            if any(x.requires_grad and memory_of(x) in places for _, x in flatten_tensors((given, value))):
                 name = self.guard.name_of(module) or "the model"
                 self.exits[f"a backward hook on {name} is given gradients of which each rank makes a part"] = HOOKS
         return partial(self._backward_hook, module)
@@ -184,22 +182,20 @@ class Watch(Tracer):
         text = source_line(follower.facts.code, offset)
         if text not in follower.strays:
             follower.strays.append(text)
-        if follower.touched:  # it reads a count that is a rank's own
+        if follower.touched:  # it reads a count that is local to the rank
             self._touch(follower)
 
     def _touch(self, follower: Follower) -> None:
-        """What it strayed into so far has to do with such a value."""
+        """Record what a function strayed into, since it handles a marked value."""
         self.strays.update(dict.fromkeys(follower.strays))
 
     def _touch_above(self, frame: FrameType | None) -> None:
-        """All functions that run in the module whose code this is."""
+        """Record this for all functions that run in the module whose code this is."""
         while frame is not None and not is_module_call(frame.f_code):
             follower = self.frames.get(id(frame))
             if follower is not None:
                 self._touch(follower)
             frame = frame.f_back
-
-    # ------------------------------------------------------------------ torch functions
 
     def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = getattr(function, "__name__", "")
@@ -212,7 +208,7 @@ class Watch(Tracer):
             if name == "register_hook" and len(args) > 1 and (code := keeping_code(args[1])) is not None:
                 self.exits[f"{source_line(code, None)}: a hook keeps a gradient, {ONE_PART}"] = HOOKS
             asks = kind == PART or any(tensor.requires_grad for _, tensor in flatten_tensors(result))
-            if self.escaping and not asks:  # what a hook computes of a whole value is whole
+            if self.escaping and not asks:  # a hook that computes without a gradient is right
                 for _, tensor in flatten_tensors((args, kwargs)):
                     self.escaping.pop(id(tensor), None)
         if kind == PART and (result is None or next(flatten_tensors(result), None) is not None):
@@ -225,8 +221,8 @@ class Watch(Tracer):
             self._compare(function, args, kwargs, sys._getframe(2))
 
     def _compare(self, function: Any, args: Any, kwargs: Any, frame: FrameType) -> None:
-        """Is it a call that the plan knows at its place, of this function with these literals? What is computed of a
-        whole value is right whatever it is, and so is the gradient: ranks add up their parts of it."""
+        """Record a call of this function with these literals that the plan does not know at its place. Calls with
+        replicated values need no check, nor do their gradients, which ranks sum."""
         caller = self.caller(frame) if self.guard.has_forms and self.guard.compares else None
         if caller is None or caller.known is _EVERY:
             return

@@ -37,7 +37,7 @@ from autoplan.values import (
     WithholdPartial,
 )
 
-# What is done to a tensor where it enters or leaves a module, but for the moves along a sequence.
+# Executors for tensors that enter or leave a module, except along the sequence.
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -100,31 +100,31 @@ def _block(planned: ParallelBlock, at: At) -> Around:
     return Around(begin=branches.enter, end=partial(branches.leave, at.name))
 
 
-# At a module whose experts live on different ranks: hand it the work of this rank's experts, and nothing else.
+# At a module whose experts live on different ranks: run it on the work of this rank's experts only.
 #
-# Every rank sees all tokens and the whole routing. Before the module runs, what is routed to experts of other ranks
-# is taken out: the module is given the pairs of a token and one of its experts that are this rank's, each with one
-# index, counted from the first expert here, and one weight. What comes out is put back where the tokens were; tokens
-# that chose no expert of this rank get zeros, and the sum over ranks that follows (a hook of its own) makes the
-# result whole.
+# Every rank has all tokens and the full routing. Before the module runs, what is routed to other ranks is removed: the
+# module gets the pairs of a token and a local expert, each with one index, counted from the first local expert, and
+# one weight. Its results are put back in the tokens' places; tokens without a local expert get zeros, and the
+# all-reduce that follows (a hook of its own) completes the result.
 #
-# The number of pairs is a number in the data, which compiled code cannot have, and tokens in more than one dim are not
-# told apart. There every pair stays: a foreign one goes to some expert of this rank with the weight zero. Both give the
-# same numbers, the second at the price of computing what is thrown away.
+# The number of pairs depends on the data, which compiled code does not allow, and tokens in more than one dim are not
+# handled. There every pair stays: a foreign one goes to some local expert with the weight zero. Both give the same
+# numbers, the second at the price of results that are discarded.
 
-_TOKENS_AND_CHOICES = 2  # dims of an index that says, for each token, which experts it goes to
+_TOKENS_AND_CHOICES = 2  # dims of an index of experts per token
 
 
 class ExpertsOfARank:
-    """One module's entry and exit. Runs may nest or repeat (activation checkpointing), so what is kept is a stack."""
+    """The entry and exit of one module with experts. Runs may nest or repeat (checkpointing), so the rows are a
+    stack."""
 
     def __init__(self, site: LocalExperts, names: tuple[str, ...], group: RankGroup, where: str) -> None:
         self.site, self.names, self.where = site, names, where
         self.own = chunk(site.experts, group.size, group.rank)
-        self.kept: list[tuple[torch.Tensor, int] | None] = []  # rows that were handed on, and of how many
+        self.kept: list[tuple[torch.Tensor, int] | None] = []  # token rows of the pairs, and the number of tokens
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments for this rank's experts."""
+        """Return the arguments for this rank's experts."""
         site = self.site
         if site.index is None or site.weights is None:
             self.kept.append(None)
@@ -144,17 +144,17 @@ class ExpertsOfARank:
         return args, kwargs
 
     def leave(self, output: Any) -> Any:
-        """The output with a row for every token again."""
-        kept = self.kept.pop()
-        if kept is None:
+        """Return the output with a row for every token again."""
+        pairs = self.kept.pop()
+        if pairs is None:
             return output
-        rows, count = kept
+        rows, count = pairs
         return change_output(
             output, self.site.output, lambda x: x.new_zeros(count, *x.shape[1:]).index_add(0, rows, x), self.where
         )
 
     def _own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Of tokens that lie expert by expert, those of this rank's experts."""
+        """Return this rank's tokens of tokens that are sorted by expert."""
         by_expert = tokens.unflatten(0, (self.site.experts, -1))
         return take_rows(by_expert, 0, tuple(self.own)).flatten(0, 1)
 
@@ -188,8 +188,8 @@ def _counts_are_known(index: torch.Tensor) -> bool:
 
 
 def _pairs(foreign: torch.Tensor, share: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs (token, choice) that stay. Where none does, the first (its weight is zero), so gradients exist. A dry
-    run has no numbers to count: there every rank's experts get an equal `share` of all pairs."""
+    """Return the (token, choice) pairs of local experts; without any the first pair (its weight is zero), so that there
+    are gradients. A dry run cannot count: there every rank's experts get an equal `share` of all pairs."""
     if is_fake(foreign):
         even = torch.zeros(-(-foreign.numel() // share), dtype=torch.long, device=foreign.device)
         return even, even
@@ -200,12 +200,12 @@ def _pairs(foreign: torch.Tensor, share: int) -> tuple[torch.Tensor, torch.Tenso
     return first, first
 
 
-# Editing the integers a module stores, on the module itself and never on a config that others share.
+# Integers are edited on the module itself, never on a config that others share.
 
 
 @executes(IntegerEdit)
 def _edit(edit: IntegerEdit, at: At) -> Callable[[], None]:
-    """Set one integer and return how to undo it. What a holder shares with others is copied for this module alone."""
+    """Set one integer and return a function that undoes it. A shared holder is copied for this module alone."""
     holder, key, name, rank = edit.holder, edit.attribute, at.name, at.group.rank
     state = at.module.__dict__
     if holder:

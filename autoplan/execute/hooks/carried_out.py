@@ -1,4 +1,4 @@
-"""Everything that carries out an instruction: importing this registers one executor for each class."""
+"""All files with executors: importing this module registers one executor for each class of instruction."""
 
 import autoplan.execute.calls.reductions
 import autoplan.execute.hooks.boundaries

@@ -1,4 +1,4 @@
-"""What the plan does at the boundaries of modules, as one pre-hook and one post-hook per module.
+"""The plan's work at the boundaries of modules, as one pre-hook and one post-hook per module.
 
 A hook changes tensors by path, the same on every call: activation checkpointing may run a module again. Inside the
 hooks torch functions are hidden from function modes, whose counters they would shift.
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-import autoplan.execute.hooks.carried_out  # noqa: F401 - whatever carries out an instruction
+import autoplan.execute.hooks.carried_out  # noqa: F401 - registers the executors
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
@@ -55,12 +55,12 @@ from autoplan.values import (
 )
 from autoplan.values import SplitLogits as LogitsHead
 
-_AFTER = 10  # turns
+_AFTER = 10  # turns; moves an instruction behind all others
 
 
 @dataclass
 class ModuleWork:
-    """Everything the plan does at one module."""
+    """The instructions of the plan for one module."""
 
     name: str
     instructions: list[Instruction] = field(default_factory=list)
@@ -72,21 +72,21 @@ class ModuleWork:
 
     @property
     def communicates(self) -> bool:
-        """Do other ranks need anything from it?"""
+        """Return whether other ranks need anything from this module."""
         return any(instruction.communicates for instruction in self.instructions)
 
 
 def install(module: nn.Module, work: ModuleWork, running: Running) -> Worker:
-    """Put the work of one module into its hooks."""
+    """Install the hooks that do the work of one module."""
     worker = Worker(module, work, running)
     worker.handles = listen(module, worker)
     return worker
 
 
 def listen(module: nn.Module, worker: Worker) -> list[RemovableHandle]:
-    """Have a module call a worker."""
+    """Register a worker's hooks on a module."""
     handles = [module.register_forward_pre_hook(worker.before, with_kwargs=True)]
-    # first of all: what others keep of the output (transformers collects hidden states) must have passed our sums
+    # prepended, so that other hooks (transformers collects hidden states) see the output after our all-reduces
     handles.append(module.register_forward_hook(worker.after, prepend=True, with_kwargs=True))
     if worker.needs_cleanup:
         handles.append(module.register_forward_hook(worker.clean_up, with_kwargs=True, always_call=True))
@@ -95,7 +95,7 @@ def listen(module: nn.Module, worker: Worker) -> list[RemovableHandle]:
 
 def keep_order(module: nn.Module) -> None:
     """Store the hooks of a module in the order in which they run: `prepend` moves a key to the front of an OrderedDict,
-    and code that torch 2.11 compiles finds hooks by their places in the plain dict below it, where nothing moved."""
+    but code that torch 2.11 compiles finds hooks by their position in the underlying dict, where nothing moved."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         items = list(hooks.items())
         hooks.clear()
@@ -103,7 +103,7 @@ def keep_order(module: nn.Module) -> None:
 
 
 class Worker:
-    """What is done at one module, before it runs and after."""
+    """The hooks of one module, with all that they do before and after it runs."""
 
     def __init__(self, module: nn.Module, work: ModuleWork, running: Running) -> None:
         self.module, self.work, self.running = module, work, running
@@ -123,25 +123,23 @@ class Worker:
         self.handles: list[RemovableHandle] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Worker:
-        made: Worker = _copied(self, memo)
-        return made
+        copied: Worker = _copied(self, memo)
+        return copied
 
     def stop(self) -> None:
-        """Its module no longer calls it."""
+        """Remove the worker's hooks from its module."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
 
     @property
     def can_move(self) -> bool:
-        """Is it about what enters and leaves alone, whichever module that is?"""
+        """Return whether the worker acts on inputs and outputs only, and so may serve another module."""
         return self.calls is None and not self.work.framed and not self.work.random
 
     @property
     def needs_cleanup(self) -> bool:
         return bool(self.calls or self.work.framed or self.work.random or self.beginning or self.ending)
-
-    # ------------------------------------------------------------------ before the module runs
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return unwatched(self._before, args, kwargs) if torch.compiler.is_compiling() else self._before(args, kwargs)
@@ -173,8 +171,6 @@ class Worker:
             mode.__enter__()
             self.entered.append(mode)
 
-    # ------------------------------------------------------------------ after it ran
-
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return unwatched(self._after, output) if torch.compiler.is_compiling() else self._after(output)
 
@@ -196,7 +192,7 @@ class Worker:
         if self.calls is not None:
             mode = self.entered.pop()
             mode.__exit__(None, None, None)
-            if output is not None:  # not on the way out of an error
+            if output is not None:  # the module did not raise
                 mode.check_reached()
         self.running.frames.pop()
         for end in self.ending:
@@ -208,10 +204,10 @@ class Worker:
 
 
 def _copied(hooks: Any, memo: dict[int, Any]) -> Any:
-    """Hooks of a copied model: what they do is about the copy, not about the model that they come from."""
-    made = memo[id(hooks)] = object.__new__(type(hooks))
-    made.__dict__.update({name: copied_with_closure(value, memo) for name, value in vars(hooks).items()})
-    return made
+    """Return the hooks of a copied model, whose closures refer to the copy."""
+    copied = memo[id(hooks)] = object.__new__(type(hooks))
+    copied.__dict__.update({name: copied_with_closure(value, memo) for name, value in vars(hooks).items()})
+    return copied
 
 
 def _turn(step: tuple[int, Around]) -> int:
@@ -219,8 +215,8 @@ def _turn(step: tuple[int, Around]) -> int:
 
 
 def _turn_of(planned: Boundary) -> int:
-    """Beside another split, what leaves fewer positions comes first, and all else along the sequence when that split
-    has done its part."""
+    """Return the turn of a boundary. With another split, what leaves fewer positions comes first, and all other moves
+    along the sequence come after that split's work."""
     if not (isinstance(planned, SequenceBoundary) and planned.over):
         return planned.turn
     fewer = isinstance(planned, ReduceScatterSequence | OwnPositions) and planned.side == "output"
@@ -228,7 +224,7 @@ def _turn_of(planned: Boundary) -> int:
 
 
 def _at_boundary(planned: Boundary, at: At) -> Around:
-    """What is done to one tensor, as something that is done to all that a module takes or returns."""
+    """Wrap the executor of one tensor as a function of all that a module takes or returns."""
     done, path, names, where = execute(planned, at), planned.path, at.names, at.where
 
     def change(x: torch.Tensor) -> Any:
@@ -237,7 +233,7 @@ def _at_boundary(planned: Boundary, at: At) -> Around:
 
     if planned.side == "input" and len(path) == 1:
         return Around(enter=lambda args, kwargs: change_input(args, kwargs, names, path, change, where))
-    if planned.side == "input":  # a dict is the caller's, who reads it again behind the module
+    if planned.side == "input":  # a dict belongs to the caller, who reads it again after the module
         noted: Noted = []
 
         def at_path(value: Any, path: Path, change: Change, where: str) -> Any:
@@ -260,14 +256,14 @@ def install_root(
     seen: Runtime,
     guard: PathGuard | None = None,
 ) -> list[RemovableHandle]:
-    """The model's own entry and exit: shared randomness, whole or split logits, whole other outputs.
+    """Install the hooks of the model's own entry and exit: shared randomness, logits, other replicated outputs.
 
-    `random`: does the model draw random numbers when rates say so, and does it in eval mode too? `seen`: what it was
-    given and what it returned when the plan was made. `guard`: of the ways through its code.
+    `random`: whether the model draws random numbers when its rates say so, and whether it does in eval mode too.
+    `seen`: its inputs and outputs when the plan was made. `guard`: the guard of code paths.
     """
     root = Root(model, heads, outputs, running, random)
     root.given, root.unsummed, root.guard = seen.given, seen.unsummed, guard
-    root.may_pick = any(isinstance(one, AllGatherPicked) for one in seen.instructions)
+    root.may_pick = any(isinstance(instruction, AllGatherPicked) for instruction in seen.instructions)
     running.draws = root.always or (root.random and may_draw(model))
     running.randomness.always = root.always
     root.unseen = UnseenOutputs(seen.outputs, seen.shapes, root.names, running.group)
@@ -280,16 +276,16 @@ def install_root(
 
 
 def _counts(model: nn.Module) -> dict[str, int]:
-    """The arguments of a forward that are whole numbers by default."""
+    """Return the arguments of a forward whose defaults are integers."""
     try:
-        taken = signature(model.forward).parameters.values()
+        parameters = signature(model.forward).parameters.values()
     except (TypeError, ValueError):
         return {}
-    return {one.name: one.default for one in taken if type(one.default) is int}
+    return {parameter.name: parameter.default for parameter in parameters if type(parameter.default) is int}
 
 
 class Root:
-    """What is done where a model is entered and left; one run at a time counts, the outermost."""
+    """The hooks of a model's entry and exit; only the outermost of nested runs counts."""
 
     def __init__(
         self,
@@ -306,24 +302,24 @@ class Root:
         self.outputs = [(output.path, execute(output, at)) for output in outputs]
         self.unseen = UnseenOutputs((), (), self.names, running.group)
         self.target_words = conventions().target_words
-        self.given: tuple[str, ...] = ()  # what the plan has seen it take
-        self.unsummed: tuple[str, ...] = ()  # and of what the plan sums no gradient
+        self.given: tuple[str, ...] = ()  # the arguments that the plan has seen
+        self.unsummed: tuple[str, ...] = ()  # those of which the plan sums no gradient
         self.guard: PathGuard | None = None
         self.counts = _counts(model) if running.context else {}
-        self.may_pick = False  # are positions gathered where an argument picks some?
+        self.may_pick = False  # whether positions are gathered where an argument picks some
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Root:
-        made: Root = _copied(self, memo)
-        return made
+        copied: Root = _copied(self, memo)
+        return copied
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.running.depth += 1
         if self.running.depth > 1:
             return
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
         if (self.unsummed or self.running.context) and torch.is_grad_enabled():
-            for name in given if self.running.context else self.unsummed:
-                if any(tensor.requires_grad for _, tensor in flatten_tensors(given.get(name))):
+            for name in arguments if self.running.context else self.unsummed:
+                if any(tensor.requires_grad for _, tensor in flatten_tensors(arguments.get(name))):
                     raise PlanMismatchError(
                         f"argument {name!r} asks for a gradient, of which each rank makes a part, and the plan sums "
                         "none",
@@ -331,10 +327,10 @@ class Root:
                         if self.running.context
                         else f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
                     )
-        self.running.picks = self._picks(given) if self.running.context else ""
-        targets = {name for name, value in given.items() if value is not None and self._is_target(name)}
-        quiet = torch.compiler.is_compiling() and not self.running.draws_unseen  # a switch of streams breaks a graph
-        strange = set() if quiet else self._strangers(given)
+        self.running.picks = self._picks(arguments) if self.running.context else ""
+        targets = {name for name, value in arguments.items() if value is not None and self._is_target(name)}
+        quiet = torch.compiler.is_compiling() and not self.running.draws_unseen  # switching streams breaks a graph
+        strange = set() if quiet else self._strangers(arguments)
         loss = bool(targets) or (bool(strange) and bool(self.heads))
         self.running.whole_logits = loss and not self.running.split_loss
         self.running.loss = loss and self.running.split_loss
@@ -342,11 +338,11 @@ class Root:
         if in_training or self.always or strange - targets:
             self.running.randomness.begin()
         if self.guard is not None and not torch.compiler.is_compiling():
-            self.guard.begin(module, given)
+            self.guard.begin(module, arguments)
 
     def _picks(self, given: dict[str, Any]) -> str:
-        """A number in place of another: it may say which positions to go on with, which a rank would count among its
-        own."""
+        """Return the name of an integer argument that differs from its default: it may select positions, which a rank
+        would count among its own."""
         numbers = {name: value for name, value in given.items() if type(value) is int and name in self.counts}
         name = next((name for name, value in numbers.items() if value != self.counts[name]), "")
         if name and (torch.is_grad_enabled() or not self.may_pick):
@@ -361,8 +357,8 @@ class Root:
         return any(word in name for word in self.target_words)
 
     def _strangers(self, given: dict[str, Any]) -> set[str]:
-        """Arguments that it never took while tracing. They may make it draw random numbers, and read its logits
-        (targets have many names), which then must know that they are a rank's columns."""
+        """Return the tensor arguments not seen while tracing. They may make the model draw random numbers, or be
+        targets (which have many names) that read its logits, which must then be SplitLogits."""
         new = (name for name, value in given.items() if isinstance(value, torch.Tensor) and name not in self.given)
         return set(new) if self.given else set()
 
@@ -378,7 +374,7 @@ class Root:
         with torch._C.DisableTorchFunction():
             for path, change in self.outputs:
                 output = change_if_returned(output, path, change, "the model")
-            for path, shard in shards_in(output):  # collected by the model on the way, behind our hooks
+            for path, shard in shards_in(output):  # shards that the model itself collected
                 output = change_output(output, path, self._whole(shard), "the model")
             if self.running.loss:
                 return columns_in(output, self.next_to_a_loss)
@@ -392,7 +388,7 @@ class Root:
         return lambda x: gather_shard(x, shard, self.running)
 
     def _shifted(self, path: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
-        """A tuple result instead of a dict (return_dict=False) holds the same values in order."""
+        """Return the path for a tuple result (return_dict=False), which holds the values of the dict in order."""
         if path and isinstance(path[0], str) and isinstance(output, tuple) and not isinstance(output, dict):
             return (0, *path[1:])
         return path
@@ -405,8 +401,8 @@ class Root:
         return split
 
     def next_to_a_loss(self, local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
-        """Logits returned next to a loss. A compiled model wants a gradient for every DTensor that it returns with one,
-        and fails where only the loss has a backward: there they carry none."""
+        """Return logits that leave next to a loss. A compiled model needs a gradient for every DTensor that it returns
+        with one, and fails where only the loss has a backward: there they are detached."""
         if torch.compiler.is_compiling() and not self.running.returns_whole_logits:
             local = local.detach()
         return self._leaving(local, kind.dim_from_end, kind.vocabulary)
@@ -422,6 +418,6 @@ class Root:
         self.running.depth -= 1
         if self.guard is not None and self.running.depth == 0 and not torch.compiler.is_compiling():
             self.guard.abandon()
-        self.running.loss &= self.running.depth > 0  # a head that is called by itself gives its columns
+        self.running.loss &= self.running.depth > 0  # a head called by itself returns its columns
         if self.running.depth == 0 and self.running.randomness.active:
             self.running.randomness.end()

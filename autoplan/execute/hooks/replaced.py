@@ -19,20 +19,20 @@ from autoplan.execute.vocabulary.split_logits import columns_in
 from autoplan.patches.classes import give_class, subclass_of
 from autoplan.values import SplitLogits as LogitsHead
 
-# A module of a sharded model that is replaced: what the plan does at it goes with it, or the change is refused.
+# Replaced modules of a sharded model: their hooks move to the replacement, or the change is refused.
 #
-# The problem: libraries take modules out and put others in their place, long after a model was sharded. PEFT wraps
-# linear layers to add adapters, and takes the wrappers off again when it merges them. What the plan does is done by
-# hooks of the module that it was planned for: with that one gone a sum over ranks is silently missing.
+# The problem: libraries replace modules long after a model was sharded. PEFT wraps linear layers to add adapters, and
+# removes the wrappers again when it merges them. The plan acts by hooks on the planned module: when that one is gone,
+# an all-reduce is silently missing.
 #
-# So the parents of all planned modules notice when a child is set. A wrapper that brings no weights of its own changes
-# nothing. Where a wrapper is taken off, what was done at it is done at what was inside. Anything else is refused.
+# So the parents of all planned modules notice when a child is set. A wrapper without weights of its own changes
+# nothing. Where a wrapper is removed, its hooks move to the module inside. Anything else is refused.
 
 _PLANNED = "_autoplan_children"  # of a parent: the full name of each planned child, by its own name
 
 
 def watch_children(modules: Mapping[str, nn.Module], planned: Iterable[str]) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Have the parents of planned modules notice replacements; returns parents with the classes they had."""
+    """Make the parents of planned modules notice replacements; return the parents with their former classes."""
     before = []
     for name in planned:
         parent, _, own = name.rpartition(".")
@@ -49,7 +49,7 @@ def watch_children(modules: Mapping[str, nn.Module], planned: Iterable[str]) -> 
 
 
 def watch_no_longer(before: Iterable[tuple[nn.Module, type[nn.Module]]]) -> None:
-    """The parents as they were."""
+    """Restore the classes of the parents."""
     for module, cls in before:
         vars(module).pop(_PLANNED, None)
         give_class(module, cls)
@@ -66,18 +66,18 @@ def _watching(cls: Any) -> type[nn.Module]:
         super(subclass, self).__setattr__(name, value)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        how, what, *rest = super(subclass, self).__reduce_ex__(max(2, protocol))
-        if getattr(how, "__name__", "") == "__newobj__" and what == (subclass,):
+        rebuild, arguments, *rest = super(subclass, self).__reduce_ex__(max(2, protocol))
+        if getattr(rebuild, "__name__", "") == "__newobj__" and arguments == (subclass,):
             return (_rebuild, (_Kind(cls),), *rest)
-        return (how, what, *rest)
+        return (rebuild, arguments, *rest)
 
     subclass: Any = subclass_of(cls, {"__setattr__": __setattr__, "__reduce_ex__": __reduce_ex__})
-    found: type[nn.Module] = subclass
-    return found
+    watching: type[nn.Module] = subclass
+    return watching
 
 
 class _Kind:
-    """The class to make a copy of; it cannot be found by its name."""
+    """A reference to the class of a copied module, which cannot be found by its name."""
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
@@ -90,16 +90,16 @@ class _Kind:
 
 
 def _rebuild(kind: _Kind) -> nn.Module:
-    made: Any = _watching(kind.cls)
-    module: nn.Module = made.__new__(made)
+    kind_watching: Any = _watching(kind.cls)
+    module: nn.Module = kind_watching.__new__(kind_watching)
     return module
 
 
 def _replaced(where: str, old: nn.Module, new: nn.Module) -> None:
-    """One planned module in the place of another."""
+    """Handle the replacement of one planned module by another."""
     if any(module is old for module in new.modules()):
-        known = {id(parameter) for parameter in old.parameters()}
-        if any(id(parameter) not in known for parameter in new.parameters()):
+        own = {id(parameter) for parameter in old.parameters()}
+        if any(id(parameter) not in own for parameter in new.parameters()):
             raise AutoplanError(
                 f"{where} is wrapped in a {type(new).__name__} with weights of its own, after the model was sharded",
                 hint=f"wrap it first (get_peft_model, {conventions().adding[0][0]}), then autoplan.plan and "
@@ -107,9 +107,9 @@ def _replaced(where: str, old: nn.Module, new: nn.Module) -> None:
             )
         return
     if any(module is new for module in old.modules()):
-        # What is done at `old` is done at `new` from here on, which was inside it
-        found = {id(hook.__self__): hook.__self__ for hook in old._forward_hooks.values() if _is_ours(hook)}
-        for worker in list(found.values()):
+        # `new` was inside of `old`: it takes over the hooks.
+        workers = {id(hook.__self__): hook.__self__ for hook in old._forward_hooks.values() if _is_ours(hook)}
+        for worker in list(workers.values()):
             if not worker.can_move:
                 raise AutoplanError(
                     f"{where}: the plan changes calls inside of this {type(old).__name__}, which is to be taken off",
@@ -128,25 +128,24 @@ def _is_ours(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), Worker)
 
 
-# Entries of a sharded model other than its own forward: a model inside it, called by itself.
+# Other entries of a sharded model than its forward: a submodule that is called by itself.
 #
-# The problem: a wrapper hands some calls on to the model inside without running itself. PEFT's `generate` is that of
-# the wrapped model; a multimodal model's language model may be run alone. Nothing would then turn the columns that
-# leave the head into logits, and whoever takes them for a whole vocabulary chooses other tokens without a word. So a
-# head, and every module above one, makes the same of them as the model itself does, where it is what was called.
-# Where it is not known at which place it returns its logits: heads hand out columns that know that they are columns,
-# as beside a loss.
+# The problem: a wrapper forwards some calls to the model inside without running itself. PEFT's `generate` is that of
+# the wrapped model; a multimodal model's language model may run alone. Then nothing would turn the columns that leave
+# the head into logits, and a caller who takes them for the full vocabulary silently chooses other tokens. So a head,
+# and every module above one, treats logits as the model itself does when it is the module that was called. The position
+# of logits in its output is unknown, so its heads return SplitLogits, as next to a loss.
 
 
 def install_inner_entries(
     model: nn.Module, heads: tuple[LogitsHead, ...], running: Running, random: tuple[bool, bool]
 ) -> list[RemovableHandle]:
-    """Hooks on each module between the model and its heads, and on these."""
+    """Install entry hooks on the heads and on each module between them and the model."""
     modules = dict(model.named_modules())
-    found = [name for name in modules if any(name == head.pattern or matches(head.pattern, name) for head in heads)]
-    above = {name[:at] for name in found for at, letter in enumerate(name) if letter == "."}
+    at_heads = [name for name in modules if any(name == head.pattern or matches(head.pattern, name) for head in heads)]
+    above = {name[:at] for name in at_heads for at, letter in enumerate(name) if letter == "."}
     handles = []
-    for name in sorted((above & set(modules)) | set(found)):
+    for name in sorted((above & set(modules)) | set(at_heads)):
         entry = _InnerEntry(modules[name], (), [], running, random)
         handles += [
             modules[name].register_forward_pre_hook(entry.before, with_kwargs=True, prepend=True),
@@ -157,7 +156,7 @@ def install_inner_entries(
 
 
 class _InnerEntry(Root):
-    """Acts where its module is what was called: then no other run counts."""
+    """The entry hooks of a submodule, active only if it is the module that was called."""
 
     called = False
 

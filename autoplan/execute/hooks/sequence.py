@@ -1,4 +1,4 @@
-"""Carry out moves along the sequence: shards, their collectives, and the executors of the instructions."""
+"""Moves along the sequence: shards, their collectives, and the executors of the instructions."""
 
 from __future__ import annotations
 
@@ -30,50 +30,50 @@ from autoplan.values import (
     WithholdPartial,
 )
 
-# Values that are a rank's shard of the positions, known wherever they turn up again.
+# Values that are a rank's shard of the positions are marked, to be recognised later.
 #
-# Under sequence parallelism what blocks take in and return are shards. transformers collects just these tensors for a
-# caller that asks for hidden states, the first one behind our hook, and the plan may never have seen it. So the hooks
-# mark the tensors that they cut, and whatever marked leaves the model is gathered there.
+# Under sequence parallelism the inputs and outputs of blocks are shards. transformers collects these tensors for a
+# caller that asks for hidden states, which the plan may never have seen. So the hooks mark the tensors that they shard,
+# and marked tensors that leave the model are gathered there.
 
 _MARK = "_autoplan_shard"
 
 
 class SequenceShard(NamedTuple):
-    """Along which dim a value is cut, and which sequence that is."""
+    """The dim along which a value is sharded, and the sequence that it belongs to."""
 
     dim: int
     sequence: SequenceName
 
 
 def mark_shard(tensor: torch.Tensor, shard: SequenceShard) -> torch.Tensor:
-    """The tensor itself, which now says that it is a shard."""
+    """Mark a tensor as a shard, and return it."""
     setattr(tensor, _MARK, shard)
     return tensor
 
 
 def is_shard(tensor: torch.Tensor) -> bool:
-    """Does the tensor say that it is a shard?"""
+    """Return whether a tensor is marked as a shard."""
     return hasattr(tensor, _MARK)
 
 
 def shards_in(output: Any) -> list[tuple[tuple[Any, ...], SequenceShard]]:
-    """The paths of all marked tensors in what a model returns."""
-    found = ((path, getattr(tensor, _MARK, None)) for path, tensor in flatten_tensors(output))
-    return [(path, shard) for path, shard in found if shard is not None]
+    """Return the paths of all marked tensors in a model's output."""
+    marks = ((path, getattr(tensor, _MARK, None)) for path, tensor in flatten_tensors(output))
+    return [(path, shard) for path, shard in marks if shard is not None]
 
 
 # The four moves of sequence parallelism, differentiable, for any length.
 #
-#     scatter          whole value → own positions            backward: the whole gradient from everyone's positions
-#     gather_whole     own positions → whole, for readers     backward: own positions of a gradient that every rank has
-#                      that every rank runs alike
-#     gather_sum       own positions → whole, for readers     backward: own positions of the sum of partial gradients
-#                      that each rank runs in part
-#     reduce_scatter   partial sums → own positions           backward: the whole gradient from everyone's positions
+#     scatter          replicated → own positions             backward: gather the gradient of all positions
+#     gather_whole     own positions → replicated, for        backward: own positions of a replicated gradient
+#                      readers that every rank runs alike
+#     gather_sum       own positions → replicated, for        backward: own positions of the sum of partial gradients
+#                      readers of which each runs a part
+#     reduce_scatter   partial sums → own positions           backward: gather the gradient of all positions
 #
-# Positions are sharded in equal pieces; a length that does not divide is padded inside these moves only: the pieces of
-# the last ranks end with copies of the last row, which are never read, and what is gathered has its true length again.
+# Positions are sharded in equal pieces; an indivisible length is padded inside these moves only: the pieces of the last
+# ranks end with copies of the last row, which are never read, and a gathered value has its true length again.
 
 _NAMED = torch.ops._c10d_functional
 
@@ -83,8 +83,8 @@ def _piece(length: int, group: RankGroup) -> int:
 
 
 def _pad(rows: torch.Tensor, length: int, values: bool) -> torch.Tensor:
-    """Rows (dim 0) filled up to `length`: gradients with zeros, `values` with the last row, for what a model makes of
-    zeros may have no gradient (a root of their squares)."""
+    """Pad rows (dim 0) to `length`: gradients with zeros, `values` with the last row, since a model's result for zeros
+    may have no gradient (a root of their squares)."""
     missing = length - rows.size(0)
     if missing == 0:
         return rows
@@ -140,36 +140,36 @@ class _ReduceScatter(Recorded):
 
 
 def scatter(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
-    """This rank's positions of a whole value."""
+    """Return this rank's positions of a replicated value."""
     return _Scatter.apply(x, dim, group, True)
 
 
 def gather_whole(x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
-    """All positions, for readers that every rank runs alike."""
+    """Return all positions, for readers that every rank runs alike."""
     return _GatherWhole.apply(x, dim, length, group)
 
 
 def gather_sum(x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
-    """All positions, for readers of which each rank runs a part."""
+    """Return all positions, for readers of which each rank runs a part."""
     return _GatherSum.apply(x, dim, length, group)
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
-    """This rank's positions of a sum over ranks."""
+    """Return this rank's positions of a sum over ranks."""
     return _ReduceScatter.apply(x, dim, group, True)
 
 
-# And the exchange of context parallelism, for pieces of another dim.
+# The all-to-all of context parallelism, which exchanges positions for pieces of another dim.
 #
 #     to_pieces        own positions of all pieces            backward: to_positions, added where several ranks hold one
 #                      → all positions of own pieces
-#     to_positions     the other way                          backward: to_pieces
+#     to_positions     the reverse                            backward: to_pieces
 
 Rows = tuple[tuple[int, ...], ...]  # of each rank's piece
 
 
 def _exchanged(parts: list[torch.Tensor], sizes: list[int], group: RankGroup) -> list[torch.Tensor]:
-    """One part to each rank, and of each rank one with so many numbers, flat."""
+    """Send one part to each rank, and return the flat part received from each, of the given size."""
     sent_sizes = [part.numel() for part in parts]
     whole = sent(_NAMED.all_to_all_single, torch.cat([part.flatten() for part in parts]), sizes, sent_sizes, group.name)
     return list(whole.split(sizes))
@@ -182,8 +182,8 @@ class _ToPieces(Recorded):
         own = x.movedim(dims, (0, 1))  # positions, pieces, the rest
         mine, rest = rows[group.rank], own.shape[2:]
         size = own.size(0) * len(mine) * rest.numel()
-        found = _exchanged([take_rows(own, 1, held) for held in rows], [size] * group.size, group)
-        whole = torch.cat([part.view(own.size(0), len(mine), *rest) for part in found])
+        received = _exchanged([take_rows(own, 1, held) for held in rows], [size] * group.size, group)
+        whole = torch.cat([part.view(own.size(0), len(mine), *rest) for part in received])
         return whole.narrow(0, 0, length).movedim((0, 1), dims).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -201,17 +201,17 @@ class _ToPositions(Recorded):
         piece, rest = _piece(pieces.size(0), group), pieces.shape[2:]
         padded = _pad(pieces, piece * group.size, values).contiguous()
         sizes = [piece * len(held) * rest.numel() for held in rows]
-        found = [
+        received = [
             part.view(piece, len(held), *rest)
             for part, held in zip(_exchanged(list(padded.split(piece)), sizes, group), rows, strict=True)
         ]
         if sum(map(len, rows)) == width:
             order = whole_order(rows)
-            whole = torch.cat(found, 1)
+            whole = torch.cat(received, 1)
             whole = whole if order is None else take_rows(whole, 1, order)
         else:
             whole = x.new_zeros(piece, width, *rest)
-            for part, held in zip(found, rows, strict=True):
+            for part, held in zip(received, rows, strict=True):
                 whole.index_add_(1, index_of(held, x.device), part)
         return whole.movedim((0, 1), dims).clone(memory_format=torch.contiguous_format)
 
@@ -221,11 +221,11 @@ class _ToPositions(Recorded):
 
 
 def deals_out(node: Any) -> bool:
-    """Is this node of the autograd graph that of a `scatter`?"""
+    """Return whether a node of the autograd graph is that of a `scatter`."""
     return isinstance(node, _Scatter._backward_cls)
 
 
-# What is done along the sequence: one of the moves, under the true length of the sequence that it is about.
+# Executors along the sequence: each is one of the moves, with the true length of its sequence.
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 Move = Callable[[torch.Tensor, int, int], torch.Tensor]  # of a tensor, its dim, and the whole length
@@ -233,7 +233,7 @@ Move = Callable[[torch.Tensor, int, int], torch.Tensor]  # of a tensor, its dim,
 
 @executes(ScatterSequence)
 def _scatter(planned: ScatterSequence, at: At) -> Change:
-    """The only one that learns the true length of a sequence, and notes it for the others."""
+    """Shard a sequence and note its true length for the other moves."""
     running, group, dim, sequence = at.running, at.group, planned.dim, planned.sequence
 
     def cut(x: torch.Tensor) -> torch.Tensor:
@@ -254,7 +254,7 @@ def _scatter(planned: ScatterSequence, at: At) -> Change:
 
 @executes(OwnPositions)
 def _own(planned: OwnPositions, at: At) -> Change:
-    """Learns the true length of a sequence, too."""
+    """Keep own positions of a sequence and note its true length."""
     running, group, dim, sequence = at.running, at.group, planned.dim, planned.sequence
 
     def own(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
@@ -330,7 +330,7 @@ def _note(planned: NoteShard, at: At) -> Change:
 
 
 def gather_shard(x: torch.Tensor, shard: SequenceShard, running: Running) -> torch.Tensor:
-    """The whole sequence of a value that says that it is a shard."""
+    """Gather the full sequence of a marked shard."""
     planned = AllGatherSequence("", "output", (), shard.dim, shard.sequence)
     group = running.sequence
     return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, running, of_shards=True)(x)
@@ -344,7 +344,7 @@ def _move(move: Move, planned: SequenceBoundary, running: Running, *, of_shards:
 
 
 def _flattened(move: Move, planned: SequenceBoundary, running: Running, *, of_shards: bool) -> Change:
-    """Batch times sequence in one dim: the sequence is its minor part. `of_shards`: what comes in is a shard."""
+    """Run a move where batch and sequence share one dim, sequence minor. `of_shards`: whether the input is a shard."""
     dim, name, size = planned.dim, planned.sequence.name, running.sequence.size
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -358,7 +358,7 @@ def _flattened(move: Move, planned: SequenceBoundary, running: Running, *, of_sh
 
 
 def zeros_of_a_shard(planned: WithholdPartial, running: Running) -> Change:
-    """Zeros of the size that a whole value has once it is cut; of the value's own size where nothing is cut."""
+    """Return a function that makes zeros of the size that a value has once it is sharded, or of its own size."""
     dim, sequence = planned.dim, planned.sequence
     if dim is None or sequence is None:
         return torch.zeros_like

@@ -41,19 +41,18 @@ from autoplan.execute.collectives import (
 from autoplan.execute.parameters.held import record_of
 from autoplan.values import AllReduceGradient, Constant, OutputShape, Runtime
 
-# What no recorded call did, where a call does it and hooks can tell. (A file of its own: of none of this a plan says
-# what is to be done.)
+# What no recorded call did, where hooks can detect it. No instruction of a plan covers any of this.
 #
-# Modules that never ran: they are whole, and so are the gradients that they give. But what they read may be a value
-# whose gradient is summed over ranks, since every reader that was seen gives a part of it. There a whole gradient
-# would count once for each rank: it is given in equal parts.
+# Modules that never ran: they are replicated, and so are the gradients that they produce. But they may read a value
+# whose gradient is all-reduced, since every known reader gives a partial one. There a replicated gradient would count
+# once per rank, so it is divided by the number of ranks.
 #
-# Constants that are none: a stream may be zeros until a branch fills it. What reads it then gives each rank's part of a
-# gradient, of which no instruction knows. It is summed, or the call is refused.
+# Constants that turn out not to be: a stream may be zeros until a branch fills it. Its readers then give a partial
+# gradient that no instruction covers. It is summed, or the call is refused.
 
 
 def watch_unrecorded(modules: dict[str, nn.Module], seen: Runtime, group: RankGroup) -> Iterator[RemovableHandle]:
-    """Have idle modules give their part of such gradients, and ranks sum those of what was constant, from now on."""
+    """Yield the hooks that divide the gradients of idle modules, and sum those of values that were constants."""
     if group.size == 1:
         return
     given_on = any(instruction.side == "output" for instruction in seen.of(AllReduceGradient))
@@ -67,7 +66,7 @@ def watch_unrecorded(modules: dict[str, nn.Module], seen: Runtime, group: RankGr
 
 
 class _Idle(NamedTuple):
-    """An idle module. `given_on`: do others return values whose gradient is summed?"""
+    """A module that never ran. `given_on`: whether others return values whose gradient is summed."""
 
     name: str
     ranks: int
@@ -112,7 +111,7 @@ def _watch(module: nn.Module, name: str, constant: Constant, group: RankGroup) -
             hint="plan with inputs= in which it is not (several calls: inputs={'usual': {…}, 'other': {…}})",
         )
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:  # where kernels take masks of their own, these stay
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:  # masks that are no tensors stay as they are
         with torch._C.DisableTorchFunction():
             return change_input(args, kwargs, names, path, change, name, at=change_if_tensor)
 
@@ -125,24 +124,23 @@ def _watch(module: nn.Module, name: str, constant: Constant, group: RankGroup) -
     return module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-# Outputs as they leave the model: those that the plan's trace never saw are whole on every rank, or refused.
+# Outputs of the model that the plan's trace never saw must be replicated, or they are refused.
 #
 # A caller can ask a model for more than it returned when it was planned (attention weights, hidden states), or for
-# something else in its place (embeddings instead of logits). Most of what comes then is the same on every rank. Some
-# is not: attention weights of a rank's own heads, hidden states of its part of the sequence. Nothing in a tensor
-# tells, so the ranks compare what they hold, once for each output. What was seen is told by its features: what
-# weights decide is as long as it was recorded.
+# something else (embeddings instead of logits). Most of these are replicated. Some are not: attention weights of a
+# rank's own heads, hidden states of its positions. The tensor itself does not show it, so ranks compare their values,
+# once for each output. A known output is recognised by the sizes of the dims that weights determine.
 #
-# Where readers of such an output each give a part of its gradient, which is summed further up, its caller gives one
-# too.
+# Where the gradient of such an output is all-reduced further up, the gradient from its caller is divided by the number
+# of ranks.
 
-_TOLERANCE = 1e-2  # of the largest value: ranks may round apart, parts of different heads differ altogether
-_OF_LAYERS = 3  # so deep in tuples lie caches: keys of a layer
+_TOLERANCE = 1e-2  # of the largest value: more than rounding, less than different heads
+_OF_LAYERS = 3  # depth of a cache in tuples: the keys of a layer
 
 
 class UnseenOutputs:
-    """`seen` are the paths of outputs that the plan knows, `shapes` how long those are of which weights decide,
-    `names` what forward takes: caches come out and go in."""
+    """A check of the model's outputs. `seen`: the paths that the plan knows; `shapes`: the recorded sizes of dims that
+    weights determine; `names`: the arguments of forward, since caches come out and go in."""
 
     def __init__(
         self, seen: Iterable[Path], shapes: Iterable[OutputShape], names: Iterable[str], group: RankGroup
@@ -150,11 +148,11 @@ class UnseenOutputs:
         self.seen, self.shapes = frozenset(seen), {shape.path: shape for shape in shapes}
         self.by_name = any(path and isinstance(path[0], str) for path in self.seen)
         self.names, self.group = frozenset((name,) for name in names), group
-        self.whole: set[tuple[Any, ...]] = set()  # what was compared already
-        self.partial = False  # may a gradient be a part of a sum although nothing sums it? Then none is given
+        self.whole: set[tuple[Any, ...]] = set()  # compared before and found replicated
+        self.partial = False  # whether gradients may be partial and unsummed: then none is allowed
 
     def check(self, output: Any) -> Any:
-        """Raise for an output of which each rank has another value. Compiled code is not interrupted for it."""
+        """Raise for an output that differs between ranks. Compiled code is not interrupted for it."""
         if not self.seen or torch.compiler.is_compiling():
             return output
         alike = isinstance(output, dict) == self.by_name
@@ -182,15 +180,16 @@ class UnseenOutputs:
         return output
 
     def _strange(self, path: Path, tensor: torch.Tensor) -> tuple[tuple[int, int, int], ...] | None:
-        """Features of what was seen that are not as many as they were: (dim, now, then). None: as it was seen."""
+        """Return the features of a known output whose size changed: (dim, now, recorded). None: the output is as
+        recorded."""
         shape = self.shapes.get(path)
         if shape is None or tensor.dim() != shape.dims:
             return None
-        found = [(dim, tensor.shape[dim], size) for dim, size in shape.features]
-        return tuple((dim, now, size) for dim, now, size in found if now != size) or None
+        sizes = [(dim, tensor.shape[dim], size) for dim, size in shape.features]
+        return tuple((dim, now, size) for dim, now, size in sizes if now != size) or None
 
     def _agrees(self, mine: torch.Tensor) -> bool:
-        """All ranks come to the same answer: they would wait for each other for ever otherwise."""
+        """Return whether a tensor is replicated. All ranks get the same answer, otherwise they would deadlock."""
         size = torch.tensor([float(mine.numel()), -float(mine.numel())], device=mine.device)
         largest, smallest = all_reduce(size, self.group, "max").tolist()
         if largest != -smallest:
@@ -220,18 +219,16 @@ def _refusal(path: Path, tensor: torch.Tensor, strange: tuple[tuple[int, int, in
     )
 
 
-# Reads of a sharded parameter on paths that the plan has not seen.
-
-# Functions of functions around a sharded model (`torch.func.grad`, `vmap`, forward derivatives, export): one error.
+# One error for function transforms of a sharded model (`torch.func.grad`, `vmap`, forward derivatives, export).
 #
-# They need of every step rules of their own, and a communication between ranks has none. Without this check each says
-# so in other words, from the middle of the model.
+# They need rules for every op, and communication has none. Without this check each raises another error, from the
+# middle of the model.
 
 
 def refuse_transforms(module: nn.Module) -> None:
-    """Raise where a module whose parameters lie on ranks runs inside of such a function."""
+    """Raise where a module with sharded parameters runs inside a function transform."""
     if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and not torch.compiler.is_exporting()):
-        return  # compilers use such functions for their own ends; torch 2.11's says that it exports
+        return  # compilers use transforms internally; that of torch 2.11 reports an export
     if torch._C._are_functorch_transforms_active():
         how, instead = "a transform of torch.func (grad, vjp, jvp, vmap)", "torch.autograd.grad, with create_graph"
     elif forward_ad._current_level >= 0:
@@ -247,16 +244,16 @@ def refuse_transforms(module: nn.Module) -> None:
     )
 
 
-# A path that no plan was made for, reached while the model runs on shards, is named: the module, the call, what to do.
+# An unplanned path that is reached while the model runs on shards is named: the module, the call, what to do.
 #
-# Code may do something else at another size or with other arguments than in the calls that were recorded. What it does
-# there with a rank's shards often ends in an error of shapes, raised by torch in the middle of the model. The traceback
-# tells whose code made the call; nothing is noted while models run.
+# Code may take another path with other sizes or arguments than in the recorded calls. On a rank's shards this often
+# ends in a shape error, raised by torch in the middle of the model. The traceback tells whose code made the call;
+# nothing is noted while models run.
 
 Line: TypeAlias = tuple[FrameType, int]
 SHAPE_ERRORS = (RuntimeError, IndexError, ValueError, AssertionError)
-_PLAIN = frozenset(SHAPE_ERRORS)  # what torch and Python raise; subclasses are about other things (memory, networks)
-_SHAPES_BY_NAME = "einops"  # a library that raises errors of its own for shapes
+_PLAIN = frozenset(SHAPE_ERRORS)  # raised by torch and Python; subclasses are about memory, networks
+_SHAPES_BY_NAME = "einops"  # a library with its own errors for shapes
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
@@ -270,9 +267,9 @@ _HINT = (
 
 
 def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
-    """What to raise in place of an error of shapes that was raised below `model`; None: it is about something else."""
+    """Return the error that replaces a shape error raised below `model`; None if the error is about something else."""
     steps = list(_steps(error.__traceback__))
-    # Did a collective of ours fail inside torch?
+    # Find whether a collective of ours failed inside torch.
     files = [step.tb_frame.f_code.co_filename for step in steps]
     inside = files[len(files) - files[::-1].index(_COLLECTIVES) :] if _COLLECTIVES in files else []
     if bool(inside) and all(file.startswith(_TORCH) for file in inside):
@@ -283,10 +280,10 @@ def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
         )
     if not steps or not _is_of_shapes(error, steps[-1]):
         return None
-    running = [one for step in steps if isinstance(one := step.tb_frame.f_locals.get("self"), nn.Module)]
+    running = [candidate for step in steps if isinstance(candidate := step.tb_frame.f_locals.get("self"), nn.Module)]
     if running and running[-1]._parameters and record_of(running[-1]) is None:
-        said = f"{type(running[-1]).__name__} was not there when the model was sharded: {str(error).strip()}"
-        return PlanMismatchError(said, hint="put it in before autoplan.parallelize, and plan again")
+        message = f"{type(running[-1]).__name__} was not there when the model was sharded: {str(error).strip()}"
+        return PlanMismatchError(message, hint="put it in before autoplan.parallelize, and plan again")
     own = [at for at, step in enumerate(steps) if _runs_on_shards(step)]
     if not own or any(step.tb_frame.f_code.co_filename.startswith(_DISTRIBUTED) for step in steps[own[-1] :]):
         return None
@@ -294,18 +291,20 @@ def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
     within = [(step.tb_frame, step.tb_lineno) for step in steps[own[-1] :]]
     before = [*reversed(above), *((step.tb_frame, step.tb_lineno) for step in steps[: own[-1]])]
     place = _innermost(within)
-    if place is None and _has_right_dtype(steps[own[-1]].tb_frame):  # raised by a layer of torch's: whoever calls it
+    if place is None and _has_right_dtype(steps[own[-1]].tb_frame):  # raised by a layer of torch: blame its caller
         place = _innermost(before)
-    if place is None:  # it was given what it cannot take, on shards or not
+    if place is None:  # its input is wrong, sharded or not
         return None
     module = steps[own[-1]].tb_frame.f_locals["self"]
     outer = (frame.f_locals.get("self") for frame, _ in reversed(above))
-    root = next((one for one in outer if isinstance(one, nn.Module) and module in one.modules()), model)
+    root = next(
+        (candidate for candidate in outer if isinstance(candidate, nn.Module) and module in candidate.modules()), model
+    )
     name = next((name for name, part in root.named_modules() if part is module), "")
-    said = (str(error).strip() or "no message").splitlines()[0]
+    message = (str(error).strip() or "no message").splitlines()[0]
     return PlanMismatchError(
         f"{name or 'the model'} ({type(module).__name__}) cannot make this call on a rank's shards: "
-        f"{_place(place)}: {type(error).__name__}: {said}",
+        f"{_place(place)}: {type(error).__name__}: {message}",
         hint=_HINT,
     )
 
@@ -319,7 +318,7 @@ def _steps(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def _is_of_shapes(error: BaseException, last: TracebackType) -> bool:
-    """Did a call fail, or did the model's own code refuse something in words of its own?"""
+    """Return whether a call failed, as opposed to the model's own code raising an error of its own."""
     if type(error).__module__.partition(".")[0] == _SHAPES_BY_NAME:
         return True
     code = last.tb_frame.f_code
@@ -328,7 +327,7 @@ def _is_of_shapes(error: BaseException, last: TracebackType) -> bool:
 
 
 def _runs_on_shards(step: TracebackType) -> bool:
-    """Is it code of a module whose parameters, or those of modules inside it, are split?"""
+    """Return whether a frame runs code of a module with sharded parameters, its own or those of its submodules."""
     frame = step.tb_frame
     module = frame.f_locals.get("self")
     if not isinstance(module, nn.Module) or frame.f_code.co_filename.startswith((_OURS, _CALLS)):
@@ -343,30 +342,31 @@ def _runs_on_shards(step: TracebackType) -> bool:
 
 
 def _has_right_dtype(frame: FrameType) -> bool:
-    """Is a layer given tensors that are of its weights' dtype, or a table numbers? Then it is sizes that do not fit."""
+    """Return whether a layer's inputs have its weights' dtype (integers for a table); then it must be sizes that do not
+    fit."""
     layer = frame.f_locals["self"]
-    given = [value.dtype for value in frame.f_locals.values() if isinstance(value, torch.Tensor)]
+    dtypes = [value.dtype for value in frame.f_locals.values() if isinstance(value, torch.Tensor)]
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-        return not any(dtype.is_floating_point for dtype in given)
+        return not any(dtype.is_floating_point for dtype in dtypes)
     own = {parameter.dtype for parameter in layer._parameters.values() if parameter is not None}
-    return own.issuperset(given)
+    return own.issuperset(dtypes)
 
 
 def _callers(frame: FrameType | None) -> Iterator[Line]:
-    """Whoever called, the nearest first."""
+    """Yield the calling frames, nearest first."""
     while frame is not None:
         yield frame, frame.f_lineno
         frame = frame.f_back
 
 
 def _innermost(lines: list[Line]) -> Line | None:
-    """The last that is neither torch's nor ours: the model's own code, or a function that it calls."""
+    """Return the last line that is neither torch's nor ours: the model's own code, or a function that it calls."""
     theirs = [line for line in lines if not line[0].f_code.co_filename.startswith((_OURS, _TORCH))]
     return theirs[-1] if theirs else None
 
 
 def _place(line: Line) -> str:
-    """The file and line, and the line itself."""
+    """Return the file, the line number and the line."""
     code, number = line[0].f_code, line[1]
     text = linecache.getline(code.co_filename, number).strip()
     return f"{os.path.basename(code.co_filename)}:{number} in {code.co_name}" + (f", {text}" if text else "")

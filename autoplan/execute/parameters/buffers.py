@@ -1,4 +1,4 @@
-"""Buffers and parameters from outside: rebuild buffers, gather full tensors."""
+"""Buffers and parameters seen from outside: rebuild buffers, gather full tensors."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from autoplan.execute.parameters.held import held_parameters, plain_name, record
 from autoplan.execute.parameters.optimizer import mark_parameters
 from autoplan.execute.parameters.state_dict import whole_tensor
 
-# Bring the unsaved buffers of a meta model back to life.
+# Rebuild the non-persistent buffers of a meta model.
 #
-# The problem: rotary frequencies, slopes and masks are computed when a model is built and stand in no checkpoint; on
-# the meta device there is nothing to compute from later. A model of a library that is known can be built again, so a
-# twin of the same class is made, with its parameters on meta (they cost nothing) and its buffers real. Other modules
-# have no such recipe and are refused by name.
+# The problem: rotary frequencies, slopes and masks are computed when a model is built and are in no checkpoint; on the
+# meta device there is nothing to compute them from later. A model of a known library can be built again, so a twin of
+# the same class is built, with its parameters on meta (which cost nothing) and its buffers real. Other modules have no
+# such recipe and are refused by name.
 #
-# Adapters that were put on a meta model are on meta, too. The twin gets such adapters as their library makes them, on
-# weights of which every number is NaN and which take no memory: what an adapter takes from them is NaN as well.
+# Adapters of a meta model are on meta, too. The twin gets such adapters as their library makes them, on weights that
+# are all NaN and take no memory: an adapter computed from weights is NaN as well.
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A tensor, and where it belongs."""
+    """A rebuilt tensor, and the place that it belongs to."""
 
     where: dict[str, Any]
     name: str
@@ -48,15 +48,15 @@ class Rebuilt:
 
 
 def rebuild_buffers(model: nn.Module) -> None:
-    """Make a sharded model whole that `to_empty` gave memory: what a distributed checkpoint then does not fill.
+    """Complete a sharded model after `to_empty`: restore what a distributed checkpoint does not fill.
 
-    Buffers that no checkpoint holds (rotary frequencies) are computed again, weights that are tied become one again,
-    and parameters know again how they lie. Call it after `model.to_empty(device=...)`, before the weights are loaded
-    and the optimizer is made.
+    Buffers that no checkpoint holds (rotary frequencies) are computed again, tied weights are tied again, and
+    parameters get their marks back. Call it after `model.to_empty(device=...)`, before the weights are loaded and the
+    optimizer is made.
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     mark_parameters(model)
-    # One parameter under all its names, as before its memory was given.
+    # One parameter under all its names, as before `to_empty`.
     first: dict[int, nn.Parameter] = {}
     for module in model.modules():
         record = record_of(module)
@@ -71,19 +71,19 @@ def rebuild_buffers(model: nn.Module) -> None:
         for name in module._non_persistent_buffers_set
         if module._buffers.get(name) is not None
     }
-    passing = [*wanted.values(), *(one for one in _passing_meta(model) if one[::2] not in wanted)]
+    passing = [*wanted.values(), *(place for place in _passing_meta(model) if place[::2] not in wanted)]
     for rebuilt in _rebuilt(model, passing, device):
         rebuilt.put()
 
 
 def rebuilt_passing_tensors(model: nn.Module, device: torch.device) -> list[Rebuilt]:
-    """What to put in place of every meta tensor that no checkpoint holds: unsaved buffers, and tensors in plain
-    attributes. Nothing of the model changes before it is `put`."""
+    """Return a replacement for every meta tensor that no checkpoint holds: non-persistent buffers, and tensors in plain
+    attributes. The model does not change before they are `put`."""
     return _rebuilt(model, list(_passing_meta(model)), device)
 
 
 def new_adapters(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """These parameters and buffers of adapters, whole, as their library makes them. Draws from this rank's stream."""
+    """Return these adapter parameters and buffers, full, as their library makes them. Draws from this rank's stream."""
     if not names:
         return {}
     twins, adapters = _twin_modules(model, list(names)), {}
@@ -110,10 +110,10 @@ def _rebuilt(model: nn.Module, wanted: list[tuple[str, nn.Module, str]], device:
     twins = _twin_modules(model, names)
     for path, module, name in wanted:
         twin = twins.get(plain_name(path))
-        found = getattr(twin, name, None) if twin is not None else None
-        if not isinstance(found, torch.Tensor) or found.is_meta:
+        built = getattr(twin, name, None) if twin is not None else None
+        if not isinstance(built, torch.Tensor) or built.is_meta:
             raise _cannot_rebuild([f"{path}.{name}"])
-        value = found.detach().to(device=device)
+        value = built.detach().to(device=device)
         if name in module._buffers:
             record, old = record_of(module), module._buffers[name]
             held = record.buffers.get(name) if record is not None else None
@@ -142,16 +142,13 @@ def _cannot_rebuild(names: list[str]) -> AutoplanError:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- the twin
-
-
 def _twin_modules(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
     base = conventions().base_of(model)
     record = record_of(base)
     build = conventions().builder_of(record.original if record is not None else type(base), base)
     if build is None:
         raise _cannot_rebuild(names)
-    for empty_is_meta in (True, False):  # a few models fill an empty tensor and make that the buffer
+    for empty_is_meta in (True, False):  # a few models make a buffer from an empty tensor
         state = torch.get_rng_state()
         try:
             with BUILDING, _parameters_on_meta(empty_is_meta), torch.no_grad():
@@ -161,14 +158,14 @@ def _twin_modules(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
         if not any(True for _ in _passing_meta(twin)):
             break
     if conventions().base_names(model):
-        # Parameters that are not on meta, and hold one number, which is NaN
-        made: dict[int, nn.Parameter] = {}
+        # Replace the meta parameters by real ones that expand a single NaN.
+        filled: dict[int, nn.Parameter] = {}
         for module in twin.modules():
             for name, old in module._parameters.items():
                 if old is not None:
                     number = torch.nan if old.is_floating_point() else 0
                     value = torch.full((), number, dtype=old.dtype, device="cpu").expand(old.shape)
-                    module._parameters[name] = made.setdefault(id(old), nn.Parameter(value, old.requires_grad))
+                    module._parameters[name] = filled.setdefault(id(old), nn.Parameter(value, old.requires_grad))
         with torch.no_grad():
             twin = conventions().adapted_as(model, twin)
     return dict(twin.named_modules(remove_duplicate=False))
@@ -176,7 +173,7 @@ def _twin_modules(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
 
 @contextmanager
 def _parameters_on_meta(empty_is_meta: bool) -> Iterator[None]:
-    """Parameters built in this thread go to meta; with `empty_is_meta` their memory is never even allocated."""
+    """Build parameters of this thread on meta; with `empty_is_meta` their memory is never even allocated."""
     thread = threading.get_ident()
 
     def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -196,7 +193,7 @@ def _parameters_on_meta(empty_is_meta: bool) -> Iterator[None]:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """`torch.empty` without a device, which is how modules make their parameters, gives a meta tensor."""
+    """A mode in which `torch.empty` without a device, as modules call it for parameters, returns a meta tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -205,27 +202,27 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# Get whole tensors back: parameters or gradients under the checkpoint's names, in its shapes and row order.
+# Gather full tensors: parameters or gradients under the checkpoint's names, in its shapes and row order.
 #
-# `DTensor.full_tensor()` of a packed weight is in rank order, so comparing it to anything outside is wrong without a
-# word. This is the way out that is right for every parameter, under FSDP2 too.
+# `DTensor.full_tensor()` of a packed weight is in rank order, so comparing it to anything outside is silently wrong.
+# `full_tensors` is right for every parameter, under FSDP2 too.
 
 
 def full_tensors(model: nn.Module, grads: bool = False) -> dict[str, torch.Tensor]:
-    """Every parameter (or its gradient, where it has one) as a plain whole tensor. Tied names share one tensor.
+    """Return every parameter (or its gradient, if it has one) as a plain full tensor. Tied names share one tensor.
 
     Collective: every rank of the mesh must call it. A gradient that only some ranks have counts as zero on the others.
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     with fail_together(voters_of(model), "full_tensors"):
-        found = list(held_parameters(model))
+        parameters = list(held_parameters(model))
         meet(same_model(model))
-        owners = {id(parameter): parameter for _, parameter, _ in found}
+        owners = {id(parameter): parameter for _, parameter, _ in parameters}
         present = _present(list(owners.values())) if grads else [True] * len(owners)
         wanted = dict(zip(owners, present, strict=True))
         whole: dict[int, torch.Tensor] = {}
         result: dict[str, torch.Tensor] = {}
-        for fqn, parameter, held in found:
+        for fqn, parameter, held in parameters:
             if not wanted[id(parameter)]:
                 continue
             if id(parameter) not in whole:
@@ -239,7 +236,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _present(parameters: list[nn.Parameter]) -> list[bool]:
-    """Which parameters have a gradient on at least one rank."""
+    """Return, per parameter, whether it has a gradient on at least one rank."""
     flags = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
     meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
     mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)

@@ -1,24 +1,24 @@
 """Let a module's own code see plain local tensors while everyone else sees DTensors.
 
-The problem: parameters live as DTensors (so optimizers, FSDP2 and checkpoints know how they lie), but forward code must
-compute with this rank's piece. The piece is needed by *every* reader, not only by the owner's forward: a tied head that
-calls `F.linear(x, self.embed.weight)`, attention that hands `self.out_proj.weight` to a fused function, a recurrent
-layer with its list of flat weights; and again when activation checkpointing runs a block a second time, from backward.
+The problem: parameters are DTensors (so that optimizers, FSDP2 and checkpoints know their placements), but forward code
+must compute with the local shard. *Every* reader needs it, not only the owner's forward: a tied head that calls
+`F.linear(x, self.embed.weight)`, attention that passes `self.out_proj.weight` to a fused function, a recurrent layer
+with its list of flat weights; and again when activation checkpointing recomputes a block in backward.
 
-So each module is given a subclass of its own class (same name, `isinstance` holds) in which every parameter name is a
-property. It reads `_parameters`, the one place torch itself keeps them, and while code of the model runs it returns the
-local tensor. "While code of the model runs" is one flag per model, raised by every module's `_call_impl`: below
-`__call__`, `torch.compile` and activation checkpointing alike, and lowered again whatever is raised.
+So each module gets a subclass of its own class (same name, `isinstance` holds) in which every parameter name is a
+property. It reads `_parameters`, where torch itself keeps them, and while code of the model runs it returns the local
+tensor. "While code of the model runs" is one flag per model, set by every module's `_call_impl`: below `__call__`,
+`torch.compile` and activation checkpointing alike, and reset after any error.
 
-The local tensor is a differentiable view: its gradient becomes the DTensor's gradient, summed over ranks first where
-every rank computes only a part of it (`ParameterRule.gradient`).
+The local tensor is a differentiable view: its gradient becomes the DTensor's gradient, all-reduced first where every
+rank computes a partial one (`ParameterRule.gradient`).
 
 A forward that a library sets on a model (a fused head: log-probabilities without logits) may read weights of modules
-that it does not call. Nothing of the plan is done there, and each rank computes the same: it reads whole tensors, and
-each rank keeps its rows of the gradient.
+that it does not call. No hooks of the plan run there, and each rank computes the same: it reads full tensors, and each
+rank keeps its rows of the gradient.
 
-A DTensor on more than one mesh dim is the form FSDP2 keeps between uses. No forward may compute with it, and FSDP2 does
-read it through the attribute: it is handed out as it is.
+A DTensor on more than one mesh dim is FSDP2's sharded parameter between uses. No forward may compute with it, and FSDP2
+reads it through the attribute: it is returned unchanged.
 """
 
 from __future__ import annotations
@@ -52,30 +52,28 @@ from autoplan.execute.parameters.held import NOTHING, Held, part_of_whole, recor
 from autoplan.execute.parameters.state_dict import gathered, local_piece
 from autoplan.patches.classes import subclass_of
 
-# --------------------------------------------------------------------------------------------------------- the view
-
 
 def local_view(
     parameter: torch.Tensor | None, held: Held | None, summed: Mapping[int, torch.Tensor] = NOTHING
 ) -> torch.Tensor | None:
-    """The plain tensor this rank computes with."""
+    """Return the plain tensor this rank computes with."""
     lies_on_tp = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
     if parameter is None or held is None or held.read is None:
         local = _held_view(parameter, held)
     elif id(parameter) in summed:
         local = part_of_whole(parameter, held, summed[id(parameter)])
     elif isinstance(parameter, DTensor) and (not lies_on_tp or held.read.group == held.group):
-        return parameter  # as FSDP2 keeps it
+        return parameter  # FSDP2's sharded parameter
     else:
         local = part_of_whole(_held_view(parameter, held), held, None)
-    # last of all: what is saved for it is saved where the module runs, and again where a checkpoint runs it again
+    # last, so that what autograd saves for it is saved by the module's own run, and again by a checkpoint's
     if held is not None and held.divide and held.group.size > 1 and lies_on_tp:
         return part_of_sum(local, held.group.size)
     return local
 
 
 def _held_view(parameter: Any, held: Held | None) -> Any:
-    """What this rank of tp holds of it, undivided."""
+    """Return this tp rank's undivided local tensor."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != 1:
         return parameter
     local = _local(parameter)
@@ -92,10 +90,10 @@ def _held_view(parameter: Any, held: Held | None) -> Any:
 
 
 def whole_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tensor | None:
-    """The whole tensor, for code that computes the same with it on every rank of tp."""
+    """Return the full tensor, for code that computes the same with it on every tp rank."""
     if not isinstance(parameter, DTensor) or held is None:
         return parameter
-    if parameter.device_mesh.ndim > 1:  # in an FSDP2 unit that does not run: it is not gathered
+    if parameter.device_mesh.ndim > 1:  # in an FSDP2 unit that does not run, so it is not gathered
         whole: torch.Tensor = _WholeOfUnit.apply(parameter, held)
         return whole
     local = held.held_of(_local(parameter))
@@ -103,7 +101,7 @@ def whole_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tenso
 
 
 class _WholeOfUnit(Recorded):
-    """A parameter as FSDP2 keeps it, whole. Its gradient is the mean of the data-parallel ranks', as FSDP2's."""
+    """The full tensor of FSDP2's sharded parameter. Its gradient is averaged over data-parallel ranks, like FSDP2's."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, held: Held) -> torch.Tensor:
@@ -124,14 +122,14 @@ _CALLED = nn.Module._call_impl.__code__
 
 
 def _has_new_forward(module: nn.Module, depth: int = 3) -> bool:
-    """Has a library set a forward on it, or on a model inside of it (which adapters wrap)?"""
+    """Return whether a library set a forward on a module, or on a model inside of it (which adapters wrap)."""
     if "forward" in vars(module):
         return True
     return depth > 0 and any(_has_new_forward(one, depth - 1) for one in module._modules.values() if one is not None)
 
 
 def _is_read_by_a_new_forward(module: nn.Module) -> bool:
-    """Does the forward that someone set on another module read it, and not the forward of that module's class?"""
+    """Return whether a forward that was set on another module, not that of its class, reads this module."""
     frame: Any = sys._getframe(2)
     if frame.f_locals.get("self") is module:
         return False
@@ -145,7 +143,7 @@ def _is_read_by_a_new_forward(module: nn.Module) -> bool:
     if caller is module or "forward" not in vars(caller):
         return False
     new, cls = vars(caller)["forward"], caller.__class__
-    running = getattr(getattr(new, "__func__", new), "__code__", None)  # hooks of the module read, too
+    running = getattr(getattr(new, "__func__", new), "__code__", None)  # hooks of the caller read parameters, too
     return running in passed and _code_of_forward(cls) not in passed
 
 
@@ -156,7 +154,7 @@ def _code_of_forward(cls: Any) -> CodeType | None:
 
 
 def _local(parameter: DTensor) -> torch.Tensor:
-    """As `to_local`, without the search for how a gradient lies: it lies as its parameter does."""
+    """Return `to_local()`, without the search for the gradient's placements: they are those of its parameter."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return parameter.to_local()
     local: torch.Tensor = _ToLocal.apply(parameter)
@@ -175,21 +173,18 @@ class _ToLocal(Recorded):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> DTensor | None:
         if gradient is None:
             return None
-        gradient, spec = (
-            gradient.to_dense() if gradient.is_sparse else gradient,
-            ctx.spec,
-        )  # no DTensor holds a sparse one
+        gradient, spec = gradient.to_dense() if gradient.is_sparse else gradient, ctx.spec  # DTensors are dense
         if recorded_again() or gradient.dtype != spec.tensor_meta.dtype:
             return DTensor.from_local(
                 gradient, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
             )
-        if gradient.stride() != ctx.stride:  # it is kept as its parameter lies in any case
+        if gradient.stride() != ctx.stride:  # a gradient has the strides of its parameter
             gradient = gradient.new_empty_strided(gradient.shape, ctx.stride).copy_(gradient)
         return DTensor(gradient, spec, requires_grad=False)
 
 
 class _SumSharedRows(Recorded):
-    """Identity whose gradient is summed over the holders of each row that several ranks hold."""
+    """Identity; the gradient of each row with several holders is summed over them."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *how: Any) -> torch.Tensor:
@@ -202,7 +197,7 @@ class _SumSharedRows(Recorded):
 
 
 class _SumRows(Recorded):
-    """The sum over the holders of each row that several ranks hold; for a second derivative, each holder's as it is."""
+    """Sums each row with several holders over them; its backward is `_SumSharedRows`."""
 
     @staticmethod
     def forward(
@@ -229,7 +224,7 @@ class _SumRows(Recorded):
 
 @contextmanager
 def reading_locally(model: nn.Module) -> Iterator[None]:
-    """For methods of a model that are not its forward (`get_image_features`): its parameters read as local tensors."""
+    """Read a model's parameters as local tensors in the block, for methods besides forward (`get_image_features`)."""
     record = record_of(model)
     if record is None:
         yield
@@ -242,21 +237,18 @@ def reading_locally(model: nn.Module) -> Iterator[None]:
         record.reading.inside = before
 
 
-# ------------------------------------------------------------------------------------------------------ the subclass
-
-
 @cache
 def view_class(cls: Any, names: tuple[str, ...]) -> type:
-    """The subclass of `cls` whose parameters `names` read as local tensors while the model runs."""
+    """Return the subclass of `cls` whose parameters `names` read as local tensors while the model runs."""
     namespace: dict[str, Any] = {
         "_call_impl": _reading_call(cls),
         "_apply": _keeping_attributes(cls),
         "get_parameter": _reading_by_name(cls),
         "__reduce_ex__": _reduce_to(cls, names),
     }
-    # Public methods besides forward whose code mentions one of the parameters: called from outside
-    # (`get_image_features`), they compute with local tensors too.
-    found: dict[str, Any] = {}
+    # Public methods whose code reads one of the parameters (`get_image_features`) compute with local tensors too when
+    # they are called from outside.
+    methods: dict[str, Any] = {}
     for name in dir(cls):
         method: Any = getattr(cls, name, None)
         if not isinstance(method, FunctionType) or hasattr(nn.Module, name) or name.startswith("_"):
@@ -264,8 +256,8 @@ def view_class(cls: Any, names: tuple[str, ...]) -> type:
         if len(inspect.signature(method).parameters) > 1:
             code = getattr(inspect.unwrap(method), "__code__", None)
             if code is not None and not set(names).isdisjoint(code.co_names):
-                found[name] = _reading_method(name, method)
-    namespace.update(found)
+                methods[name] = _reading_method(name, method)
+    namespace.update(methods)
     namespace.update((name, _parameter_property(name, getattr(cls, name, None))) for name in names)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _flat_weights_property()
@@ -279,10 +271,10 @@ def _reading_call(cls: type) -> Callable[..., Any]:
 
     def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         record = record_of(self)
-        if record is None:  # another module of the class, made by code that asked for `type(module)`
+        if record is None:  # another instance, made by code that called `type(module)`
             return base(self, *args, **kwargs)
         reading = record.reading
-        if reading.inside:  # below a module that does the rest
+        if reading.inside:  # inside of a module that does the rest
             return base(self, *args, **kwargs)
         refuse_transforms(self)
         guard = None if torch.compiler.is_compiling() else reading.guard
@@ -308,16 +300,16 @@ def _reading_call(cls: type) -> Callable[..., Any]:
 
 
 def _keeping_attributes(cls: type) -> Callable[..., Any]:
-    """`to`, `float` and their like swap a DTensor for a new one, and what was noted on a parameter would go with it."""
+    """Wrap `_apply` (`to`, `float`, …), which replaces DTensors and would lose attributes of the old parameter."""
     base: Any = cls._apply  # type: ignore[attr-defined]
 
     def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        noted = {name: vars(one) for name, one in self._parameters.items() if one is not None}
-        made = base(self, *args, **kwargs)
-        for name, one in self._parameters.items():
-            if one is not None and name in noted and noted[name] is not vars(one):
-                vars(one).update({key: value for key, value in noted[name].items() if key not in vars(one)})
-        return made
+        noted = {name: vars(parameter) for name, parameter in self._parameters.items() if parameter is not None}
+        result = base(self, *args, **kwargs)
+        for name, parameter in self._parameters.items():
+            if parameter is not None and name in noted and noted[name] is not vars(parameter):
+                vars(parameter).update({key: value for key, value in noted[name].items() if key not in vars(parameter)})
+        return result
 
     return _apply
 
@@ -352,7 +344,7 @@ def _reading_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]
 
 
 def stored_tensor(module: nn.Module, name: str) -> Any:
-    """What a module keeps under a name, whatever its class makes of that: local while the model runs."""
+    """Return the tensor stored under a name, whatever property its class defines: local while the model runs."""
     parameter, record = module.__dict__["_parameters"][name], record_of(module)
     if record is None or not record.reading.inside:
         return parameter
@@ -360,14 +352,15 @@ def stored_tensor(module: nn.Module, name: str) -> Any:
 
 
 def _parameter_property(name: str, computed: Any = None) -> property:
-    """`computed`: the property of a class that makes its weight out of what is stored under the same name."""
+    """Return the property for a parameter. `computed`: a class's own property, which computes its weight from the
+    stored one."""
 
     def read(self: nn.Module) -> Any:
         parameters = self.__dict__["_parameters"]
-        if name not in parameters:  # taken out by someone: weight_norm and its like set a plain attribute instead
+        if name not in parameters:  # removed: weight_norm and the like set a plain attribute instead
             if name in self.__dict__:
                 return self.__dict__[name]
-            raise AttributeError(name)  # nn.Module.__getattr__ looks further and words the error
+            raise AttributeError(name)  # nn.Module.__getattr__ goes on, and raises the usual error
         record = record_of(self)
         if record is None:
             return _unrecorded(self, name, parameters[name])
@@ -380,7 +373,7 @@ def _parameter_property(name: str, computed: Any = None) -> property:
             return whole_view(parameters[name], held)
         if not torch._C._is_torch_function_mode_enabled():
             return local_view(parameters[name], held, record.reading.summed)
-        with torch._C.DisableTorchFunction():  # a scoped function mode counts the module's calls, not ours
+        with torch._C.DisableTorchFunction():  # a scoped function mode must not count these calls
             local = local_view(parameters[name], held, record.reading.summed)
         if held is not None and local is not None and not torch.compiler.is_compiling():
             marks = looking_on()
@@ -400,7 +393,7 @@ def _parameter_property(name: str, computed: Any = None) -> property:
 
 
 def _unrecorded(module: nn.Module, name: str, parameter: Any) -> Any:
-    """A parameter of a module that has our class and nothing of what we know of the module that it was taken from."""
+    """Return a parameter of a module that has our class but no record of its own; refuse a DTensor."""
     if isinstance(parameter, DTensor):
         raise AutoplanError(
             f"a {type(module).__name__} was made during the forward with the parameter {name!r} of one that lies on "
@@ -411,7 +404,7 @@ def _unrecorded(module: nn.Module, name: str, parameter: Any) -> Any:
 
 
 def _flat_weights_property() -> property:
-    """Recurrent layers keep a list of their weights next to the attributes and compute with the list."""
+    """Return the property for the list of weights that recurrent layers keep and compute with."""
 
     def read(self: Any) -> Any:
         if "_flat_weights" not in self.__dict__:
@@ -428,26 +421,23 @@ def _flat_weights_property() -> property:
 
 
 def _keep_flat_weights(self: nn.Module) -> None:
-    """Views are new tensors each time; recurrent layers take that for changed weights and would store them."""
-
-
-# ------------------------------------------------------------------------------------------------ copies and pickles
+    """Keep the list: views are new tensors each time, which recurrent layers would take for changed weights."""
 
 
 def _reduce_to(cls: type, names: tuple[str, ...]) -> Callable[..., Any]:
-    """The subclass cannot be found by its name, so copies and pickles say how to make it again."""
+    """Return a `__reduce_ex__` that rebuilds the subclass, which copies and pickles cannot find by its name."""
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        made: Any = view_class(cls, names)
-        how, what, *rest = super(made, self).__reduce_ex__(max(2, protocol))
-        if getattr(how, "__name__", "") == "__newobj__" and what == (made,):
+        subclass: Any = view_class(cls, names)
+        rebuild, arguments, *rest = super(subclass, self).__reduce_ex__(max(2, protocol))
+        if getattr(rebuild, "__name__", "") == "__newobj__" and arguments == (subclass,):
             return (_rebuild, (cls, names), *rest)
-        return (how, what, *rest)  # a class derived from ours, or with its own way: theirs to rebuild
+        return (rebuild, arguments, *rest)  # a subclass of ours, or a class that rebuilds itself
 
     return __reduce_ex__
 
 
 def _rebuild(cls: type, names: tuple[str, ...]) -> nn.Module:
-    made: Any = view_class(cls, names)
-    module: nn.Module = made.__new__(made)
+    subclass: Any = view_class(cls, names)
+    module: nn.Module = subclass.__new__(subclass)
     return module

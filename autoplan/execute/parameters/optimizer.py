@@ -29,19 +29,18 @@ from autoplan.patches.tensors import (
     told_of_stored,
 )
 
-# Rows of a gradient that several ranks hold, each counted once: by us, and by torch's own norms.
+# Rows of a gradient that several ranks hold count once, here and in torch's own norms.
 #
-# The problem: where K/V heads are fewer than ranks, a DTensor is cut into more rows than the checkpoint has, and a
-# norm of it counts some of them twice. Of our own parameters we know which; torch's `clip_grad_norm_` has gradients
-# alone. So those who own parameters with such rows are noted here, and before torch takes a norm, zeros stand where
-# another rank answers.
+# The problem: with fewer K/V heads than ranks, a DTensor has more rows than the checkpoint, and its norm counts some of
+# them twice. Our own functions know which; torch's `clip_grad_norm_` gets gradients only. So the owners of parameters
+# with such rows are noted here, and before torch takes a norm, rows that another rank counts are set to zero.
 
-_Owner: TypeAlias = nn.Module | Optimizer  # no parameters themselves: torch swaps none to which a weak reference leads
+_Owner: TypeAlias = nn.Module | Optimizer  # not parameters: torch swaps none that has a weak reference
 _owners: weakref.WeakSet[_Owner] = weakref.WeakSet()
 
 
 def note_repeating(owner: _Owner) -> None:
-    """Have `count_once` know the gradients of those parameters of a model, or in an optimizer, whose rows repeat."""
+    """Note the model's modules, or the optimizer, whose parameters have shared rows, for `count_once`."""
     if isinstance(owner, Optimizer):
         if any(True for _ in _repeating(owner)):
             _owners.add(owner)
@@ -53,19 +52,19 @@ def note_repeating(owner: _Owner) -> None:
 
 def _repeating(owner: _Owner) -> Iterator[tuple[torch.Tensor, Held]]:
     if isinstance(owner, Optimizer):
-        given: Iterable[Any] = chain.from_iterable(group["params"] for group in owner.param_groups)
+        parameters: Iterable[Any] = chain.from_iterable(group["params"] for group in owner.param_groups)
     else:
-        given = owner._parameters.values()
-    for parameter in given:
+        parameters = owner._parameters.values()
+    for parameter in parameters:
         held = held_by(parameter) if parameter is not None else None
         if held is not None and repeats(held):
             yield parameter, held
 
 
 def count_once(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same gradients with zeros in rows of which another rank answers for the value."""
-    known = {id(parameter.grad): held for owner in list(_owners) for parameter, held in _repeating(owner)}
-    return [_own_rows(gradient, known[id(gradient)]) if id(gradient) in known else gradient for gradient in gradients]
+    """Return the gradients with zeros in rows that another rank counts."""
+    shared = {id(parameter.grad): held for owner in list(_owners) for parameter, held in _repeating(owner)}
+    return [_own_rows(gradient, shared[id(gradient)]) if id(gradient) in shared else gradient for gradient in gradients]
 
 
 def _own_rows(gradient: torch.Tensor, held: Held) -> torch.Tensor:
@@ -76,12 +75,12 @@ def _own_rows(gradient: torch.Tensor, held: Held) -> torch.Tensor:
 
 
 def repeats(held: Held) -> bool:
-    """Does any row have several holders?"""
+    """Return whether any row has several holders."""
     return held.dim is not None and sum(map(len, held.rows)) > held.shape[held.dim]
 
 
 def answered_for(held: Held, gradient: DTensor) -> list[int]:
-    """Which of its local rows this rank holds first among the tp ranks, within its FSDP2 shard."""
+    """Return the local rows, within this rank's FSDP2 shard, of which it is the first holder among the tp ranks."""
     before = {row for rows in held.rows[: held.group.rank] for row in rows}
     mine = [row not in before for row in held.rows[held.group.rank]]
     mesh = gradient.device_mesh
@@ -92,15 +91,15 @@ def answered_for(held: Held, gradient: DTensor) -> list[int]:
     return [place for place, wanted in enumerate(mine) if wanted]
 
 
-# `parameter.data = x` of a parameter on ranks: the rank's piece of x is what is computed with from then on.
+# `parameter.data = x` for a sharded parameter: the model computes with the local shard of x from then on.
 #
-# x may be a DTensor that lies as the parameter does (`parameter.data * 0.9`), or a whole plain tensor in the
-# checkpoint's order. Anything else is refused: it would never be computed with. So is an assignment to what FSDP2
-# has cut further, for it gathers from memory of its own.
+# x may be a DTensor with the parameter's placements (`parameter.data * 0.9`), or a full plain tensor in the
+# checkpoint's order. Anything else is refused, since it would be ignored. So is an assignment to a parameter that FSDP2
+# shards, since FSDP2 gathers from memory of its own.
 
 
 def assign_data(parameter: DTensor, value: Any, held: Held) -> None:
-    """What `parameter.data = value` does to one that lies on ranks."""
+    """Assign `parameter.data = value` for a parameter on ranks."""
     if parameter.device_mesh.ndim > 1:
         _refuse(parameter, value, held, "which FSDP2 gathers from memory of its own")
     if not isinstance(value, torch.Tensor):
@@ -121,29 +120,29 @@ def _how(parameter: DTensor) -> Any:
 
 
 def _refuse(parameter: DTensor, value: Any, held: Held, why: str) -> None:
-    what = f"a {type(value).__name__}"
+    shown = f"a {type(value).__name__}"
     if isinstance(value, torch.Tensor):
         placed = f", {value.placements}" if isinstance(value, DTensor) else ""
-        what += f" of shape {list(value.shape)}{placed}"
+        shown += f" of shape {list(value.shape)}{placed}"
     raise AutoplanError(
-        f"parameter.data = {what} for a parameter of {list(held.shape)}, {parameter.placements}, {why}",
+        f"parameter.data = {shown} for a parameter of {list(held.shape)}, {parameter.placements}, {why}",
         hint="write into it: with torch.no_grad(): parameter.copy_(x), x a DTensor that lies as the parameter does; "
         "or load it: model.load_state_dict({name: x}, strict=False)",
     )
 
 
-# Steps of optimizers that compute with more than each element of a parameter by itself.
+# Steps of optimizers that do not work element by element.
 #
-# The problem: most optimizers go element by element, and need not know that a parameter lies on ranks. Others take
-# means of rows, dot products of all gradients, or orthogonal matrices. Some of that DTensor cannot do, and says so in
-# the middle of a step, in words about its own operators. And where a parameter has more rows than the checkpoint
-# (some lie on several ranks), they would count twice, without a word.
+# The problem: most optimizers work element by element, and need not know that a parameter is sharded. Others take means
+# of rows, dot products of all gradients, or orthogonal matrices. DTensor does not support some of that, and raises in
+# the middle of a step an error about its own operators. And where a parameter has more rows than the checkpoint (some
+# lie on several ranks), they would silently count twice.
 
 _OF_WHOLE_PARAMETERS = (LBFGS, Muon)
 
 
 def watch_steps(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse what would count rows twice, and have what fails in a step say why."""
+    """Refuse optimizers that would count rows twice, and explain errors of a step."""
     for parameter in parameters if isinstance(optimizer, _OF_WHOLE_PARAMETERS) else ():
         held = held_by(parameter)
         if held is not None and tuple(parameter.shape) != held.shape:
@@ -177,8 +176,8 @@ def watch_steps(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> Non
 
 
 class _Closure:
-    """The closure of a step; its errors are its own. LBFGS puts a plain zero where a parameter got no gradient, beside
-    which DTensors cannot stand: there it is one of theirs, for as long as the step takes."""
+    """The closure of a step, whose own errors are left alone. LBFGS uses a plain zero for a parameter without gradient,
+    which cannot be mixed with DTensors: such a parameter gets a DTensor of zeros for the duration of the step."""
 
     def __init__(self, optimizer: Optimizer, given: Callable[[], Any] | None) -> None:
         self.optimizer, self.given = optimizer, given
@@ -202,7 +201,7 @@ class _Closure:
         return loss
 
     def forget(self) -> None:
-        """No gradient again where there was none."""
+        """Remove the gradients that were filled in."""
         for parameter in self.filled:
             parameter.grad = None
         self.filled.clear()
@@ -210,20 +209,19 @@ class _Closure:
 
 # Optimizer states of sharded parameters in the checkpoint's shapes and row order.
 #
-# The problem: a packed weight lies in rank order, so do its momenta, and a run that is resumed at another tp size
-# would read them shuffled, without an error. Model hooks do not see optimizer states. So every optimizer that is
-# given parameters of a parallelized model translates its own state dict: into checkpoint order when one is made, back
-# when one is loaded (from DTensors of any mesh, or from whole tensors, such as a run on one device saves).
+# The problem: a packed weight is in rank order, so are its momenta, and a run resumed at another tp size would silently
+# read them shuffled. Model hooks do not see optimizer states. So every optimizer with parameters of a parallelized
+# model translates its own state dict: into checkpoint order when one is made, back when one is loaded (from DTensors of
+# any mesh, or from full tensors, such as a run on one device saves).
 #
-# torch has hooks for an optimizer's state dict but none for its creation, so `Optimizer.__init__` tells us of new ones
-# (`follow`), for as long as there are parameters of a parallelized model. Optimizers of other parameters are not
-# touched.
+# torch has hooks for an optimizer's state dict but none for its creation, so `Optimizer.__init__` is patched to call
+# `follow`, for as long as there are parameters of a parallelized model. Optimizers of other parameters are not touched.
 
 _FOLLOWED = "_autoplan_followed"
 
 
 def follow(optimizer: Optimizer) -> None:
-    """Translate the state dicts of this optimizer, if it has marked parameters."""
+    """Translate the state dicts of this optimizer if it has marked parameters."""
     if getattr(optimizer, _FOLLOWED, False) or not any(held_by(p) is not None for p in _parameters(optimizer)):
         return
     setattr(optimizer, _FOLLOWED, True)
@@ -246,7 +244,7 @@ def _from_checkpoint(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[s
 
 
 def _translated(optimizer: Optimizer, state_dict: dict[str, Any], translate: Any) -> dict[str, Any]:
-    """The same state dict with each tensor of each marked parameter translated. Its keys may be numbers or names."""
+    """Return the state dict with each tensor of each marked parameter translated. Its keys may be numbers or names."""
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     by_key = dict(zip(keys, _parameters(optimizer), strict=False))
     states: dict[Any, Any] = {}
@@ -285,21 +283,21 @@ def _loaded(name: str, value: torch.Tensor, parameter: DTensor, held: Held) -> t
                 hint="the optimizer state belongs to another model",
             )
         return value
-    own = value.clone() if held.dim is None and not isinstance(value, DTensor) else value  # never the caller's tensor
+    own = value.clone() if held.dim is None and not isinstance(value, DTensor) else value  # no alias of the caller's
     return as_held(own, parameter, held)
 
 
-# What other packages do with parameters that lie on ranks, for as long as there are any.
+# Patches of other packages that handle parameters on ranks, for as long as there are any.
 #
-# The problem: optimizers, norms, savers and loaders are given parameters and no model, and torch has hooks for few of
-# them. So each parameter says itself how it lies, and while one lives that does, those who would go wrong with it are
-# followed: new optimizers (`load_states`), norms of gradients (`counted`), assignments of data
-# (`assigned`), whole state dicts that torch cuts, safetensors, which would look for memory, and the compiler where
-# it calls losses. And DTensor is told of the ops by which torch asks something of them.
+# The problem: optimizers, norms, savers and loaders get parameters and no model, and torch has hooks for few of them.
+# So each parameter is marked, and while a marked one lives, functions that would mishandle it are patched: creation of
+# optimizers, norms of gradients, assignments to `.data`, full state dicts that torch shards, safetensors, which would
+# look for memory, and the compiler where it calls losses. DTensor also gets rules for the ops by which torch inspects
+# parameters.
 
 
 class _Following:
-    """As long as this lives, others are followed. Every marked parameter has it, and so have its copies."""
+    """The patches, which last as long as an instance lives. Every marked parameter holds it, and so do its copies."""
 
     def __init__(self) -> None:
         self.holds = (
@@ -325,20 +323,20 @@ class _Following:
 
 
 def mark_parameters(model: nn.Module) -> None:
-    """Let parameters on ranks say how they lie, to those who get parameters and no model: optimizers, norms."""
+    """Mark parameters on ranks with how they are held, for optimizers and norms, which get no model."""
     following: _Following | None = None
     for _, parameter, held in held_parameters(model):
         if held is not None:
             following = following or _Following()
             Mark(held, following).put(parameter)
     if following is None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        asked_of_all().until_gone(model)  # FSDP2 alone has cut it
+        asked_of_all().until_gone(model)  # sharded by FSDP2 only
     note_marked(model)
     note_repeating(model)
 
 
 def stop_following(model: nn.Module) -> None:
-    """Leave optimizers made from now on alone: the plan of this model is undone."""
+    """Leave future optimizers alone: the plan of this model is undone."""
     for parameter in model.parameters():
         mark = mark_of(parameter)
         if mark is not None:

@@ -1,11 +1,11 @@
-"""Parameters that lie on ranks, seen from outside of the model: rows that are picked and set, numbers, random draws.
+"""Parameters on ranks, used from outside of the model: rows that are picked and set, numbers, random draws.
 
 The problem: loops and initialisers set rows of a table (`weight[3] = 0`), fill pieces (`bias[n : 2 * n].fill_(1)`), log
-numbers (`float(p.grad.norm())`) and draw weights anew (`nn.init`). DTensor copies what is picked along a dim that
-is cut, so what is written into it is lost; it reads a rank's own number where others have theirs; it draws the same
-numbers for each rank's part; and where a weight is packed in rank order, its rows are not the checkpoint's.
+numbers (`float(p.grad.norm())`) and reinitialise weights (`nn.init`). DTensor copies what is indexed along a sharded
+dim, so writes to it are lost; it reads a rank's own number where others have theirs; it draws the same numbers for each
+rank's shard; and where a weight is packed in rank order, its rows are not the checkpoint's.
 
-So each of them goes by the whole tensor, in the checkpoint's order, on every rank alike.
+So each of these works on the full tensor, in the checkpoint's order, the same on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that own mark
 
 
 def note_marked(model: nn.Module) -> None:
-    """Know the memory of its parameters and of their gradients."""
+    """Note the modules of a model that own marked parameters."""
     _marked.update(module for module in model.modules() if any(map(_held, module._parameters.values())))
 
 
@@ -39,7 +39,7 @@ def _held(parameter: torch.Tensor | None) -> Held | None:
 
 
 def held_of_memory(x: DTensor) -> Held | None:
-    """How it lies on ranks, if it is a marked parameter, its gradient, or the same memory under another name."""
+    """Return how a tensor is held, if it is a marked parameter, its gradient, or the same memory under another name."""
     own = None if x.is_meta else held_by(x)
     if own is not None or x.is_meta or x.grad_fn is not None:
         return own
@@ -57,25 +57,25 @@ def _place(x: DTensor) -> Any:
 
 
 def with_mark(parameter: DTensor, same: Any) -> Any:
-    """What `parameter.data` is lies as the parameter does."""
+    """Mark `parameter.data` like its parameter."""
     mark = mark_of(parameter)
     if isinstance(mark, Mark) and isinstance(same, DTensor):
         mark.put(same)
     return same
 
 
-# ------------------------------------------------------------------------------------------------ rows that are picked
+# Indexing and slicing.
 
 
 class Picked(torch.Tensor):
-    """What was picked of a tensor that lies on ranks, whole on each: what is written into it is written there."""
+    """A replicated part of a tensor on ranks, as indexing returned it: writes to it are written to the tensor, too."""
 
     base: DTensor
     pick: Callable[[torch.Tensor], torch.Tensor]
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        picked = (one for _, one in flatten_tensors((args, kwargs)) if isinstance(one, Picked))
+        picked = (item for _, item in flatten_tensors((args, kwargs)) if isinstance(item, Picked))
         first = next(picked, None)
         used_on = None if first is None else held_of_memory(first.base)
         plain_args, plain_kwargs = _plain((args, kwargs or {}), used_on)
@@ -94,7 +94,7 @@ class Picked(torch.Tensor):
 
 
 def _plain(x: Any, used_on: Held | None) -> Any:
-    """The whole plain tensor. What is computed of a weight in rank order (`bias > 0`) lies as what it is used on."""
+    """Return the full plain tensor; one computed from a weight in rank order (`bias > 0`) is ordered as `used_on`."""
     if isinstance(x, Picked):
         return x.as_subclass(torch.Tensor)  # the same memory
     if not isinstance(x, DTensor):
@@ -116,7 +116,7 @@ def _write(x: DTensor, change: Callable[[torch.Tensor], Any]) -> None:
 
 
 def pick(plain: Callable[..., Any], x: DTensor, *args: Any, **kwargs: Any) -> Any:
-    """What a method of a DTensor gives that picks rows or pieces of it."""
+    """Return the result of a method that indexes or slices a DTensor."""
     held = held_of_memory(x)
     if held is None or held.dim is None or torch.compiler.is_compiling():
         return plain(x, *args, **kwargs)
@@ -126,36 +126,36 @@ def pick(plain: Callable[..., Any], x: DTensor, *args: Any, **kwargs: Any) -> An
         return getattr(whole_view(x, held), name)(*args, **kwargs) if held.in_rank_order else plain(x, *args, **kwargs)
 
     def picked(whole: torch.Tensor, number: int | None = None) -> Any:
-        found = getattr(whole, name)(*args, **kwargs)
-        return found if number is None else found[number]
+        result = getattr(whole, name)(*args, **kwargs)
+        return result if number is None else result[number]
 
     def made(tensor: torch.Tensor, number: int | None = None) -> Picked:
-        one = tensor.as_subclass(Picked)
-        one.base, one.pick = x, lambda whole: picked(whole, number)
-        return one
+        part = tensor.as_subclass(Picked)
+        part.base, part.pick = x, lambda whole: picked(whole, number)
+        return part
 
-    found = picked(whole_tensor(x, held))
-    return made(found) if isinstance(found, torch.Tensor) else tuple(made(one, n) for n, one in enumerate(found))
+    result = picked(whole_tensor(x, held))
+    return made(result) if isinstance(result, torch.Tensor) else tuple(made(part, n) for n, part in enumerate(result))
 
 
 def total(plain: Callable[..., Any], x: DTensor, *args: Any, **kwargs: Any) -> Any:
-    """The number that a method makes of all values, in a penalty: a plain tensor, which can be added to a loss. Its
-    backward would meet plain tensors as a DTensor otherwise."""
+    """Return the scalar that a method computes of all values, in a penalty, as a plain tensor that can be added to a
+    loss. Otherwise a backward of plain tensors would reach a DTensor."""
     if torch.compiler.is_compiling() or x.is_meta:
         return plain(x, *args, **kwargs)
-    if any(placed.is_partial() for placed in x.placements):  # DTensor adds up norms of parts as if they were sums
+    if any(placed.is_partial() for placed in x.placements):  # DTensor adds up norms of shards like sums
         x = x.redistribute(placements=[Replicate() if one.is_partial() else one for one in x.placements])
-    found = plain(x, *args, **kwargs)
-    penalty = isinstance(found, DTensor) and found.requires_grad and found.dim() == 0
+    result = plain(x, *args, **kwargs)
+    penalty = isinstance(result, DTensor) and result.requires_grad and result.dim() == 0
     if not penalty or not any(_lies_on(x, module) for module in list(_marked)):
-        return found
-    made = found.full_tensor()
-    made.full_tensor = weakref.ref(made)  # for those who expect a DTensor: calling it gives the tensor itself
-    return made
+        return result
+    scalar = result.full_tensor()
+    scalar.full_tensor = weakref.ref(scalar)  # for callers that expect a DTensor: returns the tensor itself
+    return scalar
 
 
 def set_item(plain: Callable[..., Any], x: DTensor, index: Any, value: Any) -> Any:
-    """`x[index] = value`."""
+    """Perform `x[index] = value`."""
     held = held_of_memory(x)
     if held is None or torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
         return plain(x, index, value)
@@ -164,16 +164,16 @@ def set_item(plain: Callable[..., Any], x: DTensor, index: Any, value: Any) -> A
     return None
 
 
-# ------------------------------------------------------------------------------------------------ numbers, random draws
+# Numbers and random draws.
 
 
 def number_in(op: Any, args: Any, kwargs: Any) -> Any:
-    """The number in a DTensor: the sum of what ranks have, where each has a part."""
+    """Return the number in a DTensor, reduced over ranks where it is partial."""
     return gathered(args[0]).item()
 
 
 def draw(op: Any, args: Any, kwargs: Any) -> Any:
-    """Random numbers in place: ranks draw those of the whole tensor, and keep their part."""
+    """Draw random numbers in place: every rank draws those of the full tensor, and keeps its shard."""
     x = args[0]
     held = held_of_memory(x)
     if held is None and (x.is_meta or not any(_lies_on(x, module) for module in list(_marked))):
@@ -181,7 +181,7 @@ def draw(op: Any, args: Any, kwargs: Any) -> Any:
     mesh, placements = x.device_mesh, x.placements
     whole = torch.empty(x.shape if held is None else held.shape, dtype=x.dtype, device=x.device)
     op(whole, *args[1:], **kwargs)
-    if held is None:  # made like a parameter
+    if held is None:  # a tensor made like a parameter
         part = distribute_tensor(whole, mesh, placements, src_data_rank=None)._local_tensor
     else:
         part = local_piece(whole, held, mesh, placements)
@@ -190,5 +190,5 @@ def draw(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _lies_on(x: DTensor, module: nn.Module) -> bool:
-    """Does it lie on the ranks of a module's parameters?"""
-    return any(isinstance(one, DTensor) and one.device_mesh == x.device_mesh for one in module._parameters.values())
+    """Return whether a tensor is on the mesh of a module's parameters."""
+    return any(isinstance(p, DTensor) and p.device_mesh == x.device_mesh for p in module._parameters.values())

@@ -1,10 +1,10 @@
 """Put every parameter of a model on the tp mesh, prepared first and committed as one.
 
-The problem: a model is sharded whole or left as it was. So nothing of the model changes while rules are checked and
-pieces are cut; `commit` then only swaps references, and `undo` swaps them back.
+The problem: a model is sharded fully or left as it was. So nothing of the model changes while rules are checked and
+shards are cut; `commit` then only swaps references, and `undo` swaps them back.
 
-Every parameter becomes a DTensor: the split ones as `Shard(dim)` holding `Layout.rows` of the original (`held.py` has
-the order), all others as `Replicate`. Optimizers and gradient clipping take no mixture of DTensors and plain tensors.
+Every parameter becomes a DTensor: the split ones as `Shard(dim)` holding `Layout.rows` of the original (`held.py`
+explains the order), all others as `Replicate`. Optimizers and gradient clipping cannot mix DTensors and plain tensors.
 Parameters that are one object stay one object under all their names.
 """
 
@@ -45,13 +45,13 @@ def prepare_parameters(
     whole: str = "",
     context: RankGroup | None = None,
 ) -> Prepared:
-    """Check `rules` (by full name of a parameter or buffer; absent or None: whole) and cut all pieces.
+    """Check `rules` (by full name of a parameter or buffer; absent or None: replicated) and cut all shards.
 
-    Collective: ranks compare samples of their weights, for pieces of differently seeded models would train silently.
-    `gathering`: modules that compute with more than what lies here, since their weights are gathered for a call.
-    `whole`: parameters stay what they are, and code of the model reads its rank's part of them; their gradients are
-    "summed" over ranks here, or "averaged" elsewhere. `context`: they lie on ranks of tp, and that is so of what a rank
-    holds, over these ranks.
+    Collective: ranks compare samples of their weights, since shards of differently seeded models would train silently.
+    `gathering`: modules whose weights are gathered for a call, so that they compute with more than the local shard.
+    `whole`: parameters stay replicated, and code of the model reads its rank's part of them; their gradients are
+    "summed" over ranks here, or "averaged" elsewhere. `context`: parameters are sharded over tp, and this applies to
+    each rank's shard, over these ranks.
     """
     builder = _Builder(tp_mesh, RankGroup.of(tp_mesh), _by_tensor(model, rules), whole, context)
     prepared = Prepared(model)
@@ -82,9 +82,6 @@ def prepare_parameters(
     return prepared
 
 
-# ------------------------------------------------------------------------------------------------------ what changes
-
-
 @dataclass
 class _Swap:
     where: dict[str, Any]
@@ -95,7 +92,7 @@ class _Swap:
 
 @dataclass
 class Prepared:
-    """Everything that sharding will change. `commit` and `undo` swap references and cannot fail half way."""
+    """All changes that sharding will make. `commit` and `undo` swap references and cannot fail half way."""
 
     model: nn.Module
     swaps: list[_Swap] = field(default_factory=list)
@@ -107,14 +104,14 @@ class Prepared:
         assert not self._hooks, "committed already"
         for swap in self.swaps:
             swap.where[swap.name] = swap.new
-        for module, record, _, made in self.modules:
+        for module, record, _, view in self.modules:
             record.attach(module)
-            give_class(module, made)
+            give_class(module, view)
             self._hooks += register_hooks(module)
             _refresh_flat_weights(module)
 
     def undo(self) -> None:
-        """The model as it was, with the very same parameter objects."""
+        """Restore the model, with the very same parameter objects."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -131,11 +128,8 @@ def _refresh_flat_weights(module: nn.Module) -> None:
         module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
 
 
-# ------------------------------------------------------------------------------------------------------ making pieces
-
-
 class _Builder:
-    """Makes each tensor's piece once, however many names it has."""
+    """A builder that makes each tensor's shard once, however many names it has."""
 
     def __init__(self, mesh: DeviceMesh, group: RankGroup, rules: dict[int, ParameterRule], whole: str,
                  context: RankGroup | None) -> None:  # fmt: skip
@@ -175,7 +169,7 @@ class _Builder:
         return self.made[id(parameter)]
 
     def buffer(self, fqn: str, buffer: torch.Tensor) -> tuple[torch.Tensor, Held | None]:
-        """The local piece of a split buffer; a whole one as it is, but on the mesh's device."""
+        """Return the local shard of a split buffer; a replicated one unchanged, but on the mesh's device."""
         held = self._held(fqn, buffer)
         if held.dim is None and (held.read is None or held.read.dim is None):
             return self._to_device(buffer), None
@@ -198,7 +192,7 @@ class _Builder:
             raise PlanMismatchError(f"{fqn} has {len(shape)} dims; the plan cuts dim {rule.dim}")
         dim = rule.dim % len(shape)
         held = Held(shape, group, dim, rule.layout, rule.gradient, rule.divide)
-        # Does the layout fit the tensor, cover it, and give each rank what an ordinary `Shard` gives it?
+        # The layout must fit the tensor, cover it, and be as even as an ordinary `Shard`.
         layout = Layout.parse(rule.layout)
         assert held.dim is not None
         where, size = f"{fqn}, dim {held.dim}", held.shape[held.dim]
@@ -227,24 +221,21 @@ class _Builder:
                 shape, stride = torch.Size(sizes), torch.empty(sizes, device="meta").stride()
                 placement = Shard(held.dim)
             new: Any = DTensor.from_local(local, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
-            # What nn.Parameter does, without its `detach`: DTensor would work out anew how that one lies.
+            # As nn.Parameter does, without its `detach`, which would make DTensor propagate placements again.
             new.requires_grad_(parameter.requires_grad)._is_param = True
-        for name, value in vars(parameter).items():  # marks that libraries leave on parameters
+        for name, value in vars(parameter).items():  # attributes that libraries set on parameters
             new.__dict__.setdefault(name, value)
-        made: nn.Parameter = new
-        return made
+        distributed: nn.Parameter = new
+        return distributed
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.is_meta or tensor.device == self.device else tensor.to(self.device)
 
 
-# ---------------------------------------------------------------------------------------------------------- refusals
-
-
 def _by_tensor(model: nn.Module, rules: Rules) -> dict[int, ParameterRule]:
-    """The rules by identity of the tensor they are about: names of one tensor must agree."""
+    """Return the rules by the identity of their tensor; names of one tensor must agree."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    found: dict[int, tuple[str, ParameterRule]] = {}
+    rules_of: dict[int, tuple[str, ParameterRule]] = {}
     for fqn, rule in rules.items():
         if fqn not in tensors:
             near = difflib.get_close_matches(fqn, tensors, n=1)
@@ -254,10 +245,10 @@ def _by_tensor(model: nn.Module, rules: Rules) -> dict[int, ParameterRule]:
             )
         if rule is None:
             continue
-        other, known = found.setdefault(id(tensors[fqn]), (fqn, rule))
-        if _meaning(known) != _meaning(rule):
+        other, first = rules_of.setdefault(id(tensors[fqn]), (fqn, rule))
+        if _meaning(first) != _meaning(rule):
             raise PlanMismatchError(f"{other} and {fqn} are one tensor, but the plan lays them out differently")
-    return {key: rule for key, (_, rule) in found.items()}
+    return {key: rule for key, (_, rule) in rules_of.items()}
 
 
 def _meaning(rule: ParameterRule) -> tuple[Any, ...]:
@@ -280,9 +271,9 @@ def _refuse_differing_ranks(builder: _Builder) -> None:
     numbers = torch.tensor([[len(real), sum(map(len, samples))]], device=builder.device)
     counts = all_gather_rows(numbers, group, 0, each).tolist()
     if any(count != counts[0] for count in counts):
-        held = ", ".join(f"rank {rank} of {group.size} in {count}" for rank, (count, _) in enumerate(counts))
+        shown = ", ".join(f"rank {rank} of {group.size} in {count}" for rank, (count, _) in enumerate(counts))
         raise AutoplanError(
-            f"the ranks of tp do not have numbers in the same ones of {len(builder.originals)} parameters: {held}",
+            f"the ranks of tp do not have numbers in the same ones of {len(builder.originals)} parameters: {shown}",
             hint="build the model with its weights on every rank of a tp group, or on meta on every one",
         )
     if not real:

@@ -1,10 +1,10 @@
-"""State dicts of a sharded model speak the checkpoint's language: its names, shapes and row order.
+"""State dicts of a sharded model in the checkpoint's form: its names, shapes and row order.
 
-The problem: a packed weight lies in rank order (`held.py`), and a split buffer is a plain piece. Whoever saves or loads
-must not notice. So a hook on each module restores the checkpoint's order when a state dict is made (one packed weight
-is gathered at a time and cut again into ordinary consecutive pieces), and another puts whatever is loaded, DTensors or
-whole plain tensors, into the form the module holds. Making a state dict of a model with packed weights is therefore
-collective, as is loading DTensors.
+The problem: a packed weight is in rank order (`held.py`), and a split buffer is a plain local tensor. Code that saves
+or loads must not notice. So a hook on each module restores the checkpoint's order when a state dict is made (one packed
+weight is gathered at a time and sharded again into ordinary consecutive pieces), and another one converts what is
+loaded, DTensors or full plain tensors, into the form that the module holds. Making a state dict of a model with packed
+weights is therefore collective, and so is loading DTensors.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ def register_hooks(module: nn.Module) -> list[RemovableHandle]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------ saving
-
-
 def _to_checkpoint(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
     record = record_of(module)
     if record is None:
@@ -49,21 +46,21 @@ def _to_checkpoint(module: nn.Module, state_dict: dict[str, Any], prefix: str, _
 
 
 def in_checkpoint_order(tensor: DTensor, held: Held) -> DTensor:
-    """The same tensor as the checkpoint has it, cut into consecutive pieces on the same mesh."""
+    """Return the tensor in the checkpoint's order, sharded into consecutive pieces on the same mesh."""
     whole = whole_tensor(tensor, held)
-    placements = [Shard(p.dim) if hasattr(p, "dim") else p for p in tensor.placements]  # FSDP2's strided ones too
+    placements = [Shard(p.dim) if hasattr(p, "dim") else p for p in tensor.placements]  # FSDP2's _StridedShard too
     return distribute_tensor(whole, tensor.device_mesh, placements, src_data_rank=None)
 
 
-@torch.no_grad()  # not `detach`: for a DTensor each thread would work out anew how that lies
+@torch.no_grad()  # not `detach`, for which DTensor would propagate placements in each thread
 def whole_tensor(tensor: torch.Tensor, held: Held | None) -> torch.Tensor:
-    """The checkpoint's plain tensor, new in memory. Collective over every mesh dim of a DTensor."""
+    """Return the checkpoint's plain tensor in new memory. Collective over every mesh dim of a DTensor."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     if tensor.is_meta:
         return torch.empty(held.shape if held is not None else tensor.shape, dtype=tensor.dtype, device="meta")
     rows = None if held is None or held.dim is None else held.room
-    plainly_cut = tensor.device_mesh.ndim == 1 and tensor.placements[0].is_shard()  # nearly all
+    plainly_cut = tensor.device_mesh.ndim == 1 and tensor.placements[0].is_shard()  # the usual case
     whole = _put_together(tensor, rows) if plainly_cut else gathered(tensor, rows)
     if held is not None and held.in_rank_order:
         return held.to_checkpoint_order(whole)
@@ -71,9 +68,9 @@ def whole_tensor(tensor: torch.Tensor, held: Held | None) -> torch.Tensor:
 
 
 def gathered(tensor: DTensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-    """`full_tensor()`, for 8-bit floats too: not every backend sends those, but each sends bytes. `rows`: for how many
-    each rank of tp has room, where that is not as DTensor would have it."""
-    # Has FSDP2 cut further, along the same dim, what a rank of tp holds?
+    """Return `full_tensor()`, for 8-bit floats too: not every backend sends those, but each sends bytes. `rows`: the
+    room of each tp rank, where it is not DTensor's."""
+    # FSDP2 may have sharded the tp shard further along the same dim.
     *before, last = tensor.placements
     if any(hasattr(p, "split_factor") and p.dim == getattr(last, "dim", None) for p in before):
         return _put_together(tensor, rows)
@@ -83,21 +80,21 @@ def gathered(tensor: DTensor, rows: Sequence[int] | None = None) -> torch.Tensor
 
 
 def _put_together(tensor: DTensor, rows: Sequence[int] | None) -> torch.Tensor:
-    """Undo `local_piece`: the pieces of FSDP2's mesh dims first, then those of tp, which hold so many `rows`.
+    """Undo `local_piece`: gather over FSDP2's mesh dims first, then over tp, whose ranks hold `rows`.
 
-    `full_tensor()` does the same at more cost, but remembers the sizes of uneven pieces by thread: wrong for simulated
-    ranks. No step of autograd.
+    `full_tensor()` does the same at a higher cost, but caches the sizes of uneven pieces by thread: wrong for simulated
+    ranks. It is not differentiable.
     """
     mesh, local, dim = tensor.device_mesh, tensor.to_local(), tensor.placements[-1].dim
     tp = mesh.ndim - 1
     sizes = rows or [len(chunk(tensor.shape[dim], mesh.size(tp), rank)) for rank in range(mesh.size(tp))]
     levels = [(tp, sizes)]
-    held = sizes[mesh.get_local_rank(tp)]
+    count = sizes[mesh.get_local_rank(tp)]
     for mesh_dim, placement in enumerate(tensor.placements[:-1]):
         if getattr(placement, "dim", None) == dim:
-            pieces = [len(chunk(held, mesh.size(mesh_dim), rank)) for rank in range(mesh.size(mesh_dim))]
+            pieces = [len(chunk(count, mesh.size(mesh_dim), rank)) for rank in range(mesh.size(mesh_dim))]
             levels.append((mesh_dim, pieces))
-            held = pieces[mesh.get_local_rank(mesh_dim)]
+            count = pieces[mesh.get_local_rank(mesh_dim)]
     for mesh_dim, pieces in reversed(levels):
         group = RankGroup.of(mesh.get_group(mesh_dim))
         local = all_gather_rows(local, group, dim, pieces) if group.size > 1 else local
@@ -105,16 +102,13 @@ def _put_together(tensor: DTensor, rows: Sequence[int] | None) -> torch.Tensor:
 
 
 def whole_buffer(local: torch.Tensor, held: Held) -> torch.Tensor:
-    """The checkpoint's buffer from the ranks' pieces. Collective."""
+    """Return the checkpoint's buffer from the ranks' shards. Collective."""
     if held.read is not None and held.read.dim is not None:
         local = whole_buffer(local, held.read)
     if held.dim is None or held.group.size == 1:
         return held.to_checkpoint_order(local)
     ranked = all_gather_rows(local.detach(), held.group, held.dim, [len(rows) for rows in held.rows])
     return held.to_checkpoint_order(ranked)
-
-
-# ----------------------------------------------------------------------------------------------------------- loading
 
 
 def _from_checkpoint(
@@ -134,7 +128,7 @@ def _from_checkpoint(
         for name, held in held_by_name.items():
             value, current = state_dict.get(prefix + name), own.get(name)
             if not isinstance(value, torch.Tensor) or current is None:
-                continue  # missing: torch's own message
+                continue  # missing: torch reports it
             if tuple(value.shape) != held.shape:
                 errors.append(_size_mismatch(prefix + name, value, held))
                 state_dict[prefix + name] = current
@@ -145,7 +139,7 @@ def _from_checkpoint(
 
 
 def _size_mismatch(key: str, value: torch.Tensor, held: Held) -> str:
-    """torch's own words, with the checkpoint's shape rather than the one in rank order."""
+    """Return torch's own message, with the checkpoint's shape rather than the one in rank order."""
     return (
         f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
         f"the shape in current model is {torch.Size(held.shape)}."
@@ -153,7 +147,7 @@ def _size_mismatch(key: str, value: torch.Tensor, held: Held) -> str:
 
 
 def as_held(value: torch.Tensor, parameter: DTensor, held: Held) -> DTensor:
-    """A loaded tensor, plain and whole or a DTensor in checkpoint order, laid out as `parameter` is."""
+    """Return a loaded tensor, plain and full or a DTensor in checkpoint order, with the placements of `parameter`."""
     mesh, placements = parameter.device_mesh, parameter.placements
     same = isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements)
     if same and not held.in_rank_order:
@@ -168,8 +162,7 @@ def as_held(value: torch.Tensor, parameter: DTensor, held: Held) -> DTensor:
 
 
 def local_piece(whole: torch.Tensor, held: Held, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """This rank's piece: its rows on the tp mesh, and of those its shard where FSDP2 has cut them further, into
-    consecutive pieces."""
+    """Return this rank's shard: its rows on the tp mesh, and of those FSDP2's consecutive piece."""
     local = held.roomy(held.cut(whole.detach()))
     for mesh_dim, placement in enumerate(fsdp_placements(placements, held)):
         dim = getattr(placement, "dim", None)

@@ -1,5 +1,4 @@
-"""Read a folder of a quantised checkpoint as if its weights were plain, dequantising only the blocks that are asked
-for."""
+"""Read a folder of a quantised checkpoint as if its weights were plain, dequantising only the requested blocks."""
 
 from __future__ import annotations
 
@@ -16,18 +15,18 @@ from autoplan.execute.quantised.formats import QuantisedTwice, dequantise
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
-_AT_ONCE = 2**24  # numbers of a matrix that is stored row by row, of which columns are wanted
-_NESTED = ".nested_absmax"  # of largest numbers of blocks that are stored in blocks themselves
+_AT_ONCE = 2**24  # elements dequantised at once of a flat matrix
+_NESTED = ".nested_absmax"  # of absmax values that are quantised in blocks themselves
 
 
 class _Files(CheckpointFiles):
-    """A folder whose stored tensors have the names of their schemes, and no scales in blocks of their own."""
+    """A folder whose stored tensors have the names of their schemes, and whose absmax values are dequantised."""
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
         self.call(conventions().stored_aliases(self.folder, super().keys))
-        known = set(super().keys)
-        self._nested = {f"{key.removesuffix(_NESTED)}.absmax" for key in known if key.endswith(_NESTED)} & known
+        keys = set(super().keys)
+        self._nested = {f"{key.removesuffix(_NESTED)}.absmax" for key in keys if key.endswith(_NESTED)} & keys
 
     def dtype(self, key: str) -> torch.dtype:
         return torch.float32 if key in self._nested else super().dtype(key)
@@ -49,19 +48,19 @@ class _Files(CheckpointFiles):
                 hint="complete the download, or save the checkpoint again with its package",
             )
         largest, values, kept = read(f"{weight}{_NESTED}"), read(f"{weight}.nested_quant_map"), read(state)
-        said = json.loads(bytes(kept.tolist()).decode("utf-8"))
+        quantisation = json.loads(bytes(kept.tolist()).decode("utf-8"))
         return QuantisedTwice(
-            largest, values, kept, float(said["nested_offset"]), int(said.get("nested_blocksize", 256))
+            largest, values, kept, float(quantisation["nested_offset"]), int(quantisation.get("nested_blocksize", 256))
         )
 
     def says_nothing(self, key: str) -> bool:
-        """GPTQ's tools wrote a bias of zeros for layers that have none."""
+        """Return whether a bias can be ignored: GPTQ's tools wrote zeros for layers without a bias."""
         owner, _, name = key.rpartition(".")
         return name == "bias" and f"{owner}.qweight" in super().keys and not super().read(key).any()
 
 
 class StoredFiles(_Files):
-    """The tensors of a folder as a packed model holds them: parameters have no dots in their names."""
+    """The tensors of a folder as a packed model holds them: parameter names have no dots."""
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
@@ -71,7 +70,7 @@ class StoredFiles(_Files):
         self._dotted = {f"{name}_{end}": f"{name}.{end}" for name in names for end in ("absmax", "quant_map")}
 
     def quantised_twice(self) -> dict[str, QuantisedTwice]:
-        """By weight, what makes codes again of the largest numbers of its blocks."""
+        """Return, by weight, what turns the absmax values of its blocks into codes again."""
         return {weight: self._twice(weight) for key in sorted(self._nested) for weight in [key.removesuffix(".absmax")]}
 
     @property
@@ -90,7 +89,7 @@ class StoredFiles(_Files):
 
 
 class DequantisedFiles(_Files):
-    """The tensors of a folder, packed weights by the names and shapes of plain ones."""
+    """The tensors of a folder, with packed weights under the names and shapes of plain ones."""
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
@@ -98,7 +97,7 @@ class DequantisedFiles(_Files):
         stored = conventions().stored_weights(self.folder, super().keys, shape, read)
         self.packed = {weight.name: weight for weight in stored}
         self._parts = {f"{w.owner}.{tensor.name}" for w in stored for tensor in w.tensors}
-        # An 8-bit float without a scale says nothing
+        # An 8-bit float without its scale is no number.
         plain = ((key, super(DequantisedFiles, self).dtype(key)) for key in self.keys if key not in self.packed)
         odd = next(((key, dtype) for key, dtype in plain if dtype.is_floating_point and dtype.itemsize == 1), None)
         if odd is not None:
@@ -114,7 +113,7 @@ class DequantisedFiles(_Files):
         return (*others, *self.packed)
 
     def _is_beside(self, key: str) -> bool:
-        """Something else that belongs to a packed weight ("….weight.quant_state")."""
+        """Return whether a key is other data of a packed weight ("….weight.quant_state")."""
         return key.rpartition(".")[0] in self.packed or key.partition(".quant_state.")[0] in self.packed
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -129,7 +128,7 @@ class DequantisedFiles(_Files):
         weight = self.packed[key]
         wanted = {dim: tuple(held) for dim, held in (rows or {}).items()}
         if weight.is_flat:
-            # Some rows at a time, and of each of them the columns that are wanted.
+            # A few rows at a time, of which only the requested columns are kept.
             outputs, inputs = weight.shape
             held = wanted.get(0, tuple(range(outputs)))
             columns = torch.tensor(wanted[1]) if 1 in wanted else None
@@ -151,18 +150,16 @@ class DequantisedFiles(_Files):
         return blocks
 
     def _part(self, weight: PackedWeight, tensor: PackedTensor, covers: Mapping[int, tuple[int, ...]]) -> torch.Tensor:
-        """A stored tensor, or what of it belongs to the blocks that hold these rows."""
+        """Return the part of a stored tensor that belongs to the blocks of these rows."""
         wanted: dict[int, Sequence[int]] = {}
         for place, dim in enumerate(tensor.dims):
             if dim.of and dim.of[0] in covers:
                 blocks = dict.fromkeys(row // dim.factor for row in covers[dim.of[0]])
-                wanted[place] = [block * dim.each + one for block in blocks for one in range(dim.each)]
+                wanted[place] = [block * dim.each + offset for block in blocks for offset in range(dim.each)]
         return super().read(f"{weight.owner}.{tensor.name}", wanted)
 
-    # ------------------------------------------------------------------------ matrices that are stored as one long row
-
     def _flat_rows(self, weight: PackedWeight, start: int, stop: int) -> torch.Tensor:
-        """Consecutive rows. Blocks may begin in one row and end in the next."""
+        """Return consecutive rows of a matrix that is stored flat. Blocks may begin in one row and end in the next."""
         inputs = weight.shape[1]
         block = lcm(*(dim.factor for tensor in weight.tensors for dim in tensor.dims))
         first = start * inputs // block * block
@@ -178,8 +175,8 @@ class DequantisedFiles(_Files):
 
 
 def _cover(weight: PackedWeight, dim: int, rows: tuple[int, ...]) -> tuple[int, ...]:
-    """All rows of the blocks that these rows are in, in their order."""
-    factors = (one.factor for tensor in weight.tensors for one in tensor.dims if one.of == (dim,))
+    """Return all rows of the blocks that contain these rows, in block order of first use."""
+    factors = (number.factor for tensor in weight.tensors for number in tensor.dims if number.of == (dim,))
     block, size = lcm(*factors), weight.shape[dim]
     blocks = dict.fromkeys(row // block for row in rows)
-    return tuple(row for one in blocks for row in range(one * block, min((one + 1) * block, size)))
+    return tuple(row for number in blocks for row in range(number * block, min((number + 1) * block, size)))

@@ -1,4 +1,4 @@
-"""Formats of quantised weights, and the refusal to quantise twice."""
+"""Formats of quantised weights, and double quantisation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.files.schemes import scheme_files
 from autoplan.values.quantised import PackedWeight, Scheme
 
-# bitsandbytes' double quantisation: the largest number of each block is a code. A packed model holds them as float32,
-# since a block of them (16384 weights) would hardly ever be a rank's own.
+# bitsandbytes' double quantisation: the absmax of each block is a code. A packed model holds absmax as float32, since a
+# block of them (16384 weights) would rarely lie on one rank.
 
 _STATE = ".quant_state."
 _ENDS = (_STATE, ".absmax")
@@ -22,7 +22,7 @@ _ENDS = (_STATE, ".absmax")
 
 @dataclass(frozen=True)
 class QuantisedTwice:
-    """How the largest numbers of a weight's blocks are themselves quantised, and where its stored state begins."""
+    """The quantisation of a weight's absmax values, and the stored state of the weight."""
 
     largest: torch.Tensor
     values: torch.Tensor
@@ -31,11 +31,11 @@ class QuantisedTwice:
     block: int
 
     def numbers(self, codes: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """What codes at these places stand for."""
+        """Return the numbers of the codes at these places."""
         return self.values.float()[codes.int()] * self._scales(places) + self.offset
 
     def codes(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Of all numbers, the codes that they were made of: those nearest, or one beside where rounding went astray."""
+        """Return the codes of all numbers: the nearest ones, or a neighbour where rounding went astray."""
         places, rising = torch.arange(len(numbers)), self.values.float().argsort()
         sought = (numbers - self.offset) / self._scales(places)
         near = torch.searchsorted(self.values.float()[rising], sought.nan_to_num())
@@ -53,7 +53,7 @@ class QuantisedTwice:
 
 
 def stored_twice(entries: Mapping[str, Any], known: Mapping[str, QuantisedTwice]) -> dict[str, Any]:
-    """Tensors of a checkpoint, those of weights that are quantised twice as bitsandbytes writes them."""
+    """Return tensors of a checkpoint, with doubly quantised weights as bitsandbytes writes them."""
     stored: dict[str, Any] = {}
     for entry, value in entries.items():
         weight, end = next(((entry[: entry.index(end)], end) for end in _ENDS if end in entry), (entry, ""))
@@ -68,16 +68,16 @@ def stored_twice(entries: Mapping[str, Any], known: Mapping[str, QuantisedTwice]
     return stored
 
 
-# One function for each way to store weights: stored tensors by role and the shape of the plain piece -> that piece.
+# One function per storage format: (packed weight, stored tensors by name, shape of the plain shard) -> that shard.
 # Every number depends on its own block only, which is why shards are exact.
 
 Parts = Mapping[str, torch.Tensor]
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the first, second, … output of eight is in an integer
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight outputs in an integer
 
 
 def dequantise(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
-    """The plain piece of `shape` that these stored tensors (`parts`, by `weight`'s names) stand for."""
+    """Return the plain shard of `shape` that is stored as `parts` (by `weight`'s names)."""
     decode = _decoder(weight.scheme)
     if decode is None:
         raise AutoplanError(
@@ -86,26 +86,27 @@ def dequantise(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> to
     own = {tensor.name: parts[tensor.name] for tensor in weight.tensors}
     if weight.rows < weight.contracted:
         return decode(weight, own, shape)
-    turned = (*shape[:-2], shape[-1], shape[-2])  # stored with outputs before inputs, as all are
+    turned = (*shape[:-2], shape[-1], shape[-2])  # the decoders take outputs before inputs
     return decode(_turned(weight), own, turned).transpose(-1, -2)
 
 
 def can_dequantise(scheme: Scheme) -> bool:
-    """Is it known what the stored tensors of a scheme stand for?"""
+    """Return whether the format of a scheme can be dequantised."""
     return _decoder(scheme) is not None
 
 
 def _decoder(scheme: Scheme) -> Callable[[PackedWeight, Parts, tuple[int, ...]], torch.Tensor] | None:
-    """By the word `dequantise` of its document. A plan may know a scheme that is described no more."""
+    """Return the decoder named by `dequantise` in the scheme's document. A plan may name a scheme without a
+    document."""
     return _DEQUANTISED.get(scheme_files().get(scheme.id, {}).get("dequantise", ""))
 
 
 @lru_cache(maxsize=4096)
 def _turned(weight: PackedWeight) -> PackedWeight:
-    """The same weight with its rows before what is contracted."""
+    """Return the weight with its rows before its contracted dim."""
     places = {weight.rows: weight.contracted, weight.contracted: weight.rows}
     tensors = tuple(
-        replace(tensor, dims=tuple(replace(d, of=tuple(places.get(one, one) for one in d.of)) for d in tensor.dims))
+        replace(tensor, dims=tuple(replace(d, of=tuple(places.get(dim, dim) for dim in d.of)) for d in tensor.dims))
         for tensor in weight.tensors
     )
     *lead, first, last = weight.shape
@@ -114,11 +115,9 @@ def _turned(weight: PackedWeight) -> PackedWeight:
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------ what they share
-
-
 def _spread(scales: torch.Tensor, shape: tuple[int, ...], blocks: Mapping[int, int], parts: int = 1) -> torch.Tensor:
-    """One scale for each element, repeated over its block; size 1 broadcasts. `parts`: matrices in a stack's rows."""
+    """Repeat scales over their blocks, one per element; size 1 broadcasts. `parts`: number of matrices in a stack's
+    rows."""
     for dim, block in blocks.items():
         if scales.shape[dim] > 1 and block > 1:
             scales = scales.repeat_interleave(block, dim)
@@ -128,7 +127,7 @@ def _spread(scales: torch.Tensor, shape: tuple[int, ...], blocks: Mapping[int, i
 
 
 def _trimmed(numbers: torch.Tensor, dim: int, size: int, parts: int) -> torch.Tensor:
-    """Without what fills the last block of each part up."""
+    """Remove the padding of the last block of each part."""
     dim %= numbers.dim()
     return numbers.unflatten(dim, (parts, -1)).narrow(dim + 1, 0, size // parts).flatten(dim, dim + 1)
 
@@ -138,7 +137,7 @@ def _parts(weight: PackedWeight) -> int:
 
 
 def _blocks(weight: PackedWeight, name: str) -> dict[int, int]:
-    """How many elements share one of a tensor, by dim of the plain weight."""
+    """Return how many elements share one of a stored tensor, by dim of the plain weight."""
     tensor = next(tensor for tensor in weight.tensors if tensor.name == name)
     return {dim.of[0]: dim.factor for dim in tensor.dims if len(dim.of) == 1}
 
@@ -148,7 +147,7 @@ def _named(weight: PackedWeight, ending: str) -> str:
 
 
 def _rows(weight: PackedWeight, name: str, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """What is there once for each segment of a stack's rows, once for each row."""
+    """Repeat a value per segment of a stack's rows to one per row."""
     dims = next(tensor.dims for tensor in weight.tensors if tensor.name == name)
     if len(shape) < 3 or len(dims) < 2 or dims[1].of or dims[1].size != _parts(weight):
         return stored
@@ -156,7 +155,7 @@ def _rows(weight: PackedWeight, name: str, stored: torch.Tensor, shape: tuple[in
 
 
 def _scales(weight: PackedWeight, parts: Parts, ending: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """As numbers of float32, for each element. Bytes are exponents of two."""
+    """Return scales as float32, one per element. Bytes are exponents of two."""
     name = _named(weight, ending)
     stored = parts[name]
     numbers = (stored.float() - 127.0).exp2() if stored.dtype == torch.uint8 else stored.float()
@@ -165,14 +164,14 @@ def _scales(weight: PackedWeight, parts: Parts, ending: str, shape: tuple[int, .
 
 
 def _broad(numbers: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """With as many dims as the weight: one for all of it is one for each row of each expert."""
+    """Return numbers with as many dims as the weight, by trailing dims of size 1, so that they broadcast."""
     if len(shape) == 2 and numbers.numel() == 1:
         return numbers.reshape(1, 1)
     return numbers.reshape(*numbers.shape, *[1] * (len(shape) - numbers.dim()))
 
 
 def _bits(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Unsigned integers of `bits` bits out of 32-bit ones, the lowest bits first, along a dim."""
+    """Unpack unsigned integers of `bits` bits from 32-bit ones, lowest bits first, along a dim."""
     dim %= packed.dim()
     moved = packed.movedim(dim, -1).contiguous()
     if 32 % bits == 0:
@@ -189,7 +188,7 @@ def _bits(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 
 def _pairs(packed: torch.Tensor) -> torch.Tensor:
-    """The two halves of each byte, the lower one first, along the last dim."""
+    """Unpack the two halves of each byte, the lower one first, along the last dim."""
     bytes_ = packed.view(torch.uint8)
     return torch.stack([bytes_ & 15, bytes_ >> 4], -1).flatten(-2)
 
@@ -198,13 +197,10 @@ def _float4(packed: torch.Tensor) -> torch.Tensor:
     return torch.tensor(_FLOAT4)[_pairs(packed).int()]
 
 
-# ------------------------------------------------------------------------------------------------------------- formats
-
-
 def _plain_numbers(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
-    """float8 or int8, times a scale, less a zero point where there is one."""
+    """Decode float8 or int8, times a scale, minus a zero point if there is one."""
     numbers = parts[weight.tensors[0].name].float()
-    ending = next(one for one in ("_scale_inv", "_scale") for t in weight.tensors if t.name.endswith(one))
+    ending = next(end for end in ("_scale_inv", "_scale") for t in weight.tensors if t.name.endswith(end))
     zeros = [tensor.name for tensor in weight.tensors if tensor.name.endswith("_zero_point")]
     if zeros:
         zero = _broad(_rows(weight, zeros[0], parts[zeros[0]].float(), shape), shape)
@@ -217,7 +213,7 @@ def _fp4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Te
 
 
 def _mxfp4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
-    """Blocks of 16 bytes along the inputs."""
+    """Decode blocks of 16 bytes along the inputs."""
     numbers = _float4(parts[_named(weight, "_blocks")])  # [experts, outputs, blocks, 32]
     exponents = parts[_named(weight, "_scales")].int() - 127
     return torch.ldexp(numbers, exponents.unsqueeze(-1)).flatten(-2)
@@ -225,8 +221,8 @@ def _mxfp4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.
 
 def _nvfp4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
     name = f"{weight.parameter}_global_scale"
-    one = _broad(_rows(weight, name, parts[name].float(), shape), shape)
-    return _float4(parts[weight.tensors[0].name]) * (_scales(weight, parts, "_scale", shape) / one)
+    global_scale = _broad(_rows(weight, name, parts[name].float(), shape), shape)
+    return _float4(parts[weight.tensors[0].name]) * (_scales(weight, parts, "_scale", shape) / global_scale)
 
 
 def _awq(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
@@ -245,23 +241,23 @@ def _awq_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _gptq(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
-    """`g_idx` says the group of each input; where groups are in order, this piece has those of its inputs."""
+    """Decode by `g_idx`, the group of each input; where groups are in order, a shard holds those of its inputs."""
     value = weight.scheme.value
     numbers = _bits(parts[_named(weight, "qweight")], value("bits"), -2)
     zeros = _bits(parts[_named(weight, "qzeros")], value("bits"), -1)[..., : numbers.shape[-1]]
     zeros = (zeros + 1) & (2 ** value("bits") - 1) if value("one_more") else zeros
     scales = parts[_named(weight, "scales")]
     groups = parts[_named(weight, "g_idx")].long()
-    if weight.contracted in _blocks(weight, _named(weight, "scales")):  # in order: of the groups of these inputs
+    if weight.contracted in _blocks(weight, _named(weight, "scales")):  # in order: those of these inputs
         groups = torch.unique(groups, return_inverse=True)[1]
     if groups.dim() == 1:
         return (scales[groups] * (numbers - zeros[groups])).transpose(-1, -2)
-    groups = _rows(weight, _named(weight, "g_idx"), groups, shape).transpose(-1, -2)  # of a stack, for each element
+    groups = _rows(weight, _named(weight, "g_idx"), groups, shape).transpose(-1, -2)  # for a stack, one per element
     return (scales.gather(1, groups) * (numbers - zeros.gather(1, groups))).transpose(-1, -2)
 
 
 def _packed_integers(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
-    """compressed-tensors: unsigned with an offset, packed along the inputs; zero points along the outputs."""
+    """Decode compressed-tensors: unsigned with an offset, packed along the inputs; zero points along the outputs."""
     bits = weight.scheme.value("bits")
     half = 2 ** (bits - 1)
     numbers = _bits(parts[_named(weight, "_packed")], bits, -1).narrow(-1, 0, shape[-1]) - half
@@ -281,7 +277,7 @@ def _packed_integers(weight: PackedWeight, parts: Parts, shape: tuple[int, ...])
 
 
 def _bnb_4bit(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
-    """The higher half of a byte first; the largest number of each block beside it."""
+    """Decode the higher half of a byte first; the absmax of each block is stored separately."""
     parameter = weight.tensors[0].name
     stored = parts[parameter].reshape(-1).view(torch.uint8)
     numbers = torch.stack([stored >> 4, stored & 15], -1).reshape(-1)
@@ -295,7 +291,7 @@ def _bnb_8bit(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> tor
 
 
 def _torchao_int4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
-    """Signed, the lower half of a byte first; scales and zero points by group and output, the latter added."""
+    """Decode signed halves, lower first; scales and zero points by group and output, the latter added."""
     numbers = ((_pairs(parts[_named(weight, "_qdata")]).int() ^ 8) - 8).float()
     scales, zeros = (
         _spread(parts[_named(weight, name)].float().transpose(-1, -2), shape, {1: weight.scheme.value("group")})

@@ -1,5 +1,4 @@
-"""Models whose weights stay packed: each module gets a subclass of its class whose weight is a property that
-dequantises.
+"""Models whose weights stay packed: each module's class gets a subclass with a weight property that dequantises.
 
 Packed tensors are frozen parameters under their names in checkpoints: sharded, loaded and saved like any others.
 Gradients pass to the input and to adapters. No GPU kernel is needed.
@@ -27,11 +26,11 @@ from autoplan.values.quantised import PackedTensor, PackedWeight
 
 _STORED = "_autoplan_stored"
 _BESIDE = "_autoplan_beside"
-_PLAIN = "_autoplan_plain"  # what has been made of stacks in the call that runs
+_PLAIN = "_autoplan_plain"  # stacks dequantised in the running call
 
 
 def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
-    """Give the plain `model`, in place, the packed tensors of `plan`, on meta; `load_weights` fills them."""
+    """Replace weights of the plain `model` by the packed tensors of `plan`, on meta; `load_weights` fills them."""
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     check_argument("plan", plan, Plan, "give a plan that autoplan.plan made of a quantised model")
     chosen = _chosen(model, plan)
@@ -51,12 +50,12 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Does a module itself hold packed tensors?"""
+    """Return whether a module itself holds packed tensors."""
     return _STORED in module.__dict__
 
 
 def stored_tensors(model: nn.Module) -> dict[str, tuple[PackedWeight, PackedTensor]]:
-    """The packed tensors of a model by full name, each with the weight that it is stored for."""
+    """Return the packed tensors of a model by full name, each with its weight."""
     tensors: dict[str, tuple[PackedWeight, PackedTensor]] = {}
     for path, module in model.named_modules():
         for weight, _ in module.__dict__.get(_STORED, {}).values():
@@ -65,25 +64,25 @@ def stored_tensors(model: nn.Module) -> dict[str, tuple[PackedWeight, PackedTens
 
 
 def keep_beside(model: nn.Module, headers: Mapping[str, str], twice: Mapping[str, QuantisedTwice]) -> None:
-    """What the files that filled a packed model said besides tensors: whoever reads what is saved needs it again."""
+    """Keep what the files of a packed model held besides tensors: readers of a saved checkpoint need it again."""
     if stored_tensors(model):
         model.__dict__[_BESIDE] = dict(headers), dict(twice)
 
 
 def kept_beside(model: nn.Module) -> tuple[dict[str, str], dict[str, QuantisedTwice]]:
-    """The headers of those files, and the weights that they stored quantised twice."""
-    kept: tuple[dict[str, str], dict[str, QuantisedTwice]] = model.__dict__.get(_BESIDE, ({}, {}))
-    return kept
+    """Return the headers of those files, and the weights that they stored quantised twice."""
+    extras: tuple[dict[str, str], dict[str, QuantisedTwice]] = model.__dict__.get(_BESIDE, ({}, {}))
+    return extras
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
-    """From now on the plain numbers of a packed module have this dtype: what reaches it is cast to it."""
+    """Dequantise a packed module to this dtype from now on: its inputs are cast to it."""
     stored = module.__dict__[_STORED]
     module.__dict__[_STORED] = {name: (weight, dtype) for name, (weight, _) in stored.items()}
 
 
 def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWeight]]]:
-    """The modules with their packed weights. Raises before anything is changed."""
+    """Return the modules with their packed weights. Raise before anything is changed."""
     if not plan.packed:
         raise PlanMismatchError("the plan knows of no quantised weights", hint="plan a config with quantization_config")
     chosen = []
@@ -118,7 +117,7 @@ def _stored_class(cls: type, names: tuple[str, ...], stacks: bool) -> Any:
 
 
 def _keeping(call: Any) -> Any:
-    """The plain numbers of a stack, which a forward reads once for each expert, are made once for each call."""
+    """Wrap a call so that a stack, which a forward reads once per expert, is dequantised once per call."""
 
     def kept(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         outer = module.__dict__.get(_PLAIN)
@@ -135,7 +134,7 @@ def _reader(name: str) -> Any:
     def plain(module: nn.Module) -> torch.Tensor:
         weight, dtype = module.__dict__[_STORED][name]
         parts = {tensor.name: stored_tensor(module, tensor.attribute) for tensor in weight.tensors}
-        # Of the plain piece that a rank's tensors stand for: the first of them has room for whole numbers only.
+        # The shape of the plain shard follows from the first local tensor.
         first = parts[weight.tensors[0].name]
         shape = list(weight.shape)
         tensor: PackedTensor = weight.tensors[0]
@@ -150,19 +149,19 @@ def _reader(name: str) -> Any:
     def outside_modes(module: nn.Module) -> torch.Tensor:
         if not torch._C._is_torch_function_mode_enabled():
             return plain(module)
-        with torch._C.DisableTorchFunction():  # a scoped function mode counts the module's calls, not ours
+        with torch._C.DisableTorchFunction():  # a scoped function mode must not count these calls
             return plain(module)
 
     def read(module: nn.Module) -> torch.Tensor:
-        kept = module._parameters.get(name)
-        if isinstance(kept, DTensor) and (kept.device_mesh.ndim > 1 or record_of(module) is None):
-            return kept  # FSDP2 looks at what it keeps between uses, while the model's forward runs too
-        made = module.__dict__.get(_PLAIN)
-        if made is not None and name in made:
-            return made[name]
-        found = outside_modes(module)
-        if made is not None:
-            made[name] = found
-        return found
+        parameter = module._parameters.get(name)
+        if isinstance(parameter, DTensor) and (parameter.device_mesh.ndim > 1 or record_of(module) is None):
+            return parameter  # FSDP2 reads its sharded parameter between uses, even while the forward runs
+        cache = module.__dict__.get(_PLAIN)
+        if cache is not None and name in cache:
+            return cache[name]
+        plain_weight = outside_modes(module)
+        if cache is not None:
+            cache[name] = plain_weight
+        return plain_weight
 
     return read

@@ -1,5 +1,5 @@
-"""Logits that lie sharded over the vocabulary: losses, sampling, log-probabilities without a gather.
+"""Logits sharded over the vocabulary: losses, sampling and log-probabilities without a gather.
 
-In: a rank's columns of logits. Out: what the whole logits would give, forward and backward.
-May import: what execute may.
+In: a rank's columns of logits. Out: the results of the gathered logits, forward and backward. May import: what execute
+may.
 """

@@ -1,4 +1,4 @@
-"""Logits that leave the model: whole, sharded, or next to a loss."""
+"""Logits that leave the model: gathered, sharded, or next to a loss."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from autoplan.patches.patched import Kept
 from autoplan.patches.sharding_rules import left_untraced
 from autoplan.values import SplitLogits, VocabularyTable
 
-# Split logits in a caller's hands: a DTensor beside which plain tensors may stand.
+# Sharded logits outside the model: a DTensor that may be combined with plain tensors.
 #
-# The problem: who trains computes a loss of their own, by `F.cross_entropy(logits.view(-1, size), labels.view(-1))`,
-# by the divergence from a teacher, by `gather(logits, -1, ids)`. DTensor refuses to compute with plain tensors, and
-# where it is asked for a number it gives one rank's part of it.
+# The problem: training code computes its own loss, by `F.cross_entropy(logits.view(-1, size), labels.view(-1))`, by the
+# divergence from a teacher, by `gather(logits, -1, ids)`. DTensor refuses to compute with plain tensors, and a number
+# read from it is one rank's partial value.
 #
-# So the logits that leave a model are a DTensor of a class of ours, and so is what is made of them. Beside plain
-# tensors they do what they do beside a model's own loss (`split_logits.py`): a cross-entropy is the
-# vocabulary-parallel one, and whatever is not understood gets whole logits. What comes out of sums over the
-# vocabulary is summed over ranks at once, on every rank, so that a number that only one rank asks for later waits for
-# nobody. Among themselves they are DTensors as any other, also under torch's `loss_parallel`.
+# So the logits that leave a model are of a subclass of DTensor, and so are results computed from them. With plain
+# tensors they behave as with the model's own loss (`split_logits.py`): cross-entropy is vocabulary-parallel, and any op
+# that is not understood gets gathered logits. Partial sums over the vocabulary are all-reduced at once on every rank,
+# so that a number which only one rank reads later needs no communication. Combined with each other they are ordinary
+# DTensors, also under torch's `loss_parallel`.
 
 _T = torch.Tensor
 
 
 def leaving(local: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> torch.Tensor:
-    """A rank's columns as logits that leave the model, split over the ranks of a 1-D mesh in `dim`."""
+    """Return a rank's columns as logits that leave the model, sharded in `dim` over a 1-D mesh."""
     dim %= local.dim()
     shape = torch.Size([*local.shape[:dim], size, *local.shape[dim + 1 :]])
     stride = torch.empty(shape, device="meta").stride()
-    found = DTensor.from_local(local.contiguous(), mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
-    return found if torch.compiler.is_compiling() else _ours(found)
+    logits = DTensor.from_local(local.contiguous(), mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+    return logits if torch.compiler.is_compiling() else _ours(logits)
 
 
 class LeavingLogits(DTensor):
-    """See above."""
+    """Logits that left the model sharded over the vocabulary: a DTensor that may be combined with plain tensors."""
 
     __slots__ = ()
 
@@ -57,8 +57,7 @@ class LeavingLogits(DTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _NUMBERS:
-            # Numbers of a part would be taken for all of them, and a gather here would wait for ranks that do not
-            # ask.
+            # The local value would be taken for the global one, and a gather would hang if only some ranks read it.
             logits = args[0]
             if any(not placed.is_replicate() for placed in logits.placements):
                 raise AutoplanError(
@@ -69,8 +68,8 @@ class LeavingLogits(DTensor):
             return _write_whole(func, args, kwargs)
         if func.__name__ in _READ_WHOLE or (func is _T.__getitem__ and _has_list(args[1])):
             return _read_whole(func, args, kwargs)
-        # DTensor takes numbers that need no gradient; that of others would be an unexpected DTensor.
-        # torch's own vocabulary-parallel loss takes plain targets, and gives a DTensor.
+        # DTensor takes scalars without gradient; the gradient of others would be an unexpected DTensor.
+        # torch's own vocabulary-parallel loss takes plain targets, and returns a DTensor.
         if any(not isinstance(x, DTensor) and _counts(x) for _, x in flatten_tensors((args, kwargs))) and not (
             func is F.cross_entropy
             and (torch.ops.aten.nll_loss_forward.default in DTensor._op_dispatcher._custom_op_handlers)
@@ -79,23 +78,23 @@ class LeavingLogits(DTensor):
             if writes_in_place(func.__name__) and isinstance(args[0], LeavingLogits):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*_spread(args, mesh), **_spread(kwargs, mesh))
-            found = func(*_opened(args), **_opened(kwargs))
-            return columns_in(found, lambda local, kind: leaving(local, mesh, kind.dim_from_end, kind.vocabulary))
+            result = func(*_opened(args), **_opened(kwargs))
+            return columns_in(result, lambda local, kind: leaving(local, mesh, kind.dim_from_end, kind.vocabulary))
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 if func is _T.__deepcopy__:
                     return _ours(_T.__deepcopy__(_theirs(args[0]), *args[1:]))
-                found = _kept(func(*args, **kwargs), args)
+                result = _kept(func(*args, **kwargs), args)
         except NotImplementedError:  # this version of DTensor does not know the op
             writes = writes_in_place(func.__name__) and isinstance(args[0], LeavingLogits)
             return _write_whole(func, args, kwargs) if writes else _read_whole(func, args, kwargs)
-        return _excerpts(found.full_tensor()) if func is _T.__getitem__ and _is_copy(found, args) else found
+        return _excerpts(result.full_tensor()) if func is _T.__getitem__ and _is_copy(result, args) else result
 
 
 _NUMBERS = frozenset((_T.item, _T.tolist, _T.numpy, _T.__array__, _T.__float__, _T.__int__, _T.__bool__, _T.__index__))
 
 
-# What DTensor does not do along a dim that is split, or (cumsum) does wrong: measured by tests/execute/vocabulary/
+# What DTensor cannot do along a sharded dim, or (cumsum) does wrong: measured by tests/execute/vocabulary/
 _READ_WHOLE = frozenset((
     "__iter__", "_is_all_true", "argwhere", "bincount", "chunk", "corrcoef", "cov", "cummax", "cummin", "cumprod",
     "cumsum", "cumulative_trapezoid", "diagonal", "diff", "fft", "hist", "histc", "histogram", "hsplit",
@@ -119,12 +118,12 @@ _warned: set[str] = set()
 
 
 def _has_list(index: Any) -> bool:
-    """Does an index hold a list of places? DTensor would make a plain tensor of it."""
+    """Return whether an index contains a list of positions, of which DTensor would make a plain tensor."""
     return any(isinstance(item, (list, range)) for item in (index if isinstance(index, tuple) else (index,)))
 
 
 def _is_copy(found: Any, args: Any) -> bool:
-    """Is it no view, where torch gives one: a part of the split dim by numbers and slices?"""
+    """Return whether an index of numbers and slices into the sharded dim gave a copy where torch gives a view."""
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     views = all(item is None or item is Ellipsis or isinstance(item, (int, slice)) for item in index)
     was_split = any(placed.is_shard() for placed in args[0].placements)
@@ -142,12 +141,12 @@ def _warn_once(func: Any) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """Arguments with whole logits in the place of split ones."""
+    """Return arguments with gathered logits instead of sharded ones."""
     return value.full_tensor() if isinstance(value, LeavingLogits) else changed_inside(value, _whole)
 
 
 def _write_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """Change whole rows, and take back the columns of this rank."""
+    """Write into gathered logits, and copy this rank's columns back."""
     _warn_once(func)
     logits, *others = args
     whole = logits.full_tensor().clone()
@@ -159,12 +158,12 @@ def _write_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _read_whole(func: Any, args: Any, kwargs: Any) -> Any:
     _warn_once(func)
-    found = func(*_whole(args), **_whole(kwargs))
-    return _excerpts(found) if func.__name__ in _VIEWS and not _has_list(args[-1]) else found
+    result = func(*_whole(args), **_whole(kwargs))
+    return _excerpts(result) if func.__name__ in _VIEWS and not _has_list(args[-1]) else result
 
 
 class Excerpt(torch.Tensor):
-    """A part of logits that was gathered where a view was asked for: writing into it would not reach the logits."""
+    """A part of gathered logits where torch would give a view: writing into it would not reach the logits."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,8 +173,8 @@ class Excerpt(torch.Tensor):
                 f"{func.__name__} of a part of logits that are split over ranks: the part is a copy",
                 hint="write into the logits themselves (z[..., 0] = value), or autoplan.gather_logits(model)",
             )
-        found = func(*_plain(args), **_plain(kwargs))
-        return _excerpts(found) if func.__name__ in _VIEWS else found
+        result = func(*_plain(args), **_plain(kwargs))
+        return _excerpts(result) if func.__name__ in _VIEWS else result
 
 
 def _excerpts(found: Any) -> Any:
@@ -187,7 +186,7 @@ def _excerpts(found: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Arguments without excerpts."""
+    """Return arguments without excerpts."""
     if isinstance(value, Excerpt):
         with torch._C.DisableTorchFunctionSubclass():
             return value.as_subclass(torch.Tensor)
@@ -200,10 +199,10 @@ def _ours(found: DTensor) -> torch.Tensor:
 
 
 def _theirs(logits: torch.Tensor) -> DTensor:
-    """The same as a plain DTensor, without a gradient."""
-    made: Any = logits.detach()
-    made.__class__ = DTensor
-    plain: DTensor = made
+    """Return the logits as a plain DTensor, detached."""
+    detached: Any = logits.detach()
+    detached.__class__ = DTensor
+    plain: DTensor = detached
     return plain
 
 
@@ -212,14 +211,14 @@ def _counts(x: torch.Tensor) -> bool:
 
 
 def _spread(value: Any, mesh: DeviceMesh) -> Any:
-    """Plain tensors, which every rank has alike, as DTensors: what is changed in place stays what it is."""
+    """Return plain tensors, which are equal on every rank, as replicated DTensors; other values stay as they are."""
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and _counts(value):
         return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
     return changed_inside(value, lambda item: _spread(item, mesh))
 
 
 def _opened(value: Any) -> Any:
-    """Arguments in which our logits are split ones as inside of a model, or whole."""
+    """Return arguments in which leaving logits are SplitLogits, as inside the model, or gathered."""
     if isinstance(value, LeavingLogits):
         placed, group = value.placements[0], RankGroup.of(value.device_mesh)
         if type(placed) is not Shard or not can_stay_split(value.shape[placed.dim], group):
@@ -230,7 +229,7 @@ def _opened(value: Any) -> Any:
 
 
 def _kept(found: Any, given: Any) -> Any:
-    """Results of ours are ours, and no result is a part of a sum."""
+    """Return results of leaving logits as leaving logits too, and all-reduce partial ones."""
     if type(found) is DTensor and not any(found is x for _, x in flatten_tensors(given)):
         if any(placed.is_partial() for placed in found.placements):
             found = _WholeGradient.apply(found.redistribute(placements=[Replicate()] * found.device_mesh.ndim))
@@ -241,7 +240,7 @@ def _kept(found: Any, given: Any) -> Any:
 
 
 class _WholeGradient(torch.autograd.Function):
-    """Sums a gradient that is a sum over ranks still: torch cannot make a part of a mean or of a maximum of it."""
+    """Identity; all-reduces a partial gradient, from which torch could not compute that of a mean or a maximum."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> DTensor:
@@ -254,12 +253,12 @@ class _WholeGradient(torch.autograd.Function):
         return gradient
 
 
-# The two ends of a language model on a rank: the table that takes token ids in, the head that gives logits out.
+# The two ends of a language model on a rank: the token embedding and the head.
 
 
 @executes(VocabularyTable)
 def _table(planned: VocabularyTable, at: At) -> Around:
-    """Token ids as rows of our piece; foreign ones look up row 0 and are zeroed afterwards."""
+    """Map token ids to local rows of the table; foreign ids look up row 0 and are zeroed afterwards."""
     group, names, where = at.group, at.names, at.where
     own = chunk(planned.rows, group.size, group.rank)
     masks: list[torch.Tensor] = []  # runs may nest
@@ -277,17 +276,17 @@ def _table(planned: VocabularyTable, at: At) -> Around:
 
 @executes(SplitLogits)
 def _head(planned: SplitLogits, at: At) -> Around:
-    """Whole, or split and knowing it, or (when nothing but the model's exit will read them) plain columns.
+    """Return logits gathered, as SplitLogits, or (if only the model's exit will read them) as plain columns.
 
-    Whole before a loss, too, if someone listens to the head's backward: torch then passes its output on by a function
-    of autograd, which takes columns for what they show.
+    They are gathered before a loss, too, if the head has backward hooks: torch then passes its output through an
+    autograd Function, which would take the columns for what they show.
 
-    Compiled code that is given such logits from outside, where a graph was broken between head and loss, leaves them as
-    they are. (Inside of a graph they are traced: it begins before them.)
+    Compiled code that gets such logits from outside, after a graph break between head and loss, leaves them untraced.
+    (Inside a graph they are traced: the graph begins before them.)
     """
     running, group, module = at.running, at.group, at.module
     columns = split_class(group, planned.columns, planned.dim)
-    kept = Kept(left_untraced((LeavingLogits, *moved(columns))))
+    untraced = Kept(left_untraced((LeavingLogits, *moved(columns))))
     stays = can_stay_split(planned.columns, group)
 
     def leave(output: torch.Tensor) -> torch.Tensor:
@@ -295,11 +294,11 @@ def _head(planned: SplitLogits, at: At) -> Around:
             return gather_pieces(output, group, planned.dim, planned.columns)
         return as_kind(output, columns) if running.loss else output
 
-    return Around(leave=leave, kept=kept)
+    return Around(leave=leave, kept=untraced)
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Do hooks wait for its backward?"""
+    """Return whether backward hooks act on the module."""
     if torch.compiler.is_compiling():
         return False
     own = module._backward_hooks or module._backward_pre_hooks

@@ -1,4 +1,4 @@
-"""Log probabilities of sharded logits, and the choice of how logits leave the model."""
+"""Log-probabilities of sharded logits, and the choice of how logits leave the model."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from autoplan.execute.tensor_parallel import applied
 from autoplan.execute.vocabulary.sampling import check_filters, floor_of
 from autoplan.execute.vocabulary.shards import Columns, Ranks, columns_of, plain, row_sums
 
-# Whole or split logits: what a sharded model returns, changed after it was sharded.
+# Gathered or sharded logits: changes what a sharded model returns, after it was sharded.
 #
-# By itself a model returns split logits where gradients are computed, for a loss takes them as they are, and whole ones
-# elsewhere: `generate()`, evaluation and search take a vocabulary for granted.
+# By default a model returns sharded logits where gradients are computed, since a loss takes them so, and gathered ones
+# elsewhere: `generate()`, evaluation and search expect the full vocabulary.
 
 
 class gather_logits:  # noqa: N801 - called as a function, as torch.no_grad is
-    """Return logits whole (True), split (False), or split where gradients are computed and whole elsewhere (None).
+    """Return logits gathered (True), sharded (False), or sharded only where gradients are computed (None).
 
-    Holds from the call on, and only inside the block in a `with` statement. `model` may be wrapped or compiled.
+    It takes effect at the call, or only inside the block in a `with` statement. `model` may be wrapped or compiled.
 
         with torch.no_grad(), autoplan.gather_logits(model, False):
             logprobs = autoplan.vocab_parallel_logprobs(model(ids).logits, ids)
@@ -42,12 +42,12 @@ class gather_logits:  # noqa: N801 - called as a function, as torch.no_grad is
         if gather not in (None, True, False):
             raise AutoplanError(f"gather={gather!r}", hint="choose True, False or None")
         check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
-        records = [known for module in model.modules() if (known := applied(module)) is not None]
+        records = [record_found for module in model.modules() if (record_found := applied(module)) is not None]
         if not records:
             raise AutoplanError(f"{type(model).__name__} was not sharded", hint="call autoplan.parallelize first")
         self._before: list[tuple[Running, bool | None]] = []
         for record in records:
-            if record.running is not None:  # else nothing is split, and logits are whole
+            if record.running is not None:  # else nothing is sharded, logits included
                 self._before.append((record.running, record.running.gather_logits))
                 record.running.gather_logits = gather
 
@@ -61,12 +61,11 @@ class gather_logits:  # noqa: N801 - called as a function, as torch.no_grad is
             running.gather_logits = before
 
 
-# Log-probabilities of given tokens, as reinforcement learning and distillation ask for them, from split logits.
+# Log-probabilities of given tokens from sharded logits, as reinforcement learning and distillation need them.
 #
-# Beyond a plain log-softmax they ask for four things: the distribution that a sampler really drew from (temperature,
-# top-k, top-p); rows that hold several sequences one after the other; sequences of which each rank holds some
-# positions; and no logits at all, only hidden states and the head, since [tokens, vocabulary] is the largest tensor
-# of a step.
+# Beyond a plain log-softmax they need four things: the distribution that a sampler drew from (temperature, top-k,
+# top-p); packed sequences; sequences sharded over ranks; and hidden states with the head in place of logits, since
+# [tokens, vocabulary] is the largest tensor of a step.
 
 
 def vocab_parallel_logprobs(
@@ -85,19 +84,19 @@ def vocab_parallel_logprobs(
     sequence_group: Ranks | None = None,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
-    """The log-probability of given tokens [batch, sequence] under logits [batch, sequence, vocabulary].
+    """Return the log-probability of given tokens [batch, sequence] under logits [batch, sequence, vocabulary].
 
-    With `shift` each position speaks of the next token, and the result is [batch, sequence - 1]; without, of its own.
+    With `shift` each position predicts the next token, and the result is [batch, sequence - 1]; without, its own token.
 
-    `temperature`, then `top_k`, then `top_p`: those of the sampler. A token that they leave out has minus infinity;
-    tokens with equal logits are kept or left out together.
+    `temperature`, then `top_k`, then `top_p`: those of the sampler. A token that they exclude has minus infinity;
+    tokens with equal logits are kept or excluded together.
 
-    Packed sequences: `cu_seqlens` (where each begins in the last dim, and where the last ends) or `position_ids` (which
-    begin anew with each). The last token of a sequence predicts nothing, and has 0; so has padding after `cu_seqlens`.
+    Packed sequences: `cu_seqlens` (the start of each in the last dim, and the end of the last) or `position_ids` (which
+    restart with each). The last token of a sequence predicts nothing, and has 0; so has padding after `cu_seqlens`.
 
-    Context parallelism: `tokens` is the whole sequence, the logits are those of the positions in `sequence_index` (one
-    dim, as many on each rank), and the result those positions' ([batch, positions], 0 where no next token is). With
-    `sequence_group` all positions come together, in order, and the result is the same as without context parallelism.
+    Context parallelism: `tokens` is the full sequence, the logits are those of the positions in `sequence_index` (one
+    dim, as many on each rank), and the result those positions' ([batch, positions], 0 without a next token). With
+    `sequence_group` all positions are gathered in order, and the result is the same as without context parallelism.
     """
     columns = columns_of(logits, group, vocabulary)
     check_argument("tokens", tokens, torch.Tensor, "give token ids [batch, sequence]")
@@ -105,8 +104,8 @@ def vocab_parallel_logprobs(
     check_filters(temperature, top_k, top_p, columns.size)
     rows = _Rows(tokens, shift, _last_tokens(tokens, shift, cu_seqlens, position_ids), sequence_index, sequence_group)
     wanted = rows.wanted(columns.local.shape[:-1], "logits", list(logits.shape))
-    found = _row_logprobs(columns, wanted.reshape(-1), temperature, top_k, top_p, chunk_tokens)
-    return rows.result(found.view(wanted.shape))
+    logprobs = _row_logprobs(columns, wanted.reshape(-1), temperature, top_k, top_p, chunk_tokens)
+    return rows.result(logprobs.view(wanted.shape))
 
 
 def vocab_parallel_logprobs_from_hidden(
@@ -128,12 +127,12 @@ def vocab_parallel_logprobs_from_hidden(
     sequence_group: Ranks | None = None,
     chunk_tokens: int = 1024,
 ) -> torch.Tensor:
-    """`vocab_parallel_logprobs` of hidden states [batch, sequence, width], which are whole on every rank.
+    """Return `vocab_parallel_logprobs` of hidden states [batch, sequence, width], which are replicated.
 
     `head` is the model's own (`model.lm_head`, as `parallelize` left it), or its weight [vocabulary, width] (a DTensor,
-    whole, or this rank's rows with `group` and `vocabulary`). The logits of `chunk_tokens` tokens are alive at a time:
-    they are computed anew in the backward. `change` is what the model does to each logit after its head, element by
-    element: `lambda x: 30 * torch.tanh(x / 30)`, a scale.
+    the full weight, or this rank's rows with `group` and `vocabulary`). Only the logits of `chunk_tokens` tokens are
+    alive at a time: they are recomputed in the backward. `change` is what the model does to each logit after its head,
+    element by element: `lambda x: 30 * torch.tanh(x / 30)`, a scale.
     """
     check_argument("hidden", hidden, torch.Tensor, "give hidden states [batch, sequence, width]")
     check_argument("head", head, (nn.Module, torch.Tensor), "give the model's head, or its weight [vocabulary, width]")
@@ -169,12 +168,9 @@ def _row_logprobs(
     return chosen - whole
 
 
-# ------------------------------------------------------------------------------------------------------------ the head
-
-
 @dataclass(frozen=True)
 class _HeadRows:
-    """This rank's rows of a head, and whose they are."""
+    """This rank's rows of a head, with the group and the global number of rows."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -204,7 +200,7 @@ def _head_rows(
             hint="give the head itself, its weight [vocabulary, width], or a rank's rows with group= and vocabulary=",
         )
     ranks = alone if group is None else RankGroup.of(group)
-    columns_of(weight.detach().T, None if group is None else ranks, vocabulary)  # as many rows as there must be
+    columns_of(weight.detach().T, None if group is None else ranks, vocabulary)  # checks the number of rows
     return _HeadRows(weight, bias, ranks, weight.shape[0] if vocabulary is None else vocabulary)
 
 
@@ -221,29 +217,26 @@ def _of_dtensor(weight: DTensor) -> tuple[torch.Tensor, Ranks | None, int | None
     return weight.to_local(), weight.device_mesh.get_group(), weight.shape[0]
 
 
-# -------------------------------------------------------------------------------------------------------- which tokens
-
-
 @dataclass(frozen=True)
 class _Rows:
-    """Which token each row of logits is asked about, and the shape in which the answers go back."""
+    """The tokens whose log-probabilities the rows of logits give, and the shape of the result."""
 
     tokens: torch.Tensor
     shift: bool
-    last: torch.Tensor | None  # of packed sequences: which tokens have no next one
+    last: torch.Tensor | None  # of packed sequences: marks tokens without a next one
     index: torch.Tensor | None
     group: Ranks | None
 
     def wanted(self, rows: torch.Size, what: str, shape: list[int]) -> torch.Tensor:
-        found = F.pad(self.tokens, (0, 1))[..., 1:] if self.shift else self.tokens
+        wanted = F.pad(self.tokens, (0, 1))[..., 1:] if self.shift else self.tokens
         if self.index is not None:
-            found = found[..., self.index.to(found.device)]
-        if found.shape != rows:
+            wanted = wanted[..., self.index.to(wanted.device)]
+        if wanted.shape != rows:
             raise AutoplanError(
-                f"tokens of shape {list(found.shape)} for {what} of shape {shape}",
+                f"tokens of shape {list(wanted.shape)} for {what} of shape {shape}",
                 hint=f"one token id per row of {what}; with sequence_index, tokens of the whole sequence",
             )
-        return found
+        return wanted
 
     def result(self, logprobs: torch.Tensor) -> torch.Tensor:
         if self.index is None:
@@ -257,7 +250,7 @@ class _Rows:
             logprobs = logprobs.masked_fill(last[..., index], 0.0)
         if self.group is None:
             return logprobs
-        # Every rank's positions, put in order. Every rank goes on with all of them alike, so backward takes the own.
+        # Gather every rank's positions in order. The result is replicated, so backward takes the own positions.
         group = RankGroup.of(self.group)
         count = index.numel()
         rows = [range(rank * count, (rank + 1) * count) for rank in range(group.size)]
@@ -270,12 +263,12 @@ class _Rows:
 def _last_tokens(
     tokens: torch.Tensor, shift: bool, cu_seqlens: torch.Tensor | None, position_ids: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Which positions have no next token: the last of each packed sequence, and padding after all of them."""
+    """Return a mask of positions without a next token: the last of each packed sequence, and the padding after them."""
     if cu_seqlens is None and position_ids is None:
         return None
-    for given in (cu_seqlens, position_ids):
-        if given is not None:
-            check_argument("where packed sequences begin", given, torch.Tensor, "give a tensor of whole numbers")
+    for argument in (cu_seqlens, position_ids):
+        if argument is not None:
+            check_argument("where packed sequences begin", argument, torch.Tensor, "give a tensor of whole numbers")
     if not shift or (cu_seqlens is not None and position_ids is not None):
         raise AutoplanError(
             "cu_seqlens and position_ids say where a next token belongs to another sequence"

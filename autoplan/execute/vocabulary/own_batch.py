@@ -1,7 +1,7 @@
-"""A batch of which each rank of context parallelism has its own positions, for a model that is given whole ones.
+"""A batch of which each rank of context parallelism has its own positions, for a model that expects all of them.
 
-The model is told the whole length, and reads what it needs: token ids, labels and masks are small, so they are gathered
-where they are read. What this saves is the loading: a rank need not have the others' tokens.
+The model sees the full length. Token ids, labels and masks are small, so they are gathered where they are read. This
+saves loading: a rank need not have the tokens of the others.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _Batch = TypeVar("_Batch")
 
 
 class OwnBatch(PositionLogits):
-    """A rank's own positions of a tensor of a batch. All that is known without the others is how long it is."""
+    """A rank's own positions of a tensor of a batch. Without the other ranks only the full length is known."""
 
     rules: ClassVar[dict[Any, Rule]] = OwnStream.rules
     what, way_out = "tensors of a batch", ""
 
 
 def shard_batch(batch: _Batch, mesh: DeviceMesh, *, length: int | None = None, dim: int = 1) -> _Batch:
-    """The own positions of this rank of the mesh dim "cp" of every tensor in `batch` that has the dim `dim`.
+    """Return this rank's own positions, by the mesh dim "cp", of every tensor in `batch` that has the dim `dim`.
 
-    Pass what it returns to a model that was parallelised with `plan(cp_size=N)`, as you would pass a whole batch (which
-    such a model takes as well: then shard nothing). Each tensor says by itself that it is a part, so that the model
-    takes none for the whole. With `length` the batch holds this rank's positions already, of sequences of so many.
-    Tensors with fewer dims are left as they are.
+    Pass the result to a model that was parallelised with `plan(cp_size=N)`, as you would pass a full batch (which such
+    a model takes as well: then shard nothing). Each tensor is marked as a shard, so that the model does not take it for
+    the full one. With `length` the batch holds this rank's positions already, of sequences of that length. Tensors with
+    fewer dims are left as they are.
     """
     dims = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
     if "cp" not in dims:
@@ -55,9 +55,9 @@ def shard_batch(batch: _Batch, mesh: DeviceMesh, *, length: int | None = None, d
             return value
         lengths.setdefault(value.shape[dim], path)
         if len(lengths) > 1:
-            (one, first), (other, second) = lengths.items()
+            (size, first), (other, second) = lengths.items()
             raise AutoplanError(
-                f"dim {dim} is {one} long in {first or 'the batch'}, and {other} in {second}",
+                f"dim {dim} is {size} long in {first or 'the batch'}, and {other} in {second}",
                 hint="shard only tensors that lie along one sequence; pass the others to the model as they are",
             )
         whole = value.shape[dim] if length is None else length

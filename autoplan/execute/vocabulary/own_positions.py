@@ -1,12 +1,12 @@
-"""Logits of a rank's own positions that behave as whole logits: a loss needs no others.
+"""Logits of a rank's own positions that behave as those of all positions: a loss needs no others.
 
-Under context parallelism each rank has the logits of its positions, and the whole labels. A loss, the model's own or a
-caller's, casts, shifts and flattens them and calls `cross_entropy`. That is done on a rank's rows: it takes the labels
-of its own positions, sums are over all ranks, and the count is that of all labels. Whatever else reads such logits gets
-them whole, gathered at that moment.
+Under context parallelism each rank has the logits of its positions, and all labels. A loss, the model's own or a
+caller's, casts, shifts and flattens them and calls `cross_entropy`. That is done on a rank's rows, with the labels of
+its own positions; sums are over all ranks, and the count is that of all labels. Any other reader gets all logits,
+gathered at that moment.
 
-Beside tensor parallelism a rank has some columns of its rows. The rows are `SplitLogits` then, so that what is done on
-them is what those know to do on columns.
+With tensor parallelism too, a rank has some columns of its rows. Then the rows are `SplitLogits`, whose rules apply to
+the columns.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from autoplan.values import LogitsOfPositions
 
 
 class PositionLogits(torch.Tensor):
-    """A rank's rows (its data and its gradient are theirs) behaving as whole logits. See `_class`."""
+    """A rank's rows (its data and gradient) that behave as logits of all positions. See `_class`."""
 
     group: RankGroup
     bounds: tuple[tuple[int, int], ...]  # of each rank's positions
     length: int
     dim_from_end: int  # of the positions
-    batch: int  # how many sequences lie in that dim one after the other
+    batch: int  # number of sequences flattened into that dim
     base: Kind
-    columns: type[SplitLogits] | None  # beside tensor parallelism: which of the vocabulary, and over which ranks
+    columns: type[SplitLogits] | None  # with tensor parallelism: the class of the columns
     rules: ClassVar[dict[Any, Rule]]  # what can be done on own rows
     what, way_out = "logits", ", or ask for whole ones: autoplan.gather_logits(model, True)"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = cls.rules.get(func)
-        result = NotImplemented if known is None else known(cls, func, args, kwargs)
+        rule = cls.rules.get(func)
+        result = NotImplemented if rule is None else rule(cls, func, args, kwargs)
         if result is not NotImplemented:
             return result
         if writes_in_place(func.__name__) and isinstance(args[0], PositionLogits):
@@ -58,15 +58,15 @@ class PositionLogits(torch.Tensor):
 
     @classmethod
     def gathered(cls, own: torch.Tensor) -> torch.Tensor:
-        """All positions, for readers that every rank runs alike."""
+        """Return all positions, for readers that every rank runs alike."""
         rows = tuple(tuple(range(start, stop)) for start, stop in cls.bounds)
         whole = gather_over_ranks(_apart(whole_columns(own), cls), cls.group, cls.dim_from_end, rows)
         return whole.flatten(cls.dim_from_end - 1, cls.dim_from_end) if cls.batch > 1 else whole
 
 
 class OwnStream(PositionLogits):
-    """A rank's positions of a stream, padded as all shards are, behaving as the whole one: a mixer's own code asks its
-    sizes and hands it to projections. Other readers each run a part: the gradients of what they gather are summed."""
+    """A rank's positions of a stream, padded to equal shards, that behave as the full one: a mixer's code reads its
+    sizes and passes it to projections. Other readers each run a part: the gradients of what they gather are summed."""
 
     rules: ClassVar[dict[Any, Rule]]
     what, way_out = "a stream", ""
@@ -102,8 +102,8 @@ def _like(
     batch: int | None = None,
     bounds: tuple[tuple[int, int], ...] | None = None,
 ) -> torch.Tensor:
-    """What was made of own rows, as whole logits again. `dim`, `batch` and `bounds` (of the positions that are left):
-    where they differ from those of `cls`."""
+    """Return a result of own rows as logits of all positions again. `dim`, `batch` and `bounds` (of the positions that
+    are left) are given where they differ from those of `cls`."""
     dim, batch = cls.dim_from_end if dim is None else dim, cls.batch if batch is None else batch
     length = cls.length if bounds is None else max(0, *(stop for _, stop in bounds))
     bounds = cls.bounds if bounds is None else bounds
@@ -114,7 +114,7 @@ def _like(
 def position_logits(
     local: torch.Tensor, dim: int, length: int, group: RankGroup, base: Kind = PositionLogits
 ) -> torch.Tensor:
-    """A rank's (padded) piece along `dim`, from the end, as whole logits of so many positions."""
+    """Return a rank's (padded) shard along `dim`, from the end, as logits of `length` positions."""
     pieces = (chunk(length, group.size, rank) for rank in range(group.size))
     bounds, columns = tuple((piece.start, piece.stop) for piece in pieces), _columns(local)
     kind = _class(group, bounds, length, dim, base=base, columns=columns)  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def position_logits(
 
 
 def with_columns(x: PositionLogits, group: RankGroup, vocabulary: int, dim: int) -> torch.Tensor:
-    """The same where a rank has some columns of its rows."""
+    """Return the same logits where a rank has only some columns of its rows."""
     return _like(as_kind(_plain(x), split_class(group, vocabulary, dim)), type(x))
 
 
@@ -132,19 +132,19 @@ def _columns(x: torch.Tensor) -> type[SplitLogits] | None:
 
 
 def own_stream(own: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
-    """A rank's (padded) piece along `dim`, from the end, as a whole stream of so many positions."""
+    """Return a rank's (padded) shard along `dim`, from the end, as a stream of `length` positions."""
     return as_kind(own, _class(group, (), length, dim, base=OwnStream))
 
 
 class Own(NamedTuple):
-    """A rank's piece of a stream, and how many positions the whole has."""
+    """A rank's shard of a stream, and the global number of positions."""
 
     own: torch.Tensor
     length: int
 
 
 def own_of(x: torch.Tensor) -> Own | None:
-    """What `own_stream` was given, own positions of anything else padded as that is, None of what is whole."""
+    """Return a rank's shard, padded as `own_stream` expects it, with the full length; None for a plain tensor."""
     if not isinstance(x, PositionLogits):
         return None
     kind, own = type(x), whole_columns(_raw(x))
@@ -156,18 +156,18 @@ def own_of(x: torch.Tensor) -> Own | None:
 
 
 def whole_logits(x: torch.Tensor) -> torch.Tensor:
-    """The logits of all positions."""
+    """Return the logits of all positions."""
     return _whole(x) if isinstance(x, PositionLogits) else x
 
 
 def _plain(x: torch.Tensor) -> Any:
-    """A rank's rows and columns, which show nothing else."""
+    """Return a rank's rows and columns as a plain tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.ops.aten.alias(x)
 
 
 def _raw(x: Any) -> Any:
-    """A rank's rows; beside tensor parallelism as logits of all columns."""
+    """Return a rank's rows; with tensor parallelism as SplitLogits."""
     if not isinstance(x, PositionLogits):
         return x
     columns = type(x).columns
@@ -179,12 +179,12 @@ def _whole(value: Any) -> Any:
 
 
 def _apart(x: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """With the sequences of a batch in a dim of their own, before that of the positions."""
+    """Return x with the sequences of a batch in a dim of their own, before that of the positions."""
     return x.unflatten(kind.dim_from_end, (kind.batch, -1)) if kind.batch > 1 else x
 
 
 def _own(whole: torch.Tensor, kind: Kind, dim: int) -> torch.Tensor:
-    """A rank's positions of a whole tensor."""
+    """Return this rank's positions of a full tensor."""
     start, stop = kind.bounds[kind.group.rank]
     if kind.batch == 1:
         return whole.narrow(dim, start, stop - start)
@@ -201,7 +201,7 @@ def _shape_of(cls: Kind, x: torch.Tensor) -> list[int]:
     return sizes
 
 
-# ----------------------------------------------------------------------------------------- what can be done on own rows
+# The rules for what can be done on own rows.
 
 
 def _shape(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -218,20 +218,20 @@ def _numel(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    """Casts, and arithmetic with numbers and with tensors that are the same for every position."""
+    """Apply casts, and arithmetic with numbers and with tensors that are the same for every position."""
     own = []
-    for one in args:
-        plain = isinstance(one, torch.Tensor) and not isinstance(one, PositionLogits)
-        if plain and one.dim() >= -cls.dim_from_end and one.shape[cls.dim_from_end] != 1:
+    for x in args:
+        plain = isinstance(x, torch.Tensor) and not isinstance(x, PositionLogits)
+        if plain and x.dim() >= -cls.dim_from_end and x.shape[cls.dim_from_end] != 1:
             return NotImplemented
-        own.append(_raw(one))
-    if kwargs.get("out") is not None or any(isinstance(one, PositionLogits) and type(one) is not cls for one in args):
+        own.append(_raw(x))
+    if kwargs.get("out") is not None or any(isinstance(x, PositionLogits) and type(x) is not cls for x in args):
         return NotImplemented
     return _like(func(*own, **kwargs), cls)
 
 
 def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    """The same shape, or the positions merged with what stands before them."""
+    """View with the same shape, or with the positions merged into the dims before them."""
     x, shape = args[0], args[1:] or (kwargs.get("shape"),)
     shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
     whole = _shape_of(cls, x)
@@ -247,8 +247,8 @@ def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
 def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     x, rest = args[0], dict(zip(("start_dim", "end_dim"), args[1:], strict=False)) | kwargs
     dims = _raw(x).dim()
-    asked = (rest.get("start_dim", 0) % dims, rest.get("end_dim", -1) % dims)
-    return _merged(cls, x) if asked == (0, cls.dim_from_end % dims) else NotImplemented
+    span = (rest.get("start_dim", 0) % dims, rest.get("end_dim", -1) % dims)
+    return _merged(cls, x) if span == (0, cls.dim_from_end % dims) else NotImplemented
 
 
 def _merged(cls: Kind, x: torch.Tensor) -> torch.Tensor:
@@ -258,7 +258,7 @@ def _merged(cls: Kind, x: torch.Tensor) -> torch.Tensor:
 
 
 def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    """Slices that take all of the other dims, and one run of positions."""
+    """Index by slices that take all of the other dims, and one run of positions."""
     x, index = args
     items = list(index) if isinstance(index, tuple) else [index]
     dims = _raw(x).dim()
@@ -268,10 +268,10 @@ def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         at = items.index(Ellipsis)
         items[at : at + 1] = [slice(None)] * (dims - len(items) + 1)
     items += [slice(None)] * (dims - len(items))
-    taken = items.pop(cls.dim_from_end % dims)
-    if any(item != slice(None) for item in items) or taken.step not in (None, 1):
+    positions = items.pop(cls.dim_from_end % dims)
+    if any(item != slice(None) for item in items) or positions.step not in (None, 1):
         return NotImplemented
-    first, last, _ = taken.indices(cls.length)
+    first, last, _ = positions.indices(cls.length)
     bounds = tuple((min(max(a, first), last) - first, min(max(b, first), last) - first) for a, b in cls.bounds)
     before, (start, stop) = cls.bounds[cls.group.rank], bounds[cls.group.rank]
     begin = start + first - before[0] if stop > start else 0
@@ -280,20 +280,20 @@ def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    """Class scores come second in cross_entropy."""
+    """Transpose two dims: class scores come second in cross_entropy."""
     if kwargs or len(args) != 3 or cls.batch > 1:
         return NotImplemented
     raw = _raw(args[0])
-    one, other, at = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
-    at = other if at == one else one if at == other else at
-    return _like(raw.transpose(one, other), cls, dim=at - raw.dim())
+    first, second, at = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
+    at = second if at == first else first if at == second else at
+    return _like(raw.transpose(first, second), cls, dim=at - raw.dim())
 
 
 def _loss(
     cls: Kind, input: Any, target: torch.Tensor, weight: torch.Tensor | None = None, size_average: Any = None,
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
-    """Sums of own rows over all ranks; the mean is over all labels that count."""
+    """Sum the loss of own rows over all ranks; the mean is over all labels that count."""
     raw = _raw(input)
     shape = _shape_of(cls, input)
     classes = 1 if raw.dim() > 1 else 0
@@ -341,12 +341,12 @@ _OF_STREAMS = (_shape, _size, _numel, as_it_is, _each_element, no_base)
 OwnStream.rules = {func: rule for func, rule in PositionLogits.rules.items() if rule in _OF_STREAMS}
 
 
-# ------------------------------------------------------------------------------------------------ where they are made
+# Where these logits are made.
 
 
 @executes(LogitsOfPositions)
 def _at_the_head(planned: LogitsOfPositions, at: At) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Where the model itself goes on to a loss."""
+    """Make position logits at the head, where the model itself goes on to a loss."""
     running, dim, name = at.running, planned.dim, planned.sequence.name
 
     def change(x: torch.Tensor) -> torch.Tensor:
@@ -359,8 +359,8 @@ def _at_the_head(planned: LogitsOfPositions, at: At) -> Callable[[torch.Tensor],
 
 
 def leave_positions(x: torch.Tensor, dim: int, length: int, running: Running) -> torch.Tensor:
-    """What the model returns of its own positions: whole where that is asked for or no gradient is computed, or where
-    it was gathered before some of it was picked."""
+    """Return the model's logits of own positions: gathered where that is requested or no gradient is computed,
+    unchanged where they were gathered before some positions were selected."""
     if running.picks or (running.loss and torch.compiler.is_compiling()):
         return x
     logits = x if isinstance(x, PositionLogits) else position_logits(x, dim, length, running.sequence)

@@ -15,19 +15,19 @@ from autoplan.common.options import check_argument
 from autoplan.execute.collectives import RankGroup, all_gather_rows, all_reduce, sum_over_ranks
 from autoplan.execute.vocabulary.shards import Columns, Ranks, chunk_size, chunks, columns_of, plain, wide
 
-# Which tokens of a row top-k and top-p keep, when each rank holds some columns of the row only.
+# Top-k and top-p of a row of which each rank holds some columns.
 #
-# The problem: both rules speak of a row sorted from the likeliest token down, and no rank holds a whole row. But what
-# they keep is told by one number a row: its floor, the lowest logit that is kept. Top-k's floor is among every rank's
-# best k, which are few. Top-p's is found by bisection: each rank sorts its own columns once, says how much mass lies
-# above a guess, and the sum over ranks says whether to guess higher or lower. Guesses are halved over the floating
-# point numbers themselves, so the floor is exactly one of the logits.
+# The problem: both rules sort a row from the likeliest token down, and no rank holds a full row. But what they keep is
+# determined by one number per row: its floor, the lowest logit that is kept. Top-k's floor is among every rank's best
+# k, which are few. Top-p's is found by bisection: each rank sorts its own columns once and computes the mass above a
+# guess; the sum over ranks decides whether to guess higher or lower. The bisection runs over the bit patterns of
+# floats, so the floor is exactly one of the logits.
 #
-# Tokens with equal logits are kept or left out together: which of them a sampler drew does not depend on how it sorts.
+# Tokens with equal logits are kept or left out together, so that the result does not depend on how ties are sorted.
 
 
 def check_filters(temperature: float, top_k: int | None, top_p: float | None, vocabulary: int) -> None:
-    """Refuse what keeps nothing."""
+    """Raise if the filters are malformed or keep nothing."""
     check_argument("temperature", temperature, (int, float), "give a positive number")
     if top_k is not None:
         check_argument("top-k", top_k, int, f"give a whole number from 1 to {vocabulary}, the vocabulary")
@@ -45,13 +45,13 @@ def check_filters(temperature: float, top_k: int | None, top_p: float | None, vo
 def floor_of(
     columns: Columns, temperature: float, top_k: int | None, top_p: float | None, chunk_tokens: int | None = None
 ) -> torch.Tensor | None:
-    """The lowest logit of each row that is kept; None where all are. Top-p works on what top-k has left."""
+    """Return the lowest kept logit of each row; None if all are kept. Top-p works on what top-k has left."""
     top_p = None if top_p == 1 else top_p
     top_k = None if top_k == columns.size else top_k
     if top_k is None and top_p is None:
         return None
     rows = columns.rows.detach()
-    widest = len(chunk(columns.size, columns.group.size, 0))  # as many chunks on each rank, for each communicates
+    widest = len(chunk(columns.size, columns.group.size, 0))  # as many chunks on each rank: each communicates
     floors = [
         _floor(columns, rows[at].to(wide(rows.dtype)), temperature, top_k, top_p)
         for at in chunks(rows, chunk_size(chunk_tokens, widest))
@@ -70,8 +70,8 @@ def _floor(
 
 
 def top_columns(columns: Columns, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest logits of each row and their tokens, on every rank the same: each rank's best come together.
-    `rows` are this rank's columns of some rows. Of equal logits on different ranks the first rank's come first."""
+    """Return the `count` largest logits of each row and their tokens, replicated: each rank's best are gathered. `rows`
+    are this rank's columns of some rows. On equal logits lower ranks come first."""
     ranks = columns.group
     sizes = [min(count, len(chunk(columns.size, ranks.size, rank))) for rank in range(ranks.size)]
     best, token = rows.topk(sizes[ranks.rank], dim=-1)
@@ -84,14 +84,14 @@ def top_columns(columns: Columns, rows: torch.Tensor, count: int) -> tuple[torch
 
 
 def _floor_of_mass(ranks: RankGroup, rows: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    """The lowest logit above which less than `top_p` of the mass lies."""
+    """Return the lowest logit above which less than `top_p` of the mass lies."""
     peak = rows.amax(-1) if rows.shape[1] else rows.new_full(rows.shape[:1], -float("inf"))
     peak = _over(ranks, peak, "max")
     falling = rows.sort(dim=-1, descending=True).values
     mass = torch.exp((falling - peak[:, None]) / temperature).cumsum(-1, dtype=torch.float64)
     mass, rising = F.pad(mass, (1, 0)), -falling
     wanted = top_p * _over(ranks, mass[:, -1], "sum")
-    low, high = _ordered(torch.full_like(peak, -float("inf"))), _ordered(peak)  # too low a floor, and high enough a one
+    low, high = _ordered(torch.full_like(peak, -float("inf"))), _ordered(peak)  # a floor too low, a floor high enough
     for _ in range(peak.element_size() * 8):
         guess = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
         above = torch.searchsorted(rising, -_ordered(guess).view(peak.dtype)[:, None])
@@ -105,19 +105,19 @@ def _over(ranks: RankGroup, x: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def _ordered(x: torch.Tensor) -> torch.Tensor:
-    """The bits of floating point numbers as integers that are ordered as the numbers are; and back again."""
+    """Map the bits of floats to integers in the same order, and back again."""
     kind = {4: torch.int32, 8: torch.int64}[x.element_size()]
     bits = x.view(kind)
     return torch.where(bits < 0, bits ^ torch.iinfo(kind).max, bits)
 
 
-# Some logits of each row, told by their tokens, out of rows that are split: those of given tokens, the largest ones.
+# Some logits of each sharded row: those of given tokens, or the largest ones.
 #
-# What a teacher sends to a student in distillation: a few logits and their tokens instead of a row of the vocabulary.
+# In distillation a teacher sends these to a student: a few logits with their tokens instead of a full row.
 
 
 class TopLogits(NamedTuple):
-    """The largest logits of each row [..., k], the largest first, and their tokens in the whole vocabulary."""
+    """The largest logits of each row [..., k], largest first, and their tokens in the full vocabulary."""
 
     values: torch.Tensor
     tokens: torch.Tensor
@@ -126,7 +126,7 @@ class TopLogits(NamedTuple):
 def vocab_parallel_gather(
     logits: torch.Tensor, tokens: torch.Tensor, *, group: Ranks | None = None, vocabulary: int | None = None
 ) -> torch.Tensor:
-    """The logits [..., n] of given tokens [..., n], out of logits [..., vocabulary]."""
+    """Return the logits [..., n] of given tokens [..., n], out of logits [..., vocabulary]."""
     columns = columns_of(logits, group, vocabulary)
     check_argument("tokens", tokens, torch.Tensor, "give token ids, any number of them for each row of logits")
     tokens = plain(tokens).to(logits.device)
@@ -147,7 +147,7 @@ def vocab_parallel_topk(
     vocabulary: int | None = None,
     chunk_tokens: int | None = None,
 ) -> TopLogits:
-    """The `k` largest logits of each row of logits [..., vocabulary], with gradients, and their tokens."""
+    """Return the `k` largest logits of each row of logits [..., vocabulary], with gradients, and their tokens."""
     columns = columns_of(logits, group, vocabulary)
     check_argument("k", k, int, f"give a whole number from 1 to {columns.size}, the vocabulary")
     if not 1 <= k <= columns.size:
@@ -162,25 +162,25 @@ def vocab_parallel_topk(
 
 
 def _gathered(columns: Columns, tokens: torch.Tensor) -> torch.Tensor:
-    """One rank has each; the others add zero, which is exact."""
+    """Return the logits of given tokens; one rank has each, and the others add zero, which is exact."""
     rows = columns.rows if columns.local.shape[-1] else F.pad(columns.rows, (0, 1))
     own = (tokens >= columns.own.start) & (tokens < columns.own.stop)
     picked = rows.gather(1, torch.where(own, tokens - columns.own.start, 0))
     return sum_over_ranks(torch.where(own, picked, 0.0), columns.group)
 
 
-# Choose tokens from logits that are split over the vocabulary, without gathering them; every rank chooses the same.
+# Choose tokens from sharded logits without gathering them; every rank chooses the same.
 #
-# A draw is by the inverse of the distribution: one uniform number per row, the same on all ranks (the first rank's),
-# says which rank's columns and then which column. So the chance of a token does not depend on how many ranks there
-# are, and one generator state means one text.
+# Sampling inverts the distribution: one uniform number per row, the first rank's on all ranks, selects a rank's columns
+# and then a column. So the probability of a token does not depend on the number of ranks, and a generator state
+# determines the text.
 
 
 @torch.no_grad()
 def vocab_parallel_argmax(
     logits: torch.Tensor, *, group: Ranks | None = None, vocabulary: int | None = None
 ) -> torch.Tensor:
-    """The most likely token of each row of logits [..., vocabulary]; the first, where several are."""
+    """Return the most likely token of each row of logits [..., vocabulary]; the first one on a tie."""
     columns = columns_of(logits, group, vocabulary)
     rows, ranks = columns.rows.to(wide(logits.dtype)), columns.group
     if rows.shape[1]:
@@ -207,10 +207,10 @@ def vocab_parallel_sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """A token drawn from each row of logits [..., vocabulary], among its `top_k` most likely ones if given.
+    """Return a token drawn from each row of logits [..., vocabulary], among its `top_k` most likely ones if given.
 
-    With `top_p`, among the likeliest that together reach this share of the mass (of what top-k has left). Of whole
-    logits, `group` says which ranks draw the same.
+    With `top_p`, it is among the likeliest that together reach this share of the mass (of what top-k has left). For
+    gathered logits, `group` is the ranks that draw the same.
     """
     columns = columns_of(logits, *_of_columns(logits, group, vocabulary))
     check_filters(temperature, top_k, top_p, columns.size)
@@ -219,14 +219,14 @@ def vocab_parallel_sample(
         floor, top_k = floor_of(columns, temperature, top_k, top_p), None
         rows = rows if floor is None else rows.masked_fill(rows < floor[:, None], -float("inf"))
     rows = rows / temperature
-    together = columns.group if group is None or columns.group.size > 1 else RankGroup.of(group)
-    uniform = _uniform(rows, together, generator)
+    drawing = columns.group if group is None or columns.group.size > 1 else RankGroup.of(group)
+    uniform = _uniform(rows, drawing, generator)
     token = _draw(columns, rows, uniform) if top_k is None else _draw_top(columns, rows, uniform, top_k)
     return token.view(columns.local.shape[:-1])
 
 
 def _of_columns(logits: torch.Tensor, group: Ranks | None, vocabulary: int | None) -> tuple[Ranks | None, int | None]:
-    """`group` and `vocabulary` where they describe columns; refuses whole logits that each rank would draw from."""
+    """Return `group` and `vocabulary` if they describe columns; refuse gathered logits without a common draw."""
     if isinstance(logits, DTensor) or vocabulary is not None:
         return group, vocabulary
     if group is None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -240,7 +240,7 @@ def _of_columns(logits: torch.Tensor, group: Ranks | None, vocabulary: int | Non
 
 
 def _uniform(rows: torch.Tensor, ranks: RankGroup, generator: torch.Generator | None) -> torch.Tensor:
-    """One number in [0, 1) per row: the first rank's draw."""
+    """Return one number in [0, 1) per row: the first rank's draw."""
     device = rows.device if generator is None else generator.device
     drawn = torch.rand(rows.shape[0], dtype=torch.float64, device=device, generator=generator).to(rows.device)
     if ranks.size == 1:
@@ -255,7 +255,7 @@ def _draw(columns: Columns, rows: torch.Tensor, uniform: torch.Tensor) -> torch.
     mass = torch.exp(rows - peak[:, None]).cumsum(-1, dtype=torch.float64)
     mine = mass[:, -1] if rows.shape[1] else uniform.new_zeros(uniform.shape)
     everyone = mine[None] if ranks.size == 1 else all_gather_rows(mine[None], ranks, 0, [1] * ranks.size)
-    ends = everyone.cumsum(0)  # [ranks, rows]: where each rank's share of the mass ends
+    ends = everyone.cumsum(0)  # [ranks, rows]: the cumulated mass after each rank
     place = uniform * ends[-1]
     holder = _at(ends.T, place)
     token = torch.zeros_like(holder)
@@ -268,14 +268,14 @@ def _draw(columns: Columns, rows: torch.Tensor, uniform: torch.Tensor) -> torch.
 
 
 def _draw_top(columns: Columns, rows: torch.Tensor, uniform: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Each rank's best few come together: they are all that is needed, on every rank."""
+    """Draw from each rank's best few, which are gathered on every rank."""
     best, token = top_columns(columns, rows, top_k)
     mass = torch.softmax(best, -1, dtype=torch.float64).cumsum(-1)
     return token.gather(1, _at(mass, uniform * mass[:, -1])[:, None])[:, 0]
 
 
 def _at(mass: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """For each row, the first index whose cumulated mass exceeds the place: never one without mass of its own."""
-    found = torch.searchsorted(mass.contiguous(), place[:, None].contiguous(), right=True)[:, 0]
+    """Return the first index of each row whose cumulated mass exceeds the place; it always has mass of its own."""
+    index = torch.searchsorted(mass.contiguous(), place[:, None].contiguous(), right=True)[:, 0]
     last = (mass < mass[:, -1:]).sum(-1)  # rounding may put the place at the very end
-    return torch.minimum(found, last)
+    return torch.minimum(index, last)

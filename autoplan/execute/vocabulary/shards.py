@@ -18,17 +18,17 @@ from autoplan.common.options import check_argument
 from autoplan.common.stages import run_rounds
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
 
-# Logits of which each rank holds some columns: whose columns, and the sums over a whole row.
+# Logits of which each rank holds some columns, and sums over a full row.
 #
-# The problem: what a loss or a sampler wants of a row of logits is a number or two (its log-sum-exp, one element, a
-# mean of elements), but a row lies on all ranks. Gathering it costs tokens × vocabulary bytes on every rank, the
-# largest tensor of a training step. Every such number is a sum of what each rank can say of its own columns, so a few
-# numbers per row are all that needs to travel.
+# The problem: a loss or a sampler needs only a number or two of a row of logits (its log-sum-exp, one element, a mean
+# of elements), but a row is sharded over ranks. Gathering it costs tokens × vocabulary bytes on every rank, the largest
+# tensor of a training step. Every such number is a sum over the ranks' columns, so only a few numbers per row need to
+# be communicated.
 #
-# Columns are sharded by ceiling, as DTensor does: the last ranks may have fewer, or none. Sums are float32
-# at least, a chunk of rows at a time if wanted, so that no second tensor of the logits' size is alive.
+# Columns are sharded by ceiling division, as DTensor does: the last ranks may have fewer, or none. Sums are float32 at
+# least, a chunk of rows at a time if wanted, so that no second tensor of the logits' size is alive.
 
-_CHUNK = 2**22  # elements that are widened at a time, unless asked otherwise
+_CHUNK = 2**22  # elements that are widened at a time by default
 
 Ranks: TypeAlias = RankGroup | DeviceMesh | dist.ProcessGroup
 
@@ -43,12 +43,12 @@ class Columns:
 
     @property
     def own(self) -> range:
-        """The tokens whose columns these are."""
+        """Return the tokens of these columns."""
         return chunk(self.size, self.group.size, self.group.rank)
 
     @property
     def rows(self) -> torch.Tensor:
-        """[tokens, columns]."""
+        """Return the columns as [tokens, columns]."""
         return self.local.reshape(-1, self.local.shape[-1]) if self.local.shape[-1] else self._no_columns()
 
     def _no_columns(self) -> torch.Tensor:
@@ -56,7 +56,8 @@ class Columns:
 
 
 def columns_of(logits: torch.Tensor, group: Ranks | None = None, vocabulary: int | None = None) -> Columns:
-    """Logits as they leave a model (a DTensor split in its last dim, or whole), or columns with group and size."""
+    """Return the columns of logits as they leave a model (a DTensor or a plain tensor), or of a rank's with group and
+    size."""
     check_argument("logits", logits, torch.Tensor, "give logits as they leave a model, or one rank's columns of them")
     if not logits.ndim or not logits.is_floating_point():
         shown = f"logits of shape {list(logits.shape)} in {logits.dtype}"
@@ -96,16 +97,13 @@ def _of_dtensor(logits: DTensor) -> Columns:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Token ids may come as a DTensor too."""
+    """Return token ids as a plain tensor; they may come as a DTensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums are made."""
+    """Return the dtype of sums."""
     return torch.promote_types(dtype, torch.float32)
-
-
-# ------------------------------------------------------------------------------------------------------ sums of rows
 
 
 def row_sums(
@@ -117,7 +115,7 @@ def row_sums(
     temperature: float = 1.0,
     floor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each row: its log-sum-exp, the logit of its token, and the sum of its logits times `weight` (zeros without).
+    """Return each row's log-sum-exp, the logit of its token, and the sum of its logits times `weight` (zeros without).
 
     `tokens` are flat, one per row; a token outside the vocabulary has the logit 0. `weight` has an element per column
     of this rank. Logits below their row's `floor` count as minus infinity; all are divided by `temperature`.
@@ -132,15 +130,15 @@ def row_sums(
 
 
 def row_entropy(columns: Columns, *, chunk_tokens: int | None = None) -> torch.Tensor:
-    """The entropy of each row's distribution, in nats."""
+    """Return the entropy of each row's distribution, in nats."""
     rows = columns.rows
     entropy: torch.Tensor = _Entropy.apply(rows, columns.group, chunk_size(chunk_tokens, rows.shape[1]))
     return entropy
 
 
 def chunk_size(chunk_tokens: int | None, width: int) -> int | None:
-    """How many rows at a time; None for all. Compiled code fuses what would need the memory, and would unroll loops,
-    for one number of rows only."""
+    """Return the number of rows per chunk; None for all. Compiled code fuses what would need the memory, and would
+    unroll a loop for one number of rows only."""
     if chunk_tokens is not None and chunk_tokens < 1:
         raise AutoplanError(f"chunk_tokens={chunk_tokens}", hint="give a whole number from 1 on, or None")
     if chunk_tokens is None and torch.compiler.is_compiling():
@@ -157,14 +155,14 @@ def chunks(rows: torch.Tensor, step: int | None) -> Iterator[slice]:
 def _in_chunks(
     part: Callable[[slice], torch.Tensor], rows: torch.Tensor, step: int | None, *, numbers: bool = False
 ) -> torch.Tensor:
-    """A gradient for `rows`, or wide `numbers`, one for each row; made a chunk of rows at a time."""
+    """Compute a gradient for `rows`, or wide `numbers`, one per row, a chunk of rows at a time."""
     shape, dtype = (rows.shape[:1], wide(rows.dtype)) if numbers else (rows.shape, rows.dtype)
     if step is None or rows.shape[0] <= step:
         return part(slice(None)).to(dtype)
-    made = rows.new_empty(shape, dtype=dtype)
+    result = rows.new_empty(shape, dtype=dtype)
 
     def fill(at: slice) -> None:
-        made[at] = part(at)
+        result[at] = part(at)
 
     parts = list(chunks(rows, step))
     if torch.compiler.is_compiling():
@@ -172,11 +170,11 @@ def _in_chunks(
             fill(at)
     else:
         run_rounds(fill, parts)
-    return made
+    return result
 
 
 def _shaped(rows: torch.Tensor, at: slice, temperature: float = 1.0, floor: torch.Tensor | None = None) -> torch.Tensor:
-    """Some rows, wide, as `row_sums` counts them."""
+    """Return some rows, widened, filtered and scaled as `row_sums` counts them."""
     x = rows[at].to(wide(rows.dtype))
     if floor is not None:
         x = x.masked_fill(x < floor[at, None], -float("inf"))
@@ -186,12 +184,12 @@ def _shaped(rows: torch.Tensor, at: slice, temperature: float = 1.0, floor: torc
 def _log_sum_exp(
     rows: torch.Tensor, step: int | None, temperature: float = 1.0, floor: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Over this rank's columns; minus infinity where there are none."""
+    """Return the log-sum-exp of this rank's columns; minus infinity where there are none."""
     return _in_chunks(lambda at: torch.logsumexp(_shaped(rows, at, temperature, floor), -1), rows, step, numbers=True)
 
 
 def _over_ranks(local: torch.Tensor, *sums: torch.Tensor, group: RankGroup) -> tuple[torch.Tensor, ...]:
-    """The log-sum-exp of every rank's log-sum-exp, and sums: two reductions of a few numbers per row."""
+    """Reduce log-sum-exps and sums over ranks: two all-reduces of a few numbers per row."""
     if group.size == 1:
         return (local, *sums)
     peak = all_reduce(local, group, "max")
@@ -200,7 +198,7 @@ def _over_ranks(local: torch.Tensor, *sums: torch.Tensor, group: RankGroup) -> t
 
 
 def _own(tokens: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens have their column here, and in which column (0 for the others)."""
+    """Return a mask of the tokens whose column is local, and their local column (0 for the others)."""
     own = (tokens >= first) & (tokens < first + count)
     return own, torch.where(own, tokens - first, 0)
 
@@ -235,20 +233,20 @@ class _RowSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_whole: torch.Tensor, of_chosen: torch.Tensor, of_weighted: torch.Tensor) -> Any:
-        """Softmax, the token's own column, and the weights; each rank makes its columns from numbers all ranks have."""
+        """Add the gradients through softmax, the token's column and the weights; every rank computes its own."""
         rows, tokens, weight, whole, floor = ctx.saved_tensors
         shared = (whole, of_whole, of_chosen, of_weighted)
         whole, of_whole, of_chosen, of_weighted = (copy_to_ranks(value, ctx.group) for value in shared)
         own, column = _own(tokens, ctx.first, rows.shape[1])
-        if floor is not None and rows.shape[1]:  # what was left out is minus infinity, whatever it was
+        if floor is not None and rows.shape[1]:  # filtered logits are constants
             own = own & (rows.detach().gather(1, column[:, None])[:, 0] >= floor)
 
         def part(at: slice) -> torch.Tensor:
-            made = torch.exp(_shaped(rows, at, ctx.temperature, floor) - whole[at, None]) * of_whole[at, None]
+            gradient = torch.exp(_shaped(rows, at, ctx.temperature, floor) - whole[at, None]) * of_whole[at, None]
             if rows.shape[1]:
-                made = made.scatter_add(1, column[at, None], torch.where(own, of_chosen, 0.0)[at, None])
-            made = made if weight is None else made + of_weighted[at, None] * weight
-            return made if ctx.temperature == 1 else made / ctx.temperature
+                gradient = gradient.scatter_add(1, column[at, None], torch.where(own, of_chosen, 0.0)[at, None])
+            gradient = gradient if weight is None else gradient + of_weighted[at, None] * weight
+            return gradient if ctx.temperature == 1 else gradient / ctx.temperature
 
         return _in_chunks(part, rows, ctx.step), None, None, None, None, None, None, None
 
@@ -266,7 +264,7 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """dH/dx = -p (log p + H)."""
+        """Compute dH/dx = -p (log p + H)."""
         rows, whole, entropy = ctx.saved_tensors
 
         def part(at: slice) -> torch.Tensor:
@@ -277,17 +275,17 @@ class _Entropy(torch.autograd.Function):
 
 
 def _surprise(rows: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """-p log p; 0 where a logit is minus infinity."""
+    """Return -p log p; 0 where a logit is minus infinity."""
     log_p = rows.to(whole.dtype) - whole[:, None]
     return -(torch.exp(log_p) * log_p.clamp(min=torch.finfo(log_p.dtype).min))
 
 
-# Losses on logits that are split over the vocabulary, without gathering them.
+# Losses on logits sharded over the vocabulary, without gathering them.
 #
-# Logits leave a sharded model as a DTensor split in its last dim: every function here takes that, or one rank's
-# columns with `group=` and `vocabulary=`. Results are plain tensors, equal on every rank of the group; so are the
-# gradients that must come back. Any vocabulary size will do. (`shards.py` has the sums; `split_logits.py` puts the
-# cross-entropy in the place of the one that a model computes from `labels=`.)
+# Logits leave a sharded model as a DTensor sharded in its last dim: every function here takes that, or one rank's
+# columns with `group=` and `vocabulary=`. Results are plain tensors, equal on every rank of the group; so must be their
+# gradients. Any vocabulary size will do. (`split_logits.py` substitutes the cross-entropy for the one that a model
+# computes from `labels=`.)
 #
 #     loss = vocab_parallel_cross_entropy(model(ids).logits, ids, shift=True)
 
@@ -306,11 +304,11 @@ def vocab_parallel_cross_entropy(
     num_items_in_batch: torch.Tensor | int | None = None,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.functional.cross_entropy` of logits [..., vocabulary] and token ids [...], in float32 at least.
+    """Compute `torch.nn.functional.cross_entropy` of logits [..., vocabulary] and token ids [...], in float32 at least.
 
     `shift` compares each position with the next token, as causal models in transformers do; with `num_items_in_batch`
     the sum is divided by it, as their losses do under gradient accumulation. `weight` has one element per token of the
-    whole vocabulary. `chunk_tokens` rows are worked on at a time; by default as many as need little memory.
+    full vocabulary. `chunk_tokens` rows are processed at a time; by default as many as need little memory.
     """
     columns, target = columns_of(logits, group, vocabulary), plain(target)
     if shift:
@@ -337,7 +335,7 @@ def cross_entropy(
     label_smoothing: float,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
-    """The loss of columns whose rows have one target each."""
+    """Return the loss of columns whose rows have one target each."""
     if reduction not in ("mean", "sum", "none"):
         raise AutoplanError(f"reduction={reduction!r}", hint="choose 'mean', 'sum' or 'none'")
     tokens = target.reshape(-1).to(columns.local.device)
@@ -369,6 +367,6 @@ def _own_weights(columns: Columns, weight: torch.Tensor | None) -> torch.Tensor:
 def vocab_parallel_entropy(
     logits: torch.Tensor, *, group: Ranks | None = None, vocabulary: int | None = None, chunk_tokens: int | None = None
 ) -> torch.Tensor:
-    """The entropy, in nats, of the distribution that each row of logits [..., vocabulary] stands for."""
+    """Return the entropy, in nats, of the distribution given by each row of logits [..., vocabulary]."""
     columns = columns_of(logits, group, vocabulary)
     return row_entropy(columns, chunk_tokens=chunk_tokens).view(columns.local.shape[:-1])

@@ -1,14 +1,14 @@
-"""Logits that a model is still working on while they lie split over the vocabulary: its loss needs no whole ones.
+"""Logits that stay sharded over the vocabulary inside the model: its own loss does not need them gathered.
 
 The problem: given `labels=`, a model computes its loss inside its own forward, with code that knows nothing of ranks:
 `logits.float()`, a shift, `view(-1, vocab_size)`, then `cross_entropy`. Gathering the logits for it costs more memory
 than anything else in a training step.
 
-So the head hands out its columns as a `SplitLogits`: a tensor that shows the whole shape and knows what is done to it.
-Casts, scalings, views and indexing that leave the vocabulary alone are done on the columns; `cross_entropy` becomes
-the vocabulary-parallel one. Whatever else reads them gets the whole logits, gathered at that moment: right, and as
-costly as before. Nothing can read columns for whole logits unnoticed; changing them in place in a way that is not
-understood is an error.
+So the head returns its columns as a `SplitLogits`: a tensor that shows the global shape and intercepts every op. Casts,
+scalings, views and indexing that leave the vocabulary alone run on the columns; `cross_entropy` becomes the
+vocabulary-parallel one. Any other reader gets the logits gathered at that moment: correct, and as costly as before.
+Nothing can mistake columns for full logits unnoticed; changing them in place in a way that is not understood is an
+error.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from autoplan.ops.records.record import writes_in_place
 
 
 def can_stay_split(size: int, group: RankGroup) -> bool:
-    """Has every rank two columns at least? One alone looks like a dim to broadcast, and none has no sums."""
+    """Return whether every rank has at least two columns: one looks like a dim to broadcast, and none has no sums."""
     return len(chunk(size, group.size, group.size - 1)) > 1
 
 
 class SplitLogits(torch.Tensor):
-    """This rank's columns (its data and its gradient are theirs) behaving as whole logits. See `split_class`."""
+    """This rank's columns (its data and gradient) that behave as full logits. See `split_class`."""
 
     group: RankGroup
     vocabulary: int
-    dim_from_end: int  # the split dim, -1 the last
+    dim_from_end: int  # the sharded dim, -1 the last
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling() and _are_real(args):
             return as_it_is(cls, func, args, kwargs)
-        found = _RULES.get(func)
-        result = NotImplemented if found is None else found(cls, func, args, kwargs)
+        rule = _RULES.get(func)
+        result = NotImplemented if rule is None else rule(cls, func, args, kwargs)
         if result is not NotImplemented:
             return result
         name = func.__name__
@@ -60,28 +60,28 @@ class SplitLogits(torch.Tensor):
 
 
 def moved(kind: type[SplitLogits]) -> tuple[type[SplitLogits], ...]:
-    """The classes of such logits, wherever the vocabulary is moved to."""
+    """Return the classes of such logits for each dim that the vocabulary may be moved to."""
     return tuple(
         split_class(kind.group, kind.vocabulary, dim) for dim in dict.fromkeys((kind.dim_from_end, -1, -2, -3))
     )
 
 
 def _are_real(args: Sequence[Any]) -> bool:
-    """Is a compiler looking at logits with values (is there a gradient, what strides), not tracing what is done to
-    them? So it does where a graph was broken between head and loss. It wants to know about the columns: what it traces
-    then is our rules on them. Ranks compile at different speeds, or one of them not at all: nothing may be gathered."""
+    """Return whether a compiler inspects logits with values (their gradient, their strides) instead of tracing ops on
+    them, as after a graph break between head and loss. It must see the columns: it then traces our rules on them.
+    Nothing may be gathered here, since ranks compile at different speeds, or one of them not at all."""
     return not any(isinstance(arg, FakeTensor) for arg in args)
 
 
 @cache
 def split_class(group: RankGroup, vocabulary: int, dim_from_end: int = -1) -> type[SplitLogits]:
-    """The class of logits that are split so; `as_kind` makes them."""
+    """Return the class of logits that are sharded like this; `as_kind` makes instances."""
     names = {"group": group, "vocabulary": vocabulary, "dim_from_end": dim_from_end, "__doc__": SplitLogits.__doc__}
     return type("SplitLogits", (SplitLogits,), names)
 
 
 def as_kind(local: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
-    """A rank's part that behaves as whole logits from here on. A fake tensor is a subclass already: it becomes both."""
+    """Return a local tensor as an instance of `kind`. A FakeTensor is a subclass already: it becomes both."""
     if not isinstance(local, FakeTensor):
         return local.as_subclass(kind)
     part: torch.Tensor = torch.ops.aten.alias(local)
@@ -95,7 +95,7 @@ def _without_storage(kind: type[torch.Tensor]) -> type[torch.Tensor]:
 
 
 def columns_in(value: Any, change: Callable[[torch.Tensor, type[SplitLogits]], torch.Tensor]) -> Any:
-    """A model's result with its split logits changed; `change` gets the columns and the class that describes them."""
+    """Return a model's result with `change` applied to the columns, and the class, of its split logits."""
     if isinstance(value, SplitLogits):
         return change(_raw(value), type(value))
     if isinstance(value, dict):
@@ -112,11 +112,11 @@ def columns_in(value: Any, change: Callable[[torch.Tensor, type[SplitLogits]], t
 
 Kind = type[SplitLogits]
 
-# ---------------------------------------------------------------------------------------------------- whole or split
+# Between columns and full logits.
 
 
 def _raw(x: Any) -> Any:
-    """The columns as a plain tensor."""
+    """Return the columns as a plain tensor."""
     if not isinstance(x, SplitLogits):
         return x
     with torch._C.DisableTorchFunctionSubclass():
@@ -124,13 +124,13 @@ def _raw(x: Any) -> Any:
 
 
 def whole_columns(x: torch.Tensor) -> torch.Tensor:
-    """The logits of all columns; of other tensors themselves."""
-    found: torch.Tensor = _gathered(type(x), x) if isinstance(x, SplitLogits) else x
-    return found
+    """Return logits gathered over their columns; other tensors unchanged."""
+    whole: torch.Tensor = _gathered(type(x), x) if isinstance(x, SplitLogits) else x
+    return whole
 
 
 def _gathered(cls: Kind, value: Any) -> Any:
-    """Arguments with whole logits in the place of split ones; most of them are of the class `cls`."""
+    """Return arguments with gathered logits instead of split ones; most of them are of the class `cls`."""
     if isinstance(value, SplitLogits):
         kind = cls if type(value) is cls else type(value)
         return gather_pieces(_raw(value), kind.group, kind.dim_from_end, kind.vocabulary)
@@ -147,7 +147,7 @@ def _whole_shape(cls: Kind, x: SplitLogits) -> torch.Size:
     return torch.Size(sizes)
 
 
-# --------------------------------------------------------------------------------------- what leaves the columns alone
+# The rules for what leaves the columns alone.
 
 
 def _shape(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -164,25 +164,25 @@ def _numel(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def no_base(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Logits as the model sees them are no views. FSDP2 asks each output of a unit, which gathered them all."""
+    """Return None: logits as the model sees them are no views. FSDP2 asks each output of a unit."""
     return None
 
 
 def as_it_is(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """What is the same for columns and whole logits, and no tensor. Hooks see the gradient of the columns."""
+    """Return a non-tensor that is the same for columns and full logits. Hooks see the gradient of the columns."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    """Casts and functions of single elements."""
+    """Apply casts and functions of single elements."""
     x = args[0]
     result = func(*map(_raw, args), **kwargs)
     return as_kind(result, cls) if isinstance(x, SplitLogits) else result
 
 
 def _arithmetic(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    """With numbers, tensors that are the same for every token of the vocabulary, and columns that lie as ours do."""
+    """Apply arithmetic with numbers, with tensors that are equal for every token, and with columns sharded alike."""
     split = [a for a in args if isinstance(a, SplitLogits)]
     others = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and not isinstance(a, SplitLogits)]
     if kwargs.get("out") is not None or len(split) != 1:
@@ -190,25 +190,25 @@ def _arithmetic(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     raw = _raw(split[0])
     for other in others:
         width = other.shape[cls.dim_from_end] if other.dim() >= -cls.dim_from_end else 1
-        ours = width == raw.shape[cls.dim_from_end]  # a bias that is cut as the head is
-        alike = width == 1 and not other.requires_grad  # its gradient would be a part only
+        ours = width == raw.shape[cls.dim_from_end]  # a bias sharded like the head
+        alike = width == 1 and not other.requires_grad  # its gradient would be partial
         if other.dim() > raw.dim() or not (ours or alike):
             return NotImplemented
     return as_kind(func(*map(_raw, args), **kwargs), cls)
 
 
 def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    """A view whose last dim is the vocabulary still."""
+    """View with the vocabulary still in the last dim."""
     x, shape = args[0], args[1:]
     shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
     if kwargs or cls.dim_from_end != -1 or not shape or not all(isinstance(size, int) for size in shape):
         return NotImplemented
     raw, shape = _raw(x), list(shape)
     if -1 in shape:
-        known = 1
+        elements = 1
         for size in shape:
-            known *= 1 if size == -1 else size
-        shape[shape.index(-1)] = _whole_shape(cls, x).numel() // known if known else -1
+            elements *= 1 if size == -1 else size
+        shape[shape.index(-1)] = _whole_shape(cls, x).numel() // elements if elements else -1
     if shape[-1] != cls.vocabulary:
         return NotImplemented
     return as_kind(func(raw, *shape[:-1], raw.shape[-1]), cls)
@@ -225,7 +225,7 @@ def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    """Indexing that takes whole rows."""
+    """Index full rows."""
     x, index = args
     if not isinstance(x, SplitLogits) or cls.dim_from_end != -1:
         return NotImplemented
@@ -240,20 +240,20 @@ def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _dims_of(item: Any) -> int:
-    """How many dims one item of an index speaks of."""
+    """Return the number of dims that one item of an index consumes."""
     if item is None or item is Ellipsis:
         return 0
     return item.dim() if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
 
 
 def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    """The vocabulary may become another dim: class scores come second in cross_entropy."""
+    """Transpose, perhaps moving the vocabulary: class scores come second in cross_entropy."""
     if kwargs or len(args) != 3:
         return NotImplemented
     raw = _raw(args[0])
-    one, other, split = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
-    at = other if split == one else one if split == other else split
-    return as_kind(raw.transpose(one, other), split_class(cls.group, cls.vocabulary, at - raw.dim()))
+    first, second, split = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
+    at = second if split == first else first if split == second else split
+    return as_kind(raw.transpose(first, second), split_class(cls.group, cls.vocabulary, at - raw.dim()))
 
 
 def _permute(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -265,11 +265,8 @@ def _permute(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     return as_kind(raw.permute(*dims), split_class(cls.group, cls.vocabulary, at - raw.dim()))
 
 
-# --------------------------------------------------------------------------------------------------------- the loss
-
-
 def _cross_entropy(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    """The vocabulary-parallel one, if the classes are the vocabulary and the targets are token ids."""
+    """Use the vocabulary-parallel loss if the classes are the vocabulary and the targets are token ids."""
     return _loss(cls, *args, **kwargs)
 
 

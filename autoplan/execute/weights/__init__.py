@@ -1,4 +1,4 @@
-"""A sharded model filled from a folder of safetensors, each rank reading only what it holds.
+"""Fill a sharded model from a folder of safetensors, each rank reading only its own shards, and save it again.
 
 In: a planned model, a folder. Out: the model with the checkpoint's values. May import: what execute may.
 """

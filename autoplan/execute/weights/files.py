@@ -26,10 +26,10 @@ class CheckpointFiles:
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
         self._file_of = _find(self.folder)
-        self._stored_as: dict[str, str] = {}  # what is asked for by another name than it has in its file
-        # Every file opens, and holds what it is said to hold
-        held = {file: set(_opened(self.folder / file).keys()) for file in dict.fromkeys(self._file_of.values())}
-        absent = [key for key, file in self._file_of.items() if key not in held[file]]
+        self._stored_as: dict[str, str] = {}  # renamed tensors: name -> key in the file
+        # Every file must open and hold the tensors that the index lists.
+        keys_in = {file: set(_opened(self.folder / file).keys()) for file in dict.fromkeys(self._file_of.values())}
+        absent = [key for key, file in self._file_of.items() if key not in keys_in[file]]
         if absent:
             raise SourceError(
                 f"the index of {self.folder} lists {absent[0]} in {self._file_of[absent[0]]}, which does not hold it"
@@ -42,12 +42,12 @@ class CheckpointFiles:
         return tuple(self._file_of)
 
     def call(self, names: Mapping[str, str]) -> None:
-        """From now on these tensors have other names; "": they are left out."""
+        """Rename tensors from now on; those renamed to "" are left out."""
         self._stored_as |= {new: self._stored_as.get(old, old) for old, new in names.items() if new}
         self._file_of = {name: file for key, file in self._file_of.items() if (name := names.get(key, key))}
 
     def headers(self) -> dict[str, str]:
-        """What the files say besides their tensors: a quantisation method may write there what these are."""
+        """Return the metadata of all files: a quantisation method may describe its tensors there."""
         files = dict.fromkeys(self._file_of.values())
         return {key: text for file in files for key, text in (_opened(self.folder / file).metadata() or {}).items()}
 
@@ -55,19 +55,19 @@ class CheckpointFiles:
         return tuple(self._slice(key).get_shape())
 
     def dtype(self, key: str) -> torch.dtype:
-        source = self._slice(key)  # a part without numbers has the dtype of the whole
+        source = self._slice(key)  # an empty slice has the dtype of the tensor
         return (source[:0] if source.get_shape() else self.read(key)).dtype
 
     def says_nothing(self, key: str) -> bool:
-        """May a tensor be left out without a loss?"""
+        """Return whether a tensor may be left out without a loss."""
         return False
 
     def form(self, key: str) -> torch.Tensor:
-        """A tensor of the same shape and dtype, without numbers: enough to try a conversion."""
+        """Return a meta tensor of the same shape and dtype: enough to try a conversion."""
         return torch.empty(self.shape(key), dtype=self.dtype(key), device="meta")
 
     def read(self, key: str, rows: Mapping[int, Sequence[int]] | None = None) -> torch.Tensor:
-        """The tensor, or the part of it with these rows along these dims."""
+        """Return the tensor, or the part of it with these rows along these dims."""
         if not rows:
             return self._handle(key).get_tensor(self._stored_as.get(key, key))
         source = self._slice(key)
@@ -101,7 +101,7 @@ class CheckpointFiles:
 
 
 def runs(rows: Sequence[int]) -> Iterator[range]:
-    """Maximal ranges of consecutive rows.
+    """Yield maximal ranges of consecutive rows.
 
     >>> list(runs([0, 1, 4, 5, 6]))
     [range(0, 2), range(4, 7)]
@@ -120,9 +120,6 @@ def _read_scattered(source: Any, index: list[Any], dim: int, rows: Sequence[int]
     first = min(rows)
     span = source[tuple(index[:dim] + [slice(first, max(rows) + 1)] + index[dim + 1 :])]
     return span.index_select(dim, torch.tensor([row - first for row in rows]))
-
-
-# ---------------------------------------------------------------------------------------------------- which files
 
 
 def _find(folder: Path) -> dict[str, str]:
@@ -144,7 +141,7 @@ def _find(folder: Path) -> dict[str, str]:
 
 
 def _stands_alone(single: Path, indexes: list[Path]) -> bool:
-    """Is it a checkpoint for itself? Not if it is damaged, or one file of several, and an index says what to read."""
+    """Return whether the file is a full checkpoint: not damaged, and not one of several that an index lists."""
     if not indexes:
         return True
     try:
@@ -185,7 +182,7 @@ def _from_index(index: Path) -> dict[str, str]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """What an index says: {name of a tensor: file}."""
+    """Return the weight map of an index: {name of a tensor: file}."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         weight_map = dict(pairs)
@@ -204,16 +201,16 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _from_files(files: list[Path]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for file in files:
         keys = list(_opened(file).keys())
-        twice = next((key for key in keys if key in found), None)
+        twice = next((key for key in keys if key in file_of), None)
         if twice is not None:
-            raise SourceError(f"{twice} is in both {found[twice]} and {file.name}", hint="keep one, or add an index")
-        found.update((key, file.name) for key in keys)
-    if not found:
+            raise SourceError(f"{twice} is in both {file_of[twice]} and {file.name}", hint="keep one, or add an index")
+        file_of.update((key, file.name) for key in keys)
+    if not file_of:
         raise SourceError(f"{', '.join(file.name for file in files)}: no tensor is in there")
-    return found
+    return file_of
 
 
 def _no_files(folder: Path) -> SourceError:

@@ -1,4 +1,4 @@
-"""Match the keys of a checkpoint to parameters, joined ones too."""
+"""Match the keys of a checkpoint to parameters, including joined ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from autoplan.common.conventions import Conversion, Join, conventions
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.execute.weights.files import runs
 
-# Tensors that a checkpoint holds in pieces (an entry for each expert, gate apart from up): each entry is asked only for
-# the rows that end up on this rank. Shapes tell how entries lie, so that scales and indices are joined like their
+# Tensors that a checkpoint holds in pieces (an entry for each expert, gate apart from up): of each entry only the rows
+# of this rank are read. Shapes determine how entries are joined, so that scales and indices are joined like their
 # weight.
 
 Rows = Mapping[int, Sequence[int]]
-Read = Callable[..., torch.Tensor]  # (rows of an entry by dim, or nothing for all of it)
+Read = Callable[..., torch.Tensor]  # called with rows of an entry by dim, or without for all of it
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Places:
-    """Along which dim of a piece entries stand side by side, from where to where; `shape`: of each, put in place."""
+    """The dim along which entries are concatenated in a piece, and the range of each; `shapes`: of each, in place."""
 
     dim: int
     ranges: tuple[range, ...]
@@ -43,7 +43,7 @@ class _Places:
 
 @dataclass
 class Joined:
-    """One tensor of a model out of several of a checkpoint."""
+    """One tensor of a model that is joined from several of a checkpoint."""
 
     name: str
     join: Join
@@ -57,13 +57,13 @@ class Joined:
         self.keys.append(key)
 
     def forms(self, shape: tuple[int, ...], form: Callable[[str], torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors without numbers, one for each dtype of entries, if these make one of this shape. Raises if not."""
+        """Return meta tensors of this shape, one for each dtype of the entries; raise if these do not fit."""
         self._places(shape)
         dtypes = dict.fromkeys(form(entry.key).dtype for entries in self._parts() for entry in entries)
         return [torch.empty(shape, dtype=dtype, device="meta") for dtype in dtypes]
 
     def piece(self, shape: tuple[int, ...], rows: Rows, dtype: torch.dtype) -> torch.Tensor:
-        """What a rank holds of the whole of this shape: these rows, by dim; absent dims are held whole."""
+        """Return a rank's shard of the joined tensor of this shape: these rows, by dim; absent dims are full."""
         places, stacked = self._places(shape), int(self.join.stacked)
         sizes = [len(rows[dim]) if dim in rows else size for dim, size in enumerate(shape)]
         assembled = torch.empty(sizes if len(sizes) > stacked else [*sizes, 1], dtype=dtype)
@@ -75,7 +75,7 @@ class Joined:
                 continue
             for slot, number in enumerate(numbers):
                 read = _read(entries[number], places.shapes[part], wanted)
-                # Row by row of `source` to these places; whole runs at once
+                # Copy consecutive rows to their places, a run at a time.
                 target = assembled[slot] if stacked else assembled
                 done = 0
                 for run in runs(where):
@@ -105,9 +105,9 @@ class Joined:
         unlike = next((e for entries in parts for e in entries if e.shape != entries[0].shape), None)
         places = None if unlike is not None else _places(rest or (1,), [entries[0].shape for entries in parts])
         if places is None:
-            said = unlike or parts[0][0]
+            wrong = unlike or parts[0][0]
             raise AutoplanError(
-                f"{said.key} is {list(said.shape)}: {len(self.keys)} such tensors do not make {self.name} of "
+                f"{wrong.key} is {list(wrong.shape)}: {len(self.keys)} such tensors do not make {self.name} of "
                 f"{list(shape)}",
                 hint="does the config belong to these files?",
             )
@@ -115,7 +115,7 @@ class Joined:
 
 
 def _places(rest: tuple[int, ...], shapes: list[tuple[int, ...]]) -> _Places | None:
-    """How entries of these shapes lie side by side in one piece."""
+    """Return how entries of these shapes are concatenated in one piece; None if they do not fit."""
     for dim in range(len(rest)):
         others = [(*shape[:dim], *shape[dim + 1 :]) for shape in shapes if len(shape) == len(rest)]
         if len(others) == len(shapes) and all(other == (*rest[:dim], *rest[dim + 1 :]) for other in others):
@@ -123,7 +123,7 @@ def _places(rest: tuple[int, ...], shapes: list[tuple[int, ...]]) -> _Places | N
             if ends[-1] == rest[dim]:
                 return _Places(dim, tuple(range(a, b) for a, b in pairwise(ends)), tuple(shapes))
     each = rest[1:]
-    if rest[0] == len(shapes) and all(_bare(shape) == _bare(each) for shape in shapes):  # one row for each
+    if rest[0] == len(shapes) and all(_bare(shape) == _bare(each) for shape in shapes):  # one row per entry
         return _Places(0, tuple(range(n, n + 1) for n in range(len(shapes))), ((1, *each),) * len(shapes))
     return None
 
@@ -133,7 +133,7 @@ def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _within(places: _Places, part: int, rows: Rows) -> tuple[list[int], dict[int, Sequence[int]]]:
-    """Where the rows of one part go in what is held, and which of its own rows these are."""
+    """Return the positions of one part's rows in a shard, and the part's own rows to read."""
     mine, wanted = places.ranges[part], dict(rows)
     if places.dim not in rows:
         return list(mine), wanted
@@ -152,13 +152,13 @@ def _read(entry: _Entry, shape: tuple[int, ...], rows: Rows) -> torch.Tensor:
     rows = {dim: held for dim, held in rows.items() if len(held) != shape[dim] or list(held) != list(range(shape[dim]))}
     if entry.shape == shape:
         return entry.read(rows) if rows else entry.read()
-    tensor = entry.read().reshape(shape)  # a number, or a row
+    tensor = entry.read().reshape(shape)  # a scalar, or a row
     for dim, held in rows.items():
         tensor = tensor.index_select(dim, torch.tensor(list(held), dtype=torch.long))
     return tensor
 
 
-# Which tensor of a checkpoint becomes which of a model: tied weights are stored once, a base model's checkpoint lacks a
+# Match tensors of a checkpoint to those of a model: tied weights are stored once, a base model's checkpoint lacks a
 # prefix or has one, and conversions are the library's own (`conventions().checkpoint_names`). The rest is listed.
 
 _SHOWN = 5  # names printed per kind of mismatch
@@ -166,7 +166,7 @@ _SHOWN = 5  # names printed per kind of mismatch
 
 @dataclass
 class Matched:
-    """The outcome: targets read as they are, conversions, and what has no partner."""
+    """The result of matching: targets read directly, joined and converted ones, and keys without a partner."""
 
     direct: dict[str, str] = field(default_factory=dict)  # name in the model -> key in the files
     joined: list[Joined] = field(default_factory=list)
@@ -175,7 +175,7 @@ class Matched:
     unexpected: list[str] = field(default_factory=list)
 
     def converted_names(self) -> set[str]:
-        return {one.name for one in self.joined} | {name for one in self.converted for name in one.targets()}
+        return {entry.name for entry in self.joined} | {name for entry in self.converted for name in entry.targets()}
 
 
 def match_keys(
@@ -186,13 +186,13 @@ def match_keys(
     read: Callable[..., torch.Tensor],
     shape: Callable[[str], tuple[int, ...]],
 ) -> Matched:
-    """Find a source for each group of names (one tensor each): the first name that the checkpoint has. `passing`:
-    buffers that are not saved."""
+    """Find a source for each group of names (one tensor each): the first name that the checkpoint has. `passing`: the
+    non-persistent buffers."""
     names = {name for group in groups for name in group}
     known = conventions().checkpoint_names(model)
     prefix = known.prefix
     matched, conversions, joins = Matched(), dict[str, Conversion](), dict[str, Joined]()
-    for key in sorted(keys, key=_numbered):  # experts in order, as converters expect
+    for key in sorted(keys, key=_numbered):  # converters expect experts in order
         name, pattern = known.rename(key)
         name = _with_or_without(prefix, name, names)
         if name not in names and _with_or_without(prefix, key, names) in names:
@@ -219,7 +219,7 @@ def match_keys(
             matched.unexpected += conversion.keys
     matched_names = set(matched.direct) | matched.converted_names()
     matched.missing = [group[0] for group in groups if not matched_names & set(group)]
-    # Old checkpoints hold buffers that are no longer saved; a model may name further keys as harmless.
+    # Old checkpoints hold buffers that are no longer saved; a model may list further harmless keys.
     passing = set(passing)
     missing = [re.compile(text) for text in known.may_lack]
     surplus = [re.compile(text) for text in known.may_exceed]
@@ -233,12 +233,12 @@ def match_keys(
 
 
 def _numbered(key: str) -> list[tuple[int, str]]:
-    """Sorts layers.2 before layers.10."""
+    """Return a sort key that puts layers.2 before layers.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")]
 
 
 def _with_or_without(prefix: str, name: str, names: set[str]) -> str:
-    """The name as the model has it, when only the base model's prefix is too much or lacking."""
+    """Return the model's name of a tensor that differs only by the base model's prefix."""
     if name in names:
         return name
     if name.startswith(f"{prefix}.") and name.removeprefix(f"{prefix}.") in names:
@@ -247,7 +247,7 @@ def _with_or_without(prefix: str, name: str, names: set[str]) -> str:
 
 
 def refuse_unmatched(matched: Matched, wrong_shapes: Sequence[str], where: str) -> None:
-    """One error that lists everything, with the nearest name of the other side for each."""
+    """Raise one error that lists all mismatches, each with the nearest name of the other side."""
     texts = []
     if matched.missing:
         texts.append(_listed("missing", matched.missing, matched.unexpected))
@@ -270,20 +270,20 @@ def _listed(kind: str, names: Sequence[str], others: Sequence[str]) -> str:
     return f"{len(names)} {kind}: " + ", ".join(shown) + (", …" if len(names) > _SHOWN else "")
 
 
-# Follow where a library's conversion moves numbers, so that a rank reads only the rows it needs.
+# Trace where a library's conversion moves elements, so that a rank reads only the rows it needs.
 #
-# The conversion is run once on places (each a number that says where it comes from), with one row along every dim where
-# nothing moves.
+# The conversion is run once on indices (each element is the number of its source place), with one row along every dim
+# where nothing moves.
 
-Make = Callable[[Callable[[str], torch.Tensor]], dict[str, torch.Tensor]]  # of what gives a tensor by its key
+Make = Callable[[Callable[[str], torch.Tensor]], dict[str, torch.Tensor]]  # takes a reader of tensors by key
 Shape = tuple[int, ...]
-_MOST_PLACES = 2**24  # of one conversion
+_MOST_PLACES = 2**24  # in one conversion
 
 
 @dataclass(frozen=True)
 class Moved:
-    """A tensor made of some of a checkpoint. `still`: dims along which nothing moves, with the dim of the source;
-    `places`: where each number comes from, counted from `begins` of its source."""
+    """A tensor whose elements a conversion moved. `still`: dims along which nothing moves, with their dim in the
+    source; `places`: the source place of each element, where a source begins at its number in `begins`."""
 
     shape: Shape
     still: Mapping[int, int]
@@ -292,29 +292,29 @@ class Moved:
     begins: tuple[int, ...]
 
     def piece(self, read: Callable[[str, Rows], torch.Tensor], rows: Rows) -> torch.Tensor:
-        """What a rank holds of the whole: these rows, by dim; absent dims are held whole."""
+        """Return a rank's shard of the tensor: these rows, by dim; absent dims are full."""
         moving = [dim for dim in range(len(self.shape)) if dim not in self.still]
         places = self.places
         for dim in moving:
             if dim in rows:
                 places = places.index_select(dim, torch.tensor(list(rows[dim]), dtype=torch.long))
         wanted = places.flatten()
-        kept = [len(rows[dim]) if dim in rows else self.shape[dim] for dim in self.still]
-        found: torch.Tensor | None = None
-        for at, got in self._read(wanted, read, rows):
-            if found is None:
-                found = got.new_empty([len(wanted), *kept])
-            found[at] = got
-        if found is None:
-            found = read(next(iter(self.sources)), {0: ()}).new_empty([len(wanted), *kept])
-        found = found.reshape([*(places.shape[dim] for dim in moving), *kept])
+        still_sizes = [len(rows[dim]) if dim in rows else self.shape[dim] for dim in self.still]
+        result: torch.Tensor | None = None
+        for at, values in self._read(wanted, read, rows):
+            if result is None:
+                result = values.new_empty([len(wanted), *still_sizes])
+            result[at] = values
+        if result is None:
+            result = read(next(iter(self.sources)), {0: ()}).new_empty([len(wanted), *still_sizes])
+        result = result.reshape([*(places.shape[dim] for dim in moving), *still_sizes])
         order = [*moving, *self.still]
-        return found.permute([order.index(dim) for dim in range(len(order))])
+        return result.permute([order.index(dim) for dim in range(len(order))])
 
     def _read(
         self, wanted: torch.Tensor, read: Callable[[str, Rows], torch.Tensor], rows: Rows
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """By source: which of the wanted places lie in it, and what lies there along the other dims."""
+        """Yield, per source, the indices of the wanted places in it, and the values there along the other dims."""
         owners = torch.bucketize(wanted, torch.tensor(self.begins), right=True) - 1
         for number in owners.unique().tolist():
             key, at = list(self.sources)[number], (owners == number).nonzero().flatten()
@@ -329,17 +329,17 @@ class Moved:
             index = indices[::-1]
             asked: dict[int, Sequence[int]] = {self.still[dim]: held for dim, held in rows.items() if dim in self.still}
             inner = []
-            for dim, one in zip(moved, index, strict=True):
-                held, place = one.unique(return_inverse=True)
+            for dim, positions in zip(moved, index, strict=True):
+                held, place = positions.unique(return_inverse=True)
                 inner.append(place)
                 if len(held) < shape[dim]:
                     asked[dim] = held.tolist()
-            got = read(key, asked).permute(*moved, *self.still.values())
-            yield at, got[tuple(inner)] if inner else got[None].expand(len(at), *got.shape)
+            values = read(key, asked).permute(*moved, *self.still.values())
+            yield at, values[tuple(inner)] if inner else values[None].expand(len(at), *values.shape)
 
 
 def follow(make: Make, shapes: Mapping[str, Shape]) -> dict[str, Moved] | None:
-    """Follow a conversion (`make`) of tensors of these shapes; None where places do not tell."""
+    """Trace a conversion (`make`) of tensors of these shapes; None where places do not determine it."""
     ranks = {len(shape) for shape in shapes.values()}
     if len(ranks) != 1:
         return None
@@ -355,21 +355,21 @@ def follow(make: Make, shapes: Mapping[str, Shape]) -> dict[str, Moved] | None:
         key: torch.arange(begin, begin + prod(shape)).view(shape)
         for begin, (key, shape) in zip(begins, thin.items(), strict=True)
     }
-    made = make(lambda key: numbered[key].clone())
+    converted = make(lambda key: numbered[key].clone())
     moved = {
         name: Moved(whole[name], {ends[name]: dim for dim, ends in still.items()}, places, dict(shapes), begins)
-        for name, places in made.items()
+        for name, places in converted.items()
     }
     return moved if all(map(_agrees, moved.values())) else None
 
 
 def _shapes(make: Make, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    made = make(lambda key: torch.empty(shapes[key], device="meta"))
-    return {name: tuple(tensor.shape) for name, tensor in made.items()}
+    outcomes = make(lambda key: torch.empty(shapes[key], device="meta"))
+    return {name: tuple(tensor.shape) for name, tensor in outcomes.items()}
 
 
 def _still(make: Make, shapes: Mapping[str, Shape], whole: Mapping[str, Shape], dim: int) -> dict[str, int] | None:
-    """If nothing moves along a dim of the sources, which dim of each outcome it is: with one row there, as here."""
+    """Return, if nothing moves along a dim of the sources, its dim in each result, whose size follows it."""
     thin = {key: (*shape[:dim], 1, *shape[dim + 1 :]) for key, shape in shapes.items()}
     if thin == shapes:
         return None
@@ -377,7 +377,7 @@ def _still(make: Make, shapes: Mapping[str, Shape], whole: Mapping[str, Shape], 
     still: dict[str, int] = {}
     try:
         ones, twos = _shapes(make, thin), _shapes(make, two)
-    except AutoplanError:  # a conversion that wants other sizes: what moves along this dim is read off its places
+    except AutoplanError:  # the conversion needs other sizes: treat this dim as moving
         return None
     for name, shape in whole.items():
         other, more = ones.get(name, ()), twos.get(name, ())
@@ -391,7 +391,7 @@ def _still(make: Make, shapes: Mapping[str, Shape], whole: Mapping[str, Shape], 
 
 
 def _agrees(moved: Moved) -> bool:
-    """Are the dims that do not move as long as those of every source, and is there one place for each number?"""
+    """Return whether the dims that do not move have their sources' sizes, and every element has a place."""
     thin = tuple(1 if dim in moved.still else size for dim, size in enumerate(moved.shape))
     if tuple(moved.places.shape) != thin or len(set(moved.still.values())) != len(moved.still):
         return False

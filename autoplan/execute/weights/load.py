@@ -1,8 +1,8 @@
-"""Fill a sharded model from a folder of safetensors, each rank reading only what it holds.
+"""Fill a sharded model from a folder of safetensors, each rank reading only its own shards.
 
-All is matched and measured first (`key_matching.py`), so that a checkpoint of another model changes nothing. Buffers
-that no checkpoint holds are built again. A model with adapters may be filled from one of the model inside: adapters on
-meta are then made anew, the same on every rank.
+Keys and shapes are checked first (`key_matching.py`), so that a checkpoint of another model changes nothing. Buffers
+that no checkpoint holds are rebuilt. A model with adapters may be filled from a checkpoint of its base model: adapters
+on meta are then initialised, the same on every rank.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from autoplan.execute.weights.key_matching import Make, Matched, Moved, follow, 
 def load_weights(
     model: nn.Module, folder: str | Path, *, strict: bool = True, dequantise: bool = False
 ) -> _IncompatibleKeys:
-    """Fill `model`, on meta or holding numbers, from the safetensors files in `folder`; returns missing and unexpected
+    """Fill `model`, on meta or materialised, from the safetensors files in `folder`; return missing and unexpected
     names.
 
-    `strict` makes these an error. Shapes must agree in any case. Adapters stay as they were. `dequantise` fills a plain
-    model from a quantised checkpoint.
+    `strict` makes these an error. Shapes must agree in any case. Existing adapters are unchanged. `dequantise` fills a
+    plain model from a quantised checkpoint.
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     with fail_together(voters_of(model), "load_weights"):
@@ -56,7 +56,7 @@ def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) 
     files: CheckpointFiles = DequantisedFiles(folder) if dequantise else StoredFiles(folder)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # its root keeps whole parameters between forwards
+            module.reshard()  # the root stays unsharded between forwards
     base = {plain_name(name): inside for name, inside in conventions().base_names(model).items()}
     tensors = list(_saved_tensors(model, base))
     places = {name: tensor for tensor in tensors for name in tensor.names}
@@ -65,7 +65,7 @@ def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) 
     matched = match_keys(model, groups, passing, files.keys, files.read, files.shape)
     adapters = [saved for saved in tensors if all(_is_adapter(base.get(name)) for name in saved.names)]
     if any(name in matched.direct for tensor in adapters for name in tensor.names):
-        adapters = []  # the folder has adapters: it is one of the whole model
+        adapters = []  # the folder has adapters, so it must have all of them
     matched.missing = [name for name in matched.missing if places[name] not in adapters]
     for saved in adapters:
         original = base[saved.names[0]].name
@@ -80,29 +80,26 @@ def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) 
         _refuse_joins(matched, places, files.form)
         conversions = _conversions(model, files, places, matched)
         rebuilt = rebuilt_passing_tensors(model, _device(tensors))
-        made = _new_adapters(model, new)
+        adapter_values = _new_adapters(model, new)
         meet()
-        _fill(files, tensors, matched, conversions)  # from here on the model changes
+        _fill(files, tensors, matched, conversions)  # the model changes from here on
         for saved in new:
-            saved.fill(saved.cut(made[saved.names[0]]))
-        for one in rebuilt:
-            one.put()
+            saved.fill(saved.cut(adapter_values[saved.names[0]]))
+        for passing_tensor in rebuilt:
+            passing_tensor.put()
     twice = files.quantised_twice() if isinstance(files, StoredFiles) else {}
     twice |= {name: value for key, value in twice.items() if key in places for name in places[key].names}
     keep_beside(model, files.headers(), twice)
-    # FSDP2 keeps its own reference to each parameter and looks again after a load; this was one.
+    # FSDP2 keeps its own references to parameters, and updates them in its hooks after a load.
     for module in model.modules():
         for hook in list(module._load_state_dict_post_hooks.values()):
             hook(module, _IncompatibleKeys([], []))
     return _IncompatibleKeys(matched.missing, matched.unexpected)
 
 
-# ------------------------------------------------------------------------------------------------------ what to fill
-
-
 @dataclass(eq=False)
 class _Saved:
-    """One parameter or saved buffer of the model with every place it is found at. `copies`: what is filled as it is."""
+    """One parameter or saved buffer, with every place that holds it. `copies`: tensors that get the same values."""
 
     tensor: torch.Tensor
     held: Held | None
@@ -112,11 +109,11 @@ class _Saved:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """In the checkpoint."""
+        """Return the shape in the checkpoint."""
         return self.held.shape if self.held is not None else tuple(self.tensor.shape)
 
     def rows(self) -> dict[int, Sequence[int]]:
-        """Which of the checkpoint's rows this rank holds, by dim; absent dims are held whole."""
+        """Return the checkpoint rows that this rank holds, by dim; absent dims are full."""
         rows: dict[int, Sequence[int]] = {}
         if self.held is not None and self.held.dim is not None:
             rows[self.held.dim] = self.held.rows[self.held.group.rank]
@@ -129,17 +126,17 @@ class _Saved:
             for mesh_dim, placement in enumerate(fsdp_placements(self.tensor.placements, self.held)):
                 dim = getattr(placement, "dim", None)
                 if dim is not None:
-                    held = rows.get(dim, range(self.shape[dim]))
-                    room = self.held.room[0] if self.held is not None and self._is_roomy(dim) else len(held)
+                    rows_held = rows.get(dim, range(self.shape[dim]))
+                    room = self.held.room[0] if self.held is not None and self._is_roomy(dim) else len(rows_held)
                     mine = chunk(room, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
-                    rows[dim] = held[mine.start : mine.stop]
+                    rows[dim] = rows_held[mine.start : mine.stop]
         return rows
 
     def _is_roomy(self, dim: int) -> bool:
         return self.held is not None and self.held.has_spare_room and self.held.dim == dim
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a tensor that could not be read by pieces."""
+        """Return this rank's shard of a tensor that could not be read in pieces."""
         if self.held is None:
             for dim, rows in self.rows().items():
                 whole = whole.narrow(dim, rows[0], len(rows)) if len(rows) else whole.narrow(dim, 0, 0)
@@ -149,9 +146,9 @@ class _Saved:
         return self.held.cut(whole) if isinstance(self.tensor, nn.Parameter) else self.held.buffer(whole)
 
     def fill(self, piece: torch.Tensor) -> None:
-        """Copy into the memory there is; on meta, put a new tensor at every place."""
+        """Copy into existing memory; on meta, put a new tensor at every place."""
         local = self.tensor.to_local() if isinstance(self.tensor, DTensor) else self.tensor
-        if local.shape != piece.shape:  # room that no row of the checkpoint fills
+        if local.shape != piece.shape:  # spare room stays zero
             wide = piece.new_zeros(local.shape)
             wide[tuple(slice(size) for size in piece.shape)] = piece
             piece = wide
@@ -172,7 +169,7 @@ class _Saved:
 
 
 def _aliases(own: str, base: Mapping[str, BaseName]) -> list[str]:
-    """The names that a tensor may have in files: in the model inside of adapters, if it is of that one, and its own."""
+    """Return the names that a tensor may have in files: its own, and before it that in the base model of an adapter."""
     inside = base.get(own)
     return [own] if inside is None or inside.name is None or inside.copied else list(dict.fromkeys((inside.name, own)))
 
@@ -182,11 +179,11 @@ def _is_adapter(inside: BaseName | None) -> bool:
 
 
 def _new_adapters(model: nn.Module, missing: Sequence[_Saved]) -> dict[str, torch.Tensor]:
-    """Adapters that are on meta, as their library makes them: drawn on each rank from the stream of the first."""
+    """Return adapters that are on meta, initialised by their library: every rank draws from the first rank's stream."""
     names = [saved.names[0] for saved in missing]
     meet(Alike(" ".join(names), f"adapters on meta are {', '.join(names) or 'none'}", "build the same model"))
     meshes = {saved.tensor.device_mesh for saved in missing if isinstance(saved.tensor, DTensor)}
-    voters = Voters.of(*meshes)  # of a part of a sharded model, too
+    voters = Voters.of(*meshes)  # also for a part of a sharded model
     with random_streams.fork():
         for group in voters.groups:
             random_streams.set_state(state_of_the_first(random_streams.get_state(), group, voters.device))
@@ -194,8 +191,8 @@ def _new_adapters(model: nn.Module, missing: Sequence[_Saved]) -> dict[str, torc
 
 
 def _saved_tensors(model: nn.Module, base: Mapping[str, BaseName]) -> Iterator[_Saved]:
-    """Everything a checkpoint of the model holds, each tensor once, in the model's order."""
-    found: dict[int, _Saved] = {}
+    """Yield everything that a checkpoint of the model holds, each tensor once, in the model's order."""
+    entries: dict[int, _Saved] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         record = record_of(module)
         saved = [(module._parameters, name, False) for name in module._parameters]
@@ -204,12 +201,12 @@ def _saved_tensors(model: nn.Module, base: Mapping[str, BaseName]) -> Iterator[_
             tensor = where[name]
             if tensor is None:
                 continue
-            known = None if record is None else (record.buffers if buffer else record.parameters).get(name)
-            entry = found.setdefault(id(tensor), _Saved(tensor, known))
+            held = None if record is None else (record.buffers if buffer else record.parameters).get(name)
+            entry = entries.setdefault(id(tensor), _Saved(tensor, held))
             entry.names += _aliases(plain_name(f"{path}.{name}" if path else name), base)
             if not any(place is where and key == name for place, key in entry.places):
                 entry.places.append((where, name))
-    yield from found.values()
+    yield from entries.values()
 
 
 def _is_saved(module: nn.Module, name: str) -> bool:
@@ -223,14 +220,11 @@ def _passing_buffers(model: nn.Module) -> Iterator[str]:
 
 
 def _device(tensors: Sequence[_Saved]) -> torch.device:
-    """Where meta tensors become real: the mesh's device, else where the others are."""
+    """Return the device where meta tensors are materialised: the mesh's, else that of the other tensors."""
     for saved in tensors:
         if isinstance(saved.tensor, DTensor):
             return mesh_device(saved.tensor.device_mesh)
     return next((saved.tensor.device for saved in tensors if not saved.tensor.is_meta), torch.device("cpu"))
-
-
-# ----------------------------------------------------------------------------------------------------------- filling
 
 
 def _fill(files: CheckpointFiles, tensors: list[_Saved], matched: Matched, conversions: Sequence[_Conversion]) -> None:
@@ -248,11 +242,11 @@ def _fill(files: CheckpointFiles, tensors: list[_Saved], matched: Matched, conve
 
 
 def _refuse_joins(matched: Matched, owner: dict[str, _Saved], form: Callable[[str], torch.Tensor]) -> None:
-    """Do entries of the checkpoint, side by side, make what the model has?"""
+    """Raise unless the joined entries of the checkpoint have the shapes and dtypes of the model."""
     for joined in matched.joined:
         saved = owner[joined.name]
-        for made in joined.forms(saved.shape, form):
-            if misfit := _misfit(joined.name, made, saved):
+        for form_joined in joined.forms(saved.shape, form):
+            if misfit := _misfit(joined.name, form_joined, saved):
                 raise AutoplanError(
                     f"{misfit}, out of {len(joined.keys)} tensors ({joined.keys[0]}, …)",
                     hint="does the checkpoint belong to this model?",
@@ -261,7 +255,7 @@ def _refuse_joins(matched: Matched, owner: dict[str, _Saved], form: Callable[[st
 
 @dataclass(frozen=True)
 class _Conversion:
-    """What one conversion fills: these names, of what it makes. `moved`: how, where it only moves numbers."""
+    """The names that one conversion fills. `moved`: where its elements come from, if it only moves them."""
 
     make: Make
     names: tuple[str, ...]
@@ -279,7 +273,7 @@ class _Conversion:
 
 
 class _Whole:
-    """A sharded model whose parameters are as large as in the checkpoint, for conversions that ask."""
+    """A sharded model whose parameters have the checkpoint's shapes, for conversions that ask."""
 
     def __init__(self, model: nn.Module, owner: dict[str, _Saved]) -> None:
         self._model, self._owner = model, owner
@@ -296,7 +290,7 @@ class _Whole:
 def _conversions(
     model: nn.Module, files: CheckpointFiles, owner: dict[str, _Saved], matched: Matched
 ) -> list[_Conversion]:
-    """Each tensor is made once; what is read directly is not. Raises on what does not fit."""
+    """Return conversions that make each tensor once; what is read directly is skipped. Raise on what does not fit."""
     conversions, done, whole = (
         [],
         {id(owner[name]) for name in matched.direct},
@@ -325,7 +319,7 @@ def _conversions(
 
 
 def _misfit(name: str, found: torch.Tensor, wanted: _Saved) -> str:
-    """Why a tensor of the checkpoint cannot become this one of the model; "" if it can."""
+    """Return why a tensor of the checkpoint does not fit one of the model; "" if it does."""
     if tuple(found.shape) != wanted.shape:
         return f"{name} is {list(found.shape)}, the model wants {list(wanted.shape)}"
     if not _becomes(found.dtype, wanted.tensor.dtype):
@@ -335,7 +329,7 @@ def _misfit(name: str, found: torch.Tensor, wanted: _Saved) -> str:
 
 
 def _becomes(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Can these numbers be cast to those? An 8-bit float cannot: without its scales it says nothing."""
+    """Return whether one dtype can be cast to another. An 8-bit float cannot, since it lacks its scales."""
     if found == wanted:
         return True
     if torch.bool in (found, wanted) or found.is_floating_point != wanted.is_floating_point:

@@ -1,4 +1,4 @@
-"""Methods of a sharded model that load and save, and the state of training."""
+"""Methods of a sharded model that load and save, and the state of its optimizer."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from autoplan.execute.parameters.held import record_of
 from autoplan.execute.weights.save import replace_files, save_weights, whole_on_writer, writes
 
 # Methods that would fail or go wrong on a sharded model (`save_pretrained`, `resize_token_embeddings`, adding adapters,
-# DistributedDataParallel) stand on the model itself: saving writes the whole together, the others say what to do.
+# DistributedDataParallel) are replaced on the model itself: saving gathers and writes, the others raise with advice.
 
-_NOTHING_TO_US = ("safe_serialization", "save_function", "save_peft_format", "token")  # how others would write
-_CHOICES = ("selected_adapters", "save_embedding_layers")  # of adapters, and of what is written beside them
-_REPLICAS = "_ddp_params_and_buffers_to_ignore"  # the first that DistributedDataParallel asks a model for
+_NOTHING_TO_US = ("safe_serialization", "save_function", "save_peft_format", "token")  # no effect here
+_CHOICES = ("selected_adapters", "save_embedding_layers")  # options of saving adapters
+_REPLICAS = "_ddp_params_and_buffers_to_ignore"  # the first attribute that DistributedDataParallel reads
 
 
 def take_methods(model: nn.Module) -> None:
-    """Give a sharded model, and those inside it, the methods that are meant for sharded ones."""
+    """Replace methods of a sharded model, and of models inside it, by ones for sharded models."""
     for module in model.modules():
         vars(module).update(_methods_of(module))
     vars(model)[_REPLICAS] = _NoReplicas()
 
 
 def leave_methods(model: nn.Module) -> None:
-    """The library's own methods again."""
+    """Restore the library's own methods."""
     for module in model.modules():
         for name in _methods_of(module):
             vars(module).pop(name, None)
@@ -60,7 +60,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 class _NoReplicas:
-    """Asked for by DistributedDataParallel, it says what to do instead."""
+    """An attribute that raises with advice when DistributedDataParallel reads it."""
 
     def __iter__(self) -> Iterator[str]:
         raise AutoplanError(
@@ -68,9 +68,6 @@ class _NoReplicas:
             hint="data parallelism is a dim of the mesh (dp_shard, dp_replicate); for a Trainer or an Accelerator, "
             "autoplan.hand_over",
         )
-
-
-# --------------------------------------------------------------------------------------------------------------- saving
 
 
 def _save(
@@ -83,7 +80,7 @@ def _save(
     save_original_format: bool = True,
     **options: Any,
 ) -> None:
-    """Every rank of a sharded model calls this. `is_main_process` does not matter: the first rank writes."""
+    """Save a sharded model; every rank calls it. `is_main_process` does not matter: the first rank writes."""
     with fail_together(Voters.everyone(model), conventions().saving):
         _save_together(model, save_directory, state_dict, max_shard_size, save_original_format, options)
 
@@ -96,9 +93,9 @@ def _save_together(
     original: bool,
     options: dict[str, Any],
 ) -> None:
-    if asked := sorted(name for name, value in options.items() if value and name not in _NOTHING_TO_US):
+    if unsupported := sorted(name for name, value in options.items() if value and name not in _NOTHING_TO_US):
         raise AutoplanError(
-            f"a sharded model cannot be saved with {', '.join(asked)}",
+            f"a sharded model cannot be saved with {', '.join(unsupported)}",
             hint="save it, and do that with the folder; autoplan.full_tensors(model) gives whole tensors",
         )
     parts = conventions().parts_to_save(model, {})
@@ -106,7 +103,7 @@ def _save_together(
         _save_parts(model, save_directory, parts)
         return
     if state_dict is not None and not any(isinstance(value, DTensor) for value in state_dict.values()):
-        if writes():  # gathered by the caller
+        if writes():  # the caller has gathered it
             save = getattr(type(model), conventions().saving)
             save(model, save_directory, state_dict=state_dict, max_shard_size=max_shard_size)
         return
@@ -117,7 +114,7 @@ def _save_together(
 
 
 def _own_class(model: nn.Module) -> type:
-    """The class that the model had before it was sharded."""
+    """Return the class that the model had before it was sharded."""
     record = record_of(model)
     if record is not None:
         return record.original
@@ -125,21 +122,21 @@ def _own_class(model: nn.Module) -> type:
 
 
 def _save_adapters(model: nn.Module, save_directory: str | os.PathLike[str], *_: Any, **options: Any) -> None:
-    """The adapters of a wrapped model, whole, by the library's own method on the first rank."""
+    """Save the gathered adapters of a wrapped model by the library's own method, on the first rank."""
     with fail_together(Voters.everyone(model), conventions().saving):
-        if asked := sorted(options.keys() - {*_CHOICES, *_NOTHING_TO_US, "is_main_process", "state_dict"}):
+        if unsupported := sorted(options.keys() - {*_CHOICES, *_NOTHING_TO_US, "is_main_process", "state_dict"}):
             raise AutoplanError(
-                f"adapters of a sharded model cannot be saved with {', '.join(asked)}",
+                f"adapters of a sharded model cannot be saved with {', '.join(unsupported)}",
                 hint="save them, and do that with the folder",
             )
-        kept = {name: value for name, value in options.items() if name in _CHOICES}
-        parts = conventions().parts_to_save(model, kept)
-        _save_parts(model, save_directory, () if parts is None else parts, **kept)
+        chosen = {name: value for name, value in options.items() if name in _CHOICES}
+        parts = conventions().parts_to_save(model, chosen)
+        _save_parts(model, save_directory, () if parts is None else parts, **chosen)
 
 
 def _save_parts(model: nn.Module, folder: str | os.PathLike[str], parts: tuple[str, ...], **options: Any) -> None:
-    """What the library saves of a model that is not all of it: gathered on every rank, written by the first."""
-    meet(same_model(model))  # making a state dict may talk
+    """Gather the parts of a model that the library saves, on every rank; the first one writes them."""
+    meet(same_model(model))  # making a state dict may communicate
     state, writing = model.state_dict(), writes()
     state.update({name: whole_on_writer(state[name], keep=writing) for name in parts})
     meet()
@@ -148,11 +145,8 @@ def _save_parts(model: nn.Module, folder: str | os.PathLike[str], parts: tuple[s
         replace_files(Path(folder), lambda folder: save(folder, state_dict=state, **options), read=("README.md",))
 
 
-# ------------------------------------------------------------------------------------------------------------- refusals
-
-
 def _resize(model: nn.Module, *args: Any, **options: Any) -> Any:
-    """A table that keeps its size is as before; another one would be cut otherwise."""
+    """Call the library's method if the table keeps its size; refuse another size."""
     with fail_together(voters_of(model), conventions().resizing):
         name = conventions().resizing
         table: Any = getattr(model, conventions().ends[0])()
@@ -167,7 +161,7 @@ def _resize(model: nn.Module, *args: Any, **options: Any) -> Any:
 
 
 def _fill_adapter(model: nn.Module, method: str, at: int, *args: Any, **options: Any) -> Any:
-    """An adapter that was planned may be filled; another one was not cut."""
+    """Call the library's method for a planned adapter; refuse another one."""
     wanted = args[at] if len(args) > at else options.get("adapter_name")
     adapters = conventions().adapters_of(model)
     with fail_together(voters_of(model), method):
@@ -180,12 +174,12 @@ def _fill_adapter(model: nn.Module, method: str, at: int, *args: Any, **options:
         return getattr(type(model), method)(model, *args, **options)
 
 
-# The state of a sharded optimizer in a folder, saved with torch.distributed.checkpoint by names of parameters and in
-# the checkpoint's order, so that a run may go on at another tp size.
+# The state of a sharded optimizer is saved with torch.distributed.checkpoint by parameter names and in the checkpoint's
+# order, so that a run can be resumed at another tp size.
 
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
-    """Write the optimizer's state. Every rank calls it."""
+    """Write the optimizer's state to a folder. Every rank calls it."""
     with fail_together(Voters.everyone(model), "save_optimizer"):
         meet(same_model(model))
         state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -196,7 +190,7 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
-    """Read it back into an optimizer of the same kind, fresh or not. Every rank calls it."""
+    """Load a saved state into an optimizer of the same kind, fresh or not. Every rank calls it."""
     with fail_together(Voters.everyone(model), "load_optimizer"):
         meet(same_model(model))
         state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -209,7 +203,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
 
 @contextmanager
 def _as_our_error(told: str, hint: str) -> Iterator[None]:
-    """torch tells all ranks what some of them had, in an unexpected error that is no Exception."""
+    """Turn torch's CheckpointException, which all ranks get and which is no Exception, into an AutoplanError."""
     try:
         yield
     except CheckpointException as error:

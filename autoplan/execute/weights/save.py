@@ -26,8 +26,8 @@ from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.quantised.formats import stored_twice
 from autoplan.execute.quantised.modules import kept_beside, stored_tensors
 
-# Replace an older checkpoint so that whoever is killed leaves one of the two, whole. New files get names that the old
-# one does not have; then one operation on one name decides, as `files.py` and transformers read a folder:
+# Replace an older checkpoint so that a killed process leaves one of the two complete. New files get names that the old
+# one does not have; then one operation on one name switches, given how `files.py` and transformers read a folder:
 #
 #     to one file           model.safetensors is replaced, or appears
 #     to many, from many    the index is replaced
@@ -42,7 +42,7 @@ _LEFT_OVER = re.compile(r"\.autoplan-.*\.part|\.part-\d{5}\.safetensors")
 
 @contextmanager
 def told_as_unwritten(folder: Path) -> Iterator[None]:
-    """Whatever a disk, a folder or the library that writes has against it, as one error."""
+    """Turn any error of a disk, a folder or the writing library into one AutoplanError."""
     from safetensors import SafetensorError
 
     try:
@@ -58,7 +58,7 @@ def told_as_unwritten(folder: Path) -> Iterator[None]:
 
 @dataclass
 class NewFiles:
-    """Files that grow until they are full; named when it is known how many there are."""
+    """Files that are written when full, and named once their number is known."""
 
     folder: Path
     limit: int
@@ -67,10 +67,10 @@ class NewFiles:
     held: int = 0
     parts: list[tuple[str, ...]] = field(default_factory=list)
     total: int = 0
-    made: list[Path] = field(default_factory=list)  # what is removed again if it comes to nothing
+    made: list[Path] = field(default_factory=list)  # files to remove again on failure
 
     def add(self, tensors: Mapping[str, Any]) -> None:
-        """Keep these tensors for the next file, or write it."""
+        """Keep these tensors for the next file, and write it when it is full."""
         with told_as_unwritten(self.folder):
             for name, tensor in tensors.items():
                 if not isinstance(tensor, torch.Tensor):
@@ -78,7 +78,7 @@ class NewFiles:
                 size = tensor.numel() * tensor.element_size()
                 if self.pending and self.held + size > self.limit:
                     self._write()
-                # a view of something larger would keep that alive until its file is full
+                # a view would keep its larger storage alive until the file is full
                 self.pending[name] = tensor.clone() if _is_part(tensor) else tensor.contiguous()
                 self.held += size
                 self.total += size
@@ -97,7 +97,7 @@ class NewFiles:
         self.pending, self.held = {}, 0
 
     def prepare(self) -> None:
-        """Write the rest, and bring everything to the disk; nothing of the old checkpoint has changed."""
+        """Write the rest, and sync everything to the disk; the old checkpoint is unchanged."""
         with told_as_unwritten(self.folder):
             self._write()
             if len(self.parts) > 1:
@@ -120,7 +120,7 @@ class NewFiles:
             _sync(self.folder)
 
     def switch(self) -> None:
-        """From the old checkpoint to the new one, after `prepare`; then remove what was the old one's."""
+        """Switch from the old checkpoint to the new one, after `prepare`; then remove the old files."""
         single, index, new = self.folder / _FILE, self.folder / _INDEX, set(self.made)
         with told_as_unwritten(self.folder):
             if len(self.parts) == 1:
@@ -140,7 +140,7 @@ class NewFiles:
                     path.unlink()
 
     def abandon(self) -> None:
-        """Take away what was written, as far as the disk lets us."""
+        """Remove what was written, as far as the disk permits."""
         for path in self.made:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -148,7 +148,7 @@ class NewFiles:
 
 
 def replace_files(folder: Path, write: Callable[[Path], Any], read: Sequence[str] = ()) -> None:
-    """Let `write` fill a folder of its own, then move its files over those in `folder`. `read`: what it looks at."""
+    """Let `write` fill a temporary folder, then move its files over those in `folder`. `read`: files that it reads."""
     folder.mkdir(parents=True, exist_ok=True)
     unread = folder / _PART.format("settings")
     with told_as_unwritten(folder):
@@ -171,16 +171,16 @@ def replace_files(folder: Path, write: Callable[[Path], Any], read: Sequence[str
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a run left over that was killed here."""
+    """Remove the temporary files of a killed process."""
     for path in list(folder.iterdir()):
         if _LEFT_OVER.fullmatch(path.name):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Sync a file, or the names in a folder, to the disk."""
     if path.is_dir() and os.name == "nt":
-        return  # folders cannot be opened there
+        return  # folders cannot be opened on Windows
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -192,8 +192,8 @@ def _is_part(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
-# One tensor, or the few of one conversion, is gathered at a time, on every rank; the first converts and writes a file
-# whenever enough has come together. What fails on one rank is known to all before any goes on.
+# One tensor, or the few of one conversion, is gathered at a time, on every rank; the first rank converts them and
+# writes a file when it is full. A failure on one rank is known to all before any goes on.
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -203,8 +203,8 @@ def save_weights(
 ) -> None:
     """Write the weights as the unsharded model's checkpoint. Every rank calls it; the first rank writes.
 
-    `max_shard_size`: how large a file may grow, and so what the first rank holds at most. `original_names`: the names
-    and layouts that the model's checkpoints have, where its library changes them when it loads.
+    `max_shard_size`: the largest size of a file, and so of what the first rank buffers. `original_names`: the names and
+    layouts of the model's published checkpoints, where its library changes them on loading.
     """
     with fail_together(Voters.everyone(model), "save_weights"):
         check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
@@ -212,13 +212,13 @@ def save_weights(
         model = getattr(model, "_orig_mod", model)
         writer = conventions().checkpoint_writer(model, original_names, stored_tensors(model))
         headers, twice = kept_beside(model)
-        limit = _bytes(max_shard_size)  # refused on every rank
+        limit = _bytes(max_shard_size)  # an error is raised on every rank
         files = NewFiles(Path(folder), limit, headers) if writes() else None
         try:
-            # Gather, convert and write; the new files take the place of the old ones at the end
-            meet(same_model(model))  # making a state dict may talk
+            # Gather, convert and write; the new files replace the old ones at the end.
+            meet(same_model(model))  # making a state dict may communicate
             state: dict[str, Any] = model.state_dict()
-            meet(same_model(model, state))  # what is written of it, too
+            meet(same_model(model, state))  # the state dicts must agree, too
             for names in writer.groups(_names(model, list(state), writer)):
                 tensors = {name: whole_on_writer(state.pop(name), keep=files is not None) for name in names}
                 if files is not None:
@@ -241,7 +241,7 @@ def writes() -> bool:
 
 
 def whole_on_writer(value: Any, keep: bool) -> Any:
-    """The tensor on the CPU for the rank that writes; the others only take part, if none of them failed before."""
+    """Return the full tensor on the CPU of the writing rank; the others only take part, if no rank failed before."""
     if isinstance(value, DTensor):
         meet()
         value = gathered(value)
@@ -249,20 +249,20 @@ def whole_on_writer(value: Any, keep: bool) -> Any:
 
 
 def _names(model: nn.Module, names: list[str], writer: CheckpointWriter) -> Iterator[str]:
-    """Every tensor once: of tied ones, the name that the library reads."""
+    """Yield the name of every tensor once: of tied ones, the name that the library reads."""
     owner = {name: id(parameter) for name, parameter, _ in held_parameters(model)}
     shared: dict[int, list[str]] = {}
     for name in names:
         if plain_name(name) in owner:
             shared.setdefault(owner[plain_name(name)], []).append(name)
-    kept = {next((n for n in group if n not in writer.copies), group[0]) for group in shared.values()}
+    chosen = {next((n for n in group if n not in writer.copies), group[0]) for group in shared.values()}
     for name in names:
-        if (plain_name(name) not in owner or name in kept) and name not in writer.left_out:
+        if (plain_name(name) not in owner or name in chosen) and name not in writer.left_out:
             yield name
 
 
 def _bytes(size: int | str) -> int:
-    """A number of bytes, or "5GB"."""
+    """Return the bytes of a size such as 5000 or "5GB"."""
     if isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]i?B)\s*", size, re.IGNORECASE)
