@@ -1,6 +1,6 @@
-"""A plan somebody wrote by hand, held against the model before anyone pays for GPUs.
+"""Audit a hand-written plan without GPUs.
 
-It cuts Phi-3's packed projections as if they were plain: shapes stay legal, and the numbers are wrong.
+The plan shards Phi-3's packed projections as plain ones: the shapes fit, and the results are wrong.
 """
 
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel

@@ -1,6 +1,6 @@
-"""torchrun --nproc-per-node 2 examples/long_context_under_torchrun.py: scans and attention, the sequence cut.
+"""torchrun --nproc-per-node 2 examples/long_context_under_torchrun.py: attention and Mamba2, context parallel.
 
-Each rank has whole weights and half of the positions; attention and scans run on all positions for half of the heads.
+Each rank has all weights and half of the positions; attention and scans run on all positions of half of the heads.
 """
 
 import copy
@@ -16,7 +16,7 @@ from autoplan.hf.source import resolve
 def train(model, batches):
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.02), []
     for ids in batches:
-        loss = model(ids, labels=ids).loss  # each rank is given the whole batch, labels too
+        loss = model(ids, labels=ids).loss  # each rank gets the full batch, labels too
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -25,8 +25,8 @@ def train(model, batches):
 
 
 torch.manual_seed(0)
-model = resolve("nemotron_h").tiny(dtype=torch.float64)  # a config, or a checkpoint of your own
-batches = [torch.randint(3, model.config.vocab_size, (2, 49)) for _ in range(3)]  # 49: padded inside
+model = resolve("nemotron_h").tiny(dtype=torch.float64)  # or your own config or checkpoint
+batches = [torch.randint(3, model.config.vocab_size, (2, 49)) for _ in range(3)]  # 49: not divisible, padded inside
 alone = train(copy.deepcopy(model), batches)
 
 plan = autoplan.plan(model, cp_size=2)

@@ -1,4 +1,4 @@
-"""Plan code that no library has heard of: a fused projection is cut in three because the forward cuts its output."""
+"""Plan code that no library knows: the fused projection is sharded as three segments, as its forward splits it."""
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ class Brick(nn.Module):
 
 
 def build() -> nn.Module:
-    """Also for the command line: `autoplan plan examples.plain_torch:build --tp 4`."""
+    """Build the model; on the command line: `autoplan plan examples.plain_torch:build --tp 4`."""
     return nn.Sequential(nn.Embedding(96, WIDTH), *(Brick() for _ in range(4)), nn.Linear(WIDTH, 96, bias=False))
 
 

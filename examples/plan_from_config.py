@@ -1,4 +1,4 @@
-"""Plan a model from its config alone: no weights, no GPU, no hub. Then ask the plan questions."""
+"""Plan a model from its config alone, without weights, GPU or hub, and inspect the plan."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,12 +12,12 @@ print(plan)
 print()
 print(plan.explain("model.layers.79.self_attn.k_proj"))
 
-# A plan is data: what is saved is what is loaded.
+# A plan is data: loading a saved plan gives an equal one.
 with TemporaryDirectory() as folder:
     plan.save(f"{folder}/plan.yaml")
     assert autoplan.load_plan(f"{folder}/plan.yaml") == plan
 
-# The same model at another size: what changes?
+# Compare with the same model at another tp size.
 print()
 for change in plan.diff(autoplan.plan(str(FOLDER), tp_size=4)):
     if change.what == "tp_size":

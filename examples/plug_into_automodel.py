@@ -1,4 +1,4 @@
-"""Give NeMo Automodel a plan for a model that it has none for, by its registry or by a dotted path.
+"""Give NeMo Automodel a plan for a model that it does not know, through its registry or as a dotted path.
 
 pip install --no-deps nemo-automodel
 python examples/plug_into_automodel.py

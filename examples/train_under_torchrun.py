@@ -1,4 +1,4 @@
-"""A training loop that calls autoplan, as it runs on a cluster, and the same loop in one process: equal losses.
+"""Train with autoplan as on a cluster, and check that the losses equal those of one process.
 
 torchrun --nproc-per-node 2 examples/train_under_torchrun.py
 """
@@ -14,7 +14,7 @@ import autoplan
 
 dist.init_process_group("gloo")  # nccl on GPUs
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-torch.manual_seed(0)  # every rank of a tp group starts from the same weights and sees the same data
+torch.manual_seed(0)  # all ranks of a tp group start from the same weights and get the same data
 config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, vocab_size=128)
 model = LlamaForCausalLM(config).double()
 alone, ids = copy.deepcopy(model), torch.randint(0, config.vocab_size, (2, 16))

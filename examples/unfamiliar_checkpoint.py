@@ -1,8 +1,8 @@
-"""A checkpoint nobody wrote a plan for: plan it from its folder, prove the plan, see what it costs.
+"""Plan a checkpoint that nobody has planned, from its folder, and verify the plan.
 
     python examples/unfamiliar_checkpoint.py [FOLDER]
 
-Without a folder a small hybrid of attention and Mamba2 is made, to have something unfamiliar.
+Without a folder the example creates a small hybrid of attention and Mamba2.
 """
 
 import sys

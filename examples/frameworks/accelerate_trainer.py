@@ -1,4 +1,4 @@
-"""transformers' Trainer and accelerate train a sharded model: no DDP around it, whole checkpoints, any size to resume.
+"""Train a sharded model with transformers' Trainer: without DDP, with full checkpoints that resume at any tp size.
 
 torchrun --nproc-per-node 2 examples/frameworks/accelerate_trainer.py
 """
@@ -42,7 +42,7 @@ trainer = autoplan.hand_over(Trainer)(model, arguments, train_dataset=texts)
 trainer.train()
 trainer.train(resume_from_checkpoint=f"{folder[0]}/checkpoint-2")
 
-whole = LlamaForCausalLM.from_pretrained(f"{folder[0]}/checkpoint-4")  # as the unsharded model writes it
+whole = LlamaForCausalLM.from_pretrained(f"{folder[0]}/checkpoint-4")  # same files as from the unsharded model
 assert whole.num_parameters() == LlamaForCausalLM(config).num_parameters()
 if dist.get_rank() == 0:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -1,4 +1,4 @@
-"""NeMo Automodel: its FSDP2 strategy takes a plan by the dotted path of a module that autoplan writes.
+"""NeMo Automodel: pass its FSDP2 strategy the dotted path of a plan module that autoplan writes.
 
 torchrun --nproc-per-node 2 examples/frameworks/automodel.py
 """

@@ -1,4 +1,4 @@
-"""Lightning Fabric: its strategy for model parallelism calls one function with the model and the mesh.
+"""Lightning Fabric: its ModelParallelStrategy calls a function with the model and the mesh, which shards the model.
 
 python examples/frameworks/fabric.py
 """
@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
 
-DIMS = {"tp": "tensor_parallel", "dp_shard": "data_parallel"}  # what Fabric calls them
+DIMS = {"tp": "tensor_parallel", "dp_shard": "data_parallel"}  # Fabric's names of the mesh dims
 CONFIG = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, vocab_size=128)
 
 

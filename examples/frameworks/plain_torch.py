@@ -1,4 +1,4 @@
-"""torch alone: one plan for all ranks, tensor and data parallelism, a training loop as anybody writes it.
+"""torch alone: one plan for all ranks, tensor and data parallelism, an ordinary training loop.
 
 torchrun --nproc-per-node 2 examples/frameworks/plain_torch.py
 """
@@ -17,17 +17,17 @@ torch.manual_seed(0)
 config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, vocab_size=128)
 model = LlamaForCausalLM(config)
 
-plan = autoplan.plan_once(model, tp)  # one rank plans; the others take its plan, and are sure to hold the same model
+plan = autoplan.plan_once(model, tp)  # one rank plans; checks that all ranks hold the same model
 autoplan.parallelize(model, mesh, plan, activation_checkpointing=True)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-torch.manual_seed(mesh["dp_shard"].get_local_rank())  # tp ranks see the same data
+torch.manual_seed(mesh["dp_shard"].get_local_rank())  # tp ranks get the same data
 ids = torch.randint(0, config.vocab_size, (2, 16))
 losses = []
 for _ in range(4):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    autoplan.clip_gradients(model, 1.0)  # the norm of the whole model, over all mesh dims
+    autoplan.clip_gradients(model, 1.0)  # the norm over all mesh dims
     optimizer.step()
     optimizer.zero_grad()
     losses.append(loss.item())

@@ -1,4 +1,4 @@
-"""torchtitan's llama3 under a plan that nobody wrote, in the place of its own parallelize function.
+"""torchtitan's llama3 with an inferred plan instead of its own parallelize function.
 
 torchrun --nproc-per-node 2 examples/frameworks/torchtitan_llama3.py
 """
@@ -28,7 +28,7 @@ model.init_states()
 
 ids = torch.randint(0, config.vocab_size, (2, 32))
 plan = autoplan.plan_once(model, mesh.size(), inputs={"tokens": ids})
-autoplan.parallelize(model, mesh, plan)  # what a ModelSpec's parallelize_fn does
+autoplan.parallelize(model, mesh, plan)  # in place of the ModelSpec's parallelize_fn
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 losses = []

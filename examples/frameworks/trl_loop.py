@@ -1,4 +1,4 @@
-"""Reinforcement learning as TRL does it (GRPO): draw answers, score them, raise the log-probability of the better ones.
+"""GRPO as in TRL: sample answers, score them, raise the log-probability of the better ones.
 
 torchrun --nproc-per-node 2 examples/frameworks/trl_loop.py
 
@@ -14,7 +14,7 @@ import autoplan
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-torch.manual_seed(0)  # ranks of a tp group draw alike
+torch.manual_seed(0)  # ranks of a tp group sample the same tokens
 config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, vocab_size=128)
 config.eos_token_id = config.pad_token_id = None
 policy = LlamaForCausalLM(config)
@@ -26,15 +26,15 @@ prompts = torch.randint(1, config.vocab_size, (1, PROMPT)).expand(16, -1)
 
 
 def reward(answers: torch.Tensor) -> torch.Tensor:
-    """It likes small tokens."""
+    """Reward small token ids."""
     return (answers < config.vocab_size // LIKED).float().mean(-1)
 
 
 def logprobs(ids: torch.Tensor) -> torch.Tensor:
-    """Of the answers, under what they were drawn from, a chunk of tokens at a time."""
+    """Return log-probabilities of the answers under the sampling distribution, one chunk of tokens at a time."""
     hidden = policy.base_model(ids)[0]
-    found = autoplan.vocab_parallel_logprobs_from_hidden(hidden, policy.lm_head, ids, chunk_tokens=64, **sampler)
-    return found[:, PROMPT - 1 :].clamp(min=-50)  # what the sampler left out has minus infinity
+    values = autoplan.vocab_parallel_logprobs_from_hidden(hidden, policy.lm_head, ids, chunk_tokens=64, **sampler)
+    return values[:, PROMPT - 1 :].clamp(min=-50)  # tokens outside top-k have minus infinity
 
 
 rewards = []

@@ -1,8 +1,8 @@
-"""rules/README.md, written from the rules and from the docstrings of the code that reads them.
+"""Write rules/README.md from the rules and from the docstrings of the code that reads them.
 
     python tests/helpers/rules_readme.py > rules/README.md
 
-One source: whoever changes a rule, a style or a guard changes the page, and a test compares it.
+A test compares the page, so regenerate it after a change of a rule, a style or a guard.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ _INTRODUCTION = """# Rules
 
 <!-- Written by `python tests/helpers/rules_readme.py > rules/README.md`. Do not edit by hand. -->
 
-Axes prove, rules decide. Whether an axis of a model can be split is proven by analysis, and nothing in this folder can
-make a split that was not. Rules say what was found: they name it, say why its style is right and where that stops, and
-choose between forms of a proven split. Everything here is data; none of it names a module, and a model type appears
-only as evidence (`seen_in`), as the subject of a plan written by hand, or to build and feed a model.
+Axes prove, rules decide. Analysis proves whether an axis of a model can be sharded, and nothing in this folder can
+shard one that is not proven. A rule names a split, says why its style is right, states its limits, and chooses between
+forms of it. Everything here is data. Nothing names a module; a model type appears only as evidence (`seen_in`), as the
+subject of a hand-written plan, or to build and feed a model.
 
 - `roles/`: what a weight is for, recognised in the dataflow.
-- `plans/`: plans written by hand for one model class each.
-- `inputs/`: how to build a small copy of a model type, and what to feed it, where that cannot be derived.
-- `quantised/`: how schemes of quantised weights are stored, and by which words code asks for them
+- `plans/`: hand-written plans for one model class each.
+- `inputs/`: how to build a small copy of a model type, and its inputs, where they cannot be inferred.
+- `quantised/`: how quantised weights are stored, and the terms by which code selects a scheme
   ([more](quantised/README.md)).
-- `kernels/`: what fused kernels keep for backward ([more](kernels/README.md)).
-- `devices/`: what an estimate knows of a GPU.
+- `kernels/`: what fused kernels save for backward ([more](kernels/README.md)).
+- `devices/`: GPU data for estimates.
 - `arguments.toml`: what an argument of a forward usually is, by words in its name.
-- `defaults.toml`: what the default config of a model type leaves open, for where a type alone is named.
+- `defaults.toml`: fields that the default config of a model type lacks, for models given by type alone.
 
 `autoplan rules list`, `autoplan rules show RULE` and `autoplan rules test [--strict]` read the same files.
 """
 
 _ROLE_FILES = """## How to write a role rule
 
-One TOML file, its name the rule's id. Keys:
+One TOML file, named like the rule's id. Keys:
 
-| key | what it holds |
+| key | contents |
 |---|---|
 | `id` | the file's name |
 | `summary` | one line: what it is and how it is split |
 | `why` | why that is right |
-| `limits` | where it stops, and which rule goes on |
-| `seen_in` | model types whose inferred plans cite the rule (a test holds you to it) |
-| `unseen` | or why no model type of transformers shows it |
-| `unit`, `[units]` | what is sharded over ranks ("head", "feature"), by box where they differ |
-| `beats` | rules that give way where both claim a box |
-| `exported_as` | what its modules are to other systems, if they have a word for it (below) |
-| `holds_experts` | true where its weights are experts, which can be placed whole on different ranks |
+| `limits` | where it ends, and which rule applies beyond |
+| `seen_in` | model types whose inferred plans cite the rule (a test checks them) |
+| `unseen` | instead: why no model type of transformers has the structure |
+| `unit`, `[units]` | what is sharded over ranks ("head", "feature"), per box if they differ |
+| `beats` | rules that lose if both claim a box |
+| `exported_as` | what other systems call its modules, if they have a word for it (below) |
+| `holds_experts` | true if its weights are experts, which expert parallelism can place |
 | `[match] flow` | boxes and arrows |
 | `[match] where` | guards: facts that must hold |
-| `[roles]` | what boxes are called; the box's name unless given |
-| `[yields]` | the style of each box that is claimed, or a list where several are right |
-| `[yields.sequence_parallel]` | the form that a style takes under sequence parallel |
-| `[[example]]` | `name`, `graph`, `tp` (2), `expect`: styles by box; or nothing, and `because`: part of the refusal |
+| `[roles]` | the role of each box; by default the box's name |
+| `[yields]` | the style of each claimed box, or a list if several are right |
+| `[yields.sequence_parallel]` | the style of a box under sequence parallelism |
+| `[[example]]` | `name`, `graph`, `tp` (2), `expect`: styles by box; or `because` instead: part of the refusal |
 
-A rule needs an example that matches and one that is refused. `autoplan rules test --strict` drops each guard, flow line
-and yield in turn, and wants an example to notice: a survivor is a guard nobody needs, or a refusal nobody wrote.
+A rule needs an example that matches and one that is refused. `autoplan rules test --strict` removes each guard, flow
+line and yield in turn, and an example must fail each time: otherwise the guard is not needed, or a refusal is missing.
 """
 
 _PLAN_FILES = """## How to write a plan by hand
@@ -69,23 +69,23 @@ _PLAN_FILES = """## How to write a plan by hand
 One TOML file in `plans/`, for one model class. Its entries choose styles; units, integers, reductions and constants
 come from analysis, and a contradiction between the two is an error.
 
-| key | what it holds |
+| key | contents |
 |---|---|
 | `qualname` | the class it is for: `package.module.Class` |
-| `why` | why inference alone is not enough |
-| `gains` | what it gains over the inferred plan |
+| `why` | why the inferred plan is not enough |
+| `gains` | its advantage over the inferred plan |
 | `entries` | `{ "pattern" = "style" }`; `*` stands for one path segment |
-| `sequence_parallel` | the same for sequence parallel, or the reason why there is none |
+| `sequence_parallel` | the same for sequence parallelism, or the reason why there is none |
 """
 
 
-_WHY_PINNED = """A plan is found by its class, by its id (`--source ID`), or as `source="handwritten"`. It is worth
-a file only where it differs from the inferred one: plans that make the same cuts are tests (tests/decide/pinned).
+_WHY_PINNED = """A plan is found by its class, by its id (`--source ID`), or as `source="handwritten"`. Write one only
+if it differs from the inferred plan; plans with the same cuts belong in tests (tests/decide/pinned).
 """
 
 
 def rules_readme(rules: Sequence[Rule] | None = None) -> str:
-    """The whole page."""
+    """Return the whole page."""
     known = load_rules() if rules is None else rules
     rows = [
         f"| [`{rule.id}`](roles/{rule.id}.toml) | {rule.summary} | {', '.join(rule.seen_in) or rule.unseen} |"
@@ -109,7 +109,7 @@ def rules_readme(rules: Sequence[Rule] | None = None) -> str:
 
 def _table_of_plans() -> str:
     rows = [f"| [`{plan.id}`](plans/{plan.id}.toml) | `{plan.qualnames[0]}` | {plan.gains} |" for plan in load_plans()]
-    return "\n".join([_WHY_PINNED, "| plan | class | against inference |", "|---|---|---|", *rows, ""])
+    return "\n".join([_WHY_PINNED, "| plan | class | difference from the inferred plan |", "|---|---|---|", *rows, ""])
 
 
 def _words(heading: str, key: str, words: Mapping[str, str]) -> str:
@@ -118,7 +118,7 @@ def _words(heading: str, key: str, words: Mapping[str, str]) -> str:
 
 
 def _section(heading: str, docstring: str | None) -> str:
-    """A docstring without its first line, as a section; indented blocks become code blocks by themselves."""
+    """Return a docstring without its first line, as a section; its indented blocks are code blocks in Markdown."""
     _, _, body = (docstring or "").partition("\n\n")
     return f"## {heading}\n\n{body.strip(chr(10))}\n"
 

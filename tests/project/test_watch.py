@@ -39,7 +39,7 @@ def test_the_page_tells_failures_apart(watch: Any) -> None:
     assert "| canaries | 1 | 1 | 0 | yes |" in text and f"| {watch.REST} | 0 | 1 | 0 | no |" in text
     assert "`tests/a.py::y[1 2]`: passes under the lock" in text
     assert "`tests/b.py::z`: fails under the lock too" in text
-    assert text.endswith("Other than under the lock: torch 1.0 → 2.0.")
+    assert text.endswith("Versions that differ from the lock: torch 1.0 → 2.0.")
 
 
 def test_a_run_leaves_the_other_part_of_the_page(watch: Any) -> None:

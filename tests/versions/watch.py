@@ -2,14 +2,14 @@
 
     .venv-newest/bin/python tests/versions/watch.py newest --locked .venv/bin/python --budget 1500
 
-The Python that runs this is the environment that is watched. First come the parts that a new version breaks soonest,
-then the rest of the fast suite, as far as the budget goes. What fails is run again in the locked environment: what
-fails there too did not come with the versions. It gates nothing: it ends with 0 whatever the tests say.
+The Python that runs this is the environment under test. It first runs the parts that a new version is most likely to
+break, then the rest of the fast suite within the budget. Failures run again in the locked environment: if a test fails
+there too, the versions did not break it. The exit code is always 0; it gates nothing.
 
     python tests/versions/watch.py bounds
 
 prints the constraints of the oldest environment: for each dependency in pyproject.toml the newest patch of the lowest
-release that it allows. It stands in tests/, since it runs them and is no part of the package.
+release that it allows.
 """
 
 from __future__ import annotations
@@ -122,19 +122,19 @@ def section(
     """Write what the page says of one environment. `there` and `again`: of the locked one, empty if there is none."""
     wanted = [re.split(r"[>=]", one)[0] for one in _dependencies()]
     lines = [f"`make test-{name}`, {date.today()}: " + ", ".join(f"{one} {here[one]}" for one in wanted) + ".", ""]
-    lines += ["| part | passed | failed | skipped | to its end |", "|---|---|---|---|---|"]
+    lines += ["| part | passed | failed | skipped | completed |", "|---|---|---|---|---|"]
     for part, ended in parts.items():
         count = _counted(ended)
         figures = f"{count['passed']} | {count['failed']} | {count['skipped']}"
         lines.append(f"| {part} | {figures} | {'no' if part in cut else 'yes'} |")
     failed = _failures(parts)
     if failed:
-        lines += ["", "Failed here:", ""]
+        lines += ["", "Failures:", ""]
         lines += [f"- `{test}`: {_verdict(test, there, again)}" for test in failed]
     moved = sorted(one for one in here.keys() & there.keys() if _plain(here[one]) != _plain(there[one]))
     if there:
         text = ", ".join(f"{one} {_plain(there[one])} → {_plain(here[one])}" for one in moved)
-        lines += ["", f"Other than under the lock: {text or 'nothing'}."]
+        lines += ["", f"Versions that differ from the lock: {text or 'none'}."]
     return "\n".join(lines)
 
 

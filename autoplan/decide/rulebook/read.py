@@ -22,33 +22,33 @@ GENERIC = "generic"
 
 # The styles of a module: the sharding of its weight, its input and its output.
 STYLES = {
-    "colwise": "output features cut; whole input, split output",
-    "rowwise": "input features cut; split input, output summed over ranks",
-    "packed_colwise": "as colwise, for a weight whose rows on a rank are not one run: segments, or parts that all hold",
+    "colwise": "output features sharded; replicated input, sharded output",
+    "rowwise": "input features sharded; sharded input, output summed over ranks",
+    "packed_colwise": "as colwise, for a weight whose rows on a rank are not contiguous: segments, or replicated parts",
     "packed_rowwise": "as rowwise, likewise",
-    "colwise_gather_output": "output features cut; the output is gathered, so readers see it whole",
-    "embedding_rowwise": "rows of a table cut; ids of other ranks give zero, the rows are summed over ranks",
-    "embedding_colwise": "columns of a table cut; split output",
-    "local": "per-channel or per-head parameters, cut with the values that they meet",
-    "distributed_norm": "a norm over a split width: weight cut, statistics summed over ranks",
-    "expert_parallel": "experts of a stack on different ranks; tokens go to those on a rank, the outputs are summed",
-    "replicate": "whole on every rank",
-    "replicated_with_grad_allreduce": "whole on every rank; each sees a part of the gradient, and the parts are summed",
+    "colwise_gather_output": "output features sharded; the output is gathered",
+    "embedding_rowwise": "rows of a table sharded; ids of other ranks give zero, and the outputs are summed over ranks",
+    "embedding_colwise": "columns of a table sharded; sharded output",
+    "local": "per-channel or per-head parameters, sharded with the values that they are applied to",
+    "distributed_norm": "a norm over a sharded width: sharded weight, statistics summed over ranks",
+    "expert_parallel": "experts of a stack on different ranks; each rank runs its experts, the outputs are summed",
+    "replicate": "replicated",
+    "replicated_with_grad_allreduce": "replicated; each rank has a partial gradient, which is summed",
     "rowwise_scatter": "sequence parallel: as rowwise, with the sum scattered along the sequence",
     "embedding_rowwise_scatter": "sequence parallel: as embedding_rowwise, with the sum scattered along the sequence",
-    "sequence_parallel": "sequence parallel: whole weight on values split along the sequence",
+    "sequence_parallel": "sequence parallel: replicated weight on values sharded along the sequence",
 }
 
 # The kinds of modules that other systems, which split one layer at a time, distinguish. A rule declares its kind by
 # `exported_as`: exports look for this and never for a rule by its id.
 EXPORTS = {
-    "layers": "column and row layers, as everybody writes them",
-    "small": "small parameters next to such layers, or next to a latent, which every style leaves alone",
-    "table": "the table that ids are looked up in",
-    "head": "what gives the logits",
-    "tied_head": "a head whose weight is the table's",
+    "layers": "ordinary column and row layers",
+    "small": "small parameters next to such layers, or next to a latent, which no style changes",
+    "table": "the token embedding",
+    "head": "the layer that computes the logits",
+    "tied_head": "a head that shares the weight of the embedding",
     "expert_stack": "experts in stacked weights",
-    "halves": "two weights packed into one, half and half",
+    "halves": "two weights of equal size packed into one",
     "latent": "attention whose keys and values come from one latent",
     "latent_query": "the same for its queries, only next to such attention",
 }

@@ -1,8 +1,8 @@
-"""The part of docs/limits.md that lists what autoplan replaces in other packages, and what undocumented names it uses.
+"""Write the part of docs/limits.md that lists patches of other packages and undocumented names in use.
 
     PYTHONPATH=tests/helpers python -m canaries.limits docs/limits.md
 
-writes it anew, between its two marks; what is written by hand around it stays. A test compares.
+rewrites it between its two marks and keeps the text around it. A test compares.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CANARY = "tests/patches/test_canaries.py::test_canary"
 
 @cache
 def generated() -> str:
-    """Both tables, as they follow from the registry and the source."""
+    """Return both tables, from the registry and the source."""
     used: dict[str, set[str]] = {}
     for path, source in files().items():
         for use in private_uses(source):
@@ -43,16 +43,16 @@ def generated() -> str:
             used[one.name] = _as_text(one)
     return "\n".join(
         (
-            "## What is replaced in other packages",
+            "## Patches of other packages",
             "",
-            "Each for a time, through `autoplan/patches/patched.py`; nothing else assigns onto what others own.",
-            f"The canary of each is `{_CANARY}[name]`.",
+            "Each is temporary and made by `autoplan/patches/patched.py`; no other code assigns to foreign objects.",
+            f"Each has the canary `{_CANARY}[name]`.",
             "",
             *_table(("name", "what", "why", "how long", "how it comes back", "where"), map(_patch_row, PATCHES)),
             "",
-            "## Undocumented names that are used",
+            "## Undocumented names in use",
             "",
-            "A new version may move them without a word; the canary fails then, by that name:",
+            "A new version may move them without notice; then the canary of that name fails:",
             f"`{_CANARY}[name]`.",
             "",
             *_table(("name", "why", "where"), (_private_row(one, used[one.name]) for one in PRIVATE)),
@@ -61,9 +61,9 @@ def generated() -> str:
 
 
 def entry_of(use: str) -> Private | None:
-    """The entry of a use that `private_uses` has found.
+    """Return the entry of a use that `private_uses` found.
 
-    A dotted one belongs to the entry of that name, or of what it is a part of; an attribute to the one that ends so.
+    A dotted name belongs to the entry of that name or of its longest prefix; an attribute to the entry that ends in it.
     """
     if "." in use:
         fitting = [one for one in PRIVATE if use == one.name or use.startswith(f"{one.name}.")]
@@ -72,7 +72,7 @@ def entry_of(use: str) -> Private | None:
 
 
 def _as_text(one: Private) -> set[str]:
-    """Files with the last word of its name: as text, or as what is imported from a module with no underscore."""
+    """Return files that contain the last word of its name, as text or as an import from a public module."""
     last = one.name.rpartition(".")[2]
     return {path.removeprefix("autoplan/") for path, words in _words().items() if last in words}
 
@@ -83,7 +83,7 @@ def _words() -> dict[str, frozenset[str]]:
 
 
 def with_generated(page: str) -> str:
-    """The page with its generated part written anew."""
+    """Return the page with its generated part rewritten."""
     before, _, rest = page.partition(_BEGIN)
     _, _, after = rest.partition(_END)
     return f"{before}{_BEGIN}\n\n{generated()}\n\n{_END}{after}"
