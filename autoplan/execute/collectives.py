@@ -125,8 +125,7 @@ def whole_order(rows: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
     return None if order == tuple(range(sum(len(row) for row in rows))) else order
 
 
-# Recorded by autograd. Each backward is recorded too, as the counterpart of its forward: a penalty on gradients
-# differentiates it again.
+# Recorded by autograd; so is each backward, which a penalty on gradients differentiates again.
 
 
 class Recorded(torch.autograd.Function):

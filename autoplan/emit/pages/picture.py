@@ -189,7 +189,6 @@ def scene_of(plan: Plan, links: dict[str, str], findings: Sequence[Finding] = ()
 def branches(part: FlowPart) -> Iterator[tuple[str, list[list[str]]]]:
     """Yield rows of (parent, columns): readers of one value side by side, and under each step its only reader.
 
-
     >>> part = FlowPart("", 1, ("a.q", "a.q_norm", "a.k", "a.v", "a.o"), ((-1,), (0,), (-1,), (-1,), (1, 2, 3)))
     >>> list(branches(part))
     [('a', [['a.q', 'a.q_norm'], ['a.k'], ['a.v']]), ('a', [['a.o']])]
