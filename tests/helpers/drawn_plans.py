@@ -1,17 +1,16 @@
 """Wrong plans as users write them, by hand: what is done in one family carried over to another, rows mistyped or
 forgotten, layouts that do not meet. Each knows the rows that are its cause.
 
-Every second one was for mending (`is_held` is False); the others were measured alone, before and after.
+Here are those of style objects; `drawn_words.py` has the others, and all of them.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mistakes import Mistake, Model, mistakes_in_file
+from mistakes import Mistake
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -76,7 +75,9 @@ class Drawn:
     tp_size: int = 2
 
 
-def draw(model: str, dialect: str, kind: str, base: Rows, changes: Mapping[str, Any], *causes: Any, tp: int = 2) -> Drawn:
+def draw(
+    model: str, dialect: str, kind: str, base: Rows, changes: Mapping[str, Any], *causes: Any, tp: int = 2
+) -> Drawn:
     """A right or a usual plan with these changes (None: no row). `causes` that are a string have one key."""
     rows = {key: style for key, style in {**base, **changes}.items() if style is not None}
     named = tuple((cause,) if isinstance(cause, str) else tuple(cause) for cause in causes)
@@ -95,14 +96,18 @@ def sequence(base: Rows, norms: tuple[str, ...], last: str = "model.norm", *, ho
     """A plan with the stream cut along the sequence, in Automodel's words or in torchtitan's."""
     part, whole = Shard(1), Replicate()
     inputs = PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,))
-    named = PrepareModuleInput(input_kwarg_layouts={"hidden_states": part}, desired_input_kwarg_layouts={"hidden_states": whole})
+    named = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": part}, desired_input_kwarg_layouts={"hidden_states": whole}
+    )
     homes = {A: named, M: inputs} if how == "torchtitan" else {}
     return {
         "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=part, use_local_output=False),
         **{norm: GatheringNorm() if how == "automodel" else SequenceParallel() for norm in norms},
         **homes,
         **{
-            key: RowwiseParallel(output_layouts=part, use_local_output=False) if style == "rowwise" else ColwiseParallel()
+            key: RowwiseParallel(output_layouts=part, use_local_output=False)
+            if style == "rowwise"
+            else ColwiseParallel()
             for key, style in base.items()
             if "*" in key
         },
@@ -114,97 +119,262 @@ def sequence(base: Rows, norms: tuple[str, ...], last: str = "model.norm", *, ho
 NORMS = (f"{L}.input_layernorm", f"{L}.post_attention_layernorm")
 
 
-def drawn() -> Iterator[Drawn]:
-    yield from torch_draws()
-    yield from automodel_draws()
-    yield from transformers_draws()
-    yield from deepspeed_draws()
-
-
 def torch_draws() -> Iterator[Drawn]:
     whole, part = Replicate(), Shard(1)
     t = "torch"
     qkv, gate_up = f"{A}.qkv_proj", f"{M}.gate_up_proj"
     phi = {qkv: "colwise", f"{A}.o_proj": "rowwise", gate_up: "colwise", f"{M}.down_proj": "rowwise"}
     yield draw("phi3", t, "fused cut plainly", phi, ENDS, (qkv, f"{A}.o_proj"), (gate_up, f"{M}.down_proj"))
-    yield draw("phi3", t, "llama's rows", {**LLAMA, **ENDS}, {}, (f"{A}.o_proj", f"{A}.q_proj", qkv),
-               (f"{M}.down_proj", f"{M}.gate_proj", gate_up))  # fmt: skip
+    yield draw(
+        "phi3",
+        t,
+        "llama's rows",
+        {**LLAMA, **ENDS},
+        {},
+        (f"{A}.o_proj", f"{A}.q_proj", qkv),
+        (f"{M}.down_proj", f"{M}.gate_proj", gate_up),
+    )
     yield draw("mixtral", t, "router split", attention(), {f"{M}.gate": "colwise"}, f"{M}.gate")
-    yield draw("mixtral", t, "experts' old names", attention(), {f"{M}.experts.*.w1": "colwise", f"{A}.o_proj": None},
-               (f"{A}.o_proj",))  # fmt: skip
+    yield draw(
+        "mixtral",
+        t,
+        "experts' old names",
+        attention(),
+        {f"{M}.experts.*.w1": "colwise", f"{A}.o_proj": None},
+        (f"{A}.o_proj",),
+    )
     yield draw("qwen3_moe", t, "head norms' gradients", {**attention(), **ENDS}, {}, (f"{A}.q_norm", f"{A}.k_norm"))
-    yield draw("qwen3_moe", t, "head norms cut", {**attention(), **ENDS},
-               {f"{A}.q_norm": ColwiseParallel(), f"{A}.k_norm": ColwiseParallel()}, (f"{A}.q_norm", f"{A}.k_norm"))  # fmt: skip
-    yield draw("gpt_oss", t, "sinks whole", {**attention(), **ENDS}, {},
-               (f"{A}.sinks", *attention()))  # fmt: skip
+    yield draw(
+        "qwen3_moe",
+        t,
+        "head norms cut",
+        {**attention(), **ENDS},
+        {f"{A}.q_norm": ColwiseParallel(), f"{A}.k_norm": ColwiseParallel()},
+        (f"{A}.q_norm", f"{A}.k_norm"),
+    )
+    yield draw("gpt_oss", t, "sinks whole", {**attention(), **ENDS}, {}, (f"{A}.sinks", *attention()))
     yield draw("gpt_oss", t, "o_proj by columns", attention(), {f"{A}.o_proj": "colwise"}, tuple(attention()))
-    yield draw("deepseek_v3", t, "latent unsummed", {**latent(), **gated(f"{M}.shared_experts")}, ENDS,
-               (f"{A}.kv_a_proj_with_mqa", f"{A}.kv_b_proj", *latent()))  # fmt: skip
-    yield draw("deepseek_v3", t, "down missing", {**gated(), **ENDS}, {f"{M}.down_proj": None},
-               (f"{M}.down_proj",))  # fmt: skip
-    yield draw("mamba2", t, "in_proj cut plainly", plain(MIXER, "in_proj", "out_proj"), {},
-               (f"{MIXER}.in_proj", f"{MIXER}.out_proj"))  # fmt: skip
-    yield draw("mamba2", t, "head without gather", {"backbone.embeddings": "embedding_rowwise"}, {"lm_head": "colwise"},
-               "lm_head")  # fmt: skip
-    yield draw("nemotron_h", t, "mixers as an MLP", {f"{NEMOTRON}.up_proj": "colwise", f"{NEMOTRON}.down_proj": "rowwise"},
-               {f"{NEMOTRON}.shared_experts.up_proj": "rowwise", f"{NEMOTRON}.shared_experts.down_proj": "rowwise"},
-               f"{NEMOTRON}.shared_experts.up_proj")  # fmt: skip
-    yield draw("nemotron_h", t, "o_proj missing", {f"{NEMOTRON}.{n}_proj": "colwise" for n in "qkv"}, {},
-               (f"{NEMOTRON}.o_proj",))  # fmt: skip
-    yield draw("bloom", t, "fused heads", {**BLOOM_PLAN, **plain(f"{BLOOM}.self_attention", "query_key_value", "dense")}, {},
-               (f"{BLOOM}.self_attention.query_key_value", f"{BLOOM}.self_attention.dense"))  # fmt: skip
-    yield draw("bloom", t, "tied table alone", {**BLOOM_PLAN}, {"transformer.word_embeddings": "embedding_rowwise"},
-               ("transformer.word_embeddings", "lm_head"))  # fmt: skip
-    yield draw("gpt_neox", t, "two mistakes", NEOX_PLAN, {f"{NEOX_A}.dense": "colwise", f"{NEOX}.mlp.dense_h_to_4h": None},
-               f"{NEOX_A}.dense", f"{NEOX}.mlp.dense_h_to_4h")  # fmt: skip
-    yield draw("gpt_neox", t, "table takes cut ids", NEOX_PLAN, {"gpt_neox.embed_in": RowwiseParallel()}, "gpt_neox.embed_in")
-    yield draw("gpt_neox", t, "output left as DTensor", NEOX_PLAN,
-               {f"{NEOX_A}.query_key_value": ColwiseParallel(use_local_output=False)}, f"{NEOX_A}.query_key_value")  # fmt: skip
-    yield draw("gpt_neox", t, "old head's name", NEOX_PLAN, {"embed_out": "colwise", f"{NEOX_A}.dense": "rowwise_split_input"},
-               f"{NEOX_A}.dense")  # fmt: skip
+    yield draw(
+        "deepseek_v3",
+        t,
+        "latent unsummed",
+        {**latent(), **gated(f"{M}.shared_experts")},
+        ENDS,
+        (f"{A}.kv_a_proj_with_mqa", f"{A}.kv_b_proj", *latent()),
+    )
+    yield draw("deepseek_v3", t, "down missing", {**gated(), **ENDS}, {f"{M}.down_proj": None}, (f"{M}.down_proj",))
+    yield draw(
+        "mamba2",
+        t,
+        "in_proj cut plainly",
+        plain(MIXER, "in_proj", "out_proj"),
+        {},
+        (f"{MIXER}.in_proj", f"{MIXER}.out_proj"),
+    )
+    yield draw(
+        "mamba2",
+        t,
+        "head without gather",
+        {"backbone.embeddings": "embedding_rowwise"},
+        {"lm_head": "colwise"},
+        "lm_head",
+    )
+    yield draw(
+        "nemotron_h",
+        t,
+        "mixers as an MLP",
+        {f"{NEMOTRON}.up_proj": "colwise", f"{NEMOTRON}.down_proj": "rowwise"},
+        {f"{NEMOTRON}.shared_experts.up_proj": "rowwise", f"{NEMOTRON}.shared_experts.down_proj": "rowwise"},
+        f"{NEMOTRON}.shared_experts.up_proj",
+    )
+    yield draw(
+        "nemotron_h",
+        t,
+        "o_proj missing",
+        {f"{NEMOTRON}.{n}_proj": "colwise" for n in "qkv"},
+        {},
+        (f"{NEMOTRON}.o_proj",),
+    )
+    yield draw(
+        "bloom",
+        t,
+        "fused heads",
+        {**BLOOM_PLAN, **plain(f"{BLOOM}.self_attention", "query_key_value", "dense")},
+        {},
+        (f"{BLOOM}.self_attention.query_key_value", f"{BLOOM}.self_attention.dense"),
+    )
+    yield draw(
+        "bloom",
+        t,
+        "tied table alone",
+        {**BLOOM_PLAN},
+        {"transformer.word_embeddings": "embedding_rowwise"},
+        ("transformer.word_embeddings", "lm_head"),
+    )
+    yield draw(
+        "gpt_neox",
+        t,
+        "two mistakes",
+        NEOX_PLAN,
+        {f"{NEOX_A}.dense": "colwise", f"{NEOX}.mlp.dense_h_to_4h": None},
+        f"{NEOX_A}.dense",
+        f"{NEOX}.mlp.dense_h_to_4h",
+    )
+    yield draw(
+        "gpt_neox", t, "table takes cut ids", NEOX_PLAN, {"gpt_neox.embed_in": RowwiseParallel()}, "gpt_neox.embed_in"
+    )
+    yield draw(
+        "gpt_neox",
+        t,
+        "output left as DTensor",
+        NEOX_PLAN,
+        {f"{NEOX_A}.query_key_value": ColwiseParallel(use_local_output=False)},
+        f"{NEOX_A}.query_key_value",
+    )
+    yield draw(
+        "gpt_neox",
+        t,
+        "old head's name",
+        NEOX_PLAN,
+        {"embed_out": "colwise", f"{NEOX_A}.dense": "rowwise_split_input"},
+        f"{NEOX_A}.dense",
+    )
     whisper_heads = attention(f"{W}.self_attn", "out_proj")
-    yield draw(WHISPER, t, "cross attention by half", {**WHISPER_MLP, **attention(f"{W}.encoder_attn", "out_proj")},
-               {f"{W}.encoder_attn.k_proj": None, f"{W}.encoder_attn.v_proj": None},
-               tuple(attention(f"{W}.encoder_attn", "out_proj")))  # fmt: skip
-    yield draw(WHISPER, t, "o_proj for out_proj", {**WHISPER_MLP, **renamed(whisper_heads, out_proj="o_proj")}, {},
-               (*whisper_heads, f"{W}.self_attn.o_proj"))  # fmt: skip
+    yield draw(
+        WHISPER,
+        t,
+        "cross attention by half",
+        {**WHISPER_MLP, **attention(f"{W}.encoder_attn", "out_proj")},
+        {f"{W}.encoder_attn.k_proj": None, f"{W}.encoder_attn.v_proj": None},
+        tuple(attention(f"{W}.encoder_attn", "out_proj")),
+    )
+    yield draw(
+        WHISPER,
+        t,
+        "o_proj for out_proj",
+        {**WHISPER_MLP, **renamed(whisper_heads, out_proj="o_proj")},
+        {},
+        (*whisper_heads, f"{W}.self_attn.o_proj"),
+    )
     yield draw(WHISPER, t, "fc2 by columns", WHISPER_MLP, {f"{W}.fc2": "colwise"}, f"{W}.fc2")
     visual = "model.visual.blocks.*"
-    yield draw("qwen2_vl", t, "visual heads", {**plain(f"{visual}.attn", "qkv", "proj"), **plain(f"{visual}.mlp", "fc1", "fc2")},
-               {}, (f"{visual}.attn.qkv", f"{visual}.attn.proj"))  # fmt: skip
+    yield draw(
+        "qwen2_vl",
+        t,
+        "visual heads",
+        {**plain(f"{visual}.attn", "qkv", "proj"), **plain(f"{visual}.mlp", "fc1", "fc2")},
+        {},
+        (f"{visual}.attn.qkv", f"{visual}.attn.proj"),
+    )
     yield draw("qwen2_vl", t, "path without the language model", LLAMA, {"lm_head": "colwise"}, "lm_head")
-    yield draw("qwen2_vl", t, "first layers alone", renamed(LLAMA, model__layers=f"{QWEN[:-2]}"),
-               {f"{QWEN}.mlp.up_proj": None, f"{QWEN[:-1]}0.mlp.up_proj": "colwise"},
-               (f"{QWEN}.mlp.up_proj", f"{QWEN[:-1]}0.mlp.up_proj"))  # fmt: skip
+    yield draw(
+        "qwen2_vl",
+        t,
+        "first layers alone",
+        renamed(LLAMA, model__layers=f"{QWEN[:-2]}"),
+        {f"{QWEN}.mlp.up_proj": None, f"{QWEN[:-1]}0.mlp.up_proj": "colwise"},
+        (f"{QWEN}.mlp.up_proj", f"{QWEN[:-1]}0.mlp.up_proj"),
+    )
     shared = f"{L}.feed_forward.shared_expert"
-    yield draw("llama4_text", t, "shared expert gathered half", {**attention(), **gated(shared)},
-               {f"{shared}.up_proj": "colwise_gather_output"}, f"{shared}.up_proj")  # fmt: skip
-    yield draw("llama4_text", t, "router split", {**attention(), **gated(shared)}, {f"{L}.feed_forward.router": "colwise"},
-               f"{L}.feed_forward.router")  # fmt: skip
+    yield draw(
+        "llama4_text",
+        t,
+        "shared expert gathered half",
+        {**attention(), **gated(shared)},
+        {f"{shared}.up_proj": "colwise_gather_output"},
+        (f"{shared}.up_proj", f"{shared}.down_proj"),
+    )
+    yield draw(
+        "llama4_text",
+        t,
+        "router split",
+        attention(),
+        {f"{L}.feed_forward.router": "colwise"},
+        f"{L}.feed_forward.router",
+    )
     yield draw("gemma3_text", t, "head norms' gradients", LLAMA, {}, (f"{A}.q_norm", f"{A}.k_norm"))
-    yield draw("gemma3_text", t, "pattern for all layers", gated(), {f"{M}.*_proj": "colwise", f"{M}.gate_proj": None,
-               f"{M}.up_proj": None}, (f"{M}.*_proj", f"{M}.down_proj"))  # fmt: skip
+    yield draw(
+        "gemma3_text",
+        t,
+        "pattern for all layers",
+        gated(),
+        {f"{M}.*_proj": "colwise", f"{M}.gate_proj": None, f"{M}.up_proj": None},
+        (f"{M}.*_proj", f"{M}.down_proj"),
+    )
     yield draw("olmo2", t, "norms of all heads", {**LLAMA, **ENDS}, {}, (f"{A}.q_norm", f"{A}.k_norm", *attention()))
-    yield draw("olmo2", t, "lone sequence norm", {**gated(), **ENDS}, {f"{L}.post_feedforward_layernorm": SequenceParallel()},
-               f"{L}.post_feedforward_layernorm")  # fmt: skip
-    yield draw("falcon", t, "fused query key value", {**FALCON_PLAN, **plain(f"{BLOOM}.self_attention", "query_key_value", "dense")},
-               {}, (f"{BLOOM}.self_attention.query_key_value", f"{BLOOM}.self_attention.dense"))  # fmt: skip
-    yield draw("falcon", t, "reduce-scattered", FALCON_PLAN, {f"{BLOOM}.mlp.dense_4h_to_h": RowwiseParallel(output_layouts=part)},
-               f"{BLOOM}.mlp.dense_4h_to_h")  # fmt: skip
-    yield draw("t5", t, "relative bias whole", T5_MLP, attention(f"{T5E}.0.SelfAttention") and {
-               **{f"{T5E}.0.SelfAttention.{n}": "colwise" for n in "qkv"}, f"{T5E}.0.SelfAttention.o": "rowwise"},
-               tuple(f"{T5E}.0.SelfAttention.{n}" for n in "qkvo"))  # fmt: skip
-    yield draw("t5", t, "wo missing", T5_MLP, {f"{T5D}.2.DenseReluDense.wo": None},
-               (f"{T5D}.2.DenseReluDense.wo", f"{T5D}.2.DenseReluDense.wi"))  # fmt: skip
-    yield draw("llama", t, "summed twice", LLAMA, {M: PrepareModuleOutput(output_layouts=(_partial(),),
-               desired_output_layouts=(whole,))}, M)  # fmt: skip
-    yield draw("llama", t, "loss-parallel head without a loss of its kind", {**LLAMA, **ENDS},
-               {"lm_head": ColwiseParallel(output_layouts=part)}, "lm_head")  # fmt: skip
+    yield draw(
+        "olmo2",
+        t,
+        "lone sequence norm",
+        {**gated(), **ENDS},
+        {f"{L}.post_feedforward_layernorm": SequenceParallel()},
+        f"{L}.post_feedforward_layernorm",
+    )
+    yield draw(
+        "falcon",
+        t,
+        "fused query key value",
+        {**FALCON_PLAN, **plain(f"{BLOOM}.self_attention", "query_key_value", "dense")},
+        {},
+        (f"{BLOOM}.self_attention.query_key_value", f"{BLOOM}.self_attention.dense"),
+    )
+    yield draw(
+        "falcon",
+        t,
+        "reduce-scattered",
+        FALCON_PLAN,
+        {f"{BLOOM}.mlp.dense_4h_to_h": RowwiseParallel(output_layouts=part)},
+        f"{BLOOM}.mlp.dense_4h_to_h",
+    )
+    yield draw(
+        "t5",
+        t,
+        "relative bias whole",
+        T5_MLP,
+        {**{f"{T5E}.0.SelfAttention.{n}": "colwise" for n in "qkv"}, f"{T5E}.0.SelfAttention.o": "rowwise"},
+        tuple(f"{T5E}.0.SelfAttention.{n}" for n in "qkvo"),
+    )
+    yield draw(
+        "t5",
+        t,
+        "wo missing",
+        T5_MLP,
+        {f"{T5D}.2.DenseReluDense.wo": None},
+        (f"{T5D}.2.DenseReluDense.wo", f"{T5D}.2.DenseReluDense.wi"),
+    )
+    yield draw(
+        "llama",
+        t,
+        "summed twice",
+        LLAMA,
+        {M: PrepareModuleOutput(output_layouts=(partial_sum(),), desired_output_layouts=(whole,))},
+        M,
+    )
+    yield draw(
+        "llama",
+        t,
+        "loss-parallel head without a loss of its kind",
+        {**LLAMA, **ENDS},
+        {"lm_head": ColwiseParallel(output_layouts=part)},
+        "lm_head",
+    )
     yield draw("llama", t, "keys of 2 over 4", {**LLAMA, **ENDS}, {}, (f"{A}.k_proj", f"{A}.v_proj"), tp=4)
-    yield draw("mistral", t, "regex for a pattern", LLAMA, {r"model.layers.\d+.mlp.up_proj": "colwise", f"{M}.up_proj": None},
-               (f"{M}.up_proj", r"model.layers.\d+.mlp.up_proj"))  # fmt: skip
-    yield draw("qwen2", t, "weight in the key", LLAMA, {f"{A}.o_proj.weight": "rowwise", f"{A}.o_proj": None},
-               (f"{A}.o_proj", f"{A}.o_proj.weight"))  # fmt: skip
+    yield draw(
+        "mistral",
+        t,
+        "regex for a pattern",
+        LLAMA,
+        {r"model.layers.\d+.mlp.up_proj": "colwise", f"{M}.up_proj": None},
+        (f"{M}.up_proj", r"model.layers.\d+.mlp.up_proj"),
+    )
+    yield draw(
+        "qwen2",
+        t,
+        "weight in the key",
+        LLAMA,
+        {f"{A}.o_proj.weight": "rowwise", f"{A}.o_proj": None},
+        (f"{A}.o_proj", f"{A}.o_proj.weight"),
+    )
 
 
 def automodel_draws() -> Iterator[Drawn]:
@@ -217,130 +387,66 @@ def automodel_draws() -> Iterator[Drawn]:
         yield draw(model, "automodel", "norm forgotten", right, {NORMS[1]: None}, NORMS[1])
         yield draw(model, "automodel", "norm hands on a part", right, {NORMS[0]: SequenceParallel()}, NORMS[0])
         yield draw(model, "automodel", "last norm forgotten", right, {"model.norm": None}, "model.norm")
-        yield draw(model, "automodel", "table whole", right, {"model.embed_tokens": RowwiseParallel(input_layouts=whole)},
-                   "model.embed_tokens")  # fmt: skip
+        yield draw(
+            model,
+            "automodel",
+            "table whole",
+            right,
+            {"model.embed_tokens": RowwiseParallel(input_layouts=whole)},
+            "model.embed_tokens",
+        )
         yield draw(model, "automodel", "down whole", right, {f"{M}.down_proj": RowwiseParallel()}, f"{M}.down_proj")
-        yield draw(model, "automodel", "o_proj on its width", right, {f"{A}.o_proj": RowwiseParallel(
-                   output_layouts=Shard(-1), use_local_output=False)}, f"{A}.o_proj")  # fmt: skip
+        yield draw(
+            model,
+            "automodel",
+            "o_proj on its width",
+            right,
+            {f"{A}.o_proj": RowwiseParallel(output_layouts=Shard(-1), use_local_output=False)},
+            f"{A}.o_proj",
+        )
         yield draw(model, "automodel", "up by rows", right, {f"{M}.up_proj": row}, f"{M}.up_proj")
-        yield draw(model, "automodel", "head takes all for cut", right, {"lm_head": ColwiseParallel(input_layouts=part)}, "lm_head")
+        yield draw(
+            model,
+            "automodel",
+            "head takes all for cut",
+            right,
+            {"lm_head": ColwiseParallel(input_layouts=part)},
+            "lm_head",
+        )
         yield draw(model, "automodel", "inputs not gathered", titan, {f"{L}.mlp": None}, (f"{L}.mlp", *gated()))
-        yield draw(model, "automodel", "inputs by position", titan, {A: PrepareModuleInput(
-                   input_layouts=(part,), desired_input_layouts=(whole,))}, A)  # fmt: skip
-        yield draw(model, "automodel", "typo in a norm", right, {NORMS[1]: None, f"{L}.post_attn_layernorm": GatheringNorm()},
-                   (NORMS[1], f"{L}.post_attn_layernorm"))  # fmt: skip
-        yield draw(model, "automodel", "two mistakes", right, {f"{A}.v_proj": None, f"{M}.down_proj": RowwiseParallel()},
-                   f"{A}.v_proj", f"{M}.down_proj")  # fmt: skip
-    yield draw("deepseek_v3", "automodel", "experts' sum whole", moe, {}, (M, f"{M}.experts", *attention(), f"{A}.q_b_proj",
-               f"{M}.shared_experts.down_proj"))  # fmt: skip
-
-
-def transformers_draws() -> Iterator[Drawn]:
-    h = "hf"
-    qkv, gate_up = f"{A}.qkv_proj", f"{M}.gate_up_proj"
-    phi = {qkv: "colwise_gather_output", f"{A}.o_proj": "rowwise_split_input", gate_up: "colwise_gather_output",
-           f"{M}.down_proj": "rowwise_split_input"}  # fmt: skip
-    yield draw("phi3", h, "fused cut plainly", phi, {qkv: "colwise", f"{A}.o_proj": "rowwise"}, (qkv, f"{A}.o_proj"))
-    yield draw("phi3", h, "down takes a part", phi, {f"{M}.down_proj": "rowwise"}, f"{M}.down_proj")
-    yield draw("phi3", h, "packed cut plainly", phi, {gate_up: "colwise", f"{M}.down_proj": "rowwise"},
-               (gate_up, f"{M}.down_proj"))  # fmt: skip
-    yield draw("mixtral", h, "experts unsummed", {**attention(), **EXPERTS}, {f"{M}.experts": None}, (f"{M}.experts",))
-    yield draw("mixtral", h, "experts cut plainly", {**attention(), **EXPERTS}, {f"{M}.experts.gate_up_proj": "colwise"},
-               f"{M}.experts.gate_up_proj")  # fmt: skip
-    yield draw("mixtral", h, "experts by the other dim", {**attention(), **EXPERTS}, {f"{M}.experts.down_proj": "colwise"},
-               f"{M}.experts.down_proj")  # fmt: skip
-    yield draw("mixtral", h, "router split", {**attention(), **EXPERTS}, {f"{M}.gate": "colwise"}, f"{M}.gate")
-    yield draw("mixtral", h, "experts' down missing", {**attention(), **EXPERTS}, {f"{M}.experts.down_proj": None},
-               (f"{M}.experts.down_proj", f"{M}.experts"))  # fmt: skip
-    yield draw("qwen3_moe", h, "head norms' gradients", {**attention(), **EXPERTS, **ENDS}, {}, (f"{A}.q_norm", f"{A}.k_norm"))
-    yield draw("qwen3_moe", h, "head norms cut", {**attention(), **EXPERTS}, dict.fromkeys(HEAD_NORMS, "colwise"),
-               tuple(HEAD_NORMS))  # fmt: skip
-    yield draw("qwen3_moe", h, "two mistakes", {**attention(), **HEAD_NORMS, **EXPERTS},
-               {f"{A}.k_proj": None, f"{M}.experts.gate_up_proj": "colwise"}, f"{A}.k_proj", f"{M}.experts.gate_up_proj")  # fmt: skip
-    sinks = (f"{A}.sinks", *attention())  # no style cuts them in their place: without them, all of it is gathered
-    oss = {**{key: "colwise_gather_output" for key in attention()}, f"{A}.o_proj": "rowwise_split_input"}
-    yield draw("gpt_oss", h, "sinks whole", {**attention(), **ENDS}, {}, sinks)
-    yield draw("gpt_oss", h, "sinks by rows", attention(), {f"{A}.sinks": "rowwise"}, sinks)
-    yield draw("gpt_oss", h, "experts as Mixtral's", oss, EXPERTS, (f"{M}.experts.gate_up_proj", f"{M}.experts.down_proj",
-               f"{M}.experts", f"{M}.experts.gate_up_proj_bias", f"{M}.experts.down_proj_bias"))  # fmt: skip
-    yield draw("gpt_oss", h, "o_proj by columns", oss, {f"{A}.o_proj": "colwise"}, f"{A}.o_proj")
-    deep = {**latent(), f"{A}.kv_a_proj_with_mqa": "mla_kv_a_proj", **gated(), **EXPERTS, **gated(f"{M}.shared_experts")}
-    yield draw("deepseek_v3", h, "latent unsummed", deep, {f"{A}.kv_a_proj_with_mqa": None}, (f"{A}.kv_a_proj_with_mqa",))
-    yield draw("deepseek_v3", h, "latent cut", deep, {f"{A}.kv_a_proj_with_mqa": "colwise"}, f"{A}.kv_a_proj_with_mqa")
-    yield draw("deepseek_v3", h, "q_a cut", deep, {f"{A}.q_a_proj": "colwise"}, f"{A}.q_a_proj")
-    yield draw("deepseek_v3", h, "shared down by columns", deep, {f"{M}.shared_experts.down_proj": "colwise"},
-               f"{M}.shared_experts.down_proj")  # fmt: skip
-    mamba = {f"{MIXER}.in_proj": "colwise_gather_output", f"{MIXER}.out_proj": "rowwise_split_input"}
-    yield draw("mamba2", h, "in_proj cut plainly", mamba, {f"{MIXER}.in_proj": "colwise"}, f"{MIXER}.in_proj")
-    yield draw("mamba2", h, "A_log cut", mamba, {f"{MIXER}.A_log": "colwise"}, f"{MIXER}.A_log")
-    yield draw("mamba2", h, "convolution cut", mamba, {f"{MIXER}.conv1d": "colwise"}, f"{MIXER}.conv1d")
-    nemotron = {f"{NEMOTRON}.in_proj": "colwise_gather_output", f"{NEMOTRON}.out_proj": "rowwise_split_input"}
-    yield draw("nemotron_h", h, "out_proj takes a part", nemotron, {f"{NEMOTRON}.out_proj": "rowwise"}, f"{NEMOTRON}.out_proj")
-    yield draw("nemotron_h", h, "shared up missing", nemotron, {f"{NEMOTRON}.shared_experts.down_proj": "rowwise"},
-               (f"{NEMOTRON}.shared_experts.up_proj", f"{NEMOTRON}.shared_experts.down_proj"))  # fmt: skip
-    yield draw("bloom", h, "fused heads", {**BLOOM_PLAN, **plain(f"{BLOOM}.self_attention", "query_key_value", "dense")}, {},
-               (f"{BLOOM}.self_attention.query_key_value", f"{BLOOM}.self_attention.dense"))  # fmt: skip
-    yield draw("bloom", h, "tied head by rows", BLOOM_PLAN, {"transformer.word_embeddings": "embedding_rowwise",
-               "lm_head": "rowwise"}, ("lm_head", "transformer.word_embeddings"))  # fmt: skip
-    yield draw("gpt_neox", h, "dense the other way", NEOX_PLAN, {f"{NEOX_A}.dense": "colwise"}, f"{NEOX_A}.dense")
-    yield draw("gpt_neox", h, "a word of the past", NEOX_PLAN, {f"{NEOX}.mlp.dense_h_to_4h": "local_colwise"},
-               f"{NEOX}.mlp.dense_h_to_4h")  # fmt: skip
-    yield draw("gpt_neox", h, "without its prefix", {**NEOX_PLAN, "lm_head": "colwise_gather_output"},
-               {f"{NEOX_A}.dense": None, "layers.*.attention.dense": "rowwise"}, (f"{NEOX_A}.dense", "layers.*.attention.dense"))  # fmt: skip
-    yield draw(WHISPER, h, "q_proj gathered", WHISPER_MLP, {f"{W}.self_attn.q_proj": "colwise"}, f"{W}.self_attn.q_proj")
-    yield draw(WHISPER, h, "fc1 missing in one half", WHISPER_MLP, {f"{W}.fc1": None}, (f"{W}.fc1", f"{W}.fc2"))
-    qwen = renamed(LLAMA, model__layers=f"{QWEN[:-2]}")
-    yield draw("qwen2_vl", h, "gathered in the middle", qwen, {f"{QWEN}.mlp.gate_proj": "colwise_rep"}, f"{QWEN}.mlp.gate_proj")
-    yield draw("qwen2_vl", h, "old path", {**qwen, "model.layers.*.mlp.down_proj": "rowwise"},
-               {f"{QWEN}.mlp.down_proj": None}, (f"{QWEN}.mlp.down_proj", "model.layers.*.mlp.down_proj"))  # fmt: skip
-    shared = f"{L}.feed_forward.shared_expert"
-    yield draw("llama4_text", h, "shared gate by rows", {**attention(), **gated(shared)}, {f"{shared}.gate_proj": "rowwise"},
-               f"{shared}.gate_proj")  # fmt: skip
-    yield draw("gemma3_text", h, "head norms' gradients", LLAMA, {}, tuple(HEAD_NORMS))
-    yield draw("gemma3_text", h, "replicated by word", {**LLAMA, **HEAD_NORMS}, {f"{M}.down_proj": "replicate"}, f"{M}.down_proj")
-    yield draw("olmo2", h, "norms of all heads", {**LLAMA, **ENDS}, {}, (f"{A}.q_norm", f"{A}.k_norm", *attention()))
-    yield draw("olmo2", h, "norms of all heads cut", {**LLAMA, **ENDS}, {f"{A}.q_norm": "colwise", f"{A}.k_norm": "colwise"},
-               (f"{A}.q_norm", f"{A}.k_norm", *attention()))  # fmt: skip
-    yield draw("falcon", h, "dense by columns", FALCON_PLAN, {f"{BLOOM}.mlp.dense_4h_to_h": "colwise"}, f"{BLOOM}.mlp.dense_4h_to_h")
-    yield draw("t5", h, "wi by rows", T5_MLP, {f"{T5E}.1.DenseReluDense.wi": "rowwise"}, f"{T5E}.1.DenseReluDense.wi")
-    yield draw("llama", h, "keys of 2 over 4", {**LLAMA, **ENDS}, {}, (f"{A}.k_proj", f"{A}.v_proj"), tp=4)
-    yield draw("mistral", h, "expression for a pattern", LLAMA, {f"{A}.[qkv]_proj": "colwise", f"{A}.q_proj": None,
-               f"{A}.k_proj": None, f"{A}.v_proj": None}, (*attention(), f"{A}.[qkv]_proj"))  # fmt: skip
-
-
-def deepspeed_draws() -> Iterator[Drawn]:
-    d = "deepspeed"
-    for model in ("mistral", "qwen2"):
-        yield draw(model, d, "o_proj by columns", LLAMA, {f"{A}.o_proj": "colwise"}, f"{A}.o_proj")
-        yield draw(model, d, "gate forgotten", LLAMA, {f"{M}.gate_proj": None}, f"{M}.gate_proj")
-        yield draw(model, d, "two mistakes", LLAMA, {f"{M}.down_proj": "colwise", f"{A}.k_proj": "rowwise"},
-                   f"{M}.down_proj", f"{A}.k_proj")  # fmt: skip
-    yield draw("mixtral", d, "router split", attention(), {f"{M}.gate": "colwise"}, f"{M}.gate")
-    yield draw("qwen3_moe", d, "head norms' gradients", attention(), {}, tuple(HEAD_NORMS))
-    yield draw("gpt_oss", d, "sinks whole", attention(), {}, (f"{A}.sinks", *attention()))
-    yield draw("deepseek_v3", d, "latent cut", latent(), {f"{A}.kv_a_proj_with_mqa": "colwise"}, f"{A}.kv_a_proj_with_mqa")
-    yield draw("mamba2", d, "in_proj cut plainly", plain(MIXER, "in_proj", "out_proj"), {},
-               (f"{MIXER}.in_proj", f"{MIXER}.out_proj"))  # fmt: skip
-    yield draw("nemotron_h", d, "down by columns", {f"{NEMOTRON}.shared_experts.up_proj": "colwise"},
-               {f"{NEMOTRON}.shared_experts.down_proj": "colwise"}, f"{NEMOTRON}.shared_experts.down_proj")  # fmt: skip
-    yield draw("bloom", d, "dense by columns", plain(f"{BLOOM}.self_attention", "query_key_value", "dense"),
-               {f"{BLOOM}.self_attention.dense": "colwise"}, f"{BLOOM}.self_attention.dense")  # fmt: skip
-    yield draw("gpt_neox", d, "dense forgotten", NEOX_PLAN, {f"{NEOX_A}.dense": None}, (f"{NEOX_A}.dense",))
-    yield draw("gpt_neox", d, "typo", NEOX_PLAN, {f"{NEOX}.mlp.dense_4h_to_h": None, f"{NEOX}.mlp.dense_4h_h": "rowwise"},
-               (f"{NEOX}.mlp.dense_4h_to_h", f"{NEOX}.mlp.dense_4h_h"))  # fmt: skip
-    yield draw("gemma3_text", d, "up by rows", {**gated()}, {f"{M}.up_proj": "rowwise"}, f"{M}.up_proj")
-    yield draw("falcon", d, "h_to_4h forgotten", FALCON_PLAN, {f"{BLOOM}.mlp.dense_h_to_4h": None}, f"{BLOOM}.mlp.dense_h_to_4h")
-    yield draw("t5", d, "wo by columns", T5_MLP, {f"{T5D}.2.DenseReluDense.wo": "colwise"}, f"{T5D}.2.DenseReluDense.wo")
-    yield draw("olmo2", d, "norms of all heads", LLAMA, {}, (f"{A}.q_norm", f"{A}.k_norm", *attention()))
-
-
-FILES = ("gpt_oss", "deepseek_v3", "mamba2", "gpt_neox", "t5", WHISPER, "qwen3_moe", "bloom")
-
-
-def in_files(model: Model) -> list[Mistake]:
-    """Two edits of the plan file of a model, drawn at random."""
-    made = mistakes_in_file(model, 38)
-    return random.Random(f"file {model.name}").sample(made, min(2, len(made)))
+        yield draw(
+            model,
+            "automodel",
+            "inputs by position",
+            titan,
+            {A: PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,))},
+            A,
+        )
+        yield draw(
+            model,
+            "automodel",
+            "typo in a norm",
+            right,
+            {NORMS[1]: None, f"{L}.post_attn_layernorm": GatheringNorm()},
+            (NORMS[1], f"{L}.post_attn_layernorm"),
+        )
+        yield draw(
+            model,
+            "automodel",
+            "two mistakes",
+            right,
+            {f"{A}.v_proj": None, f"{M}.down_proj": RowwiseParallel()},
+            f"{A}.v_proj",
+            f"{M}.down_proj",
+        )
+    yield draw(
+        "deepseek_v3",
+        "automodel",
+        "experts' sum whole",
+        moe,
+        {},
+        (M, f"{M}.experts", *attention(), f"{A}.q_b_proj", f"{M}.shared_experts.down_proj"),
+    )
 
 
 def mistake_of(one: Drawn) -> Mistake:
@@ -354,7 +460,12 @@ def written(one: Drawn) -> Any:
     if one.dialect == "deepspeed":
         kinds = {"colwise": "column", "rowwise": "row"}
         specs = [
-            {"patterns": [".*" + key.rpartition("*")[2].replace(".", r"\.") + r"\.weight$"], "partition_type": kinds[style]}
+            {
+                "patterns": [
+                    key[1:] if key[0] == "=" else ".*" + key.rpartition("*")[2].replace(".", r"\.") + r"\.weight$"
+                ],
+                "partition_type": kinds[style],
+            }
             for key, style in one.rows.items()
         ]
         return {"tensor_parallel": {"partition_config": {"use_default_specs": False, "layer_specs": specs}}}
@@ -362,7 +473,7 @@ def written(one: Drawn) -> Any:
     return {key: plain_rows.get(key, style) for key, style in one.rows.items()}
 
 
-def _partial() -> Any:
+def partial_sum() -> Any:
     from torch.distributed.tensor import Partial
 
     return Partial()

@@ -57,8 +57,13 @@ def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -
             first = min(shared, key=lambda finding: _SURE.index(finding.check))
             causes.append(_for_all(repair, group, [f for f in shared if f.check == first.check]))
         else:
-            pairs = zip(group, reasons, strict=True)
-            causes += [_cause(subject, repair, change, reason, findings) for change, reason in pairs]
+            alike: dict[Any, list[Finding]] = {}  # rows of one part that say the same, and for the same reason must not
+            for change, reason in zip(group, reasons, strict=True):
+                cause = _cause(subject, repair, change, reason, findings)
+                home = change.patterns[0].rpartition(".")[0]
+                values = [repr(repair.dialect.key_of(value)) for value in (change.old, change.new)]
+                alike.setdefault((cause.check, home, *values, repr(change.renames)), []).append(cause)
+            causes += [_as_one(several) for several in alike.values()]
     rest = []
     renamed = {
         key
@@ -77,6 +82,13 @@ def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -
             finding = replace(finding, kind="follows")
         rest.append(finding)
     return (*causes, *rest)
+
+
+def _as_one(causes: Sequence[Finding]) -> Finding:
+    """The same mistake in several rows."""
+    places = tuple(place for cause in causes for place in cause.about)
+    hint = "; ".join(dict.fromkeys(cause.hint for cause in causes))
+    return replace(causes[0], where=few(places), places=places, hint=hint, bytes=sum(cause.bytes for cause in causes))
 
 
 def _gives_up(change: Change, repair: Repair) -> bool:
