@@ -119,262 +119,90 @@ def sequence(base: Rows, norms: tuple[str, ...], last: str = "model.norm", *, ho
 NORMS = (f"{L}.input_layernorm", f"{L}.post_attention_layernorm")
 
 
+# fmt: off
 def torch_draws() -> Iterator[Drawn]:
     whole, part = Replicate(), Shard(1)
     t = "torch"
     qkv, gate_up = f"{A}.qkv_proj", f"{M}.gate_up_proj"
     phi = {qkv: "colwise", f"{A}.o_proj": "rowwise", gate_up: "colwise", f"{M}.down_proj": "rowwise"}
     yield draw("phi3", t, "fused cut plainly", phi, ENDS, (qkv, f"{A}.o_proj"), (gate_up, f"{M}.down_proj"))
-    yield draw(
-        "phi3",
-        t,
-        "llama's rows",
-        {**LLAMA, **ENDS},
-        {},
-        (f"{A}.o_proj", f"{A}.q_proj", qkv),
-        (f"{M}.down_proj", f"{M}.gate_proj", gate_up),
-    )
+    yield draw("phi3", t, "llama's rows", {**LLAMA, **ENDS}, {}, (f"{A}.o_proj", f"{A}.q_proj", qkv), (f"{M}.down_proj",
+               f"{M}.gate_proj", gate_up))
     yield draw("mixtral", t, "router split", attention(), {f"{M}.gate": "colwise"}, f"{M}.gate")
-    yield draw(
-        "mixtral",
-        t,
-        "experts' old names",
-        attention(),
-        {f"{M}.experts.*.w1": "colwise", f"{A}.o_proj": None},
-        (f"{A}.o_proj",),
-    )
+    yield draw("mixtral", t, "experts' old names", attention(), {f"{M}.experts.*.w1": "colwise", f"{A}.o_proj": None},
+               (f"{A}.o_proj",))
     yield draw("qwen3_moe", t, "head norms' gradients", {**attention(), **ENDS}, {}, (f"{A}.q_norm", f"{A}.k_norm"))
-    yield draw(
-        "qwen3_moe",
-        t,
-        "head norms cut",
-        {**attention(), **ENDS},
-        {f"{A}.q_norm": ColwiseParallel(), f"{A}.k_norm": ColwiseParallel()},
-        (f"{A}.q_norm", f"{A}.k_norm"),
-    )
+    yield draw("qwen3_moe", t, "head norms cut", {**attention(), **ENDS}, {f"{A}.q_norm": ColwiseParallel(),
+               f"{A}.k_norm": ColwiseParallel()}, (f"{A}.q_norm", f"{A}.k_norm"))
     yield draw("gpt_oss", t, "sinks whole", {**attention(), **ENDS}, {}, (f"{A}.sinks", *attention()))
     yield draw("gpt_oss", t, "o_proj by columns", attention(), {f"{A}.o_proj": "colwise"}, tuple(attention()))
-    yield draw(
-        "deepseek_v3",
-        t,
-        "latent unsummed",
-        {**latent(), **gated(f"{M}.shared_experts")},
-        ENDS,
-        (f"{A}.kv_a_proj_with_mqa", f"{A}.kv_b_proj", *latent()),
-    )
+    yield draw("deepseek_v3", t, "latent unsummed", {**latent(), **gated(f"{M}.shared_experts")}, ENDS,
+               (f"{A}.kv_a_proj_with_mqa", f"{A}.kv_b_proj", *latent()))
     yield draw("deepseek_v3", t, "down missing", {**gated(), **ENDS}, {f"{M}.down_proj": None}, (f"{M}.down_proj",))
-    yield draw(
-        "mamba2",
-        t,
-        "in_proj cut plainly",
-        plain(MIXER, "in_proj", "out_proj"),
-        {},
-        (f"{MIXER}.in_proj", f"{MIXER}.out_proj"),
-    )
-    yield draw(
-        "mamba2",
-        t,
-        "head without gather",
-        {"backbone.embeddings": "embedding_rowwise"},
-        {"lm_head": "colwise"},
-        "lm_head",
-    )
-    yield draw(
-        "nemotron_h",
-        t,
-        "mixers as an MLP",
-        {f"{NEMOTRON}.up_proj": "colwise", f"{NEMOTRON}.down_proj": "rowwise"},
-        {f"{NEMOTRON}.shared_experts.up_proj": "rowwise", f"{NEMOTRON}.shared_experts.down_proj": "rowwise"},
-        f"{NEMOTRON}.shared_experts.up_proj",
-    )
-    yield draw(
-        "nemotron_h",
-        t,
-        "o_proj missing",
-        {f"{NEMOTRON}.{n}_proj": "colwise" for n in "qkv"},
-        {},
-        (f"{NEMOTRON}.o_proj",),
-    )
-    yield draw(
-        "bloom",
-        t,
-        "fused heads",
-        {**BLOOM_PLAN, **plain(f"{BLOOM}.self_attention", "query_key_value", "dense")},
-        {},
-        (f"{BLOOM}.self_attention.query_key_value", f"{BLOOM}.self_attention.dense"),
-    )
-    yield draw(
-        "bloom",
-        t,
-        "tied table alone",
-        {**BLOOM_PLAN},
-        {"transformer.word_embeddings": "embedding_rowwise"},
-        ("transformer.word_embeddings", "lm_head"),
-    )
-    yield draw(
-        "gpt_neox",
-        t,
-        "two mistakes",
-        NEOX_PLAN,
-        {f"{NEOX_A}.dense": "colwise", f"{NEOX}.mlp.dense_h_to_4h": None},
-        f"{NEOX_A}.dense",
-        f"{NEOX}.mlp.dense_h_to_4h",
-    )
-    yield draw(
-        "gpt_neox", t, "table takes cut ids", NEOX_PLAN, {"gpt_neox.embed_in": RowwiseParallel()}, "gpt_neox.embed_in"
-    )
-    yield draw(
-        "gpt_neox",
-        t,
-        "output left as DTensor",
-        NEOX_PLAN,
-        {f"{NEOX_A}.query_key_value": ColwiseParallel(use_local_output=False)},
-        f"{NEOX_A}.query_key_value",
-    )
-    yield draw(
-        "gpt_neox",
-        t,
-        "old head's name",
-        NEOX_PLAN,
-        {"embed_out": "colwise", f"{NEOX_A}.dense": "rowwise_split_input"},
-        f"{NEOX_A}.dense",
-    )
+    yield draw("mamba2", t, "in_proj cut plainly", plain(MIXER, "in_proj", "out_proj"), {}, (f"{MIXER}.in_proj",
+               f"{MIXER}.out_proj"))
+    yield draw("mamba2", t, "head without gather", {"backbone.embeddings": "embedding_rowwise"}, {"lm_head": "colwise"},
+               "lm_head")
+    yield draw("nemotron_h", t, "mixers as an MLP", {f"{NEMOTRON}.up_proj": "colwise",
+               f"{NEMOTRON}.down_proj": "rowwise"}, {f"{NEMOTRON}.shared_experts.up_proj": "rowwise",
+               f"{NEMOTRON}.shared_experts.down_proj": "rowwise"}, f"{NEMOTRON}.shared_experts.up_proj")
+    yield draw("nemotron_h", t, "o_proj missing", {f"{NEMOTRON}.{n}_proj": "colwise" for n in "qkv"}, {},
+               (f"{NEMOTRON}.o_proj",))
+    yield draw("bloom", t, "fused heads", {**BLOOM_PLAN, **plain(f"{BLOOM}.self_attention", "query_key_value",
+               "dense")}, {}, (f"{BLOOM}.self_attention.query_key_value", f"{BLOOM}.self_attention.dense"))
+    yield draw("bloom", t, "tied table alone", {**BLOOM_PLAN}, {"transformer.word_embeddings": "embedding_rowwise"},
+               ("transformer.word_embeddings", "lm_head"))
+    yield draw("gpt_neox", t, "two mistakes", NEOX_PLAN, {f"{NEOX_A}.dense": "colwise",
+               f"{NEOX}.mlp.dense_h_to_4h": None}, f"{NEOX_A}.dense", f"{NEOX}.mlp.dense_h_to_4h")
+    yield draw("gpt_neox", t, "table takes cut ids", NEOX_PLAN, {"gpt_neox.embed_in": RowwiseParallel()},
+               "gpt_neox.embed_in")
+    yield draw("gpt_neox", t, "output left as DTensor", NEOX_PLAN,
+               {f"{NEOX_A}.query_key_value": ColwiseParallel(use_local_output=False)}, f"{NEOX_A}.query_key_value")
+    yield draw("gpt_neox", t, "old head's name", NEOX_PLAN, {"embed_out": "colwise",
+               f"{NEOX_A}.dense": "rowwise_split_input"}, f"{NEOX_A}.dense")
     whisper_heads = attention(f"{W}.self_attn", "out_proj")
-    yield draw(
-        WHISPER,
-        t,
-        "cross attention by half",
-        {**WHISPER_MLP, **attention(f"{W}.encoder_attn", "out_proj")},
-        {f"{W}.encoder_attn.k_proj": None, f"{W}.encoder_attn.v_proj": None},
-        tuple(attention(f"{W}.encoder_attn", "out_proj")),
-    )
-    yield draw(
-        WHISPER,
-        t,
-        "o_proj for out_proj",
-        {**WHISPER_MLP, **renamed(whisper_heads, out_proj="o_proj")},
-        {},
-        (*whisper_heads, f"{W}.self_attn.o_proj"),
-    )
+    yield draw(WHISPER, t, "cross attention by half", {**WHISPER_MLP, **attention(f"{W}.encoder_attn", "out_proj")},
+               {f"{W}.encoder_attn.k_proj": None, f"{W}.encoder_attn.v_proj": None},
+               tuple(attention(f"{W}.encoder_attn", "out_proj")))
+    yield draw(WHISPER, t, "o_proj for out_proj", {**WHISPER_MLP, **renamed(whisper_heads, out_proj="o_proj")}, {},
+               (*whisper_heads, f"{W}.self_attn.o_proj"))
     yield draw(WHISPER, t, "fc2 by columns", WHISPER_MLP, {f"{W}.fc2": "colwise"}, f"{W}.fc2")
     visual = "model.visual.blocks.*"
-    yield draw(
-        "qwen2_vl",
-        t,
-        "visual heads",
-        {**plain(f"{visual}.attn", "qkv", "proj"), **plain(f"{visual}.mlp", "fc1", "fc2")},
-        {},
-        (f"{visual}.attn.qkv", f"{visual}.attn.proj"),
-    )
+    yield draw("qwen2_vl", t, "visual heads", {**plain(f"{visual}.attn", "qkv", "proj"), **plain(f"{visual}.mlp", "fc1",
+               "fc2")}, {}, (f"{visual}.attn.qkv", f"{visual}.attn.proj"))
     yield draw("qwen2_vl", t, "path without the language model", LLAMA, {"lm_head": "colwise"}, "lm_head")
-    yield draw(
-        "qwen2_vl",
-        t,
-        "first layers alone",
-        renamed(LLAMA, model__layers=f"{QWEN[:-2]}"),
-        {f"{QWEN}.mlp.up_proj": None, f"{QWEN[:-1]}0.mlp.up_proj": "colwise"},
-        (f"{QWEN}.mlp.up_proj", f"{QWEN[:-1]}0.mlp.up_proj"),
-    )
+    yield draw("qwen2_vl", t, "first layers alone", renamed(LLAMA, model__layers=f"{QWEN[:-2]}"),
+               {f"{QWEN}.mlp.up_proj": None, f"{QWEN[:-1]}0.mlp.up_proj": "colwise"}, (f"{QWEN}.mlp.up_proj",
+               f"{QWEN[:-1]}0.mlp.up_proj"))
     shared = f"{L}.feed_forward.shared_expert"
-    yield draw(
-        "llama4_text",
-        t,
-        "shared expert gathered half",
-        {**attention(), **gated(shared)},
-        {f"{shared}.up_proj": "colwise_gather_output"},
-        (f"{shared}.up_proj", f"{shared}.down_proj"),
-    )
-    yield draw(
-        "llama4_text",
-        t,
-        "router split",
-        attention(),
-        {f"{L}.feed_forward.router": "colwise"},
-        f"{L}.feed_forward.router",
-    )
+    yield draw("llama4_text", t, "shared expert gathered half", {**attention(), **gated(shared)},
+               {f"{shared}.up_proj": "colwise_gather_output"}, (f"{shared}.up_proj", f"{shared}.down_proj"))
+    yield draw("llama4_text", t, "router split", attention(), {f"{L}.feed_forward.router": "colwise"},
+               f"{L}.feed_forward.router")
     yield draw("gemma3_text", t, "head norms' gradients", LLAMA, {}, (f"{A}.q_norm", f"{A}.k_norm"))
-    yield draw(
-        "gemma3_text",
-        t,
-        "pattern for all layers",
-        gated(),
-        {f"{M}.*_proj": "colwise", f"{M}.gate_proj": None, f"{M}.up_proj": None},
-        (f"{M}.*_proj", f"{M}.down_proj"),
-    )
+    yield draw("gemma3_text", t, "pattern for all layers", gated(), {f"{M}.*_proj": "colwise", f"{M}.gate_proj": None,
+               f"{M}.up_proj": None}, (f"{M}.*_proj", f"{M}.down_proj"))
     yield draw("olmo2", t, "norms of all heads", {**LLAMA, **ENDS}, {}, (f"{A}.q_norm", f"{A}.k_norm", *attention()))
-    yield draw(
-        "olmo2",
-        t,
-        "lone sequence norm",
-        {**gated(), **ENDS},
-        {f"{L}.post_feedforward_layernorm": SequenceParallel()},
-        f"{L}.post_feedforward_layernorm",
-    )
-    yield draw(
-        "falcon",
-        t,
-        "fused query key value",
-        {**FALCON_PLAN, **plain(f"{BLOOM}.self_attention", "query_key_value", "dense")},
-        {},
-        (f"{BLOOM}.self_attention.query_key_value", f"{BLOOM}.self_attention.dense"),
-    )
-    yield draw(
-        "falcon",
-        t,
-        "reduce-scattered",
-        FALCON_PLAN,
-        {f"{BLOOM}.mlp.dense_4h_to_h": RowwiseParallel(output_layouts=part)},
-        f"{BLOOM}.mlp.dense_4h_to_h",
-    )
-    yield draw(
-        "t5",
-        t,
-        "relative bias whole",
-        T5_MLP,
-        {**{f"{T5E}.0.SelfAttention.{n}": "colwise" for n in "qkv"}, f"{T5E}.0.SelfAttention.o": "rowwise"},
-        tuple(f"{T5E}.0.SelfAttention.{n}" for n in "qkvo"),
-    )
-    yield draw(
-        "t5",
-        t,
-        "wo missing",
-        T5_MLP,
-        {f"{T5D}.2.DenseReluDense.wo": None},
-        (f"{T5D}.2.DenseReluDense.wo", f"{T5D}.2.DenseReluDense.wi"),
-    )
-    yield draw(
-        "llama",
-        t,
-        "summed twice",
-        LLAMA,
-        {M: PrepareModuleOutput(output_layouts=(partial_sum(),), desired_output_layouts=(whole,))},
-        M,
-    )
-    yield draw(
-        "llama",
-        t,
-        "loss-parallel head without a loss of its kind",
-        {**LLAMA, **ENDS},
-        {"lm_head": ColwiseParallel(output_layouts=part)},
-        "lm_head",
-    )
+    yield draw("olmo2", t, "lone sequence norm", {**gated(), **ENDS},
+               {f"{L}.post_feedforward_layernorm": SequenceParallel()}, f"{L}.post_feedforward_layernorm")
+    yield draw("falcon", t, "fused query key value", {**FALCON_PLAN, **plain(f"{BLOOM}.self_attention",
+               "query_key_value", "dense")}, {}, (f"{BLOOM}.self_attention.query_key_value",
+               f"{BLOOM}.self_attention.dense"))
+    yield draw("falcon", t, "reduce-scattered", FALCON_PLAN,
+               {f"{BLOOM}.mlp.dense_4h_to_h": RowwiseParallel(output_layouts=part)}, f"{BLOOM}.mlp.dense_4h_to_h")
+    yield draw("t5", t, "relative bias whole", T5_MLP, {**{f"{T5E}.0.SelfAttention.{n}": "colwise" for n in "qkv"},
+               f"{T5E}.0.SelfAttention.o": "rowwise"}, tuple(f"{T5E}.0.SelfAttention.{n}" for n in "qkvo"))
+    yield draw("t5", t, "wo missing", T5_MLP, {f"{T5D}.2.DenseReluDense.wo": None}, (f"{T5D}.2.DenseReluDense.wo",
+               f"{T5D}.2.DenseReluDense.wi"))
+    yield draw("llama", t, "summed twice", LLAMA, {M: PrepareModuleOutput(output_layouts=(partial_sum(),),
+               desired_output_layouts=(whole,))}, M)
+    yield draw("llama", t, "loss-parallel head without a loss of its kind", {**LLAMA, **ENDS},
+               {"lm_head": ColwiseParallel(output_layouts=part)}, "lm_head")
     yield draw("llama", t, "keys of 2 over 4", {**LLAMA, **ENDS}, {}, (f"{A}.k_proj", f"{A}.v_proj"), tp=4)
-    yield draw(
-        "mistral",
-        t,
-        "regex for a pattern",
-        LLAMA,
-        {r"model.layers.\d+.mlp.up_proj": "colwise", f"{M}.up_proj": None},
-        (f"{M}.up_proj", r"model.layers.\d+.mlp.up_proj"),
-    )
-    yield draw(
-        "qwen2",
-        t,
-        "weight in the key",
-        LLAMA,
-        {f"{A}.o_proj.weight": "rowwise", f"{A}.o_proj": None},
-        (f"{A}.o_proj", f"{A}.o_proj.weight"),
-    )
+    yield draw("mistral", t, "regex for a pattern", LLAMA, {r"model.layers.\d+.mlp.up_proj": "colwise",
+               f"{M}.up_proj": None}, (f"{M}.up_proj", r"model.layers.\d+.mlp.up_proj"))
+    yield draw("qwen2", t, "weight in the key", LLAMA, {f"{A}.o_proj.weight": "rowwise", f"{A}.o_proj": None},
+               (f"{A}.o_proj", f"{A}.o_proj.weight"))
 
 
 def automodel_draws() -> Iterator[Drawn]:
@@ -387,68 +215,26 @@ def automodel_draws() -> Iterator[Drawn]:
         yield draw(model, "automodel", "norm forgotten", right, {NORMS[1]: None}, NORMS[1])
         yield draw(model, "automodel", "norm hands on a part", right, {NORMS[0]: SequenceParallel()}, NORMS[0])
         yield draw(model, "automodel", "last norm forgotten", right, {"model.norm": None}, "model.norm")
-        yield draw(
-            model,
-            "automodel",
-            "table whole",
-            right,
-            {"model.embed_tokens": RowwiseParallel(input_layouts=whole)},
-            "model.embed_tokens",
-        )
+        yield draw(model, "automodel", "table whole", right,
+                   {"model.embed_tokens": RowwiseParallel(input_layouts=whole)}, "model.embed_tokens")
         yield draw(model, "automodel", "down whole", right, {f"{M}.down_proj": RowwiseParallel()}, f"{M}.down_proj")
-        yield draw(
-            model,
-            "automodel",
-            "o_proj on its width",
-            right,
-            {f"{A}.o_proj": RowwiseParallel(output_layouts=Shard(-1), use_local_output=False)},
-            f"{A}.o_proj",
-        )
+        yield draw(model, "automodel", "o_proj on its width", right,
+                   {f"{A}.o_proj": RowwiseParallel(output_layouts=Shard(-1), use_local_output=False)}, f"{A}.o_proj")
         yield draw(model, "automodel", "up by rows", right, {f"{M}.up_proj": row}, f"{M}.up_proj")
-        yield draw(
-            model,
-            "automodel",
-            "head takes all for cut",
-            right,
-            {"lm_head": ColwiseParallel(input_layouts=part)},
-            "lm_head",
-        )
+        yield draw(model, "automodel", "head takes all for cut", right,
+                   {"lm_head": ColwiseParallel(input_layouts=part)}, "lm_head")
         yield draw(model, "automodel", "inputs not gathered", titan, {f"{L}.mlp": None}, (f"{L}.mlp", *gated()))
-        yield draw(
-            model,
-            "automodel",
-            "inputs by position",
-            titan,
-            {A: PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,))},
-            A,
-        )
-        yield draw(
-            model,
-            "automodel",
-            "typo in a norm",
-            right,
-            {NORMS[1]: None, f"{L}.post_attn_layernorm": GatheringNorm()},
-            (NORMS[1], f"{L}.post_attn_layernorm"),
-        )
-        yield draw(
-            model,
-            "automodel",
-            "two mistakes",
-            right,
-            {f"{A}.v_proj": None, f"{M}.down_proj": RowwiseParallel()},
-            f"{A}.v_proj",
-            f"{M}.down_proj",
-        )
-    yield draw(
-        "deepseek_v3",
-        "automodel",
-        "experts' sum whole",
-        moe,
-        {},
-        (M, f"{M}.experts", *attention(), f"{A}.q_b_proj", f"{M}.shared_experts.down_proj"),
-    )
+        yield draw(model, "automodel", "inputs by position", titan, {A: PrepareModuleInput(input_layouts=(part,),
+                   desired_input_layouts=(whole,))}, A)
+        yield draw(model, "automodel", "typo in a norm", right, {NORMS[1]: None,
+                   f"{L}.post_attn_layernorm": GatheringNorm()}, (NORMS[1], f"{L}.post_attn_layernorm"))
+        yield draw(model, "automodel", "two mistakes", right, {f"{A}.v_proj": None,
+                   f"{M}.down_proj": RowwiseParallel()}, f"{A}.v_proj", f"{M}.down_proj")
+    yield draw("deepseek_v3", "automodel", "experts' sum whole", moe, {}, (M, f"{M}.experts", *attention(),
+               f"{A}.q_b_proj", f"{M}.shared_experts.down_proj"))
 
 
+# fmt: on
 def mistake_of(one: Drawn) -> Mistake:
     """The plan as its library takes it."""
     return Mistake(one.kind, written(one), one.causes, one.tp_size)
