@@ -21,8 +21,7 @@ from drawn_plans import mistake_of
 from drawn_words import drawn
 from scored_audits import score
 from torch import nn
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 from transformers import LlamaConfig
 from wrong_plans import DIALECTS, MUTATIONS, SEQUENCE_MUTATIONS, Mutation, as_torch, sequence_plan, wrong_plan
 
@@ -199,14 +198,6 @@ def test_a_rule_for_a_dim_that_is_not_there() -> None:
     plan = with_rule(autoplan.plan(model, tp_size=2, prove="none"), "w1.weight", dim=2)
     report = autoplan.audit(model, plan, 2)
     assert not report.ok and "w1" in report.findings[0].where and autoplan.audit(model, report.fixed, 2).ok, report
-
-
-def test_one_input_along_the_sequence_does_not_make_a_plan_sequence_parallel() -> None:
-    """A model that no such plan is known for is corrected part by part."""
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(input_layouts=Shard(1))}
-    report = autoplan.audit(model, plan, 2, inputs={"input": torch.randn(2, 6, 16)})
-    assert is_about(report, 0, "2") and report.fixed is not None, report
 
 
 class Inside(nn.Module):
