@@ -1,6 +1,7 @@
 """Does an audit name the culprit? Mistakes are made in right plans of real models, in every dialect, and audited.
 
     python tests/benchmarks/audited_mistakes.py [--dialects torch hf] [--only llama] [--sample 4] [--seed 0]
+    python tests/benchmarks/audited_mistakes.py --by-hand mending|held [--dialects torch hf] [--only llama] [--kinds …]
 
 Printed is, by dialect: right plans that pass, mistakes, of these rejected (a plan that is exact all the same is no
 mistake), causes that came first, findings in the dialect's words, and corrected plans that pass. Measures, and asserts
@@ -21,7 +22,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "helpers"), str(Path(__file__).resolve().parents[1])]
 
-from mistakes import ARCHITECTURES, DIALECTS, Model, mistakes, mistakes_in_file, right_plan  # noqa: E402
+from drawn_plans import mistake_of  # noqa: E402
+from drawn_words import halves  # noqa: E402
+from mistakes import ARCHITECTURES, DIALECTS, Mistake, Model, mistakes, mistakes_in_file, right_plan  # noqa: E402
 from scored_audits import score  # noqa: E402
 
 from autoplan.check.audit.auditor import audit_source  # noqa: E402
@@ -31,7 +34,8 @@ from autoplan.common.errors import AutoplanError  # noqa: E402
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dialects", nargs="*", default=DIALECTS)
-    parser.add_argument("--only", nargs="*", default=ARCHITECTURES)
+    parser.add_argument("--only", nargs="*", default=())
+    parser.add_argument("--by-hand", choices=("mending", "held"), help="plans that are wrong as users write them")
     parser.add_argument("--sample", type=int, default=0, help="mistakes of each plan, drawn at random; 0: all")
     parser.add_argument("--kinds", default="", help="an expression for the kinds of mistakes")
     parser.add_argument("--seed", type=int, default=0)
@@ -40,7 +44,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     totals: dict[str, Counter[str]] = {dialect: Counter() for dialect in options.dialects}
     end = time.monotonic() + 60 * options.minutes
-    for name in options.only:
+    if options.by_hand is not None:
+        for one in sorted(halves()[options.by_hand == "held"], key=lambda one: one.model):
+            asked = one.dialect in options.dialects and (not options.only or one.model in options.only)
+            if asked and re.search(options.kinds, one.kind) and time.monotonic() < end:
+                one_mistake(Model.of(one.model), one.dialect, mistake_of(one), totals[one.dialect])
+    for name in () if options.by_hand is not None else options.only or ARCHITECTURES:
         model = Model.of(name)
         for dialect in options.dialects:
             if time.monotonic() < end:
@@ -77,20 +86,25 @@ def one_plan(model: Model, dialect: str, options: Any, counts: Counter[str], end
     for mistake in found:
         if time.monotonic() > end:
             return
-        start = time.perf_counter()
-        try:
-            outcome, said = score(model, dialect, mistake)
-        except AutoplanError as error:
-            outcome, said = "refused", str(error)
-        took = time.perf_counter() - start
-        marks = outcome.split()
-        counts["exact" if marks[0] == "exact," else "wrong"] += 1
-        counts.update(marks)
-        good = outcome in ("rejected cause words fixed", "exact, said", "exact, silent")
-        mark = "ok " if good else "BAD"
-        causes = "" if good else f" {mistake.causes[0][:3]}"
-        print(f"{mark} {model.name:12} {dialect:10} {mistake.kind:28} {outcome:30} {took:5.1f}s{causes}")
-        print("" if good else f"      {said}\n", end="", flush=True)
+        one_mistake(model, dialect, mistake, counts)
+
+
+def one_mistake(model: Model, dialect: str, mistake: Mistake, counts: Counter[str]) -> None:
+    """Audit a wrong plan, and count how it ends."""
+    start = time.perf_counter()
+    try:
+        outcome, said = score(model, dialect, mistake)
+    except AutoplanError as error:
+        outcome, said = "refused", str(error)
+    took = time.perf_counter() - start
+    marks = outcome.split()
+    counts["exact" if marks[0] == "exact," else "wrong"] += 1
+    counts.update(marks)
+    good = outcome in ("rejected cause words fixed", "exact, said", "exact, silent")
+    mark = "ok " if good else "BAD"
+    causes = "" if good else f" {mistake.causes[0][:3]}"
+    print(f"{mark} {model.name:12} {dialect:10} {mistake.kind:28} {outcome:30} {took:5.1f}s{causes}")
+    print("" if good else f"      {said}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ import mistakes
 import pytest
 import torch
 from corpus.toys import GOOD, MLP, Attention, FusedAttention, decoder
+from drawn_plans import mistake_of
+from drawn_words import drawn
 from scored_audits import score
 from torch import nn
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
@@ -148,6 +150,54 @@ def test_mistakes_in_plans_of_real_models(dialect: str) -> None:
             marks.update(["exact"] if outcome[0] == "exact," else ["wrong", *outcome])
     assert marks["wrong"] and marks["rejected"] == marks["wrong"], marks
     assert min(marks["cause"], marks["words"], marks["fixed"]) >= 0.9 * marks["wrong"] - 1, marks
+
+
+DRAWN = {
+    ("llama", "automodel", "inputs by position"): "hidden_states",  # what takes its input by keyword is told by keyword
+    ("gpt_oss", "hf", "sinks whole"): "colwise_gather_output",
+    ("mistral", "deepspeed", "all by rows"): "column",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "dialect", "kind"), DRAWN)
+def test_plans_that_are_wrong_as_users_write_them(model: str, dialect: str, kind: str) -> None:
+    """`benchmarks/audited_mistakes.py --by-hand held` audits all of them."""
+    (one,) = [one for one in drawn() if (one.model, one.dialect, one.kind) == (model, dialect, kind)]
+    outcome, said = score(mistakes.Model.of(model), dialect, mistake_of(one))
+    assert outcome == "rejected cause words fixed", said
+    report = audit_source(mistakes.Model.of(model).source, mistake_of(one).plan, 2)
+    assert DRAWN[model, dialect, kind] in report.findings[0].hint, said
+    causes = [finding for finding in report.findings if finding.level == "error" and not finding.is_consequence]
+    assert len(causes) == (4 if kind == "all by rows" else 1), said
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.softmax(nn.functional.linear(x, self.weight), -1).sum(-1, keepdim=True)
+
+
+def test_a_spec_for_what_autotp_never_cuts_is_dead() -> None:
+    model = decoder()
+    for layer in model.layers:
+        layer.mlp = nn.Sequential(Router(), layer.mlp)
+    plan = DIALECTS["deepspeed"]({"layers.*.attn.q_proj": "colwise", "layers.*.attn.k_proj": "colwise",
+                                  "layers.*.attn.v_proj": "colwise", "layers.*.attn.o_proj": "rowwise",
+                                  "layers.*.mlp.0": "colwise"})  # fmt: skip
+    report = autoplan.audit(model, plan, 2)
+    (dead,) = [finding for finding in report.findings if finding.check == "dead-keys"]
+    assert report.ok and report.details["outcome"] == "exact" and "Router" in dead.message, report
+
+
+def test_a_rule_for_a_dim_that_is_not_there() -> None:
+    model = decoder()
+    plan = with_rule(autoplan.plan(model, tp_size=2, prove="none"), "w1.weight", dim=2)
+    report = autoplan.audit(model, plan, 2)
+    assert not report.ok and "w1" in report.findings[0].where and autoplan.audit(model, report.fixed, 2).ok, report
 
 
 class Inside(nn.Module):

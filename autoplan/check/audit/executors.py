@@ -5,6 +5,7 @@ DeepSpeed's engine cannot run inside simulated ranks, so its layers are imitated
     column   rows of the weight are sharded; the input's gradient is summed; the output stays split (or is gathered)
     row      columns of the weight are sharded; the output is summed, then the whole bias is added
     skip     whole; with `grad_allreduce` its gradient is summed
+    others   a module that is no linear layer and no table is left whole, whatever a spec says of it
     counts   a module over cut layers whose attribute is called `num_heads`, `hidden_size` or the like gets its shard
 
 What is not imitated is named by `not_imitated`, and such a plan is not run.
@@ -75,13 +76,20 @@ def not_imitated(model: nn.Module, config: Mapping[str, Any], tp_size: int) -> s
 
 
 def _chosen(model: nn.Module, config: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module, Mapping[str, Any]]]:
-    """Modules with a matrix that a spec cuts."""
+    """Modules with a matrix that a spec cuts; AutoTP looks up no specs for those of other classes."""
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
+        weight = getattr(module, "weight", None) if is_cut_by_autotp(module) else None
         if isinstance(weight, torch.Tensor) and weight.dim() == 2:
             spec = spec_for(config, f"{name}.weight")
             if spec is not None and kind_of(spec) != "skip":
                 yield name, module, spec
+
+
+def is_cut_by_autotp(module: nn.Module | None) -> bool:
+    """Is a module of a class for which AutoTP looks a spec up?"""
+    return isinstance(module, (nn.Linear, nn.Embedding)) or (
+        module is not None and conventions().is_transposed_linear(module)
+    )
 
 
 def _dim(spec: Mapping[str, Any]) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from autoplan.analyse.picture.flow import Flow
 from autoplan.analyse.solve import Solution
+from autoplan.check.audit.executors import is_cut_by_autotp
 from autoplan.check.audit.lines import ForeignPlan, Line
 from autoplan.common.layout import Layout, chunk
 from autoplan.common.patterns import best_match, fold_names
@@ -132,7 +133,7 @@ class Audited:
         if self.plan.plan is not None:
             line = next((line for name in names if (line := self.plan.line_for(name)) is not None), None)
             rule = best_match(self.plan.plan.runtime.parameters, names[0])
-            if rule is None or rule.dim is None or rule.layout is None:
+            if rule is None or rule.dim is None or rule.layout is None or rule.dim >= len(fact.shape):
                 return Said(line)
             return Said(line, rule.dim, 1, Layout.parse(rule.layout).rows_of_all(self.tp_size))
         for name in names:
@@ -246,6 +247,8 @@ def _dim(
     if cut in ("rows", "width"):
         return (0 if cut == "rows" else rank - 1), parts
     owner = modules.get(name.rpartition(".")[0])
+    if plan.dialect == "deepspeed" and not is_cut_by_autotp(owner):
+        return None, 1
     # torch's styles take an embedding's rows for its input: row-wise cuts dim 0.
     table = plan.dialect == "torch" and any(c.__name__ == "Embedding" for c in type(owner).__mro__)
     if cut == "out":

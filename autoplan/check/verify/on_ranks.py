@@ -264,7 +264,7 @@ def unread_parts(gradients: Iterable[Mapping[str, torch.Tensor]], *, plan: Plan)
             if rule is None or rule.dim is None or rule.layout is None or gradient.numel() == 0:
                 continue
             layout, zero = Layout.parse(rule.layout), set[int]()
-            if layout.size == gradient.shape[rule.dim]:
+            if layout.size in gradient.shape[rule.dim :][:1]:  # a rule that was edited may name a dim that is not there
                 others = [dim for dim in range(gradient.dim()) if dim != rule.dim % gradient.dim()]
                 read = (gradient != 0).sum(others) if others else gradient != 0
                 rows = {rank: list(layout.rows(rank, plan.cut_over)) for rank in range(plan.cut_over)}

@@ -48,12 +48,22 @@ def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -
             and finding.check in _WHOLE_PART
             and any(is_under(home, starred(place)) for place in finding.about for home in (*inside, *patterns))
         ]
+        obstacle = next((change.obstacle for change in group if change.obstacle), "")
+        if not shared and obstacle:
+            shared = [
+                Finding("pairing", "error", "", f"{obstacle}, which no style does", proof=_proof(findings, repair))
+            ]
         if len(group) > 1 and shared and all(_gives_up(change, repair) for change in group):
             first = min(shared, key=lambda finding: _SURE.index(finding.check))
             causes.append(_for_all(repair, group, [f for f in shared if f.check == first.check]))
         else:
-            pairs = zip(group, reasons, strict=True)
-            causes += [_cause(subject, repair, change, reason, findings) for change, reason in pairs]
+            alike: dict[Any, list[Finding]] = {}  # rows of one part that say the same, and for the same reason must not
+            for change, reason in zip(group, reasons, strict=True):
+                cause = _cause(subject, repair, change, reason, findings)
+                home = change.patterns[0].rpartition(".")[0]
+                values = [repr(repair.dialect.key_of(value)) for value in (change.old, change.new)]
+                alike.setdefault((cause.check, home, *values, repr(change.renames)), []).append(cause)
+            causes += [_as_one(several) for several in alike.values()]
     rest = []
     renamed = {
         key
@@ -72,6 +82,13 @@ def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -
             finding = replace(finding, kind="follows")
         rest.append(finding)
     return (*causes, *rest)
+
+
+def _as_one(causes: Sequence[Finding]) -> Finding:
+    """The same mistake in several rows."""
+    places = tuple(place for cause in causes for place in cause.about)
+    hint = "; ".join(dict.fromkeys(cause.hint for cause in causes))
+    return replace(causes[0], where=few(places), places=places, hint=hint, bytes=sum(cause.bytes for cause in causes))
 
 
 def _gives_up(change: Change, repair: Repair) -> bool:
@@ -102,8 +119,9 @@ def _is_about(finding: Finding, change: Change) -> bool:
 
 
 def _for_all(repair: Repair, group: Sequence[Change], reasons: Sequence[Finding]) -> Finding:
-    """One mistake for which several rows change."""
-    places = tuple(dict.fromkeys(place for finding in reasons for place in finding.about))
+    """One mistake for which several rows change: what is to blame, then the rows."""
+    rows = [pattern for change in group for pattern in change.patterns]
+    places = tuple(dict.fromkeys([*(place for finding in reasons for place in finding.about if place), *rows]))
     hints = [_fix(repair, change) for change in group]
     return replace(reasons[0], where=few(places), places=places, hint="; ".join(hints))
 
@@ -123,10 +141,14 @@ def _cause(
     proof = (reason.proof if reason is not None else "") or subject.proof(
         [*change.names, *(f"{name}.weight" for name in change.names)]
     )
-    proof = proof or next((f.proof for f in findings if f.proof), "") or repair.proof
+    proof = proof or _proof(findings, repair)
     level: Level = "error" if subject.is_wrong or repair.proof or reason is not None else "warn"
     size = reason.bytes if reason is not None else 0
     return Finding(check, level, few(places), message, _fix(repair, change), size, proof, places=places)
+
+
+def _proof(findings: Iterable[Finding], repair: Repair) -> str:
+    return next((f.proof for f in findings if f.proof), "") or repair.proof
 
 
 def _told(repair: Repair, change: Change) -> tuple[str, str]:

@@ -7,13 +7,14 @@ layers that gather.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from autoplan.check.audit.lines import ForeignPlan
 from autoplan.check.audit.repair.rows import DeepSpeed, Dialect, Torch, Transformers
-from autoplan.check.audit.subject import Audited
+from autoplan.check.audit.subject import Audited, few
 from autoplan.decide.plan.folding import starred
 from autoplan.emit.exports import expressible
 from autoplan.emit.exports.hf import hf_entries
@@ -24,12 +25,14 @@ Values = Mapping[str, Any]  # by starred name; no entry: no row
 
 @dataclass(frozen=True)
 class Part:
-    """`places`: the containers of these blocks. `says`: what the plan says there; `ways`: what it may say instead."""
+    """`places`: the containers of these blocks. `says`: what the plan says there; `ways`: what it may say instead;
+    `obstacle`: what its cheapest split needs and styles do not do."""
 
     container: str
     places: tuple[str, ...]
     says: Values
     ways: tuple[Values, ...]
+    obstacle: str = ""
 
     def names(self, relative: str) -> tuple[str, ...]:
         """A starred name of the part, in each of its blocks."""
@@ -57,11 +60,26 @@ def parts_of(subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...
         signature = tuple(sorted((name[len(place) :], repr(dialect.key_of(value))) for name, value in values.items()))
         if values or starred(place) in ways:
             groups.setdefault((starred(place), signature), []).append(place)
+    obstacles = {starred(container): _obstacle(part) for container, part in exported.items()}
     parts = [
-        Part(container, tuple(places), _starred(styles[places[0]]), (*ways.get(container, ()), {}))
+        Part(
+            container,
+            tuple(places),
+            _starred(styles[places[0]]),
+            (*ways.get(container, ()), {}),
+            obstacles.get(container, ""),
+        )
         for (container, _), places in groups.items()
     ]
     return _joined(parts, subject, right, dialect)
+
+
+def _obstacle(part: expressible.Part) -> str:
+    """What no style does that a plain split of the part needs; "" where nothing is known."""
+    if part.needs:
+        return str(part.needs[0])
+    own = [f"{e.pattern}.{name}" for e in part.entries if e.pattern == part.container for name in e.parameters]
+    return f"{few(own)} would have to be cut with the layers" if own and part.kind == "other" else ""
 
 
 def _joined(parts: list[Part], subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...]:
@@ -158,12 +176,7 @@ def sequence_ways(
 ) -> list[Mapping[str, Any]]:
     """The ways of writing a plan with the stream cut along the sequence, or `whole`, the nearest to the plan first."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
     parts = expressible.parts_of(right)
     inner = {starred(part.container) for part in parts if part.kind != "end"}
@@ -202,19 +215,53 @@ def sequence_ways(
     }
     plain = {name: SequenceParallel() for name in norms}
     bare = {name: ColwiseParallel() for name in columns}
+    before = {name: _gathered_input(keyword) for name, keyword in _keywords(subject.extra["clone"], inner).items()}
     ways: list[Mapping[str, Any]] = [whole]
     for head in (own_head, whole_head):
         if gathering is not None:
             norms_of = {name: SequenceParallel() if name in last else gathering for name in norms}
             ways.append({**ends_of, **norms_of, **bare, **head})
         if prepared or gathering is None:
-            before = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-            inputs = {name: prepared.get(name, before) for name in {*prepared, *inner}}
+            inputs = {name: prepared.get(name, before.get(name)) for name in {*prepared, *inner}}
             ways.append({**ends_of, **plain, **inputs, **bare, **head})
-            ways.append({**ends_of, **plain, **dict.fromkeys(inner, before), **bare, **head})
+            ways.append({**ends_of, **plain, **before, **bare, **head})
         gathers = {name: ColwiseParallel(input_layouts=Shard(1)) for name in columns}
         ways.append({**ends_of, **plain, **gathers, **head})
     return sorted(ways, key=lambda way: _distance(dialect, says, way))
+
+
+def _gathered_input(keyword: str) -> Any:
+    """The style that gathers a module's first input, which is given by this keyword ("": by position)."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import PrepareModuleInput
+
+    if not keyword:
+        return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    return PrepareModuleInput(
+        input_kwarg_layouts={keyword: Shard(1)}, desired_input_kwarg_layouts={keyword: Replicate()}
+    )
+
+
+def _keywords(clone: Any, containers: Iterable[str]) -> dict[str, str]:
+    """By which keyword each of these is given the stream when the clone runs; "" by position."""
+    import torch
+
+    from autoplan.capture.copies import copied
+
+    found = dict.fromkeys(containers, "")
+    model = copied(clone.model)
+
+    def look(name: str, module: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        given = (key for key, value in kwargs.items() if isinstance(value, torch.Tensor) and value.dim() == 3)
+        found[name] = "" if args else next(given, "")
+
+    for name, module in model.named_modules():
+        if starred(name) in found:
+            module.register_forward_pre_hook(partial(look, starred(name)), with_kwargs=True)
+    with torch.no_grad():
+        for feed in clone.feeds.values():
+            model(**feed)
+    return found
 
 
 def _is_norm(style: Any) -> bool:

@@ -124,6 +124,8 @@ def _layout_text(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         inside = ", ".join(_layout_text(item) for item in value)
         return f"({inside},)" if len(value) == 1 else f"({inside})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_layout_text(item)}' for key, item in value.items())}}}"
     name = type(value).__name__
     if name == "Shard":
         return f"Shard({value.dim})"
@@ -203,7 +205,8 @@ class Change:
     """One row to change: `names` get `new` (None: no row) in place of `old`. `key`: the row that reaches them now.
 
     `patterns` are the names as few patterns; `renames`: the new row has the value of a key that matches nothing;
-    `covered`: keys of other rows, which say so already, once this one is gone.
+    `covered`: keys of other rows, which say so already, once this one is gone; `obstacle`: what the part of these
+    rows would need to be split further.
     """
 
     names: tuple[str, ...]
@@ -213,6 +216,7 @@ class Change:
     key: Any = None
     renames: Any = None
     covered: tuple[Any, ...] = ()
+    obstacle: str = ""
 
 
 def rows_of(subject: Audited, dialect: Dialect) -> tuple[PlanRow, ...]:

@@ -120,18 +120,19 @@ def repair(subject: Audited, source: Any) -> Repair | None:
         return None
     trials = Trials(subject, dialect)
     rows = rows_of(subject, dialect)
+    parts = parts_of(subject, right, dialect)
+    attempts = [(parts, True), (parts, False)]  # what says what analysis says is tried where all together is wrong
     if is_sequence_parallel(subject.plan):
-        # Take the plan as one part: under sequence parallelism parts are right or wrong together.
+        # Take the plan as one part first: under sequence parallelism parts are right or wrong together.
         says = {starred(name): row.value for row in rows for name in row.names}
-        whole = {name: value for part in parts_of(subject, right, dialect) for name, value in part.ways[0].items()}
-        parts: tuple[Part, ...] = (Part("", ("",), says, tuple(sequence_ways(subject, dialect, says, right, whole))),)
-    else:
-        parts = parts_of(subject, right, dialect)
+        whole = {name: value for part in parts for name, value in part.ways[0].items()}
+        ways = tuple(sequence_ways(subject, dialect, says, right, whole))
+        attempts = [((Part("", ("",), says, ways),), False), *attempts]
     tangled = [(change,) for change in overlapping(rows, subject)]
     if (untangled := _together(tangled, rows, trials, subject, dialect)) is not None:
         return untangled
-    for trusting in (True, False):  # a part that says what analysis says is tried only where all together is wrong
-        changes = [_least(part, trials, subject, dialect, trusting) for part in parts]
+    for tried, trusting in attempts:
+        changes = [_least(part, trials, subject, dialect, trusting) for part in tried]
         groups = [_as_written(group, rows, subject, dialect) for group in changes if group]
         renamed = _renamed([change for group in groups for change in group], rows, subject, dialect)
         for more in [renamed, []] if renamed else [[]]:  # a key that matches nothing may have been meant for nothing
@@ -211,7 +212,7 @@ def _change(subject: Audited, part: Part, name: str, value: Any) -> Change:
     names = tuple(full for full in part.names(name) if full in known)
     if part.container == "" and part.places == ("",):
         names = tuple(full for full in known if starred(full) == name)
-    return Change(names, patterns_of(subject, names), part.says.get(name), value)
+    return Change(names, patterns_of(subject, names), part.says.get(name), value, obstacle=part.obstacle)
 
 
 def _as_written(

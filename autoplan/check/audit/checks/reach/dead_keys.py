@@ -1,7 +1,7 @@
 """dead-keys: a key that matches nothing in the model.
 
 Libraries skip such a key with a log line at best, and the weights it was written for stay whole on every rank. The hint
-names the nearest path that exists.
+names the nearest path that exists. DeepSpeed's AutoTP reads no specs for what is no linear layer and no table.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             hint = f"did you mean {close[0]!r}?" if close else "remove it: no path like it is without a row"
             size = sum(w.bytes for w in subject.weights if close and _under(close[0], w.name))
             yield Finding(NAME, "warn", line.pattern, f"{line} matches no module and no parameter", hint, size)
+        elif subject.plan.dialect == "deepspeed" and CUTS.get(line.style, "whole") != "whole":
+            weights = subject.of_line(line)
+            if weights and all(weight.said.dim is None for weight in weights):
+                owner = type(subject.modules[weights[0].module]).__name__
+                text = f"{line} matches {weights[0].name} of {owner}, and AutoTP cuts linear layers and tables alone"
+                yield Finding(NAME, "warn", line.pattern, text, "remove it: every rank holds it whole")
 
 
 def _takers(subject: Audited, line: Line, known: Iterable[str]) -> list[str]:
