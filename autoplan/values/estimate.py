@@ -158,7 +158,8 @@ class Estimate:
     that is told apart, in order. `dtype`: that most weights have, `dtype_origin`: who says so; `stored`: how quantised
     weights are stored. `concurrency`: for inference, the sequences of a rank whose keys and values are held, and
     `decoded_per_second`: the tokens that all ranks add to theirs. `matmuls`: the dtype that products of
-    layers are computed in, where that is not the weights'; `run_by`: whose engine runs what autoplan does not.
+    layers are computed in, where that is not the weights'; `run_by`: whose engine runs what autoplan does not; `how`:
+    what else was asked.
     """
 
     model: str
@@ -185,6 +186,7 @@ class Estimate:
     decoded_per_second: float = 0.0
     matmuls: str = ""
     run_by: str = ""
+    how: tuple[str, ...] = ()
 
     @property
     def weights_text(self) -> str:
