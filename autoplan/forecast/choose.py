@@ -42,7 +42,8 @@ _UNITS = {"gib": 2**30, "mib": 2**20, "tib": 2**40, "gb": 10**9, "mb": 10**6, "t
 class Choice:
     """The rows in order, those that fit first and the fastest before others. `enough`: the smallest number of GPUs
     that would do, where none fits. `elsewhere`: the fastest that fit, of those that other engines would run. `margin`:
-    the share of a device's memory that is left free; `memory` is without it. `how`: what was asked of all rows."""
+    the share of a device's memory that is left free; `memory` is without it. `how`: what was asked of all rows;
+    `unused`: what of the question has no part in any."""
 
     source: Source = field(repr=False)
     rows: tuple[Row, ...]
@@ -55,6 +56,7 @@ class Choice:
     elsewhere: tuple[Row, ...] = ()
     margin: float = 0.0
     how: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -90,8 +92,9 @@ class Choice:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is said of the estimate of the first row."""
-        return self.rows[0].estimate.notes if self.rows else ()
+        """What of the question changes nothing, and what is said of the estimate of the first row."""
+        unused = (f"changes nothing: {text}" for text in self.unused)
+        return tuple(dict.fromkeys((*unused, *(self.rows[0].estimate.notes if self.rows else ()))))
 
     @property
     def plan(self) -> Plan:
@@ -231,9 +234,11 @@ def choose(
         raise _no_batch(sweep, gpus, global_batch)
     rows = sweep.settled(rows)
     enough = None if rows and rows[0].fits else sweep.enough(gpus, global_batch)
-    batch = f"{global_batch or gpus} sequences {'held at once' if train == 'inference' else 'a step'}"
+    held = global_batch or gpus
+    batch = f"{held} sequence{'s' * (held > 1)} {'held at once' if train == 'inference' else 'a step'}"
     return Choice(source, tuple(rows), gpus, size, device, tuple(sweep.dropped), enough, steps,
-                  tuple(sweep.elsewhere(gpus, global_batch or gpus)), margin, (batch, *asked.how))  # fmt: skip
+                  tuple(sweep.elsewhere(gpus, global_batch or gpus)), margin, (batch, *asked.how),
+                  asked.unused)  # fmt: skip
 
 
 def _no_batch(sweep: Sweep, gpus: int, batch: int) -> AutoplanError:

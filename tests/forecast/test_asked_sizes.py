@@ -101,6 +101,11 @@ def test_a_choice_says_what_it_was_asked_of_all_rows() -> None:
     choice = autoplan.choose(CONFIG, gpus=2, sequence=64, global_batch=4, optimizer="lion", matmuls="fp8")
     assert choice.how == ("4 sequences a step", "products in fp8")
     assert "lion, 4 sequences a step, products in fp8" in " ".join(str(choice).split())
+    still = autoplan.choose(CONFIG, gpus=1, sequence=64, train="inference", optimizer="lion", mp_policy="bf16")
+    assert still.how == ("1 sequence held at once",)
+    assert still.notes[:2] == tuple(
+        f"changes nothing: {what}: nothing is trained" for what in ("optimizer=lion", "mixed precision")
+    )
 
 
 def test_who_keeps_no_keys_is_not_served() -> None:
@@ -124,9 +129,9 @@ def test_adapters_of_a_step_that_trains_something_else_are_one_error(asked: dict
 def test_a_format_that_is_asked_for_is_not_that_of_all_else() -> None:
     """Its header says who says the dtype of what is not quantised; a format of another model is refused as asked."""
     trained = autoplan.estimate(CONFIG, mesh="tp=1", sequence=64, weights="nf4")
-    assert trained.weights_text == "weights in bfloat16 (from the model)"
+    assert trained.weights_text == "weights in bfloat16 (from the config)"
     still = autoplan.estimate(CONFIG, mesh="tp=1", sequence=64, weights="nf4", train="inference")
-    assert still.weights_text.endswith("others in bfloat16 (from the model)") and "nf4" in still.weights_text
+    assert still.weights_text.endswith("others in bfloat16 (from the config)") and "nf4" in still.weights_text
     with pytest.raises(autoplan.AutoplanError, match="'mxfp4' .* quantises no weight of LlamaForCausalLM"):
         autoplan.estimate(CONFIG, mesh="tp=1", sequence=64, weights="mxfp4")
 
