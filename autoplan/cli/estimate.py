@@ -56,6 +56,7 @@ LoraTargets = Annotated[
     str | None,
     typer.Option("--lora-targets", help="Names of the layers that get adapters, or all-linear; default: peft's."),
 ]
+LoraDropout = Annotated[float, typer.Option("--lora-dropout", min=0.0, max=0.99, help="Of what goes into adapters.")]
 Updates = Annotated[str, typer.Option("--optimizer", help="adamw, adamw8bit, muon, adafactor … (docs/estimate.md).")]
 WeightsStored = Annotated[
     str | None,
@@ -89,6 +90,7 @@ def choose(
     train: How = ALL,
     lora_rank: LoraRank = 8,
     lora_targets: LoraTargets = None,
+    lora_dropout: LoraDropout = 0.0,
     weights: WeightsStored = None,
     optimizer: Updates = "adamw",
     mixed_precision: Precision = None,
@@ -115,9 +117,9 @@ def choose(
     with progress(f"choosing among meshes of {gpus} GPUs for {model}"):
         choice = autoplan.choose(
             model, gpus=gpus, memory=memory, gpu=gpu, per_node=per_node, sequence=sequence, global_batch=global_batch,
-            train=train.value, lora_rank=lora_rank, lora_targets=lora_targets, weights=weights, optimizer=optimizer,
-            mp_policy=mixed_precision, matmuls=matmuls, chunked_loss=chunked_loss, margin=margin,
-            trust_remote_code=trust_remote_code,
+            train=train.value, lora_rank=lora_rank, lora_targets=lora_targets, lora_dropout=lora_dropout,
+            weights=weights, optimizer=optimizer, mp_policy=mixed_precision,
+            matmuls=matmuls, chunked_loss=chunked_loss, margin=margin, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     if row is not None and row > len(choice.rows):
         raise AutoplanError(f"there is no row {row}", hint=f"choose 1 to {len(choice.rows)}")
@@ -157,6 +159,7 @@ def estimate(
     train: How = ALL,
     lora_rank: LoraRank = 8,
     lora_targets: LoraTargets = None,
+    lora_dropout: LoraDropout = 0.0,
     weights: WeightsStored = None,
     optimizer: Updates = "adamw",
     gpu: Gpu = "h100",
@@ -194,7 +197,7 @@ def estimate(
     with progress(f"estimating {model} on {mesh}"):
         priced = autoplan.estimate(
             model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, lora_rank=lora_rank,
-            lora_targets=lora_targets, device=gpu,
+            lora_targets=lora_targets, lora_dropout=lora_dropout, device=gpu,
             activation_checkpointing=checkpointing_of(checkpointing), sequence_parallel=sequence_parallel, ep_size=ep,
             weights=weights, optimizer=optimizer, cpu_offload=cpu_offload, concurrency=concurrency,
             mp_policy=mixed_precision, accumulate=accumulate, reshard_after_forward=reshard, matmuls=matmuls,

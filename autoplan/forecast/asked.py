@@ -91,6 +91,12 @@ def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
         raise AutoplanError(f"the mesh has {ranks} ranks", hint=f"give up to {MOST_RANKS}")
 
 
+def computed_in(policy: Any) -> str:
+    """Of mixed precision, as it is read; the short form is bfloat16."""
+    dtype = getattr(policy, "param_dtype", None) if policy not in ("bf16", True) else "bfloat16"
+    return f"computed in {str(dtype).removeprefix('torch.')}" if dtype else "mixed precision"
+
+
 CACHE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}  # bytes of a key's or a value's number
 
 
@@ -205,6 +211,45 @@ class Asked:
         if self.chunked_loss:
             engines.append("a loss in chunks: torchtune, Liger, or a loop with vocab_parallel_logprobs_from_hidden")
         return "; ".join(engines)
+
+    @property
+    def how(self) -> tuple[str, ...]:
+        """What was asked beside sizes, dtypes and the optimizer, as it is read."""
+        again = self.activation_checkpointing if self.train != "inference" else False
+        said = {
+            f"{self.accumulate} micro-batches a step": self.accumulate > 1,
+            f"checkpointing {'blocks' if again is True else again}": again,
+            "sequence parallel": self.sequence_parallel and self.size("tp") > 1,
+            "experts apart": self.experts and self.size("tp") > 1,
+            computed_in(self.mp_policy): self.mp_policy and self.data_parallel,
+            f"{'' if self.reshard_after_forward else 'no '}reshard after forward":
+                self.reshard_after_forward is not None and self.data_parallel,
+            "logits gathered": self.gather_logits and self.size("tp") > 1,
+            "with the loss that was given": self.loss is not None and self.train != "inference",
+            "a loss in chunks": self.chunked_loss,
+            "offloaded to the host": self.cpu_offload,
+            f"products in {self.matmuls}": self.matmuls,
+            f"experts exchanged among {self.exchange_experts} ranks": self.exchange_experts > 1,
+            "states sharded over dp_replicate": self.shard_optimizer,
+            f"keys and values in {self.cache_dtype}": self.cache_dtype,
+        }  # fmt: skip
+        return tuple(text for text, asked in said.items() if asked)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """What was asked and has no part in such a step."""
+        still, alone = self.train == "inference", not self.data_parallel
+        untrained, unsharded = "nothing is trained", "the mesh has no dim of data parallelism"
+        why = untrained if still else unsharded
+        told = {
+            f"optimizer={self.optimizer}: {untrained}": still and self.optimizer != "adamw",
+            f"checkpointing: {untrained}": still and self.activation_checkpointing,
+            f"a loss: {untrained}": still and self.loss is not None,
+            f"mixed precision: {why}": self.mp_policy and alone,
+            f"reshard_after_forward: {why}": self.reshard_after_forward is not None and alone,
+            "sequence_parallel: the mesh has no tp": self.sequence_parallel and self.size("tp") == 1,
+        }
+        return tuple(text for text, asked in told.items() if asked)
 
     @property
     def summed_once(self) -> bool:

@@ -29,7 +29,7 @@ from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.step import Setting, Steps, inputs_of
 from autoplan.forecast.sweep import Sweep
-from autoplan.forecast.trained import LORA_RANK, targets_of
+from autoplan.forecast.trained import LORA_RANK, check_adapters, targets_of
 from autoplan.hf.script import script_text
 from autoplan.hf.source import Model, Source, resolve
 from autoplan.values import Plan
@@ -42,7 +42,8 @@ _UNITS = {"gib": 2**30, "mib": 2**20, "tib": 2**40, "gb": 10**9, "mb": 10**6, "t
 class Choice:
     """The rows in order, those that fit first and the fastest before others. `enough`: the smallest number of GPUs
     that would do, where none fits. `elsewhere`: the fastest that fit, of those that other engines would run. `margin`:
-    the share of a device's memory that is left free; `memory` is without it."""
+    the share of a device's memory that is left free; `memory` is without it. `how`: what was asked of all rows;
+    `unused`: what of the question has no part in any."""
 
     source: Source = field(repr=False)
     rows: tuple[Row, ...]
@@ -54,6 +55,8 @@ class Choice:
     steps: Steps | None = field(default=None, repr=False, compare=False)
     elsewhere: tuple[Row, ...] = ()
     margin: float = 0.0
+    how: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -89,8 +92,9 @@ class Choice:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is said of the estimate of the first row."""
-        return self.rows[0].estimate.notes if self.rows else ()
+        """What of the question changes nothing, and what is said of the estimate of the first row."""
+        unused = (f"changes nothing: {text}" for text in self.unused)
+        return tuple(dict.fromkeys((*unused, *(self.rows[0].estimate.notes if self.rows else ()))))
 
     @property
     def plan(self) -> Plan:
@@ -190,6 +194,7 @@ def choose(
     train: str = "full",
     lora_rank: int = LORA_RANK,
     lora_targets: str | Sequence[str] | None = None,
+    lora_dropout: float = 0.0,
     optimizer: str = "adamw",
     mp_policy: Any = None,
     matmuls: str | None = None,
@@ -202,25 +207,25 @@ def choose(
     """How to run `model` on `gpus` devices of `memory` each: every legal mesh and way, estimated and ranked.
 
     `global_batch`: sequences a step of all ranks (by default one for each GPU); for "inference", those held at once.
-    `train`, `lora_rank`, `lora_targets`, `weights`, `matmuls`, `chunked_loss`: see `estimate`.
+    `train`, `lora_rank`, `lora_targets`, `lora_dropout`, `weights`, `matmuls`, `chunked_loss`: see `estimate`.
     `margin`: the share of the memory that is left free, for what an allocator reserves and does not use.
     The device is one of rules/devices, or a file of one's own.
     """
     check_ranks("gpus", gpus)
     if per_node is not None:
         check_count("per_node", per_node)
-    check_count("lora_rank", lora_rank)
+    check_adapters(train, lora_rank, lora_targets, lora_dropout)
     if global_batch != 0 or isinstance(global_batch, bool):
         check_count("global_batch", global_batch)
     device = gpu if isinstance(gpu, Device) else load_device(gpu)
     device = device if per_node is None else replace(device, per_node=per_node)
-    Asked((("dp_shard", gpus),), 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train, matmuls=matmuls,
-          chunked_loss=chunked_loss)  # fmt: skip
+    asked = Asked((("dp_shard", gpus),), 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train,
+                  matmuls=matmuls, chunked_loss=chunked_loss)  # fmt: skip
     if not isinstance(margin, int | float) or isinstance(margin, bool) or not 0 <= margin < 1:
         raise AutoplanError(f"margin={margin!r}", hint="give a share of the memory, such as 0.1")
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
     source = source if weights is None else source.stored_as(weights)
-    steps = Steps(source, None, inputs, lora_rank if train == "lora" else 0, targets_of(lora_targets))
+    steps = Steps(source, None, inputs, lora_rank if train == "lora" else 0, targets_of(lora_targets), lora_dropout)
     size = parse_memory(memory) if memory is not None else device.memory
     size = int(size * (1 - margin))
     sweep = Sweep(steps, device, size, device.per_node, sequence, train, optimizer, mp_policy, matmuls, chunked_loss)
@@ -229,8 +234,11 @@ def choose(
         raise _no_batch(sweep, gpus, global_batch)
     rows = sweep.settled(rows)
     enough = None if rows and rows[0].fits else sweep.enough(gpus, global_batch)
+    held = global_batch or gpus
+    batch = f"{held} sequence{'s' * (held > 1)} {'held at once' if train == 'inference' else 'a step'}"
     return Choice(source, tuple(rows), gpus, size, device, tuple(sweep.dropped), enough, steps,
-                  tuple(sweep.elsewhere(gpus, global_batch or gpus)), margin)  # fmt: skip
+                  tuple(sweep.elsewhere(gpus, global_batch or gpus)), margin, (batch, *asked.how),
+                  asked.unused)  # fmt: skip
 
 
 def _no_batch(sweep: Sweep, gpus: int, batch: int) -> AutoplanError:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError, SourceError
-from autoplan.common.options import Request, check_count, check_expert_size
+from autoplan.common.options import Request, check_expert_size
 from autoplan.common.random_values import working_dtype
 from autoplan.execute.data_parallel.fsdp import default_precision
 from autoplan.forecast.asked import CACHE_DTYPES, Asked, mesh_sizes
@@ -36,7 +36,7 @@ from autoplan.forecast.steptime import (
     step_time,
     zero_1,
 )
-from autoplan.forecast.trained import LORA_RANK, OPTIMIZERS, Optimizer, targets_of
+from autoplan.forecast.trained import LORA_RANK, OPTIMIZERS, Optimizer, check_adapters, targets_of
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate, MemoryParts
@@ -71,6 +71,7 @@ def estimate(
     train: str = "full",
     lora_rank: int = LORA_RANK,
     lora_targets: str | Sequence[str] | None = None,
+    lora_dropout: float = 0.0,
     reshard_after_forward: bool | None = None,
     cpu_offload: bool = False,
     sequence_parallel: bool = False,
@@ -94,7 +95,8 @@ def estimate(
 
     `batch`: sequences that a rank takes at once, `accumulate` times a step. `train`: "full", "lora" (what is not
     frozen; where nothing is, adapters of `lora_rank` are put beside `lora_targets`: endings of names, "all-linear", or
-    as peft chooses for the type of the model), "inference" (a forward that keeps its keys and values). `weights`: as
+    as peft chooses for the type of the model; `lora_dropout` drops what goes into them),
+    "inference" (a forward that keeps its keys and values). `weights`: as
     the checkpoint stores them, where that is not what the config says: a dtype, or "fp8", "nf4", "mxfp4", "awq" and
     the like. `concurrency`: for inference, the sequences whose keys and values are held, each `sequence` long, while
     `batch` prompts are read; `cache_dtype`: "fp8" and the like, where these are held otherwise than computed.
@@ -117,11 +119,11 @@ def estimate(
             f"the plan names the class {model.model}, and not where its config is",
             hint="estimate(model, plan=plan, …), with the model, its config, or the folder that the plan was made from",
         )
-    check_count("lora_rank", lora_rank)
+    check_adapters(train, lora_rank, lora_targets, lora_dropout)
     rank = lora_rank if train == "lora" else 0
     source = resolve(named, trust_remote_code=trust_remote_code, inputs=inputs)
     source = source if weights is None else source.stored_as(weights)
-    steps = Steps(source, given, inputs, rank, targets_of(lora_targets))
+    steps = Steps(source, given, inputs, rank, targets_of(lora_targets), lora_dropout)
     sizes = mesh_sizes(mesh, priced=("pp",))
     tp = dict(sizes).get("tp", 1)
     check_expert_size(tp, ep_size)
@@ -143,7 +145,7 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     """The estimate from recordings that may be there already."""
     policy = _policy(asked, steps)
     setting = _setting(asked, policy)
-    steps.check_length(asked.sequence)
+    positions = steps.check_length(asked.sequence)
     recorded = one_stage(steps.at(setting) if asked.exact else steps.scaled(setting), asked.stages)
     batch, tokens = size_priced(steps, setting)
     data = _data(asked, policy)
@@ -185,7 +187,11 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     flops = in_float8(walk, device) if asked.matmuls else walk.flops
     load = Load(tuple(flops.items()), walk.moved, once, trained, ahead, walk.messages("forward"), *pieces)
     decoded, held = 0.0, max(batch, asked.concurrency)
-    if not training and tokens:
+    if asked.concurrency and not parts.cache:
+        raise AutoplanError(
+            f"concurrency={asked.concurrency}: {steps.source.name} holds no keys and values", hint="leave it out"
+        )
+    if not training and tokens and parts.cache:
         read = weights + int(whole + others)
         seconds = decoding_time(load, device, asked.mesh, read, held / (batch * tokens))
         decoded = held * copies / (asked.stages * seconds)
@@ -196,10 +202,11 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
         time=time, device=device.name, bars=_BARS,
         tokens=batch * max(1, tokens) * asked.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
-        notes=(*_size_note(asked, batch, tokens), *_notes(steps, asked, setting, recorded, units, load.flops)),
+        notes=(*_size_note(asked, batch, tokens, positions),
+               *_notes(steps, asked, setting, recorded, units, load.flops)),
         dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
-        optimizer=asked.optimizer if training else "", decoded_per_second=decoded, concurrency=0 if training else held,
-        matmuls=asked.matmuls or "", run_by=asked.run_by,
+        optimizer=asked.optimizer if training else "", decoded_per_second=decoded,
+        concurrency=held if parts.cache else 0, matmuls=asked.matmuls or "", run_by=asked.run_by, how=asked.how,
     )  # fmt: skip
 
 
@@ -240,11 +247,15 @@ def _notes(
     steps: Steps, asked: Asked, setting: Setting, recorded: Recorded, units: tuple[UnitSize, ...], flops: int
 ) -> tuple[str, ...]:  # fmt: skip
     kernels = recorded.kernels
-    found = list(_quantised_note(steps, units))
+    found = [f"changes nothing: {text}" for text in asked.unused]
+    found += _quantised_note(steps, units)
     if steps.adapters:
         targets = steps.lora_targets if isinstance(steps.lora_targets, str) else ", ".join(steps.lora_targets or ())
+        dropout = f"; dropout {steps.lora_dropout:g}" if steps.lora_dropout else ""
         found.append(f"nothing of the model is frozen: adapters of rank {steps.lora_rank} were put beside "
-                     f"{steps.adapters} linear layers ({targets}), and all else was frozen")  # fmt: skip
+                     f"{steps.adapters} linear layers ({targets}{dropout}), and all else was frozen")  # fmt: skip
+    elif steps.lora_rank and (steps.lora_rank, steps.lora_targets, steps.lora_dropout) != (LORA_RANK, None, 0):
+        found.append("changes nothing: rank, targets and dropout of adapters: what is trained is the model's own")
     if kernels:
         found.append(f"with the fused kernels of {', '.join(kernels)}: their references in plain torch keep far more")
     if asked.train == "inference" and asked.shards > 1:
@@ -304,8 +315,10 @@ def _quantised_note(steps: Steps, units: tuple[UnitSize, ...]) -> Iterator[str]:
     )  # fmt: skip
 
 
-def _size_note(asked: Asked, batch: int, tokens: int) -> Iterator[str]:
-    """Where what was priced is not what was asked."""
+def _size_note(asked: Asked, batch: int, tokens: int, positions: int) -> Iterator[str]:
+    """Where what was priced is not what was asked, or is more than what the config names."""
+    if 0 < positions < tokens:
+        yield f"{tokens:,} tokens are past the {positions:,} positions that the config names: it runs, untrained there"
     if not tokens:
         yield f"the inputs have no dim of tokens: sequence={asked.sequence} changes nothing, and speed is in samples"
     if batch != asked.batch or tokens not in (0, asked.sequence):

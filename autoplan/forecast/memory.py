@@ -11,6 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 
@@ -106,6 +107,7 @@ class _Sizes:
     same: bool
 
     @classmethod
+    @lru_cache(maxsize=1024)  # a sweep asks for the same units with each micro-batch
     def of(cls, unit: UnitSize, data: DataRanks) -> _Sizes:
         trained = [p for p in unit.parameters if p.trained]
         held = trained if _LOOPS_HOLD_GRADIENTS else []
@@ -170,34 +172,37 @@ class Walk:
                 if isinstance(step, UnitEvent):
                     self._event(step, block, phase)
                 elif isinstance(step, Stretch):
-                    ours = self.ours.get(block, 1.0)
-                    at = {kind: size * (ours if kind == "gradient" else 1) for kind, size in step.at.items()}
-                    total = sum(self.live.values()) + sum(at.values())
-                    if step.at:
-                        moment = phase, _place(block, step.module)
-                        self.moments[moment] = max(int(total), self.moments.get(moment, 0))
-                    if total > self.peak.total and step.at:
-                        parts = dict(self.live)
-                        for kind, size in at.items():
-                            parts[_KINDS_OF_PART[kind]] += int(size)
-                        self.peak = Peak(int(total), parts, _place(block, step.module), phase)
-                    for kind, size in step.net.items():
-                        if kind == "gradient" and self.adding and not self.data.on:
-                            continue  # added to what is there
-                        self.live[_KINDS_OF_PART[kind]] += int(size * (ours if kind == "gradient" else 1))
-                    if block and phase == "forward":
-                        self.waiting = max(self.waiting, self.live["kept"])
-                        self.expert_flops += int(step.layers.get("experts", 0))
-                    if block:
-                        for layer, flops in step.layers.items():
-                            self.layers[layer] = self.layers.get(layer, 0) + int(flops)
-                    for (dim, kind), (number, size) in step.sent.items():
-                        self._add(dim, kind, number, int(size))
-                    for dtype, flops in step.flops.items():
-                        self.flops[dtype] = self.flops.get(dtype, 0) + int(flops)
-                        self.ahead += int(flops) if phase == "forward" else 0
-                    self.moved += int(step.moved)
+                    self._stretch(step, block, phase)
         return self.peak
+
+    def _stretch(self, step: Stretch, block: str, phase: str) -> None:
+        ours = self.ours.get(block, 1.0)
+        if step.at:
+            at = {kind: size * (ours if kind == "gradient" else 1) for kind, size in step.at.items()}
+            total = sum(self.live.values()) + sum(at.values())
+            moment = phase, _place(block, step.module)
+            self.moments[moment] = max(int(total), self.moments.get(moment, 0))
+            if total > self.peak.total:
+                parts = dict(self.live)
+                for kind, size in at.items():
+                    parts[_KINDS_OF_PART[kind]] += int(size)
+                self.peak = Peak(int(total), parts, _place(block, step.module), phase)
+        for kind, size in step.net.items():
+            if kind == "gradient" and self.adding and not self.data.on:
+                continue  # added to what is there
+            self.live[_KINDS_OF_PART[kind]] += int(size * (ours if kind == "gradient" else 1))
+        if block and phase == "forward":
+            self.waiting = max(self.waiting, self.live["kept"])
+            self.expert_flops += int(step.layers.get("experts", 0))
+        if block:
+            for layer, flops in step.layers.items():
+                self.layers[layer] = self.layers.get(layer, 0) + int(flops)
+        for (dim, kind), (number, size) in step.sent.items():
+            self._add(dim, kind, number, int(size))
+        for dtype, flops in step.flops.items():
+            self.flops[dtype] = self.flops.get(dtype, 0) + int(flops)
+            self.ahead += int(flops) if phase == "forward" else 0
+        self.moved += int(step.moved)
 
     def _check(self, where: str, phase: str) -> None:
         total = sum(self.live.values())

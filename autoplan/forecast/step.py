@@ -90,13 +90,14 @@ class Steps:
     inputs: Mapping[str, Any] | None = None
     lora_rank: int = 0  # of adapters that are put in where nothing of the model is frozen; 0: none are
     lora_targets: tuple[str, ...] | str | None = None  # None: as peft chooses for the type of the model
+    lora_dropout: float = 0.0
     plans: dict[tuple[int, int, bool, int], Plan] = field(default_factory=dict)
     few: dict[tuple[int, int, int], Plan] = field(default_factory=dict)  # of few blocks, along the sequence too
     known: dict[Setting, Recorded] = field(default_factory=dict)
     worked: dict[bool, tuple[bool, str]] = field(default_factory=dict)  # which of `_WAYS`, by training
     fed: dict[tuple[int, int, bool], dict[str, Any]] = field(default_factory=dict)  # by batch, length, training
     derived: dict[Setting, Recorded] = field(default_factory=dict)  # of recordings of other batches or ranks
-    lengths: set[int] = field(default_factory=set)  # for which there are positions
+    lengths: dict[int, int] = field(default_factory=dict)  # for which there are positions, and how many are named
 
     def __post_init__(self) -> None:
         if self.given is not None:
@@ -114,7 +115,7 @@ class Steps:
             return module
         if self.lora_targets is None:
             self.lora_targets = usual_targets(self.source.model_type, self.source.config)
-        return with_adapters(module, self.lora_rank, self.lora_targets)
+        return with_adapters(module, self.lora_rank, self.lora_targets, self.lora_dropout)
 
     @cached_property
     def dtype(self) -> str:
@@ -125,11 +126,11 @@ class Steps:
             sizes[name] = sizes.get(name, 0) + parameter.nbytes
         return max(sizes, key=lambda name: sizes[name], default="")
 
-    def check_length(self, length: int) -> None:
-        """Raise where a table has fewer positions."""
+    def check_length(self, length: int) -> int:
+        """Return the positions that the config names (0: none); raise where a table has fewer."""
         if length not in self.lengths:
-            check_positions(self.source.name, self.module, length)
-            self.lengths.add(length)
+            self.lengths[length] = check_positions(self.source.name, self.module, length)
+        return self.lengths[length]
 
     @cached_property
     def packed(self) -> tuple[PackedWeight, ...]:

@@ -64,7 +64,8 @@ def step_time(
     idle = (stages - 1) * (compute + memory + sum(seconds.values()))
     data = _not_hidden(load, compute + memory, device, mesh) * (1 if summed_once else accumulate)
     if data:
-        exposed.append(("dp_shard", data))
+        sharded = any(sent.dim in HIDDEN and sent.dim != "dp_replicate" for sent in load.sent)
+        exposed.append(("dp_shard" if sharded else "dp_replicate", data))
     if load.offloaded:  # weights are fetched for forward and for backward, gradients are brought back
         exposed.append(("the host", accumulate * (2 * load.offloaded + load.offloaded_trained) / HOST_LINK))
     optimizer = _OPTIMIZER_PASSES * (load.trained / device.bandwidth + load.offloaded_trained / HOST_MEMORY)
@@ -156,10 +157,14 @@ def one_stage(recorded: Recorded, stages: int) -> Recorded:
         before, seen = seen, seen + len(pairs)
         kept[name] = pairs[: seen * keep // left - before * keep // left]
     gone = {block for name, pairs in recorded.left_out.items() for block, _ in pairs[len(kept[name]) :]}
-    units = tuple(
-        unit for unit in recorded.units if not any(unit.name == b or unit.name.startswith(f"{b}.") for b in gone)
-    )
+    units = tuple(unit for unit in recorded.units if gone.isdisjoint(_within(unit.name)))
     return replace(recorded, left_out=kept, units=units)
+
+
+def _within(name: str) -> Iterator[str]:
+    """The module itself, and those that it is in."""
+    parts = name.split(".")
+    return (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
 
 
 def _blocks(recorded: Recorded) -> set[str]:

@@ -254,7 +254,10 @@ class Sweep:
         ways: dict[tuple[int, bool, Any], set[int]] = {}
         for s in known:
             ways.setdefault((s.tp, s.sequence_parallel, s.checkpointing), set()).add(s.batch)
-        for (tp, along, checkpointing), stages, ranks in product(ways, _DOUBLED, _DOUBLED):
+        units = self.steps.known[known[0]].units if known else ()
+        experts = {held.shape[0] for unit in units for held in unit.parameters if held.stack}
+        exchanging = [n for n in _DOUBLED if n == 1 or experts and not any(size % n for size in experts)]
+        for (tp, along, checkpointing), stages, ranks in product(ways, _DOUBLED, exchanging):
             copies = gpus // (tp * stages)
             if stages * ranks == 1 or gpus % (tp * stages) or batch % copies or copies % ranks:
                 continue

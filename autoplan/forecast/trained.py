@@ -11,22 +11,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from autoplan.capture.fold import fold
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
+from autoplan.common.options import check_count
 from autoplan.forecast.sharded import Held
 from autoplan.hf.stacks import layers
+from autoplan.values.estimate import TRAIN
 
 LORA_RANK = 8  # of peft's LoraConfig
 ALL_LINEAR = "all-linear"
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer `inner`, and beside it the low-rank update. Who reads its weight reads that of `inner`."""
+    """A frozen linear layer `inner`, and beside it the low-rank update of what `dropout` leaves. Who reads its weight
+    reads that of `inner`."""
 
-    def __init__(self, inner: nn.Module, rank: int) -> None:
+    def __init__(self, inner: nn.Module, rank: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.inner = inner
         own = inner.get_parameter("weight")
@@ -34,6 +38,7 @@ class Adapted(nn.Module):
         wide, narrow = own.shape if conventions().is_transposed_linear(inner) else own.shape[::-1]
         self.down = nn.Linear(wide, rank, bias=False, device="meta", dtype=own.dtype)
         self.up = nn.Linear(rank, narrow, bias=False, device="meta", dtype=own.dtype)
+        self.dropout = dropout
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         try:
@@ -43,7 +48,8 @@ class Adapted(nn.Module):
             return value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x) + self.up(self.down(x))
+        left = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        out: torch.Tensor = self.inner(x) + self.up(self.down(left))
         return out
 
 
@@ -61,12 +67,23 @@ def targets_of(given: str | Sequence[str] | None) -> tuple[str, ...] | str | Non
     return tuple(name.strip() for name in names)
 
 
+def check_adapters(train: str, rank: int, targets: object, dropout: float) -> None:
+    """Refuse what no adapters can have, and adapters for a step that trains something else."""
+    check_count("lora_rank", rank)
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise AutoplanError(f"lora_dropout={dropout!r}", hint="give a share, such as 0.05")
+    said = {"lora_rank": rank != LORA_RANK, "lora_targets": targets is not None, "lora_dropout": dropout}
+    if train in TRAIN and train != "lora" and any(said.values()):
+        named = ", ".join(name for name, given in said.items() if given)
+        raise AutoplanError(f"{named} with train={train!r}", hint='adapters are trained by train="lora" (--train lora)')
+
+
 def nothing_frozen(model: nn.Module) -> bool:
     """Then adapters were not put in, nor is a part of it trained."""
     return all(parameter.requires_grad for parameter in model.parameters())
 
 
-def with_adapters(model: nn.Module, rank: int, targets: tuple[str, ...] | str) -> nn.Module:
+def with_adapters(model: nn.Module, rank: int, targets: tuple[str, ...] | str, dropout: float = 0.0) -> nn.Module:
     """A copy of `model` without storage, frozen, with adapters beside the targets."""
     copy = fold(model, fold=False).module.requires_grad_(False)
     inside = tuple(f"{name}." for stack in layers(copy) for name in stack.fqns) or ("",)
@@ -74,9 +91,10 @@ def with_adapters(model: nn.Module, rank: int, targets: tuple[str, ...] | str) -
     for path, part in list(copy.named_modules(remove_duplicate=False)):
         for key, child in list(part.named_children()):
             name = f"{path}.{key}" if path else key
-            linear = type(child) is nn.Linear or conventions().is_transposed_linear(child)
+            own = not isinstance(part, nn.MultiheadAttention)  # which reads the weight, and calls no layer
+            linear = isinstance(child, nn.Linear) and own or conventions().is_transposed_linear(child)
             if linear and (name.startswith(inside) if targets == ALL_LINEAR else _is_target(name, targets)):
-                setattr(part, key, adapted.setdefault(child, Adapted(child, rank)))
+                setattr(part, key, adapted.setdefault(child, Adapted(child, rank, dropout)))
     if not adapted and targets == ALL_LINEAR:
         raise AutoplanError(
             f"{type(model).__name__} has no linear layers to put adapters beside, and nothing of it is frozen",

@@ -24,7 +24,7 @@ from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.common.options import check_argument
 from autoplan.common.random_values import BUILDING, cast_numbers, fill_meta, randomise, untouched_randomness
 from autoplan.hf.adapters import settings_of, wrap
-from autoplan.hf.configs import check_config, limited_modules, settled_dtype, stored_as
+from autoplan.hf.configs import DTYPES, check_config, limited_modules, settled_dtype, stored_as
 from autoplan.hf.inputs.make import arguments_of, core_of, users_feeds
 from autoplan.hf.model_string import from_string, transformers_class
 from autoplan.hf.quantised.weights import quantised_weights, refuse_packed_by_others
@@ -79,9 +79,12 @@ class Source:
 
     def stored_as(self, weights: str) -> Source:
         """Return the same model from a checkpoint with weights stored as a dtype, or in a quantised format."""
-        config = stored_as(self.config if self.given is None else None, weights)
-        config, _ = settled_dtype(config, "")
-        return replace(self, config=config, dtype_origin="as asked")
+        config, origin = settled_dtype(stored_as(self.config if self.given is None else None, weights), "")
+        if weights in DTYPES:
+            origin = "as asked"
+        elif getattr(self.config, "dtype", None) is not None:  # of what is not quantised
+            origin = self.dtype_origin
+        return replace(self, config=config, dtype_origin=origin)
 
     @property
     def own_clone(self) -> bool:

@@ -158,7 +158,8 @@ class Estimate:
     is listed, in order. `dtype`: that of most weights, `dtype_origin`: where it is specified; `stored`: how quantised
     weights are stored. `concurrency`: for inference, the sequences of a rank whose keys and values are held, and
     `decoded_per_second`: the tokens that all ranks add to theirs. `matmuls`: the dtype that products of layers are
-    computed in, if not that of the weights; `run_by`: the engine that runs what autoplan does not.
+    computed in, if not that of the weights; `run_by`: the engine that runs what autoplan does not; `how`: the rest of
+    the question.
     """
 
     model: str
@@ -185,6 +186,7 @@ class Estimate:
     decoded_per_second: float = 0.0
     matmuls: str = ""
     run_by: str = ""
+    how: tuple[str, ...] = ()
 
     @property
     def weights_text(self) -> str:

@@ -15,7 +15,18 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    FalconConfig,
+    GemmaConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    Phi3Config,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 import autoplan
 from autoplan.forecast.devices import load_device
@@ -44,6 +55,12 @@ def mpt(layers: int, hidden: int, heads: int) -> GPT2Config:
                       resid_pdrop=0.0, embd_pdrop=0.0)  # fmt: skip
 
 
+def qwen(layers: int, hidden: int, inner: int, heads: int) -> Qwen2Config:
+    """Qwen of 2023: biases of queries, keys and values, as many keys as queries."""
+    return Qwen2Config(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads,
+                       num_key_value_heads=heads, vocab_size=151936, tie_word_embeddings=False)  # fmt: skip
+
+
 MODELS: dict[str, Any] = {
     "llama-3.1-8b": llama(32, 4096, 14336, 32),
     "llama-3.1-70b": llama(80, 8192, 28672, 64),
@@ -53,6 +70,20 @@ MODELS: dict[str, Any] = {
     "llama-2-13b": llama(40, 5120, 13824, 40, 40, 32000),
     "llama-2-70b": llama(80, 8192, 28672, 64, 8, 32000),
     "codellama-34b": llama(48, 8192, 22016, 64, 8, 32000),
+    "mistral-7b": llama(32, 4096, 14336, 32, 8, 32000),
+    "tiny-llama": llama(22, 2048, 5632, 32, 4, 32000),
+    "yi-34b": llama(60, 7168, 20480, 56, 8, 64000),
+    "qwen-1.8b": qwen(24, 2048, 5504, 16),
+    "qwen-7b": qwen(32, 4096, 11008, 32),
+    "qwen-14b": qwen(40, 5120, 13696, 40),
+    "qwen-72b": qwen(80, 8192, 24576, 64),
+    "qwen3-14b": Qwen3Config(hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40,
+                             num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False),
+    "falcon-7b": FalconConfig(hidden_size=4544, num_hidden_layers=32, num_attention_heads=71, vocab_size=65024),
+    "gemma-7b": GemmaConfig(),
+    "phi-2": PhiConfig(hidden_size=2560, intermediate_size=10240, num_hidden_layers=32, vocab_size=51200,
+                       partial_rotary_factor=0.4),
+    "phi-3-mini": Phi3Config(num_attention_heads=32, num_key_value_heads=32),
     "mpt-70b": mpt(80, 8192, 64),
     "mpt-30b": mpt(48, 7168, 56),
     "mpt-13b": mpt(40, 5120, 40),
@@ -96,7 +127,9 @@ class Run:
             weights=self.weights, mp_policy="bf16" if self.weights == "float32" else None, device=load_device(self.gpu),
             matmuls="fp8" if "fp8" in says else None, exchange_experts=int(says.get("exchange", 1)),
             chunked_loss="chunked" in says, shard_optimizer="zero1" in says,
-            optimizer="adamw_master" if "zero1" in says else "adamw",
+            optimizer="adamw_master" if "zero1" in says else "adamw", cpu_offload="offload" in says,
+            lora_rank=int(says.get("rank", 8)), lora_targets=says.get("targets", "").replace("+", ",") or None,
+            lora_dropout=float(says.get("dropout", 0)),
         )  # fmt: skip
 
 

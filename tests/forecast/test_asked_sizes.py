@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GptOssConfig, LlamaConfig, MixtralConfig
+from transformers import BertConfig, GPT2Config, GptOssConfig, LlamaConfig, MixtralConfig
 
 import autoplan
 from autoplan.hf.inputs.step import resized, size_of
@@ -72,7 +72,74 @@ def test_a_sequence_without_positions_is_one_error() -> None:
     with pytest.raises(autoplan.AutoplanError, match="table of 128 positions"):
         autoplan.choose(learned, gpus=2, sequence=256)
     rotary = LlamaConfig(**{**CONFIG.to_dict(), "max_position_embeddings": 128})
-    assert autoplan.estimate(rotary, mesh="tp=1", sequence=256).peak
+    within, past = (autoplan.estimate(rotary, mesh="tp=1", sequence=n) for n in (128, 256))
+    assert past.peak > within.peak and not within.notes
+    assert past.notes == ("256 tokens are past the 128 positions that the config names: it runs, untrained there",)
+
+
+def test_the_header_says_all_that_was_asked() -> None:
+    """And a note what has no part in such a step."""
+    asked: dict[str, Any] = {"mesh": "dp_shard=4", "sequence": 64, "device": "h100"}
+    found = autoplan.estimate(CONFIG, **asked, accumulate=4, activation_checkpointing=True, mp_policy="bf16",
+                              reshard_after_forward=False, matmuls="fp8", chunked_loss=True)  # fmt: skip
+    said = ("4 micro-batches a step", "checkpointing blocks", "computed in bfloat16", "no reshard after forward",
+            "a loss in chunks", "products in fp8")  # fmt: skip
+    assert found.how == said and ", ".join(said) in " ".join(str(found).split()) and not found.notes
+    assert found.to_dict()["how"] == list(said) and not autoplan.estimate(CONFIG, **asked).how
+    still = autoplan.estimate(CONFIG, **asked, train="inference", optimizer="muon", activation_checkpointing=True,
+                              mp_policy="bf16", reshard_after_forward=False)  # fmt: skip
+    assert not still.how and [note for note in still.notes if note.startswith("changes nothing: ")] == [
+        f"changes nothing: {what}: nothing is trained"
+        for what in ("optimizer=muon", "checkpointing", "mixed precision", "reshard_after_forward")
+    ]
+    alone = autoplan.estimate(CONFIG, mesh="tp=2", sequence=64, mp_policy="bf16", sequence_parallel=True)
+    assert alone.how == ("sequence parallel",)
+    assert alone.notes == ("changes nothing: mixed precision: the mesh has no dim of data parallelism",)
+
+
+def test_a_choice_says_what_it_was_asked_of_all_rows() -> None:
+    choice = autoplan.choose(CONFIG, gpus=2, sequence=64, global_batch=4, optimizer="lion", matmuls="fp8")
+    assert choice.how == ("4 sequences a step", "products in fp8")
+    assert "lion, 4 sequences a step, products in fp8" in " ".join(str(choice).split())
+    still = autoplan.choose(CONFIG, gpus=1, sequence=64, train="inference", optimizer="lion", mp_policy="bf16")
+    assert still.how == ("1 sequence held at once",)
+    assert still.notes[:2] == tuple(
+        f"changes nothing: {what}: nothing is trained" for what in ("optimizer=lion", "mixed precision")
+    )
+
+
+def test_who_keeps_no_keys_is_not_served() -> None:
+    """A classifier decodes nothing."""
+    config = BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
+    config.architectures = ["BertForSequenceClassification"]
+    found = autoplan.estimate(config, mesh="tp=1", sequence=64, train="inference")
+    assert not found.decoded_per_second and "decoding" not in str(found)
+    with pytest.raises(autoplan.AutoplanError, match="concurrency=8: .* holds no keys and values"):
+        autoplan.estimate(config, mesh="tp=1", sequence=64, train="inference", concurrency=8)
+
+
+@pytest.mark.parametrize("asked", [{"lora_rank": 64}, {"lora_targets": "q_proj"}, {"lora_dropout": 0.1}])
+def test_adapters_of_a_step_that_trains_something_else_are_one_error(asked: dict[str, Any]) -> None:
+    with pytest.raises(autoplan.AutoplanError, match=f"{next(iter(asked))} with train='full'"):
+        autoplan.estimate(CONFIG, mesh="tp=1", **asked)
+    with pytest.raises(autoplan.AutoplanError, match=f"{next(iter(asked))} with train='inference'"):
+        autoplan.choose(CONFIG, gpus=1, train="inference", **asked)
+
+
+def test_a_format_that_is_asked_for_is_not_that_of_all_else() -> None:
+    """Its header says who says the dtype of what is not quantised; a format of another model is refused as asked."""
+    trained = autoplan.estimate(CONFIG, mesh="tp=1", sequence=64, weights="nf4")
+    assert trained.weights_text == "weights in bfloat16 (from the config)"
+    still = autoplan.estimate(CONFIG, mesh="tp=1", sequence=64, weights="nf4", train="inference")
+    assert still.weights_text.endswith("others in bfloat16 (from the config)") and "nf4" in still.weights_text
+    with pytest.raises(autoplan.AutoplanError, match="'mxfp4' .* quantises no weight of LlamaForCausalLM"):
+        autoplan.estimate(CONFIG, mesh="tp=1", sequence=64, weights="mxfp4")
+
+
+def test_seconds_of_messages_are_of_the_dim_that_sends_them() -> None:
+    found = autoplan.estimate(CONFIG, mesh="dp_replicate=4,dp_shard=1", sequence=64)
+    assert {sent.dim for sent in found.messages} == {"dp_replicate"}
+    assert found.time is not None and [dim for dim, _ in found.time.exposed] == ["dp_replicate"]
 
 
 @pytest.mark.parametrize("length", [65_536, 131_072])

@@ -16,6 +16,7 @@ from transformers import (
     BertForSequenceClassification,
     CLIPVisionConfig,
     DeepseekV3Config,
+    FalconConfig,
     GPT2Config,
     LlamaConfig,
     LlavaConfig,
@@ -28,6 +29,8 @@ from autoplan.forecast.asked import Asked, mesh_sizes
 from autoplan.forecast.devices import device_names, load_device
 from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.step import Setting, Steps, inputs_of
+from autoplan.forecast.trained import Adapted
+from autoplan.forecast.trained import with_adapters as adapters_beside
 from autoplan.hf.inputs.prompts import labels_of
 from autoplan.hf.source import resolve
 
@@ -304,9 +307,36 @@ def test_adapters_are_put_in_where_nothing_is_frozen() -> None:
     assert ours.parts == brought.parts and ours.messages == brought.messages
     assert ours.parts.optimizer < full.parts.optimizer / 4 and ours.flops < full.flops
     assert "adapters of rank 16 were put beside 21 linear layers (all-linear)" in "".join(ours.notes)
-    assert not brought.notes
+    assert brought.notes == (
+        "changes nothing: rank, targets and dropout of adapters: what is trained is the model's own",
+    )
     wider = autoplan.estimate(config, **every, lora_rank=64)
     assert wider.parts.optimizer == 4 * ours.parts.optimizer
+
+
+def test_what_adapters_drop_is_kept_with_its_mask() -> None:
+    """Of each of 14 adapters what goes in is kept anew, and a byte for each number."""
+    config = llama(num_hidden_layers=2, hidden_size=512, intermediate_size=1024, vocab_size=1024)
+    keywords: dict[str, Any] = {"mesh": "tp=1", "sequence": 256, "train": "lora", "lora_targets": "all-linear"}
+    for mesh in ("tp=1", "tp=2"):
+        plain, dropped = (
+            autoplan.estimate(config, **keywords | {"mesh": mesh}, lora_dropout=rate) for rate in (0.0, 0.1)
+        )
+        inputs = 2 * 256 * (6 * 512 + 1024) // plain.mesh[0][1]
+        assert inputs < dropped.parts.kept - plain.parts.kept < 6 * inputs
+        assert "; dropout 0.1)" in "".join(dropped.notes)
+    with pytest.raises(autoplan.AutoplanError, match="lora_dropout=1"):
+        autoplan.estimate(config, **keywords, lora_dropout=1)
+
+
+def test_adapters_stand_beside_linear_layers_of_the_models_own_class() -> None:
+    """Falcon's are a subclass; those that attention of torch's reads without a call are none."""
+    config = FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
+    found = autoplan.estimate(config, mesh="tp=1", sequence=64, train="lora", lora_targets="query_key_value")
+    assert "2 linear layers (query_key_value)" in "".join(found.notes)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    names = [name for name, part in adapters_beside(layer, 2, "all-linear").named_modules() if type(part) is Adapted]
+    assert names == ["linear1", "linear2"]
 
 
 @pytest.mark.hosts

@@ -211,7 +211,7 @@ def test_undescribed_methods_are_refused_by_name(method: str) -> None:
         (GPTQ | {"bits": 5}, "5 bits"),
         (GPTQ | {"group_size": 0}, "group_size is 0"),
         (FP8 | {"weight_block_size": [128]}, "cannot be read"),
-        (FP8 | {"modules_to_not_convert": ["model", "lm_head"]}, "no weight of LlamaForCausalLM"),
+        (FP8 | {"modules_to_not_convert": ["model", "lm_head"]}, "quantises no weight of LlamaForCausalLM"),
         (AWQ | {"version": "gemv"}, "'gemv'"),
     ],
 )

@@ -53,7 +53,7 @@ def estimate_view(found: Estimate) -> RenderableType:
     head = f"{found.model} on {mesh_text(found.mesh)}: micro-batch {found.batch}"
     head += (f" × {tokens_text(found)}" if found.sequence else " samples") + f", {found.train}"
     head += (f", {found.weights_text}" if found.dtype else "") + (f", {found.optimizer}" if found.optimizer else "")
-    head += f", products in {found.matmuls}" if found.matmuls else ""
+    head += "".join(f", {text}" for text in found.how)
     lines: list[RenderableType] = [Text(head), Text(""), table]
     lines.append(Text(f"peak: {found.phase}, at {found.where}"))
     lines += [Text(""), sent_table(found.messages)]
@@ -113,9 +113,10 @@ def choice_view(choice: Any) -> RenderableType:
     head = f"{choice.source.name} on {choice.gpus} × {choice.device.name} with {_gib(choice.memory)}"
     head += f" ({choice.margin:.0%} left free)" if choice.margin else ""
     if choice.rows:
-        first = choice.rows[0].estimate
-        head += f": {first.train}, " + (f"sequences of {first.sequence} tokens, " if first.sequence else "")
-        head += first.weights_text
+        asked = choice.rows[0].estimate
+        head += f": {asked.train}, " + (f"sequences of {asked.sequence} tokens, " if asked.sequence else "")
+        head += asked.weights_text + (f", {asked.optimizer}" if asked.optimizer else "")
+        head += "".join(f", {text}" for text in choice.how)
     lines: list[RenderableType] = [
         Text(head),
         Text(f"{fitting} of {len(choice.rows)} configurations fit"),
@@ -181,6 +182,7 @@ def estimate_to_dict(found: Estimate) -> dict[str, Any]:
         "notes": list(found.notes), "dtype": found.dtype, "dtype_origin": found.dtype_origin, "stored": found.stored,
         "optimizer": found.optimizer, "concurrency": found.concurrency,
         "decoded_tokens_per_second": found.decoded_per_second, "matmuls": found.matmuls, "run_by": found.run_by,
+        "how": list(found.how),
     }  # fmt: skip
 
 

@@ -74,24 +74,30 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", 
 _BEFORE_THE_FIRST = 2  # padding rows of some tables
 
 
-def check_positions(name: str, module: nn.Module, length: int) -> None:
-    """Raise AutoplanError if `length` exceeds the rows of a learned table of positions."""
+def check_positions(name: str, module: nn.Module, length: int) -> int:
+    """Return the most positions that the config names (0: none); raise AutoplanError if `length` exceeds the rows of a
+    learned table of positions."""
     core = core_of(module)
     if core is None:
-        return
+        return 0
+    named = 0
     tables = {part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)}
     for config in all_configs(core.config):
         for field in _POSITIONS:
             rows = getattr(config, field, None)
-            if not isinstance(rows, int) or isinstance(rows, bool) or rows >= length:
+            if not isinstance(rows, int) or isinstance(rows, bool):
                 continue
-            if rows != getattr(config, "vocab_size", None) and not tables.isdisjoint(
-                range(rows, rows + _BEFORE_THE_FIRST + 1)
+            named = max(named, rows)
+            if (
+                rows < length
+                and rows != getattr(config, "vocab_size", None)
+                and not tables.isdisjoint(range(rows, rows + _BEFORE_THE_FIRST + 1))
             ):
                 raise AutoplanError(
                     f"{name} has a table of {rows:,} positions ({field}), and {length:,} tokens were asked for",
                     hint=f"ask for at most {rows:,} tokens (--sequence), or give a config with more positions",
                 )
+    return named
 
 
 _DECODED, _MASK = "decoder_input_ids", "attention_mask"

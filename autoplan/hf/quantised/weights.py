@@ -50,9 +50,9 @@ def quantised_weights(config: PretrainedConfig | None, model: nn.Module) -> tupl
     weights = tuple(packed_weight(plain, scheme) for plain, scheme in _weights(model, method))
     if not weights:
         raise SourceError(
-            f"the config says quantization method {method.name!r}, under which no weight of {type(model).__name__} is "
-            "quantised",
-            hint="are its patterns those of another model? Without `quantization_config` it is planned as plain",
+            f"quantization method {method.name!r} (from the config, or asked by weights=) quantises no weight of "
+            f"{type(model).__name__}",
+            hint="are its patterns those of another model? Without the method it is planned as plain",
         )
     return weights
 
