@@ -220,8 +220,9 @@ class Tracer:
     def on_module_call(self, frame: FrameType) -> Any:
         """torch calls a module. What is returned is its trace function."""
 
-    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """A torch function was called."""
+    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """A torch function was called. What is returned is what the code gets."""
+        return result
 
     def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:
         """The model's code made a torch call that the plan rewrites: with these arguments, before that."""
@@ -300,8 +301,7 @@ class Paused(TorchFunctionMode):
         follow(None)
         try:
             result = func(*args, **(kwargs or {}))
-            self.tracer.on_torch(func, args, kwargs or {}, result)
-            return result
+            return self.tracer.on_torch(func, args, kwargs or {}, result)
         finally:
             if traced:
                 follow(self.tracer.enter)
@@ -363,8 +363,9 @@ class Recorder(Tracer):
         above = follower.frame.f_back
         self._add(self.frames[id(above)] if ">" in way and above is not None else follower, way)
 
-    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
         self._note(function, args, kwargs)
+        return result
 
     def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:
         self._note(function, args, kwargs)

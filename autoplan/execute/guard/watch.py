@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import random
 import sys
 from functools import partial
@@ -18,6 +19,7 @@ from autoplan.common.code.ways import ENTRY, Follower, Key, Tracer, is_module_ca
 from autoplan.common.nested import flatten_tensors
 from autoplan.execute.guard.marks import GRADIENT, PART, Marks, keeping_code, loads_of
 from autoplan.execute.guard.situations import reads_outside
+from autoplan.execute.guard.sizes import Pair, PartSize, whole_shape
 from autoplan.execute.parameters.held import memory_of
 from autoplan.ops.questions import literals_say
 
@@ -68,6 +70,7 @@ class Watch(Tracer):
         for name, attribute in guard.edited:
             self.counts.setdefault(id(modules.get(name)), set()).add(attribute)
         self.strays: dict[str, None] = {}
+        self.sizes: dict[str, None] = {}
         self.exits: dict[str, str] = {}  # sentences, with hints
         self.escaping: dict[int, tuple[torch.Tensor, str]] = {}  # whole values that a hook was given, and its words
         self.reads_values = False
@@ -201,14 +204,17 @@ class Watch(Tracer):
 
     # ------------------------------------------------------------------ torch functions
 
-    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
         name = getattr(function, "__name__", "")
         self.reads_values |= name in _VALUES_READ or (function is torch.Tensor.__getitem__ and _by_mask(args[1]))
         with torch._C.DisableTorchFunction():
             kind = self.marks.kind_in((args, kwargs))
             if not kind:
-                return
-            self.marks.add(result, kind)
+                return result
+            if kind == PART and name in ("__get__", "size"):
+                result = self._sizes(args, result)
+            whole = whole_shape(function, args, kwargs, result, self.marks.shape_of) if kind == PART else None
+            self.marks.add(result, kind, whole)
             if name == "register_hook" and len(args) > 1 and (code := keeping_code(args[1])) is not None:
                 self.exits[f"{source_line(code, None)}: a hook keeps a gradient, {ONE_PART}"] = HOOKS
             asks = kind == PART or any(tensor.requires_grad for _, tensor in flatten_tensors(result))
@@ -219,6 +225,33 @@ class Watch(Tracer):
             self._compare(function, args, kwargs, sys._getframe(2))
         if asks:
             self._touch_above(sys._getframe(2))
+        return result
+
+    def _sizes(self, args: Any, result: Any) -> Any:
+        """Sizes of a part that the model's own code reads know those of the whole value."""
+        if (
+            not isinstance(result, int | torch.Size)
+            or isinstance(result, bool)
+            or self.caller(sys._getframe(3)) is None
+        ):
+            return result
+        whole = self.marks.shape_of(args[0])
+        if isinstance(result, torch.Size):
+            alone = (None,) * len(result)
+            return torch.Size(PartSize.of(*both, self._differs) for both in zip(result, whole or alone, strict=True))
+        return PartSize.of(result, None if whole is None else whole[args[1]], self._differs)
+
+    def _differs(self, here: Pair, whole: Pair) -> None:
+        """A comparison that sizes of the whole value would answer otherwise."""
+        frame = sys._getframe(3)
+        follower = self.frames.get(id(frame)) if self.guard.running is self else None
+        if follower is None or dis.opname[frame.f_code.co_code[frame.f_lasti]] != "COMPARE_OP":
+            return
+        if here[0] != here[1] or not self.guard.edited:  # else it is held against a rank's own count
+            line = source_line(frame.f_code, frame.f_lasti)
+            self.sizes[
+                f"{line} (compares {here[0]} with {here[1]}; of the whole value, {whole[0]} with {whole[1]})"
+            ] = None
 
     def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:
         if self.marks.kind_in((args, kwargs)) == PART:
