@@ -176,7 +176,9 @@ def _with_whole_buffers(expected: dict[str, Any], found: dict[str, Any]) -> dict
             dist.all_gather(parts, value.contiguous())
         whole[name] = torch.cat(parts, dims[0])
         # Ranks may have rows of several pieces each, or all of them some rows: are they those of the whole?
-        rows, all_rows = (one.movedim(dims[0], 0).flatten(1).double() for one in (whole[name], wanted))
+        rows, all_rows = (
+            one.movedim(dims[0], 0).reshape(one.shape[dims[0]], -1).double() for one in (whole[name], wanted)
+        )
         apart = torch.cdist(rows, all_rows, compute_mode="donot_use_mm_for_euclid_dist")
         if apart.amin(1).max() < 1e-9 and (len(parts) == 1 or apart.amin(0).max() < 1e-9):
             whole[name] = wanted

@@ -19,7 +19,7 @@ from autoplan.ops.questions import literals_say
 
 Shape = tuple[int, ...]
 Pair = tuple[float, float]
-Differs = Callable[[Pair, Pair], None]
+Differs = Callable[[], Callable[[Pair, Pair], None] | None]  # a weak reference: models and caches keep sizes
 WholeShapes = Callable[[torch.Tensor], Shape | None]  # None: cannot be told
 
 _KEEP_SHAPES = frozenset(
@@ -29,25 +29,29 @@ _KEEP_SHAPES = frozenset(
 
 class PartSize(int):
     """A size of a part. `whole`: of the value; None: unknown. `differs` hears of comparisons that `whole` would answer
-    otherwise: what was compared here, and what it is of the whole value."""
+    otherwise: what was compared here, and what it is of the whole value. `counted`: plain numbers may be counts that
+    sharding has set, so that nothing is known of what is computed with them."""
 
     whole: int | None
     differs: Differs
+    counted: bool
 
     @classmethod
-    def of(cls, size: int, whole: int | None, differs: Differs) -> PartSize:
+    def of(cls, size: int, whole: int | None, differs: Differs, counted: bool) -> PartSize:
         made = cls(size)
-        made.whole, made.differs = whole, differs
+        made.whole, made.differs, made.counted = whole, differs, counted
         return made
 
     def _answer(self, ask: Callable[[Any, Any], bool], other: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
         here = int(self), int(other) if isinstance(other, PartSize) else other
-        all_of = self.whole, other.whole if isinstance(other, PartSize) else other
+        whole, facing = self.whole, other.whole if isinstance(other, PartSize) else other
         answer = ask(*here)
-        if None not in all_of and ask(*all_of) != answer:
-            self.differs(here, all_of)
+        if whole is not None and facing is not None and ask(whole, facing) != answer:
+            differs = self.differs()
+            if differs is not None:
+                differs(here, (whole, facing))
         return answer
 
     __hash__ = int.__hash__
@@ -75,9 +79,12 @@ class PartSize(int):
 
 
 def _computed(name: str, plain: Callable[[Any, Any], Any]) -> None:
-    def operate(self: PartSize, other: Any) -> Any:  # how large this were of the whole value is not told
+    def operate(self: PartSize, other: Any) -> Any:
         result = plain(self, other)
-        return PartSize.of(result, None, self.differs) if type(result) is int else result
+        if type(result) is not int:
+            return result
+        both = self.whole, other.whole if isinstance(other, PartSize) else None if self.counted else other
+        return PartSize.of(result, None if None in both else plain(*both), self.differs, self.counted)
 
     setattr(PartSize, name, operate)
 

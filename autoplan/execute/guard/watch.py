@@ -6,8 +6,10 @@ import dis
 import random
 import sys
 from functools import partial
+from math import prod
 from types import FrameType
 from typing import Any
+from weakref import WeakMethod
 
 import numpy
 import torch
@@ -30,6 +32,8 @@ _VALUES_READ = frozenset(
         *("_unique2", "argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"),
     }
 )
+_COUNTS = ("nelement", "numel")
+_SIZES = frozenset({"__get__", "size", *_COUNTS})
 HOOKS = (
     "hook a module that returns whole values, detach what the hook is given, or keep the module whole: "
     "overrides={name: 'replicate'}"
@@ -211,8 +215,8 @@ class Watch(Tracer):
             kind = self.marks.kind_in((args, kwargs))
             if not kind:
                 return result
-            if kind == PART and name in ("__get__", "size"):
-                result = self._sizes(args, result)
+            if kind == PART and name in _SIZES:
+                result = self._sizes(name, args, result)
             whole = whole_shape(function, args, kwargs, result, self.marks.shape_of) if kind == PART else None
             self.marks.add(result, kind, whole)
             if name == "register_hook" and len(args) > 1 and (code := keeping_code(args[1])) is not None:
@@ -227,19 +231,18 @@ class Watch(Tracer):
             self._touch_above(sys._getframe(2))
         return result
 
-    def _sizes(self, args: Any, result: Any) -> Any:
+    def _sizes(self, name: str, args: Any, result: Any) -> Any:
         """Sizes of a part that the model's own code reads know those of the whole value."""
-        if (
-            not isinstance(result, int | torch.Size)
-            or isinstance(result, bool)
-            or self.caller(sys._getframe(3)) is None
-        ):
+        sizes = isinstance(result, int | torch.Size) and not isinstance(result, bool)
+        if not sizes or self.caller(sys._getframe(3)) is None:
             return result
         whole = self.marks.shape_of(args[0])
+        made = partial(PartSize.of, differs=WeakMethod(self._differs), counted=bool(self.guard.edited))
         if isinstance(result, torch.Size):
-            alone = (None,) * len(result)
-            return torch.Size(PartSize.of(*both, self._differs) for both in zip(result, whole or alone, strict=True))
-        return PartSize.of(result, None if whole is None else whole[args[1]], self._differs)
+            return torch.Size(map(made, result, whole or (None,) * len(result)))
+        if name in _COUNTS:
+            return made(result, None if whole is None else prod(whole))
+        return made(result, None if whole is None else whole[args[1]]) if len(args) > 1 else result
 
     def _differs(self, here: Pair, whole: Pair) -> None:
         """A comparison that sizes of the whole value would answer otherwise."""
@@ -248,10 +251,8 @@ class Watch(Tracer):
         if follower is None or dis.opname[frame.f_code.co_code[frame.f_lasti]] != "COMPARE_OP":
             return
         if here[0] != here[1] or not self.guard.edited:  # else it is held against a rank's own count
-            line = source_line(frame.f_code, frame.f_lasti)
-            self.sizes[
-                f"{line} (compares {here[0]} with {here[1]}; of the whole value, {whole[0]} with {whole[1]})"
-            ] = None
+            compared = f"compares {here[0]} with {here[1]}; of the whole value, {whole[0]} with {whole[1]}"
+            self.sizes[f"{source_line(frame.f_code, frame.f_lasti)} ({compared})"] = None
 
     def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:
         if self.marks.kind_in((args, kwargs)) == PART:

@@ -183,3 +183,24 @@ class ShapeOfSquare(Attention):
         h = torch.sigmoid(self.q(x) + self.k(x).tanh()) * self.v(x).detach()
         y = h if h.shape[0] != 16 or h.shape[-1] != h.shape[0] else h.transpose(0, 2).transpose(0, 2) * 0.5
         return x + self.o(y)
+
+
+@case(call(X), call(floats(4, 8, 16)), call(floats(2, 8, 16)), allowed=HOSTILE)
+class CountsElements(Mlp):
+    """How many elements a value has, and a remainder of its width."""
+
+    def forward(self, x):
+        h = self.inner(x)
+        h = h * 2 if h.numel() == 1024 else h
+        return x + self.down(h)
+
+
+@case(call(floats(5, 6, 16)), call(floats(8, 6, 16)), call(X), allowed=HOSTILE)
+class HalfOfWidth(Mlp):
+    """A width is halved before it is compared."""
+
+    def forward(self, x):
+        h = self.inner(x)
+        if x.shape[0] == h.shape[-1] // 2 // 2:
+            h = h * 2
+        return x + self.down(h)
