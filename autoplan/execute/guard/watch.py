@@ -242,7 +242,9 @@ class Watch(Tracer):
             return torch.Size(map(made, result, whole or (None,) * len(result)))
         if name in _COUNTS:
             return made(result, None if whole is None else prod(whole))
-        return made(result, None if whole is None else whole[args[1]]) if len(args) > 1 else result
+        if len(args) < 2 or not isinstance(args[1], int):
+            return result
+        return made(result, None if whole is None else whole[args[1]])
 
     def _differs(self, here: Pair, whole: Pair) -> None:
         """A comparison that sizes of the whole value would answer otherwise."""
