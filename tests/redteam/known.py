@@ -23,7 +23,7 @@ KNOWN: dict[str, str] = {
     "makings/Ragged@tp2": "a sound model is refused: the rows of a nested tensor have no one size",
     "constrained/RowsRenormed@tp2": "a sound model is refused: weights that are replaced by .data are not split",
     "constrained/RowsRenormed@tp4": "as at tp 2",
-    "constrained/TiedInForward@tp2": "a sound model is refused: in a forward a weight is a rank's part, no nn.Parameter",
+    "constrained/TiedInForward@tp2": "a sound model is refused: a weight that a forward reads is no nn.Parameter",
     "constrained/TiedInForward@tp4": "as at tp 2",
     "codes/WrittenMemory@tp2": "a sound model is refused: of its first call a gradient is zero but for rounding",
     "codes/WrittenMemory@tp4": "as at tp 2",
