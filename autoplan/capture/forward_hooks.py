@@ -3,8 +3,9 @@
 Hooks are left behind when a model is copied to be recorded: they are the user's business (they log, count, collect) and
 must not see our runs. But a hook that holds a module or a parameter may compute with it; then it is a part of the
 model's forward like any other, and is copied. So is one that writes into a dict or a list of the model, which the model
-reads, and those of torch that compute a weight again at each call (the old `weight_norm` and `spectral_norm`, pruning),
-which hold no more than its name.
+reads; a pre-hook that sets attributes of the module that is called (a weight that is a raw one times its scale); and
+those of torch that compute a weight again at each call (the old `weight_norm` and `spectral_norm`, pruning), which hold
+no more than its name.
 
 A hook that makes a weight may do something else in training: a spectral norm then updates its estimate, and writes it
 into a buffer. A parametrization is a module, and recorded in that mode too; a hook is not, so its weights are listed,
@@ -13,8 +14,12 @@ and stay replicated.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Container, Iterator
+from functools import partial
+from itertools import pairwise
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -35,10 +40,31 @@ def hooks_of_forward(module: nn.Module, shared: Container[int] = ()) -> Iterator
         for number, hook in vars(module)[kind].items():
             if (
                 holds_weights(hook)
+                or (kind == "_forward_pre_hooks" and _sets_on_module(hook))
                 or type(hook).__module__.startswith(_MAKING_WEIGHTS)
                 or any(id(container) in shared for container in containers_of(hook))
             ):
                 yield kind, number, hook
+
+
+def _sets_on_module(hook: Any) -> bool:
+    """Return whether a hook's code sets attributes of the module that is called, such as a computed weight."""
+    code = _code_of(hook)
+    method = code is not None and code.co_varnames[:1] == ("self",)
+    given = code.co_varnames[method : method + 1] if code is not None else ()
+    instructions = list(dis.get_instructions(code)) if code is not None else []
+    for before, one in pairwise(instructions):
+        loads = before if one.opname == "STORE_ATTR" else one if before.argval == "setattr" else None
+        if loads is not None and loads.argval in given and loads.opname.startswith("LOAD_FAST"):
+            return True
+    return False
+
+
+def _code_of(hook: Any) -> CodeType | None:
+    function = hook.func if isinstance(hook, partial) else hook
+    function = getattr(function, "__func__", function)
+    function = function if hasattr(function, "__code__") else vars(type(function)).get("__call__")
+    return getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
 
 
 def containers_in(model: nn.Module) -> frozenset[int]:
@@ -64,8 +90,9 @@ def made_anew_in_training(model: nn.Module) -> tuple[str, ...]:
     """Return the modules with a torch hook that computes their weight in another way in training."""
     names = []
     for name, module in model.named_modules():
-        hooks = (type(hook) for _, _, hook in hooks_of_forward(module))
-        calls = [hook.__call__ for hook in hooks if hook.__module__.startswith(_MAKING_WEIGHTS)]
-        if any("training" in inspect.unwrap(function).__code__.co_names for function in calls):
-            names.append(name)
-    return tuple(names)
+        for kind, _, hook in hooks_of_forward(module):
+            makes = type(hook).__module__.startswith(_MAKING_WEIGHTS) or _sets_on_module(hook)
+            code = _code_of(hook) if makes and kind == "_forward_pre_hooks" else None
+            if code is not None and "training" in code.co_names:
+                names.append(name)
+    return tuple(dict.fromkeys(names))

@@ -71,6 +71,12 @@ class Recording:
     def id_of(self, tensor: torch.Tensor, kind: str = "constant") -> int:
         index = self.ids.get(id(tensor))
         if index is None:
+            if tensor.is_nested:
+                raise CaptureError(
+                    f"{self.frames[-1][0] or 'the model'} makes a nested tensor (torch.nested), whose rows are of "
+                    "unequal lengths: a recorded run has one size for each dim",
+                    hint="give the model padded rows and a mask, or one row of all tokens and where each begins",
+                )
             index = self.ids[id(tensor)] = len(self.kept)
             self.kept.append(tensor)
             self.kinds.append(kind)
@@ -321,7 +327,7 @@ def record(
             stack.enter_context(tracing(ways))
             try:
                 call(model, kwargs)
-            except OutsideError:
+            except (CaptureError, OutsideError):
                 raise
             except Exception as error:  # someone else's forward may raise anything
                 raise _cannot_run(error, recording, feed) from error

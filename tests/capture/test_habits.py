@@ -56,6 +56,48 @@ def test_a_scripted_part_is_recorded_by_what_it_does() -> None:
     assert "TorchScript" in found.message and not plan.proof.ok
 
 
+class OfRaw(nn.Linear):
+    """A layer without a weight: a hook makes it of a raw one before each call."""
+
+    def __init__(self, i: int, o: int) -> None:
+        super().__init__(i, o)
+        self.raw, self.gain = nn.Parameter(self.weight.detach().clone()), 1.4
+        del self._parameters["weight"]
+
+
+def _makes_weight(module, args) -> None:
+    module.weight = module.raw * module.gain
+
+
+def _makes_weight_by_name(module, args) -> None:
+    setattr(module, "weight", module.raw * module.gain)  # noqa: B010
+
+
+@pytest.mark.parametrize("hook", [_makes_weight, _makes_weight_by_name])
+def test_a_hook_that_sets_the_weight_of_its_module_goes_along(hook) -> None:
+    torch.manual_seed(0)
+    model = Mlp()
+    model.up, model.down = OfRaw(32, 64), OfRaw(64, 32)
+    for layer in (model.up, model.down):
+        layer.register_forward_pre_hook(hook)
+    plan = autoplan.plan(model.eval(), 2)
+    assert plan.proof.ok and {"up", "down"} <= _split(plan), plan
+    assert autoplan.verify(model, plan, tp_size=2).ok
+    assert not hasattr(model.up, "weight"), "the model itself was not run"
+
+
+def test_a_nested_tensor_is_refused_by_name() -> None:
+    class Ragged(Mlp):
+        def forward(self, x, keep):
+            rows = torch.nested.as_nested_tensor([one[k] for one, k in zip(x, keep, strict=True)], layout=torch.jagged)
+            return torch.nested.to_padded_tensor(super().forward(rows), 0.0)
+
+    keep = torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
+    with pytest.raises(CaptureError, match="makes a nested tensor") as caught:
+        autoplan.plan(Ragged(), 2, inputs={"x": torch.randn(2, 6, 16), "keep": keep})
+    assert "padded" in caught.value.hint
+
+
 def test_a_layer_without_a_shape_gets_one_in_a_copy() -> None:
     model = Mlp(nn.LazyLinear(32)).eval()
     with pytest.raises(CaptureError, match="no shape before its first call") as caught:

@@ -44,6 +44,25 @@ class Flag(Mlp):
         return x + self.down(h)
 
 
+class Square(Mlp):
+    """Both ways are known: the trial runs the one, and a rank goes the other where its part is not as wide."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x).tanh()
+        if h.shape[0] == h.shape[-1]:
+            h = h * 2
+        return x + self.down(h)
+
+
+class Shape(Mlp):
+    """The shape of a part is held against numbers, and what follows is left for the next call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x).tanh()
+        self.before = 2 if h.shape == (3, 6, 32) else 0
+        return x + self.down(h * (1 + self.before))
+
+
 class Rounds(Mlp):
     """The first round is given an argument, which has no gradient; the second what the first computed."""
 
@@ -420,6 +439,8 @@ CASES: dict[str, Case] = {
     "something left out": Case(LeftOut, {"norm": False}),
     "statistics": Case(Stats, {"stats": True}),
     "a length": Case(Long, {"x": _long(20)}),
+    "a batch as large as a width": Case(Square, {"x": X[:1].expand(32, 6, 16)}),
+    "a shape of a part": Case(Shape, {"x": X[:1].expand(3, 6, 16)}),
     "one token": Case(OneToken, {"x": _long(1)}),
     "a dtype": Case(Dtype, {"x": X.float()}, prepare=lambda model: model.float()),
     "training in a helper": Case(Helper, {}, prepare=lambda model: model.train()),

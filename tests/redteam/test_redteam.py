@@ -30,6 +30,7 @@ SPOILT = {
     "channels": "AdaptiveInstanceNorm",
     "codes": "PlainCodes",
     "conditioned": "FilmOfHidden",
+    "constrained": "QuaternionLinear",
     "counters": "CountsForItself",
     "dataflow": "Closures",
     "decoding": "PrefixTuned",
@@ -38,9 +39,11 @@ SPOILT = {
     "dtypes": "WholeInSingle",
     "everyday": "HifiResidual",
     "experts": "SmallFirst",
+    "fields": "DiagonalKernel",
     "flags": "Temperature",
     "gates": "Capacity",
     "graphs": "Isomorphism",
+    "habits": "MadeByClassMethod",
     "heads": "CappedScores",
     "hosts": "LogsOfOutput",
     "idioms": "Matched",
@@ -48,6 +51,7 @@ SPOILT = {
     "late": "FrozenBias",
     "lifecycle": "Accumulated",
     "loops": "MicroBatches",
+    "makings": "ConvexInInput",
     "measured": "PrunedFeedForward",
     "mixers": "DepthwiseCausal",
     "modes": "NoGradInside",
@@ -57,6 +61,7 @@ SPOILT = {
     "one_unit": "PlainHeads",
     "orders": "SparseMax",
     "outside": "RowsOfPacked",
+    "pairs": "GaussianMixturePrior",
     "parametrized": "FactoredWeights",
     "policies": "ActorCritic",
     "positions": "RunningMean",
@@ -73,6 +78,7 @@ SPOILT = {
     "training": "GroupsByDims",
     "twins": "Siamese",
     "vision": "VisionTransformer",
+    "wider": "ChainedTasks",
 }
 
 

@@ -168,13 +168,20 @@ def _with_whole_buffers(expected: dict[str, Any], found: dict[str, Any]) -> dict
         if not name.startswith("buffer") or wanted is None or wanted.dim() != value.dim():
             continue
         dims = [d for d in range(value.dim()) if wanted.shape[d] != value.shape[d]]
-        if len(dims) == 1 and value.shape[dims[0]] * dist.get_world_size() == wanted.shape[dims[0]]:
+        if len(dims) != 1:
+            continue
+        parts = [value]
+        if value.shape[dims[0]] * dist.get_world_size() == wanted.shape[dims[0]]:
             parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
             dist.all_gather(parts, value.contiguous())
-            whole[name] = torch.cat(parts, dims[0])
-        elif len(dims) == 1:  # all ranks hold some rows: are all that this one holds among those of the whole?
-            rows, all_rows = (one.movedim(dims[0], 0).flatten(1).double() for one in (value, wanted))
-            whole[name] = wanted if torch.cdist(rows, all_rows).amin(1).max() < 1e-9 else value
+        whole[name] = torch.cat(parts, dims[0])
+        # Ranks may have rows of several pieces each, or all of them some rows: are they those of the whole?
+        rows, all_rows = (
+            one.movedim(dims[0], 0).reshape(one.shape[dims[0]], -1).double() for one in (whole[name], wanted)
+        )
+        apart = torch.cdist(rows, all_rows, compute_mode="donot_use_mm_for_euclid_dist")
+        if apart.amin(1).max() < 1e-9 and (len(parts) == 1 or apart.amin(0).max() < 1e-9):
+            whole[name] = wanted
     return whole
 
 

@@ -220,8 +220,9 @@ class Tracer:
     def on_module_call(self, frame: FrameType) -> Any:
         """Called when torch calls a module. Return the trace function of that frame."""
 
-    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Called after a torch function."""
+    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """Called after a torch function. Return what its caller gets."""
+        return result
 
     def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:
         """Called when the model's code makes a torch call that the plan rewrites, with the original arguments."""
@@ -300,8 +301,7 @@ class Paused(TorchFunctionMode):
         follow(None)
         try:
             result = func(*args, **(kwargs or {}))
-            self.tracer.on_torch(func, args, kwargs or {}, result)
-            return result
+            return self.tracer.on_torch(func, args, kwargs or {}, result)
         finally:
             if traced:
                 follow(self.tracer.enter)
@@ -363,8 +363,9 @@ class Recorder(Tracer):
         above = follower.frame.f_back
         self._add(self.frames[id(above)] if ">" in way and above is not None else follower, way)
 
-    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
         self._note(function, args, kwargs)
+        return result
 
     def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:
         self._note(function, args, kwargs)

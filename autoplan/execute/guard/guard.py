@@ -57,6 +57,11 @@ _HINT = (
     'computes the same on a part of the values, path_guard="warn" or "off"'
 )
 
+_SIZES_HINT = (
+    "compare a size of a whole value (the input's), keep the module whole (overrides={name: 'replicate'}), or, if both "
+    'ways compute the same, path_guard="warn" or "off"'
+)
+
 _BY_ITSELF = (
     "call the model itself, or the nearest module around it that returns whole values; or keep it whole: "
     "overrides={name: 'replicate'}"
@@ -132,7 +137,7 @@ class PathGuard:
                 shown = ONE_PART if kind == PART else PARTS_OF_GRADIENT
                 called = ".".join(filter(None, (self.name_of(module), method))) or "the model"
                 self._say(f"{called} ({type(module).__name__}) was called by itself and returns {shown}", _BY_ITSELF)
-            elif watch.strays or watch.exits:
+            elif watch.strays or watch.sizes or watch.exits:
                 self._refuse(watch)
             self._add(watch)
         return output
@@ -226,7 +231,7 @@ class PathGuard:
         watch = None if self.by_itself else self.stop()
         if watch is None:
             return
-        refused = bool(watch.strays)
+        refused = bool(watch.strays or watch.sizes)
         if self.together:
             refused = bool(all_reduce(torch.tensor([float(refused)], device=device), self.group, "max").item())
         if refused or watch.exits:
@@ -248,6 +253,9 @@ class PathGuard:
     def _refuse(self, watch: Watch) -> None:
         if watch.exits:
             self._say("; ".join(watch.exits), next(iter(watch.exits.values())))
+            return
+        if watch.sizes:
+            self._say(f"{'; '.join(watch.sizes)} goes the way of a rank's part, not of the whole value", _SIZES_HINT)
             return
         strays = watch.strays
         shown = "; ".join(list(strays)[:_SHOWN]) or "another rank"

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoplan.common.code.ways import is_settled
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.nested import changed_inside, flatten_tensors
+from autoplan.execute.guard.sizes import Shape, fits
 from autoplan.execute.vocabulary.split_logits import SplitLogits
 from autoplan.values import Instruction
 from autoplan.values.instructions.base import Spread
@@ -39,13 +40,23 @@ class Marks:
 
     def __init__(self) -> None:
         self.tensors: Any = WeakIdKeyDictionary()
+        self.shapes: Any = WeakIdKeyDictionary()  # of the whole values, where they are known
 
-    def add(self, value: Any, kind: str = PART) -> None:
+    def add(self, value: Any, kind: str = PART, whole: Shape | None = None) -> None:
         for _, tensor in flatten_tensors(value):
             if kind == GRADIENT and not tensor.requires_grad:
                 continue
             if not isinstance(tensor, (DTensor, SplitLogits)):  # these carry their own placement
                 self.tensors[tensor] = kind
+                if whole is not None:
+                    self.shapes[tensor] = whole
+
+    def shape_of(self, tensor: torch.Tensor) -> Shape | None:
+        """The shape of the whole value."""
+        if self.tensors.get(tensor) != PART:
+            return tuple(tensor.shape)
+        whole = self.shapes.get(tensor)
+        return whole if whole is not None and fits(tensor, whole) else None
 
     def remove(self, value: Any) -> None:
         for _, tensor in flatten_tensors(value):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import random
 import sys
 from functools import partial
+from math import prod
 from types import FrameType
 from typing import Any
+from weakref import WeakMethod
 
 import numpy
 import torch
@@ -18,6 +21,7 @@ from autoplan.common.code.ways import ENTRY, Follower, Key, Tracer, is_module_ca
 from autoplan.common.nested import flatten_tensors
 from autoplan.execute.guard.marks import GRADIENT, PART, Marks, keeping_code, loads_of
 from autoplan.execute.guard.situations import reads_outside
+from autoplan.execute.guard.sizes import Pair, PartSize, whole_shape
 from autoplan.execute.parameters.held import memory_of
 from autoplan.ops.questions import literals_say
 
@@ -28,6 +32,8 @@ _VALUES_READ = frozenset(
         *("_unique2", "argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"),
     }
 )
+_COUNTS = ("nelement", "numel")
+_SIZES = frozenset({"__get__", "size", *_COUNTS})
 HOOKS = (
     "hook a module that returns whole values, detach what the hook is given, or keep the module whole: "
     "overrides={name: 'replicate'}"
@@ -68,6 +74,7 @@ class Watch(Tracer):
         for name, attribute in guard.edited:
             self.counts.setdefault(id(modules.get(name)), set()).add(attribute)
         self.strays: dict[str, None] = {}
+        self.sizes: dict[str, None] = {}
         self.exits: dict[str, str] = {}  # sentences, with hints
         self.escaping: dict[int, tuple[torch.Tensor, str]] = {}  # partial gradients that a hook got, with words
         self.reads_values = False
@@ -197,14 +204,17 @@ class Watch(Tracer):
                 self._touch(follower)
             frame = frame.f_back
 
-    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
         name = getattr(function, "__name__", "")
         self.reads_values |= name in _VALUES_READ or (function is torch.Tensor.__getitem__ and _by_mask(args[1]))
         with torch._C.DisableTorchFunction():
             kind = self.marks.kind_in((args, kwargs))
             if not kind:
-                return
-            self.marks.add(result, kind)
+                return result
+            if kind == PART and name in _SIZES:
+                result = self._sizes(name, args, result)
+            whole = whole_shape(function, args, kwargs, result, self.marks.shape_of) if kind == PART else None
+            self.marks.add(result, kind, whole)
             if name == "register_hook" and len(args) > 1 and (code := keeping_code(args[1])) is not None:
                 self.exits[f"{source_line(code, None)}: a hook keeps a gradient, {ONE_PART}"] = HOOKS
             asks = kind == PART or any(tensor.requires_grad for _, tensor in flatten_tensors(result))
@@ -215,6 +225,32 @@ class Watch(Tracer):
             self._compare(function, args, kwargs, sys._getframe(2))
         if asks:
             self._touch_above(sys._getframe(2))
+        return result
+
+    def _sizes(self, name: str, args: Any, result: Any) -> Any:
+        """Sizes of a part that the model's own code reads know those of the whole value."""
+        sizes = isinstance(result, int | torch.Size) and not isinstance(result, bool)
+        if not sizes or self.caller(sys._getframe(3)) is None:
+            return result
+        whole = self.marks.shape_of(args[0])
+        made = partial(PartSize.of, differs=WeakMethod(self._differs), counted=bool(self.guard.edited))
+        if isinstance(result, torch.Size):
+            return torch.Size(map(made, result, whole or (None,) * len(result)))
+        if name in _COUNTS:
+            return made(result, None if whole is None else prod(whole))
+        if len(args) < 2 or not isinstance(args[1], int):
+            return result
+        return made(result, None if whole is None else whole[args[1]])
+
+    def _differs(self, here: Pair, whole: Pair) -> None:
+        """A comparison that sizes of the whole value would answer otherwise."""
+        frame = sys._getframe(3)
+        follower = self.frames.get(id(frame)) if self.guard.running is self else None
+        if follower is None or dis.opname[frame.f_code.co_code[frame.f_lasti]] != "COMPARE_OP":
+            return
+        if here[0] != here[1] or not self.guard.edited:  # else it is held against a rank's own count
+            compared = f"compares {here[0]} with {here[1]}; of the whole value, {whole[0]} with {whole[1]}"
+            self.sizes[f"{source_line(frame.f_code, frame.f_lasti)} ({compared})"] = None
 
     def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:
         if self.marks.kind_in((args, kwargs)) == PART:

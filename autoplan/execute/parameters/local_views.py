@@ -378,7 +378,8 @@ def _parameter_property(name: str, computed: Any = None) -> property:
         if held is not None and local is not None and not torch.compiler.is_compiling():
             marks = looking_on()
             if marks is not None and (held.dim is not None or held.gradient != "local"):
-                marks.add(local, PART if held.dim is not None else GRADIENT)
+                whole = None if held.dim is None else tuple(parameters[name].shape)
+                marks.add(local, GRADIENT if whole is None else PART, whole)
         return local
 
     def write(self: nn.Module, value: Any) -> None:

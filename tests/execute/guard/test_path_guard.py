@@ -29,6 +29,9 @@ from autoplan.values import Plan
 ELSEWHERE = ("statistics", "training in a helper", "training in a lambda", "one head on a rank", "a second round")
 
 
+REFUSED = r"other_ways\.py:\d+: .* took a way that this plan never saw|was put in after|goes the way of a rank's part"
+
+
 def planned(case: Case) -> tuple[nn.Module, Plan]:
     torch.manual_seed(0)
     random.seed(0)
@@ -94,8 +97,34 @@ def test_a_way_never_seen_is_refused_and_wrong_without_the_guard(name: str) -> N
     got = on_ranks(case, model, plan, "off")
     worst = max(float((got[key] - want[key]).abs().max() / want[key].abs().max()) for key in want if key in got)
     assert worst > 1e-4, "it is right anyway"
-    with pytest.raises(RankError, match=r"other_ways\.py:\d+: .* took a way that this plan never saw|was put in after"):
+    with pytest.raises(RankError, match=REFUSED):
         on_ranks(case, model, plan, "refuse")
+
+
+class Checked(nn.Module):
+    """Sizes of parts are held against counts of modules, against each other, against those of whole values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.width = 4, 8
+        self.q, self.k, self.o = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = self.q(x), self.k(x)
+        if q.shape != k.shape or q.shape[:-1] != x.shape[:2] or q.size(-1) != self.heads * self.width:
+            raise ValueError("sizes do not fit")
+        q, k = (y.view(*y.shape[:2], self.heads, self.width) for y in (q, k))
+        if q.shape[2] != self.heads or q.shape[-1] > 8:
+            raise ValueError("heads do not fit")
+        return x + self.o((q * k.softmax(-1)).flatten(2))
+
+
+def test_sizes_that_fit_are_compared_as_before() -> None:
+    case = Case(Checked, {"x": X[:1].expand(8, 6, 16)})
+    model, plan = planned(case)
+    want, got = called(case, copy.deepcopy(model)), on_ranks(case, model, plan, "refuse")
+    for key in want:
+        torch.testing.assert_close(got[key], want[key])
 
 
 @pytest.mark.parametrize("act", ["gelu", "silu"])  # in C and in Python

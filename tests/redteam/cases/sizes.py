@@ -144,3 +144,63 @@ class FeatureCountFromShape(Mlp):
     def forward(self, x):
         h = self.inner(x)
         return x + self.down(h / h.shape[-1] ** 0.5)
+
+
+class Checked(Attention):
+    """Sizes of parts are held against counts, against each other, and against sizes of the input: all alike in all."""
+
+    def mixed(self, x):
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        assert q.shape == k.shape and q.size() == v.size() and q.shape[:-1] == x.shape[:2]
+        assert q.shape[-1] == self.heads * 4 and q.size(-1) // self.heads == 4
+        parts = [parted(y, self.heads) for y in (q, k, v)]
+        if parts[0].shape[1] != self.heads or parts[0].shape[-2] != x.shape[1]:
+            raise ValueError("sizes do not fit")
+        return joined(F.scaled_dot_product_attention(*parts))
+
+
+@case(call(X), call(LONG), call(floats(16, 6, 16)), call(floats(8, 6, 16)), tp=(2, 4))
+class SizesChecked(Checked):
+    pass
+
+
+@case(call(X), call(floats(2, 32, 16)), call(floats(2, 16, 16)), call(floats(2, 40, 16)), allowed=HOSTILE)
+class LengthAgainstUnits(Mlp):
+    """The shorter dim chooses what is computed: on a rank it is another one."""
+
+    def forward(self, x):
+        h = self.inner(x)
+        if h.shape[1] >= h.shape[2]:
+            h = h * 2
+        return x + self.down(h)
+
+
+@case(call(floats(32, 6, 16)), call(X), call(floats(16, 6, 16)), call(floats(32, 6, 16)), tp=(2, 4), allowed=HOSTILE)
+class ShapeOfSquare(Attention):
+    """Whether a product of weights would be square, asked of a value behind several layers."""
+
+    def forward(self, x):
+        h = torch.sigmoid(self.q(x) + self.k(x).tanh()) * self.v(x).detach()
+        y = h if h.shape[0] != 16 or h.shape[-1] != h.shape[0] else h.transpose(0, 2).transpose(0, 2) * 0.5
+        return x + self.o(y)
+
+
+@case(call(X), call(floats(4, 8, 16)), call(floats(2, 8, 16)), allowed=HOSTILE)
+class CountsElements(Mlp):
+    """How many elements a value has, and a remainder of its width."""
+
+    def forward(self, x):
+        h = self.inner(x)
+        h = h * 2 if h.numel() == 1024 else h
+        return x + self.down(h)
+
+
+@case(call(floats(5, 6, 16)), call(floats(8, 6, 16)), call(X), allowed=HOSTILE)
+class HalfOfWidth(Mlp):
+    """A width is halved before it is compared."""
+
+    def forward(self, x):
+        h = self.inner(x)
+        if x.shape[0] == h.shape[-1] // 2 // 2:
+            h = h * 2
+        return x + self.down(h)
