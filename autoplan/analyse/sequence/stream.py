@@ -7,7 +7,7 @@ until nothing is left to add.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
@@ -58,10 +58,12 @@ class Stream(CutStream):
         self.last_call = max(v.calls[1] for _, v in visits)
         return True
 
-    def mixed(self) -> set[Term]:
-        """The split leaves of values whose positions some call mixes."""
+    def mixed(self, blocks: Collection[str]) -> set[Term]:
+        """The split leaves of values whose positions some call in one of these blocks mixes: a decoder's, too, which
+        reads all that the encoder made."""
         found: set[Term] = set()
-        for index in range(self.first_call, self.last_call):
+        spans = {v.calls for v in self.trace.visits if v.module in blocks and v.calls[0] >= self.first_call}
+        for index in sorted({index for span in spans for index in range(*span)}):
             values = [t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.positions.dims_of(t)]
             given = [t for t in self.flow.inputs[index] if t in values]
             if given and not self.flow.is_identity(index) and self.mixes(index, given) is not None:
