@@ -78,7 +78,7 @@ def place_sequence(
         stream.values = walk.cut
         placements.append(stream)
         walks.append(walk)
-    if not placements:
+    if not placements or (context and refused):  # then `planning.py` tries it without these
         reasons = [replace(why, stack=None) for why in refused] or without or [WholeSequence("no-blocks")]
         return SequencePlacement(refused=tuple(dict.fromkeys(reasons)))
     result = reduce(_merged, placements)
