@@ -8,7 +8,7 @@ precedes it (its result, `Capabilities`, is an argument here), and a proof of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -186,7 +186,6 @@ def solve_source(
         solve_chosen,
         tp=wish.ranks,
         choices=choices,
-        sequence_stacks=sequence_stacks,
         scoped=capabilities.scoped,
         whole=capabilities.whole,
         experts=experts_of(wish.tp_size, wish.ep_size, capabilities),
@@ -196,10 +195,11 @@ def solve_source(
         context=wish.cp_size > 1,
         both=both,
     )
-    solution = solved(captured.trace)
+    one_by_one = wish.cp_size > 1
+    solution = _cut(solved, captured.trace, sequence_stacks, one_by_one)
     if captured.unfold and not same_in_like_blocks(solution.parameters, solution.runtime, captured.trace.folds):
         try:
-            solution = solved(captured.unfold().trace)
+            solution = _cut(solved, captured.unfold().trace, sequence_stacks, one_by_one)
         except CaptureError as error:  # blocks that differ along the sequence are alike without it
             if sequence_stacks is None:
                 raise
@@ -208,6 +208,25 @@ def solve_source(
     if wish.ranks > 1:
         _refuse_useless(source, solution, wish, packed)
     return solution
+
+
+def _cut(
+    solved: Callable[..., Solution], trace: Trace, stacks: tuple[tuple[str, ...], ...] | None, one_by_one: bool
+) -> Solution:
+    """The solution with all stacks cut along their sequences. Where that cannot be, `one_by_one` keeps whole those that
+    it fails for (a tower in front of the text), on every rank: the last ones are tried first."""
+    solution = solved(trace, sequence_stacks=stacks)
+    if stacks is None or solution.sequence_parallel or not one_by_one:
+        return solution
+    kept: tuple[tuple[str, ...], ...] = ()
+    whole: list[WholeSequence] = []
+    for names in reversed(stacks) if len(stacks) > 1 else ():
+        tried = solved(trace, sequence_stacks=(names, *kept)) if names else None
+        if tried is not None and tried.sequence_parallel:
+            solution, kept = tried, (names, *kept)
+        elif tried is not None:
+            whole += [replace(why, stack=names[0].rpartition(".")[0]) for why in tried.whole_sequence]
+    return replace(solution, whole_sequence=(*solution.whole_sequence, *whole)) if kept else solution
 
 
 def write_down(

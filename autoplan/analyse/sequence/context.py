@@ -27,7 +27,7 @@ def leave_partial(flow: CallFlow, placement: Placement, cut: SequencePlacement) 
     walk.run()
     cut.own = set(cut.scatters)
     cut.summed_parameters |= walk.parameters
-    cut.partial_gathers = walk.gathered
+    cut.partial_gathers = set(walk.gathered_in_all_runs())
     cut.heads = dict(walk.heads())
     cut.picked = dict(walk.picked(cut.heads))
     cut.scaled = set(walk.scaled)
@@ -121,6 +121,16 @@ class _Outside:
                 if not self._is_sum(tensor, maker):
                     self.calls.add(maker)
                     self.waiting += self.flow.inputs[maker]
+
+    def gathered_in_all_runs(self) -> Iterator[tuple[Crossing, str]]:
+        """A hook acts on every run of its module; in those without gradients it does not matter how."""
+        points = {(crossing.module, side, crossing.path) for crossing, side in self.gathered}
+        for crossing, side in self.cut.gathers:
+            if (crossing.module, side, crossing.path) in points:
+                alike = (crossing, side) in self.gathered
+                if not alike and self.flow.gradient_uses(self.tensor_at(crossing, side)):
+                    raise Refused(WholeSequence("runs-both-ways", crossing.module))
+                yield crossing, side
 
     def heads(self) -> Iterator[tuple[Crossing, int]]:
         """Where a module returns what the model returns cut, alone or after calls that change each number by itself."""

@@ -78,7 +78,7 @@ def place_sequence(
         stream.values = walk.cut
         placements.append(stream)
         walks.append(walk)
-    if not placements:
+    if not placements or (context and refused):  # then `planning.py` tries it without these
         reasons = [replace(why, stack=None) for why in refused] or without or [WholeSequence("no-blocks")]
         return SequencePlacement(refused=tuple(dict.fromkeys(reasons)))
     result = reduce(_merged, placements)
@@ -94,8 +94,10 @@ def place_sequence(
 
 def mixed_leaves(shards: Shards, flow: CallFlow, stacks: Iterable[tuple[str, ...]]) -> set[Term]:
     """The split leaves that calls which mix positions treat apart: heads of attention, channels of scans."""
-    streams = [Stream(shards, flow, Placement(), names, context=True) for names in stacks if names]
-    return {leaf for stream in streams if stream.begin() for leaf in stream.mixed()}
+    stacks = [names for names in stacks if names]
+    streams = [Stream(shards, flow, Placement(), names, context=True) for names in stacks]
+    blocks = {name for names in stacks for name in names}
+    return {leaf for stream in streams if stream.begin() for leaf in stream.mixed(blocks)}
 
 
 def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:

@@ -7,7 +7,7 @@ until nothing is left to add.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
@@ -58,10 +58,11 @@ class Stream(CutStream):
         self.last_call = max(v.calls[1] for _, v in visits)
         return True
 
-    def mixed(self) -> set[Term]:
-        """The split leaves of values whose positions some call mixes."""
+    def mixed(self, blocks: Collection[str]) -> set[Term]:
+        """The split leaves of values whose positions some call in these blocks, of whatever stack, mixes."""
         found: set[Term] = set()
-        for index in range(self.first_call, self.last_call):
+        spans = {v.calls for v in self.trace.visits if v.module in blocks and v.calls[0] >= self.first_call}
+        for index in sorted({index for span in spans for index in range(*span)}):
             values = [t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.positions.dims_of(t)]
             given = [t for t in self.flow.inputs[index] if t in values]
             if given and not self.flow.is_identity(index) and self.mixes(index, given) is not None:
@@ -167,11 +168,8 @@ class Stream(CutStream):
         for tensor in outputs:
             for crossing in self.flow.leaving.get(tensor, []):
                 # Is the value what the module returns once this call is done, nothing being added in place later?
-                if (
-                    crossing in self.reduces
-                    and crossing.first <= index < crossing.last
-                    and (not any(tensor in self.flow.outputs[later] for later in range(index + 1, crossing.last)))
-                ):
+                here = crossing in self.reduces and crossing.first <= index < crossing.last
+                if here and not any(tensor in self.flow.outputs[k] for k in range(index + 1, crossing.last)):
                     dim = self.positions.plain_dim(tensor)
                     if dim is not None and self._in_stack(crossing):
                         self.result.reduce_scatters[crossing] = dim
@@ -270,10 +268,8 @@ class Stream(CutStream):
 
     def _local_size(self, tensor: int, dim: int, index: int) -> int:
         size = self.trace.tensors[tensor].shape[dim]
-        cut = self.is_cut(tensor, index)
-        return (
-            -size if cut and self.positions.has(self.shards.axes.of(tensor)[dim]) else size
-        )  # any other number will do
+        shard = self.is_cut(tensor, index) and self.positions.has(self.shards.axes.of(tensor)[dim])
+        return -size if shard else size  # any other number will do
 
     # ------------------------------------------------------------------ boundaries
 
@@ -290,7 +286,7 @@ class Stream(CutStream):
             producer = self.flow.producer.get(tensor, -1)
             leaving = [b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index]
             for crossing in sorted(leaving, key=lambda b: b.last - b.first):
-                if tensor not in self.starts.values():
+                if tensor not in self.starts.values() and (crossing, "output") not in self.result.scatters:
                     self._add(self.result.gathers, [(crossing, "output")], dim, reason)
         self._gather_around(index, reason)
         maker = self.flow.producer.get(tensor)
@@ -340,6 +336,9 @@ class Stream(CutStream):
     def _cut_partner(self, tensor: int, index: int, cut: list[int]) -> None:
         """A whole value meets a cut one: cut it too, or what it was made of, else make the other whole."""
         source, reader = tensor, index
+        if 0 in self.trace.tensors[tensor].shape:
+            made = (self.trace.calls[maker].module for maker in (self.flow.producer.get(tensor),) if maker is not None)
+            raise Refused(replace(self._whole("meets-empty", index), maker=next(made, "")))
         for _ in range(_MAKERS):
             self._cut_at_boundary(source, reader)
             reader = self.flow.producer.get(source, -1)
