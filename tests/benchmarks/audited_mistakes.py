@@ -1,7 +1,7 @@
 """Does an audit name the culprit? Mistakes are made in right plans of real models, in every dialect, and audited.
 
     python tests/benchmarks/audited_mistakes.py [--dialects torch hf] [--only llama] [--sample 4] [--seed 0]
-    python tests/benchmarks/audited_mistakes.py --by-hand mending|held [--dialects torch hf] [--only llama] [--kinds …]
+    python tests/benchmarks/audited_mistakes.py --by-hand fixing|held [--dialects torch hf] [--only llama] [--kinds …]
 
 Printed is, by dialect: right plans that pass, mistakes, of these rejected (a plan that is exact all the same is no
 mistake), causes that came first, findings in the dialect's words, and corrected plans that pass. Measures, and asserts
@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dialects", nargs="*", default=DIALECTS)
     parser.add_argument("--only", nargs="*", default=())
-    parser.add_argument("--by-hand", choices=("mending", "held"), help="plans that are wrong as users write them")
+    parser.add_argument("--by-hand", choices=("fixing", "held"), help="plans that are wrong as users write them")
     parser.add_argument("--sample", type=int, default=0, help="mistakes of each plan, drawn at random; 0: all")
     parser.add_argument("--kinds", default="", help="an expression for the kinds of mistakes")
     parser.add_argument("--seed", type=int, default=0)

@@ -169,7 +169,7 @@ def test_plans_that_are_wrong_as_users_write_them(model: str, dialect: str, kind
     report = audit_source(mistakes.Model.of(model).source, mistake_of(one).plan, 2)
     assert DRAWN[model, dialect, kind] in report.findings[0].hint, said
     causes = [finding for finding in report.findings if finding.level == "error" and not finding.is_consequence]
-    assert len(causes) == (4 if kind == "all by rows" else 1), said
+    assert len(causes) == (2 if kind == "all by rows" else 1), said
 
 
 class Router(nn.Module):

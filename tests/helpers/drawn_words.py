@@ -1,6 +1,6 @@
 """Wrong plans as users write them in the words of transformers and DeepSpeed, parts that are wrong as a whole, and all.
 
-Every second one was for mending; the others are held: their audits were only measured (`halves`).
+Every second one was for fixing; the others are held: their audits were only measured (`halves`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def drawn() -> Iterator[Drawn]:
 
 
 def halves() -> tuple[list[Drawn], list[Drawn]]:
-    """Those for mending, and those that are held."""
+    """Those for fixing, and those that are held."""
     all_of = list(drawn())
     return all_of[::2], all_of[1::2]
 
