@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from benchmarks.house import INDIRECT, opening_words
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = [*(ROOT / "autoplan").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
@@ -133,3 +134,11 @@ def test_the_glossary_gives_each_word_one_meaning() -> None:
     words = [word.strip() for names, _ in rows for word in names.split(",")]
     assert sorted({word for word in words if words.count(word) > 1}) == []
     assert [names for names, meaning in rows if re.search(r"\. Of [\w ]+:", meaning)] == []
+
+
+def test_docstrings_say_what_is_done() -> None:
+    """Few open with a question or in the middle of a sentence, as a translation does."""
+    openings = opening_words(ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "autoplan").rglob("*.py"))
+    indirect = [word for word in openings if INDIRECT.match(word)]
+    assert len(indirect) < 0.05 * len(openings)
+    assert opening_words([ast.parse('def f():\n    """Of how many rows."""')]) == ["of"]
