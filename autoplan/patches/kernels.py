@@ -209,7 +209,10 @@ def _kernel_of(home: ModuleType, name: str, value: Any) -> OptionalKernel | None
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     new, reference = (cells[word].cell_contents for word in _KEPT)
     names: list[str] = []
-    _alone.run(lambda: names.extend(_decorator_names(reference)))
+    if {"func_name", "package"} <= cells.keys():
+        names += [str(cells[word].cell_contents) for word in ("func_name", "package")]
+    else:  # older versions of transformers do not keep them
+        _alone.run(lambda: names.extend(_decorator_names(reference)))
     return OptionalKernel(home, name, names[1], names[0], bool(new), reference)
 
 
@@ -218,12 +221,11 @@ def _decorator_names(reference: Callable[..., Any]) -> tuple[str, str]:
     """Return the kernel and its package, as the file of a model gives them to transformers' decorator."""
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(reference))).body
-    except (OSError, SyntaxError, ValueError):
+        calls = (node for node in vars(function).get("decorator_list", ()) if isinstance(node, ast.Call))
+        texts = ([node.value for node in call.args if isinstance(node, ast.Constant)] for call in calls)
+        kernel, package = next((str(first), str(second)) for first, second, *_ in texts)
+    except (OSError, SyntaxError, ValueError, StopIteration):
         return reference.__name__, "a package that is not known"
-    assert isinstance(function, ast.FunctionDef)
-    calls = (node for node in function.decorator_list if isinstance(node, ast.Call) and len(node.args) > 1)
-    texts = [[node.value for node in call.args if isinstance(node, ast.Constant)] for call in calls]
-    kernel, package = next((str(first), str(second)) for first, second, *_ in texts)
     return kernel, package
 
 

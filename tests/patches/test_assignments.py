@@ -16,10 +16,11 @@ INSTANCES = {
     ("autoplan/capture/known_values.py", "TracedInt"): "a class of ours",
     ("autoplan/check/audit/executors.py", "module"): "head counts of a module that is sharded",
     ("autoplan/check/ranks/threads.py", "_CountingGroup"): "a class of ours",
+    ("autoplan/execute/guard/sizes.py", "PartSize"): "a class of ours",
     ("autoplan/check/verify/traffic.py", "self"): "an object of ours",
     ("autoplan/execute/vocabulary/split_logits.py", "part.__class__"): "a tensor that was made here",
     ("autoplan/execute/vocabulary/leaving.py", "found.__class__"): "a tensor that was made here",
-    ("autoplan/execute/vocabulary/leaving.py", "made.__class__"): "a tensor that was made here",
+    ("autoplan/execute/vocabulary/leaving.py", "detached.__class__"): "a tensor that was made here",
     ("autoplan/execute/data_parallel/fsdp.py", "register_fsdp_forward_method"): "a method of the caller's own model",
     (
         "autoplan/execute/parameters/buffers.py",
@@ -39,7 +40,7 @@ INSTANCES = {
     ): "torch's hook, removed at the end of its block",
     ("autoplan/hf/configs.py", "AttentionInterface.register"): "an entry of ours beside transformers' own",
     ("autoplan/forecast/trained.py", "part"): "a copy without storage, for an estimate",
-    ("autoplan/execute/executors.py", "made"): "an object of ours",
+    ("autoplan/execute/executors.py", "copied"): "an object of ours",
     (
         "autoplan/execute/hooks/replaced.py",
         "super(subclass, self).__setattr__(name, value)",
