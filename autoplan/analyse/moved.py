@@ -181,7 +181,8 @@ def _each(
     """Yield the collectives of these moves; those of the backward only where a gradient flows back."""
     for move in moves:
         if not move.backward or tensor in reached:
-            yield _Moved(span, module, move.backward, move.collective, elements * move.times, tensor)
+            many = 0 if move.of is Amount.OF_NEIGHBOUR else elements * move.times  # however long the sequence
+            yield _Moved(span, module, move.backward, move.collective, many, tensor)
 
 
 def _at_call(planned: CallRewrite, shards: Shards, flow: CallFlow, reached: Collection[int]) -> Iterator[_Moved]:
@@ -327,8 +328,8 @@ def _places(
 
 def _why(backward: bool, apart: list[str], moves: list[_Moved], block: str) -> str:
     apart = list(dict.fromkeys(apart))  # several values may be summed at the same places
-    if any(move.kind is Collective.ALL_TO_ALL for move in moves):
-        places = dict.fromkeys(_short(move.module, block) for move in moves if move.kind is Collective.ALL_TO_ALL)
+    if any(move.kind is Collective.ALL_TO_ALL and move.elements for move in moves):
+        places = dict.fromkeys(_short(move.module, block) for move in moves if move.kind is Collective.ALL_TO_ALL and move.elements)
         return f"positions are exchanged for heads at {', '.join(places)}, so that no rank holds all of the stream"
     if apart and backward:
         text = "the gradients at {} are summed apart, since what they flow back to gets a whole gradient besides"

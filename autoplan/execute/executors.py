@@ -3,7 +3,7 @@
 An executor takes an instruction and the module at which it acts (`At`). It is called once, when a plan is applied, and
 computes in advance whatever it can. What it returns runs on every call of the model:
 
-    Boundary      a function of the tensor
+    Boundary      a function of the tensor, or `Around`
     CallRewrite   a function of the torch function, its args and its kwargs
     AroundModule  `Around`: what is done before and after a run of the module
     IntegerEdit   a function that undoes the edit, which was made at once

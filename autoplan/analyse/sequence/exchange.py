@@ -12,12 +12,12 @@ ranks, is replaced by the exchange of that input.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Placement
 from autoplan.analyse.sequence.stream import Stream
-from autoplan.analyse.sequence.stream_state import SequencePlacement, integers
+from autoplan.analyse.sequence.stream_state import SequencePlacement, integers, parts_of, sizes_of
 from autoplan.common.layout import Layout
 from autoplan.ops import call_record
 from autoplan.ops.records.record import writes_in_place
@@ -241,7 +241,7 @@ class _Exchanges:
                 return False
             call = self.trace.calls[index]
             for item in integers((call.args, call.kwargs)):
-                if self.positions.depends_on_length(item) and not _sizes_of(item.origin) <= known:
+                if self.positions.depends_on_length(item) and not sizes_of(item.origin) <= known:
                     return False
             known.update(self.flow.outputs[index])
         made = [t for _, t in visit.outputs]
@@ -366,7 +366,7 @@ class _Exchanges:
             outside = index not in calls and any(
                 _is_in(str(part[1]), module)
                 for item in integers((call.args, call.kwargs))
-                for part in _parts(item.origin, "attr")
+                for part in parts_of(item.origin, "attr")
                 for module in modules
             )
             if outside:
@@ -381,15 +381,3 @@ class _Exchanges:
 
 def _is_in(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
-
-
-def _parts(origin: tuple[object, ...], kind: str) -> Iterator[tuple[object, ...]]:
-    if origin[0] == kind:
-        yield origin
-    for part in origin[1:]:
-        if isinstance(part, tuple):
-            yield from _parts(part, kind)
-
-
-def _sizes_of(origin: tuple[object, ...]) -> set[object]:
-    return {part[1] for kind in ("size", "numel") for part in _parts(origin, kind)}

@@ -7,7 +7,7 @@ until nothing is left to add.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
@@ -57,17 +57,6 @@ class Stream(CutStream):
         self.first_call = min(start.first for start in self.starts)
         self.last_call = max(v.calls[1] for _, v in visits)
         return True
-
-    def mixed(self, blocks: Collection[str]) -> set[Term]:
-        """The split leaves of values whose positions some call in these blocks, of whatever stack, mixes."""
-        found: set[Term] = set()
-        spans = {v.calls for v in self.trace.visits if v.module in blocks and v.calls[0] >= self.first_call}
-        for index in sorted({index for span in spans for index in range(*span)}):
-            values = [t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.positions.dims_of(t)]
-            given = [t for t in self.flow.inputs[index] if t in values]
-            if given and not self.flow.is_identity(index) and self.mixes(index, given) is not None:
-                found |= {leaf for tensor in values for leaf in self.shards.split_leaves(tensor)}
-        return found
 
     def _starts(self, blocks: list[tuple[int, ModuleVisit]]) -> Iterator[tuple[Crossing, int, Term]]:
         """Where the stack is entered, perhaps again and again: the boundary, the stream's value there, its sequence."""

@@ -130,11 +130,35 @@ def integers(value: Any) -> Iterator[Any]:
         yield from integers((value.start, value.stop, value.step))
 
 
+def parts_of(origin: tuple[object, ...], kind: str) -> Iterator[tuple[object, ...]]:
+    """Every part of this kind in the origin of an integer."""
+    if origin[0] == kind:
+        yield origin
+    for part in origin[1:]:
+        if isinstance(part, tuple):
+            yield from parts_of(part, kind)
+
+
+def sizes_of(origin: tuple[object, ...]) -> set[object]:
+    """The tensors that an integer was read off."""
+    return {part[1] for kind in ("size", "numel") for part in parts_of(origin, kind)}
+
+
 # What of a stream is cut along the sequence while its boundaries are being found, and whether they hold together.
 #
 # A value is cut where it comes from calls on shards, and whole behind every boundary that gathers it. Once no
 # boundary is missing, three things must be true: what has become whole by now is gathered once; a parameter is used
 # on shards or on the whole sequence, not on both; and every run of a module needs the same of its hooks.
+
+
+@dataclass(frozen=True)
+class HaloAt:
+    """The dim of positions that a module takes in, how many positions before its own it reads, and what it returns."""
+
+    dim: int
+    before: int
+    output: tuple[Any, ...]
+    output_dim: int
 
 
 @dataclass
@@ -160,6 +184,7 @@ class SequencePlacement:
     # positions and of pieces, and their layout), what no longer happens, and what is read whole
     shown: dict[tuple[Crossing, str], int] = field(default_factory=dict)
     exchanges: dict[tuple[Crossing, str], tuple[int, int, str]] = field(default_factory=dict)
+    halos: dict[Crossing, HaloAt] = field(default_factory=dict)  # what modules take in (halo.py)
     undone: set[Boundary] = field(default_factory=set)
     whole_parameters: set[int] = field(default_factory=set)
     whole_modules: set[str] = field(default_factory=set)

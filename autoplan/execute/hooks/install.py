@@ -226,6 +226,8 @@ def _turn_of(planned: Boundary) -> int:
 def _at_boundary(planned: Boundary, at: At) -> Around:
     """Wrap the executor of one tensor as a function of all that a module takes or returns."""
     done, path, names, where = execute(planned, at), planned.path, at.names, at.where
+    if isinstance(done, Around):
+        return done
 
     def change(x: torch.Tensor) -> Any:
         result = done(x)

@@ -78,11 +78,12 @@ def shards_in(output: Any) -> list[tuple[tuple[Any, ...], SequenceShard]]:
 _NAMED = torch.ops._c10d_functional
 
 
-def _piece(length: int, group: RankGroup) -> int:
+def piece_of(length: int, group: RankGroup) -> int:
+    """Return how many positions each rank has."""
     return -(-length // group.size)
 
 
-def _pad(rows: torch.Tensor, length: int, values: bool) -> torch.Tensor:
+def padded_to(rows: torch.Tensor, length: int, values: bool) -> torch.Tensor:
     """Pad rows (dim 0) to `length`: gradients with zeros, `values` with the last row, since a model's result for zeros
     may have no gradient (a root of their squares)."""
     missing = length - rows.size(0)
@@ -97,8 +98,8 @@ class _Scatter(Recorded):
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup, values: bool) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.group = dim, x.size(dim), group
         rows = x.movedim(dim, 0)
-        piece = _piece(rows.size(0), group)
-        own = _pad(rows, piece * group.size, values).narrow(0, group.rank * piece, piece)
+        piece = piece_of(rows.size(0), group)
+        own = padded_to(rows, piece * group.size, values).narrow(0, group.rank * piece, piece)
         return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -130,7 +131,7 @@ class _ReduceScatter(Recorded):
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup, values: bool) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.group = dim, x.size(dim), group
         rows = x.movedim(dim, 0)
-        padded = _pad(rows, _piece(rows.size(0), group) * group.size, values).contiguous()
+        padded = padded_to(rows, piece_of(rows.size(0), group) * group.size, values).contiguous()
         own = sent(_NAMED.reduce_scatter_tensor, padded, "sum", group.size, group.name)
         return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
@@ -168,7 +169,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
 Rows = tuple[tuple[int, ...], ...]  # of each rank's piece
 
 
-def _exchanged(parts: list[torch.Tensor], sizes: list[int], group: RankGroup) -> list[torch.Tensor]:
+def exchanged(parts: list[torch.Tensor], sizes: list[int], group: RankGroup) -> list[torch.Tensor]:
     """Send one part to each rank, and return the flat part received from each, of the given size."""
     sent_sizes = [part.numel() for part in parts]
     whole = sent(_NAMED.all_to_all_single, torch.cat([part.flatten() for part in parts]), sizes, sent_sizes, group.name)
@@ -182,7 +183,7 @@ class _ToPieces(Recorded):
         own = x.movedim(dims, (0, 1))  # positions, pieces, the rest
         mine, rest = rows[group.rank], own.shape[2:]
         size = own.size(0) * len(mine) * rest.numel()
-        received = _exchanged([take_rows(own, 1, held) for held in rows], [size] * group.size, group)
+        received = exchanged([take_rows(own, 1, held) for held in rows], [size] * group.size, group)
         whole = torch.cat([part.view(own.size(0), len(mine), *rest) for part in received])
         return whole.narrow(0, 0, length).movedim((0, 1), dims).clone(memory_format=torch.contiguous_format)
 
@@ -198,12 +199,12 @@ class _ToPositions(Recorded):
     ) -> Any:
         ctx.how = dims, x.size(dims[0]), group, rows
         pieces = x.movedim(dims, (0, 1))
-        piece, rest = _piece(pieces.size(0), group), pieces.shape[2:]
-        padded = _pad(pieces, piece * group.size, values).contiguous()
+        piece, rest = piece_of(pieces.size(0), group), pieces.shape[2:]
+        padded = padded_to(pieces, piece * group.size, values).contiguous()
         sizes = [piece * len(held) * rest.numel() for held in rows]
         received = [
             part.view(piece, len(held), *rest)
-            for part, held in zip(_exchanged(list(padded.split(piece)), sizes, group), rows, strict=True)
+            for part, held in zip(exchanged(list(padded.split(piece)), sizes, group), rows, strict=True)
         ]
         if sum(map(len, rows)) == width:
             order = whole_order(rows)
@@ -258,8 +259,8 @@ def _own(planned: OwnPositions, at: At) -> Change:
     running, group, dim, sequence = at.running, at.group, planned.dim, planned.sequence
 
     def own(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        rows, piece = x.movedim(dim, 0), _piece(length, group)
-        return _pad(rows, piece * group.size, True).narrow(0, group.rank * piece, piece).movedim(0, dim).contiguous()
+        rows, piece = x.movedim(dim, 0), piece_of(length, group)
+        return padded_to(rows, piece * group.size, True).narrow(0, group.rank * piece, piece).movedim(0, dim).contiguous()
 
     def cut(x: torch.Tensor) -> torch.Tensor:
         held = own_of(x)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from autoplan.values.estimate import Cost
-from autoplan.values.instructions.base import Collective, Instruction, Move, Spread, instruction
+from autoplan.values.instructions.base import Amount, Collective, Instruction, Move, Spread, instruction
 
 # Instructions for one tensor where it enters or leaves a module, on every call.
 
@@ -41,7 +41,7 @@ class Boundary(Instruction):
 
     def said(self, ranks: int) -> str:
         place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).removeprefix(".")
-        return f"{self.pattern}: {self.says.format(what=f'{self.side} {place}'.strip(), tp=ranks)}"
+        return f"{self.pattern}: {self.says.format(**vars(self) | {'what': f'{self.side} {place}'.strip(), 'tp': ranks})}"
 
     @property
     def communicates(self) -> bool:
@@ -281,6 +281,28 @@ class ExchangeToPositions(Exchange):
     takes = Spread.SHARD
     gives = Spread.SEQUENCE_SHARD
     says = "{what} is exchanged, own pieces for own positions (forward), its gradient back (backward)"
+
+
+@instruction
+@dataclass(frozen=True)
+class Halo(SequenceBoundary):
+    """A module that reads `before` positions before each one gets a rank's own and as many before them, sent by the
+    rank before; of what it returns at `output` a rank keeps its own. Backward their gradient goes the other way and is
+    added. In a call that gives the module something else, all positions are gathered (and gradients reduced)."""
+
+    before: int
+    output: tuple[Any, ...]
+    output_dim: int
+
+    takes = Spread.SEQUENCE_SHARD
+    gives = Spread.SEQUENCE_SHARD
+    says = "before {what} come the last {before} positions of the rank before (forward), their gradient back (backward)"
+    cost = None
+    turn = 2
+    collectives = (
+        Move(Collective.ALL_TO_ALL, Amount.OF_NEIGHBOUR),
+        Move(Collective.ALL_TO_ALL, Amount.OF_NEIGHBOUR, backward=True),
+    )
 
 
 @instruction
