@@ -329,7 +329,9 @@ def _places(
 def _why(backward: bool, apart: list[str], moves: list[_Moved], block: str) -> str:
     apart = list(dict.fromkeys(apart))  # several values may be summed at the same places
     if any(move.kind is Collective.ALL_TO_ALL and move.elements for move in moves):
-        places = dict.fromkeys(_short(move.module, block) for move in moves if move.kind is Collective.ALL_TO_ALL and move.elements)
+        places = dict.fromkeys(
+            _short(move.module, block) for move in moves if move.kind is Collective.ALL_TO_ALL and move.elements
+        )
         return f"positions are exchanged for heads at {', '.join(places)}, so that no rank holds all of the stream"
     if apart and backward:
         text = "the gradients at {} are summed apart, since what they flow back to gets a whole gradient besides"

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Placement
 from autoplan.analyse.sequence.stream import Stream
-from autoplan.analyse.sequence.stream_state import SequencePlacement, integers, parts_of, sizes_of
+from autoplan.analyse.sequence.stream_state import SequencePlacement, integers
+from autoplan.analyse.sequence.windows import parts_of, sizes_of
 from autoplan.common.layout import Layout
 from autoplan.ops import call_record
 from autoplan.ops.records.record import writes_in_place

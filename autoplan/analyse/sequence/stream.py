@@ -20,6 +20,7 @@ from autoplan.analyse.sequence.stream_state import (
     coupling_ops,
     integers,
 )
+from autoplan.analyse.sequence.windows import Windows
 from autoplan.analyse.splits.literal_sizes import evaluate
 from autoplan.axes.terms import Term
 from autoplan.ops import call_record
@@ -54,6 +55,7 @@ class Stream(CutStream):
         if not self.starts:
             return False
         self.positions = Positions(self.shards, sequences, self.context)
+        self.windows = Windows(self.shards, self.flow, self.positions)
         self.first_call = min(start.first for start in self.starts)
         self.last_call = max(v.calls[1] for _, v in visits)
         return True
@@ -128,6 +130,7 @@ class Stream(CutStream):
             return
         reason = self._crosses(index, cut)
         if reason is not None:
+            self._gather_for_window(index, reason)
             for tensor in cut:
                 self._make_whole(tensor, index, reason)
             return
@@ -284,6 +287,15 @@ class Stream(CutStream):
                 if self.positions.dims_of(source) and self.is_cut(source, maker):
                     self._make_whole(source, maker, reason)
         raise Refused(replace(reason, inside=True))
+
+    def _gather_for_window(self, index: int, reason: WholeSequence) -> None:
+        """Give the whole sequence to a module of which a halo is made (halo.py)."""
+        number = self.windows.around(index, self.names) if self.context else None
+        if number is not None:
+            path, tensor = (visit := self.trace.visits[number]).inputs[0]
+            crossing, dim = Crossing(number, visit.module, path, *visit.calls), self.positions.plain_dim(tensor)
+            if dim is not None and self.is_cut(tensor, *visit.calls):
+                self._add(self.result.gathers, [(crossing, "input")], dim, reason)
 
     def _gather_around(self, index: int, reason: WholeSequence) -> None:
         """Give the whole sequence to the innermost module around a call that takes in a cut value."""

@@ -130,20 +130,6 @@ def integers(value: Any) -> Iterator[Any]:
         yield from integers((value.start, value.stop, value.step))
 
 
-def parts_of(origin: tuple[object, ...], kind: str) -> Iterator[tuple[object, ...]]:
-    """Every part of this kind in the origin of an integer."""
-    if origin[0] == kind:
-        yield origin
-    for part in origin[1:]:
-        if isinstance(part, tuple):
-            yield from parts_of(part, kind)
-
-
-def sizes_of(origin: tuple[object, ...]) -> set[object]:
-    """The tensors that an integer was read off."""
-    return {part[1] for kind in ("size", "numel") for part in parts_of(origin, kind)}
-
-
 # What of a stream is cut along the sequence while its boundaries are being found, and whether they hold together.
 #
 # A value is cut where it comes from calls on shards, and whole behind every boundary that gathers it. Once no

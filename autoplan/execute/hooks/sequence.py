@@ -260,7 +260,9 @@ def _own(planned: OwnPositions, at: At) -> Change:
 
     def own(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         rows, piece = x.movedim(dim, 0), piece_of(length, group)
-        return padded_to(rows, piece * group.size, True).narrow(0, group.rank * piece, piece).movedim(0, dim).contiguous()
+        return (
+            padded_to(rows, piece * group.size, True).narrow(0, group.rank * piece, piece).movedim(0, dim).contiguous()
+        )
 
     def cut(x: torch.Tensor) -> torch.Tensor:
         held = own_of(x)
