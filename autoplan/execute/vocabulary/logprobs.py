@@ -20,6 +20,7 @@ from autoplan.execute.executors import Running
 from autoplan.execute.parameters.held import record_of
 from autoplan.execute.parameters.local_views import local_view
 from autoplan.execute.tensor_parallel import applied
+from autoplan.execute.vocabulary.own_positions import whole_logits
 from autoplan.execute.vocabulary.sampling import check_filters, floor_of
 from autoplan.execute.vocabulary.shards import Columns, Ranks, columns_of, plain, row_sums
 
@@ -98,6 +99,7 @@ def vocab_parallel_logprobs(
     dim, as many on each rank), and the result those positions' ([batch, positions], 0 without a next token). With
     `sequence_group` all positions are gathered in order, and the result is the same as without context parallelism.
     """
+    logits = whole_logits(logits)  # a rank of a plan with cp_size has those of its positions
     columns = columns_of(logits, group, vocabulary)
     check_argument("tokens", tokens, torch.Tensor, "give token ids [batch, sequence]")
     tokens = plain(tokens).to(logits.device)

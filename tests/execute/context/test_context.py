@@ -523,3 +523,16 @@ def test_a_loss_over_all_routers_is_that_of_one_device() -> None:
         assert other == pytest.approx(loss, rel=1e-5)
         for name, gradient in gradients.items():
             assert torch.allclose(found[name], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max())), name
+
+
+def test_log_probabilities_are_those_of_one_device(model: Any, plan: autoplan.Plan) -> None:
+    ids = torch.randint(3, CONFIG.vocab_size, (2, 11))
+
+    def run(of: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found = autoplan.vocab_parallel_logprobs(of(ids).logits, ids)
+        found.sum().backward()
+        return found.detach(), of.model.layers[0].mlp.up_proj.weight.grad
+
+    alone = run(copy.deepcopy(model))
+    for found in on_ranks(model, plan, run):
+        assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(found, alone, strict=True))
