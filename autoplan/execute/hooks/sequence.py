@@ -166,7 +166,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
 #                      → all positions of own pieces
 #     to_positions     the reverse                            backward: to_pieces
 
-Rows = tuple[tuple[int, ...], ...]  # of each rank's piece
+Rows = tuple[tuple[int, ...], ...]  # of each rank's piece; (): one equal part after the other
 
 
 def exchanged(parts: list[torch.Tensor], sizes: list[int], group: RankGroup) -> list[torch.Tensor]:
@@ -176,11 +176,21 @@ def exchanged(parts: list[torch.Tensor], sizes: list[int], group: RankGroup) -> 
     return list(whole.split(sizes))
 
 
+def _even(parts: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Send equal parts, one after the other in the first dim, and return those received, in a dim in front."""
+    sizes = [parts.size(0) // group.size] * group.size
+    whole = sent(_NAMED.all_to_all_single, parts.contiguous(), sizes, sizes, group.name)
+    return whole.view(group.size, -1, *parts.shape[1:])
+
+
 class _ToPieces(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dims: tuple[int, int], length: int, group: RankGroup, rows: Rows) -> Any:
         ctx.how = dims, x.size(dims[1]), group, rows
         own = x.movedim(dims, (0, 1))  # positions, pieces, the rest
+        if not rows:
+            parts = own.unflatten(1, (group.size, -1)).movedim(1, 0).flatten(0, 1)
+            return _even(parts, group).flatten(0, 1).narrow(0, 0, length).movedim((0, 1), dims).contiguous()
         mine, rest = rows[group.rank], own.shape[2:]
         size = own.size(0) * len(mine) * rest.numel()
         received = exchanged([take_rows(own, 1, held) for held in rows], [size] * group.size, group)
@@ -201,6 +211,8 @@ class _ToPositions(Recorded):
         pieces = x.movedim(dims, (0, 1))
         piece, rest = piece_of(pieces.size(0), group), pieces.shape[2:]
         padded = padded_to(pieces, piece * group.size, values).contiguous()
+        if not rows:
+            return _even(padded, group).movedim(0, 1).flatten(1, 2).movedim((0, 1), dims).contiguous()
         sizes = [piece * len(held) * rest.numel() for held in rows]
         received = [
             part.view(piece, len(held), *rest)
@@ -321,6 +333,8 @@ def _whole_length(planned: WholeLength, at: At) -> Change:
 def _exchange(planned: Exchange, at: At) -> Change:
     running, group, dims, layout = at.running, at.group, (planned.dim, planned.feature), Layout.parse(planned.layout)
     rows = layout.rows_of_all(group.size)
+    if len({len(held) for held in rows}) == 1 and [row for held in rows for row in held] == list(range(layout.size)):
+        rows = ()
     if isinstance(planned, ExchangeToPositions):
         return lambda x: _ToPositions.apply(x, dims, layout.size, group, rows, True)
     return lambda x: _ToPieces.apply(x, dims, running.lengths[planned.sequence.name], group, rows)
