@@ -200,13 +200,13 @@ def test_another_number_of_heads_is_noticed() -> None:
     other = llama(4)
     assert plan.made_for.model == model_hash(llama(8)) != model_hash(other)
     said = refusal(plan_to_dict(plan), other)
-    assert "made for other code or other numbers" in said and "8!*4" in said and "4!*8" in said
+    assert "made for other code or other sizes" in said and "8!*4" in said and "4!*8" in said
 
 
 def test_other_code_with_the_same_weights_is_noticed() -> None:
     plan = autoplan.plan(Mlp(), 2, inputs=X, prove="none")
     said = refusal(plan_to_dict(plan), Mixed())
-    assert "made for other code or other numbers" in said and "Mlp --tp 2" in said
+    assert "made for other code or other sizes" in said and "Mlp --tp 2" in said
 
 
 def test_what_does_not_steer_the_code_changes_nothing() -> None:

@@ -59,7 +59,7 @@ def audit(
     # Refuse what is of another kind before anything is built
     check_count("tokens", tokens)
     if gradient_norm is not None and not callable(gradient_norm):
-        raise AutoplanError(f"gradient_norm={gradient_norm!r}", hint="give a function (model, mesh) -> number")
+        raise AutoplanError(f"gradient_norm={gradient_norm!r}", hint="pass a function (model, mesh) -> number")
     if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
         raise AutoplanError(f"dtype={dtype!r}", hint=f"choose one of {', '.join(DTYPES)}")
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
@@ -118,8 +118,8 @@ def _ran(subject: Audited) -> str:
         return f"not run: {subject.unproven}"
     by = "an imitation of DeepSpeed's layers" if subject.plan.dialect == "deepspeed" else subject.plan.dialect
     ranks = subject.numbers.tp_size
-    stand_in = f" (tried at tp {ranks} for tp {subject.tp_size})" if ranks != subject.tp_size else ""
-    return f"{subject.outcome} on {ranks} simulated ranks{stand_in}, carried out by {by}"
+    stand_in = f" (tried at tp={ranks} in place of tp={subject.tp_size})" if ranks != subject.tp_size else ""
+    return f"{subject.outcome} on {ranks} simulated ranks{stand_in}, run by {by}"
 
 
 def _findings(subject: Audited) -> Iterable[Finding]:
@@ -146,7 +146,7 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
     tp_size = ours.ranks
     solution = solve_experts(captured.trace, tp_size, experts=experts_of(ours.tp_size, ours.ep_size, Capabilities()))
     right = _right(source, foreign.plan, module) if foreign.plan is not None else None
-    trial = try_on_ranks(source, foreign, tp_size, right) if run else AuditRun(reason="not asked for")
+    trial = try_on_ranks(source, foreign, tp_size, right) if run else AuditRun(reason="not requested")
     return Audited(
         model=module,
         name=source.name,
@@ -157,7 +157,7 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
         stacks=layers(module),
         settings=settings,
         numbers=trial.numbers,
-        unproven=trial.reason or "the unsharded model's numbers are NaN",
+        unproven=trial.reason or "the unsharded model's outputs or gradients are NaN",
         right=right,
         refused=_refused(foreign.plan, right) if run and trial.numbers is None else "",
         ran_at_full_size=trial.full_size,
@@ -178,7 +178,7 @@ def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
     if foreign.plan is not None and foreign.plan.tp_size != tp_size:
         raise PlanMismatchError(
             f"{foreign.name} is a plan for {foreign.plan.over}, not tp={tp_size}",
-            hint=f"audit it at tp_size={foreign.plan.tp_size}, or plan again",
+            hint=f"audit it at tp_size={foreign.plan.tp_size}, or make a new plan",
         )
     return foreign
 
@@ -199,7 +199,7 @@ def _refused(plan: Plan | None, right: Plan | None) -> str:
         return ""
     if not plan.made_for.content or digest(plan) == plan.made_for.content:
         return ""
-    return "the plan was edited since it was made, and is not what follows from its choices: `parallelize` refuses it"
+    return "the plan was edited after it was made and no longer follows from its choices: `parallelize` refuses it"
 
 
 def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
@@ -343,4 +343,4 @@ def cut_text(said: Said) -> str:
     if said.dim is None:
         return "whole"
     gathered = ", output gathered" if gathers(said) else ""
-    return f"cut along dim {said.dim}, {len(said.rows[0])} rows on rank 0, from {said.rows[0][0]}{gathered}"
+    return f"sharded along dim {said.dim}, {len(said.rows[0])} rows on rank 0, from {said.rows[0][0]}{gathered}"

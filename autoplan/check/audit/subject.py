@@ -185,7 +185,7 @@ class Audited:
         level: Level = "note" if self.is_wrong and self._cleared(names) else self.level
         text = {
             "error": message,
-            "warn": f"{message} (not tried on ranks: {self.unproven})",
+            "warn": f"{message} (not run on ranks: {self.unproven})",
             "note": f"{message}; yet it is exact on simulated ranks",
         }[level]
         proof = self.proof(names) if level == "error" else ""

@@ -107,7 +107,7 @@ def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: 
         report = check_sharding(clone.model, clone.feeds, sharding_for(foreign), plan.ranks, **how)
         return AuditRun(report, tiny=clone)
     if right is not None and right.runtime != plan.runtime:
-        return AuditRun(reason="the clone has other sizes than the plan", tiny=clone)
+        return AuditRun(reason="the clone's sizes differ from the plan's", tiny=clone)
     report = verify_source(source, plan, _TINY_TP, checks=("parameters", *_CHECKS))
     return AuditRun(report, tiny=clone)
 

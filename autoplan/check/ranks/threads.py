@@ -87,7 +87,9 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
     with _one_run:
         _unstoppable[:] = [thread for thread in _unstoppable if thread.is_alive()]
         if _unstoppable:
-            raise RankTimeout(f"{len(_unstoppable)} ranks of an earlier run still run", hint="start a new process")
+            raise RankTimeout(
+                f"{len(_unstoppable)} ranks of an earlier run are still running", hint="start a new process"
+            )
         ranks: list[_Rank] = []
         state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
         with ExitStack() as stack:
@@ -169,7 +171,7 @@ def _wait(ranks: list[_Rank], timeout: float) -> str:
         seen = places
         stuck = still * _LOOK_EVERY > STUCK_AFTER
         if stuck or time.monotonic() - start > timeout:
-            why = "wait in collectives that the others never enter" if stuck else f"did not end in {timeout:g} s"
+            why = "wait in collectives that the others never enter" if stuck else f"did not finish in {timeout:g} s"
             text = f"simulated ranks {why}: {_whereabouts(alive)}"
             _stop(ranks)
             return text

@@ -79,7 +79,7 @@ def _obstacle(part: expressible.Part) -> str:
     if part.needs:
         return str(part.needs[0])
     own = [f"{e.pattern}.{name}" for e in part.entries if e.pattern == part.container for name in e.parameters]
-    return f"{few(own)} would have to be cut with the layers" if own and part.kind == "other" else ""
+    return f"{few(own)} would have to be sharded with the layers" if own and part.kind == "other" else ""
 
 
 def _joined(parts: list[Part], subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...]:

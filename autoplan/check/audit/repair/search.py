@@ -72,7 +72,7 @@ class Trials:
         plan = replace(plan, dialect=self.subject.plan.dialect)
         run = run_on(self.subject.extra["clone"], self.subject.model, plan, self.subject.tp_size)
         if run.numbers is None:
-            return (Finding("numbers", "error", "", f"not tried: {run.reason}"),)
+            return (Finding("numbers", "error", "", f"not run: {run.reason}"),)
         extra = {**self.subject.extra, "thawed": run.thawed}
         subject = replace(self.subject, plan=plan, numbers=run.numbers, ran_at_full_size=run.full_size, extra=extra)
         found: list[Finding] = []

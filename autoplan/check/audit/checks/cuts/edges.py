@@ -31,8 +31,8 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             groups.setdefault((starred(giver.module), starred(taker.module), gives, takes), []).append((giver, taker))
     for (_, _, gives, takes), pairs in groups.items():
         givers, takers = zip(*pairs, strict=True)
-        text = f"hands on {gives}, and {takers[0].module} takes it for {takes}"
-        hint = f"cut both, or none: {subject.folded(t.module for t in takers)} reads it"
+        text = f"outputs {gives}, but {takers[0].module} expects {takes}"
+        hint = f"shard both or neither: {subject.folded(t.module for t in takers)} reads it"
         where = subject.patterns(giver.module for giver in givers)
         yield subject.suspect(NAME, where, text, hint, names=[w.name for w in (*givers, *takers)])
 

@@ -29,7 +29,8 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
                 modules.append(subject.solution.trace.calls[call].module)
     for cut, modules in groups.values():
         text = (
-            f"{modules[0]} takes a statistic over an axis that {cut[0]} is cut along: each rank takes it of its shard"
+            f"{modules[0]} normalises over an axis along which {cut[0]} is sharded: each rank normalises over "
+            "its shard only"
         )
         hint = "sum the statistic over ranks (autoplan does), or gather the output first"
         names = [*cut, *(name for name in subject.parameters if name.rpartition(".")[0] in modules)]

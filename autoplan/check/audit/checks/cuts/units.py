@@ -30,8 +30,8 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             groups.setdefault((weight.said.line.pattern, *unit), []).append(weight)
     for (pattern, count, width), weights in groups.items():
         tp = subject.tp_size
-        text = f"{weights[0].name} has {count} units of {width} rows, which tp={tp} does not divide"
-        hint = f"legal sizes: {legal}; or keep it whole"
+        text = f"{weights[0].name} has {count} units of {width} rows, not divisible by tp={tp}"
+        hint = f"valid tp: {legal}; or replicate it"
         names = [weight.name for weight in weights]
         if subject.ran_at_full_size:
             yield subject.suspect(NAME, pattern, text, hint, names=names)
