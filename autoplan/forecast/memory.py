@@ -225,7 +225,7 @@ class Walk:
                 size = self._sizes(unit).gathered
                 turned = self._sizes(unit).turned
                 self._give("unsharded", size + turned)
-                self._check(f"{unit.name} is gathered", "backward")
+                self._check(f"gathering {unit.name}", "backward")
                 self._give("unsharded", -size - turned)
                 self.gathered.add(unit.name)
                 self.prefetched.discard(unit.name)
@@ -246,10 +246,10 @@ class Walk:
             return
         size = self._sizes(unit).gathered
         self._give("unsharded", size)
-        self._check(f"{unit.name or 'the model'} is gathered", "forward")
+        self._check(f"gathering {unit.name or 'the model'}", "forward")
         turned = self._sizes(unit).turned
         self._give("unsharded", size + turned)  # copied out while the last gather's buffer is held: they overlap
-        self._check(f"{unit.name or 'the model'} is gathered", "forward")
+        self._check(f"gathering {unit.name or 'the model'}", "forward")
         self._give("unsharded", -self.pending - turned)
         self.pending = size
         self.gathered.add(unit.name)
@@ -285,7 +285,7 @@ class Walk:
             return
         turned_last = sizes.inside  # held by the loop that turns gradients; the one that copies them in holds the last
         self._give("unsharded", size - self.held + turned_last)
-        self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
+        self._check(f"reducing gradients of {unit.name or 'the model'}", "backward")
         self.held = size
         turned = 0 if sizes.same else turned_last
         output = size // self.data.shard
@@ -294,7 +294,7 @@ class Walk:
         piece = sizes.piece
         cast = piece if piece != output else 0  # the sum and, in the dtype of the parameters, its copy
         self._give("unsharded", output + cast)
-        self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
+        self._check(f"reducing gradients of {unit.name or 'the model'}", "backward")
         keeps = output if cast and self.data.replicate > 1 else 0  # of each sum over replicas, until backward ends
         self._give("unsharded", keeps - output - cast - turned)
         self.summed += keeps

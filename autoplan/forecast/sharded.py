@@ -42,7 +42,7 @@ def fake_mesh(dims: Mapping[str, int], rank: int = 0, device_type: str = "cpu") 
     """A mesh of these dims ({"dp_shard": 8, "tp": 8}) as rank `rank` sees it."""
     ranks = math.prod(dims.values())
     if not 0 <= rank < ranks:
-        raise AutoplanError(f"there is no rank {rank}: the mesh has {ranks}", hint=f"choose 0 to {ranks - 1}")
+        raise AutoplanError(f"no rank {rank}: the mesh has {ranks}", hint=f"choose 0 to {ranks - 1}")
     enter_first_in_a_lasting_thread()
     with world_per_thread():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)

@@ -101,11 +101,11 @@ class Steps:
 
     def __post_init__(self) -> None:
         if self.given is not None:
-            check_argument("plan", self.given, Plan, "give what autoplan.plan() or load_plan() returned")
+            check_argument("plan", self.given, Plan, "pass the result of autoplan.plan() or load_plan()")
             if self.adapters:
                 raise AutoplanError(
-                    f"the plan is of {self.source.name} without adapters, and nothing of the model is frozen",
-                    hint="leave the plan out, or put the adapters in and plan that model",
+                    f"the plan is for {self.source.name} without adapters, and no parameter of the model is frozen",
+                    hint="omit the plan, or add the adapters and plan that model",
                 )
 
     @cached_property
@@ -237,8 +237,8 @@ class Steps:
                 self.worked[setting.training] = folded, how
                 return recorded
         raise CaptureError(
-            f"a step of {self.source.name} cannot be run without storage: {type(problem).__name__}: {problem}"[:400],
-            hint="pass inputs={argument: tensor} with which its forward runs",
+            f"a step of {self.source.name} cannot run without storage: {type(problem).__name__}: {problem}"[:400],
+            hint="pass inputs={argument: tensor} that its forward can run",
         ) from problem
 
     def _recorded(self, setting: Setting, plan: Plan, folded: bool, how: str) -> Recorded:

@@ -132,7 +132,7 @@ class Sweep:
         for split in self.splits(gpus):
             copies = gpus // split.ranks
             if batch % copies:
-                self.dropped.append(f"{split}: a global batch of {batch} does not divide by {copies}")
+                self.dropped.append(f"{split}: a global batch of {batch} is not divisible by {copies}")
                 continue
             if split.cp > 1 and self._at_least(split) > self.memory:
                 continue
@@ -337,7 +337,7 @@ def _held(parts: MemoryParts) -> int:
 
 def _biggest(parts: MemoryParts) -> str:
     name = max(PARTS, key=lambda part: getattr(parts, part))
-    return f"memory: {PARTS[name]} take {getattr(parts, name) / 2**30:.1f} GiB"
+    return f"memory: {getattr(parts, name) / 2**30:.1f} GiB of {PARTS[name]}"
 
 
 def _slowest(found: Estimate) -> str:

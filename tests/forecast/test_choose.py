@@ -101,7 +101,7 @@ def test_nothing_fits() -> None:
 def test_sizes_that_cannot_be_are_one_error_with_the_nearest() -> None:
     with pytest.raises(autoplan.AutoplanError, match="global batch of 3") as caught:
         choose(_llama(), gpus=16, sequence=128, global_batch=3)
-    assert "nearest that can" in str(caught.value)
+    assert "nearest valid" in str(caught.value)
     with pytest.raises(autoplan.AutoplanError, match="cannot be divided") as caught:
         choose(_llama(), gpus=16, sequence=128, global_batch=5)
     assert "4 or 8" in str(caught.value)
@@ -207,7 +207,7 @@ def test_an_audit_says_what_a_rank_needs(tmp_path: Path) -> None:
     _llama(num_hidden_layers=2, hidden_size=256, intermediate_size=512, vocab_size=512).save_pretrained(tmp_path)
     ran = CliRunner().invoke(app, ["audit", str(tmp_path), "--tp", "2", "--memory"])
     assert ran.exit_code == 0, ran.output
-    assert "Memory of a rank [" in ran.stdout and "messages of a block" in ran.stdout
+    assert "Memory per rank [" in ran.stdout and "communication of a block" in ran.stdout
 
 
 def test_adapters_are_chosen_for_and_said() -> None:
@@ -215,7 +215,7 @@ def test_adapters_are_chosen_for_and_said() -> None:
     assert found.fits and "adapters of rank 8" in str(found)
     assert found.best.estimate.parts.optimizer < found.best.estimate.parts.weights / 10
     for carried_out in (lambda: found.plan, found.script):
-        with pytest.raises(autoplan.AutoplanError, match="were put in for the figures"):
+        with pytest.raises(autoplan.AutoplanError, match="were added for the estimate"):
             carried_out()
 
 
@@ -269,9 +269,9 @@ def test_inference_on_copies_shards_nothing_over_them() -> None:
     ("model", "why"),
     [
         (ViTConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2), "pixel_values"),
-        (torch.nn.Sequential(torch.nn.Linear(64, 64)), "code of yours"),
+        (torch.nn.Sequential(torch.nn.Linear(64, 64)), "your own code"),
         (BertConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-                    architectures=["BertForSequenceClassification"]), "one label of a sequence"),
+                    architectures=["BertForSequenceClassification"]), "one label per sequence"),
     ],
     ids=["pictures", "a module", "classes"],
 )  # fmt: skip

@@ -68,7 +68,7 @@ SLOW = (*LONG, "qwen3-235b", "qwen3-coder")
 )
 def test_published_sizes_are_refused_with_ways_out(name: str, tp: int, numbers: str) -> None:
     config = published(name)
-    with pytest.raises(IndivisibleError, match="Ways out, in order") as refused:
+    with pytest.raises(IndivisibleError, match="Options, in order") as refused:
         plan(config, tp, strict=True)
     assert numbers in str(refused.value)
     made = plan(config, tp)
@@ -211,7 +211,7 @@ def test_undescribed_methods_are_refused_by_name(method: str) -> None:
         (GPTQ | {"bits": 5}, "5 bits"),
         (GPTQ | {"group_size": 0}, "group_size is 0"),
         (FP8 | {"weight_block_size": [128]}, "cannot be read"),
-        (FP8 | {"modules_to_not_convert": ["model", "lm_head"]}, "quantises no weight of LlamaForCausalLM"),
+        (FP8 | {"modules_to_not_convert": ["model", "lm_head"]}, "applies to no weight of LlamaForCausalLM"),
         (AWQ | {"version": "gemv"}, "'gemv'"),
     ],
 )

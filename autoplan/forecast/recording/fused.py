@@ -171,7 +171,10 @@ def _worked_out(node: ast.expr, dims: Dims) -> int:
         return dims[node.id]
     if isinstance(node, ast.BinOp) and type(node.op) in _NUMBERS:
         return _NUMBERS[type(node.op)](_worked_out(node.left, dims), _worked_out(node.right, dims))
-    raise AutoplanError(f"a dim of a kernel is {ast.unparse(node)}", hint="write products, sums and quotients of names")
+    raise AutoplanError(
+        f"unsupported expression in a kernel dim: {ast.unparse(node)}",
+        hint="write products, sums and quotients of names",
+    )
 
 
 def kernel_files() -> Mapping[tuple[str, str], KernelFile]:
@@ -197,7 +200,7 @@ def _of_file(path: Path) -> KernelFile:
             flops=tuple(data.pop("flops", ())), **several, **data,
         )  # fmt: skip
     except (KeyError, TypeError) as error:
-        what = f"the kernel file {path} is not whole: {error}"
+        what = f"the kernel file {path} is incomplete: {error}"
         raise AutoplanError(what, hint="see rules/kernels/README.md") from error
 
 
