@@ -90,7 +90,7 @@ def rules_test(
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Does each rule do what its examples say?"""
+    """Check that each rule does what its examples say."""
     from autoplan.decide.rulebook.rule_tests import test_rules
     from autoplan.emit.tables.rule_pages import results_view
     from autoplan.values.plain import plain

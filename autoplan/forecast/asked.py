@@ -52,7 +52,7 @@ def _parsed(mesh: str, part: str) -> tuple[str, int]:
 
 
 def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
-    """What `parallelize` would refuse, or what no forecast is made of."""
+    """Raise for what `parallelize` would refuse and for what is not supported in estimates."""
     names = [name for name, _ in sizes]
     if not names:
         raise AutoplanError("the mesh has no dims", hint="for one rank write dp_shard=1")
@@ -92,7 +92,7 @@ def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
 
 
 def computed_in(policy: Any) -> str:
-    """Of mixed precision, as it is read; the short form is bfloat16."""
+    """Return mixed precision as text; the short form is bfloat16."""
     dtype = getattr(policy, "param_dtype", None) if policy not in ("bf16", True) else "bfloat16"
     return f"computed in {str(dtype).removeprefix('torch.')}" if dtype else "mixed precision"
 
@@ -200,7 +200,7 @@ class Asked:
 
     @property
     def run_by(self) -> str:
-        """Whose engine runs what autoplan does not, and the price is of."""
+        """Return whose engine runs what is priced and autoplan does not run."""
         engines = []
         if self.stages > 1:
             engines.append(f"a pipeline of {self.stages} stages: torchtitan or Megatron-LM")
@@ -216,7 +216,7 @@ class Asked:
 
     @property
     def how(self) -> tuple[str, ...]:
-        """What was asked beside sizes, dtypes and the optimizer, as it is read."""
+        """Return what was requested besides sizes, dtypes and the optimizer, as text."""
         again = self.activation_checkpointing if self.train != "inference" else False
         said = {
             f"{self.accumulate} micro-batches a step": self.accumulate > 1,
@@ -239,7 +239,7 @@ class Asked:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """What was asked and has no part in such a step."""
+        """Return what was requested but has no effect on such a step."""
         still, alone = self.train == "inference", not self.data_parallel
         untrained, unsharded = "nothing is trained", "the mesh has no dim of data parallelism"
         why = untrained if still else unsharded
@@ -255,7 +255,7 @@ class Asked:
 
     @property
     def summed_once(self) -> bool:
-        """Are weights gathered, and gradients summed, once a step rather than in each micro-batch?"""
+        """Return whether weights are gathered and gradients summed once per step, not per micro-batch."""
         return self.stages > 1 or self.shard_optimizer
 
     @property
@@ -264,7 +264,7 @@ class Asked:
 
     @property
     def copies(self) -> int:
-        """Of the model; each takes other sequences."""
+        """Return the number of copies of the model; each takes other sequences."""
         return self.ranks // (self.size("tp") * self.size("ep") * self.cp * self.stages)
 
     def size(self, *names: str) -> int:

@@ -92,7 +92,7 @@ class Choice:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What of the question changes nothing, and what is said of the estimate of the first row."""
+        """Return which of the options have no effect, and the notes on the estimate of the first row."""
         unused = (f"no effect: {text}" for text in self.unused)
         return tuple(dict.fromkeys((*unused, *(self.rows[0].estimate.notes if self.rows else ()))))
 
@@ -160,7 +160,7 @@ class Choice:
         done_above("Choice.report", self, path)
 
     def _repr_html_(self) -> str:
-        """In a notebook."""
+        """Return the choice as HTML, for a notebook."""
         return str(done_above("Choice._repr_html_", self))
 
 
@@ -205,7 +205,7 @@ def choose(
     weights: str | None = None,
     trust_remote_code: bool = False,
 ) -> Choice:
-    """How to run `model` on `gpus` devices of `memory` each: every legal mesh and way, estimated and ranked.
+    """Return every valid mesh and way to run `model` on `gpus` devices of `memory` each, estimated and ranked.
 
     `global_batch`: sequences a step of all ranks (by default one for each GPU); for "inference", those held at once.
     `train`, `lora_rank`, `lora_targets`, `lora_dropout`, `weights`, `matmuls`, `chunked_loss`: see `estimate`.

@@ -63,7 +63,7 @@ def device_names() -> list[str]:
 
 
 def load_device(name: str) -> Device:
-    """By name, or from a file of one's own."""
+    """Load a device by name or from a file."""
     check_argument("the device", name, str, f"choose from {', '.join(device_names())}, or pass a .toml of your own")
     path = Path(name) if name.endswith(".toml") else rules_folder() / "devices" / f"{name.lower()}.toml"
     if not path.is_file():
@@ -142,7 +142,7 @@ class Measured:
 
 
 def measure() -> Measured:
-    """On the current device; under torchrun over all ranks as well."""
+    """Measure the current device; under torchrun over all ranks as well."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     n = _SIZE[kind]
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
@@ -165,7 +165,7 @@ def measure() -> Measured:
 
 
 def _seconds(run: Callable[[], object], kind: str) -> float:
-    """Of one run, the median of several, after one to warm up."""
+    """Return the seconds of one run: the median of several, after one to warm up."""
     taken = []
     for _ in range(_ROUNDS + 1):
         started = time.perf_counter()

@@ -51,7 +51,7 @@ class DryRun:
 
 
 def summed(messages: tuple[Message, ...]) -> tuple[Sent, ...]:
-    """How many of each kind over each dim, with the bytes of their whole values."""
+    """Return how many of each kind were sent over each dim, with the bytes of their whole values."""
     totals: dict[tuple[str, str], list[int]] = {}
     for message in messages:
         one = totals.setdefault((message.dim, message.kind), [0, 0])

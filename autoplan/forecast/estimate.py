@@ -230,7 +230,7 @@ def _cache_share(asked: Asked, steps: Steps) -> float:
 
 
 def _same_tokens(steps: Steps, asked: Asked, setting: Setting, flops: int) -> str:
-    """What it costs that all ranks of a dim of experts take the same tokens, in operations."""
+    """Return the cost in operations if all ranks of ep take the same tokens."""
     ranks = asked.size("ep")
     alone = replace(setting, ep=1)
     recorded = steps.scaled(alone)
@@ -300,7 +300,7 @@ def _stored(steps: Steps, units: tuple[UnitSize, ...]) -> str:
 
 
 def _quantised_note(steps: Steps, units: tuple[UnitSize, ...]) -> Iterator[str]:
-    """Where quantised weights are counted as stored, and where as the numbers that a step computes with."""
+    """Yield where quantised weights are counted as stored, and where dequantised."""
     if not steps.packed:
         return
     sizes = {name: parameter.element_size() for name, parameter in steps.module.named_parameters()}
@@ -317,7 +317,7 @@ f"{stored:,.1f} GiB"
 
 
 def _size_note(asked: Asked, batch: int, tokens: int, positions: int) -> Iterator[str]:
-    """Where what was priced is not what was asked, or is more than what the config names."""
+    """Yield where the priced size differs from the requested one or exceeds the config's."""
     if 0 < positions < tokens:
         yield f"{tokens:,} tokens exceed the config's {positions:,} positions: it runs, but was not trained for that"
     if not tokens:

@@ -81,7 +81,7 @@ class Held:
         return math.prod(self.shape)
 
     def cut_inside(self, ranks: int) -> bool:
-        """Does FSDP2 cut it along another dim than the first?"""
+        """Return whether FSDP2 shards it along another dim than the first."""
         return self.stack and cut_dim(self.shape, ranks) > 0
 
     def padded(self, ranks: int) -> int:
@@ -93,7 +93,7 @@ class Held:
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What a unit of data parallelism holds itself, without units inside it. `last`: of its stack."""
+    """The parameters of an FSDP unit itself, without units inside it. `last`: of its stack."""
 
     name: str
     parameters: tuple[Held, ...]

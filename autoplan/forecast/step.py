@@ -41,7 +41,8 @@ _WAYS = tuple((folded, how) for folded in (True, False) for how in ("fake", "kno
 
 @dataclass(frozen=True)
 class Setting:
-    """What a recording depends on. `training`: with labels and backward; else a forward that keeps its cache."""
+    """The settings on which a recording depends. `training`: with labels and backward; else a forward that keeps its
+    cache."""
 
     tp: int = 1
     ep: int = 1
@@ -134,14 +135,14 @@ class Steps:
 
     @cached_property
     def packed(self) -> tuple[PackedWeight, ...]:
-        """What the checkpoint holds in place of weights, where it is quantised, by the names that `module` has."""
+        """Return what a quantised checkpoint holds in place of weights, by the names that `module` has."""
         weights = self.source.packed(self.source.module() if self.adapters else self.module)
         inner = {name.replace(".inner.", "."): name for name, _ in self.module.named_parameters()}
         return tuple(replace(one, name=inner.get(one.name, one.name)) for one in weights) if self.adapters else weights
 
     @property
     def adapters(self) -> int:
-        """How many were put in."""
+        """Return how many adapters were added."""
         return sum(isinstance(part, Adapted) for part in self.module.modules()) if self.lora_rank else 0
 
     @cached_property
@@ -204,7 +205,8 @@ class Steps:
         return None if program is None else replace(two, program=program)
 
     def _thinner(self, setting: Setting) -> Recorded | None:
-        """What is cut evenly is a constant and a part of 1 / tp; None where anything is not, or nothing is recorded."""
+        """Extrapolate: what is sharded evenly is a constant and a part of 1 / tp; None if anything is not, or nothing
+        is recorded."""
         if setting.tp % 4 or setting.tp < 8 or setting.ep > 1:
             return None
         half, quarter = (self.known.get(replace(setting, tp=setting.tp // n)) for n in (2, 4))
@@ -297,7 +299,7 @@ def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping
 
 
 def _last(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """What has a step work out the logits and the loss of so many tokens alone."""
+    """Return arguments for a step to compute logits and loss of so many tokens only."""
     known = conventions()
     return {known.last_logits: count, known.targets: inputs[known.targets][:, -count:]}
 

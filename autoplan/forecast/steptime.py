@@ -26,7 +26,7 @@ _OPTIMIZER_PASSES = 7  # read and write of weights and two states, read of gradi
 
 @dataclass(frozen=True)
 class Load:
-    """What a rank does in one micro-batch: operations by dtype, bytes that elementwise work moves, messages, bytes of
+    """The work of a rank in one micro-batch: operations by dtype, bytes that elementwise work moves, messages, bytes of
     trained weights. `forward`: the forward's share of the operations; `sent_forward`: which messages are its.
     `offloaded` and `offloaded_trained`: bytes of weights that lie in the host's memory."""
 
@@ -122,7 +122,7 @@ def _seconds(sent: Sent, device: Device, mesh: tuple[tuple[str, int], ...]) -> f
 
 
 def _place(dim: str, mesh: tuple[tuple[str, int], ...]) -> int:
-    """Of the dim that a message is over, by its name or another that data parallelism has."""
+    """Return the place of the dim that a message is over, by its name or another that data parallelism has."""
     names = [name for name, _ in mesh]
     if dim in names:
         return names.index(dim)

@@ -54,7 +54,7 @@ class Adapted(nn.Module):
 
 
 def targets_of(given: str | Sequence[str] | None) -> tuple[str, ...] | str | None:
-    """As they are asked for: a text names one layer, several between commas, or all linear ones."""
+    """Parse the targets: a text names one layer, several between commas, or all linear ones."""
     if given is None or given == ALL_LINEAR:
         return given
     names = given.split(",") if isinstance(given, str) else given
@@ -130,7 +130,7 @@ class Optimizer:
 
 
 def _numbers(count: int) -> Callable[[Held, bool], float]:
-    """As many numbers in the dtype of the parameter."""
+    """Return as many numbers in the dtype of the parameter."""
     return lambda held, inside: count * held.size
 
 

@@ -75,7 +75,7 @@ class _Combined:
             yield replace(rule, read=replace(self._read(rule, read[name]), pattern="")) if name in read else rule
 
     def _read(self, own: ParameterRule, read: ParameterRule) -> ParameterRule:
-        """What a rank reads of the rows that its rank of tp holds."""
+        """Return the rule for the rows that a cp rank reads of those that its tp rank holds."""
         if read.dim is None or read.layout is None:
             return read
         whole = Layout.parse(read.layout)
@@ -96,7 +96,7 @@ class _Combined:
         return replace(read, layout=str(layout))
 
     def _within(self, where: str, layout: Layout) -> Layout:
-        """How what a rank of tp holds of a dim lies on its ranks of cp, where the whole lies on both by `layout`."""
+        """Return how the part of a dim on a tp rank lies on its cp ranks, where the whole lies on both by `layout`."""
         if layout.parts:
             parts = tuple(self._within(where, part) for part in layout.parts)
             sizes = [part.size for part in parts]
@@ -121,7 +121,7 @@ class _Combined:
     # ------------------------------------------------------------------ instructions
 
     def _instructions(self) -> Iterator[Instruction]:
-        """In the order in which they come at the entry of a module: what makes own positions first."""
+        """Yield them in the order in which they act at the entry of a module: what makes own positions first."""
         kept: dict[tuple[object, ...], Instruction] = {}
         for one in self.tp.instructions:
             kept[_key(one)] = one

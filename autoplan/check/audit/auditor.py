@@ -123,7 +123,8 @@ def _ran(subject: Audited) -> str:
 
 
 def _findings(subject: Audited) -> Iterable[Finding]:
-    """Of all checks. Hints about rows are marked: a repair replaces them by changes whose plan passed its audit."""
+    """Return the findings of all checks. Hints about rows are marked: a repair replaces them by changes whose plan
+    passed its audit."""
     findings: list[Finding] = []
     for check in CHECKS:
         own = check.run(subject, tuple(findings))
@@ -184,7 +185,7 @@ def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
 
 
 def _right(source: Any, plan: Plan, module: Any) -> Plan | None:
-    """What the choices of a plan of ours give when everything but the choices is derived again."""
+    """Return what the choices of an autoplan plan give when everything else is derived again."""
     from autoplan.planning import draft_plan
 
     try:
@@ -194,7 +195,7 @@ def _right(source: Any, plan: Plan, module: Any) -> Plan | None:
 
 
 def _refused(plan: Plan | None, right: Plan | None) -> str:
-    """Why `parallelize` would not apply a plan of ours that was not run; "" where it would."""
+    """Return why `parallelize` would not apply an autoplan plan that was not run; "" if it would."""
     if plan is None or right is None or plan.ranks == 1 or plan.runtime == right.runtime:
         return ""
     if not plan.made_for.content or digest(plan) == plan.made_for.content:
@@ -312,7 +313,7 @@ def held_bytes(subject: Audited) -> tuple[int, int]:
 
 
 def unsplit_share(subject: Audited) -> float:
-    """Of the bytes of matrices that can be split, the share that this plan leaves whole."""
+    """Return the share of the bytes of shardable matrices that this plan replicates."""
     able = [weight for weight in subject.weights if weight.is_matrix and weight.fact.dim is not None]
     total = sum(weight.bytes for weight in able)
     return round(sum(weight.bytes for weight in able if weight.said.dim is None) / total, 4) if total else 0.0
@@ -339,7 +340,7 @@ def gathers(said: Said) -> bool:
 
 
 def cut_text(said: Said) -> str:
-    """What is done to a weight, for people."""
+    """Return how a weight is sharded, for people."""
     if said.dim is None:
         return "whole"
     gathered = ", output gathered" if gathers(said) else ""

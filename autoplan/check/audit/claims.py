@@ -24,7 +24,7 @@ _ALLOWED = 1e-5
 
 
 class Verdict(StrEnum):
-    """What became of a claim, as tables and --json say it."""
+    """The outcome of a claim, as in tables and --json."""
 
     HOLDS = "holds"
     WRONG = "wrong"

@@ -52,12 +52,12 @@ _HELD = "_sharded_by_autotp"
 
 
 def autotp_sharding(config: Mapping[str, Any]) -> Sharding:
-    """How AutoTP would carry out a config."""
+    """Return how AutoTP would carry out a config."""
     return Sharding(partial(_shard, config=config), _gather)
 
 
 def not_imitated(model: nn.Module, config: Mapping[str, Any], tp_size: int) -> str:
-    """Why a config cannot be tried on this model, or an empty string."""
+    """Return why a config cannot be tried on this model, or an empty string."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
@@ -86,7 +86,7 @@ def _chosen(model: nn.Module, config: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 
 def is_cut_by_autotp(module: nn.Module | None) -> bool:
-    """Is a module of a class for which AutoTP looks a spec up?"""
+    """Return whether AutoTP looks up a spec for a module of this class."""
     return isinstance(module, (nn.Linear, nn.Embedding)) or (
         module is not None and conventions().is_transposed_linear(module)
     )
@@ -327,8 +327,8 @@ def _place() -> str:
 
 
 def outcome_of(model: nn.Module, feed: Mapping[str, Any]) -> Outcome | None:
-    """What logits come to on ranks that each have some of the positions; None where the call does not run, or the model
-    returns none. `feed`: of sequences of `LENGTH`."""
+    """Return the error of the logits on ranks that each hold some of the positions; None if the call does not run or
+    the model returns none. `feed`: of sequences of `LENGTH`."""
     model = copied(model).eval()
     cast_numbers(model, torch.float32)  # which models are written for
     feed = with_all_positions(model, inputs_in(torch.float32, feed), LENGTH)

@@ -59,7 +59,7 @@ def refuse_disproven(plan: Plan) -> None:
 
 
 def refuse_unproven(plan: Plan) -> None:
-    """For who wants proven plans only."""
+    """Raise if the plan is unproven (`strict=True`)."""
     if plan.ranks > 1 and not plan.proof.ok:
         why, hint = _why_unproven(plan)
         text = f"the plan for {plan.model} at {plan.over} is unproven, and strict=True was given: {why}"
@@ -123,7 +123,7 @@ def held_against_model(model: nn.Module, plan: Plan, source: Source | None = Non
 
 
 def _changed(model: nn.Module, plan: Plan) -> str:
-    """What is not as it was; "" if nothing."""
+    """Return what has changed; "" if nothing."""
     if digest(plan) != plan.made_for.content:
         return f"the plan for {plan.model} was edited after it was made"
     if plan.made_for.model != model_hash(model) and not plan.packed:  # which its library builds of other modules
@@ -140,12 +140,12 @@ def _remedy(plan: Plan, hint: str = "") -> str:
 
 
 def _comparable(plan: Plan) -> dict[str, Any]:
-    """What steers the model, without what says how it was made."""
+    """Return what steers the model, without how it was made."""
     return {name: value for name, value in steering(plan).items() if name != "made_for"}
 
 
 def _apart(one: Any, other: Any, where: str = "") -> Iterator[str]:
-    """Where two pieces of plain data differ, each place once."""
+    """Yield where two pieces of plain data differ, each place once."""
     if isinstance(one, dict) and isinstance(other, dict):
         for name in dict.fromkeys((*one, *other)):
             path = f"{where}.{name}" if where else str(name)

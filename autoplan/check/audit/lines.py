@@ -64,7 +64,7 @@ class ForeignPlan:
         return lines[-1] if self.dialect == "torch" else lines[0]
 
     def reaches(self, line: Line, name: str) -> bool:
-        """Does a key mean this module or parameter?"""
+        """Return whether a key names this module or parameter."""
         if self.dialect == "transformers":
             return line.pattern == numbers_starred(name)  # a layer's own number is never looked up
         if self.dialect == "torch":

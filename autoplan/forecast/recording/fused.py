@@ -146,7 +146,7 @@ def _dtype(name: str, there: Mapping[str, torch.Tensor]) -> torch.dtype:
 
 
 def _fits(forms: str, shape: torch.Size, dims: dict[str, int]) -> bool:
-    """Does a tensor have one of these forms? What its dims are is then known."""
+    """Return whether a tensor has one of these forms; if so, what its dims are is known."""
     for form in forms.split(" or "):
         names = form.split()
         if len(names) == len(shape) and all(dims.get(n, size) == size for n, size in zip(names, shape, strict=True)):
@@ -178,7 +178,7 @@ def _worked_out(node: ast.expr, dims: Dims) -> int:
 
 
 def kernel_files() -> Mapping[tuple[str, str], KernelFile]:
-    """By package and function; a folder of one's own counts before ours."""
+    """Return the files by package and function; the user's folder takes precedence."""
     return _read(rules_folders())
 
 

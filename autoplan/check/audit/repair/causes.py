@@ -92,7 +92,7 @@ def _as_one(causes: Sequence[Finding]) -> Finding:
 
 
 def _gives_up(change: Change, repair: Repair) -> bool:
-    """Is the row right only with less split than it wanted: gathered at once, or whole?"""
+    """Return whether the row is right only with less sharding than it requested: gathered at once, or replicated."""
     return (
         change.new is None
         or "gather" in repair.dialect.text(change.new)
@@ -152,7 +152,7 @@ def _proof(findings: Iterable[Finding], repair: Repair) -> str:
 
 
 def _told(repair: Repair, change: Change) -> tuple[str, str]:
-    """Why a change is needed where no check named its row."""
+    """Return why a change is needed where no check named its row."""
     names = few(change.patterns)
     if change.old is None:
         return "pairing", f"the plan has no row for {names}, which the rows around it require"
@@ -163,7 +163,7 @@ def _told(repair: Repair, change: Change) -> tuple[str, str]:
 
 
 def _fix(repair: Repair, change: Change) -> str:
-    """What to write, in the dialect's words. The plan that has it passed its audit."""
+    """Return what to write, in the dialect's words. The plan that has it passed its audit."""
     if change.new is None or change.covered:
         key = change.key if isinstance(change.key, str) else few(change.patterns)
         return (

@@ -33,7 +33,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
 
 
 def gather_bytes(subject: Audited, rows: int) -> tuple[int, int]:
-    """What gathering costs a rank more than keeping split: in the head's forward, and by the end of backward."""
+    """Return the extra bytes on a rank if logits are gathered: in the head's forward, and by the end of backward."""
     item = 2
     whole = subject.settings.tokens * rows
     saved = (subject.tp_size - 1) / subject.tp_size

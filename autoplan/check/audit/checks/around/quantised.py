@@ -44,7 +44,7 @@ def partings(
 
 
 def parting(weight: PackedWeight, said: Said, tp: int) -> Parting | None:
-    """What is wrong with the stored tensors of a weight that is cut so; None: they follow it."""
+    """Return what is wrong with the stored tensors of a weight that is sharded so; None if they follow it."""
     if said.dim is None or said.line is None:
         return None
     for tensor in weight.tensors:
@@ -67,7 +67,7 @@ def parting(weight: PackedWeight, said: Said, tp: int) -> Parting | None:
 
 
 def _apart(weight: PackedWeight, tensor: PackedTensor, dim: PackedDim, said: Said, tp: int) -> Parting | None:
-    """Does each rank hold exactly the blocks of its rows?"""
+    """Return a finding if a rank does not hold exactly the blocks of its rows."""
     assert said.dim is not None and said.line is not None
     held = plain_rows(dim.size, said.parts, tp)
     segments = weight.segments if said.dim == weight.rows else ()
@@ -136,7 +136,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
 
 
 def _parted(subject: Audited) -> Iterator[Finding]:
-    """What the config says is stored, held against what the plan cuts."""
+    """Compare what the config says is stored with what the plan shards."""
     if subject.plan.plan is not None:
         return  # ours cuts stored tensors with their weight
     alike: dict[tuple[str, str, str], list[str]] = {}
@@ -177,7 +177,7 @@ def _problem(subject: Audited, weight: str, scale: str, tensor: Any, blocks: tup
 
 
 def _cut(subject: Audited, name: str) -> Said | None:
-    """What happens to a parameter, or to a buffer (of which no library cuts any, unless a plan of ours says so)."""
+    """Return how a parameter or a buffer is sharded (no library shards buffers, unless an autoplan plan says so)."""
     if name in subject.by_name:
         return subject.by_name[name].said
     if subject.plan.plan is None:

@@ -94,7 +94,7 @@ def _takes(subject: Audited, weight: Weight) -> Lies:
 
 
 def _stated(subject: Audited, weight: Weight, side: str) -> Lies:
-    """What a style object of torch says of one side itself."""
+    """Return what a style object of torch itself says about one side."""
     assert weight.said.line is not None
     layouts = getattr(subject.plan.raw.get(weight.said.line.pattern), side, None)
     layout = layouts[0] if isinstance(layouts, (list, tuple)) and layouts else layouts

@@ -39,7 +39,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
 
 
 def _holds(subject: Audited, line: object, module: str) -> bool:
-    """Is a line about the module itself, or one that holds it?"""
+    """Return whether a line is about the module itself or one that holds it."""
     parts = module.split(".")
     return any(subject.plan.reaches(line, ".".join(parts[:n])) for n in range(1, len(parts) + 1))  # type: ignore[arg-type]
 

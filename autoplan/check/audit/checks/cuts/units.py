@@ -60,7 +60,7 @@ def _broken_unit(subject: Audited, weight: Weight) -> tuple[int, int] | None:
 
 
 def _width(subject: Audited, parameter: str, dim: int, units: int) -> int:
-    """How many rows one of the units has: what stands after it in the segments of this dim."""
+    """Return the rows of one unit: what follows it in the segments of this dim."""
     term = subject.solution.axes.of(subject.solution.trace.by_name[parameter])[dim]
     for segment in segments(find(term)):
         sizes = [find(part).size for part in factors(find(segment))]

@@ -69,7 +69,7 @@ def _buffers(subject: Audited) -> dict[str, Any]:
 
 
 def _expanded(items: tuple[Any, ...], names: dict[str, Any]) -> dict[str, set[Any]]:
-    """What is said of each name, by whatever pattern."""
+    """Return what is said of each name, by whatever pattern."""
     said: dict[str, set[Any]] = {}
     for item in items:
         for name in names if "*" in item.pattern else (item.pattern,):

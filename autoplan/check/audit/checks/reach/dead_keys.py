@@ -41,7 +41,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
 
 
 def _takers(subject: Audited, line: Line, known: Iterable[str]) -> list[str]:
-    """What a key may have been meant for: names that no row reaches, and for a style that cuts, that can be cut."""
+    """Return what a key may have been meant for: names without a row that, for a sharding style, can be sharded."""
     able = {name for weight in subject.weights if weight.fact.dim is not None for name in weight.names}
     able |= {name.rpartition(".")[0] for name in able}
     cuts = CUTS.get(line.style, "any") not in ("whole", "nothing")
