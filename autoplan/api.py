@@ -89,8 +89,7 @@ def plan(
     wish = Wish(tp_size, ep_size, sequence_parallel, strict, prove, trial_seconds, uneven, cp_size)
     if cp_size > 1 and (source not in ("auto", "inferred") or overrides is not None):
         raise AutoplanError(
-            f"source={source!r}, overrides={overrides!r} with cp_size={cp_size}: context-parallel "
-            "plans are always inferred",
+            f"source={source!r}, overrides={overrides!r} with cp_size={cp_size}: such plans are inferred",
             hint="omit source and overrides",
         )
     source = "inferred" if cp_size > 1 else source

@@ -26,8 +26,7 @@ def successor(name: str, renamed: Mapping[str, Renamed], owner: str = "autoplan"
     if rename is None:
         return None
     warnings.warn(
-        f"{owner}.{name} was renamed {owner}.{rename.by} in version {rename.since} and will be removed in "
-        f"version {rename.until}",
+        f"{owner}.{name} was renamed {owner}.{rename.by} in {rename.since} and will be removed in {rename.until}",
         DeprecationWarning,
         stacklevel=stacklevel,
     )

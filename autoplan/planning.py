@@ -321,6 +321,4 @@ def sequence_findings(solution: Solution) -> tuple[Finding, ...]:
     if not solution.sequence_parallel:
         why = "; ".join(map(str, solution.whole_sequence))
         return (Finding("sequence", "warn", "", f"sequence parallelism was requested but is not applied: {why}"),)
-    return tuple(
-        Finding("sequence", "note", "", f"the full sequence is needed: {why}") for why in solution.whole_sequence
-    )
+    return tuple(Finding("sequence", "note", "", f"full sequence needed: {why}") for why in solution.whole_sequence)

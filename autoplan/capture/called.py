@@ -171,8 +171,7 @@ def with_shapes(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]] | None)
         return model
     if not feeds:
         raise CaptureError(
-            f"{waiting[0]} of {type(model).__name__} is uninitialized until the first call "
-            f"({len(waiting)} such parameters)",
+            f"{waiting[0]} of {type(model).__name__} is uninitialized until the first call ({len(waiting)} such)",
             hint="call the model once on an example before planning, or pass inputs= (then a copy is called)",
         )
     copy = copied(model)

@@ -36,9 +36,7 @@ class Draw:
     def spread(self, allowed: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Return numbers spread over all of `allowed`; a quarter is drawn freely, so that some occur twice."""
         if not allowed:
-            raise SourceError(
-                "there are no values to choose example ids from", hint="check the config for a vocabulary of size 0"
-            )
+            raise SourceError("no values to choose example ids from", hint="check the config for an empty vocabulary")
         count = prod(_few(shape))
         even = torch.arange(count - count // 4) * len(allowed) // max(1, count - count // 4)
         places = torch.cat([even, self.integers(0, len(allowed), (count // 4,))])
@@ -52,9 +50,7 @@ class Draw:
             return evaluate(rule["size"], known)
         shape = [evaluate(size, known) for size in rule["shape"]]
         if any(size < 0 for size in shape) or prod(shape) > _MOST_DESCRIBED:
-            raise SourceError(
-                f"rules/inputs: {rule['shape']} evaluates to {shape} here", hint="give the shape of an example"
-            )
+            raise SourceError(f"rules/inputs: {rule['shape']} is {shape} here", hint="give the shape of an example")
         kind = rule.get("kind", "normal")
         if kind == "ids":
             return self.integers(evaluate(rule.get("low", 1), known), evaluate(rule.get("high", 90), known), shape)

@@ -168,10 +168,8 @@ def prove_graph(
         )
         for axis, e in law.failed.items()
     ]
-    text = (
-        f"{len(law.passed)} axes permuted without changing the output, {played.split_ops} ops replayed on "
-        f"{_TINY_TP} simulated ranks"
-    )
+    replayed = f"{played.split_ops} ops replayed on {_TINY_TP} simulated ranks"
+    text = f"{len(law.passed)} axes permuted without changing the output, {replayed}"
     text += f"; except {', '.join(missing)}, which the tiny clone never runs" if missing else ""
     wrong = _found_wrong(trial, findings)
     ok = not wrong and trial.outcome != "skipped"

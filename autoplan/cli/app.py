@@ -88,9 +88,7 @@ def plan(
     sequence_parallel: Cut = False,
     uneven: Annotated[
         str,
-        typer.Option(
-            metavar="never|blocks", help="Allow ranks to hold unequal numbers of a quantised weight's blocks?"
-        ),
+        typer.Option(metavar="never|blocks", help="May ranks hold unequal numbers of quantised blocks?"),
     ] = "never",
     trial_seconds: Annotated[
         float, typer.Option("--trial-seconds", min=0.001, help="Time limit of the trial on simulated ranks.")

@@ -34,16 +34,10 @@ def audit(
     tp: TpSize = 2,
     layers: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="Class name or path of the modules that FSDP wraps or checkpointing uses; repeatable."
-        ),
+        typer.Option(metavar="NAME", help="Class name or path that FSDP or checkpointing wraps; repeatable."),
     ] = None,
-    tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens per step and rank, to estimate the cost of gathering.")
-    ] = 8192,
-    dtype: Annotated[
-        str | None, typer.Option(help="Also run in this dtype, to distinguish bugs from rounding.")
-    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per step and rank, for the cost of gathering.")] = 8192,
+    dtype: Annotated[str | None, typer.Option(help="Also run in this dtype, to tell bugs from rounding.")] = None,
     fail_on: Annotated[FailOn, typer.Option("--fail-on", help="Exit with code 1 from this level on.")] = FailOn.error,
     fix: Annotated[
         bool, typer.Option("--fix", help="Write the corrected and audited plan, in its own dialect, to the file of -o.")

@@ -90,9 +90,7 @@ def choose(
     mixed_precision: Precision = None,
     matmuls: Matmuls = None,
     chunked_loss: Chunked = False,
-    margin: Annotated[
-        float, typer.Option("--margin", min=0.0, max=0.99, help="Fraction of memory to leave free.")
-    ] = 0.0,
+    margin: Annotated[float, typer.Option("--margin", min=0.0, max=0.99, help="Fraction of memory left free.")] = 0.0,
     like: Annotated[
         str | None, typer.Option("--like", help="Show the row of this mesh, and its extra cost over the first.")
     ] = None,

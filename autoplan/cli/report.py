@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 def report(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As in `autoplan plan`, or a plan file.")],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="The page to write, such as plan.html.")
-    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Page to write (.html).")],
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="Number of ranks; a plan file has its own.")] = None,
     mesh: Annotated[
         str | None,

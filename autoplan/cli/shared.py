@@ -38,26 +38,20 @@ class Engine(StrEnum):
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Model to plan; see the end of `autoplan --help`.")]
 TpSize = Annotated[int, typer.Option("--tp", min=1, help="Number of ranks.")]
 EpSize = Annotated[
-    int, typer.Option("--ep", min=1, help="Place experts on this many ranks: those of --tp, or with --tp 1 any number.")
+    int, typer.Option("--ep", min=1, help="Place experts on this many ranks: those of --tp, or with --tp 1 any.")
 ]
-CpSize = Annotated[
-    int, typer.Option("--cp", min=1, help="Shard the sequence over this many ranks; alone, or with --tp.")
-]
+CpSize = Annotated[int, typer.Option("--cp", min=1, help="Shard the sequence over this many ranks.")]
 LongCut = Annotated[
     int,
-    typer.Option("--cp", min=1, help="Shard the sequence over this many ranks; alone it is --mesh dp_shard=1,cp=N."),
+    typer.Option("--cp", min=1, help="Shard the sequence over N ranks; alone it is --mesh dp_shard=1,cp=N."),
 ]
 Cut = Annotated[
     bool,
-    typer.Option(
-        "--sequence-parallel", help="Also shard the residual stream along the sequence between tensor-parallel regions."
-    ),
+    typer.Option("--sequence-parallel", help="Shard the residual stream along the sequence."),
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that ships with the model.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Output = Annotated[
-    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file instead of stdout.")
-]
+Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file, not stdout.")]
 Page = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Also write an HTML page.")]
 
 
@@ -148,9 +142,7 @@ def _to_stdout() -> Iterator[None]:
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            raise AutoplanError(
-                f"cannot write to stdout: {error.strerror}", hint="free some space, or use -o"
-            ) from error
+            raise AutoplanError(f"cannot write to stdout: {error.strerror}", hint="or use -o") from error
 
 
 def flushed(code: int) -> int:

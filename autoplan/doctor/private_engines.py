@@ -76,11 +76,9 @@ def _takes(name: str, given: tuple[str, ...]) -> bool:
     return tuple(argument.name for argument in arguments[: len(given)]) == given
 
 
+@ENGINES.hold(f"{_RANKS}; collectives are counted there; waiting ranks wake when one fails", f"{_PG}.ProcessLocalGroup")
 @ENGINES.hold(
-    f"{_RANKS}; collectives are counted there, and waiting ranks woken when a rank fails", f"{_PG}.ProcessLocalGroup"
-)
-@ENGINES.hold(
-    "when a rank fails, the waiting ranks are released",
+    "waiting ranks are released if one fails",
     f"{_PG}.ProcessLocalGroup._terminate",
     f"{_PG}.ProcessLocalGroup._coll_lock",
     f"{_PG}.ProcessLocalGroup._cur_coll_on_pgs",

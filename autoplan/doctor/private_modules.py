@@ -37,7 +37,7 @@ def _hooks_of_backward() -> bool:
 
 
 @MODULES.hold(
-    "FSDP2's hook after a load is called with the same arguments as torch passes",
+    "FSDP2's hook after a load is called as torch does",
     "torch.nn.modules.module._IncompatibleKeys",
 )
 def _incompatible() -> bool:
@@ -114,7 +114,7 @@ def _flat() -> bool:
 
 
 @MODULES.hold(
-    "only some of many equal blocks are recorded; they are found by their original indices",
+    "the few recorded blocks are found by their original indices",
     "torch.nn.ModuleList._get_abs_string_index",
 )
 def _places_of_blocks() -> bool:

@@ -32,9 +32,7 @@ class _Own(torch.Tensor):
         raise AssertionError("the subclass was asked")
 
 
-@TORCH.hold(
-    "autoplan's hooks must not count as calls of the model for a function mode", "torch._C.DisableTorchFunction"
-)
+@TORCH.hold("autoplan's hooks must not be seen by a function mode", "torch._C.DisableTorchFunction")
 def _no_functions() -> bool:
     with _Counting() as mode, torch._C.DisableTorchFunction():
         torch.ones(1) + torch.ones(1)
@@ -262,7 +260,7 @@ def _backward_class() -> bool:
 
 
 @TORCH.hold(
-    "whether torch's own loss parallelism is active on sharded logits",
+    "whether torch's loss parallelism is active",
     "torch.distributed.tensor.DTensor._op_dispatcher",
 )
 def _knows_loss_parallel() -> bool:

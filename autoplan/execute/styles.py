@@ -116,8 +116,7 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
         return plan
     if plan.sequence_parallel:
         raise PlanMismatchError(
-            f"the plan for {plan.model} shards the stream along the sequence, and the ends of the stream are not "
-            "in this stage",
+            f"the plan for {plan.model} shards the sequence of a stream whose ends are not in this stage",
             hint="plan the whole model with sequence_parallel=False: stages exchange full sequences",
         )
     part = replace(

@@ -147,8 +147,7 @@ class Choice:
     def _refuse_supposed_adapters(self) -> None:
         if self.steps is not None and self.steps.adapters:
             raise AutoplanError(
-                f"{self.source.name} has no adapters: adapters of rank {self.steps.lora_rank} were added for the "
-                "estimate",
+                f"{self.source.name} has no adapters: rank {self.steps.lora_rank} was assumed for the estimate",
                 hint="add yours (peft's get_peft_model, on meta), and choose for that model to get a plan",
             )
 

@@ -265,8 +265,7 @@ def _notes(
     if asked.cpu_offload:
         found.append(
             "cpu_offload: parameters, gradients and states are in host memory; times assume "
-            f"{HOST_LINK / 1000000000.0:.0f} GB/s to it and {HOST_MEMORY / 1000000000.0:.0f} GB/s of it for each "
-            "rank"
+            f"{HOST_LINK / 1e9:.0f} GB/s to it and {HOST_MEMORY / 1e9:.0f} GB/s of it for each rank"
         )
     if asked.train != "inference" and OPTIMIZERS[asked.optimizer].paged:
         found.append(f"{asked.optimizer}: its states are counted in host memory, where they go when the GPU is full")
@@ -275,9 +274,7 @@ def _notes(
     tp = asked.size("tp")
     legal = steps.split(tp, asked.ep, asked.sequence_parallel).legal_tp if tp > 1 else ()
     if legal and tp not in legal:
-        found.append(
-            f"tp {tp} does not divide everything that could be sharded; valid sizes: {', '.join(map(str, legal))}"
-        )
+        found.append(f"tp {tp} does not divide all that can be sharded; valid sizes: {', '.join(map(str, legal))}")
     return tuple(found)
 
 

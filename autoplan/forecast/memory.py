@@ -50,8 +50,7 @@ class DataRanks:
         return sum(int(self.padded(p) * (p.packed or self.compute or p.size) * self.part(p)) for p in unit.parameters)
 
     def turned(self, unit: UnitSize) -> int:
-        """Return the gathered bytes that FSDP2 copies once more, since they are sharded along another dim than the
-        first."""
+        """Return the gathered bytes that FSDP2 copies again, since they are not sharded along the first dim."""
         inside = (p for p in unit.parameters if p.cut_inside(self.shard))
         return sum(int(p.elements * (p.packed or self.compute or p.size) * self.part(p)) for p in inside)
 

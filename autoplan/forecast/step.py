@@ -41,8 +41,7 @@ _WAYS = tuple((folded, how) for folded in (True, False) for how in ("fake", "kno
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings on which a recording depends. `training`: with labels and backward; else a forward that keeps its
-    cache."""
+    """The settings of a recording. `training`: with labels and backward; else a forward that keeps its cache."""
 
     tp: int = 1
     ep: int = 1
@@ -205,8 +204,7 @@ class Steps:
         return None if program is None else replace(two, program=program)
 
     def _thinner(self, setting: Setting) -> Recorded | None:
-        """Extrapolate: what is sharded evenly is a constant and a part of 1 / tp; None if anything is not, or nothing
-        is recorded."""
+        """Extrapolate as a constant and a part of 1 / tp; None if not all is sharded evenly, or nothing is recorded."""
         if setting.tp % 4 or setting.tp < 8 or setting.ep > 1:
             return None
         half, quarter = (self.known.get(replace(setting, tp=setting.tp // n)) for n in (2, 4))

@@ -91,8 +91,7 @@ class Sweep:
         return [tp for tp in legal if gpus % tp == 0 and tp <= self._most_ranks(gpus)]
 
     def _most_ranks(self, gpus: int) -> int:
-        """Return the most ranks of one split: training sends too much between nodes, weights to be served may need
-        several."""
+        """Return the most ranks of one split: training stays in a node, weights to be served may need several."""
         return gpus if self.train == "inference" else min(gpus, self.per_node)
 
     def splits(self, gpus: int) -> Iterator[Split]:

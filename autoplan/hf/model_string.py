@@ -157,7 +157,7 @@ def _from_builder(module_name: str, function_name: str) -> Found:
         )
     if inputs is not None and not isinstance(inputs, Mapping):
         raise SourceError(
-            f"{builder}() returned inputs of type {type(inputs).__name__}",
+            f"{builder}() returned a {type(inputs).__name__} as inputs",
             hint="return a dict: argument name -> tensor",
         )
     return Found(module=module, inputs=inputs)

@@ -117,8 +117,7 @@ def _canary() -> bool:
 SEEDING = Patch(
     name="seeding of ranks",
     replaces=f"{', '.join(_NAMES)} of torch, torch.random, torch.cuda and torch.cuda.random",
-    why="ranks re-synchronise their shared random stream after seeding, and a generator's state does not show "
-    "that it was seeded",
+    why="ranks re-synchronise their random stream after seeding, which the state of a generator does not show",
     scope="while a model sharded by `parallelize` that may draw random numbers is alive",
     undone="torch's functions are restored when the last such model is collected",
     canary=_canary,

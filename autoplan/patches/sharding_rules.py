@@ -78,8 +78,7 @@ SHARDING_RULES = while_split(
     name="sharding rules of ops",
     replaces="entries of DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs and op_to_schema_info, which "
     "torch.distributed.tensor.experimental.register_sharding makes",
-    why="anomaly detection and forward-mode AD run ops on parameters and gradients for which DTensor has no "
-    "sharding rule",
+    why="anomaly detection and forward-mode AD run ops on parameters for which DTensor has no rule",
     canary=_canary,
     without="anomaly detection and forward-mode AD of a sharded model fail with a missing sharding rule",
 )
@@ -135,8 +134,7 @@ def _ops_by_whole_canary() -> bool:
 OPS_BY_WHOLE = while_split(
     name="ops by the whole",
     replaces="entries of DTensor._op_dispatcher._custom_op_handlers",
-    why="for a sharded DTensor, DTensor returns the local number to Python, and draws the same random numbers "
-    "for the shards of all ranks",
+    why="DTensor returns local numbers of sharded values to Python, and draws the same numbers for all shards",
     canary=_ops_by_whole_canary,
 )
 

@@ -47,8 +47,7 @@ def _canary() -> bool:
 PROCESS_GROUP = Patch(
     name="process group",
     replaces="torch.distributed.is_initialized, get_rank, get_world_size and the collectives, for callers in the model",
-    why="a model that communicates by itself hangs when only one rank plans, and its own parallelism would be "
-    "added to the plan's",
+    why="a model that communicates itself hangs if one rank plans, and its own parallelism would be planned too",
     scope="while a plan is made and verified",
     undone="the functions are restored",
     canary=_canary,
@@ -82,9 +81,8 @@ def _made(name: str) -> Callable[[Any], Any]:
             if name in _NOTHING:
                 return None
             raise CaptureError(
-                f"the model's forward calls torch.distributed.{name} although "
-                "torch.distributed.is_initialized() is False while a plan is made",
-                hint="call it only if torch.distributed.is_initialized()",
+                f"the model's forward calls torch.distributed.{name} itself, although no process group is initialized",
+                hint="call it only if torch.distributed.is_initialized(), which is False while a plan is made",
             )
 
         return instead
@@ -279,8 +277,7 @@ def _host_canary() -> bool:
 HOST_GENERATORS = Patch(
     name="host generators of simulated ranks",
     replaces="the functions of random and numpy.random that draw from the generator of the process",
-    why="numbers that a forward draws with Python or numpy must not depend on the order in which the ranks' "
-    "threads run",
+    why="draws of Python's or numpy's generators must not depend on the order of the ranks' threads",
     scope="while simulated ranks run",
     undone="the modules' functions are restored",
     canary=_host_canary,

@@ -53,8 +53,7 @@ def _full_state_dicts_canary() -> bool:
 FULL_STATE_DICTS = while_split(
     name="full state dicts",
     replaces="torch.distributed._state_dict_utils._distribute_tensors",
-    why="torch would shard the full tensor evenly, but a parameter with rows replicated on several ranks has "
-    "another local size",
+    why="torch would shard it evenly, but a parameter with rows on several ranks has another local size",
     canary=_full_state_dicts_canary,
 )
 

@@ -326,10 +326,7 @@ class Exchanged(Reason):
 @dataclass(frozen=True)
 class MixesNothing(Reason):
     def __str__(self) -> str:
-        return (
-            "no op that mixes positions treats its units independently, so each rank applies all of it to its "
-            "own positions"
-        )
+        return "no op that mixes positions treats its units independently: each rank applies it to its own positions"
 
 
 @dataclass(frozen=True)
@@ -340,7 +337,7 @@ class MixedWhole(Reason):
     def __str__(self) -> str:
         return (
             f"{self.size} units, which ops that mix positions treat independently, are not divisible by "
-            f"cp={self.ranks}: every rank of cp computes all of them, on all positions"
+            f"{self.ranks} ranks: the ranks of cp compute the same ones, on all positions"
         )
 
 

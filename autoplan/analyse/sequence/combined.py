@@ -88,9 +88,7 @@ class _Combined:
                 rows = layout.rows(c, self.cp_size) if layout.is_split else tuple(range(layout.size))
                 wanted = whole.rows(t * self.cp_size + c, self.tp_size * self.cp_size)
                 if layout.size != len(held) or tuple(held[row] for row in rows) != wanted:
-                    _refuse(
-                        own.pattern, f"the part held by a tp rank ({own.layout}) differs from what its cp ranks read"
-                    )
+                    _refuse(own.pattern, f"the part of a tp rank ({own.layout}) is not what its cp ranks read")
         if not layout.is_split:
             return replace(read, dim=None, layout=None)
         return replace(read, layout=str(layout))

@@ -148,8 +148,7 @@ class _Outside:
                 tensor = given[0]
 
     def picked(self, heads: Iterable[Crossing]) -> Iterator[tuple[Crossing, int]]:
-        """Yield where the model's own code takes from a module what it makes logits of, before it may pick
-        positions."""
+        """Yield where the model's own code gets from a module what it makes logits of, and may pick positions."""
         for head in heads:
             for _, tensor in self.trace.visits[head.visit].inputs:
                 maker = self.flow.producer.get(tensor, -1)
@@ -184,8 +183,7 @@ class _Outside:
         return use in self.calls or at_cut or self._is_copied(tensor, use)
 
     def _joins(self, call: int, asked: set[int]) -> bool:
-        """Return whether all readers of a call's outputs give parts of their gradients; then the call lies outside,
-        too."""
+        """Return whether all readers of a call's outputs give parts of their gradients: then it lies outside, too."""
         if call in asked:
             return True
         asked.add(call)

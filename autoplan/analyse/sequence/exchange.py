@@ -215,8 +215,7 @@ class _Exchanges:
         return min(found, key=lambda i: (self.trace.visits[i].calls[1] - self.trace.visits[i].calls[0], -i))
 
     def _by_position(self, number: int, given: set[int]) -> bool:
-        """Return whether a module treats each of these positions by itself, and reads nothing else that has
-        positions."""
+        """Return whether a module treats each of these positions by itself, and reads no other positions."""
         visit = self.trace.visits[number]
         known = set(given)
         if any(

@@ -70,8 +70,7 @@ class Stream(CutStream):
         return found
 
     def _starts(self, blocks: list[tuple[int, ModuleVisit]]) -> Iterator[tuple[Crossing, int, Term]]:
-        """Yield where the stack is entered, perhaps repeatedly: the boundary, the stream's value there, its
-        sequence."""
+        """Yield where the stack is entered, perhaps repeatedly: the boundary, the stream's value, its sequence."""
         first = [(number, visit) for number, visit in blocks if visit.module == blocks[0][1].module]
         returned = {tensor for _, visit in blocks for _, tensor in visit.outputs}
         paths = (p for _, v in first for p, t in v.inputs if t in self.flow.carries and self._axis(t) is not None)
@@ -258,8 +257,7 @@ class Stream(CutStream):
         )  # fmt: skip
 
     def _alike(self, index: int) -> bool:
-        """Return whether a call makes the same for every position, from nothing that has positions: a shard is made
-        alike."""
+        """Return whether a call makes the same for every position from nothing that has positions."""
         inputs = self.flow.inputs[index]
         carrying = [t for t in inputs if t in self.flow.carries]
         return (

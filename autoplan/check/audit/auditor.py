@@ -123,8 +123,7 @@ def _ran(subject: Audited) -> str:
 
 
 def _findings(subject: Audited) -> Iterable[Finding]:
-    """Return the findings of all checks. Hints about rows are marked: a repair replaces them by changes whose plan
-    passed its audit."""
+    """Return all findings. Hints about rows are marked: a repair replaces them by changes that passed an audit."""
     findings: list[Finding] = []
     for check in CHECKS:
         own = check.run(subject, tuple(findings))

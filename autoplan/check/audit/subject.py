@@ -38,8 +38,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Said:
-    """The effect of a plan on one parameter: the sharded dim (None: replicated), in how many packed parts, by which
-    line."""
+    """The effect of a plan on a parameter: the sharded dim (None: replicated), its packed parts, the line."""
 
     line: Line | None
     dim: int | None = None

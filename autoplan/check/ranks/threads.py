@@ -87,9 +87,7 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
     with _one_run:
         _unstoppable[:] = [thread for thread in _unstoppable if thread.is_alive()]
         if _unstoppable:
-            raise RankTimeout(
-                f"{len(_unstoppable)} ranks of an earlier run are still running", hint="start a new process"
-            )
+            raise RankTimeout(f"{len(_unstoppable)} ranks of an earlier run still run", hint="start a new process")
         ranks: list[_Rank] = []
         state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
         with ExitStack() as stack:

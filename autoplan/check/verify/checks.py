@@ -39,9 +39,7 @@ LOSS_LIMIT = 1e-4  # models compute losses in float32, whatever their dtype
 _RAISED = 0.2  # rate of dropout
 DRAWS = Group("draw", drawn=True)
 NORM = Group("norm of all gradients")
-ADVICE = {
-    NORM: "clip_grad_norm_ clips by a different norm than unsharded: parameters must be DTensors, rows counted once"
-}
+ADVICE = {NORM: "clip_grad_norm_ clips by another norm than unsharded: parameters must be DTensors, rows counted once"}
 
 
 @dataclass(frozen=True)
@@ -352,9 +350,7 @@ CHECKS = (
     Check("state_dict", "saved names, shapes and values; a plain checkpoint loads back", state_dict),
     Check("forward", "outputs and every gradient, in eval mode", forward),
     Check("second_shape", "the same at another batch size and length", second_shape, _no_second_shape),
-    Check(
-        "training", "training mode without dropout, and buffers afterwards", training, _trains_alike, if_it_runs=True
-    ),
+    Check("training", "training mode without dropout, buffers afterwards", training, _trains_alike, if_it_runs=True),
     Check("loss", "the loss that the model computes from labels, and its gradients", loss, _no_labels),
     Check("attention", "the same with the other attention implementation", attention, _one_attention),
     Check("cache", "decoding token by token with a cache", cache, _no_cache),

@@ -70,7 +70,7 @@ def _verdict(layers: Mapping[str, Mapping[str, float]], exact: bool) -> dict[str
         }
     return {
         "verdict": "rounding",
-        "why": f"exact in float64; in bfloat16 {worst} has the largest error ratio ({numbers})",
+        "why": f"exact in float64; largest bfloat16 error ratio: {worst} ({numbers})",
     }
 
 

@@ -278,9 +278,8 @@ def _engine_for(clone: Clone) -> Engine:
         return "gloo"
     if GENERATORS in clone.outside:
         raise AutoplanError(
-            "the model draws from numpy's or Python's generator through functions other than those of numpy.random "
-            "and random (as scipy does); thread-based ranks would share it, and the model cannot be pickled for "
-            "processes",
+            "the model draws from numpy's or Python's generator through functions other than those of numpy.random and "
+            "random (as scipy does); thread-based ranks would share it, and the model cannot be pickled for processes",
             hint="define the model's classes in an importable module, so that ranks can run as processes",
         )
     return "threads"

@@ -201,9 +201,7 @@ def _packed_findings(
         options = ways_out(facts, solution, packed)
         whole = _bytes_whole(facts, solution, packed)
         text = f"{why}; " + (
-            "it is replicated, with every dim that shares its sharding"
-            if whole
-            else "its product is sharded and gathered"
+            "it is replicated, with all that shares its axis" if whole else "its product is sharded and gathered"
         )
         ways = "; ".join(str(way) for way in options if way.kind != "whole")
         for pattern in fold_names(weights, names.parameters):

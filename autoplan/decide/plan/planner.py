@@ -250,9 +250,7 @@ def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Name
     seen: dict[tuple[str, str], list[str]] = {}
     for draft in drafts:
         if draft.rule is not None and draft.entry.style not in draft.allowed and not desk.sequence_parallel:
-            text = (
-                f"rule {draft.rule.id!r} expects {' or '.join(draft.allowed)}, but analysis derived {draft.entry.style}"
-            )
+            text = f"rule {draft.rule.id!r} expects {' or '.join(draft.allowed)}, analysis derived {draft.entry.style}"
             seen.setdefault(("rule-style", text), []).append(draft.entry.pattern)
     for (check, text), patterns in seen.items():
         for pattern in names.fold(list(dict.fromkeys(patterns))):

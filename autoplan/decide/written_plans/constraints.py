@@ -140,9 +140,8 @@ def check_choices(choices: ChosenCuts, solution: Solution) -> tuple[str, ...]:
                 right = choice.style.removeprefix("packed_") if says_packed else f"packed_{choice.style}"
                 contents = "one run of units" if says_packed else "several segments, sharded separately"
                 raise WrittenPlanError(
-                    f"{choices.name}: {choice} shards {fact.names[0]} as "
-                    f"{'packed' if says_packed else 'plain'}, but dim {fact.dim} holds {contents}: "
-                    f"{fact.layout}",
+                    f"{choices.name}: {choice} shards {fact.names[0]} as {'packed' if says_packed else 'plain'}, but "
+                    f"dim {fact.dim} holds {contents}: {fact.layout}",
                     hint=f"write {choice.pattern!r}: '{right}'",
                 )
     return tuple(dict.fromkeys(notes))

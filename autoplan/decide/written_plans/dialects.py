@@ -97,9 +97,7 @@ def _called(function: Callable[..., Any], path: str, model: Any, sequence_parall
     required = [p for p in places if p.default is p.empty]
     if len(required) > 2:
         names = ", ".join(p.name for p in required)
-        raise WrittenPlanError(
-            f"{path} requires ({names})", hint="it may take (), (model) or (model, sequence_parallel)"
-        )
+        raise WrittenPlanError(f"{path} requires ({names})", hint="allowed: (), (model) or (model, sequence_parallel)")
     return function(*list(offered.values())[: len(required)])
 
 

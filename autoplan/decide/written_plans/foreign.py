@@ -83,7 +83,7 @@ def read_deepspeed(data: Any, name: str, parameters: Iterable[str], tolerant: bo
         elif not matched:
             raise WrittenPlanError(
                 f"{where}: {spec.get('patterns')} match no parameter that is not yet matched",
-                hint="DeepSpeed matches from the start of a name (begin with '.*'); parameter names look like "
+                hint="DeepSpeed matches from the start of a name (begin with '.*'); names look like "
                 f"{', '.join(fold_names(names)[:3])}",
             )
         taken.update(matched)

@@ -82,11 +82,7 @@ def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[
                 and e.style != "replicated_with_grad_allreduce"
             ]
         else:
-            why = (
-                str(part.needs[0])
-                if part.needs
-                else f"no style of transformers implements it ({part.entries[0].style})"
-            )
+            why = str(part.needs[0]) if part.needs else f"no transformers style does it ({part.entries[0].style})"
             refused += part.refused(why)
     return styles, refused
 

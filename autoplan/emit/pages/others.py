@@ -106,7 +106,7 @@ def _facts(report: Report) -> Safe:
     texts = [str(details["plan"])] if "plan" in details else []
     if "bytes_per_rank" in details:
         held, least = details["bytes_per_rank"], details["bytes_per_rank_inferred"]
-        texts.append(f"{bytes_text(held)} of weights per rank ({bytes_text(least)} if everything possible is sharded)")
+        texts.append(f"{bytes_text(held)} of weights per rank ({bytes_text(least)} if fully sharded)")
     for side in ("a", "b"):
         if side in details:
             one = details[side]
@@ -131,10 +131,7 @@ def _drawing(report: Report) -> Iterable[Safe]:
     for place in range(len(drawn.flow)):
         pair = [block_figure(scene.blocks[place], side) for scene, side in zip(scenes, names, strict=True)]
         figures.append(el("div", *pair, class_="blocks pair"))
-    about = (
-        "Blue boxes are sharded along dim 0, orange ones along 1, green ones along 2, grey ones are replicated; a "
-        "finding's "
-    )
+    about = "Blue boxes are sharded along dim 0, orange along 1, green along 2, grey ones are replicated; a finding's "
     more = "number is shown in the box that it is about." + (
         " Where the plans differ, the box has a thick border." if len(sides) == 2 else ""
     )

@@ -111,9 +111,8 @@ def facts(plan: Plan) -> Safe:
 def drawing_section(scene: Scene, drawn: Safe | None = None) -> Safe:
     """Return blocks beside each other, in the order in which they run. `drawn`: pictures of several cases."""
     about = (
-        "Data flow from top to bottom, branches side by side. A box's colour and letter name the axis along which "
-        "it is sharded; grey is replicated. A dashed red edge carries partial sums, which are all-reduced where it "
-        "says so."
+        "Data flow from top to bottom, branches side by side. A box's colour and letter name its sharded axis; grey is "
+        "replicated. A dashed red edge carries partial sums, all-reduced where it says so."
     )
     turned = el("label", el("input", type="checkbox", id="gradients"), " show communication of gradients")
     search = el("label", "Search ", el("input", type="search", id="search"))

@@ -81,10 +81,7 @@ def _sentence(text: str) -> str:
 def _summary(report: Report) -> str:
     details = report.details
     held, possible = bytes_text(details["bytes_per_rank"]), bytes_text(details["bytes_per_rank_inferred"])
-    return (
-        f"{details['plan']}: {details['ran']}; {held} of parameters per rank ({possible} if everything possible "
-        "is sharded)"
-    )
+    return f"{details['plan']}: {details['ran']}; {held} of parameters per rank ({possible} if fully sharded)"
 
 
 def markdown(report: Report) -> str:

@@ -19,9 +19,7 @@ _LONG_PATH = 28
 _LEAST = 10  # the narrowest that a column becomes
 _STYLES = {"module": "cyan", "cut": "dim"}
 _HEADINGS = {"sums": "sums over ranks"}
-_LEGEND = (
-    "cut is dim:layout; ! is sharded over the ranks, * multiplies, | separates segments that are sharded independently"
-)
+_LEGEND = "cut is dim:layout; ! is sharded over the ranks, * multiplies, | separates independently sharded segments"
 
 Cells = dict[str, str]
 

@@ -61,10 +61,7 @@ def estimate_view(found: Estimate) -> RenderableType:
         shares = ", ".join(f"{seconds:.2f} s {part}" for part, seconds in found.time.parts.items() if seconds)
         bar = f" ± {bars['time'][0]:.0%}" if bars else ""
         unit = "tokens" if found.sequence else "samples"
-        step = (
-            f"a step: {found.flops / 1000000000000.0:.1f} TFLOP per rank, {found.time.total:.2f} s{bar} on "
-            f"{found.device}"
-        )
+        step = f"a step: {found.flops / 1e12:.1f} TFLOP per rank, {found.time.total:.2f} s{bar} on {found.device}"
         lines += [Text(""), Text(f"{step} ({shares}): {found.tokens_per_second:,.0f} {unit} per second")]
     if found.decoded_per_second:
         held = f"{found.concurrency} sequences per rank, {found.sequence} cached tokens each"
@@ -160,9 +157,7 @@ def against_view(place: int, row: Row, more: dict[str, float]) -> str:
         return f"{mesh_text(row.estimate.mesh)} is the first row"
     parts = ", ".join(f"{share:+.0%} {name}" for name, share in sorted(more.items(), key=lambda pair: -abs(pair[1]))
                       if abs(share) >= 0.005)  # fmt: skip
-    verdict = (
-        f"a step takes {sum(more.values()):+.0%} longer ({parts})" if row.fits else f"it does not fit ({row.binds})"
-    )
+    verdict = f"a step takes {sum(more.values()):+.0%} ({parts})" if row.fits else f"it does not fit ({row.binds})"
     return f"row {place} is {row}: compared with the first, {verdict}"
 
 
@@ -248,11 +243,7 @@ def valid_sizes(plan: Plan) -> list[str]:
     sizes = ", ".join(map(str, plan.legal_tp))
     if plan.cp_size > 1:
         return []
-    return [
-        f"every axis is divisible at tp {sizes}"
-        if plan.tp_size in plan.legal_tp
-        else f"every axis is divisible at tp {sizes}"
-    ]
+    return [f"valid tp: {sizes}" if plan.tp_size in plan.legal_tp else f"every axis is divisible at tp {sizes}"]
 
 
 def shown_sizes(plan: Plan) -> tuple[int, ...]:

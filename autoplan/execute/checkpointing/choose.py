@@ -129,7 +129,7 @@ def refuse_libraries_own(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, switch, False) is True:
             raise AutoplanError(
-                f"{switch} is already enabled on {name or 'the model'}",
+                f"{name or 'the model'} already has {switch} on",
                 hint=f"call model.{ending}() before parallelize",
             )
 

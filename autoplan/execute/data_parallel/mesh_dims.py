@@ -116,8 +116,7 @@ def _with_context(
     joined = ("cp",) if shard is None else (shard, "cp")
     if dims.index(joined[0]) + len(joined) - 1 != dims.index("cp"):
         raise AutoplanError(
-            f"the mesh has separate dims {joined[0]!r} and 'cp' (dims: {list(dims)}), but gradients are summed "
-            "over both",
+            f"the mesh has separate dims {joined[0]!r} and 'cp' ({list(dims)}), but gradients are summed over both",
             hint=f"put 'cp' right after {joined[0]!r}, or flatten the dims and name the result: "
             'mesh_dims={"dp_shard": name}',
         )

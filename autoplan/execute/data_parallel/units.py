@@ -221,8 +221,7 @@ class _Search:
             full = ", ".join(f"{name}.{k}" if name else k for k in odd)
             raise AutoplanError(
                 f"FSDP2 gathers parameters of one dtype at once, but {full} "
-                f"({', '.join(sorted({str(module._parameters[k].dtype) for k in odd}))}) are in one module with "
-                f"{main}",
+                f"({', '.join(sorted({str(module._parameters[k].dtype) for k in odd}))}) are in one module with {main}",
                 hint="cast them to one dtype (model.to), or freeze the odd ones",
             )
         for key, child in module.named_children():

@@ -256,7 +256,7 @@ class PathGuard:
             return
         if watch.sizes:
             self._say(
-                f"{'; '.join(watch.sizes)} takes the branch for the local shard, not the one for the full value",
+                f"{'; '.join(watch.sizes)} takes the branch of the local shard, not of the full value",
                 _SIZES_HINT,
             )
             return

@@ -113,8 +113,7 @@ def _replaced(where: str, old: nn.Module, new: nn.Module) -> None:
             if not worker.can_move:
                 raise AutoplanError(
                     f"{where}: the plan rewrites calls inside this {type(old).__name__}, which is being removed",
-                    hint="merge in place (model.merge_adapter()), or save the adapter and merge it into the unsharded "
-                    "model",
+                    hint="merge in place (model.merge_adapter()), or save the adapter and merge it unsharded",
                 )
             worker.stop()
             worker.handles = listen(new, worker)

@@ -269,8 +269,7 @@ def _saved(name: str, value: torch.Tensor, parameter: DTensor, held: Held) -> to
         return value
     if not isinstance(value, DTensor) or value.shape != parameter.shape:
         raise AutoplanError(
-            f"the optimizer has a state {name!r} of shape {list(value.shape)} for a packed parameter of "
-            f"{list(held.shape)}",
+            f"the optimizer state {name!r} has shape {list(value.shape)}, its packed parameter {list(held.shape)}",
             hint="only states of the parameter's shape can be converted to checkpoint order; replicate that parameter",
         )
     return in_checkpoint_order(value, held)

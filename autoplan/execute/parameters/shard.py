@@ -205,9 +205,7 @@ class _Builder:
         if not layout.is_uneven and counts != [len(chunk(sum(counts), tp, rank)) for rank in range(tp)]:
             raise IndivisibleError(f"{where}: layout {layout} gives ranks {counts} rows at tp {tp}, which is uneven")
         if held.gradient == "sum" and tp > 1 and not held.shared.count:
-            raise PlanMismatchError(
-                f"{where}: every row of {layout} is on one rank only, so there are no gradients to sum"
-            )
+            raise PlanMismatchError(f"{where}: every row of {layout} is on one rank only: no gradient to sum")
         return held
 
     def _distribute(self, parameter: nn.Parameter, held: Held) -> nn.Parameter:
@@ -271,9 +269,7 @@ def _refuse_differing_ranks(builder: _Builder) -> None:
     numbers = torch.tensor([[len(real), sum(map(len, samples))]], device=builder.device)
     counts = all_gather_rows(numbers, group, 0, each).tolist()
     if any(count != counts[0] for count in counts):
-        shown = ", ".join(
-            f"rank {rank} of {group.size} holds weights in {count}" for rank, (count, _) in enumerate(counts)
-        )
+        shown = ", ".join(f"rank {rank} of {group.size}: {count}" for rank, (count, _) in enumerate(counts))
         raise AutoplanError(
             f"the tp ranks hold weights in different subsets of the {len(builder.originals)} parameters: {shown}",
             hint="build the model with its weights on every rank of a tp group, or on meta on every one",

@@ -46,9 +46,7 @@ def shard_batch(batch: _Batch, mesh: DeviceMesh, *, length: int | None = None, d
 
     def own(value: Any, path: str) -> Any:
         if isinstance(value, PositionLogits):
-            raise AutoplanError(
-                f"{path or 'the batch'} is already sharded", hint="shard a batch once, before the model"
-            )
+            raise AutoplanError(f"{path or 'the batch'} is already sharded", hint="shard it once, before the model")
         if isinstance(value, Mapping):
             return type(value)({key: own(item, f"{path}.{key}".strip(".")) for key, item in value.items()})  # type: ignore[call-arg]
         if type(value) in (tuple, list):

@@ -88,8 +88,7 @@ def _of_dtensor(logits: DTensor) -> Columns:
     others = [placed for at, placed in enumerate(logits.placements) if at not in split and not placed.is_replicate()]
     if len(split) > 1 or others:
         raise AutoplanError(
-            f"logits have placements {logits.placements}: only sharding of the vocabulary, over one mesh dim, is "
-            "supported",
+            f"logits have placements {logits.placements}: only the vocabulary may be sharded, over one mesh dim",
             hint="pass logits.to_local() with group= and vocabulary=; the result then covers these rows",
         )
     if not split:
@@ -341,9 +340,7 @@ def cross_entropy(
         raise AutoplanError(f"reduction={reduction!r}", hint="choose 'mean', 'sum' or 'none'")
     tokens = target.reshape(-1).to(columns.local.device)
     counted = tokens != ignore_index
-    torch._assert_async(
-        ((tokens >= 0) & (tokens < columns.size) | ~counted).all(), "a target is outside the vocabulary"
-    )
+    torch._assert_async(((tokens >= 0) & (tokens < columns.size) | ~counted).all(), "target outside the vocabulary")
     tokens = torch.where(counted, tokens, 0)
     smooth = _own_weights(columns, weight) if label_smoothing else None
     whole, chosen, weighted = row_sums(columns, tokens, weight=smooth, chunk_tokens=chunk_tokens)

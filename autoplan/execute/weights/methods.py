@@ -185,9 +185,7 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
         state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         files = dcp.FileSystemWriter(folder, overwrite=True)
         meet()
-        with _as_our_error(
-            f"{folder} could not be written", "is the disk full, or is a rank not allowed to write there?"
-        ):
+        with _as_our_error(f"{folder} could not be written", "is the disk full, or not writable?"):
             dcp.save(state, storage_writer=files)
 
 

@@ -52,8 +52,7 @@ def told_as_unwritten(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError, LookupError, SafetensorError) as error:
         raise AutoplanError(
             f"{folder} could not be written: {type(error).__name__}: {error}",
-            hint="is the disk full, or is this process not allowed to write there? The folder's previous contents are "
-            "unchanged",
+            hint="is the disk full, or not writable? The folder's previous contents are unchanged",
         ) from error
 
 

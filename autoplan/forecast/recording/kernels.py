@@ -234,8 +234,7 @@ def is_attention(func: Any) -> bool:
 
 
 def layer_of(func: Any, result: Any) -> Literal["", "linear", "experts"]:
-    """Return whether an op with operations is a product of layers: their rows make a matrix; attention's have more
-    dims."""
+    """Return the kind of layer of an op with operations: their products are of matrices, attention's have more dims."""
     if func._schema.name.partition("::")[2] in _MORE:
         return "experts"
     return "linear" if isinstance(result, torch.Tensor) and result.dim() == 2 else ""

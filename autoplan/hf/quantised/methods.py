@@ -229,9 +229,7 @@ def _fp8(data: Mapping[str, Any]) -> Method:
     else:
         rows, columns = (int(size) for size in blocks)
         if rows < 1 or columns < 1:
-            raise SourceError(
-                f"weight_block_size is {list(blocks)}", hint="blocks have at least one row and one column"
-            )
+            raise SourceError(f"weight_block_size is {list(blocks)}", hint="sizes must be at least 1")
         scheme = scheme_of("fp8", "blocks", rows=rows, columns=columns, scale=scale, static=static)
     experts = scheme_of("fp8", "fp4", scale=scale) if data.get("expert_dtype") == "fp4" else scheme
     return Method("fp8", (Group(scheme, experts=experts),), _names(skipped), default_skips=skipped is None)

@@ -383,11 +383,7 @@ def _module(plan: Mapping[str, Any], title: str, has_objects: bool) -> str:
         exec(code, made)
         same = all(repr(dialect.key_of(made["PLAN"][key])) == repr(dialect.key_of(plan[key])) for key in plan)
     except Exception as error:  # a class that no import reaches, or that takes other arguments
-        raise AutoplanError(
-            f"the style cannot be written as Python: {error}", hint="correct the rows by hand"
-        ) from error
+        raise AutoplanError(f"a style cannot be written as Python: {error}", hint="correct the rows by hand") from error
     if not same:
-        raise AutoplanError(
-            "the style cannot be written as Python: reading it back gives another style", hint="correct it by hand"
-        )
+        raise AutoplanError("a style cannot be written as Python: it is read back differently", hint="edit it by hand")
     return heading + code

@@ -82,8 +82,7 @@ def _apart(weight: PackedWeight, tensor: PackedTensor, dim: PackedDim, said: Sai
             )
             counts = ", ".join(str(len(one) // dim.each) for one in held)
             proof = (
-                f"{tensor.name} is sharded to [{counts}]; rank {rank} needs {_said(wanted)} and holds "
-                f"{_said(held[rank])}"
+                f"{tensor.name} is sharded to [{counts}]; rank {rank} needs {_said(wanted)}, holds {_said(held[rank])}"
             )
             return Parting(weight.name, said.line, text, proof)
     return None
@@ -162,15 +161,11 @@ def _blocks(weight: Any, scale: Any) -> tuple[int, int] | None:
 def _problem(subject: Audited, weight: str, scale: str, tensor: Any, blocks: tuple[int, int]) -> str:
     cut, other = _cut(subject, weight), _cut(subject, scale)
     if cut is None or cut.dim is None:
-        return (
-            "the scales are sharded and the weight is replicated" if other is not None and other.dim is not None else ""
-        )
+        return "the scales are sharded, but the weight is not" if other is not None and other.dim is not None else ""
     block = blocks[cut.dim]
     local = len(cut.rows[0])
     if local % block and block < tensor.shape[cut.dim]:
-        return (
-            f"a rank holds {local} of {tensor.shape[cut.dim]} along dim {cut.dim}, which ends inside a block of {block}"
-        )
+        return f"a rank holds {local} of {tensor.shape[cut.dim]} along dim {cut.dim}, inside a block of {block}"
     if block < tensor.shape[cut.dim] and (other is None or other.dim != cut.dim):
         return f"the weight is sharded along dim {cut.dim} but {scale.rpartition('.')[2]} is not"
     return ""

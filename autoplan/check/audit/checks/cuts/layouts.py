@@ -40,9 +40,7 @@ def _wrong_cut(subject: Audited, weight: Weight) -> str:
         return "; ".join(filter(None, [whys, other])) or "no neighbour is sharded that way"
     if subject.wanted_rows(weight) != said.rows and Layout.parse(fact.layout or "1").contiguous(subject.tp_size):
         rows = len(subject.wanted_rows(weight)[0])
-        return (
-            f"rank 0 holds different rows from its neighbours, whose shards have {rows} of {fact.shape[said.dim]} rows"
-        )
+        return f"rank 0 holds other rows than its neighbours, whose shards have {rows} of {fact.shape[said.dim]}"
     return ""
 
 

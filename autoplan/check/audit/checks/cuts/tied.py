@@ -28,11 +28,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         if lines and subject.plan.dialect == "torch":
             text = f"{both} are one tied parameter, and parallelize_module makes two of it"
             yield subject.suspect(
-                NAME,
-                where,
-                text,
-                "tie them again after parallelize_module, before creating the optimizer",
-                names=weight.names,
+                NAME, where, text, "tie them again after it, before the optimizer", names=weight.names
             )
         elif len(cuts) > 1 or (cuts - {"whole", "nothing"} and whole):
             text = f"{both} are one tied parameter, but the plan gives {', '.join(map(str, lines.values()))}"

@@ -24,9 +24,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             close = nearest(line.pattern, fold_names(_takers(subject, line, known)))
             if subject.plan.dialect == "deepspeed":
                 shown = ", ".join(fold_names(subject.parameters)[:3])
-                hint = (
-                    f"DeepSpeed matches from the start of a name (begin with '.*'); parameter names look like {shown}"
-                )
+                hint = f"DeepSpeed matches from the start of a name (begin with '.*'); names look like {shown}"
                 yield Finding(NAME, "warn", line.pattern, f"{line} matches no parameter that is not yet matched", hint)
                 continue
             hint = f"did you mean {close[0]!r}?" if close else "remove it: no similar path is missing a row"
