@@ -69,7 +69,9 @@ def test_every_size_of_shipped_plans() -> None:
         row.model_type: row for row in audit_quantised("fp8", ["causal_lm"], only=["qwen3_moe", "deepseek_v3", "llama"])
     }
     assert (
-        4 in rows["qwen3_moe"].sizes and 2 not in rows["qwen3_moe"].sizes and "is sharded to [" in rows["qwen3_moe"].proof
+        4 in rows["qwen3_moe"].sizes
+        and 2 not in rows["qwen3_moe"].sizes
+        and "is sharded to [" in rows["qwen3_moe"].proof
     )
     assert 32 in rows["deepseek_v3"].sizes and 16 not in rows["deepseek_v3"].sizes
     with pytest.raises(AutoplanError, match="'made up'"):

@@ -101,7 +101,7 @@ def test_plan_says_what_a_step_takes(asked: Asked, capsys: pytest.CaptureFixture
     assert "Weights 20.0, Optimizer 40.0, Context 1.0" in out
     assert "65, 2.00 GiB" in out and "80.00 GiB, does not fit" in out
     assert run("plan", "llama", "--tp", "8") == 0
-    assert "Memory of a rank" not in capsys.readouterr().out
+    assert "Memory per rank" not in capsys.readouterr().out
 
 
 def test_plan_options_arrive(asked: Asked) -> None:
@@ -239,7 +239,7 @@ FAILURES = {
     "unknown option": (("plan", "llama", "--tp", "2", "--fast"), "--fast"),
     "unknown proof": (("plan", "llama", "--tp", "2", "--prove", "all"), "--prove"),
     "unknown engine": (("verify", "llama", "--engine", "mpi"), "--engine"),
-    "unwritable": (("explain", "plan.yaml", "lm_head", "-o", "no/where"), "cannot be written"),
+    "unwritable": (("explain", "plan.yaml", "lm_head", "-o", "no/where"), "cannot write"),
 }
 
 

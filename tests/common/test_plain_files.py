@@ -72,7 +72,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         with pytest.raises(AutoplanError, match=said) as caught:
             read_plain(path)
         assert str(path) in str(caught.value)
-    with pytest.raises(AutoplanError, match="it is no file"):
+    with pytest.raises(AutoplanError, match="not a file"):
         read_plain(tmp_path)
 
 

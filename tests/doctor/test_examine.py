@@ -81,7 +81,7 @@ class Target:
 @pytest.mark.usefixtures("_newer")
 def test_only_what_moved_is_left_out() -> None:
     gone = replace(PATCH, without="no play")
-    with pytest.warns(UserWarning, match=r"a toy: left out.*toys\.play: no play; see `autoplan doctor`"):
+    with pytest.warns(UserWarning, match=r"a toy: disabled.*toys\.play: no play; see `autoplan doctor`"):
         held = hold(gone, [Place(Target, "play", lambda _: "ours")])
     assert Target.play == "theirs"
     hold(gone, [Place(Target, "play", lambda _: "ours")]).release()  # it is said once

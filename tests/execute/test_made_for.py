@@ -136,7 +136,7 @@ def test_hashes_that_cannot_be_compared_pass() -> None:
 
 
 BROKEN = {
-    "pattern": (("parameters", 0, "pattern"), "layer..up", "no dotted path"),
+    "pattern": (("parameters", 0, "pattern"), "layer..up", "not a dotted path"),
     "layout and size": (("parameters", 0, "layout"), "30!", "is for 30 rows"),
     "groups of ranks": (("parameters", 0, "layout"), "2!2@3*16", "groups of ranks"),
     "numbers": (("instructions", -1, "arguments"), [{"path": [0], "passed": [1], "wanted": [1]}], "for 1 ranks, not 2"),

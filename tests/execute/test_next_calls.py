@@ -222,7 +222,9 @@ def replaced(rank: int) -> None:
         model = autoplan.parallelize(outer, mesh, of_outer)
         torch.testing.assert_close(bare(model)(IDS).logits, built()(IDS).logits)  # its sum goes with it
     block = model.model.layers[1]
-    with pytest.raises(AutoplanError, match=r"layers\.1\.self_attn\.q_proj was wrapped in a Scaled with weights of its"):
+    with pytest.raises(
+        AutoplanError, match=r"layers\.1\.self_attn\.q_proj was wrapped in a Scaled with weights of its"
+    ):
         block.self_attn.q_proj = Scaled(block.self_attn.q_proj, own=True)
     with pytest.raises(AutoplanError, match="lm_head was sharded and cannot be replaced by another Linear"):
         model.set_output_embeddings(nn.Linear(2, 2))

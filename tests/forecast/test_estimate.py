@@ -242,7 +242,7 @@ def test_every_device_is_whole_and_dense() -> None:
         ({"mesh": "tp=2", "train": "some"}, "train="),
         ({"mesh": "tp=2", "optimizer": "sophia"}, "optimizer="),
         ({"mesh": "tp=2", "batch": 0}, "batch is 0"),
-        ({"mesh": "tp=2", "device": "abacus"}, "no device"),
+        ({"mesh": "tp=2", "device": "abacus"}, "unknown device"),
         ({"mesh": "tp=2", "device": 3}, "the device is 3"),
         ({"mesh": "tp=2", "batch": "2"}, "batch is"),
         ({"mesh": "tp=2", "sequence": 2.5}, "sequence is"),

@@ -74,7 +74,7 @@ def test_published_sizes_are_refused_with_ways_out(name: str, tp: int, numbers: 
     made = plan(config, tp)
     assert tp not in made.legal_tp and tp // 2 in (*made.legal_tp, 1)
     found = [finding for finding in made.findings if finding.check == "quantised" and finding.level == "warn"]
-    assert any(numbers in finding.message and "ways out" in finding.hint for finding in found)
+    assert any(numbers in finding.message and "options, in order" in finding.hint for finding in found)
     whole = [item for item in made.replicated for why in item.why
              if isinstance(why, OfDim) and isinstance(why.why, InsideQuantisedBlock)]  # fmt: skip
     assert bool(whole) == any(finding.bytes for finding in found), "what stays whole says so"

@@ -210,7 +210,7 @@ def test_a_state_is_carried_from_call_to_call_and_into_copies() -> None:
 
 
 def test_kept_parts_are_warned_of() -> None:
-    with pytest.warns(UnprovenPlanWarning, match=r"of one rank: .*block\.part"):
+    with pytest.warns(UnprovenPlanWarning, match=r"local to a rank: .*block\.part"):
         on_ranks(Keeping, lambda model: model(X).sum(), path_guard="warn")
 
 

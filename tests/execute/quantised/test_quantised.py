@@ -284,7 +284,9 @@ def test_packed_numbers_whose_scales_are_absent(tmp_path: Path) -> None:
     state = load_file(tmp_path / "model.safetensors")
     del state["model.layers.0.q_proj.weight_scale_inv"]
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(SourceError, match=r"q_proj.weight holds float8_e4m3fn.* but the scales that the config announces are missing"):
+    with pytest.raises(
+        SourceError, match=r"q_proj.weight holds float8_e4m3fn.* but the scales that the config announces are missing"
+    ):
         stored(tmp_path)
 
 
