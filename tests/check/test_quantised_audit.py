@@ -19,7 +19,7 @@ SHAPES = Path(__file__).parents[2] / "examples" / "shapes" / "quantised"
 CASES = [
     ("qwen3-30b-a3b-fp8", 4, 2, "192 of 768", "down_proj_scale_inv is sharded to [2, 2, 2, 0]; rank 1 needs 1"),
     ("qwen3-235b-a22b-fp8", 8, 4, "192 of 1536", "down_proj_scale_inv is sharded to [2, 2, 2, 2, 2, 2, 0, 0]"),
-    ("qwen3-coder-480b-a35b-fp8", 8, 4, "320 of 2560", "rank 1 needs 2–4 and holds 3–5"),
+    ("qwen3-coder-480b-a35b-fp8", 8, 4, "320 of 2560", "rank 1 needs 2–4, holds 3–5"),
     ("deepseek-r1-fp8", 32, 16, "576 of 18432", f"weight_scale_inv is sharded to [{'5, ' * 28}4, 0, 0, 0]"),
 ]  # fmt: skip
 

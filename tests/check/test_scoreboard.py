@@ -62,7 +62,7 @@ def test_checkpointed_blocks_run_again_and_are_counted() -> None:
     frozen = score("xlm", "XLMWithLMHeadModel", How(2, checkpointing="submodule"))
     assert (frozen.verdict, frozen.recomputed) == ("exact", (4, 4)), "a cache in every call"
     text = plain_text(scoreboard_view(Scoreboard("m", 2, "threads", (), (done, frozen), checkpointing="block")), 140)
-    assert "2/2" in text and "all 6 blocks of 2 architectures checkpointed, 6 ran again" in text
+    assert "2/2" in text and "all 6 blocks of 2 architectures checkpointed, 6 recomputed" in text
 
 
 def test_a_block_without_a_checkpoint_is_an_error() -> None:

@@ -170,8 +170,8 @@ def test_explain_says_what_runs() -> None:
         "config.sizes[1] 7 → 2, 2, 2, 1 by rank",
         "the gradient of input x[0].k is divided by 4",
         "its gradient is summed over ranks on shared rows",
-        "view at forward:12:8>split_heads:3:20, time 2, where its shape is no tensor, where its last dim",
-        "is not 64: local sizes, gradients of its inputs summed, statistics summed over ranks (norm), output cut",
+        "view at forward:12:8>split_heads:3:20, time 2, where given no tensor, where its last dim",
+        "is not 64: local sizes, gradients of its inputs summed, statistics summed over ranks (norm), output sliced",
         "bias dim 0: each of 4 ranks holds 3 of 12 × 64 | 3 of 12 × 64 | 3 of 12 × 64 = 576 of 2304",
     ):
         assert words in answer

@@ -73,7 +73,7 @@ class MeshDims:
             )
             ranks = f"mesh has {self.ep_size} ranks in" if self.names["ep"] == "ep" else "mesh_dims names 'ep' as"
             raise PlanMismatchError(
-                f"the mesh has {ranks} {self.names['ep']!r}, but the plan {placement}",
+                f"the {ranks} {self.names['ep']!r}, but the plan {placement}",
                 hint=f"plan with tp_size=1, ep_size={self.ep_size}, or remove that dim from the mesh",
             )
 

@@ -33,7 +33,7 @@ class CallSite:
         """
         more = [f"time {self.time}"] if self.time is not None else []
         shape = "no tensor" if self.dims == -1 else f"{self.dims} dims"
-        more += [f"where its shape is {shape}"] if self.dims is not None else []
+        more += [f"where given {shape}"] if self.dims is not None else []
         more += [f"where its last dim is not {self.width}"] if self.width is not None else []
         return ", ".join([f"{self.function} at {self.place}", *more])
 

@@ -151,7 +151,7 @@ def test_what_stands_in_a_constants_place_may_be_something_else() -> None:
     list(watch_unrecorded({"one": module}, seen, RankGroup("none", size=2, rank=0)))
     for masks in (None, object(), [x], x, 5):
         assert module(x, masks) is x
-    with pytest.raises(PlanMismatchError, match=r"one takes at \['masks'\]\['full'\]\[0\]"):
+    with pytest.raises(PlanMismatchError, match=r"input of one at \['masks'\]\['full'\]\[0\]"):
         module(x, {"full": [x]})
 
 

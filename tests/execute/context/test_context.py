@@ -141,7 +141,7 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         with pytest.raises(AutoplanError, match="has 8 positions, but rank . of 2 has 4 of 8"):
             autoplan.shard_batch(ids, mesh, length=8)
-        with pytest.raises(AutoplanError, match="8 long in ids, and 3 in pixels"):
+        with pytest.raises(AutoplanError, match="has size 8 in ids, but 3 in pixels"):
             autoplan.shard_batch({"ids": ids, "pixels": torch.ones(2, 3, 4)}, mesh)
         with pytest.raises(PlanMismatchError, match="no dim named 'cp'"):
             autoplan.shard_batch(ids, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))

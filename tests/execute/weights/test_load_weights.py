@@ -223,7 +223,7 @@ def test_unsaved_buffers_of_plain_modules_are_named(tmp_path: Path) -> None:
     saved("split buffer", tmp_path)
 
     def rank_body(rank: int) -> None:
-        with pytest.raises(AutoplanError, match="no checkpoint holds passing, and"):
+        with pytest.raises(AutoplanError, match="passing are in no checkpoint, and"):
             load_weights(sharded("split buffer", 2), tmp_path)
         model = sharded("split buffer", 2)
         model.passing = build("split buffer").passing[2 * rank : 2 * rank + 2]
