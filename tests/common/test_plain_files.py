@@ -37,7 +37,7 @@ HOSTILE = {
     "half a character": ("json", '{"a": ["\\ud800"]}', "a[0]"),
     "a JSON key twice": ("json", '{"a": 1, "a": 2}', "duplicate key"),
     "a million lists": ("json", f"[{'[],' * 1_000_000}1]", "more than 100,000"),
-    "a TOML date": ("toml", "a = 2020-01-01", "quotes"),
+    "a TOML date": ("toml", "a = 2020-01-01", "quote it"),
     "a TOML number": ("toml", f"a = {'9' * 5000}", "digits"),
     "a TOML nest": ("toml", f"a = {'[' * 10_000}", "nested deeper"),
     "a dotted key": ("toml", f"a{'.a' * 20_000} = 1", "dotted key"),

@@ -266,7 +266,7 @@ def without(name: str) -> dict[str, str]:
         (f"{HERE}.MISSING", "has no 'MISSING'"),
         (f"{HERE}.NUMBER", "is a int, which is not a plan"),
         (f"{HERE}.no_plan", r"\(\) returned a int, which is not a plan"),
-        (f"{HERE}.wants_more", r"wants \(a, b, c\)"),
+        (f"{HERE}.wants_more", r"requires \(a, b, c\)"),
         (f"{HERE}.raises", "raises when it is called: KeyError: 'no such cluster'"),
         ("plans/that/are/not.yaml", "an existing plan file"),
         ("nonsense", "Plan ids: .*llama"),

@@ -288,7 +288,7 @@ def test_a_rule_that_expects_another_style_is_a_finding_and_the_facts_win() -> N
     plan = planned(Decoder(), rules=[parse_rule(text, "gated-mlp")])
     assert entry(plan, "layers.*.mlp.down").style == "rowwise"
     assert [(f.check, f.level, f.where) for f in plan.findings] == [("rule-style", "warn", "layers.*.mlp.down")]
-    assert "expects colwise, but analysis derived rowwise" in plan.findings[0].message
+    assert "expects colwise, analysis derived rowwise" in plan.findings[0].message
 
 
 def test_a_box_that_two_rules_claim_has_one_of_them_and_a_note() -> None:

@@ -248,7 +248,7 @@ def test_report_leads_with_the_verdict_and_the_worst_gradient() -> None:
     shown = "\n".join(lines)
     for words in (
         "off by 2.0e-15",
-        "2 compared, the largest error 3.0e-01 at model.norm.weight",
+        "2 compared, largest error 3.0e-01 at model.norm.weight",
         "not checked",
         "cache: no cache",
         "error gradient · model.norm.weight",

@@ -109,7 +109,7 @@ def test_a_part_says_what_it_is_for(whole: autoplan.Plan) -> None:
 def test_what_is_no_piece_of_the_model_is_refused(whole: autoplan.Plan) -> None:
     strange = stage(0)
     strange.extra = nn.Linear(WIDTH, WIDTH)
-    with pytest.raises(PlanMismatchError, match="extra.weight and 1 more, which the plan for .*Whole does not know"):
+    with pytest.raises(PlanMismatchError, match="extra.weight and 1 more, which the plan for .*Whole does not include"):
         whole.part_for(strange)
     renamed = stage(0)
     renamed.layers = renamed.blocks
