@@ -297,7 +297,7 @@ def _reasons(
                 if payment.backward == backward
                 and len(places := _places(payment, mine, flow, reductions, one.block)) > 1
             ]
-            excess = f"{'backward' if backward else 'forward'}: {have} bytes a token where {need} could do"
+            excess = f"{'backward' if backward else 'forward'}: {have} bytes per token, the minimum is {need}"
             yield f"{excess}: {_why(backward, apart, mine, one.block)}"
 
 
@@ -332,17 +332,17 @@ def _why(backward: bool, apart: list[str], moves: list[_Moved], block: str) -> s
         places = dict.fromkeys(
             _short(move.module, block) for move in moves if move.kind is Collective.ALL_TO_ALL and move.elements
         )
-        return f"positions are exchanged for heads at {', '.join(places)}, so that no rank holds all of the stream"
+        return f"positions are exchanged for heads at {', '.join(places)}, so no rank holds the full stream"
     if apart and backward:
-        text = "the gradients at {} are summed apart, since what they flow back to gets a whole gradient besides"
+        text = "the gradients at {} are all-reduced separately, since they join a gradient that is already full"
         return "; ".join(map(text.format, apart))
     if apart:
-        text = "{} are summed apart, since the block's own code does more with them than add them to each other"
+        text = "{} are all-reduced separately, since the block uses them other than by adding them together"
         return "; ".join(map(text.format, apart))
     whole = dict.fromkeys(_short(move.module, block) for move in moves if move.kind != _BOTH_WAYS)
     if whole and any(move.kind is Collective.ALL_GATHER for move in moves):
-        return f"the sequence is gathered, or sharded again, where an op needs all of it: at {', '.join(whole)}"
-    return f"sums at {', '.join(dict.fromkeys(_short(move.module, block) for move in moves))}, one for each value"
+        return f"the sequence is gathered or sharded again for an op that needs all of it: at {', '.join(whole)}"
+    return f"one all-reduce per value at {', '.join(dict.fromkeys(_short(move.module, block) for move in moves))}"
 
 
 def _short(module: str, block: str) -> str:

@@ -124,7 +124,7 @@ class _Player:
                 problem = problem or (f"{difference} on rank {rank}" if difference else "")
                 self._keep(tensor, rank, want if difference else got)
             if problem and position == 0:  # later outputs are statistics for the backward
-                self._report(op, f"{op.name} gives another value on shards than it gave whole: {problem}")
+                self._report(op, f"{op.name} gives a different result on shards: {problem}")
 
     def _compute(
         self, op: Op, function: Any, runs: Runs, outputs: list[int], recorded: Sequence[torch.Tensor]
@@ -182,7 +182,7 @@ class _Player:
             if "Device" in kind:
                 return torch.device(item)
             if not hasattr(torch, item):  # a storage
-                raise _NotKept(f"{kind} is no argument that a recording keeps")
+                raise _NotKept(f"{kind} is not an argument type that a recording keeps")
             return getattr(torch, item)
         return item
 
@@ -190,7 +190,7 @@ class _Player:
         tensors = self.local[rank] if self.shards.is_split(tensor) else self.shared
         if tensor not in tensors:
             if tensor not in self.first:
-                raise _NotKept("what it takes was made where no op is recorded")
+                raise _NotKept("its input was made outside the recorded ops")
             tensors[tensor] = self._shard(self.first[tensor], tensor, rank).clone()
         return tensors[tensor]
 

@@ -41,7 +41,7 @@ _WAYS = tuple((folded, how) for folded in (True, False) for how in ("fake", "kno
 
 @dataclass(frozen=True)
 class Setting:
-    """What a recording depends on. `training`: with labels and backward; else a forward that keeps its cache."""
+    """The settings of a recording. `training`: with labels and backward; else a forward that keeps its cache."""
 
     tp: int = 1
     ep: int = 1
@@ -101,11 +101,11 @@ class Steps:
 
     def __post_init__(self) -> None:
         if self.given is not None:
-            check_argument("plan", self.given, Plan, "give what autoplan.plan() or load_plan() returned")
+            check_argument("plan", self.given, Plan, "pass the result of autoplan.plan() or load_plan()")
             if self.adapters:
                 raise AutoplanError(
-                    f"the plan is of {self.source.name} without adapters, and nothing of the model is frozen",
-                    hint="leave the plan out, or put the adapters in and plan that model",
+                    f"the plan is for {self.source.name} without adapters, and no parameter of the model is frozen",
+                    hint="omit the plan, or add the adapters and plan that model",
                 )
 
     @cached_property
@@ -134,14 +134,14 @@ class Steps:
 
     @cached_property
     def packed(self) -> tuple[PackedWeight, ...]:
-        """What the checkpoint holds in place of weights, where it is quantised, by the names that `module` has."""
+        """Return what a quantised checkpoint holds in place of weights, by the names that `module` has."""
         weights = self.source.packed(self.source.module() if self.adapters else self.module)
         inner = {name.replace(".inner.", "."): name for name, _ in self.module.named_parameters()}
         return tuple(replace(one, name=inner.get(one.name, one.name)) for one in weights) if self.adapters else weights
 
     @property
     def adapters(self) -> int:
-        """How many were put in."""
+        """Return how many adapters were added."""
         return sum(isinstance(part, Adapted) for part in self.module.modules()) if self.lora_rank else 0
 
     @cached_property
@@ -204,7 +204,7 @@ class Steps:
         return None if program is None else replace(two, program=program)
 
     def _thinner(self, setting: Setting) -> Recorded | None:
-        """What is cut evenly is a constant and a part of 1 / tp; None where anything is not, or nothing is recorded."""
+        """Extrapolate as a constant and a part of 1 / tp; None if not all is sharded evenly, or nothing is recorded."""
         if setting.tp % 4 or setting.tp < 8 or setting.ep > 1:
             return None
         half, quarter = (self.known.get(replace(setting, tp=setting.tp // n)) for n in (2, 4))
@@ -237,8 +237,8 @@ class Steps:
                 self.worked[setting.training] = folded, how
                 return recorded
         raise CaptureError(
-            f"a step of {self.source.name} cannot be run without storage: {type(problem).__name__}: {problem}"[:400],
-            hint="pass inputs={argument: tensor} with which its forward runs",
+            f"a step of {self.source.name} cannot run without storage: {type(problem).__name__}: {problem}"[:400],
+            hint="pass inputs={argument: tensor} that its forward can run",
         ) from problem
 
     def _recorded(self, setting: Setting, plan: Plan, folded: bool, how: str) -> Recorded:
@@ -297,7 +297,7 @@ def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping
 
 
 def _last(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """What has a step work out the logits and the loss of so many tokens alone."""
+    """Return arguments for a step to compute logits and loss of so many tokens only."""
     known = conventions()
     return {known.last_logits: count, known.targets: inputs[known.targets][:, -count:]}
 

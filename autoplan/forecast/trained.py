@@ -54,7 +54,7 @@ class Adapted(nn.Module):
 
 
 def targets_of(given: str | Sequence[str] | None) -> tuple[str, ...] | str | None:
-    """As they are asked for: a text names one layer, several between commas, or all linear ones."""
+    """Parse the targets: a text names one layer, several between commas, or all linear ones."""
     if given is None or given == ALL_LINEAR:
         return given
     names = given.split(",") if isinstance(given, str) else given
@@ -63,7 +63,7 @@ def targets_of(given: str | Sequence[str] | None) -> tuple[str, ...] | str | Non
         or not all(isinstance(name, str) and name.strip() for name in names)
         or not names
     ):
-        raise AutoplanError(f"lora_targets={given!r}", hint=f"endings of names of layers, or {ALL_LINEAR}")
+        raise AutoplanError(f"lora_targets={given!r}", hint=f"suffixes of layer names, or {ALL_LINEAR}")
     return tuple(name.strip() for name in names)
 
 
@@ -71,7 +71,7 @@ def check_adapters(train: str, rank: int, targets: object, dropout: float) -> No
     """Refuse what no adapters can have, and adapters for a step that trains something else."""
     check_count("lora_rank", rank)
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise AutoplanError(f"lora_dropout={dropout!r}", hint="give a share, such as 0.05")
+        raise AutoplanError(f"lora_dropout={dropout!r}", hint="pass a fraction, such as 0.05")
     said = {"lora_rank": rank != LORA_RANK, "lora_targets": targets is not None, "lora_dropout": dropout}
     if train in TRAIN and train != "lora" and any(said.values()):
         named = ", ".join(name for name, given in said.items() if given)
@@ -97,14 +97,14 @@ def with_adapters(model: nn.Module, rank: int, targets: tuple[str, ...] | str, d
                 setattr(part, key, adapted.setdefault(child, Adapted(child, rank, dropout)))
     if not adapted and targets == ALL_LINEAR:
         raise AutoplanError(
-            f"{type(model).__name__} has no linear layers to put adapters beside, and nothing of it is frozen",
-            hint='freeze what is not trained and pass the model itself, or ask for train="full"',
+            f"{type(model).__name__} has no linear layers to add adapters to, and no parameter of it is frozen",
+            hint='freeze what is not trained and pass the model itself, or use train="full"',
         )
     if not adapted:
         named = targets if isinstance(targets, str) else ", ".join(targets)
         raise AutoplanError(
-            f"{type(model).__name__} has no linear layer called {named}",
-            hint=f"name those that get adapters in lora_targets (--lora-targets), or {ALL_LINEAR}",
+            f"{type(model).__name__} has no linear layer named {named}",
+            hint=f"pass the names of the adapted layers in lora_targets (--lora-targets), or {ALL_LINEAR}",
         )
     return copy.train(model.training)
 
@@ -130,7 +130,7 @@ class Optimizer:
 
 
 def _numbers(count: int) -> Callable[[Held, bool], float]:
-    """As many numbers in the dtype of the parameter."""
+    """Return as many numbers in the dtype of the parameter."""
     return lambda held, inside: count * held.size
 
 
@@ -159,12 +159,12 @@ def _with_master(held: Held, inside: bool) -> float:
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw": Optimizer(_numbers(2), "torch.optim.AdamW"),
     "adam": Optimizer(_numbers(2), "torch.optim.Adam"),
-    "adamw_master": Optimizer(_with_master, "AdamW of Megatron-LM and DeepSpeed, with float32 weights beside"),
+    "adamw_master": Optimizer(_with_master, "AdamW of Megatron-LM and DeepSpeed, with additional float32 weights"),
     "adamw8bit": Optimizer(_eight_bits(2), "bitsandbytes.optim.AdamW8bit"),
     "paged_adamw": Optimizer(_numbers(2), "bitsandbytes.optim.PagedAdamW", paged=True),
     "paged_adamw8bit": Optimizer(_eight_bits(2), "bitsandbytes.optim.PagedAdamW8bit", paged=True),
     "adafactor": Optimizer(_factored, "torch.optim.Adafactor"),
-    "muon": Optimizer(_muon, "torch.optim.Muon, with AdamW outside of blocks"),
+    "muon": Optimizer(_muon, "torch.optim.Muon, with AdamW outside blocks"),
     "lion": Optimizer(_numbers(1), "lion-pytorch"),
     "lion8bit": Optimizer(_eight_bits(1), "bitsandbytes.optim.Lion8bit"),
     "adagrad": Optimizer(_numbers(1), "torch.optim.Adagrad"),

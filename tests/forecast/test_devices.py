@@ -33,9 +33,9 @@ def _with(key: str, value: str) -> str:
         (_with("bandwidth", "0"), "bandwidth = 0, which is not above 0"),
         (_with("per_node", "true"), "per_node = True, which is no whole number"),
         (_with("bfloat16", '"fast"'), "flops.bfloat16 = 'fast'"),
-        (_with("name", '["a"]'), r"name = \['a'\], which is no text"),
-        (H100.replace("latency_between", "latency_betwen"), "links.latency_betwen, which nothing reads"),
-        (H100.replace("per_node", "per_nodes"), "per_nodes, which nothing reads; known are name, memory"),
+        (_with("name", '["a"]'), r"name = \['a'\], which is not text"),
+        (H100.replace("latency_between", "latency_betwen"), "unknown key links.latency_betwen"),
+        (H100.replace("per_node", "per_nodes"), "unknown key per_nodes; known are name, memory"),
         (H100.replace("[overhead]", "[overheads]"), r"says nothing of \[overhead\]"),
     ],
 )

@@ -94,7 +94,7 @@ def test_every_rank_runs_and_holds_its_piece() -> None:
     ("keywords", "said"),
     [
         ({"mesh": "tp=2,tp=2"}, "could all be"),
-        ({"mesh": "pp=2"}, "nothing is forecast"),
+        ({"mesh": "pp=2"}, "not supported in estimates"),
         ({"mesh": "tp=2,ep=2"}, "'ep'"),
         ({"mesh": "dp_replicate=2"}, "no dim to shard over"),
         ({"mesh": {}}, "no dims"),
@@ -103,7 +103,7 @@ def test_every_rank_runs_and_holds_its_piece() -> None:
         ({"mesh": "tp=２"}, "no size"),
         ({"mesh": "cp=2,dp_shard=2"}, "apart"),
         ({"rank": "x"}, "rank is"),
-        ({"rank": 9}, "there is no rank 9"),
+        ({"rank": 9}, "no rank 9"),
         ({"batch": "x"}, "batch is"),
         ({"sequence": 1}, "two tokens"),
         ({"plan": 3}, "plan is 3"),

@@ -242,7 +242,7 @@ def test_every_device_is_whole_and_dense() -> None:
         ({"mesh": "tp=2", "train": "some"}, "train="),
         ({"mesh": "tp=2", "optimizer": "sophia"}, "optimizer="),
         ({"mesh": "tp=2", "batch": 0}, "batch is 0"),
-        ({"mesh": "tp=2", "device": "abacus"}, "no device"),
+        ({"mesh": "tp=2", "device": "abacus"}, "unknown device"),
         ({"mesh": "tp=2", "device": 3}, "the device is 3"),
         ({"mesh": "tp=2", "batch": "2"}, "batch is"),
         ({"mesh": "tp=2", "sequence": 2.5}, "sequence is"),
@@ -264,7 +264,7 @@ def test_what_is_stored_quantised_is_said() -> None:
     config = llama(num_hidden_layers=2)
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (note,) = autoplan.estimate(config, mesh={"tp": 2}, sequence=64).notes
-    assert "0.8 GiB on all ranks; the quantised checkpoint stores them in 0.4 GiB" in note
+    assert "0.8 GiB on all ranks; the quantised checkpoint takes 0.4 GiB" in note
     assert not autoplan.estimate(llama(num_hidden_layers=2), mesh={"tp": 2}, sequence=64, train="inference").notes
 
 
@@ -306,9 +306,9 @@ def test_adapters_are_put_in_where_nothing_is_frozen() -> None:
     ours, brought = (autoplan.estimate(model, **every, lora_rank=16) for model in (config, adapted(config)))
     assert ours.parts == brought.parts and ours.messages == brought.messages
     assert ours.parts.optimizer < full.parts.optimizer / 4 and ours.flops < full.flops
-    assert "adapters of rank 16 were put beside 21 linear layers (all-linear)" in "".join(ours.notes)
+    assert "adapters of rank 16 were added to 21 linear layers (all-linear)" in "".join(ours.notes)
     assert brought.notes == (
-        "changes nothing: rank, targets and dropout of adapters: what is trained is the model's own",
+        "no effect: rank, targets and dropout of adapters; the model has trainable parameters of its own",
     )
     wider = autoplan.estimate(config, **every, lora_rank=64)
     assert wider.parts.optimizer == 4 * ours.parts.optimizer
@@ -351,7 +351,7 @@ def test_adapters_stand_where_peft_puts_them() -> None:
         theirs = peft.get_peft_model(AutoModelForCausalLM.from_config(config), peft.LoraConfig(task_type="CAUSAL_LM"))
     trained = sum(p.numel() for p in theirs.parameters() if p.requires_grad)
     assert found.parts.optimizer == 2 * 2 * trained
-    assert "rank 8 were put beside 4 linear layers (q_proj, v_proj)" in "".join(found.notes)
+    assert "rank 8 were added to 4 linear layers (q_proj, v_proj)" in "".join(found.notes)
     fewer = autoplan.estimate(config, **keywords, lora_targets=["o_proj"], lora_rank=4)
     assert fewer.parts.optimizer == 2 * 2 * 2 * 2 * 4 * 256
     alone = autoplan.estimate(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128), **keywords)
@@ -361,9 +361,9 @@ def test_adapters_stand_where_peft_puts_them() -> None:
 @pytest.mark.parametrize(
     ("model", "targets", "said"),
     [
-        (nn.Sequential(nn.Conv1d(4, 4, 3)), "all-linear", "no linear layers to put adapters beside"),
-        pytest.param(nn.Sequential(nn.Linear(4, 4)), None, "no usual layers for adapters", marks=pytest.mark.hosts),
-        (nn.Sequential(nn.Linear(4, 4)), "q_proj", "no linear layer called q_proj"),
+        (nn.Sequential(nn.Conv1d(4, 4, 3)), "all-linear", "no linear layers to add adapters to"),
+        pytest.param(nn.Sequential(nn.Linear(4, 4)), None, "no default target layers", marks=pytest.mark.hosts),
+        (nn.Sequential(nn.Linear(4, 4)), "q_proj", "no linear layer named q_proj"),
         (nn.Sequential(nn.Linear(4, 4)), [3], "lora_targets="),
     ],
 )

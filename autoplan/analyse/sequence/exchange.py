@@ -40,7 +40,7 @@ def exchange(
 
 @dataclass
 class _Found:
-    """What replaces one gather."""
+    """The replacement of one gather."""
 
     shown: dict[tuple[Crossing, str], int] = field(default_factory=dict)
     own: dict[Crossing, int] = field(default_factory=dict)  # inputs that are a rank's own positions
@@ -101,8 +101,8 @@ class _Exchanges:
         raise _Refused
 
     def _counts_indices(self, index: int) -> bool:
-        """Does a call do more with its indices than look up: change the table, or scale gradients by how many there
-        are? Each rank would do it for its own ones."""
+        """Return whether a call uses its indices for more than a lookup (it changes the table, or scales gradients by
+        their count), which each rank would do for its own indices only."""
         call = self.trace.calls[index]
         written = any(writes_in_place(self.trace.ops[op].name) for op in range(*call.ops))
         return written or any(item is True for item in (*call.args, *call.kwargs.values()))
@@ -177,7 +177,7 @@ class _Exchanges:
                     self._leave_module(made, Crossing(number, visit.module, path, *visit.calls), partial, found)
 
     def _leave_module(self, made: int, crossing: Crossing, partial: bool, found: _Found) -> None:
-        """What a module made on own positions: exchanged, shown as whole, or gathered."""
+        """Place what a module made on own positions: exchanged, shown as whole, or gathered."""
         dim = self._plain(made)
         if self.shards.is_split(made):
             piece, layout = self._pieces(made, dim)
@@ -216,7 +216,7 @@ class _Exchanges:
         return min(found, key=lambda i: (self.trace.visits[i].calls[1] - self.trace.visits[i].calls[0], -i))
 
     def _by_position(self, number: int, given: set[int]) -> bool:
-        """Does a module treat each position of these by itself, and read nothing else that has positions?"""
+        """Return whether a module treats each of these positions by itself, and reads no other positions."""
         visit = self.trace.visits[number]
         known = set(given)
         if any(
@@ -294,7 +294,7 @@ class _Exchanges:
                     self.cut.names[entry] = name
 
     def _withheld(self) -> bool:
-        """Does a branch still keep a part of a sum back?"""
+        """Return whether a branch still withholds a partial sum."""
         kept = (done for (_, kind), done in self.placement.outputs.items() if kind is WithholdPartial)
         return any(done not in self.cut.undone for done in kept)
 
@@ -322,7 +322,7 @@ class _Exchanges:
         return self.stream.tensor_at(crossing, side)
 
     def _summed_gradients(self, key: tuple[Crossing, str]) -> set[Boundary]:
-        """What sums a gradient there; nothing where another run of the module wants the sum."""
+        """Return the boundaries that sum a gradient there; none if another run of the module needs the sum."""
         crossing, side = key
         done = (self.placement.outputs if side == "output" else self.placement.inputs).get(
             (crossing, AllReduceGradient)

@@ -61,7 +61,7 @@ class Stream(CutStream):
         return True
 
     def _starts(self, blocks: list[tuple[int, ModuleVisit]]) -> Iterator[tuple[Crossing, int, Term]]:
-        """Where the stack is entered, perhaps again and again: the boundary, the stream's value there, its sequence."""
+        """Yield where the stack is entered, perhaps repeatedly: the boundary, the stream's value, its sequence."""
         first = [(number, visit) for number, visit in blocks if visit.module == blocks[0][1].module]
         returned = {tensor for _, visit in blocks for _, tensor in visit.outputs}
         paths = (p for _, v in first for p, t in v.inputs if t in self.flow.carries and self._axis(t) is not None)
@@ -143,7 +143,7 @@ class Stream(CutStream):
         self.cut.update(t for t in outputs if self.positions.dims_of(t))
 
     def _note_draws(self, index: int) -> None:
-        """What draws for a piece of the sequence draws other numbers on each rank."""
+        """Note draws for a piece of the sequence, which differ between ranks."""
         call = self.trace.calls[index]
         if call_record(call.name).random.has_rate(call.args, call.kwargs):
             self.result.random.add(call.module)
@@ -183,7 +183,7 @@ class Stream(CutStream):
         return WholeSequence(why, call.module, call.name)
 
     def _crosses(self, index: int, cut: list[int]) -> WholeSequence | None:
-        """Why a call needs the whole sequence; None if it does not."""
+        """Return why a call needs the whole sequence; None if it does not."""
         mixes = self.mixes(index, cut)
         if mixes is not None:
             return mixes
@@ -194,7 +194,7 @@ class Stream(CutStream):
         return None
 
     def mixes(self, index: int, cut: list[int]) -> WholeSequence | None:
-        """How a call treats positions other than each by itself; None if it does not."""
+        """Return how a call treats positions other than independently; None if it does not."""
         call = self.trace.calls[index]
         for op in range(*call.ops):
             if self.positions.crossed_by(op):
@@ -222,12 +222,12 @@ class Stream(CutStream):
         return [t for t in cut if dim % len(self.trace.tensors[t].shape) in self.positions.dims_of(t)]
 
     def _parts(self, index: int, cut: list[int]) -> bool:
-        """Is a sequence taken apart, into pieces of so many positions, or of one?"""
+        """Return whether a sequence is split into pieces of several positions, or of one."""
         sizes = {self.trace.tensors[t].shape for t in self.flow.outputs[index]}
         return any(sizes != {self.trace.tensors[t].shape} for t in self._along(index, cut))
 
     def _sizes_follow(self, index: int) -> bool:
-        """Do the sizes that Python passes shrink by themselves when the cut inputs do?"""
+        """Return whether the sizes that Python passes shrink with the sharded inputs."""
         call = self.trace.calls[index]
         for tensor in self.flow.outputs[index]:
             shape = self.trace.tensors[tensor].shape
@@ -239,7 +239,7 @@ class Stream(CutStream):
         return True
 
     def _told_a_shard(self, index: int) -> bool:
-        """Does a call on whole values get a length that was read from a cut one?"""
+        """Return whether a call on whole values gets a length that was read from a sharded one."""
         call = self.trace.calls[index]
         return any(
             isinstance(item, Symbolic) and self.positions.depends_on_length(item)
@@ -249,7 +249,7 @@ class Stream(CutStream):
         )  # fmt: skip
 
     def _alike(self, index: int) -> bool:
-        """Does a call make the same for every position, of nothing that has positions? Then a shard of it is one."""
+        """Return whether a call makes the same for every position from nothing that has positions."""
         inputs = self.flow.inputs[index]
         carrying = [t for t in inputs if t in self.flow.carries]
         return (
@@ -368,11 +368,11 @@ class Stream(CutStream):
                 self._add(self.result.scatters, [(crossing, "input")], dim, None)
 
     def _all_after(self, crossing: Crossing, tensor: int) -> bool:
-        """Do all read the value behind the boundary, and where the walk sees them?"""
+        """Return whether all readers of the value come after the boundary, where the walk sees them."""
         return all(use >= max(crossing.last, self.first_call) for use in self.flow.uses[tensor])
 
     def _note_gradients(self, index: int, inputs: list[int], cut: list[int]) -> None:
-        """What a call on shards reads besides positions gets a part of its gradient on each rank."""
+        """Note what a call on shards reads besides positions: its gradient is partial on each rank."""
         for tensor in inputs:
             if tensor in cut or self.positions.dims_of(tensor) or tensor not in self.flow.carries:
                 continue

@@ -162,7 +162,7 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
             except OutsideError as error:
                 raise CheckFailed(check.name, error.message) from error
             except Exception as error:  # as above: any failure of the sharded forward is a finding
-                text = f"the sharded model cannot run: {said(error)}"
+                text = f"the sharded model fails: {said(error)}"
                 raise CheckFailed(check.name, text, refused=isinstance(error, AutoplanError)) from error
             if check.name == "forward":
                 collectives = {**subject.collectives, "blocks": _measured(job, subject), "noted": _noted(job, subject)}
@@ -250,7 +250,7 @@ def recomputed(model: Any, stacks: tuple[Stack, ...]) -> tuple[int, int]:
             )
         for part, run in inside:
             if run.again > run.kept:
-                raise AutoplanError(f"{part} was called {run.kept} times, and ran again {run.again} times")
+                raise AutoplanError(f"{part} was called {run.kept} times but recomputed {run.again} times")
         again += any(run.again for _, run in inside)
     return len(blocks), again
 

@@ -115,5 +115,5 @@ def whole_shape(function: Any, args: Any, kwargs: Any, result: Any, shapes: Whol
 
 
 def fits(part: torch.Tensor, whole: Shape) -> bool:
-    """Can the tensor be a part of one of that shape?"""
+    """Return whether the tensor can be a part of one of that shape."""
     return part.dim() == len(whole) and all(size <= all_of for size, all_of in zip(part.shape, whole, strict=True))

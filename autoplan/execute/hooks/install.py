@@ -323,8 +323,7 @@ class Root:
             for name in arguments if self.running.context else self.unsummed:
                 if any(tensor.requires_grad for _, tensor in flatten_tensors(arguments.get(name))):
                     raise PlanMismatchError(
-                        f"argument {name!r} asks for a gradient, of which each rank makes a part, and the plan sums "
-                        "none",
+                        f"argument {name!r} requires grad, but the plan does not sum its partial gradients",
                         hint=f"pass {name}.detach()"
                         if self.running.context
                         else f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
@@ -349,9 +348,9 @@ class Root:
         name = next((name for name, value in numbers.items() if value != self.counts[name]), "")
         if name and (torch.is_grad_enabled() or not self.may_pick):
             raise PlanMismatchError(
-                f"{name}={numbers[name]} may pick positions, of which each rank has its own, in a call "
-                + ("with gradients" if self.may_pick else "that the plan has not seen"),
-                hint=f"leave {name} out" + (", or call it under torch.no_grad()" if self.may_pick else ""),
+                f"{name}={numbers[name]} may select positions, which are sharded over ranks, in a call "
+                + ("with gradients" if self.may_pick else "that was not traced"),
+                hint=f"omit {name}" + (", or call it under torch.no_grad()" if self.may_pick else ""),
             )
         return name
 

@@ -397,9 +397,9 @@ def _unrecorded(module: nn.Module, name: str, parameter: Any) -> Any:
     """Return a parameter of a module that has our class but no record of its own; refuse a DTensor."""
     if isinstance(parameter, DTensor):
         raise AutoplanError(
-            f"a {type(module).__name__} was made during the forward with the parameter {name!r} of one that lies on "
-            f"ranks ({list(parameter.shape)} in all), and does not know how it lies",
-            hint="call the module itself, or copy it with copy.copy; or keep it whole: overrides={name: 'replicate'}",
+            f"a {type(module).__name__} was created in the forward from the sharded parameter {name!r} "
+            f"({list(parameter.shape)} in full), without its sharding",
+            hint="call the module itself, or copy it with copy.copy; or replicate it: overrides={name: 'replicate'}",
         )
     return parameter
 

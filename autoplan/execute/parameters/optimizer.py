@@ -103,10 +103,10 @@ def assign_data(parameter: DTensor, value: Any, held: Held) -> None:
     if parameter.device_mesh.ndim > 1:
         _refuse(parameter, value, held, "which FSDP2 gathers from memory of its own")
     if not isinstance(value, torch.Tensor):
-        _refuse(parameter, value, held, "which takes tensors")
+        _refuse(parameter, value, held, "which must be a tensor")
     if isinstance(value, DTensor):
         if (value.device_mesh, value.placements, value.shape) != _how(parameter):
-            _refuse(parameter, value, held, "which lies otherwise")
+            _refuse(parameter, value, held, "which has another mesh, placement or shape")
     elif tuple(value.shape) != held.shape:
         _refuse(parameter, value, held, "which has another shape")
     else:
@@ -126,8 +126,8 @@ def _refuse(parameter: DTensor, value: Any, held: Held, why: str) -> None:
         shown += f" of shape {list(value.shape)}{placed}"
     raise AutoplanError(
         f"parameter.data = {shown} for a parameter of {list(held.shape)}, {parameter.placements}, {why}",
-        hint="write into it: with torch.no_grad(): parameter.copy_(x), x a DTensor that lies as the parameter does; "
-        "or load it: model.load_state_dict({name: x}, strict=False)",
+        hint="write in place: with torch.no_grad(): parameter.copy_(x), x a DTensor with the same placements; or load "
+        "it: model.load_state_dict({name: x}, strict=False)",
     )
 
 
@@ -147,10 +147,10 @@ def watch_steps(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> Non
         held = held_by(parameter)
         if held is not None and tuple(parameter.shape) != held.shape:
             raise AutoplanError(
-                f"{type(optimizer).__name__} on a parameter of {list(held.shape)}, of which some rows lie on several "
-                f"ranks ({list(parameter.shape)} in all): it would count them more than once",
-                hint="an optimizer that goes element by element, such as AdamW; or keep the parameter whole: "
-                "overrides={name: 'replicate'}",
+                f"{type(optimizer).__name__} on a parameter of {list(held.shape)}, some of whose rows are on "
+                f"several ranks ({list(parameter.shape)} with the copies): it would count them more than once",
+                hint="use an elementwise optimizer, such as AdamW; or replicate the parameter: overrides={name: "
+                "'replicate'}",
             )
     plain = optimizer.step
 
@@ -166,8 +166,8 @@ def watch_steps(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> Non
             if isinstance(error, (AutoplanError, torch.OutOfMemoryError)) or error is closure.error:
                 raise
             raise AutoplanError(
-                f"{type(self).__name__} cannot make a step on parameters that lie on ranks: {error}",
-                hint="an optimizer that goes element by element, such as AdamW or SGD, works",
+                f"{type(self).__name__} cannot step on sharded parameters: {error}",
+                hint="use an elementwise optimizer, such as AdamW or SGD",
             ) from error
         finally:
             closure.forget()
@@ -269,8 +269,8 @@ def _saved(name: str, value: torch.Tensor, parameter: DTensor, held: Held) -> to
         return value
     if not isinstance(value, DTensor) or value.shape != parameter.shape:
         raise AutoplanError(
-            f"the optimizer keeps {name!r} of shape {list(value.shape)} for a packed parameter of {list(held.shape)}",
-            hint="only states of the parameter's own shape can be put in checkpoint order; keep that parameter whole",
+            f"the optimizer state {name!r} has shape {list(value.shape)}, its packed parameter {list(held.shape)}",
+            hint="only states of the parameter's shape can be converted to checkpoint order; replicate that parameter",
         )
     return in_checkpoint_order(value, held)
 
@@ -359,6 +359,6 @@ def _lies_otherwise(parameter: torch.Tensor, whole: torch.Tensor) -> bool:
 def _refuse_stored(tensor: torch.Tensor) -> None:
     if isinstance(tensor, DTensor):
         raise AutoplanError(
-            f"safetensors writes plain tensors, and one of shape {list(tensor.shape)} lies on ranks",
+            f"safetensors writes plain tensors, but one of shape {list(tensor.shape)} is sharded",
             hint="autoplan.save_weights(model, folder), called on every rank, writes the checkpoint",
         )

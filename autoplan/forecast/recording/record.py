@@ -68,7 +68,7 @@ class _Living:
 
 @dataclass
 class _Log:
-    """What has been written so far."""
+    """The log of a recording so far."""
 
     items: list[Item] = field(default_factory=list)
     storages: list[_Living] = field(default_factory=list)
@@ -130,7 +130,7 @@ class _Log:
                 self.storages[number].output = True
 
     def rounds(self, work: Round, parts: Sequence[slice]) -> None:
-        """Of a loop whose rounds do the same: what the first did is written down for all, unless something is left."""
+        """Record a loop whose rounds do the same: the first round stands for all, unless something is left."""
         first = len(self.items)
         work(parts[0])
         did = self.items[first:]
@@ -212,13 +212,13 @@ class _Watching(TorchDispatchMode):
 
 
 def _about_shapes(tensor: torch.Tensor) -> bool:
-    """Is it on meta, where somebody asks about shapes? `is_meta` of a fake tensor would be an op of its own."""
+    """Return whether it is on meta, as where only shapes are computed. `is_meta` of a fake tensor would be an op."""
     device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
     return device.type == "meta"
 
 
 def _group_name(value: Any) -> str:
-    """Of a process group as functional collectives name it, and as others hand it on."""
+    """Return a process group's name, as functional collectives and others pass it."""
     if isinstance(value, torch.ScriptObject):
         try:
             return str(ProcessGroup.unbox(value).group_name)
@@ -228,7 +228,7 @@ def _group_name(value: Any) -> str:
 
 
 class _Passing(torch.autograd.Function):
-    """What goes into a module, as it is; when all its gradients are there, backward has left the module."""
+    """An identity on a module's inputs; when all its gradients are there, backward has left the module."""
 
     @staticmethod
     def forward(ctx: Any, after: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

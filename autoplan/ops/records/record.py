@@ -174,7 +174,7 @@ def python_call(*names: str, becomes: str = "", **said: Unpack[_OfCall]) -> None
     give sizes, linear and random."""
     for name in names:
         assert name not in CALLS, f"two records of the call {name}"
-        assert becomes in OPS or {"sizes", "linear", "random"} <= said.keys(), f"{name}: no op answers for it"
+        assert becomes in OPS or {"sizes", "linear", "random"} <= said.keys(), f"{name}: no record handles it"
         CALLS[name] = replace(_of_op(becomes) if becomes else _UNKNOWN, name=name, **said)
     _forget()
 

@@ -138,8 +138,8 @@ def instruction(kind: type[Kind]) -> type[Kind]:
     if "__dataclass_params__" not in vars(kind):
         missing.append("@dataclass(frozen=True)")
     if missing:
-        raise TypeError(f"the instruction {kind.__name__} lacks {', '.join(missing)}")
+        raise TypeError(f"instruction {kind.__name__} lacks {', '.join(missing)}")
     if kind.__name__ in INSTRUCTIONS:
-        raise TypeError(f"there are two instructions named {kind.__name__}")
+        raise TypeError(f"two instructions are named {kind.__name__}")
     INSTRUCTIONS[kind.__name__] = kind
     return kind

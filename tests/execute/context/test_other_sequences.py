@@ -115,5 +115,5 @@ def test_what_failed_in_the_trial_is_refused_by_name() -> None:
     board = scoreboard("causal_lm", 1, cp_size=2, only=["xlm", "xmod"], lengths=(16,))
     assert [score.verdict for score in board.scores] == ["refused", "refused"]
     masked, adapted = (score.reason for score in board.scores)
-    assert "mul_ in transformer meets a whole value, and no module boundary lies before it" in masked
+    assert "mul_ in transformer uses a replicated value, and no module boundary precedes it" in masked
     assert "adapter_modules.de_DE.dense2 that was recorded empty" in adapted

@@ -76,6 +76,9 @@ def test_what_is_called_and_with_what(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_options_and_useless_calls_are_refused() -> None:
     from autoplan.check.ranks.run import RankError
 
-    for options, said in (({"zero": 3}, "zero: no option"), ({"mesh_dims": {"dp_shard": "x"}}, "no dim named 'x'")):
+    for options, said in (
+        ({"zero": 3}, "no Megatron-FSDP option zero"),
+        ({"mesh_dims": {"dp_shard": "x"}}, "no dim named 'x'"),
+    ):
         with pytest.raises(RankError, match=said):
             call_on_one_rank(**options)
