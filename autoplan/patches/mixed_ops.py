@@ -24,12 +24,12 @@ Answer = Callable[[Any, DeviceMesh, Any, Any], Any]  # to an op, with a mesh and
 NOT_OURS = object()
 
 
-def mixed_by(mixed: Answer, in_place: Answer) -> tuple[Hold, ...]:
-    """Let `mixed` compute ops of DTensors and plain tensors, and `in_place` those that DTensor cannot make in place, in
-    this thread, until the holds are released."""
+def mixed_by(mixed: Answer, ordered: Answer, in_place: Answer) -> tuple[Hold, ...]:
+    """Let `mixed` compute ops of DTensors and plain tensors, `ordered` those that depend on the order of rows, and
+    `in_place` those that DTensor cannot make in place, in this thread, until the holds are released."""
     flag = _flag_of_this_thread()
-    flag.kept = flag.kept or Kept(hold(MIXED_OPS, _places(mixed, in_place)))
-    return hold(MIXED_OPS, _places(mixed, in_place)), hold(MIXED_OPS, [Registered(flag, "allowed", True)])
+    flag.kept = flag.kept or Kept(hold(MIXED_OPS, _places(mixed, ordered, in_place)))
+    return hold(MIXED_OPS, _places(mixed, ordered, in_place)), hold(MIXED_OPS, [Registered(flag, "allowed", True)])
 
 
 class _Flag:
@@ -67,7 +67,7 @@ def _flag_of_this_thread() -> _Flag:
     return flag
 
 
-def _places(mixed: Answer, in_place: Answer) -> Iterator[Place]:
+def _places(mixed: Answer, ordered: Answer, in_place: Answer) -> Iterator[Place]:
     dispatcher = type(DTensor._op_dispatcher)
 
     def asked(self: Any) -> bool:
@@ -93,6 +93,8 @@ def _places(mixed: Answer, in_place: Answer) -> Iterator[Place]:
             tensors = flatten_tensors((args, kwargs)) if not asked(self) else ()
             if any(not isinstance(tensor, DTensor) and tensor.numel() != 1 for _, tensor in tensors):
                 return mixed(op, info.compute_mesh, args, kwargs)
+            if op.overloadpacket in _OF_ORDER and (result := ordered(op, info.compute_mesh, args, kwargs)) is not NOT_OURS:
+                return result
             try:
                 return plain(self, op, args, kwargs, info, *more, **others)
             except RuntimeError:
@@ -103,9 +105,27 @@ def _places(mixed: Answer, in_place: Answer) -> Iterator[Place]:
 
         return _propagate_op_sharding_dispatch_slow_path
 
+    def ended(plain: Any) -> Any:
+        def _dispatch_fast_path_python_tail(self: Any, op: Any, args: Any, *more: Any) -> Any:
+            if args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor) and more[-2]:
+                return args[0]  # changed in place, by an op whose sharding torch knew: no method was asked
+            return plain(self, op, args, *more)
+
+        return _dispatch_fast_path_python_tail
+
     yield Place(dispatcher, "_allow_implicit_replication", lambda _: property(asked, ask))
     yield Place(dispatcher, "_try_replicate_spec_for_scalar_tensor", laid)
     yield Place(dispatcher, "_propagate_op_sharding_dispatch_slow_path", answered)
+    yield Place(dispatcher, "_dispatch_fast_path_python_tail", ended)
+
+
+_ATEN = torch.ops.aten
+_OF_ORDER = frozenset(
+    (_ATEN.cumsum, _ATEN.cumprod, _ATEN.cummax, _ATEN.cummin, _ATEN.logcumsumexp, _ATEN.flip, _ATEN.roll)
+    + (_ATEN.sort, _ATEN.topk, _ATEN.argmax, _ATEN.argmin, _ATEN.tril, _ATEN.triu, _ATEN.diagonal, _ATEN.slice)
+    + (_ATEN.select, _ATEN.split, _ATEN.split_with_sizes, _ATEN.unbind, _ATEN.index, _ATEN.index_select, _ATEN.gather)
+    + (_ATEN.constant_pad_nd, _ATEN.unfold, _ATEN.cat, _ATEN.convolution)
+)
 
 
 def _canary() -> bool:
@@ -122,7 +142,7 @@ def _canary() -> bool:
 
     before = _read()
     with apart():
-        holds = mixed_by(mixed, lambda *_: NOT_OURS)
+        holds = mixed_by(mixed, *[lambda *_: NOT_OURS] * 2)
         try:
             result = lying + x
         finally:
@@ -135,7 +155,7 @@ def _canary() -> bool:
 MIXED_OPS = while_split(
     name="mixed ops",
     replaces="_allow_implicit_replication, _try_replicate_spec_for_scalar_tensor and "
-    "_propagate_op_sharding_dispatch_slow_path of DTensor._op_dispatcher, and torch's flag of the thread that makes it "
+    "_propagate_op_sharding_dispatch_slow_path and _dispatch_fast_path_python_tail of DTensor._op_dispatcher, and torch's flag of the thread that makes it "
     "ask them",
     why="a function of a parameter on ranks and plain tensors, outside of the model, ends in an error",
     canary=_canary,

@@ -139,6 +139,22 @@ def _piece(whole: torch.Tensor, held: Held | None, mesh: DeviceMesh, placements:
 # Tensors of which the rows are in rank order.
 
 
+def ordered(op: Any, mesh: DeviceMesh, args: Any, kwargs: Any) -> Any:
+    """Return the result of an op that depends on the order of rows (a cumulative sum), computed on full tensors if a
+    tensor may have the rows of a parameter that is kept in rank order."""
+    tensors = [x for _, x in flatten_tensors((args, kwargs)) if isinstance(x, DTensor)]
+    owners = [module for module in marked_modules() if _lies_on(module, mesh)]
+    if torch.compiler.is_compiling() or not any(_may_be_in_rank_order(x, owners) for x in tensors):
+        return NOT_OURS
+    return _on_full_tensors(op, owners, args, kwargs)
+
+
+def _may_be_in_rank_order(x: DTensor, owners: list[nn.Module]) -> Held | None:
+    """Return how a parameter lies that is kept in rank order, if a tensor has as many rows as it."""
+    all_held = (held_by(parameter) for parameter in _parameters(owners))
+    return next((held for held in all_held if held and held.in_rank_order and sum(held.room) in x.shape), None)
+
+
 def _how_it_lies(op: Any, x: DTensor, owners: list[nn.Module]) -> Held | None:
     """Return how a DTensor is held: a parameter, its gradient, or its transpose. What else was computed is cut evenly,
     unless it may have the rows of a parameter that is kept in rank order."""
@@ -148,17 +164,16 @@ def _how_it_lies(op: Any, x: DTensor, owners: list[nn.Module]) -> Held | None:
     place = memory_of(x)
     for parameter in _parameters(owners):
         held = held_by(parameter)
-        if held is None or held.dim is None:
-            continue
-        if memory_of(parameter) == place and x.dim() == 2 and x.shape == parameter.shape[::-1]:
-            return replace(held, dim=1 - held.dim, shape=held.shape[::-1])
-        if held.in_rank_order and sum(held.room) in x.shape:
-            raise AutoplanError(
-                f"{op} of plain tensors and one of {list(x.shape)} that lies on ranks: it may be computed of a "
-                f"parameter of {list(held.shape)} whose rows are in another order on ranks than in the checkpoint",
-                hint="autoplan.full_tensors(model) gives plain tensors, without a gradient; or keep that parameter "
-                "whole: overrides={name: 'replicate'}",
-            )
+        if held is not None and held.dim is not None and memory_of(parameter) == place and x.dim() == 2:
+            return held if x.shape == parameter.shape else replace(held, dim=1 - held.dim, shape=held.shape[::-1])
+    other = _may_be_in_rank_order(x, owners)
+    if other is not None:
+        raise AutoplanError(
+            f"{op} of a tensor of {list(x.shape)} that lies on ranks: it may be computed of a parameter of "
+            f"{list(other.shape)} whose rows are in another order on ranks than in the checkpoint",
+            hint="autoplan.full_tensors(model) gives plain tensors, without a gradient; or keep that parameter "
+            "whole: overrides={name: 'replicate'}",
+        )
     return None
 
 
