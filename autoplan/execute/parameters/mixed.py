@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import changed_inside, flatten_tensors
 from autoplan.execute.collectives import RankGroup, Recorded, all_reduce, like
-from autoplan.execute.parameters.held import Held, held_by, memory_of, record_of
+from autoplan.execute.parameters.held import Held, held_by, is_local_of, memory_of, record_of
 from autoplan.execute.parameters.picked import held_of_memory, marked_modules
 from autoplan.execute.parameters.state_dict import local_piece, whole_tensor
 from autoplan.patches.mixed_ops import NOT_OURS
@@ -83,11 +83,7 @@ def _with_parameters(op: Any, owners: list[nn.Module], args: Any, kwargs: Any) -
 
 def _parameter_of(x: torch.Tensor, owners: list[nn.Module]) -> torch.Tensor | None:
     """Return the parameter whose local tensor this is."""
-    for parameter in _parameters(owners):
-        local = parameter._local_tensor
-        if memory_of(local) == memory_of(x) and (local.shape, local.stride()) == (x.shape, x.stride()):
-            return parameter.detach()
-    return None
+    return next((one.detach() for one in _parameters(owners) if is_local_of(x, one)), None)
 
 
 def _parameters(owners: list[nn.Module]) -> Iterator[DTensor]:
