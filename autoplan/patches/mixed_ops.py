@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autoplan.common.nested import flatten_tensors
 from autoplan.patches.patched import Hold, Kept, Place, Registered, apart, hold, while_split
@@ -33,8 +32,8 @@ def mixed_by(mixed: Answer, ordered: Answer, in_place: Answer) -> tuple[Hold, ..
 
 
 class _Flag:
-    """The flag of one thread, as a dict of one entry. `kept`: the methods stay as long as the flag is set. `asked`: does
-    someone else, by `implicit_replication()`, want plain tensors to be replicated ones."""
+    """The flag of one thread, as a dict of one entry. `kept`: keeps the methods as long as the flag is set. `asked`:
+    whether someone else, by `implicit_replication()`, wants plain tensors to be replicated ones."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -81,8 +80,12 @@ def _places(mixed: Answer, ordered: Answer, in_place: Answer) -> Iterator[Place]
         def _try_replicate_spec_for_scalar_tensor(self: Any, op: Any, tensor: torch.Tensor, mesh: Any) -> Any:
             if tensor.numel() == 1 or asked(self) or mixed(None, mesh, (), {}) is NOT_OURS:
                 return plain(self, op, tensor, mesh)
-            meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-            return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+            flag = _flag_of_this_thread()
+            flag.asked = True
+            try:
+                return plain(self, op, tensor, mesh)
+            finally:
+                flag.asked = False
 
         return _try_replicate_spec_for_scalar_tensor
 
@@ -93,7 +96,8 @@ def _places(mixed: Answer, ordered: Answer, in_place: Answer) -> Iterator[Place]
             tensors = flatten_tensors((args, kwargs)) if not asked(self) else ()
             if any(not isinstance(tensor, DTensor) and tensor.numel() != 1 for _, tensor in tensors):
                 return mixed(op, info.compute_mesh, args, kwargs)
-            if op.overloadpacket in _OF_ORDER and (result := ordered(op, info.compute_mesh, args, kwargs)) is not NOT_OURS:
+            result = ordered(op, info.compute_mesh, args, kwargs) if op.overloadpacket in _OF_ORDER else NOT_OURS
+            if result is not NOT_OURS:
                 return result
             try:
                 return plain(self, op, args, kwargs, info, *more, **others)
@@ -132,8 +136,7 @@ def _canary() -> bool:
     """Return whether DTensor asks these methods about mixed tensors, in this thread, and takes a result for one."""
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
     x = torch.ones(2)
-    lying = DTensor(x, DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(x.shape, x.stride(), x.dtype)),
-                    requires_grad=False)  # fmt: skip
+    lying = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     seen: list[Any] = []
 
     def mixed(op: Any, where: Any, args: Any, kwargs: Any) -> Any:
@@ -154,9 +157,9 @@ def _canary() -> bool:
 
 MIXED_OPS = while_split(
     name="mixed ops",
-    replaces="_allow_implicit_replication, _try_replicate_spec_for_scalar_tensor and "
-    "_propagate_op_sharding_dispatch_slow_path and _dispatch_fast_path_python_tail of DTensor._op_dispatcher, and torch's flag of the thread that makes it "
-    "ask them",
+    replaces="_allow_implicit_replication, _try_replicate_spec_for_scalar_tensor, "
+    "_propagate_op_sharding_dispatch_slow_path and _dispatch_fast_path_python_tail of the class of "
+    "DTensor._op_dispatcher, and the flag of torch._C._set_dtensor_allow_implicit_replication in the thread",
     why="a function of a parameter on ranks and plain tensors, outside of the model, ends in an error",
     canary=_canary,
     without="functions of parameters on ranks and plain tensors end in torch's error; `autoplan.full_tensors` returns "

@@ -327,8 +327,8 @@ def _reading_by_name(cls: type) -> Callable[..., Any]:
 
 
 def _tying(cls: type) -> Callable[..., Any]:
-    """Wrap `__setattr__`: a tied parameter that a forward assigns again (`head.weight = table.weight`) is a local tensor,
-    which torch does not accept."""
+    """Wrap `__setattr__`: a tied parameter that a forward assigns again (`head.weight = table.weight`) is a local
+    tensor, which torch does not accept."""
     base: Any = cls.__setattr__
 
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:

@@ -27,11 +27,12 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import changed_inside, flatten_tensors
-from autoplan.execute.collectives import RankGroup, Recorded, all_reduce, like
+from autoplan.execute.collectives import RankGroup, Recorded, all_reduce
 from autoplan.execute.parameters.held import Held, held_by, is_local_of, memory_of, record_of
 from autoplan.execute.parameters.picked import held_of_memory, marked_modules
 from autoplan.execute.parameters.state_dict import local_piece, whole_tensor
 from autoplan.patches.mixed_ops import NOT_OURS
+
 
 def mixed(op: Any, mesh: DeviceMesh, args: Any, kwargs: Any) -> Any:
     """Return the result of an op on DTensors and plain tensors; NOT_OURS if they are not those of a sharded model. No
@@ -74,8 +75,8 @@ def _with_parameters(op: Any, owners: list[nn.Module], args: Any, kwargs: Any) -
     parameters = {id(x): _parameter_of(x, owners) for x in plain}
     if None in parameters.values() or any(x.requires_grad and torch.is_grad_enabled() for x in plain):
         raise RuntimeError(
-            f"{op} of a parameter that lies on ranks, as named_parameters() gives it, and a plain tensor, inside of the "
-            "model: read the parameter as an attribute of its module"
+            f"{op} of a parameter that lies on ranks, as named_parameters() gives it, and a plain tensor, inside of "
+            "the model: read the parameter as an attribute of its module"
         )
     args, kwargs = _changed((args, kwargs), lambda x: parameters.get(id(x), x))
     return op(*args, **kwargs)

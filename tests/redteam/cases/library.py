@@ -1,4 +1,4 @@
-"""Idioms of research libraries: packed projections, embeddings of time, incremental state, relative shifts, scatters."""
+"""Idioms of research libraries: packed projections, times, incremental state, relative shifts, scatters."""
 
 from __future__ import annotations
 
@@ -199,8 +199,9 @@ class MessagePassing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.lin, self.att_s, self.att_d = nn.Linear(16, 32, bias=False), *(
-            nn.Parameter(torch.randn(1, 4, 8) / 3) for _ in range(2)
+        self.lin, self.att_s, self.att_d = (
+            nn.Linear(16, 32, bias=False),
+            *(nn.Parameter(torch.randn(1, 4, 8) / 3) for _ in range(2)),
         )
         self.gate, self.out = nn.Linear(16, 32), nn.Linear(32, 16)
 
