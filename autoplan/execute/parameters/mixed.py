@@ -24,10 +24,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import changed_inside, flatten_tensors
-from autoplan.execute.collectives import RankGroup, Recorded, all_reduce
+from autoplan.execute.collectives import RankGroup, Recorded, all_reduce, in_backward
 from autoplan.execute.parameters.held import Held, held_by, is_local_of, memory_of, record_of
 from autoplan.execute.parameters.picked import held_of_memory, marked_modules
 from autoplan.execute.parameters.state_dict import local_piece, whole_tensor
@@ -62,7 +63,9 @@ def in_place(op: Any, mesh: DeviceMesh, args: Any, kwargs: Any) -> Any:
 
 
 def _lies_on(module: nn.Module, mesh: DeviceMesh) -> bool:
-    return any(isinstance(p, DTensor) and p.device_mesh == mesh for p in module._parameters.values())
+    """Return whether a module has parameters on this mesh; not those of another rank that is a thread."""
+    meshes = (p.device_mesh for p in module._parameters.values() if isinstance(p, DTensor))
+    return any(other == mesh and other.get_coordinate() == mesh.get_coordinate() for other in meshes)
 
 
 def _changed(value: Any, change: Any) -> Any:
@@ -164,6 +167,10 @@ def _how_it_lies(op: Any, x: DTensor, owners: list[nn.Module]) -> Held | None:
         if held is not None and held.dim is not None and memory_of(parameter) == place and x.dim() == 2:
             return held if x.shape == parameter.shape else replace(held, dim=1 - held.dim, shape=held.shape[::-1])
     other = _may_be_in_rank_order(x, owners)
+    if other is not None and in_backward():  # gradients are added that reach one tensor, a full one among them
+        expected = [pieces.held for pieces in list(_expected) if pieces.fit(x)]
+        if expected and all(held == expected[0] for held in expected):
+            return expected[0]
     if other is not None:
         raise AutoplanError(
             f"{op} of a tensor of {list(x.shape)} that lies on ranks: it may be computed of a parameter of "
@@ -186,15 +193,26 @@ def _hand_pieces(x: DTensor, held: Held | None) -> None:
 
 class _Pieces:
     def __init__(self, x: DTensor, held: Held | None) -> None:
-        self.of, self.held = weakref.ref(x), held
-        self.how = x.device_mesh, tuple(Replicate() if p.is_partial() else p for p in x.placements)
-        self.meta = x.shape, x.stride()
+        self.held, self.how, self.shape, self.stride = held, _how(x), x.shape, x.stride()
+        _expected.add(self)
+
+    def fit(self, gradient: DTensor) -> bool:
+        mesh, placements = _how(gradient)
+        same = (gradient.shape, mesh, placements) == (self.shape, *self.how)
+        return same and mesh.get_coordinate() == self.how[0].get_coordinate()
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         if isinstance(gradient, DTensor):
             return gradient
-        piece: torch.Tensor = _Piece.apply(gradient, self.held, *self.how, *self.meta)
+        piece: torch.Tensor = _Piece.apply(gradient, self.held, *self.how, self.shape, self.stride)
         return piece
+
+
+_expected: weakref.WeakSet[_Pieces] = weakref.WeakSet()
+
+
+def _how(x: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    return x.device_mesh, tuple(Replicate() if placed.is_partial() else placed for placed in x.placements)
 
 
 class _Piece(Recorded):
