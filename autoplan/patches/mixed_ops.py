@@ -95,8 +95,9 @@ def _places(mixed: Answer, ordered: Answer, in_place: Answer) -> Iterator[Place]
         ) -> Any:
             tensors = flatten_tensors((args, kwargs)) if not asked(self) else ()
             if any(not isinstance(tensor, DTensor) and tensor.numel() != 1 for _, tensor in tensors):
-                return mixed(op, info.compute_mesh, args, kwargs)
-            result = ordered(op, info.compute_mesh, args, kwargs) if op.overloadpacket in _OF_ORDER else NOT_OURS
+                result = mixed(op, info.compute_mesh, args, kwargs)
+            else:
+                result = ordered(op, info.compute_mesh, args, kwargs) if op.overloadpacket in _OF_ORDER else NOT_OURS
             if result is not NOT_OURS:
                 return result
             try:

@@ -50,7 +50,7 @@ def _of_tensor(tensor: torch.Tensor) -> Callable[[], None]:
 def _of_container(container: Any) -> Callable[[], None]:
     """Return the function that puts back the items of a container and of the containers in it, the same objects."""
     items = list(container.items()) if isinstance(container, dict) else list(container)
-    values = [value for _, value in items] if isinstance(container, dict) else items
+    values = [value for name, value in items if name not in _OF_TORCH] if isinstance(container, dict) else items
     inner = [_of_container(value) for value in values if type(value) in _CONTAINERS]
 
     def put_back() -> None:
@@ -66,6 +66,7 @@ def _of_container(container: Any) -> Callable[[], None]:
 
 
 _CONTAINERS = (dict, list, set, deque)
+_OF_TORCH = vars(nn.Module()).keys() - {"_parameters", "_buffers"}  # hooks and the like: no forward changes them
 
 
 def _flat(items: list[Any]) -> list[Any]:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from autoplan.common.errors import AutoplanError
+from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.nested import changed_inside, flatten_tensors
 from autoplan.execute.collectives import RankGroup, Recorded, all_reduce, in_backward
 from autoplan.execute.parameters.held import Held, held_by, is_local_of, memory_of, record_of
@@ -77,9 +77,9 @@ def _with_parameters(op: Any, owners: list[nn.Module], args: Any, kwargs: Any) -
     plain = [x for _, x in flatten_tensors((args, kwargs)) if not isinstance(x, DTensor) and x.numel() != 1]
     parameters = {id(x): _parameter_of(x, owners) for x in plain}
     if None in parameters.values() or any(x.requires_grad and torch.is_grad_enabled() for x in plain):
-        raise RuntimeError(
-            f"{op} of a parameter that lies on ranks, as named_parameters() gives it, and a plain tensor, inside of "
-            "the model: read the parameter as an attribute of its module"
+        raise PlanMismatchError(
+            f"{op} of a parameter that lies on ranks and a plain tensor, inside of the model",
+            hint="read the parameter as an attribute of its module; put modules in before autoplan.parallelize",
         )
     args, kwargs = _changed((args, kwargs), lambda x: parameters.get(id(x), x))
     return op(*args, **kwargs)
@@ -150,7 +150,9 @@ def ordered(op: Any, mesh: DeviceMesh, args: Any, kwargs: Any) -> Any:
 
 
 def _may_be_in_rank_order(x: DTensor, owners: list[nn.Module]) -> Held | None:
-    """Return how a parameter lies that is kept in rank order, if a tensor has as many rows as it."""
+    """Return how a parameter lies that is kept in rank order, if a tensor has as many rows as it, and is cut."""
+    if all(placed.is_replicate() for placed in x.placements):
+        return None
     all_held = (held_by(parameter) for parameter in _parameters(owners))
     return next((held for held in all_held if held and held.in_rank_order and sum(held.room) in x.shape), None)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional as F
 
@@ -138,6 +138,18 @@ def test_what_others_ask_of_the_flag_stays() -> None:
 
     assert on_ranks(outcomes) == [(DTensor, torch.Tensor, True)] * 2
     assert not torch._C._get_dtensor_allow_implicit_replication()
+
+
+def test_rows_of_a_replicated_parameter_are_views() -> None:
+    """Even if a parameter that is kept in rank order has as many rows."""
+
+    def written(m: Any) -> torch.Tensor:
+        mesh = m.both.weight.device_mesh
+        rows = distribute_tensor(torch.zeros(32, dtype=torch.float64), mesh, [Replicate()], src_data_rank=None)
+        torch.narrow(rows, 0, 4, 8).fill_(1)
+        return rows.full_tensor()
+
+    assert all(rows.sum() == 8 for rows in on_ranks(written))
 
 
 def test_adafactor_steps() -> None:
