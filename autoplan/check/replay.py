@@ -131,8 +131,9 @@ class _Player:
         """Return whether the op gives another value in full, too: the model has changed an input where no op is
         recorded (`weight.data = x`)."""
         inputs = [tensor for tensor in refs((op.args, op.kwargs)) if self.shards.is_split(tensor)]
-        ranks, self.local = self.local, [{tensor: self._put_together(tensor) for tensor in inputs}] * self.tp
+        ranks = self.local
         try:
+            self.local = [{tensor: self._put_together(tensor).clone() for tensor in inputs}] * self.tp
             args, kwargs = self._arguments(op, function, rank=0)
             results = [tensor for _, tensor in flatten_tensors(function(*args, **kwargs))]
         except (_NotKept, RuntimeError, IndexError, ValueError, TypeError):
@@ -142,11 +143,17 @@ class _Player:
         return bool(results) and bool(self._difference(results[0], recorded))
 
     def _put_together(self, tensor: int) -> torch.Tensor:
+        if tensor in self.first:
+            return self.first[tensor]
         parts = [self._get(tensor, rank) for rank in range(self.tp)]
         whole = parts[0].new_zeros(self.trace.tensors[tensor].shape)
-        places = torch.arange(whole.numel()).view(whole.shape)
+        places, missing = torch.arange(whole.numel()).view(whole.shape), set(range(whole.numel()))
         for rank, part in enumerate(parts):
-            whole.view(-1)[self._shard(places, tensor, rank).reshape(-1)] = part.reshape(-1)
+            own = self._shard(places, tensor, rank).reshape(-1)
+            whole.view(-1)[own] = part.reshape(-1)
+            missing -= set(own.tolist())
+        if missing:
+            raise _NotKept("some rows are on no rank")
         return whole
 
     def _compute(
