@@ -206,7 +206,7 @@ def solve_source(
             uneven = WholeSequence("blocks-apart", error=error.message)
             solution = replace(solved(captured.trace, sequence_stacks=None), whole_sequence=(uneven,))
     if wish.ranks > 1:
-        _refuse_useless(source, solution, wish, packed)
+        _refuse_useless(source, solution, wish, packed, capabilities)
     return solution
 
 
@@ -249,7 +249,9 @@ def write_down(
     return replace(plan, made_for=replace(plan.made_for, content=digest(plan)))
 
 
-def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tuple[PackedWeight, ...]) -> None:
+def _refuse_useless(
+    source: Source, solution: Solution, wish: Wish, packed: tuple[PackedWeight, ...], capabilities: Capabilities
+) -> None:
     """Raise if nothing can be split at this size or, if the caller is strict, if something cannot."""
     legal = ", ".join(map(str, solution.legal_tp))
     if wish.cp_size > 1:
@@ -280,7 +282,8 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tupl
             + (f" ({reasons})" if reasons else ""),
             hint="ep_size needs modules that store all their experts in stacked weights; otherwise use tp_size",
         )
-    if not any(fact.dim is not None for fact in solution.parameters):
+    may_be_idle = capabilities.idle and (capabilities.whole or not odd)
+    if not may_be_idle and not any(fact.dim is not None for fact in solution.parameters):
         unit = f": an axis of {odd[0].size} units in {odd[0].parameters[0][0]} prevents it" if odd else ""
         raise IndivisibleError(
             f"{source.name}: nothing can be sharded at tp={wish.tp_size}{unit}",
@@ -302,6 +305,9 @@ def _findings(
     if wish.ep_size > 1 and capabilities.experts:
         yield from expert_findings(made, solution)
     yield from whole_blocks(made)
+    if capabilities.idle and not made.entries:
+        text = f"nothing can be split at tp={wish.tp_size}: every rank computes the whole model"
+        yield Finding("split", "warn", "", text, "data-parallel ranks in place of tensor-parallel ones gain more")
     if source.config is None and made.runtime.idle:
         names = ", ".join(made.runtime.idle[:3])
         text = f"{names} never ran while tracing, so it was neither planned nor verified"

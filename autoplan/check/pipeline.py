@@ -69,7 +69,8 @@ def _steps(source: Source, wish: Wish, choices: ChosenCuts | None, module: nn.Mo
 
     stage("trying a tiny clone on simulated ranks")
     wanted, budget = wanted_capabilities(wish), Budget(wish.trial_seconds)
-    settled = settle_capabilities(source, wanted, wish.tp_size, wish.ep_size, wish.cp_size, choices, budget)
+    idle = choices is None and not wish.strict and wish.ep_size == 1
+    settled = settle_capabilities(source, wanted, wish.tp_size, wish.ep_size, wish.cp_size, choices, budget, idle)
 
     draft = draft_plan(source, wish, choices=choices, capabilities=settled.capabilities, module=module)
     plan = replace(draft.plan, findings=draft.plan.findings + settled.findings)
@@ -258,14 +259,16 @@ def settle_capabilities(
     cp_size: int = 1,
     choices: ChosenCuts | None = None,
     budget: Budget | None = None,
+    idle: bool = False,
 ) -> Settled:
     """Shard the tiny clone on simulated ranks, with a user's choices; keep the first capabilities with the same
     numbers.
 
     Findings say what had to be left out, or that nothing worked. If no clone can be tried, all wanted capabilities
-    stay, and the outcome says why and what to pass.
+    stay, and the outcome says why and what to pass. `idle`: where nothing can be split, try a plan that splits nothing.
     """
     how: Any = {"sequence_parallel": wanted.sequence, "checks": _TRIED_BY, "choices": choices, "budget": budget}
+    how["idle"] = idle
     try:
         report, tried, clone = verify_tried(
             tried_sizes(source, Sizes(tp_size, ep_size, cp_size)), None, traffic=False, **how
@@ -299,7 +302,7 @@ def settle_capabilities(
         )
     if ep_size > 1 and not capabilities.experts:
         left_out.append(_left_out("experts", "expert parallelism was requested but is not applied"))
-    if wanted.scoped and not capabilities.scoped:
+    if wanted.scoped and not capabilities.scoped and not capabilities.idle:
         left_out.append(_left_out("scoped", "calls inside a module's forward are not rewritten"))
     return Settled(capabilities, Trial("passed", ranks=tried.ranks), tuple(left_out), report.details["ways"], clone)
 

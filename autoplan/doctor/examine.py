@@ -19,6 +19,7 @@ from autoplan.patches.patched import Patch
 TABLES = (
     ("autoplan.patches.tensors", "PATCHES"),
     ("autoplan.patches.sharding_rules", "PATCHES"),
+    ("autoplan.patches.mixed_ops", "PATCHES"),
     ("autoplan.patches.classes", "PATCHES"),
     ("autoplan.patches.kernels", "PATCHES"),
     ("autoplan.patches.seeding", "PATCHES"),

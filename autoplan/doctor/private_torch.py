@@ -244,6 +244,19 @@ def _made_of_a_spec() -> bool:
     return "_spec" in DTensor.__slots__ or "_spec" in DTensor.__annotations__
 
 
+@TORCH.hold(
+    "DTensor asks its Python methods about plain tensors beside it, in this thread",
+    "torch._C._get_dtensor_allow_implicit_replication",
+    "torch._C._set_dtensor_allow_implicit_replication",
+)
+def _plain_beside() -> bool:
+    before = torch._C._get_dtensor_allow_implicit_replication()
+    torch._C._set_dtensor_allow_implicit_replication(True)
+    inside = torch._C._get_dtensor_allow_implicit_replication()
+    torch._C._set_dtensor_allow_implicit_replication(before)
+    return bool(inside) and torch._C._get_dtensor_allow_implicit_replication() == before
+
+
 @TORCH.hold("autoplan's collectives are recognised in the autograd graph", "torch.autograd.Function._backward_cls")
 def _backward_class() -> bool:
     class Twice(torch.autograd.Function):

@@ -18,6 +18,7 @@ from autoplan.capture.called import calls_the_model, has_training_paths
 from autoplan.capture.copies import copied
 from autoplan.check.verify.compare import Tolerance, compare
 from autoplan.check.verify.drawn import RUNS, Draws, FixedNoise, laws_of_draws
+from autoplan.check.verify.state import state_kept
 from autoplan.check.verify.subject import CANNOT_RUN, SAME, Group, Observation, Subject, plain, tensors_in
 from autoplan.common.code.ways import uncompared
 from autoplan.common.conventions import conventions
@@ -180,7 +181,7 @@ def _drawn(subject: Subject) -> Observation:
 def _training(subject: Subject) -> Iterator[None]:
     subject.model.train()
     try:
-        with buffers_kept(subject.model):
+        with state_kept(subject.model):
             yield
     finally:
         subject.model.eval()
@@ -190,18 +191,6 @@ def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return full buffers as a checkpoint holds them."""
     names = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return {name: plain(tensor).clone() for name, tensor in model.state_dict().items() if name in names}
-
-
-@contextmanager
-def buffers_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Undo a run's changes of buffers: a rank's model is used for other checks, its unsharded twin is not."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from autoplan.check.verify.on_ranks import cut_together, mesh_of, sharding_of, w
 from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
 from autoplan.check.verify.traffic import against_the_least
 from autoplan.common.code.ways import others_of, recording
-from autoplan.common.errors import AutoplanError
+from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import Wish, check_argument
 from autoplan.common.patterns import best_match, matches
 from autoplan.common.random_values import plain_surroundings, untouched_randomness
@@ -131,10 +131,12 @@ def verify_source(
     budget: Budget | None = None,
     clone: Clone | None = None,
     traffic: bool = True,
+    idle: bool = False,
 ) -> Report:
     """Run `verify` on a resolved source; without a plan, with the choices of a written one.
 
-    `clone`: a clone of the source, if there is one already. `traffic`: measure what each block moves.
+    `clone`: a clone of the source, if there is one already. `traffic`: measure what each block moves. `idle`: where
+    nothing can be split, or all that is split is wrong, try a plan that splits nothing.
 
     Raise BudgetSpent if the time runs out before anything is known; errors found by then are reported.
     """
@@ -149,12 +151,18 @@ def verify_source(
     if clone.outside and mesh is None and engine == "threads":
         engine = _engine_for(clone)
     report: Report | None = None
-    for wanted in capabilities_of(plan, sequence_parallel, sizes):
+    idle = idle and plan is None and sizes.cp == 1
+    ways = capabilities_of(plan, sequence_parallel, sizes)
+    ways = (*ways, Capabilities(False, idle=True)) if idle else ways
+    for wanted in ways:
+        if wanted.idle and report is not None:
+            break
         budget.check("before a clone was run on ranks")
         try:
             drawn, differences = _plan_for(clone, source, plan, sizes, wanted, choices)
-        except AutoplanError:
-            if report is None:
+        except AutoplanError as error:
+            nothing = isinstance(error, IndivisibleError) and idle and wanted != ways[-1]
+            if report is None and not nothing:
                 raise
             continue  # with fewer capabilities nothing is left to split: the last report holds
         capabilities, applied, findings = wanted, drawn, differences
@@ -164,7 +172,7 @@ def verify_source(
     assert report is not None
     if plan is None and _decisively_wrong(report) and not budget.spent:
         capabilities, report, applied = _narrowed(
-            clone, source, applied, capabilities, report, engine, checks, choices, how
+            clone, source, applied, replace(capabilities, idle=idle), report, engine, checks, choices, how
         )
     details = {
         **report.details,
@@ -328,6 +336,8 @@ def _narrowed(
         whole = wrong_cuts(cut_together(modules, still_cut), is_wrong, _MOST_TRIALS)
         narrower = planned(whole)
         narrowed = run(narrower, checks) if narrower is not None else report
+        if capabilities.idle and _decisively_wrong(narrowed) and (narrower := planned(modules)) is not None:
+            whole, narrowed = modules, run(narrower, checks)
     except BudgetSpent as error:
         late = Finding("sharding", "note", "", error.message, error.hint)
         return capabilities, replace(report, findings=(*report.findings, late)), applied

@@ -145,6 +145,15 @@ def memory_of(tensor: torch.Tensor) -> int:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
 
 
+def is_local_of(tensor: torch.Tensor, parameter: Any) -> bool:
+    """Return whether a plain tensor is this rank's local tensor of a parameter: the same memory."""
+    if not isinstance(parameter, DTensor) or isinstance(tensor, DTensor):
+        return False
+    local = parameter._local_tensor
+    same = (tensor.shape, tensor.stride()) == (local.shape, local.stride())
+    return same and memory_of(tensor) == memory_of(local)
+
+
 @lru_cache(maxsize=4096)
 def fsdp_placements(placements: Sequence[Placement], held: Held | None) -> Sequence[Placement]:
     """Return the placements that FSDP2 made: its mesh dims come before the one of tensor parallelism."""

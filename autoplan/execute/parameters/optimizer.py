@@ -17,8 +17,10 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.execute.collectives import index_of, like
 from autoplan.execute.parameters.held import Held, Mark, held_by, held_parameters, mark_of
+from autoplan.execute.parameters.mixed import in_place, mixed, ordered
 from autoplan.execute.parameters.picked import draw, note_marked, number_in, pick, set_item, total, with_mark
 from autoplan.execute.parameters.state_dict import as_held, in_checkpoint_order
+from autoplan.patches.mixed_ops import mixed_by
 from autoplan.patches.sharding_rules import asked_of_all, heard_by_classes, numbers_and_draws
 from autoplan.patches.tensors import (
     data_assigned,
@@ -306,6 +308,7 @@ class _Following:
             data_assigned(_assigned, with_mark),
             picked(pick, set_item, total),
             numbers_and_draws(number_in, draw),
+            *mixed_by(mixed, ordered, in_place),
             left_whole(_lies_otherwise),
             told_of_stored(_refuse_stored),
             heard_by_classes(),

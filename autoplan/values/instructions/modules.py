@@ -232,13 +232,14 @@ class Capabilities:
     """The features that a plan may use: the scoped function mode, and sharding the stream along the sequence.
 
     `whole`: patterns of modules whose parameters are replicated, because sharded they gave other results. `experts`:
-    experts may be distributed over ranks, if requested.
+    experts may be distributed over ranks, if requested. `idle`: a plan may split nothing.
     """
 
     scoped: bool = True
     sequence: bool = False
     whole: tuple[str, ...] = ()
     experts: bool = True
+    idle: bool = False
 
     def __str__(self) -> str:
         """Return what differs from the usual."""
