@@ -167,10 +167,14 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     unpacked = max((p.elements * p.size for unit in units for p in unit.parameters if p.packed), default=0)
     waiting = min(asked.stages, asked.accumulate) - 1 if training else 0  # micro-batches in flight
     parts = replace(parts, temporary=parts.temporary + unpacked, kept=parts.kept + waiting * walk.waiting)
+    passing, whole, others = 0, 0.0, 0.0
     if not training:  # other sequences are held at full length, those of the batch as far as they are at the peak
-        whole = walk.live["kept"] * _cache_share(asked, steps)
+        lasts = walk.lasts or walk.live["kept"]
+        whole = lasts * _cache_share(asked, steps)
         others = max(0, asked.concurrency - batch) * whole / batch
-        parts = replace(parts, cache=int(parts.kept * _cache_share(asked, steps) + others), kept=0)
+        passing = max(0, parts.kept - lasts)  # in front of a sliding window, until the next token
+        parts = replace(parts, temporary=parts.temporary + passing, kept=0,
+                        cache=int((parts.kept - passing) * _cache_share(asked, steps) + others))  # fmt: skip
     where, phase = peak.where, peak.phase
     stepping = _optimizer_step(units, data, weights, states, asked) if training else MemoryParts()
     stepping = replace(stepping, overhead=parts.overhead)
@@ -187,11 +191,11 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     flops = in_float8(walk, device) if asked.matmuls else walk.flops
     load = Load(tuple(flops.items()), walk.moved, once, trained, ahead, walk.messages("forward"), *pieces)
     decoded, held = 0.0, max(batch, asked.concurrency)
-    if asked.concurrency and not parts.cache:
+    if asked.concurrency and not whole:
         raise AutoplanError(
             f"concurrency={asked.concurrency}: {steps.source.name} holds no keys and values", hint="leave it out"
         )
-    if not training and tokens and parts.cache:
+    if tokens and whole:
         read = weights + int(whole + others)
         seconds = decoding_time(load, device, asked.mesh, read, held / (batch * tokens))
         decoded = held * copies / (asked.stages * seconds)
@@ -202,11 +206,11 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
         time=time, device=device.name, bars=_BARS,
         tokens=batch * max(1, tokens) * asked.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
-        notes=(*_size_note(asked, batch, tokens, positions),
+        notes=(*_size_note(asked, batch, tokens, positions), *_window_note(passing),
                *_notes(steps, asked, setting, recorded, units, load.flops)),
         dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
         optimizer=asked.optimizer if training else "", decoded_per_second=decoded,
-        concurrency=held if parts.cache else 0, matmuls=asked.matmuls or "", run_by=asked.run_by, how=asked.how,
+        concurrency=held if whole else 0, matmuls=asked.matmuls or "", run_by=asked.run_by, how=asked.how,
     )  # fmt: skip
 
 
@@ -324,6 +328,14 @@ def _size_note(asked: Asked, batch: int, tokens: int, positions: int) -> Iterato
     if batch != asked.batch or tokens not in (0, asked.sequence):
         yield (f"{asked.batch} × {asked.sequence} tokens were asked for; the inputs cannot be made in that size, so "
                f"all figures are of {batch} × {tokens or 'samples'}")  # fmt: skip
+
+
+def _window_note(passing: int) -> Iterator[str]:
+    if passing:
+        yield (
+            f"layers with a sliding window cache its tokens alone; {passing / 2**30:.2f} GiB of those before, of the "
+            "prompts that are read, are held until the next token, and counted as temporary"
+        )
 
 
 def _policy(asked: Asked, steps: Steps) -> MixedPrecisionPolicy | None:

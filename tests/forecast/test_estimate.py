@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import (
     CLIPVisionConfig,
     DeepseekV3Config,
     FalconConfig,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     LlavaConfig,
@@ -208,6 +210,33 @@ def test_sequences_that_are_served_hold_their_cache_and_are_decoded() -> None:
             autoplan.estimate(llama(num_hidden_layers=2), **keywords | odd)
     with pytest.raises(autoplan.AutoplanError, match="a cache"):
         autoplan.estimate(llama(num_hidden_layers=2), mesh="tp=2", concurrency=4)
+
+
+def test_a_sliding_window_bounds_what_is_cached() -> None:
+    """Of 3 layers with a window of 128 tokens, and one without, on a rank with two of four heads of keys and values."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    config = Gemma3TextConfig(**sizes, head_dim=16, num_hidden_layers=4, layer_types=kinds, sliding_window=128,
+                              vocab_size=128, dtype="bfloat16")  # fmt: skip
+    keywords: dict[str, Any] = {"mesh": {"tp": 2}, "sequence": 1024, "train": "inference"}
+    alone, many = (autoplan.estimate(config, **keywords, concurrency=held) for held in (0, 9))
+    one = (3 * 127 + 1024) * 2 * 2 * 16 * 2
+    assert alone.parts.cache == pytest.approx(one, rel=0.01)
+    assert many.parts.cache - alone.parts.cache == pytest.approx(8 * one, rel=0.01)
+    assert sum("sliding window" in note for note in alone.notes) == 1
+    config.layer_types = ["full_attention"] * 4
+    whole = autoplan.estimate(config, **keywords)
+    assert alone.decoded_per_second > whole.decoded_per_second > 0 and not any("sliding" in n for n in whole.notes)
+
+
+def test_a_rank_has_a_head_of_keys_at_least() -> None:
+    """Over 16 ranks of tp eight heads of keys are held twice, and cannot be halved from recordings over 4 and 8."""
+    steps = Steps(resolve(llama(num_hidden_layers=2)))
+    for tp in (4, 8):
+        steps.at(Setting(tp=tp, sequence=64, training=False))
+    asked = Asked((("tp", 16),), 4, 64, train="inference", exact=False)
+    scaled, exact = (estimate_with(steps, replace(asked, exact=exact), H100) for exact in (False, True))
+    assert scaled.parts.cache == exact.parts.cache == 2 * 4 * 64 * 128 * 2 * 2
 
 
 def test_a_trained_adapter_needs_states_for_itself_only() -> None:
