@@ -72,6 +72,7 @@ def estimate(
     lora_rank: int = LORA_RANK,
     lora_targets: str | Sequence[str] | None = None,
     lora_dropout: float = 0.0,
+    lora_dtype: str = "float32",
     reshard_after_forward: bool | None = None,
     cpu_offload: bool = False,
     sequence_parallel: bool = False,
@@ -95,7 +96,8 @@ def estimate(
 
     `batch`: sequences that a rank takes at once, `accumulate` times a step. `train`: "full", "lora" (what is not
     frozen; where nothing is, adapters of `lora_rank` are put beside `lora_targets`: endings of names, "all-linear", or
-    as peft chooses for the type of the model; `lora_dropout` drops what goes into them),
+    as peft chooses for the type of the model; `lora_dropout` drops what goes into them; `lora_dtype`: float32, as peft
+    casts them, or that of the "model"),
     "inference" (a forward that keeps its keys and values). `weights`: as
     the checkpoint stores them, where that is not what the config says: a dtype, or "fp8", "nf4", "mxfp4", "awq" and
     the like. `concurrency`: for inference, the sequences whose keys and values are held, each `sequence` long, while
@@ -119,11 +121,11 @@ def estimate(
             f"the plan names the class {model.model}, and not where its config is",
             hint="estimate(model, plan=plan, …), with the model, its config, or the folder that the plan was made from",
         )
-    check_adapters(train, lora_rank, lora_targets, lora_dropout)
+    check_adapters(train, lora_rank, lora_targets, lora_dropout, lora_dtype)
     rank = lora_rank if train == "lora" else 0
     source = resolve(named, trust_remote_code=trust_remote_code, inputs=inputs)
     source = source if weights is None else source.stored_as(weights)
-    steps = Steps(source, given, inputs, rank, targets_of(lora_targets), lora_dropout)
+    steps = Steps(source, given, inputs, rank, targets_of(lora_targets), lora_dropout, lora_dtype)
     sizes = mesh_sizes(mesh, priced=("pp",))
     tp = dict(sizes).get("tp", 1)
     check_expert_size(tp, ep_size)
@@ -256,10 +258,15 @@ def _notes(
     if steps.adapters:
         targets = steps.lora_targets if isinstance(steps.lora_targets, str) else ", ".join(steps.lora_targets or ())
         dropout = f"; dropout {steps.lora_dropout:g}" if steps.lora_dropout else ""
+        if steps.dtype in ("bfloat16", "float16"):
+            dropout += "; in float32" if steps.lora_dtype == "float32" else "; in the model's dtype"
         found.append(f"nothing of the model is frozen: adapters of rank {steps.lora_rank} were put beside "
                      f"{steps.adapters} linear layers ({targets}{dropout}), and all else was frozen")  # fmt: skip
-    elif steps.lora_rank and (steps.lora_rank, steps.lora_targets, steps.lora_dropout) != (LORA_RANK, None, 0):
-        found.append("changes nothing: rank, targets and dropout of adapters: what is trained is the model's own")
+    elif steps.lora_rank and (steps.lora_rank, steps.lora_targets, steps.lora_dropout, steps.lora_dtype) != (
+            LORA_RANK, None, 0, "float32"):  # fmt: skip
+        found.append(
+            "changes nothing: rank, targets, dropout and dtype of adapters: what is trained is the model's own"
+        )
     if kernels:
         found.append(f"with the fused kernels of {', '.join(kernels)}: their references in plain torch keep far more")
     if asked.train == "inference" and asked.shards > 1:

@@ -92,6 +92,7 @@ class Steps:
     lora_rank: int = 0  # of adapters that are put in where nothing of the model is frozen; 0: none are
     lora_targets: tuple[str, ...] | str | None = None  # None: as peft chooses for the type of the model
     lora_dropout: float = 0.0
+    lora_dtype: str = "float32"  # "model": that of the layers beside them
     plans: dict[tuple[int, int, bool, int], Plan] = field(default_factory=dict)
     few: dict[tuple[int, int, int], Plan] = field(default_factory=dict)  # of few blocks, along the sequence too
     known: dict[Setting, Recorded] = field(default_factory=dict)
@@ -116,7 +117,8 @@ class Steps:
             return module
         if self.lora_targets is None:
             self.lora_targets = usual_targets(self.source.model_type, self.source.config)
-        return with_adapters(module, self.lora_rank, self.lora_targets, self.lora_dropout)
+        wide = self.lora_dtype == "float32"
+        return with_adapters(module, self.lora_rank, self.lora_targets, self.lora_dropout, wide=wide)
 
     @cached_property
     def dtype(self) -> str:
