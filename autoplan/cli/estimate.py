@@ -56,6 +56,7 @@ LoraTargets = Annotated[
     str | None,
     typer.Option("--lora-targets", help="Names of the layers that get adapters, or all-linear; default: peft's."),
 ]
+LoraDtype = Annotated[str, typer.Option("--lora-dtype", help="Of adapters: float32, as peft casts them, or model.")]
 LoraDropout = Annotated[float, typer.Option("--lora-dropout", min=0.0, max=0.99, help="Dropout of the adapters.")]
 Updates = Annotated[str, typer.Option("--optimizer", help="adamw, adamw8bit, muon, adafactor … (docs/estimate.md).")]
 WeightsStored = Annotated[
@@ -85,6 +86,7 @@ def choose(
     lora_rank: LoraRank = 8,
     lora_targets: LoraTargets = None,
     lora_dropout: LoraDropout = 0.0,
+    lora_dtype: LoraDtype = "float32",
     weights: WeightsStored = None,
     optimizer: Updates = "adamw",
     mixed_precision: Precision = None,
@@ -112,6 +114,7 @@ def choose(
         choice = autoplan.choose(
             model, gpus=gpus, memory=memory, gpu=gpu, per_node=per_node, sequence=sequence, global_batch=global_batch,
             train=train.value, lora_rank=lora_rank, lora_targets=lora_targets, lora_dropout=lora_dropout,
+            lora_dtype=lora_dtype,
             weights=weights, optimizer=optimizer, mp_policy=mixed_precision,
             matmuls=matmuls, chunked_loss=chunked_loss, margin=margin, trust_remote_code=trust_remote_code,
         )  # fmt: skip
@@ -154,6 +157,7 @@ def estimate(
     lora_rank: LoraRank = 8,
     lora_targets: LoraTargets = None,
     lora_dropout: LoraDropout = 0.0,
+    lora_dtype: LoraDtype = "float32",
     weights: WeightsStored = None,
     optimizer: Updates = "adamw",
     gpu: Gpu = "h100",
@@ -189,7 +193,7 @@ def estimate(
     with progress(f"estimating {model} on {mesh}"):
         priced = autoplan.estimate(
             model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, lora_rank=lora_rank,
-            lora_targets=lora_targets, lora_dropout=lora_dropout, device=gpu,
+            lora_targets=lora_targets, lora_dropout=lora_dropout, lora_dtype=lora_dtype, device=gpu,
             activation_checkpointing=checkpointing_of(checkpointing), sequence_parallel=sequence_parallel, ep_size=ep,
             weights=weights, optimizer=optimizer, cpu_offload=cpu_offload, concurrency=concurrency,
             mp_policy=mixed_precision, accumulate=accumulate, reshard_after_forward=reshard, matmuls=matmuls,

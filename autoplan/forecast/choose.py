@@ -195,6 +195,7 @@ def choose(
     lora_rank: int = LORA_RANK,
     lora_targets: str | Sequence[str] | None = None,
     lora_dropout: float = 0.0,
+    lora_dtype: str = "float32",
     optimizer: str = "adamw",
     mp_policy: Any = None,
     matmuls: str | None = None,
@@ -207,14 +208,15 @@ def choose(
     """Return every valid mesh and way to run `model` on `gpus` devices of `memory` each, estimated and ranked.
 
     `global_batch`: sequences a step of all ranks (by default one for each GPU); for "inference", those held at once.
-    `train`, `lora_rank`, `lora_targets`, `lora_dropout`, `weights`, `matmuls`, `chunked_loss`: see `estimate`.
+    `train`, `lora_rank`, `lora_targets`, `lora_dropout`, `lora_dtype`, `weights`, `matmuls`, `chunked_loss`: see
+    `estimate`.
     `margin`: the share of the memory that is left free, for what an allocator reserves and does not use.
     The device is one of rules/devices, or a file of one's own.
     """
     check_ranks("gpus", gpus)
     if per_node is not None:
         check_count("per_node", per_node)
-    check_adapters(train, lora_rank, lora_targets, lora_dropout)
+    check_adapters(train, lora_rank, lora_targets, lora_dropout, lora_dtype)
     if global_batch != 0 or isinstance(global_batch, bool):
         check_count("global_batch", global_batch)
     device = gpu if isinstance(gpu, Device) else load_device(gpu)
@@ -225,7 +227,8 @@ def choose(
         raise AutoplanError(f"margin={margin!r}", hint="pass a fraction of the memory, such as 0.1")
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
     source = source if weights is None else source.stored_as(weights)
-    steps = Steps(source, None, inputs, lora_rank if train == "lora" else 0, targets_of(lora_targets), lora_dropout)
+    rank = lora_rank if train == "lora" else 0
+    steps = Steps(source, None, inputs, rank, targets_of(lora_targets), lora_dropout, lora_dtype)
     size = parse_memory(memory) if memory is not None else device.memory
     size = int(size * (1 - margin))
     sweep = Sweep(steps, device, size, device.per_node, sequence, train, optimizer, mp_policy, matmuls, chunked_loss)

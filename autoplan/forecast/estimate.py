@@ -72,6 +72,7 @@ def estimate(
     lora_rank: int = LORA_RANK,
     lora_targets: str | Sequence[str] | None = None,
     lora_dropout: float = 0.0,
+    lora_dtype: str = "float32",
     reshard_after_forward: bool | None = None,
     cpu_offload: bool = False,
     sequence_parallel: bool = False,
@@ -95,7 +96,8 @@ def estimate(
 
     `batch`: sequences that a rank takes at once, `accumulate` times a step. `train`: "full", "lora" (what is not
     frozen; where nothing is, adapters of `lora_rank` are put beside `lora_targets`: endings of names, "all-linear", or
-    as peft chooses for the type of the model; `lora_dropout` drops what goes into them),
+    as peft chooses for the type of the model; `lora_dropout` drops what goes into them; `lora_dtype`: float32, as peft
+    casts them, or that of the "model"),
     "inference" (a forward that keeps its keys and values). `weights`: as
     the checkpoint stores them, where that is not what the config says: a dtype, or "fp8", "nf4", "mxfp4", "awq" and
     the like. `concurrency`: for inference, the sequences whose keys and values are held, each `sequence` long, while
@@ -119,11 +121,11 @@ def estimate(
             f"the plan names the class {model.model}, but not where its config is",
             hint="estimate(model, plan=plan, …), with the model, its config, or the folder that was planned",
         )
-    check_adapters(train, lora_rank, lora_targets, lora_dropout)
+    check_adapters(train, lora_rank, lora_targets, lora_dropout, lora_dtype)
     rank = lora_rank if train == "lora" else 0
     source = resolve(named, trust_remote_code=trust_remote_code, inputs=inputs)
     source = source if weights is None else source.stored_as(weights)
-    steps = Steps(source, given, inputs, rank, targets_of(lora_targets), lora_dropout)
+    steps = Steps(source, given, inputs, rank, targets_of(lora_targets), lora_dropout, lora_dtype)
     sizes = mesh_sizes(mesh, priced=("pp",))
     tp = dict(sizes).get("tp", 1)
     check_expert_size(tp, ep_size)
@@ -167,10 +169,14 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     unpacked = max((p.elements * p.size for unit in units for p in unit.parameters if p.packed), default=0)
     waiting = min(asked.stages, asked.accumulate) - 1 if training else 0  # micro-batches in flight
     parts = replace(parts, temporary=parts.temporary + unpacked, kept=parts.kept + waiting * walk.waiting)
+    passing, whole, others = 0, 0.0, 0.0
     if not training:  # other sequences are held at full length, those of the batch as far as they are at the peak
-        whole = walk.live["kept"] * _cache_share(asked, steps)
+        lasts = walk.lasts or walk.live["kept"]
+        whole = lasts * _cache_share(asked, steps)
         others = max(0, asked.concurrency - batch) * whole / batch
-        parts = replace(parts, cache=int(parts.kept * _cache_share(asked, steps) + others), kept=0)
+        passing = max(0, parts.kept - lasts)  # in front of a sliding window, until the next token
+        parts = replace(parts, temporary=parts.temporary + passing, kept=0,
+                        cache=int((parts.kept - passing) * _cache_share(asked, steps) + others))  # fmt: skip
     where, phase = peak.where, peak.phase
     stepping = _optimizer_step(units, data, weights, states, asked) if training else MemoryParts()
     stepping = replace(stepping, overhead=parts.overhead)
@@ -187,11 +193,11 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     flops = in_float8(walk, device) if asked.matmuls else walk.flops
     load = Load(tuple(flops.items()), walk.moved, once, trained, ahead, walk.messages("forward"), *pieces)
     decoded, held = 0.0, max(batch, asked.concurrency)
-    if asked.concurrency and not parts.cache:
+    if asked.concurrency and not whole:
         raise AutoplanError(
             f"concurrency={asked.concurrency}: {steps.source.name} has no cache of keys and values", hint="omit it"
         )
-    if not training and tokens and parts.cache:
+    if tokens and whole:
         read = weights + int(whole + others)
         seconds = decoding_time(load, device, asked.mesh, read, held / (batch * tokens))
         decoded = held * copies / (asked.stages * seconds)
@@ -202,11 +208,11 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
         time=time, device=device.name, bars=_BARS,
         tokens=batch * max(1, tokens) * asked.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
-        notes=(*_size_note(asked, batch, tokens, positions),
+        notes=(*_size_note(asked, batch, tokens, positions), *_window_note(passing),
                *_notes(steps, asked, setting, recorded, units, load.flops)),
         dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
         optimizer=asked.optimizer if training else "", decoded_per_second=decoded,
-        concurrency=held if parts.cache else 0, matmuls=asked.matmuls or "", run_by=asked.run_by, how=asked.how,
+        concurrency=held if whole else 0, matmuls=asked.matmuls or "", run_by=asked.run_by, how=asked.how,
     )  # fmt: skip
 
 
@@ -252,10 +258,15 @@ def _notes(
     if steps.adapters:
         targets = steps.lora_targets if isinstance(steps.lora_targets, str) else ", ".join(steps.lora_targets or ())
         dropout = f"; dropout {steps.lora_dropout:g}" if steps.lora_dropout else ""
+        if steps.dtype in ("bfloat16", "float16"):
+            dropout += "; in float32" if steps.lora_dtype == "float32" else "; in the model's dtype"
         found.append(f"no parameter of the model is frozen: adapters of rank {steps.lora_rank} were added to "
                      f"{steps.adapters} linear layers ({targets}{dropout}), and the rest was frozen")  # fmt: skip
-    elif steps.lora_rank and (steps.lora_rank, steps.lora_targets, steps.lora_dropout) != (LORA_RANK, None, 0):
-        found.append("no effect: rank, targets and dropout of adapters; the model has trainable parameters of its own")
+    elif steps.lora_rank and (steps.lora_rank, steps.lora_targets, steps.lora_dropout, steps.lora_dtype) != (
+            LORA_RANK, None, 0, "float32"):  # fmt: skip
+        found.append(
+            "no effect: rank, targets, dropout and dtype of adapters; the model has trainable parameters of its own"
+        )
     if kernels:
         found.append(
             f"with the fused kernels of {', '.join(kernels)}: their plain torch references would save far more"
@@ -320,8 +331,16 @@ def _size_note(asked: Asked, batch: int, tokens: int, positions: int) -> Iterato
     if not tokens:
         yield f"the inputs have no token dim: sequence={asked.sequence} has no effect, and speed is in samples"
     if batch != asked.batch or tokens not in (0, asked.sequence):
-        yield (f"{asked.batch} × {asked.sequence} tokens were requested, but inputs of that size cannot be made; all "
-f"figures are for {batch} × {tokens or 'samples'}")  # fmt: skip
+        yield (f"{asked.batch} × {asked.sequence} tokens were requested, but inputs of that size cannot be made; "
+               f"all figures are for {batch} × {tokens or 'samples'}")  # fmt: skip
+
+
+def _window_note(passing: int) -> Iterator[str]:
+    if passing:
+        yield (
+            f"layers with a sliding window cache its tokens alone; {passing / 2**30:.2f} GiB of those before, of the "
+            "prompts that are read, are held until the next token, and counted as temporary"
+        )
 
 
 def _policy(asked: Asked, steps: Steps) -> MixedPrecisionPolicy | None:

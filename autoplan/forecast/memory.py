@@ -159,6 +159,7 @@ class Walk:
         self.layers: dict[str, int] = {}  # operations of products in blocks
         self.expert_flops = 0  # of the forward
         self.waiting = 0  # what blocks keep for backward
+        self.lasts = 0  # what a cache holds for later tokens
         self.ours = {unit.name: _ours(unit, data) for unit in units} if data.exchange > 1 else {}
         self.moments: dict[tuple[str, str], int] = {}  # the highest moment in each module
 
@@ -203,6 +204,7 @@ class Walk:
             self.flops[dtype] = self.flops.get(dtype, 0) + int(flops)
             self.ahead += int(flops) if phase == "forward" else 0
         self.moved += int(step.moved)
+        self.lasts += int(step.lasts)
 
     def _check(self, where: str, phase: str) -> None:
         total = sum(self.live.values())

@@ -20,6 +20,7 @@ from autoplan.capture.fold import Folded, fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError, CaptureError
+from autoplan.common.layout import Layout
 from autoplan.common.options import Checkpointing, Request, TensorParallel, Wish, check_argument
 from autoplan.common.random_values import untouched_randomness
 from autoplan.forecast.recording.record import record_step
@@ -31,7 +32,7 @@ from autoplan.hf.inputs.step import check_positions, size_of, step_inputs
 from autoplan.hf.source import Source
 from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
 from autoplan.planning import capture_source, draft_plan
-from autoplan.values import Plan
+from autoplan.values import Exchange, Plan
 from autoplan.values.quantised import PackedWeight
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -91,6 +92,7 @@ class Steps:
     lora_rank: int = 0  # of adapters that are put in where nothing of the model is frozen; 0: none are
     lora_targets: tuple[str, ...] | str | None = None  # None: as peft chooses for the type of the model
     lora_dropout: float = 0.0
+    lora_dtype: str = "float32"  # "model": that of the layers beside them
     plans: dict[tuple[int, int, bool, int], Plan] = field(default_factory=dict)
     few: dict[tuple[int, int, int], Plan] = field(default_factory=dict)  # of few blocks, along the sequence too
     known: dict[Setting, Recorded] = field(default_factory=dict)
@@ -115,7 +117,8 @@ class Steps:
             return module
         if self.lora_targets is None:
             self.lora_targets = usual_targets(self.source.model_type, self.source.config)
-        return with_adapters(module, self.lora_rank, self.lora_targets, self.lora_dropout)
+        wide = self.lora_dtype == "float32"
+        return with_adapters(module, self.lora_rank, self.lora_targets, self.lora_dropout, wide=wide)
 
     @cached_property
     def dtype(self) -> str:
@@ -211,6 +214,8 @@ class Steps:
         even = all(setting.tp // n * setting.cp in self.plan(1).legal_tp for n in (1, 2, 4))
         if half is None or quarter is None or not even or half.left_out != quarter.left_out:
             return None
+        if self._repeats(setting):
+            return None
         program = blended(quarter.program, half.program, 2.5)  # 1/t = 1/2t + (1/2t - 1/4t) / 2, for the ranks of `half`
         units = [_cut_again(one, two) for one, two in zip(quarter.units, half.units, strict=True)]
         buffers = half.buffers + (half.buffers - quarter.buffers) // 2
@@ -218,6 +223,14 @@ class Steps:
         if program is None or len(whole) < len(units):
             return None
         return replace(half, program=program, units=whole, buffers=buffers)
+
+    def _repeats(self, setting: Setting) -> bool:
+        """Return whether several ranks hold one piece, as where there are fewer heads of keys than ranks."""
+        runtime = self.split(setting.tp, setting.ep, setting.sequence_parallel, setting.cp).runtime
+        cut = {(rule.layout, setting.tp) for rule in runtime.parameters if rule.layout}
+        cut |= {(one.layout, setting.cp) for one in runtime.of(Exchange)}
+        layouts = ((Layout.parse(layout), ranks) for layout, ranks in cut)
+        return any(one.is_split and sum(one.held(n, ranks) for n in range(ranks)) > one.size for one, ranks in layouts)
 
     def _record(self, setting: Setting) -> Recorded:
         size = (setting.tp, setting.ep, setting.sequence_parallel, setting.cp)

@@ -18,16 +18,18 @@ from autoplan.common.nested import change_input, change_output
 from autoplan.execute.collectives import RankGroup, Recorded
 from autoplan.execute.executors import Around, At, executes
 from autoplan.execute.guard.marks import as_given, looking_on
-from autoplan.execute.hooks.sequence import SequenceShard, exchanged, gather_sum, mark_shard, padded_to, piece_of
+from autoplan.execute.hooks.exchange import exchanged, pad, positions_of_a_rank
+from autoplan.execute.hooks.sequence import SequenceShard, gather_sum, mark_shard
 from autoplan.values import Halo
 
 
 def _passed(rows: torch.Tensor, many: int, step: int, group: RankGroup) -> torch.Tensor:
     """Send rows to the rank `step` away, if there is one, and return the `many` rows from the other side."""
     to, come = group.rank + step, group.rank - step
-    parts = [rows if rank == to else rows[:0] for rank in range(group.size)]
-    sizes = [many * rows.shape[1:].numel() if rank == come else 0 for rank in range(group.size)]
-    return torch.cat(exchanged(parts, sizes, group)).view(many, *rows.shape[1:])
+    sent = [rows.numel() if rank == to else 0 for rank in range(group.size)]
+    received = [many * rows.shape[1:].numel() if rank == come else 0 for rank in range(group.size)]
+    flat = (rows if 0 <= to < group.size else rows[:0]).reshape(-1)
+    return exchanged(flat, received, sent, group).view(many, *rows.shape[1:])
 
 
 class _WithBefore(Recorded):
@@ -75,7 +77,7 @@ def _halo(planned: Halo, at: At) -> Around:
         given = dict(zip(names, args, strict=False)) | kwargs
         del given[planned.path[0]]
         alone = len(args) <= len(names) and all(isinstance(x, bool | str | None) for x in given.values())
-        piece = piece_of(length, group)
+        piece = positions_of_a_rank(length, group)
         whole = not alone or before > piece
         fronts.append(group.rank * piece if whole else before if group.rank else 0)
 
@@ -85,11 +87,11 @@ def _halo(planned: Halo, at: At) -> Around:
         return change_input(args, kwargs, names, planned.path, take, at.where)
 
     def leave(output: Any) -> Any:
-        front, piece = fronts.pop(), piece_of(running.lengths[planned.sequence.name], group)
+        front, piece = fronts.pop(), positions_of_a_rank(running.lengths[planned.sequence.name], group)
 
         def keep(x: torch.Tensor) -> torch.Tensor:
             rows = x.movedim(planned.output_dim, 0)
-            rows = padded_to(rows, max(len(rows), front + piece), True).narrow(0, front, piece)
+            rows = pad(rows, max(len(rows), front + piece), True).narrow(0, front, piece)
             return marked(mark_shard(rows.movedim(0, planned.output_dim).contiguous(), shard))
 
         return change_output(output, planned.output, keep, at.where)

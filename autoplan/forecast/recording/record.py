@@ -64,6 +64,7 @@ class _Living:
     gradient: bool = False
     output: bool = False  # of a forward that nothing follows
     freed: bool | None = None  # in the forward?
+    lasts: int = 0  # bytes that a cache in the result holds of it
 
 
 @dataclass
@@ -129,6 +130,25 @@ class _Log:
             if number >= 0:
                 self.storages[number].output = True
 
+    def cached(self, value: Any, seen: set[int]) -> None:
+        """What an object in the result holds of storages: views of the last tokens hold few."""
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            value = _local(value)
+            storage = value.untyped_storage()
+            number = self.known.get(storage._cdata, -1)
+            if number >= 0:
+                held = self.storages[number]
+                held.lasts = min(held.bytes, held.lasts + value.numel() * value.element_size())
+        elif isinstance(value, (Mapping, list, tuple)):
+            for item in value.values() if isinstance(value, Mapping) else value:
+                self.cached(item, seen)
+        elif not isinstance(value, (type, nn.Module)):
+            for item in list(getattr(value, "__dict__", {}).values()):
+                self.cached(item, seen)
+
     def rounds(self, work: Round, parts: Sequence[slice]) -> None:
         """Record a loop whose rounds do the same: the first round stands for all, unless something is left."""
         first = len(self.items)
@@ -153,7 +173,7 @@ def _storage(living: _Living) -> Storage:
     if living.output:
         return Storage(living.bytes, "temporary")
     if living.forward and living.freed is not True:
-        return Storage(living.bytes, "kept")
+        return Storage(living.bytes, "kept", living.lasts)
     return Storage(living.bytes, "communication" if living.collective else "temporary")
 
 
@@ -350,6 +370,7 @@ def record_step(
         loss = None if loss_of is None else loss_of(result)
         if loss_of is None:
             log.returned(result)
+            log.cached(result, set())
         log.ended, log.forward = len(log.items), False
         if loss is not None:
             del log.modules[1:]
