@@ -189,10 +189,6 @@ def one_each(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> 
         have = tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else size
         if len(sequences) > 1 and have * len(sequences) == size:
             yield from _changed(state, sequences, -1)
-        for path in sequences if have > size else ():
-            rows = leaves[path].sizes(state.sizes)[1] - 1
-            if rows and (have - size) % rows == 0:
-                yield from _changed(state, (path,), -1)
 
 
 def _takes(model: torch.nn.Module, width: int) -> bool:
