@@ -14,7 +14,7 @@ import torch
 
 from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.failure import Failure
-from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
+from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import State, Want
 
 _UNPACKED = re.compile(r"values to unpack \(expected (?:at least )?(\d+)(?:, got (\d+))?\)")
@@ -54,7 +54,7 @@ _SMALL = re.compile(
 def told_by_message(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     """Yield other states, the most specific first."""
     yield from _rank(failure, model)
-    for derived in (_pattern, _masks, _plain_number, _dtype, _range, _sizes, _larger):
+    for derived in (_masks, _plain_number, _dtype, _range, _sizes, _larger):
         yield from derived(failure)
 
 
@@ -125,25 +125,6 @@ def _first_channels(model: torch.nn.Module, rank: int) -> int:
     kinds = {3: torch.nn.Conv1d, 4: torch.nn.Conv2d, 5: torch.nn.Conv3d}
     layers = (m for m in model.modules() if rank in kinds and isinstance(m, kinds[rank]))
     return next((m.in_channels for m in layers if isinstance(m.in_channels, int)), 0)
-
-
-def _pattern(failure: Failure) -> Iterator[State]:
-    """Yield states with sizes that an einops pattern divides."""
-    text, state = failure.text, failure.state
-    pattern = re.search(r'pattern "([^"]+?)->', text)
-    shape = re.search(r"Input tensor shape: (?:torch\.Size\()?[\[(]([\d, ]*)[\])]", text)
-    if not pattern or not shape:
-        return
-    got = [int(n) for n in re.findall(r"\d+", shape[1])]
-    sizes = {name: int(n) for name, n in re.findall(r"'(\w+)': (\d+)", text)}
-    groups = re.findall(r"\([^)]*\)|\.\.\.|\S+", pattern[1])
-    for group, have in zip(groups, got, strict=False):
-        words = re.findall(r"\w+", group)
-        product = 1
-        for word in words:
-            product *= sizes.get(word, int(word) if word.isdigit() else 1)
-        if product > 1 and have % product:
-            yield from multiples(state, failure.paths, have, product)
 
 
 def _masks(failure: Failure) -> Iterator[State]:

@@ -49,7 +49,6 @@ def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iter
         exact,
         _too_small,
         as_many,
-        _other,
         iterated,
         one_each,
         _of_fewer_dims,
@@ -58,7 +57,7 @@ def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iter
         fitting,
         _parted,
     )
-    for propose in (*first, _condition, _none, keys, _left_out, told_by_message, _alike):
+    for propose in (*first, _condition, _none, keys, _left_out, told_by_message):
         why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
         for state in propose(failure, arguments, model):
             together = state.with_alike_items(failure.state)
@@ -84,20 +83,6 @@ def _consumer(failure: Failure, arguments: Arguments, model: torch.nn.Module) ->
             yield from _sized(floats, path, demand)
         if not tensor.is_floating_point():
             yield from floating
-
-
-def _other(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Yield states with an optional argument, where a layer got what other layers computed and it does not fit."""
-    call = failure.watch.failed
-    demand = demand_of(call) if call is not None else None
-    if demand is None or not isinstance(demand.tensor, torch.Tensor) or is_direct(demand.tensor):
-        return
-    for parameter in arguments.optional[:4]:
-        if not failure.state.holds(parameter.name):
-            for want in arguments.usual(parameter, model):
-                if want.is_tensor:
-                    yield failure.state.with_want((parameter.name,), want)
-                    break
 
 
 def _too_small(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
@@ -246,17 +231,6 @@ def _held(failure: Failure, value: object, name: str) -> Iterator[Path]:
         yield (name,)
     elif is_record(value) or isinstance(value, list):
         yield from ((key,) for key, want in wants.items() if want.kind in ("record", "list"))
-
-
-def _alike(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Yield states in which an argument equals one with a similar name: x_enc and x_dec, hidden_h and hidden_c."""
-    leaves = dict(failure.state.leaves())
-    for path in failure.paths[:3]:
-        words = set(re.findall(r"[a-z0-9]+", str(path[-1]).lower()))
-        near = [(len(words & set(re.findall(r"[a-z0-9]+", str(p[-1]).lower()))), p) for p in leaves if p != path]
-        for shared, other in sorted(near, key=lambda pair: -pair[0])[:2]:
-            if shared and leaves[other] != leaves[path]:
-                yield failure.state.with_want(path, leaves[other])
 
 
 def _left_out(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
