@@ -68,7 +68,7 @@ def joined(state: State, demand: Demand) -> Iterator[State]:
 
 
 def fitting(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Yield states in which an addend gets the other's shape, targets one number per id, and offsets are ordered."""
+    """Yield states in which an addend gets the other's shape, and offsets are ordered."""
     call = failure.watch.failed
     if call is None:
         return
