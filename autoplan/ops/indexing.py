@@ -11,7 +11,7 @@ from autoplan.axes.terms import Term, find, is_data
 from autoplan.ops.pieces import slice_of
 from autoplan.ops.records.answers import NEVER, Along, Drawn, Linear, Reduction, Shows
 from autoplan.ops.records.on_shards import Local, SplitOp, as_written
-from autoplan.ops.records.record import kept_whole, op, op_record, python_call
+from autoplan.ops.records.record import call_record, kept_whole, op, op_record, python_call
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES, Indexed
 from autoplan.ops.reductions import averaged
@@ -353,6 +353,12 @@ def nll_loss(site: Site) -> Answer:
         for term in rest:
             site.contract(term, Event.REDUCE_LIN)
     return [rest if site.shape(output) else [] for output in site.outputs]
+
+
+def takes_targets(name: str) -> bool:
+    """Return whether a call is a loss whose second argument holds the index of the right score."""
+    record = call_record(name)
+    return record.loss_of_columns or op_record(record.becomes).dims is nll_loss
 
 
 python_call("embedding_bag", becomes="_embedding_bag")

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.failure import Failure, Place, is_number
-from autoplan.capture.feeding.resize import multiples, of_kind, of_rank, resized
+from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import origin
 
 _CALLS = {"len": len, "tuple": tuple, "list": list, "min": min, "max": max, "sum": sum, "int": int, "all": all}
 _METHODS = ("size", "dim", "numel", "ndimension", "min", "max", "amin", "amax", "sum", "item")
 _UNKNOWN = object()
+_MOST_PARTS = 16  # most items that a list is given
 
 
 def asked_by_condition(place: Place, state: State) -> Iterator[State]:
@@ -35,6 +35,9 @@ def asked_by_condition(place: Place, state: State) -> Iterator[State]:
                 left = right
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and len(node.args) == 2:
             yield from _instance(place, state, node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("is_floating_point"):
+            for path, leaf in state.among(_paths(place, node)):
+                yield state.with_want(path, replace(leaf, kind="ids" if leaf.kind != "ids" else "float"))
 
 
 def keys_asked_for(place: Place) -> tuple[str, ...]:
@@ -62,6 +65,13 @@ def _compared(place: Place, state: State, left: ast.expr, op: ast.cmpop, right: 
     if any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in (lhs, rhs)):
         for path in paths:
             yield from of_kind(state, path, "unit")
+    lists = dict(state.holding("list"))
+    for side, wanted in ((left, rhs), (right, lhs)):
+        old = lists.get((ast.unparse(side)[4:-1],)) if ast.unparse(side).startswith("len(") else None
+        if old is not None and old.items and is_number(wanted) and 0 < wanted <= _MOST_PARTS:
+            items = tuple((at, dict(old.items).get(at, old.items[0][1])) for at in range(wanted))
+            yield state.with_want((ast.unparse(side)[4:-1],), replace(old, items=items))
+            return
     if any(ast.unparse(side).startswith("len(") for side in (left, right)) and is_number(lhs) and is_number(rhs):
         for path in paths:
             leaf = state.at(path)
@@ -79,6 +89,8 @@ def _compared(place: Place, state: State, left: ast.expr, op: ast.cmpop, right: 
     for have, want in _pairs(lhs, rhs):
         yield from resized(state, paths, have, want)
         yield from resized(state, paths, want, have)
+    if isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) and is_number(lhs) and is_number(rhs):
+        yield from larger(state, paths)
 
 
 def _plain(place: Place, state: State, side: ast.expr, wanted: Any) -> Iterator[State]:
@@ -114,6 +126,7 @@ def _instance(place: Place, state: State, node: ast.Call) -> Iterator[State]:
             kind = tuple if "tuple" in text and "list" not in text else None
             if "list" in text or "tuple" in text:
                 yield state.with_want(path, Want("list", value=kind, items=((0, leaf), (1, leaf))))
+                yield state.with_want(path, Want("list", value=kind, items=((0, leaf),)))
             if "dict" in text or "mapping" in text:
                 yield state.with_want(path, Want("dict"))
 
@@ -151,7 +164,7 @@ def _is_harmless(node: ast.AST) -> bool:
     return isinstance(node, allowed)
 
 
-# Failures whose expression shows what is wrong: a shape unpacked into too many names, a division by zero.
+# Failures whose expression shows what is wrong: `x.shape[2]` of a tensor with two dims, a division by zero.
 #
 # Python tells the columns of the running expression, so no message has to be read.
 
@@ -159,10 +172,11 @@ def _is_harmless(node: ast.AST) -> bool:
 _NUMBERS = (1, 2, 4)  # tried in place of a zero
 
 
-def exact(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def exact(failure: Failure) -> Iterator[State]:
     """Yield other states, by the error's type and the expression that was running."""
     if isinstance(failure.error, IndexError):
         for place in failure.places[-1:]:
+            yield from _dim_asked_for(failure.state, place)
             yield from _as_many_as_members(failure.state, place)
     if isinstance(failure.error, ValueError):
         for place in failure.places[-1:]:
@@ -170,6 +184,25 @@ def exact(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Ite
             yield from _as_many_parts(failure.state, place)
     if isinstance(failure.error, ZeroDivisionError):
         yield from _no_zero(failure)
+
+
+def _dim_asked_for(state: State, place: Place) -> Iterator[State]:
+    """Yield states for `x.shape[k]` in which x has that many dims."""
+    node = place.expression()
+    for inner in ast.walk(node) if node is not None else ():
+        match inner:
+            case ast.Subscript(
+                value=ast.Attribute(value=ast.Name(id=name), attr="shape"), slice=ast.Constant(value=int(k))
+            ):
+                pass
+            case _:
+                continue
+        value = place.value(name)
+        if not isinstance(value, torch.Tensor) or -value.dim() <= k < value.dim():
+            continue
+        more = (k + 1 if k >= 0 else -k) - value.dim()
+        for path, leaf in state.among(origin(value)):
+            yield from of_rank(state, path, len(leaf.shape) + more)
 
 
 def unpacks_a_shape(statement: ast.stmt | None) -> tuple[str, int] | None:

@@ -50,6 +50,8 @@ def _missing(
     if not isinstance(key, str | int):
         yield from _from_table(failure, key)
         return
+    if arguments.open and isinstance(key, str) and key.isidentifier() and not state.holds(key):
+        yield from (state.with_want((key,), want) for want in itertools.islice(_of_key(key, model), _FEW))
     for path in held:
         if key in dict(state.inner(path).items):
             continue
@@ -69,6 +71,7 @@ def _from_table(failure: Failure, key: object) -> Iterator[State]:
             if isinstance(table, dict) and table and all(isinstance(key, str) for key in table):
                 for path in dict.fromkeys(paths):
                     yield failure.state.with_want(path, Want("value", value=tuple(table)))
+                    yield failure.state.with_want(path, Want("value", value=tuple(table)[:1]))
 
 
 def _asked(state: State, path: Path, asked: tuple[str, ...], model: torch.nn.Module) -> Iterator[State]:

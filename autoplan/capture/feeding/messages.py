@@ -12,9 +12,8 @@ from math import isqrt, prod
 
 import torch
 
-from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.failure import Failure
-from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
+from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import State, Want
 
 _UNPACKED = re.compile(r"values to unpack \(expected (?:at least )?(\d+)(?:, got (\d+))?\)")
@@ -31,6 +30,8 @@ _EXPANDED = re.compile(r"number of sizes provided \((\d+)\) must be greater or e
 _DRAWN = re.compile(
     r"broadcastable with batch_shape\+event_shape: torch.Size\(\[[\d, ]*\]\) vs torch.Size\(\[([\d, ]*)\]\)"
 )
+_OUTSIDE = re.compile(r"index (-?\d+) is out of bounds for dimension \d+ with size (\d+)")
+_SPLIT = re.compile(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]")
 _ASKED = re.compile(r"[Ee]xpected (\d+),? (?:but )?got (\d+)")
 _TOO_MANY = re.compile(r"not (?:supported|implemented) for (\d)D")
 _DIM_RANGE = re.compile(r"Dimension out of range \(expected to be in range of \[-?\d+, \d+\], but got (-?\d+)\)")
@@ -51,9 +52,10 @@ _SMALL = re.compile(
 )
 
 
-def told_by_message(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def told_by_message(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
     """Yield other states, the most specific first."""
     yield from _rank(failure, model)
+    yield from _pattern(failure, model)
     for derived in (_masks, _plain_number, _dtype, _range, _sizes, _larger):
         yield from derived(failure)
 
@@ -71,6 +73,11 @@ def sizes_differ(failure: Failure) -> bool:
 def lacks_a_value(failure: Failure) -> bool:
     """Return whether the error says that something is None."""
     return _NONE.search(failure.text) is not None
+
+
+def is_named(failure: Failure, name: str) -> bool:
+    """Return whether the error names an argument."""
+    return name in failure.text
 
 
 def unpacked(failure: Failure) -> tuple[int, int | None] | None:
@@ -127,6 +134,33 @@ def _first_channels(model: torch.nn.Module, rank: int) -> int:
     return next((m.in_channels for m in layers if isinstance(m.in_channels, int)), 0)
 
 
+def _pattern(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
+    """Yield states that fit an einops pattern: the sizes that it divides, and the number of dims that it names."""
+    text, state = failure.text, failure.state
+    pattern = re.search(r'pattern "([^"]+?)->', text)
+    shape = re.search(r"Input tensor shape: (?:torch\.Size\()?[\[(]([\d, ]*)[\])]", text)
+    if not pattern or not shape:
+        return
+    got = [int(n) for n in re.findall(r"\d+", shape[1])]
+    sizes = {name: int(n) for name, n in re.findall(r"'(\w+)': (\d+)", text)}
+    groups = re.findall(r"\([^)]*\)|\.\.\.|\S+", pattern[1])
+    if "..." not in groups and len(groups) != len(got):
+        for path, leaf in state.among(failure.paths[:3]):
+            rank = len(leaf.shape) + len(groups) - len(got)
+            yield from of_rank(state, path, rank, _first_channels(model, rank))
+            yield from of_rank(state, path, rank)
+        return
+    for group, have in zip(groups, got, strict=False):
+        words = re.findall(r"\w+", group)
+        product = 1
+        for word in words:
+            product *= sizes.get(word, int(word) if word.isdigit() else 1)
+        if all(word in sizes or word.isdigit() for word in words) and product != have:
+            yield from resized(state, failure.paths, have, product)
+        elif product > 1 and have % product:
+            yield from multiples(state, failure.paths, have, product)
+
+
 def _masks(failure: Failure) -> Iterator[State]:
     """Yield a state whose masks are numbers instead of booleans: all of them, since they share a convention."""
     if "bool tensor is not supported" in failure.text or "dtype bool" in failure.text.lower():
@@ -143,6 +177,7 @@ def _plain_number(failure: Failure) -> Iterator[State]:
         return
     for path in failure.blamed or failure.paths[:2]:
         yield failure.state.with_want(path, Want("size", value="length"))
+        yield failure.state.with_want(path, Want("value", value=0))
 
 
 def _dtype(failure: Failure) -> Iterator[State]:
@@ -159,7 +194,7 @@ def _dtype(failure: Failure) -> Iterator[State]:
 
 
 def _range(failure: Failure) -> Iterator[State]:
-    """Yield states with smaller ids, or with a shorter sequence for a table of positions."""
+    """Yield states with smaller ids, or with a sequence as long as a table of positions."""
     if not isinstance(failure.error, IndexError | RuntimeError) or not re.search(
         r"out of (?:range|bounds)|smaller than num_classes|must be .*less than|larger than|interval", failure.text
     ):
@@ -173,6 +208,8 @@ def _range(failure: Failure) -> Iterator[State]:
         for below in (*limits, 2, 1):
             if leaf is not None and leaf.kind == "ids" and leaf.below != below:
                 yield from of_kind(state, path, "ids", below)
+    for limit in limits:
+        yield from resized(state, failure.paths, state.sizes["length"], limit)
     for shorter in (8, 4):
         yield state.with_size("length", shorter)
 
@@ -185,9 +222,15 @@ def _sizes(failure: Failure) -> Iterator[State]:
     numbers = list(dict.fromkeys([*(n for pair in products for n in pair), *numbers]))[:12]
     state, paths = failure.state, failure.paths
     sizes = {n for path in paths if (leaf := state.at(path)) for n in leaf.sizes(state.sizes)[1:]}
+    outside = _OUTSIDE.search(failure.text)
+    if outside and int(outside[1]) >= 0:
+        yield from resized(state, paths, int(outside[2]), int(outside[1]) + 1)
     expected = _ASKED.search(failure.text)
     if expected:
         yield from resized(state, failure.blamed, int(expected[2]), int(expected[1]))
+    split = _SPLIT.search(failure.text)
+    if split:
+        yield from resized(state, paths, int(split[1]), sum(map(int, split[2].split(","))))
     yield from _viewed(failure)
     pairs = [(have, want) for have in numbers for want in numbers if have != want and want > 1]
     pairs.sort(key=lambda pair: (pair[0] not in sizes, numbers.index(pair[0])))
@@ -212,6 +255,10 @@ def _viewed(failure: Failure) -> Iterator[State]:
     if viewed is None:
         return
     shape = [int(n) for n in viewed[1].split(",")]
+    for size in dict.fromkeys(shape) if min(shape) > 0 else ():
+        wanted, rest = divmod(int(viewed[2]) * size, prod(shape))
+        if not rest:
+            yield from resized(failure.state, failure.paths, size, wanted)
     if len(shape) > 2 and shape[-1] == shape[-2] > 0 and min(shape) > 0:  # positions × positions
         have = isqrt(int(viewed[2]) // prod(shape[:-2]))
         if have**2 * prod(shape[:-2]) == int(viewed[2]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from math import gcd, prod
+from math import gcd, isqrt, prod
 
 import torch
 
@@ -20,6 +20,7 @@ from autoplan.capture.feeding.watch import is_direct, origin
 _STEPS = (2, 4)
 _SHARED = ("batch", "length", "nodes", "edges")
 _FEW = 8  # smallest size that windows may go over
+_TOKENS = 17  # one more than the most tokens that are added to patches: of classes, of times, buffers
 _LARGEST = {"side": 256, "length": 1024, "samples": 65536, "frames": 64}
 
 
@@ -35,6 +36,8 @@ def resized(state: State, paths: Iterable[Path], have: int, want: int) -> Iterat
                 yield from state.with_dim(path, dim, want)
             elif leaf.shape[dim] != BATCH:
                 dims.append((path, dim, size))
+    for path in paths:
+        yield from _patches(state, path, have, want)
     features = [at for at in dims if at[1] == len(_shape(state, at[0])) - 1]
     if len(paths) == 1:  # with several, the size is that of a concatenation
         yield from _in_ratio(state, features, have, want, _refined)
@@ -93,6 +96,18 @@ def _nearly_made_of(size: int, have: int, want: int) -> Iterator[int]:
         yield from (close for close in (near, near + 1, near - 1) if close > 1 and close != size)
 
 
+def _patches(state: State, path: Path, have: int, want: int) -> Iterator[State]:
+    """Yield a state whose image gives the right number of patches, if up to 16 tokens are added to them."""
+    leaf = state.at(path)
+    if leaf is None or len(leaf.shape) < 4:
+        return
+    side = leaf.sizes(state.sizes)[-1]
+    for more in range(_TOKENS):
+        now, then = isqrt(max(have - more, 0)), isqrt(max(want - more, 0))
+        if now and then and now**2 == have - more and then**2 == want - more and side * then % now == 0:
+            yield _with_sides(state, path, side * then // now)
+
+
 def _areas(state: State, path: Path, have: int, want: int) -> Iterator[State]:
     """Yield states whose image has sides scaled by the root of the ratio, or halved."""
     leaf = state.at(path)
@@ -134,6 +149,10 @@ def larger(state: State, paths: Iterable[Path]) -> Iterator[State]:
             size = 2 ** (state.sizes[name] * times - 1).bit_length()
             if size <= _LARGEST[name]:
                 yield state.with_size(name, size)
+    for path, leaf in state.among(paths):
+        if leaf.shape and isinstance(leaf.shape[-1], int):
+            for times in _STEPS if leaf.shape[-1] <= _LARGEST["side"] else ():
+                yield from state.with_dim(path, len(leaf.shape) - 1, leaf.shape[-1] * times)
 
 
 def of_rank(state: State, path: Path, rank: int, channels: int = 0) -> Iterator[State]:

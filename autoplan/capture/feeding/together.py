@@ -20,7 +20,7 @@ from autoplan.capture.feeding.resize import of_rank, of_shape, resized
 from autoplan.capture.feeding.wants import BATCH, Path, State, Want
 from autoplan.capture.feeding.watch import Demand, FailedCall, demand_of, is_direct, origin
 from autoplan.ops import call_record
-from autoplan.ops.indexing import takes_bags
+from autoplan.ops.indexing import takes_bags, takes_targets
 from autoplan.ops.pieces import joins
 from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.sizes import SHAPE
@@ -68,12 +68,14 @@ def joined(state: State, demand: Demand) -> Iterator[State]:
 
 
 def fitting(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Yield states in which an addend gets the other's shape, and offsets are ordered."""
+    """Yield states in which an addend gets the other's shape, targets one number per id, and offsets are ordered."""
     call = failure.watch.failed
     if call is None:
         return
     op = call_record(call.name)
-    if op.sizes == SHAPE and op.shows is Shows.RESHAPED:
+    if takes_targets(call.name):
+        yield from _targets(failure.state, call)
+    elif op.sizes == SHAPE and op.shows is Shows.RESHAPED:
         yield from _viewed(failure.state, call)
     elif takes_bags(op.becomes):
         for path in origin(call.get(2, "offsets")):
@@ -87,6 +89,13 @@ def fitting(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
             yield from _fewer_dims(failure.state, tensor, other)
         for tensor, other in itertools.permutations(tensors, 2):
             yield from _alike(failure.state, tensor, other)
+
+
+def _targets(state: State, call: FailedCall) -> Iterator[State]:
+    ids = [leaf.shape for _, leaf in state.leaves() if leaf.kind == "ids"]
+    for path, leaf in state.among(origin(call.get(1, "target"))):
+        for shape in dict.fromkeys(ids):
+            yield state.with_want(path, replace(leaf, kind="ids", shape=shape))
 
 
 def _viewed(state: State, call: FailedCall) -> Iterator[State]:
@@ -180,6 +189,10 @@ def one_each(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> 
         have = tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else size
         if len(sequences) > 1 and have * len(sequences) == size:
             yield from _changed(state, sequences, -1)
+        for path in sequences if have > size else ():
+            rows = leaves[path].sizes(state.sizes)[1] - 1
+            if rows and (have - size) % rows == 0:
+                yield from _changed(state, (path,), -1)
 
 
 def _takes(model: torch.nn.Module, width: int) -> bool:

@@ -20,6 +20,7 @@ from autoplan.capture.feeding.conditions import asked_by_condition, exact
 from autoplan.capture.feeding.failure import Failure, none_names
 from autoplan.capture.feeding.keys import keys
 from autoplan.capture.feeding.messages import (
+    is_named,
     lacks_a_value,
     sizes_differ,
     told_by_message,
@@ -46,9 +47,10 @@ _FEW = 6
 def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
     """Yield what the failure suggests, the most specific first."""
     first = (
-        exact,
+        _exact,
         _too_small,
         as_many,
+        _other,
         iterated,
         one_each,
         _of_fewer_dims,
@@ -57,13 +59,17 @@ def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iter
         fitting,
         _parted,
     )
-    for propose in (*first, _condition, _none, keys, _left_out, told_by_message):
+    for propose in (*first, _condition, _none, keys, _left_out, _message, _alike):
         why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
         for state in propose(failure, arguments, model):
             together = state.with_alike_items(failure.state)
             if together != state:
                 yield together, why
             yield state, why
+
+
+def _exact(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    yield from exact(failure)
 
 
 def _consumer(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
@@ -83,6 +89,20 @@ def _consumer(failure: Failure, arguments: Arguments, model: torch.nn.Module) ->
             yield from _sized(floats, path, demand)
         if not tensor.is_floating_point():
             yield from floating
+
+
+def _other(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """Yield states with an optional argument, where a layer got what other layers computed and it does not fit."""
+    call = failure.watch.failed
+    demand = demand_of(call) if call is not None else None
+    if demand is None or not isinstance(demand.tensor, torch.Tensor) or is_direct(demand.tensor):
+        return
+    for parameter in arguments.optional[:4]:
+        if not failure.state.holds(parameter.name):
+            for want in arguments.usual(parameter, model):
+                if want.is_tensor:
+                    yield failure.state.with_want((parameter.name,), want)
+                    break
 
 
 def _too_small(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
@@ -128,6 +148,8 @@ def _sized(state: State, path: Path, demand: Demand) -> Iterator[State]:
             if is_direct(tensor) and tuple(tensor.shape) == leaf.sizes(state.sizes):
                 yield from state.with_dim(path, dim % tensor.dim(), size)
             yield from resized(state, (path,), tensor.shape[dim], size)
+    if is_direct(tensor) and len(leaf.shape) < tensor.dim() in demand.ranks:  # unsqueezed on the way
+        yield from of_rank(state, path, tensor.dim(), channels)
     if is_direct(tensor) and tuple(tensor.shape) != leaf.sizes(state.sizes):  # reshaped on the way
         for rank in (len(leaf.shape) - 1, len(leaf.shape) + 1):
             if rank >= 2:
@@ -233,6 +255,17 @@ def _held(failure: Failure, value: object, name: str) -> Iterator[Path]:
         yield from ((key,) for key, want in wants.items() if want.kind in ("record", "list"))
 
 
+def _alike(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """Yield states in which an argument equals one with a similar name: x_enc and x_dec, hidden_h and hidden_c."""
+    leaves = dict(failure.state.leaves())
+    for path in failure.paths[:3]:
+        words = set(re.findall(r"[a-z0-9]+", str(path[-1]).lower()))
+        near = [(len(words & set(re.findall(r"[a-z0-9]+", str(p[-1]).lower()))), p) for p in leaves if p != path]
+        for shared, other in sorted(near, key=lambda pair: -pair[0])[:2]:
+            if shared and leaves[other] != leaves[path]:
+                yield failure.state.with_want(path, leaves[other])
+
+
 def _left_out(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     """Yield states with values for optional arguments that are None and named in the running lines."""
     names = [name for place in reversed(failure.places) for name in none_names(place)]
@@ -240,8 +273,12 @@ def _left_out(failure: Failure, arguments: Arguments, model: torch.nn.Module) ->
         yield from _given(failure, arguments, model, name, most=3)
 
 
+def _message(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    yield from told_by_message(failure, model)
+
+
 def usually(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
-    """Yield what such arguments usually are: the blamed ones, then the others."""
+    """Yield what such arguments usually are: the blamed ones, the others, then optional ones that the message names."""
     tops = list(dict.fromkeys(str(path[0]) for path in failure.paths))
     names = (*tops, *(name for name, _ in failure.state.wants if name not in tops))
     parameters = [arguments.find(name) or field_of(None, name) for name in names]
@@ -251,4 +288,8 @@ def usually(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
             if want is not None and want != dict(failure.state.wants).get(parameter.name):
                 why = f"{'it' if number == 0 else 'such'} is usually so"
                 yield failure.state.with_want((parameter.name,), want), why
+    for parameter in arguments.optional:
+        if not failure.state.holds(parameter.name) and is_named(failure, parameter.name):
+            for want in list(arguments.usual(parameter, model))[:3]:
+                yield failure.state.with_want((parameter.name,), want), "the message names it"
     yield from ((state, "larger") for state in larger(failure.state, failure.paths))
