@@ -221,7 +221,7 @@ class NotPlaced(Reason):
     def __str__(self) -> str:
         """
         >>> print(NotPlaced("across", "sort", "layers.0", op="sort"))
-        sort over a split dimension (sort in layers.0)
+        sort over a sharded dim (sort in layers.0)
         """
         text = SENTENCES[self.what].format(call=self.call, op=self.op, argument=self.argument, count=self.count)
         if self.module is None:
@@ -405,7 +405,7 @@ class OfDim(Reason):
         """
         >>> print(OfDim(0, 16, NeverContracted()), OfDim(1, 8, ResidualStream(), rows=16), sep=chr(10))
         dim 0 (16): no matmul reduces over this dim; sharding it saves no memory
-        dim 1 (a factor 8 of 16): it is the residual stream, which every rank holds whole
+        dim 1 (a factor 8 of 16): it is the residual stream, which is replicated
         """
         size = f"a factor {self.size} of {self.rows}" if self.rows else self.size
         return f"dim {self.dim} ({size}): {self.why}"

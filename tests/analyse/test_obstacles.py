@@ -99,7 +99,7 @@ def test_the_layer_is_refused_by_name_and_its_partner_gathered() -> None:
     with pytest.raises(ExportError, match=r"layers\.\*\.down: .*layers\.\*.* changes its output in place"):
         to_hf(plan)
     assert to_hf(plan, drop=True) == {"layers.*.up": "colwise_gather_output"}
-    assert "changed in place" in needs_autoplan(plan), "torch's stock styles hand out views too"
+    assert "in place" in needs_autoplan(plan), "torch's stock styles hand out views too"
     with pytest.raises(ExportError, match="the code of .* reads its weight"):
         to_hf(planned(Blocks("reads", "reads")))
 

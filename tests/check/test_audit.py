@@ -132,7 +132,7 @@ def test_every_layer_is_named_and_what_was_not_tried_is_marked() -> None:
     report = audited(plan, config, 8)
     edges = {place for finding in report.findings if finding.check == "edges" for place in finding.about}
     assert [place for place in edges if place.endswith("v_proj")] == [f"{layer}.self_attn.v_proj"]
-    assert "2 for tp 8" in report.details["ran"] and report.tp_size == 8
+    assert "at tp=2 in place of tp=8" in report.details["ran"] and report.tp_size == 8
     assert {report.details["verdicts"][f"{layer}.{name}"] for name in ("self_attn.o_proj", "mlp.down_proj")} == {
         "wrong"
     }
@@ -456,7 +456,7 @@ def test_exit_codes_of_plans_that_cannot_be_read(tmp_path: Path, monkeypatch: py
     for plan, said in (
         (str(tmp_path / "unparsable.json"), "cannot parse"),
         ("stops_on_import.PLAN", "RuntimeError: no such cluster"),
-        ("nowhere.PLAN", "no module 'nowhere'"),
+        ("nowhere.PLAN", "no module named 'nowhere'"),
     ):
         assert exit_code(*toy, plan) == 2
         shown = capsys.readouterr()

@@ -95,8 +95,8 @@ def _observed(numbers: torch.Tensor, place: int, size: int) -> dict[str, torch.T
     ("made", "said"),
     [
         (lambda one, other: other, ""),
-        (lambda one, other: one, "follows from"),
-        (lambda one, other: 1 - one, "follows from"),
+        (lambda one, other: one, "depend on those on rank 0"),
+        (lambda one, other: 1 - one, "depend on those on rank 0"),
         (lambda one, other: other**3, "distribution"),
     ],
 )

@@ -97,7 +97,7 @@ def test_a_model_that_cannot_be_split_is_replicated() -> None:
     plan = autoplan.plan(Force().double(), tp_size=2)
     assert plan.proof.ok and not plan.entries
     assert any(finding.check == "split" and finding.level == "warn" for finding in plan.findings)
-    with pytest.raises(autoplan.IndivisibleError, match="nothing can be split at tp=2"):
+    with pytest.raises(autoplan.IndivisibleError, match="nothing can be sharded at tp=2"):
         autoplan.plan(Force().double(), tp_size=2, strict=True)
 
 

@@ -113,7 +113,7 @@ def test_inputs_in_the_users_dtype_are_tried_on_ranks() -> None:
     assert plan.proof.ok and said(plan) == []
     narrowed = planned(Single("bytes"))
     assert len(narrowed.entries) < len(plan.entries)
-    assert any("with it sharded, a tiny clone's results differed" in text for text in said(narrowed)), narrowed.findings
+    assert any("sharded, the tiny clone's results differed" in text for text in said(narrowed)), narrowed.findings
     report = autoplan.verify(Single("bytes"), narrowed, inputs=inputs(), checks=["forward"])
     assert report.ok, report.findings
 
@@ -255,7 +255,7 @@ def test_the_other_ways_to_prove(tmp_path: Any) -> None:
 def test_what_somebody_chose_is_what_is_tried() -> None:
     """Overrides used to be laid over a plan that had been tried without them, and what it kept whole was cut again."""
     plan = planned(Single("bytes"), overrides={"mix": "replicate"})
-    assert any("with it sharded, a tiny clone's results differed" in text for text in said(plan)), plan.findings
+    assert any("sharded, the tiny clone's results differed" in text for text in said(plan)), plan.findings
     report = autoplan.verify(Single("bytes"), plan, inputs=inputs(), checks=["forward"])
     assert report.ok, report.findings
     with pytest.raises(AutoplanError, match=r"shards .* and the tiny clone's results differed.*\n.*'replicate'"):

@@ -123,7 +123,7 @@ def test_a_layer_of_torchs_is_named_with_the_line_that_calls_it() -> None:
 
     with pytest.raises(
         RankError,
-        match=r"PlanMismatchError: down \(Linear\) fails on a rank's shards in this call .*self.down\(inner\)",
+        match=r"PlanMismatchError: down \(Linear\) fails on a rank's shards in this call: .*self.down\(inner\)",
     ):
         run_ranks(rank, 2)
 

@@ -230,7 +230,7 @@ def test_rules_test_exits_1_on_a_failure(
 FAILURES = {
     "unknown rule": (("rules", "show", "no-such-rule"), "there is no rule 'no-such-rule'"),
     "unknown path": (("explain", "plan.yaml", "lm_hat"), "nearest paths: lm_head"),
-    "no such plan": (("explain", "gone.yaml", "lm_head"), "gone.yaml cannot be read: No such file"),
+    "no such plan": (("explain", "gone.yaml", "lm_head"), "cannot read plan file gone.yaml: No such file"),
     "corrupt plan": (("explain", "cut.yaml", "lm_head"), "cannot parse"),
     "corrupt plan to verify": (("verify", "llama", "--plan", "cut.yaml"), "cannot parse"),
     "no tp": (("plan", "llama"), "--tp"),
@@ -290,4 +290,4 @@ def test_module_and_narrow_encodings() -> None:
     command = [sys.executable, "-m", "autoplan", "explain", "gone.yaml", "lm_head"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2
-    assert "gone.yaml cannot be read" in done.stderr and "Traceback" not in done.stderr
+    assert "cannot read plan file gone.yaml" in done.stderr and "Traceback" not in done.stderr

@@ -245,7 +245,7 @@ def test_transformers_finds_what_is_counted() -> None:
 
 def test_an_export_says_how_many_layers_it_reaches() -> None:
     text = exported("llama", "vllm")
-    assert text.note == f"cuts {text.reached} of {text.linears} linear layers; whole: lm_head"
+    assert text.note == f"shards {text.reached} of {text.linears} linear layers; replicated: lm_head"
     assert exported("llama", "torch").note.endswith("linear layers") and not exported("llama", "accelerate").note
     assert plan_of("llama").export("hf").linears is None  # without a model nobody knows
 

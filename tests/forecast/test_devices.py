@@ -23,15 +23,15 @@ def _with(key: str, value: str) -> str:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (_with("memory", "inf"), "memory = inf, which is no whole number"),
+        (_with("memory", "inf"), "memory = inf, which is not a whole number"),
         (_with("memory", "nan"), "memory = nan"),
-        (_with("memory", "1.5"), "memory = 1.5, which is no whole number"),
+        (_with("memory", "1.5"), "memory = 1.5, which is not a whole number"),
         (_with("context", "-1"), "overhead.context = -1, which is below 0"),
         (_with("context", "inf"), "overhead.context = inf"),
         (_with("latency_inside", "-1e-6"), "links.latency_inside = -1e-06, which is below 0"),
         (_with("latency_between", "nan"), "links.latency_between = nan"),
         (_with("bandwidth", "0"), "bandwidth = 0, which is not above 0"),
-        (_with("per_node", "true"), "per_node = True, which is no whole number"),
+        (_with("per_node", "true"), "per_node = True, which is not a whole number"),
         (_with("bfloat16", '"fast"'), "flops.bfloat16 = 'fast'"),
         (_with("name", '["a"]'), r"name = \['a'\], which is not text"),
         (H100.replace("latency_between", "latency_betwen"), "unknown key links.latency_betwen"),

@@ -213,12 +213,12 @@ def _blocks(module: Any, names: tuple[str, ...]) -> Iterator[Finding]:
     if absent:
         blocks = ", ".join(dict.fromkeys(classes[stack.fqns[0]] for stack in stacks))
         level: Level = "error" if len(absent) == len(names) else "note"
-        text = f"_no_split_modules names {', '.join(absent)}, which this model does not have"
+        text = f"no_split_modules names {', '.join(absent)}, which this model does not have"
         yield Finding("", level, "", text, f"its blocks are {blocks}" if blocks else "")
     for stack in stacks if len(absent) < len(names) else ():
         split = [b for b in stack.fqns if not {classes[n] for n in (b, *holders(b)) if n in classes} & {*names}]
         if split:
-            text = f"{len(split)} of {len(stack.fqns)} blocks of {stack.name} are not covered by _no_split_modules"
+            text = f"{len(split)} of {len(stack.fqns)} blocks of {stack.name} are not covered by no_split_modules"
             yield Finding("", "warn", split[0], text, f"add {classes[split[0]]}")
 
 

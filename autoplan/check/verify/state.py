@@ -6,7 +6,7 @@ through all checks, one after the other. Unsharded, each check has a fresh copy.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +50,7 @@ def _of_tensor(tensor: torch.Tensor) -> Callable[[], None]:
 def _of_container(container: Any) -> Callable[[], None]:
     """Return the function that puts back the items of a container and of the containers in it, the same objects."""
     items = list(container.items()) if isinstance(container, dict) else list(container)
-    values = [value for name, value in items if name not in _OF_TORCH] if isinstance(container, dict) else items
+    values = container.values() if isinstance(container, dict) else items
     inner = [_of_container(value) for value in values if type(value) in _CONTAINERS]
 
     def put_back() -> None:
@@ -65,8 +65,8 @@ def _of_container(container: Any) -> Callable[[], None]:
     return put_back
 
 
-_CONTAINERS = (dict, list, set, deque)
-_OF_TORCH = vars(nn.Module()).keys() - {"_parameters", "_buffers"}  # hooks and the like: no forward changes them
+# Hooks are put back too: a library may set them in its first forward, and keep an attribute that says so
+_CONTAINERS = (dict, OrderedDict, list, set, deque)
 
 
 def _flat(items: list[Any]) -> list[Any]:

@@ -190,7 +190,7 @@ def misshapen(value: Any, shape: Any, where: str = "") -> str:
     >>> misshapen({"where": ["a", 1]}, {"where": [str]})
     'where[1] must be text, not 1'
     >>> misshapen({}, {"flow!": str})
-    "the key 'flow' is missing"
+    "missing key 'flow'"
     """
     if isinstance(shape, tuple):
         results = [misshapen(value, option, where) for option in shape]

@@ -283,7 +283,7 @@ def test_written_plans_that_cut_experts_inside_stay_so() -> None:
     how: Any = {"inputs": clone.feeds, "prove": "none", "overrides": chosen}
     plan = autoplan.plan(clone.model, 2, ep_size=2, **how)
     (told,) = [finding for finding in plan.findings if finding.check == "experts" and finding.level == "warn"]
-    assert not plan.runtime.of(LocalExperts) and "overrides cuts" in told.message
+    assert not plan.runtime.of(LocalExperts) and "overrides shards" in told.message
 
 
 def test_rounding_is_measured_too() -> None:

@@ -106,7 +106,7 @@ def test_a_tower_that_cannot_be_cut_is_whole_on_every_rank() -> None:
     plan = autoplan.plan(model, cp_size=2, inputs=feeds)
     cut = {one.pattern.partition(".")[0] for one in plan.runtime.of(OwnPositions)}
     assert "layers" in cut and "tower" not in cut
-    assert any("all of tower" in finding.message for finding in plan.findings)
+    assert any("all blocks of tower" in finding.message for finding in plan.findings)
     for length in (14, 11):
         assert autoplan.verify(model, plan, inputs=feeds_of("picture", length)).ok
 

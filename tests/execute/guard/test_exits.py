@@ -240,7 +240,7 @@ BAD_HOOKS: dict[str, tuple[str, Callable[..., Any], str]] = {
 @pytest.mark.parametrize("name", BAD_HOOKS)
 def test_a_hook_that_is_given_a_part_is_refused(name: str) -> None:
     place, hook, register = BAD_HOOKS[name]
-    refused(Mlp, hooked(place, hook, register), rf"a (backward )?hook on {place.replace('.', '[.]')} .*is given")
+    refused(Mlp, hooked(place, hook, register), rf"a (backward )?hook on {place.replace('.', '[.]')} .*receives")
 
 
 GOOD_HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {

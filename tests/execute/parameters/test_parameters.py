@@ -288,9 +288,9 @@ def test_key_heads_shared_by_pairs_of_ranks_sum_within_the_pair() -> None:
     [
         ("mlp", {"upp.weight": rule(0, "8!")}, PlanMismatchError, "nearest is up.weight"),
         ("mlp", {"up.weight": rule(2, "8!")}, PlanMismatchError, "has 2 dims"),
-        ("mlp", {"up.weight": rule(0, "9!")}, PlanMismatchError, "has 8 rows; but its layout 9! is for 9"),
+        ("mlp", {"up.weight": rule(0, "9!")}, PlanMismatchError, "has 8 rows, but its layout 9! is for 9"),
         ("mlp", {"up.weight": rule(0, "3!|3!|2")}, IndivisibleError, r"\[6, 4\] rows at tp 2"),
-        ("mlp", {"up.weight": rule(0, "8!4@1")}, IndivisibleError, "leaves 4 of 8 rows to no rank"),
+        ("mlp", {"up.weight": rule(0, "8!4@1")}, IndivisibleError, "assigns 4 of 8 rows to no rank"),
         ("packed", {"qkv.weight": rule(0, "5!|11!")}, IndivisibleError, r"\[9, 7\] rows"),
         ("mlp", {"up.weight": rule(0, "8!", gradient="sum")}, PlanMismatchError, "is on one rank only"),
         ("tied", {"embed.weight": rule(0, "10!"), "head.weight": rule(1, "6!")}, PlanMismatchError, "one tensor"),

@@ -156,7 +156,7 @@ def test_scales_of_another_shape(tmp_path: Path) -> None:
     saved(METHODS["fp8 blocks"], SHAPES, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": METHODS["fp8 blocks"] | {
         "weight_block_size": [64, 64]}}))  # fmt: skip
-    with pytest.raises(SourceError, match=r"weight_scale_inv has the shape \[4, 16\], where \[2, 8\]"):
+    with pytest.raises(SourceError, match=r"weight_scale_inv has shape \[4, 16\].* needs \[2, 8\]"):
         stored(tmp_path)
 
 
