@@ -194,14 +194,14 @@ ROWS = (
     ),
     Row(
         "torch",
-        "element-wise optimizers, also fused on GPUs; `LBFGS`, `Muon`",
+        "element-wise optimizers, also fused on GPUs; `LBFGS`, `Muon`, `Adafactor`",
         "unchanged",
-        "`LBFGS` and `Muon` if no row is on two ranks; otherwise an error",
+        "`LBFGS`, `Muon` and `Adafactor` if no row is on two ranks; otherwise an error",
         f"{_HANDS}test_optimizers_of_whole_parameters_step_or_say_why_not",
     ),
     Row(
-        "torch, transformers",
-        "`Adafactor`, `Rprop`",
+        "torch",
+        "`Rprop`",
         "not supported",
         "use an element-wise optimizer",
         f"{_HANDS}test_optimizers_of_whole_parameters_step_or_say_why_not",

@@ -37,6 +37,7 @@ from autoplan.execute.dropout import may_draw
 from autoplan.execute.executors import Around, At, Running, copied_with_closure, execute, unwatched
 from autoplan.execute.guard.guard import PathGuard
 from autoplan.execute.guard.marks import as_given, looking_on
+from autoplan.execute.guard.sizes import plain_sizes
 from autoplan.execute.hooks.sequence import SequenceShard, gather_shard, shards_in
 from autoplan.execute.hooks.unseen import UnseenOutputs
 from autoplan.execute.vocabulary.leaving import leaving
@@ -368,6 +369,7 @@ class Root:
         if self.running.depth > 1:
             return output
         if self.guard is not None and not torch.compiler.is_compiling():
+            output = plain_sizes(output) if self.guard.running is not None else output
             self.guard.end(mesh_device(self.running.mesh))
         return self.unseen.check(output)
 

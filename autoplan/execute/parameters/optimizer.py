@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Muon, Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
@@ -140,12 +140,13 @@ def _refuse(parameter: DTensor, value: Any, held: Held, why: str) -> None:
 # the middle of a step an error about its own operators. And where a parameter has more rows than the checkpoint (some
 # lie on several ranks), they would silently count twice.
 
-_OF_WHOLE_PARAMETERS = (LBFGS, Muon)
+_OF_WHOLE_PARAMETERS = frozenset(("LBFGS", "Muon", "Adafactor"))  # by name: transformers has an Adafactor, too
 
 
 def watch_steps(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Refuse optimizers that would count rows twice, and explain errors of a step."""
-    for parameter in parameters if isinstance(optimizer, _OF_WHOLE_PARAMETERS) else ():
+    of_whole = not _OF_WHOLE_PARAMETERS.isdisjoint(cls.__name__ for cls in type(optimizer).__mro__)
+    for parameter in parameters if of_whole else ():
         held = held_by(parameter)
         if held is not None and tuple(parameter.shape) != held.shape:
             raise AutoplanError(
