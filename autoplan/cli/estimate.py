@@ -270,15 +270,13 @@ def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) 
     """Return the memory of a rank, and the table over valid tp sizes; unless requested, this plan's size alone."""
     from autoplan.emit.tables.estimate_table import sizes_view
 
-    if plan.cp_size > 1:  # the table is over tp sizes
-        return None
     if not memory and gpu is None:
         return sizes_view(plan)
     from autoplan.forecast.choose import estimated_sizes
     from autoplan.forecast.devices import load_device
 
     device = load_device(gpu or "h100")
-    with progress(f"estimating a step of {model} at legal sizes of tp"):
+    with progress(f"estimating a step of {model} at valid tp sizes"):
         sizes = estimated_sizes(model, plan, device, **how)
     return sizes_view(plan, sizes.plans, sizes.estimates, device.memory, sizes.why)
 

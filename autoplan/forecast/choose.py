@@ -302,8 +302,8 @@ def other_sizes(
     model: Model, plan: Plan, device: Device, mesh: Mapping[str, int], *, trust_remote_code: bool = False,
     sequence_parallel: bool = False, **asked: Any,
 ) -> dict[int, WhatIf]:  # fmt: skip
-    """The plan at the other sizes that are shown, drawn without sequence parallelism; with a `mesh` of ranks a step
-    there, on as many ranks. `asked`: the other fields of `Asked`."""
+    """The plan at the other sizes that are shown; with a `mesh` of ranks a step there, on as many ranks. `asked`: the
+    other fields of `Asked`."""
     steps = Steps(resolve(model, trust_remote_code=trust_remote_code))
     ranks = prod(mesh.values())
     found: dict[int, WhatIf] = {}
@@ -324,18 +324,24 @@ def other_sizes(
 def _planned(steps: Steps, plan: Plan) -> dict[int, Plan]:
     """The plan, and those at the sizes nearest to its own; sizes that cannot be planned are left out."""
     found = {plan.tp_size: plan}
+    if plan.cp_size > 1:  # its sizes of tp are for that size of cp
+        return found
     near = sorted(shown_sizes(plan), key=lambda size: abs(size.bit_length() - plan.tp_size.bit_length()))
     for tp in near[:_MOST]:
         try:
-            found.setdefault(tp, steps.plan(tp, tp if 1 < plan.tp_size == plan.ep_size else 1))
+            experts = tp if 1 < plan.tp_size == plan.ep_size else 1
+            found.setdefault(tp, steps.plan(tp, experts, plan.sequence_parallel and tp > 1))
         except IndivisibleError:
             continue
     return dict(sorted(found.items()))
 
 
 def _estimate(steps: Steps, plan: Plan, tp: int, length: int, device: Device) -> Estimate:
-    mesh, experts = (("tp", tp),), 1 < plan.tp_size == plan.ep_size
+    mesh: tuple[tuple[str, int], ...] = (("tp", tp),)
+    experts = 1 < plan.tp_size == plan.ep_size
     if plan.tp_size == 1 < plan.ep_size:
         mesh, experts = (("ep", plan.ep_size),) if tp == 1 else mesh, False
+    if plan.cp_size > 1:
+        mesh = (("dp_shard", 1), ("cp", plan.cp_size), *mesh)
     along = plan.sequence_parallel and tp > 1
     return estimate_with(steps, Asked(mesh, 1, length, sequence_parallel=along, experts=experts and tp > 1), device)

@@ -17,11 +17,11 @@ from autoplan.common.options import check_argument, check_expert_size
 from autoplan.common.random_values import untouched_randomness
 from autoplan.forecast.asked import Asked, mesh_sizes
 from autoplan.forecast.devices import load_device
-from autoplan.forecast.estimate import estimate_with
+from autoplan.forecast.estimate import estimate_with, how_priced, notes_on_question
 from autoplan.forecast.recording.record import Marks, record_step
 from autoplan.forecast.recording.tape import Message
 from autoplan.forecast.sharded import as_on_a_gpu, fake_mesh, faker, group_names, local_piece
-from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
+from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of, size_priced
 from autoplan.hf.source import Model, resolve
 from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
 from autoplan.values import Plan
@@ -33,7 +33,8 @@ _ESTIMATED = {"activation_checkpointing", "mp_policy", "reshard_after_forward", 
 @dataclass(frozen=True)
 class DryRun:
     """Shapes, bytes of this rank's parameters, gradients and AdamW's states, and each collective in order. `peak`: as
-    `estimate` has it, without what device and libraries take; None where it has none for these options."""
+    `estimate` has it, without what device and libraries take; None where it has none for these options. `how`, `notes`:
+    what was requested besides sizes, and where what ran differs from that."""
 
     model: str
     mesh: tuple[tuple[str, int], ...]
@@ -44,6 +45,12 @@ class DryRun:
     messages: tuple[Message, ...]
     states: int = 0
     peak: int | None = None
+    batch: int = 1
+    sequence: int = 0
+    dtype: str = ""
+    dtype_origin: str = ""
+    how: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def sent(self) -> tuple[Sent, ...]:
@@ -81,19 +88,26 @@ def dry_run(
     sizes = dict(mesh_sizes(mesh))
     check_argument("rank", rank, int, "pass an integer from 0")
     check_expert_size(sizes.get("tp", 1), ep_size)
-    Asked(tuple(sizes.items()), batch, sequence, sequence_parallel=sequence_parallel)  # these are checked
+    known = {name: value for name, value in options.items() if name in _ESTIMATED}
+    experts = ep_size == sizes.get("tp", 1) > 1
+    asked = Asked(tuple(sizes.items()), batch, sequence, sequence_parallel=sequence_parallel, experts=experts, **known)
     steps = Steps(resolve(model, trust_remote_code=trust_remote_code, inputs=inputs), plan, inputs)
-    experts = max(ep_size, sizes.get("ep", 1))
     setting = Setting(
-        sizes.get("tp", 1), experts, sequence_parallel, batch=batch, sequence=sequence, cp=sizes.get("cp", 1)
-    )
+        sizes.get("tp", 1), max(ep_size, sizes.get("ep", 1)), sequence_parallel, batch=batch, sequence=sequence,
+        cp=sizes.get("cp", 1),
+    )  # fmt: skip
     made = steps.plan(setting.tp, setting.ep, sequence_parallel, setting.cp)
     keywords = inputs_of(steps, setting)
     problem: Exception | None = None
     for knowing in (False, True):
         try:
             ran = _run(steps, made, sizes, rank, keywords, options, knowing)
-            return replace(ran, peak=_peak(steps, setting, sizes, ep_size, options))
+            rows, tokens = size_priced(steps, setting)
+            return replace(
+                ran, peak=_peak(steps, asked) if known == options else None, batch=rows, sequence=tokens,
+                dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, how=how_priced(steps, asked, setting),
+                notes=tuple(notes_on_question(steps, asked, setting)),
+            )  # fmt: skip
         except RuntimeError as error:  # its Python asks for numbers: run it again with those that are known
             problem = problem or error
     raise CaptureError(
@@ -135,13 +149,7 @@ def _run(
                   messages, _bytes([one for one in states if one.dim()]))  # fmt: skip
 
 
-def _peak(
-    steps: Steps, setting: Setting, sizes: Mapping[str, int], ep_size: int, options: Mapping[str, Any]
-) -> int | None:
-    if not set(options) <= _ESTIMATED:
-        return None
-    asked = Asked(tuple(sizes.items()), setting.batch, setting.sequence, sequence_parallel=setting.sequence_parallel,
-                  experts=ep_size == setting.tp > 1, **options)  # fmt: skip
+def _peak(steps: Steps, asked: Asked) -> int | None:
     try:
         priced = estimate_with(steps, asked, load_device("h100"))
     except AutoplanError:  # what runs whole may not run folded

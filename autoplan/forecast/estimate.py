@@ -147,7 +147,7 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     """The estimate from recordings that may be there already."""
     policy = _policy(asked, steps)
     setting = _setting(asked, policy)
-    positions = steps.check_length(asked.sequence)
+    steps.check_length(asked.sequence)
     recorded = one_stage(steps.at(setting) if asked.exact else steps.scaled(setting), asked.stages)
     batch, tokens = size_priced(steps, setting)
     data = _data(asked, policy)
@@ -208,11 +208,12 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
         time=time, device=device.name, bars=_BARS,
         tokens=batch * max(1, tokens) * asked.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
-        notes=(*_size_note(asked, batch, tokens, positions), *_window_note(passing),
+        notes=(*notes_on_question(steps, asked, setting), *_window_note(passing),
                *_notes(steps, asked, setting, recorded, units, load.flops)),
         dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
         optimizer=asked.optimizer if training else "", decoded_per_second=decoded,
-        concurrency=held if whole else 0, matmuls=asked.matmuls or "", run_by=asked.run_by, how=asked.how,
+        concurrency=held if whole else 0, matmuls=asked.matmuls or "", run_by=asked.run_by,
+        how=how_priced(steps, asked, setting),
     )  # fmt: skip
 
 
@@ -253,8 +254,7 @@ def _notes(
     steps: Steps, asked: Asked, setting: Setting, recorded: Recorded, units: tuple[UnitSize, ...], flops: int
 ) -> tuple[str, ...]:  # fmt: skip
     kernels = recorded.kernels
-    found = [f"no effect: {text}" for text in asked.unused]
-    found += _quantised_note(steps, units)
+    found = [*_quantised_note(steps, units)]
     if steps.adapters:
         targets = steps.lora_targets if isinstance(steps.lora_targets, str) else ", ".join(steps.lora_targets or ())
         dropout = f"; dropout {steps.lora_dropout:g}" if steps.lora_dropout else ""
@@ -324,8 +324,22 @@ f"{stored:,.1f} GiB"
     )  # fmt: skip
 
 
-def _size_note(asked: Asked, batch: int, tokens: int, positions: int) -> Iterator[str]:
-    """Yield where the priced size differs from the requested one or exceeds the config's."""
+def not_applied(steps: Steps, setting: Setting) -> dict[str, str]:
+    """Return what of the requested parallelism the plan does not apply, with its sentence."""
+    plan = steps.split(setting.tp, setting.ep, setting.sequence_parallel, setting.cp)
+    asked = {"experts": "experts apart", "sequence": "sequence parallel"}
+    return {asked[one.check]: one.message for one in plan.findings if one.level == "warn" and one.check in asked}
+
+
+def how_priced(steps: Steps, asked: Asked, setting: Setting) -> tuple[str, ...]:
+    """Return what was requested besides sizes, dtypes and the optimizer, as far as the plan applies it."""
+    missing = not_applied(steps, setting)
+    return tuple(text for text in asked.how if text not in missing)
+
+
+def notes_on_question(steps: Steps, asked: Asked, setting: Setting) -> Iterator[str]:
+    """Yield where the priced question differs from the requested one, or its size exceeds the config's."""
+    positions, (batch, tokens) = steps.check_length(asked.sequence), size_priced(steps, setting)
     if 0 < positions < tokens:
         yield f"{tokens:,} tokens exceed the config's {positions:,} positions: it runs, but was not trained for that"
     if not tokens:
@@ -333,6 +347,7 @@ def _size_note(asked: Asked, batch: int, tokens: int, positions: int) -> Iterato
     if batch != asked.batch or tokens not in (0, asked.sequence):
         yield (f"{asked.batch} × {asked.sequence} tokens were requested, but inputs of that size cannot be made; "
                f"all figures are for {batch} × {tokens or 'samples'}")  # fmt: skip
+    yield from (f"no effect: {text}" for text in (*asked.unused, *not_applied(steps, setting).values()))
 
 
 def _window_note(passing: int) -> Iterator[str]:

@@ -97,8 +97,8 @@ def test_plan_says_what_a_step_takes(asked: Asked, capsys: pytest.CaptureFixture
     )
     assert run("plan", "llama", "--tp", "8", "--gpu", "h100") == 0
     out = capsys.readouterr().out
-    assert "Memory per rank [WWWWWWWWWWOOOOOOOOOOOOOOOOOOO·······] 61.0 of 74.5 GiB (a step of 1 × 2,048" in out
-    assert "Weights 20.0, Optimizer 40.0, Context 1.0" in out
+    assert "Memory per rank [WWWWWWWWWWOOOOOOOOOOOOOOOOOOO·······] 61.0 of 74.5 GiB\n" in out
+    assert "Weights 20.0, Optimizer 40.0, Context 1.0\n  a step of 1 × 2,048 tokens on tp 8" in out
     assert "65, 2.00 GiB" in out and "80.00 GiB, does not fit" in out
     assert run("plan", "llama", "--tp", "8") == 0
     assert "Memory per rank" not in capsys.readouterr().out

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from transformers import BertConfig, GPT2Config, GptOssConfig, LlamaConfig, MixtralConfig
 
 import autoplan
+from autoplan.emit.tables.estimate_table import dry_run_to_dict, dry_run_view
+from autoplan.forecast.choose import estimated_sizes
+from autoplan.forecast.devices import load_device
+from autoplan.forecast.dry_run import dry_run
 from autoplan.hf.inputs.step import resized, size_of
 
 CONFIG = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
@@ -95,6 +101,35 @@ def test_the_header_says_all_that_was_asked() -> None:
     alone = autoplan.estimate(CONFIG, mesh="tp=2", sequence=64, mp_policy="bf16", sequence_parallel=True)
     assert alone.how == ("sequence parallel",)
     assert alone.notes == ("no effect: mixed precision: the mesh has no dim of data parallelism",)
+
+
+def test_parallelism_that_the_plan_does_not_apply_is_not_in_the_header() -> None:
+    """Experts of a dense model: in an estimate and in a dry run."""
+    asked: dict[str, Any] = {"mesh": "tp=2", "sequence": 64, "ep_size": 2}
+    for found in (autoplan.estimate(CONFIG, **asked), dry_run(CONFIG, **asked)):
+        assert not found.how
+        (note,) = found.notes
+        assert note.startswith("no effect: expert parallelism was requested but is not applied")
+
+
+def test_a_dry_run_says_its_question() -> None:
+    rotary = LlamaConfig(**{**CONFIG.to_dict(), "max_position_embeddings": 32})
+    ran = dry_run(rotary, mesh="dp_shard=2,tp=2", sequence=64, activation_checkpointing=True)
+    shown = io.StringIO()
+    Console(file=shown, width=300).print(dry_run_view(ran))
+    assert "dp_shard 2 × tp 2: micro-batch 1 × 64 tokens, weights in bfloat16" in shown.getvalue()
+    assert ", checkpointing blocks" in shown.getvalue() and "note: 64 tokens exceed" in shown.getvalue()
+    assert dry_run_to_dict(ran)["notes"] == list(ran.notes) and len(ran.notes) == 1
+
+
+def test_other_sizes_are_planned_as_the_plan_is() -> None:
+    """With sequence parallelism, and over the ranks of cp as well."""
+    made = autoplan.plan(CONFIG, tp_size=2, sequence_parallel=True, prove="none")
+    sizes = estimated_sizes(CONFIG, made, load_device("h100"))
+    assert {tp for tp, one in sizes.plans.items() if one.sequence_parallel} == set(sizes.plans) - {1}
+    cut = autoplan.plan(CONFIG, tp_size=2, cp_size=2, prove="none")
+    (found,) = estimated_sizes(CONFIG, cut, load_device("h100")).estimates.values()
+    assert found.mesh == (("dp_shard", 1), ("cp", 2), ("tp", 2))
 
 
 def test_a_choice_says_what_it_was_asked_of_all_rows() -> None:

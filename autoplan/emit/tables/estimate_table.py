@@ -81,7 +81,10 @@ def memory_bar(found: Estimate, memory: int, width: int = 36) -> Text:
     fits = "" if found.peak <= memory else ", does not fit"
     of = f"{found.peak / 2**30:.1f} of {memory / 2**30:.1f} GiB{fits}"
     step = f"a step of {found.batch}" + (f" × {found.sequence:,} tokens" if found.sequence else " samples")
-    return Text(f"Memory per rank [{stack:·<{width}}] {of} ({step})\n  {legend}")
+    step += f" on {mesh_text(found.mesh)} of {found.device}, {found.weights_text}" + (
+        f", {found.optimizer}" if found.optimizer else ""
+    )
+    return Text(f"Memory per rank [{stack:·<{width}}] {of}\n  {legend}\n  {step}")
 
 
 def sent_table(sent: Iterable[Sent]) -> Table:
@@ -206,17 +209,23 @@ def dry_run_view(found: Any) -> RenderableType:
         for pattern, many in fold_counted(names, modules):
             table.add_row(kind, dim, pattern or "backward", f"{size:,}", str(times * many))
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in found.outputs)
-    head = f"{found.model} as rank {found.rank} of {mesh_text(found.mesh)}: forward, backward and update ran"
+    head = f"{found.model} as rank {found.rank} of {mesh_text(found.mesh)}: micro-batch {found.batch}"
+    head += (f" × {found.sequence} tokens" if found.sequence else " samples") + f", weights in {found.dtype}"
+    head += (f" ({found.dtype_origin})" if found.dtype_origin else "") + "".join(f", {text}" for text in found.how)
+    ran = "forward, backward and adamw's update ran"
     held = f"parameters {_gib(found.parameters)}, gradients {_gib(found.gradients)}, states {_gib(found.states)}"
     held += "" if found.peak is None else f"; {_gib(found.peak)} at the peak, as estimated"
     held += f"; outputs: {shapes}"
-    return Group(Text(head), Text(held), Text(""), table, Text(""), sent_table(found.sent))
+    notes = [Text(f"note: {text}") for text in found.notes]
+    return Group(Text(head), Text(ran), Text(held), Text(""), table, Text(""), sent_table(found.sent), *notes)
 
 
 def dry_run_to_dict(found: Any) -> dict[str, Any]:
     messages = [{"kind": one.kind, "dim": one.dim, "module": one.module, "sent": one.sent, "received": one.received}
                 for one in found.messages]  # fmt: skip
-    return {"model": found.model, "mesh": dict(found.mesh), "rank": found.rank, "outputs": dict(found.outputs),
+    return {"model": found.model, "mesh": dict(found.mesh), "rank": found.rank, "batch": found.batch,
+            "sequence": found.sequence, "dtype": found.dtype, "dtype_origin": found.dtype_origin,
+            "how": list(found.how), "notes": list(found.notes), "outputs": dict(found.outputs),
             "parameter_bytes": found.parameters, "gradient_bytes": found.gradients,
             "optimizer_bytes": found.states, "peak_bytes": found.peak, "messages": messages}  # fmt: skip
 
