@@ -123,9 +123,10 @@ class fail_together:  # noqa: N801 - used as a function
             failed = self._exchange(error, tuple(alike))
         except (RuntimeError, OSError) as gone:
             if error is None:
+                reason = (str(gone).strip() or type(gone).__name__).splitlines()[0]
                 raise _marked(
                     AutoplanError(
-                        f"{self.doing}: another rank ended without reporting an error ({_first_line(gone)})",
+                        f"{self.doing}: another rank ended without reporting an error ({reason})",
                         hint="see the last output of that rank; was it killed for running out of memory?",
                     )
                 ) from gone
@@ -148,19 +149,17 @@ class fail_together:  # noqa: N801 - used as a function
             if not any(row[0] for row in rows):
                 if all(row == rows[0] for row in rows):
                     continue
-                failure = self._differing(alike, rows, group)
-            texts = self._gathered(_as_row(failure), group)
-            failure = next((received for row in texts if (received := _of_row(row)) is not None), failure)
+                # A rank whose digests differ from those of the majority has failed.
+                of_ranks = [tuple(row[2:]) for row in rows]
+                majority = max(of_ranks, key=of_ranks.count)  # the first of them on a tie
+                if of_ranks[group.rank] != majority:
+                    odd = next(value for value, other in zip(alike, majority, strict=False) if value.digest != other)
+                    failure = _Failure.of(PlanMismatchError(odd.message, hint=odd.hint), self.doing)
+            own = b"" if failure is None else json.dumps(vars(failure), ensure_ascii=False).encode(errors="replace")
+            message = torch.frombuffer(bytearray(own[:_BYTES].ljust(_BYTES, b"\0")), dtype=torch.uint8)[None]
+            texts = [bytes(row.tolist()).rstrip(b"\0") for row in self._gathered(message, group)]
+            failure = next((_Failure(**json.loads(text)) for text in texts if text), failure)
         return None if everywhere else failure
-
-    def _differing(self, alike: tuple[Alike, ...], rows: list[list[int]], group: RankGroup) -> _Failure | None:
-        """Return this rank's failure if its digests differ from those of the majority."""
-        digests = [tuple(row[2:]) for row in rows]
-        most = max(digests, key=digests.count)  # the first of them on a tie
-        if digests[group.rank] == most:
-            return None
-        odd = next(value for value, theirs in zip(alike, most, strict=False) if value.digest != theirs)
-        return _Failure.of(PlanMismatchError(odd.message, hint=odd.hint), self.doing)
 
     def _gathered(self, row: torch.Tensor, group: RankGroup) -> torch.Tensor:
         return all_gather_rows(row.to(self.voters.device), group, 0, [1] * group.size).cpu()
@@ -208,23 +207,9 @@ class _Failure:
         return kind(self.message, hint=self.hint)
 
 
-def _as_row(failure: _Failure | None) -> torch.Tensor:
-    data = b"" if failure is None else json.dumps(vars(failure), ensure_ascii=False).encode(errors="replace")[:_BYTES]
-    return torch.frombuffer(bytearray(data.ljust(_BYTES, b"\0")), dtype=torch.uint8)[None]
-
-
-def _of_row(row: torch.Tensor) -> _Failure | None:
-    data = bytes(row.tolist()).rstrip(b"\0")
-    return _Failure(**json.loads(data)) if data else None
-
-
 def _marked(error: Any) -> Any:
     vars(error)[_TOLD] = True
     return error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def same_model(model: nn.Module, tensors: Mapping[str, Any] | None = None) -> Alike:

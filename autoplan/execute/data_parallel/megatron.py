@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
-from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
+from autoplan.execute.data_parallel.mesh_dims import read_mesh
 from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
 from autoplan.values import Plan
 
@@ -138,15 +138,12 @@ def megatron_call(
     classes = {type(modules[fqn]): None for stack in plan.layers for fqn in stack.fqns}
     if not classes:
         raise AutoplanError("no repeated blocks were found, so there are no units", hint="autoplan.layers(model)")
-    arguments = {"device_mesh": mesh, **_dim_names(dims), "fsdp_unit_modules": list(classes)}
+    named = {"dp_shard_dim": "dp_shard", "dp_outer_dim": "dp_replicate", "tp_dim": "tp"}
+    names = {argument: dims.names[purpose] for argument, purpose in named.items() if purpose in dims.names}
+    arguments = {"device_mesh": mesh, **names, "fsdp_unit_modules": list(classes)}
     function = "fully_shard_model" if optimizer is None else "fully_shard"
     tp_mesh = tp_mesh_of(mesh, plan, dims.names)
     return MegatronCall(function, arguments | options, model, optimizer, plan, tp_mesh, gather_logits)
-
-
-def _dim_names(dims: MeshDims) -> dict[str, Any]:
-    named = {"dp_shard_dim": "dp_shard", "dp_outer_dim": "dp_replicate", "tp_dim": "tp"}
-    return {argument: dims.names[purpose] for argument, purpose in named.items() if purpose in dims.names}
 
 
 def _shown(value: Any) -> str:

@@ -157,7 +157,8 @@ class _Search:
         for unit in blocks:
             for below in self.modules[unit.names[0]].modules():
                 homes.setdefault(id(below), set()).add(unit.names[0])
-        several = [m for m in self._unique() if len(homes.get(id(m), ())) > 1 and any(True for _ in m.parameters())]
+        unique = (self.modules[name] for name in self.first_name.values())
+        several = [m for m in unique if len(homes.get(id(m), ())) > 1 and any(True for _ in m.parameters())]
         below_shared = {id(b) for m in several for b in m.modules() if b is not m}
         units = [Unit((self.first_name[id(m)],)) for m in several if id(m) not in below_shared]
         for unit in units:
@@ -253,9 +254,6 @@ class _Search:
 
     def _parameters(self, name: str) -> list[nn.Parameter]:
         return list(self.modules[name].parameters())
-
-    def _unique(self) -> Iterable[nn.Module]:
-        return (self.modules[name] for name in self.first_name.values())
 
 
 def _direct(module: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Parameter]:
