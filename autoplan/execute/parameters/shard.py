@@ -263,7 +263,11 @@ def _refuse_differing_ranks(builder: _Builder) -> None:
     ]
     if builder.group.size == 1 or not builder.originals:
         return
-    samples = [_sample(tensor).to(builder.device) for _, tensor in real]
+    samples = []
+    for _, tensor in real:
+        flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLES)][: 2 * _SAMPLES]
+        samples.append(sample.to(torch.float64).to(builder.device))
     meet()
     group, each = builder.group, [1] * builder.group.size
     numbers = torch.tensor([[len(real), sum(map(len, samples))]], device=builder.device)
@@ -287,11 +291,6 @@ def _refuse_differing_ranks(builder: _Builder) -> None:
         f"the ranks hold different values in {len(names)} of {len(real)} parameters, first {names[0]}",
         hint="build the model from one seed or one checkpoint on every rank of a tp group",
     )
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLES)][: 2 * _SAMPLES].to(torch.float64)
 
 
 def _join(path: str, name: str) -> str:

@@ -108,12 +108,12 @@ class DequantisedFiles(_Files):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        others = (key for key in super().keys if key not in self._parts and not self._is_beside(key))
-        return (*others, *self.packed)
+        def owners(key: str) -> set[str]:
+            """Return the weights that a key may be other data of ("….weight.quant_state")."""
+            return {key.rpartition(".")[0], key.partition(".quant_state.")[0]}
 
-    def _is_beside(self, key: str) -> bool:
-        """Return whether a key is other data of a packed weight ("….weight.quant_state")."""
-        return key.rpartition(".")[0] in self.packed or key.partition(".quant_state.")[0] in self.packed
+        others = (key for key in super().keys if key not in self._parts and self.packed.keys().isdisjoint(owners(key)))
+        return (*others, *self.packed)
 
     def shape(self, key: str) -> tuple[int, ...]:
         return self.packed[key].shape if key in self.packed else super().shape(key)
@@ -138,7 +138,12 @@ class DequantisedFiles(_Files):
                 piece = self._flat_rows(weight, min(some), max(some) + 1)[[row - min(some) for row in some]]
                 pieces.append(piece if columns is None else piece.index_select(1, columns))
             return torch.cat(pieces)
-        covers = {dim: _cover(weight, dim, held) for dim, held in wanted.items()}
+        covers: dict[int, tuple[int, ...]] = {}  # all rows of the blocks that contain these rows, in order of first use
+        for dim, held in wanted.items():
+            factors = (number.factor for tensor in weight.tensors for number in tensor.dims if number.of == (dim,))
+            block, size = lcm(*factors), weight.shape[dim]
+            touched = dict.fromkeys(row // block for row in held)
+            covers[dim] = tuple(n for at in touched for n in range(at * block, min((at + 1) * block, size)))
         parts = {tensor.name: self._part(weight, tensor, covers) for tensor in weight.tensors}
         shape = tuple(len(covers[dim]) if dim in covers else size for dim, size in enumerate(weight.shape))
         blocks = dequantise(weight, parts, shape)
@@ -171,11 +176,3 @@ class DequantisedFiles(_Files):
             parts[tensor.name] = super().read(f"{weight.owner}.{tensor.name}", wanted)
         numbers = dequantise(weight, parts, (last - first,))
         return numbers[start * inputs - first : stop * inputs - first].reshape(stop - start, inputs)
-
-
-def _cover(weight: PackedWeight, dim: int, rows: tuple[int, ...]) -> tuple[int, ...]:
-    """Return all rows of the blocks that contain these rows, in block order of first use."""
-    factors = (number.factor for tensor in weight.tensors for number in tensor.dims if number.of == (dim,))
-    block, size = lcm(*factors), weight.shape[dim]
-    blocks = dict.fromkeys(row // block for row in rows)
-    return tuple(row for number in blocks for row in range(number * block, min((number + 1) * block, size)))

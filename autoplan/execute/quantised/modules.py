@@ -112,14 +112,9 @@ def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWe
 @cache
 def _stored_class(cls: type, names: tuple[str, ...], stacks: bool) -> Any:
     own: dict[str, Any] = {name: property(_reader(name)) for name in names}
-    own |= {"__call__": _keeping(cls.__call__)} if stacks else {}
-    return subclass_of(cls, own)
+    call: Any = cls.__call__
 
-
-def _keeping(call: Any) -> Any:
-    """Wrap a call so that a stack, which a forward reads once per expert, is dequantised once per call."""
-
-    def kept(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def keeping_plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         outer = module.__dict__.get(_PLAIN)
         module.__dict__[_PLAIN] = {}
         try:
@@ -127,7 +122,9 @@ def _keeping(call: Any) -> Any:
         finally:
             module.__dict__[_PLAIN] = outer
 
-    return kept
+    if stacks:  # a stack, which a forward reads once per expert, is dequantised once per call
+        own["__call__"] = keeping_plain
+    return subclass_of(cls, own)
 
 
 def _reader(name: str) -> Any:
@@ -146,12 +143,6 @@ def _reader(name: str) -> Any:
                 shape[dim.of[0]] = first.shape[place] * dim.factor // dim.each
         return dequantise(weight, parts, tuple(shape)).to(dtype)
 
-    def outside_modes(module: nn.Module) -> torch.Tensor:
-        if not torch._C._is_torch_function_mode_enabled():
-            return plain(module)
-        with torch._C.DisableTorchFunction():  # a scoped function mode must not count these calls
-            return plain(module)
-
     def read(module: nn.Module) -> torch.Tensor:
         parameter = module._parameters.get(name)
         if isinstance(parameter, DTensor) and (parameter.device_mesh.ndim > 1 or record_of(module) is None):
@@ -159,7 +150,11 @@ def _reader(name: str) -> Any:
         cache = module.__dict__.get(_PLAIN)
         if cache is not None and name in cache:
             return cache[name]
-        plain_weight = outside_modes(module)
+        if torch._C._is_torch_function_mode_enabled():
+            with torch._C.DisableTorchFunction():  # a scoped function mode must not count these calls
+                plain_weight = plain(module)
+        else:
+            plain_weight = plain(module)
         if cache is not None:
             cache[name] = plain_weight
         return plain_weight

@@ -52,21 +52,14 @@ def floor_of(
         return None
     rows = columns.rows.detach()
     widest = len(chunk(columns.size, columns.group.size, 0))  # as many chunks on each rank: each communicates
-    floors = [
-        _floor(columns, rows[at].to(wide(rows.dtype)), temperature, top_k, top_p)
-        for at in chunks(rows, chunk_size(chunk_tokens, widest))
-    ]
+    floors = []
+    for at in chunks(rows, chunk_size(chunk_tokens, widest)):
+        some = rows[at].to(wide(rows.dtype))
+        if top_k is not None:
+            floor = top_columns(columns, some, top_k)[0][:, -1]
+            some = some.masked_fill(some < floor[:, None], -float("inf"))
+        floors.append(floor if top_p is None else _floor_of_mass(columns.group, some, temperature, top_p))
     return torch.cat(floors) if floors else rows.new_zeros(0, dtype=wide(rows.dtype))
-
-
-def _floor(
-    columns: Columns, rows: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None
-) -> torch.Tensor:
-    floor = rows.new_full(rows.shape[:1], -float("inf"))
-    if top_k is not None:
-        floor = top_columns(columns, rows, top_k)[0][:, -1]
-        rows = rows.masked_fill(rows < floor[:, None], -float("inf"))
-    return floor if top_p is None else _floor_of_mass(columns.group, rows, temperature, top_p)
 
 
 def top_columns(columns: Columns, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

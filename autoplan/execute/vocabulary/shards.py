@@ -129,13 +129,6 @@ def row_sums(
     return sums
 
 
-def row_entropy(columns: Columns, *, chunk_tokens: int | None = None) -> torch.Tensor:
-    """Return the entropy of each row's distribution, in nats."""
-    rows = columns.rows
-    entropy: torch.Tensor = _Entropy.apply(rows, columns.group, chunk_size(chunk_tokens, rows.shape[1]))
-    return entropy
-
-
 def chunk_size(chunk_tokens: int | None, width: int) -> int | None:
     """Return the number of rows per chunk; None for all. Compiled code fuses what would need the memory, and would
     unroll a loop for one number of rows only."""
@@ -342,7 +335,9 @@ def cross_entropy(
     counted = tokens != ignore_index
     torch._assert_async(((tokens >= 0) & (tokens < columns.size) | ~counted).all(), "target outside the vocabulary")
     tokens = torch.where(counted, tokens, 0)
-    smooth = _own_weights(columns, weight) if label_smoothing else None
+    smooth = torch.ones(len(columns.own), device=columns.local.device) if label_smoothing else None
+    if smooth is not None and weight is not None:
+        smooth = plain(weight)[columns.own.start : columns.own.stop]
     whole, chosen, weighted = row_sums(columns, tokens, weight=smooth, chunk_tokens=chunk_tokens)
     losses, share = whole - chosen, counted.to(whole.dtype)
     total: torch.Tensor | float = float(columns.size)
@@ -358,15 +353,11 @@ def cross_entropy(
     return losses.sum() if reduction == "sum" else losses.sum() / share.sum()
 
 
-def _own_weights(columns: Columns, weight: torch.Tensor | None) -> torch.Tensor:
-    if weight is None:
-        return torch.ones(len(columns.own), device=columns.local.device)
-    return plain(weight)[columns.own.start : columns.own.stop]
-
-
 def vocab_parallel_entropy(
     logits: torch.Tensor, *, group: Ranks | None = None, vocabulary: int | None = None, chunk_tokens: int | None = None
 ) -> torch.Tensor:
     """Return the entropy, in nats, of the distribution given by each row of logits [..., vocabulary]."""
     columns = columns_of(logits, group, vocabulary)
-    return row_entropy(columns, chunk_tokens=chunk_tokens).view(columns.local.shape[:-1])
+    rows = columns.rows
+    entropy: torch.Tensor = _Entropy.apply(rows, columns.group, chunk_size(chunk_tokens, rows.shape[1]))
+    return entropy.view(columns.local.shape[:-1])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -150,17 +151,9 @@ def _whole_shape(cls: Kind, x: SplitLogits) -> torch.Size:
 # The rules for what leaves the columns alone.
 
 
-def _shape(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    return _whole_shape(cls, args[0])
-
-
 def _size(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     return _whole_shape(cls, args[0]) if dim is None else _whole_shape(cls, args[0])[dim]
-
-
-def _numel(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    return _whole_shape(cls, args[0]).numel()
 
 
 def no_base(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -205,9 +198,7 @@ def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     raw, shape = _raw(x), list(shape)
     if -1 in shape:
-        elements = 1
-        for size in shape:
-            elements *= 1 if size == -1 else size
+        elements = prod(size for size in shape if size != -1)
         shape[shape.index(-1)] = _whole_shape(cls, x).numel() // elements if elements else -1
     if shape[-1] != cls.vocabulary:
         return NotImplemented
@@ -265,11 +256,6 @@ def _permute(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     return as_kind(raw.permute(*dims), split_class(cls.group, cls.vocabulary, at - raw.dim()))
 
 
-def _cross_entropy(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    """Use the vocabulary-parallel loss if the classes are the vocabulary and the targets are token ids."""
-    return _loss(cls, *args, **kwargs)
-
-
 def _loss(
     cls: Kind,
     input: Any,
@@ -281,6 +267,7 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
+    """Use the vocabulary-parallel loss if the classes are the vocabulary and the targets are token ids."""
     if not isinstance(input, SplitLogits) or isinstance(target, SplitLogits) or isinstance(weight, SplitLogits):
         return NotImplemented
     raw = _raw(input)
@@ -298,11 +285,11 @@ def _loss(
 _T = torch.Tensor
 _PROPERTIES = ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "is_cuda", "is_meta")
 _RULES: dict[Any, Callable[[Kind, Any, Any, Any], Any]] = {
-    F.cross_entropy: _cross_entropy,
-    _T.shape.__get__: _shape,
+    F.cross_entropy: lambda cls, func, args, kwargs: _loss(cls, *args, **kwargs),
     _T._base.__get__: no_base,
+    _T.shape.__get__: lambda cls, func, args, kwargs: _whole_shape(cls, args[0]),
     _T.size: _size,
-    **dict.fromkeys((_T.numel, _T.nelement), _numel),
+    **dict.fromkeys((_T.numel, _T.nelement), lambda cls, func, args, kwargs: _whole_shape(cls, args[0]).numel()),
     **{getattr(_T, name).__get__: as_it_is for name in _PROPERTIES},
     **dict.fromkeys((_T.dim, _T.ndimension, _T.is_floating_point, torch.is_floating_point), as_it_is),
     **dict.fromkeys((_T.is_complex, torch.is_complex, _T.register_hook, _T.is_contiguous), as_it_is),

@@ -174,9 +174,6 @@ class Matched:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
-    def converted_names(self) -> set[str]:
-        return {entry.name for entry in self.joined} | {name for entry in self.converted for name in entry.targets()}
-
 
 def match_keys(
     model: nn.Module,
@@ -217,7 +214,8 @@ def match_keys(
             matched.converted.append(conversion)
         else:
             matched.unexpected += conversion.keys
-    matched_names = set(matched.direct) | matched.converted_names()
+    converted = {name for entry in matched.converted for name in entry.targets()}
+    matched_names = {*matched.direct, *(joined.name for joined in matched.joined), *converted}
     matched.missing = [group[0] for group in groups if not matched_names & set(group)]
     # Old checkpoints hold buffers that are no longer saved; a model may list further harmless keys.
     passing = set(passing)
