@@ -135,7 +135,9 @@ class fail_together:  # noqa: N801 - used as a function
             if error is not None:
                 _marked(error)
             return
-        raise _marked(failed.as_error()) from error
+        kind = getattr(errors, failed.kind, AutoplanError)  # the same class, if it is one of ours
+        kind = kind if isinstance(kind, type) and issubclass(kind, AutoplanError) else AutoplanError
+        raise _marked(kind(failed.message, hint=failed.hint)) from error
 
     def _exchange(self, error: BaseException | None, alike: tuple[Alike, ...]) -> _Failure | None:
         """Return the first failure on any rank; None if there is none, or if every rank has its own."""
@@ -200,12 +202,6 @@ class _Failure:
         where = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         return _Failure(type(error).__name__, f"{doing} failed on {where}: {text[: _LETTERS[0]]}", hint[: _LETTERS[1]])
 
-    def as_error(self) -> AutoplanError:
-        """Return an error of the same class, if it is one of autoplan's."""
-        kind = getattr(errors, self.kind, AutoplanError)
-        kind = kind if isinstance(kind, type) and issubclass(kind, AutoplanError) else AutoplanError
-        return kind(self.message, hint=self.hint)
-
 
 def _marked(error: Any) -> Any:
     vars(error)[_TOLD] = True
@@ -223,11 +219,6 @@ def same_model(model: nn.Module, tensors: Mapping[str, Any] | None = None) -> Al
         "tensors whose names, shapes or dtypes differ from those on other ranks",
         "build the same model from the same config on every rank",
     )
-
-
-def refuse_differing_plans(model: nn.Module, plan: Plan, options: TensorParallel) -> None:
-    """Raise on all ranks of the open block where they hold different models, plans or options."""
-    meet(same_model(model), same_plan(plan, options))
 
 
 def same_plan(plan: Plan, options: TensorParallel | None = None) -> Alike:

@@ -30,8 +30,7 @@ def checkpoint_blocks(
     for name, module in model.named_modules():  # the library's own, inside ours, would recompute everything twice
         if getattr(module, switch, False) is True:
             raise AutoplanError(
-                f"{name or 'the model'} already has {switch} on",
-                hint=f"call model.{ending}() before parallelize",
+                f"{name or 'the model'} already has {switch} on", hint=f"call model.{ending}() before parallelize"
             )
     modules = dict(model.named_modules(remove_duplicate=False))
     saved = sum(saved_bytes_per_token(modules[name], mode) for name, mode in wanted.items())
@@ -62,13 +61,13 @@ def _choose(
             elif mode:
                 chosen = {fqn: mode}
                 if mode == "submodule":
-                    # The parts that save more than their input, as a lone matmul or table does not.
-                    chosen = {
-                        f"{fqn}.{name}": "block"
-                        for name, part in _parts(modules[fqn])
-                        if (parameters := list(part.parameters()))
-                        and (any(True for _ in part.children()) or all(p.dim() < 2 for p in parameters))
-                    }
+                    chosen = {}
+                    for name, part in _parts(modules[fqn]):
+                        parameters = list(part.parameters())
+                        # A lone matmul or table saves no more than its input.
+                        saves = any(True for _ in part.children()) or all(p.dim() < 2 for p in parameters)
+                        if parameters and saves:
+                            chosen[f"{fqn}.{name}"] = "block"
                     if not chosen:
                         notes.append(f"{fqn} has no submodules that save activations: it is checkpointed as a whole")
                         chosen = {fqn: "block"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -188,23 +188,20 @@ def places_of(model: nn.Module, mesh: DeviceMesh, stacks: Sequence[Stack], units
         Place(unit.names, problem=f"{', '.join(unit.names)} are one FSDP2 unit" if len(unit.names) > 1 else "")
         for unit in others if len(unit.names) > 1 or unit.last
     ]  # fmt: skip
-    each = [(stack.kind == "decoder", tuple(_blocks(model, stack, blocks, inner))) for stack in stacks]
-    towers = [place for is_last, places in each if not is_last for place in places]
-    trunks = [place for is_last, places in each if is_last for place in places]
+    towers: list[Place] = []
+    trunks: list[Place] = []
+    for stack in stacks:
+        before = None
+        for name in (name for name in stack.fqns if name in blocks):
+            units_inside = sorted(unit for unit in inner if unit.startswith(f"{name}."))
+            problem = f"{units_inside[0]} inside it is an FSDP2 unit of its own" if units_inside else ""
+            kind = type(model.get_submodule(name))  # blocks of another class (cross-attention) may be skipped alone
+            place = Place((name,), kind is not before, problem, block=True)
+            (trunks if stack.kind == "decoder" else towers).append(place)
+            before = kind
     if len(stacks) < 2 and sum(place.parting for place in (*towers, *trunks)) < 2:
         return None
     return Places(model, mesh, (*towers, *early, *trunks, *late))
-
-
-def _blocks(model: nn.Module, stack: Stack, blocks: set[str], inner: set[str]) -> Iterable[Place]:
-    before = None
-    for name in stack.fqns:
-        if name in blocks:
-            units_inside = sorted(unit for unit in inner if unit.startswith(f"{name}."))
-            problem = f"{units_inside[0]} inside it is an FSDP2 unit of its own" if units_inside else ""
-            kind = type(model.get_submodule(name))
-            yield Place((name,), kind is not before, problem, block=True)  # cross-attention may be skipped alone
-            before = kind
 
 
 # Fully sharded data parallelism (FSDP2) over the blocks, after tensor parallelism and checkpointing.
@@ -290,7 +287,13 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
         places.watch_rest()
     if _writes_text(model) and any(_writes_text(module) for module in model.modules() if module is not model):
         register_fsdp_forward_method(model, "generate")  # a wrapper's generate calls the inner model's forward only
-    _prefetch([modules[unit.names[0]] for unit in units.units if unit.block], options.depths)
+    forward, backward = options.depths  # to prefetch
+    blocks = [block for unit in units.units if unit.block and isinstance(block := modules[unit.names[0]], FSDPModule)]
+    for place, block in enumerate(blocks):
+        if forward and blocks[place + 1 : place + 1 + forward]:
+            block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + forward])
+        if backward and place:
+            block.set_modules_to_backward_prefetch(blocks[max(0, place - backward) : place][::-1])
     for _, parameter in units.scalars:
         if parameter.requires_grad:
             parameter.register_hook(partial(_averaged, mesh=mesh))
@@ -307,16 +310,6 @@ def _few_matrices(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
 
 def _writes_text(module: nn.Module) -> bool:
     return callable(getattr(module, "generate", None))
-
-
-def _prefetch(blocks: list[nn.Module], depths: tuple[int, int]) -> None:
-    forward, backward = depths
-    units = [block for block in blocks if isinstance(block, FSDPModule)]
-    for place, unit in enumerate(units):
-        if forward and units[place + 1 : place + 1 + forward]:
-            unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + forward])
-        if backward and place:
-            unit.set_modules_to_backward_prefetch(units[max(0, place - backward) : place][::-1])
 
 
 def _averaged(gradient: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

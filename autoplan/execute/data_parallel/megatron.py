@@ -30,31 +30,13 @@ from autoplan.values import Plan
 
 # Options of fully_shard and fully_shard_model that do not follow from model, mesh and plan (0.2 to 0.6).
 OPTIONS = (
-    "average_in_collective",
-    "calculate_per_token_loss",
-    "cuda_graph_mode",
-    "device",
-    "disable_bucketing",
-    "disable_symmetric_registration",
-    "enable_fine_grained_param_gather",
-    "fsdp_db_use_persist_buf_on_alloc_fail",
-    "fsdp_double_buffer",
-    "grad_reduce_in_fp32",
-    "init_model_with_meta_device",
-    "keep_fp8_transpose_cache",
-    "maxpool_double_buffer",
-    "mixed_precision_policy",
-    "nccl_ub",
-    "outer_dp_sharding_strategy",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "preproc_state_dict_for_dcp_ckpt",
-    "preserve_fp32_weights",
-    "report_nan_in_param_grad",
-    "sync_model_each_microbatch",
-    "use_decoupled_grad",
-    "zero_dp_strategy",
-)
+    "average_in_collective", "calculate_per_token_loss", "cuda_graph_mode", "device", "disable_bucketing",
+    "disable_symmetric_registration", "enable_fine_grained_param_gather", "fsdp_db_use_persist_buf_on_alloc_fail",
+    "fsdp_double_buffer", "grad_reduce_in_fp32", "init_model_with_meta_device", "keep_fp8_transpose_cache",
+    "maxpool_double_buffer", "mixed_precision_policy", "nccl_ub", "outer_dp_sharding_strategy",
+    "overlap_grad_reduce", "overlap_param_gather", "preproc_state_dict_for_dcp_ckpt", "preserve_fp32_weights",
+    "report_nan_in_param_grad", "sync_model_each_microbatch", "use_decoupled_grad", "zero_dp_strategy",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,10 @@ class _Search:
         inside = {id(m) for unit in blocks for n in unit.names for m in self.modules[n].modules()}
         units: list[Unit] = []
         for getter, last in zip(conventions().ends, (False, True), strict=True):
-            module = _called(self.model, getter)
+            try:
+                module: object = getattr(self.model, getter, lambda: None)()
+            except (NotImplementedError, AttributeError):  # not supported by this model
+                continue
             if not isinstance(module, (nn.Embedding, nn.Linear)) or id(module) in inside or not blocks:
                 continue
             if id(module) not in self.first_name or self.first_name[id(module)] == "":
@@ -260,17 +263,6 @@ def _direct(module: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Parameter]
     """Return the trainable parameters that a module holds itself."""
     parameters = (p for p in module._parameters.values() if p is not None)
     return [p for p in parameters if p.requires_grad and p not in ignored]
-
-
-def _called(model: nn.Module, getter: str) -> object:
-    """Return the result of an interface method; None if the model has none or does not support it."""
-    method = getattr(model, getter, None)
-    if method is None:
-        return None
-    try:
-        return method()
-    except (NotImplementedError, AttributeError):
-        return None
 
 
 def _merged(groups: list[frozenset[str]]) -> list[list[str]]:

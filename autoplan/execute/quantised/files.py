@@ -13,7 +13,7 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import SourceError
 from autoplan.execute.quantised.formats import QuantisedTwice, dequantise
 from autoplan.execute.weights.files import CheckpointFiles
-from autoplan.values.quantised import PackedTensor, PackedWeight
+from autoplan.values.quantised import PackedWeight
 
 _AT_ONCE = 2**24  # elements dequantised at once of a flat matrix
 _NESTED = ".nested_absmax"  # of absmax values that are quantised in blocks themselves
@@ -144,7 +144,14 @@ class DequantisedFiles(_Files):
             block, size = lcm(*factors), weight.shape[dim]
             touched = dict.fromkeys(row // block for row in held)
             covers[dim] = tuple(n for at in touched for n in range(at * block, min((at + 1) * block, size)))
-        parts = {tensor.name: self._part(weight, tensor, covers) for tensor in weight.tensors}
+        parts: dict[str, torch.Tensor] = {}
+        for tensor in weight.tensors:
+            own_rows: dict[int, Sequence[int]] = {}  # of the stored tensor: the blocks of these rows
+            for place, dim in enumerate(tensor.dims):
+                if dim.of and dim.of[0] in covers:
+                    blocks_here = dict.fromkeys(row // dim.factor for row in covers[dim.of[0]])
+                    own_rows[place] = [at * dim.each + offset for at in blocks_here for offset in range(dim.each)]
+            parts[tensor.name] = super().read(f"{weight.owner}.{tensor.name}", own_rows)
         shape = tuple(len(covers[dim]) if dim in covers else size for dim, size in enumerate(weight.shape))
         blocks = dequantise(weight, parts, shape)
         for dim, held in wanted.items():
@@ -152,15 +159,6 @@ class DequantisedFiles(_Files):
                 places = {row: place for place, row in enumerate(covers[dim])}
                 blocks = blocks.index_select(dim, torch.tensor([places[row] for row in held], dtype=torch.long))
         return blocks
-
-    def _part(self, weight: PackedWeight, tensor: PackedTensor, covers: Mapping[int, tuple[int, ...]]) -> torch.Tensor:
-        """Return the part of a stored tensor that belongs to the blocks of these rows."""
-        wanted: dict[int, Sequence[int]] = {}
-        for place, dim in enumerate(tensor.dims):
-            if dim.of and dim.of[0] in covers:
-                blocks = dict.fromkeys(row // dim.factor for row in covers[dim.of[0]])
-                wanted[place] = [block * dim.each + offset for block in blocks for offset in range(dim.each)]
-        return super().read(f"{weight.owner}.{tensor.name}", wanted)
 
     def _flat_rows(self, weight: PackedWeight, start: int, stop: int) -> torch.Tensor:
         """Return consecutive rows of a matrix that is stored flat. Blocks may begin in one row and end in the next."""

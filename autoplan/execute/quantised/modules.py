@@ -33,8 +33,27 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
     """Replace weights of the plain `model` by the packed tensors of `plan`, on meta; `load_weights` fills them."""
     check_argument("model", model, nn.Module, "pass the model itself, an nn.Module")
     check_argument("plan", plan, Plan, "pass a plan that autoplan.plan made for a quantised model")
-    chosen = _chosen(model, plan)
-    for module, weights in chosen:
+    if not plan.packed:
+        raise PlanMismatchError("the plan has no quantised weights", hint="plan a config with quantization_config")
+    unknown = next((weight for weight in plan.packed if not can_dequantise(weight.scheme)), None)
+    if unknown is not None:
+        raise PlanMismatchError(
+            f"{unknown.name} is stored as {unknown.scheme.title}, which needs its own package for computing",
+            hint="build the model with that package, or fill a plain one with load_weights(…, dequantise=True)",
+        )
+    chosen: dict[nn.Module, list[PackedWeight]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            own = f"{path}.{name}" if path else name
+            weight = next((weight for weight in plan.packed if matches(weight.name, own)), None)
+            if weight is None or parameter is None:
+                continue
+            if tuple(parameter.shape) != weight.shape:
+                raise PlanMismatchError(
+                    f"{path}.{name} has shape {list(parameter.shape)}, but the plan has {list(weight.shape)}"
+                )
+            chosen.setdefault(module, []).append(weight)
+    for module, weights in chosen.items():  # nothing was changed before
         stored: dict[str, tuple[PackedWeight, torch.dtype]] = {}
         for weight in weights:
             old = module._parameters.pop(weight.parameter)
@@ -79,34 +98,6 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
     """Dequantise a packed module to this dtype from now on: its inputs are cast to it."""
     stored = module.__dict__[_STORED]
     module.__dict__[_STORED] = {name: (weight, dtype) for name, (weight, _) in stored.items()}
-
-
-def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWeight]]]:
-    """Return the modules with their packed weights. Raise before anything is changed."""
-    if not plan.packed:
-        raise PlanMismatchError("the plan has no quantised weights", hint="plan a config with quantization_config")
-    chosen = []
-    unknown = next((weight for weight in plan.packed if not can_dequantise(weight.scheme)), None)
-    if unknown is not None:
-        raise PlanMismatchError(
-            f"{unknown.name} is stored as {unknown.scheme.title}, which needs its own package for computing",
-            hint="build the model with that package, or fill a plain one with load_weights(…, dequantise=True)",
-        )
-    for path, module in model.named_modules():
-        weights = []
-        for name, parameter in module._parameters.items():
-            own = f"{path}.{name}" if path else name
-            weight = next((weight for weight in plan.packed if matches(weight.name, own)), None)
-            if weight is None or parameter is None:
-                continue
-            if tuple(parameter.shape) != weight.shape:
-                raise PlanMismatchError(
-                    f"{path}.{name} has shape {list(parameter.shape)}, but the plan has {list(weight.shape)}"
-                )
-            weights.append(weight)
-        if weights:
-            chosen.append((module, weights))
-    return chosen
 
 
 @cache

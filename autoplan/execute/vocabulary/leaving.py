@@ -82,9 +82,9 @@ class LeavingLogits(DTensor):
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 if func is _T.__deepcopy__:
-                    plain: Any = args[0].detach()
-                    plain.__class__ = DTensor
-                    return _ours(_T.__deepcopy__(plain, *args[1:]))
+                    detached: Any = args[0].detach()
+                    detached.__class__ = DTensor
+                    return _ours(_T.__deepcopy__(detached, *args[1:]))
                 result = _kept(func(*args, **kwargs), args)
         except NotImplementedError:  # this version of DTensor does not know the op
             writes = writes_in_place(func.__name__) and isinstance(args[0], LeavingLogits)

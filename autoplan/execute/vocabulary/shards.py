@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
 from autoplan.common.stages import run_rounds
-from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
+from autoplan.execute.collectives import RankGroup, Ranks, all_reduce, copy_to_ranks
 
 # Logits of which each rank holds some columns, and sums over a full row.
 #
@@ -29,8 +27,6 @@ from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
 # least, a chunk of rows at a time if wanted, so that no second tensor of the logits' size is alive.
 
 _CHUNK = 2**22  # elements that are widened at a time by default
-
-Ranks: TypeAlias = RankGroup | DeviceMesh | dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -49,10 +45,8 @@ class Columns:
     @property
     def rows(self) -> torch.Tensor:
         """Return the columns as [tokens, columns]."""
-        return self.local.reshape(-1, self.local.shape[-1]) if self.local.shape[-1] else self._no_columns()
-
-    def _no_columns(self) -> torch.Tensor:
-        return self.local.reshape(self.local.shape[:-1].numel(), 0)
+        width = self.local.shape[-1]
+        return self.local.reshape(-1, width) if width else self.local.reshape(self.local.shape[:-1].numel(), 0)
 
 
 def columns_of(logits: torch.Tensor, group: Ranks | None = None, vocabulary: int | None = None) -> Columns:
@@ -63,7 +57,15 @@ def columns_of(logits: torch.Tensor, group: Ranks | None = None, vocabulary: int
         shown = f"logits of shape {list(logits.shape)} in {logits.dtype}"
         raise AutoplanError(shown, hint="pass floating-point numbers, [..., vocabulary]")
     if isinstance(logits, DTensor):
-        return _of_dtensor(logits)
+        split = [at for at, placed in enumerate(logits.placements) if placed == Shard(logits.dim() - 1)]
+        others = [placed for at, placed in enumerate(logits.placements) if at not in split]
+        if len(split) > 1 or not all(placed.is_replicate() for placed in others):
+            raise AutoplanError(
+                f"logits have placements {logits.placements}: only the vocabulary may be sharded, over one mesh dim",
+                hint="pass logits.to_local() with group= and vocabulary=; the result then covers these rows",
+            )
+        of_dim = RankGroup.of(logits.device_mesh.get_group(split[0])) if split else RankGroup("", 1, 0)
+        return Columns(logits.to_local(), of_dim, logits.shape[-1])
     if vocabulary is None and group is None:
         return Columns(logits, RankGroup("", 1, 0), logits.shape[-1])
     if group is None or vocabulary is None:
@@ -80,20 +82,6 @@ def columns_of(logits: torch.Tensor, group: Ranks | None = None, vocabulary: int
             hint="vocabulary= is the size over all ranks; columns are sharded by ceiling, as DTensor does",
         )
     return Columns(logits, ranks, vocabulary)
-
-
-def _of_dtensor(logits: DTensor) -> Columns:
-    last = logits.dim() - 1
-    split = [at for at, placed in enumerate(logits.placements) if placed == Shard(last)]
-    others = [placed for at, placed in enumerate(logits.placements) if at not in split and not placed.is_replicate()]
-    if len(split) > 1 or others:
-        raise AutoplanError(
-            f"logits have placements {logits.placements}: only the vocabulary may be sharded, over one mesh dim",
-            hint="pass logits.to_local() with group= and vocabulary=; the result then covers these rows",
-        )
-    if not split:
-        return Columns(logits.to_local(), RankGroup("", 1, 0), logits.shape[-1])
-    return Columns(logits.to_local(), RankGroup.of(logits.device_mesh.get_group(split[0])), logits.shape[-1])
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

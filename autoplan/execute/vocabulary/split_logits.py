@@ -45,7 +45,11 @@ class SplitLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling() and _are_real(args):
+        # A compiler inspects logits with values (gradient, strides) instead of tracing ops on them, as after a graph
+        # break between head and loss. It must see the columns: it then traces our rules on them. Nothing may be
+        # gathered here, since ranks compile at different speeds, or one of them not at all.
+        inspected = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+        if inspected and not any(isinstance(arg, FakeTensor) for arg in args):
             return as_it_is(cls, func, args, kwargs)
         rule = _RULES.get(func)
         result = NotImplemented if rule is None else rule(cls, func, args, kwargs)
@@ -65,13 +69,6 @@ def moved(kind: type[SplitLogits]) -> tuple[type[SplitLogits], ...]:
     return tuple(
         split_class(kind.group, kind.vocabulary, dim) for dim in dict.fromkeys((kind.dim_from_end, -1, -2, -3))
     )
-
-
-def _are_real(args: Sequence[Any]) -> bool:
-    """Return whether a compiler inspects logits with values (their gradient, their strides) instead of tracing ops on
-    them, as after a graph break between head and loss. It must see the columns: it then traces our rules on them.
-    Nothing may be gathered here, since ranks compile at different speeds, or one of them not at all."""
-    return not any(isinstance(arg, FakeTensor) for arg in args)
 
 
 @cache
@@ -223,18 +220,15 @@ def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     items = index if isinstance(index, tuple) else (index,)
     if any(isinstance(item, (SplitLogits, list)) for item in items):
         return NotImplemented
-    used = sum(_dims_of(item) for item in items)
+    used = 0  # dims that the index consumes
+    for item in items:
+        if item is not None and item is not Ellipsis:
+            is_mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
+            used += item.dim() if is_mask else 1
     reaches_last = used >= _raw(x).dim() or any(item is Ellipsis for item in items)
     if reaches_last and not (isinstance(items[-1], slice) and items[-1] == slice(None)) and items[-1] is not Ellipsis:
         return NotImplemented
     return as_kind(_raw(x)[index], cls)
-
-
-def _dims_of(item: Any) -> int:
-    """Return the number of dims that one item of an index consumes."""
-    if item is None or item is Ellipsis:
-        return 0
-    return item.dim() if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
 
 
 def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:

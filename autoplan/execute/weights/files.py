@@ -118,16 +118,6 @@ def runs(rows: Sequence[int]) -> Iterator[range]:
             yield range(rows[start], rows[stop - 1] + 1)
 
 
-def _read_scattered(source: Any, index: list[Any], dim: int, rows: Sequence[int]) -> torch.Tensor:
-    ranges = list(runs(rows))
-    if len(ranges) <= _MANY_RUNS:
-        pieces = [source[tuple(index[:dim] + [slice(r.start, r.stop)] + index[dim + 1 :])] for r in ranges]
-        return torch.cat(pieces, dim)
-    first = min(rows)
-    span = source[tuple(index[:dim] + [slice(first, max(rows) + 1)] + index[dim + 1 :])]
-    return span.index_select(dim, torch.tensor([row - first for row in rows]))
-
-
 def _find(folder: Path) -> dict[str, str]:
     """Map tensors to files as transformers does: model.safetensors alone, else what an index says, else all files
     (`save.py` relies on that order)."""

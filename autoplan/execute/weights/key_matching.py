@@ -70,7 +70,12 @@ class Joined:
         numbers = rows.get(0, range(shape[0])) if stacked else (0,)
         inner = {dim - stacked: held for dim, held in rows.items() if dim >= stacked}
         for part, entries in enumerate(self._parts()):
-            where, wanted = _within(places, part, inner)
+            mine, wanted = places.ranges[part], dict(inner)
+            where = list(mine)  # positions of the part's rows in the shard
+            if places.dim in inner:
+                held = inner[places.dim]
+                where = [place for place, row in enumerate(held) if row in mine]
+                wanted[places.dim] = [held[place] - mine.start for place in where]
             if not where:
                 continue
             for slot, number in enumerate(numbers):
@@ -130,17 +135,6 @@ def _places(rest: tuple[int, ...], shapes: list[tuple[int, ...]]) -> _Places | N
 
 def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size > 1)
-
-
-def _within(places: _Places, part: int, rows: Rows) -> tuple[list[int], dict[int, Sequence[int]]]:
-    """Return the positions of one part's rows in a shard, and the part's own rows to read."""
-    mine, wanted = places.ranges[part], dict(rows)
-    if places.dim not in rows:
-        return list(mine), wanted
-    held = rows[places.dim]
-    where = [place for place, row in enumerate(held) if row in mine]
-    wanted[places.dim] = [held[place] - mine.start for place in where]
-    return where, wanted
 
 
 def _turned(read: Read, rows: Rows | None = None) -> torch.Tensor:
