@@ -143,8 +143,8 @@ def _stands(name: ForeignName) -> bool:
     folders = _folders(name.mapping) if name.mapping else ("*",)
     for pattern in _FILES[name.kind]:
         for folder in folders if "{}" in pattern else ("",):
-            paths = sorted(root.glob(pattern.replace("{}", folder)))
-            if any(not _names_in(path, name.kind).isdisjoint(name.words) for path in paths):
+            files = sorted(root.glob(pattern.replace("{}", folder)))
+            if any(not _names_in(file, name.kind).isdisjoint(name.words) for file in files):
                 return True
     return False
 

@@ -147,10 +147,10 @@ class DequantisedFiles(_Files):
         parts: dict[str, torch.Tensor] = {}
         for tensor in weight.tensors:
             own_rows: dict[int, Sequence[int]] = {}  # of the stored tensor: the blocks of these rows
-            for place, dim in enumerate(tensor.dims):
-                if dim.of and dim.of[0] in covers:
-                    blocks_here = dict.fromkeys(row // dim.factor for row in covers[dim.of[0]])
-                    own_rows[place] = [at * dim.each + offset for at in blocks_here for offset in range(dim.each)]
+            for place, stored in enumerate(tensor.dims):
+                if stored.of and stored.of[0] in covers:
+                    blocks_here = dict.fromkeys(row // stored.factor for row in covers[stored.of[0]])
+                    own_rows[place] = [at * stored.each + offset for at in blocks_here for offset in range(stored.each)]
             parts[tensor.name] = super().read(f"{weight.owner}.{tensor.name}", own_rows)
         shape = tuple(len(covers[dim]) if dim in covers else size for dim, size in enumerate(weight.shape))
         blocks = dequantise(weight, parts, shape)
