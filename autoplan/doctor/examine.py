@@ -1,9 +1,11 @@
-"""All entries: the patches, and the undocumented names in use."""
+"""The undocumented names in use, as entries of tables, and the check of all entries and patches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
@@ -11,9 +13,71 @@ from typing import Any
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.requirements import TESTED, installed_versions, untested
-from autoplan.doctor.private import Private, require
 from autoplan.hf.names import NAMES, vanished
 from autoplan.patches.patched import Patch
+
+_Canary = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Private:
+    """An undocumented name of another package that autoplan reads or calls. `canary`: as for a `Patch`."""
+
+    name: str
+    why: str
+    canary: _Canary
+
+
+class Table(list[Private]):
+    """The entries of one kind."""
+
+    def hold(self, why: str, *names: str) -> Callable[[_Canary], _Canary]:
+        """Add these names, with the decorated function as their canary."""
+
+        def enter(canary: _Canary) -> _Canary:
+            self.extend(Private(name, why, canary) for name in names)
+            return canary
+
+        return enter
+
+    def there(self, names: Mapping[str, str], *, needed: bool = True) -> None:
+        """Add names with the reason why they are needed, in versions that need them: "package.function(first, second)"
+        has these parameters, "package.Class:method" has that member."""
+        for text, why in names.items():
+            path, _, parameters = text.removesuffix(")").partition("(")
+            parameter_names = parameters.split(", ") if parameters else []
+            canary = partial(_exists, path.replace(":", "."), parameter_names) if needed else lambda: True
+            self.append(Private(path.partition(":")[0], why, canary))
+
+
+def _exists(path: str, parameters: list[str]) -> bool:
+    member = _member(path)
+    return not parameters or set(parameters) <= set(inspect.signature(member).parameters)
+
+
+def _member(path: str) -> Any:
+    home, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(home), name)
+    except ModuleNotFoundError:
+        return getattr(_member(home), name)
+
+
+def require(entry: Patch | Private) -> None:
+    """Raise by name where the installed version does not have what `entry` relies on."""
+    reason = "its behaviour changed"
+    cause: Exception | None = None
+    try:
+        holds = entry.canary()
+    except Exception as error:  # a moved name may fail in any way
+        holds, cause, reason = False, error, f"{type(error).__name__}: {error}"
+    if not holds:
+        path = entry.replaces if isinstance(entry, Patch) else entry.name
+        raise AutoplanError(
+            f"{entry.name}: autoplan relies on {path}, which the installed version changed ({reason})",
+            hint=f"install a version that pyproject.toml allows. Needed because: {entry.why}",
+        ) from cause
+
 
 # Each table is imported by itself, so that a name that moved does not hide the others.
 TABLES = (
@@ -73,7 +137,15 @@ def examine() -> Diagnosis:
             moved.append(Moved(module, str(error), "imports of modules that depend on it fail"))
             continue
         count += len(entries)
-        moved += _failing(entries)
+        for entry in entries:
+            try:
+                require(entry)
+            except AutoplanError as error:
+                optional = isinstance(entry, Patch) and entry.without
+                consequence = f"disabled: {optional}" if optional else f"does not work: {entry.why}"
+                cause = error.__cause__
+                changed = f"{type(cause).__name__}: {cause}" if cause else "its canary fails: its behaviour changed"
+                moved.append(Moved(entry.name, changed, consequence))
     moved += _not_importable()
     for name in vanished():
         where = f"no class of {name.mapping} has it" if name.mapping else "the installed transformers lacks it"
@@ -94,22 +166,3 @@ def _not_importable() -> Iterator[Moved]:
             if cause not in causes:
                 causes.add(cause)
                 yield Moved(module.name, cause, "cannot be imported, nor can the features that need it")
-
-
-def _failing(entries: tuple[Patch | Private, ...]) -> Iterator[Moved]:
-    for entry in entries:
-        try:
-            require(entry)
-        except AutoplanError as error:
-            yield Moved(entry.name, _cause(error), _consequence(entry))
-
-
-def _cause(error: AutoplanError) -> str:
-    cause: Any = error.__cause__
-    return f"{type(cause).__name__}: {cause}" if cause is not None else "its canary fails: its behaviour changed"
-
-
-def _consequence(entry: Patch | Private) -> str:
-    if isinstance(entry, Patch) and entry.without:
-        return f"disabled: {entry.without}"
-    return f"does not work: {entry.why}"

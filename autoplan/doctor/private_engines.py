@@ -19,7 +19,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _python_dispatch as dispatch
 
-from autoplan.doctor.private import Private, Table
+from autoplan.doctor.examine import Private, Table
 
 FSDP = Table()
 ENGINES = Table()
@@ -32,8 +32,8 @@ _PG = "torch.testing._internal.distributed.multi_threaded_pg"
 # The undocumented parts of FSDP2 that autoplan uses, with their canaries.
 
 
-def _fsdp_takes(function: object, *parameters: str) -> bool:
-    return tuple(inspect.signature(function).parameters) == parameters  # type: ignore[arg-type]
+def _parameters(function: object) -> list[str]:
+    return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
 
 
 @FSDP.hold("whether the caller requested zeros for unused parameters", f"{_STATE}._fsdp_param_groups")
@@ -57,10 +57,6 @@ def _tells_who_holds_gradients() -> bool:
 
 
 # The undocumented parts of torch behind simulated ranks and behind tensors without storage, with their canaries.
-
-
-def _parameters(function: object) -> list[str]:
-    return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
 
 
 _KERNELS = {  # with the arguments that an estimate passes
@@ -212,56 +208,50 @@ def _dispatch() -> bool:
     return nobody and mode.seen[-1] == "aten.add.Tensor"
 
 
-FSDP.extend(
-    Private(*entry)
-    for entry in (
-        (
-            "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
-            "FSDP2's state of a unit",
-            lambda: _fsdp_takes(FSDPModule._get_fsdp_state, "self"),
-        ),
-        (
-            f"{_STATE}._pre_forward",
-            _WALKED,
-            lambda: _fsdp_takes(_fsdp_state.FSDPState._pre_forward, "self", "module", "args", "kwargs"),
-        ),
-        (
-            f"{_STATE}._post_forward",
-            _WALKED,
-            lambda: _fsdp_takes(_fsdp_state.FSDPState._post_forward, "self", "module", "input", "output"),
-        ),
-    )
-)
-ENGINES.extend(
-    Private(*entry)
-    for entry in (
-        (
-            f"{_PG}.ThreadLocalWorld",
-            f"{_RANKS}, and a world for each",
-            lambda: hasattr(threaded.ThreadLocalWorld(), "pg_map"),
-        ),
-        (
-            "torch.distributed.distributed_c10d._world",
-            f"{_RANKS}, and a world for each",
-            lambda: "_world" in vars(dist.distributed_c10d),
-        ),
-        (
-            "torch._C._distributed_c10d",
-            "an in-memory store, and per-thread group names",
-            lambda: callable(c10d.HashStore) and callable(vars(c10d)["_set_thread_isolation_mode"]),
-        ),
-        (
-            "torch.testing._internal.distributed.fake_pg.FakeStore",
-            "a world of fake ranks, for dry runs",
-            lambda: isinstance(FakeStore(), torch.distributed.Store),
-        ),
-        (
-            "torch.distributed.distributed_c10d._resolve_process_group",
-            "whether a group is a fake one",
-            lambda: "group_name" in str(distributed_c10d._resolve_process_group.__doc__),
-        ),
-    )
-)
+FSDP += [
+    Private(
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+        "FSDP2's state of a unit",
+        lambda: _parameters(FSDPModule._get_fsdp_state) == ["self"],
+    ),
+    Private(
+        f"{_STATE}._pre_forward",
+        _WALKED,
+        lambda: _parameters(_fsdp_state.FSDPState._pre_forward) == ["self", "module", "args", "kwargs"],
+    ),
+    Private(
+        f"{_STATE}._post_forward",
+        _WALKED,
+        lambda: _parameters(_fsdp_state.FSDPState._post_forward) == ["self", "module", "input", "output"],
+    ),
+]
+ENGINES += [
+    Private(
+        f"{_PG}.ThreadLocalWorld",
+        f"{_RANKS}, and a world for each",
+        lambda: hasattr(threaded.ThreadLocalWorld(), "pg_map"),
+    ),
+    Private(
+        "torch.distributed.distributed_c10d._world",
+        f"{_RANKS}, and a world for each",
+        lambda: "_world" in vars(dist.distributed_c10d),
+    ),
+    Private(
+        "torch._C._distributed_c10d",
+        "an in-memory store, and per-thread group names",
+        lambda: callable(c10d.HashStore) and callable(vars(c10d)["_set_thread_isolation_mode"]),
+    ),
+    Private(
+        "torch.testing._internal.distributed.fake_pg.FakeStore",
+        "a world of fake ranks, for dry runs",
+        lambda: isinstance(FakeStore(), torch.distributed.Store),
+    ),
+    Private(
+        "torch.distributed.distributed_c10d._resolve_process_group",
+        "whether a group is a fake one",
+        lambda: "group_name" in str(distributed_c10d._resolve_process_group.__doc__),
+    ),
+]
 ENGINES.extend(
     Private(f"torch.ops.aten.{name}", "an estimate records the kernel that a GPU runs", partial(_takes, name, given))
     for name, given in _KERNELS.items()

@@ -12,7 +12,7 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
 
-from autoplan.doctor.private import Private, Table
+from autoplan.doctor.examine import Private, Table
 
 MODULES = Table()
 
@@ -36,10 +36,7 @@ def _hooks_of_backward() -> bool:
     return registered and not before
 
 
-@MODULES.hold(
-    "FSDP2's hook after a load is called as torch does",
-    "torch.nn.modules.module._IncompatibleKeys",
-)
+@MODULES.hold("FSDP2's hook after a load is called as torch does", "torch.nn.modules.module._IncompatibleKeys")
 def _incompatible() -> bool:
     from torch.nn.modules.module import _IncompatibleKeys
 
@@ -114,8 +111,7 @@ def _flat() -> bool:
 
 
 @MODULES.hold(
-    "the few recorded blocks are found by their original indices",
-    "torch.nn.ModuleList._get_abs_string_index",
+    "the few recorded blocks are found by their original indices", "torch.nn.ModuleList._get_abs_string_index"
 )
 def _places_of_blocks() -> bool:
     """Return whether a module list looks up its own `_get_abs_string_index` for a number."""
@@ -124,10 +120,7 @@ def _places_of_blocks() -> bool:
     return blocks[0] is blocks._modules["1"]
 
 
-@MODULES.hold(
-    "torch.compile adds a name level that checkpoints do not have",
-    "torch._dynamo.OptimizedModule._orig_mod",
-)
+@MODULES.hold("torch.compile adds a name level that checkpoints do not have", "torch._dynamo.OptimizedModule._orig_mod")
 def _compiled_name() -> bool:
     linear = nn.Linear(1, 1)
     return torch.compile(linear)._orig_mod is linear
@@ -167,8 +160,7 @@ def _state_of_module(name: str, kind: type) -> Callable[[], bool]:
 
 
 @MODULES.hold(
-    "a DTensor becomes a module's parameter without going through DTensor's dispatcher",
-    "torch.nn.Parameter._is_param",
+    "a DTensor becomes a module's parameter without going through DTensor's dispatcher", "torch.nn.Parameter._is_param"
 )
 def _marked_as_parameters() -> bool:
     """Return whether the mark makes a tensor of another class a parameter."""

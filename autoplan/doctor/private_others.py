@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autoplan.common.requirements import OWN_SHARDING, older_than
-from autoplan.doctor.private import Private, Table
+from autoplan.doctor.examine import Private, Table
 
 OTHERS = Table()
 _TP, _LOADING, _MODEL = "transformers.distributed", "transformers.core_model_loading", "transformers.PreTrainedModel"
@@ -130,10 +130,7 @@ def _single_layers() -> bool:
     return bool(vars(config)["_heterogeneity_spec"].per_layer_overrides == {1: {"intermediate_size": 8}})
 
 
-@OTHERS.hold(
-    "key changes made when a model was loaded are reversed when it is saved",
-    f"{_MODEL}._weight_conversions",
-)
+@OTHERS.hold("key changes made when a model was loaded are reversed when it is saved", f"{_MODEL}._weight_conversions")
 def _reversed_conversions() -> bool:
     """Return whether saving reads the attribute, before the conversions of the model's type."""
     from transformers.core_model_loading import revert_weight_conversion

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from autoplan.doctor.private import Private, Table
+from autoplan.doctor.examine import Private, Table
 
 TORCH = Table()
 
@@ -272,10 +272,7 @@ def _backward_class() -> bool:
     return isinstance(node, Twice._backward_cls)
 
 
-@TORCH.hold(
-    "whether torch's loss parallelism is active",
-    "torch.distributed.tensor.DTensor._op_dispatcher",
-)
+@TORCH.hold("whether torch's loss parallelism is active", "torch.distributed.tensor.DTensor._op_dispatcher")
 def _knows_loss_parallel() -> bool:
     """Return whether its handlers are listed there while it is active."""
     from torch.distributed.tensor.parallel import loss_parallel
@@ -287,59 +284,55 @@ def _knows_loss_parallel() -> bool:
         return not before and name in handlers
 
 
-TORCH.extend(
-    Private(*entry)
-    for entry in (
-        (
-            "torch._dynamo.config.nontraceable_tensor_subclasses",
-            "sharded logits passed in after a graph break are handled eagerly",
-            lambda: isinstance(torch._dynamo.config.nontraceable_tensor_subclasses, set),
+TORCH += [
+    Private(
+        "torch._dynamo.config.nontraceable_tensor_subclasses",
+        "sharded logits passed in after a graph break are handled eagerly",
+        lambda: isinstance(torch._dynamo.config.nontraceable_tensor_subclasses, set),
+    ),
+    Private(
+        "torch._ops.OpOverload",
+        "distinguishes an op from a function",
+        lambda: isinstance(torch.ops.aten.add.Tensor, torch._ops.OpOverload),
+    ),
+    Private(
+        "torch._ops.OpOverload._schema",
+        "an op's name, and whether it mutates a tensor",
+        lambda: (
+            torch.ops.aten.add_.Tensor._schema.is_mutable and torch.ops.aten.add_.Tensor._schema.name == "aten::add_"
         ),
-        (
-            "torch._ops.OpOverload",
-            "distinguishes an op from a function",
-            lambda: isinstance(torch.ops.aten.add.Tensor, torch._ops.OpOverload),
-        ),
-        (
-            "torch._ops.OpOverload._schema",
-            "an op's name, and whether it mutates a tensor",
-            lambda: (
-                torch.ops.aten.add_.Tensor._schema.is_mutable
-                and torch.ops.aten.add_.Tensor._schema.name == "aten::add_"
-            ),
-        ),
-        (
-            "torch.distributed.tensor.DTensor._local_tensor",
-            "the local tensor, without an autograd node",
-            lambda: "_local_tensor" in DTensor.__slots__ or "_local_tensor" in DTensor.__annotations__,
-        ),
-        (
-            "torch.Tensor._is_view",
-            "a result that is a view is copied before others may change it",
-            lambda: torch.ones(2)[:1]._is_view() and not torch.ones(1)._is_view(),
-        ),
-        (
-            "torch.ops.aten._local_scalar_dense",
-            "Python reads a number from a tensor through it",
-            lambda: torch.ops.aten._local_scalar_dense(torch.ones(())) == 1,
-        ),
-        (
-            "torch.ops.aten._is_any_true",
-            "torch looks for NaN in gradients with it, and DTensor has no rule for it",
-            lambda: bool(torch.ops.aten._is_any_true.default(torch.tensor([True, False]))),
-        ),
-        (
-            "torch.ops.aten._has_same_storage_numel",
-            "forward-mode AD reads a parameter's memory layout with it, and DTensor has no rule for it",
-            lambda: torch.ops.aten._has_same_storage_numel.default(torch.ones(2), torch.ones(2)),
-        ),
-        (
-            "torch.ops.aten._new_zeros_with_same_feature_meta",
-            "forward-mode AD makes zeros with it, and DTensor has no rule for it",
-            lambda: not torch.ops.aten._new_zeros_with_same_feature_meta.default(torch.ones(2), torch.ones(2)).any(),
-        ),
-    )
-)
+    ),
+    Private(
+        "torch.distributed.tensor.DTensor._local_tensor",
+        "the local tensor, without an autograd node",
+        lambda: "_local_tensor" in DTensor.__slots__ or "_local_tensor" in DTensor.__annotations__,
+    ),
+    Private(
+        "torch.Tensor._is_view",
+        "a result that is a view is copied before others may change it",
+        lambda: torch.ones(2)[:1]._is_view() and not torch.ones(1)._is_view(),
+    ),
+    Private(
+        "torch.ops.aten._local_scalar_dense",
+        "Python reads a number from a tensor through it",
+        lambda: torch.ops.aten._local_scalar_dense(torch.ones(())) == 1,
+    ),
+    Private(
+        "torch.ops.aten._is_any_true",
+        "torch looks for NaN in gradients with it, and DTensor has no rule for it",
+        lambda: bool(torch.ops.aten._is_any_true.default(torch.tensor([True, False]))),
+    ),
+    Private(
+        "torch.ops.aten._has_same_storage_numel",
+        "forward-mode AD reads a parameter's memory layout with it, and DTensor has no rule for it",
+        lambda: torch.ops.aten._has_same_storage_numel.default(torch.ones(2), torch.ones(2)),
+    ),
+    Private(
+        "torch.ops.aten._new_zeros_with_same_feature_meta",
+        "forward-mode AD makes zeros with it, and DTensor has no rule for it",
+        lambda: not torch.ops.aten._new_zeros_with_same_feature_meta.default(torch.ones(2), torch.ones(2)).any(),
+    ),
+]
 TORCH.there(
     {
         "torch.distributed.tensor.placement_types._StridedShard": "marks a weight sharded in interleaved pieces",

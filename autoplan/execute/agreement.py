@@ -123,9 +123,10 @@ class fail_together:  # noqa: N801 - used as a function
             failed = self._exchange(error, tuple(alike))
         except (RuntimeError, OSError) as gone:
             if error is None:
+                reason = (str(gone).strip() or type(gone).__name__).splitlines()[0]
                 raise _marked(
                     AutoplanError(
-                        f"{self.doing}: another rank ended without reporting an error ({_first_line(gone)})",
+                        f"{self.doing}: another rank ended without reporting an error ({reason})",
                         hint="see the last output of that rank; was it killed for running out of memory?",
                     )
                 ) from gone
@@ -134,7 +135,9 @@ class fail_together:  # noqa: N801 - used as a function
             if error is not None:
                 _marked(error)
             return
-        raise _marked(failed.as_error()) from error
+        kind = getattr(errors, failed.kind, AutoplanError)  # the same class, if it is one of ours
+        kind = kind if isinstance(kind, type) and issubclass(kind, AutoplanError) else AutoplanError
+        raise _marked(kind(failed.message, hint=failed.hint)) from error
 
     def _exchange(self, error: BaseException | None, alike: tuple[Alike, ...]) -> _Failure | None:
         """Return the first failure on any rank; None if there is none, or if every rank has its own."""
@@ -148,19 +151,17 @@ class fail_together:  # noqa: N801 - used as a function
             if not any(row[0] for row in rows):
                 if all(row == rows[0] for row in rows):
                     continue
-                failure = self._differing(alike, rows, group)
-            texts = self._gathered(_as_row(failure), group)
-            failure = next((received for row in texts if (received := _of_row(row)) is not None), failure)
+                # A rank whose digests differ from those of the majority has failed.
+                of_ranks = [tuple(row[2:]) for row in rows]
+                majority = max(of_ranks, key=of_ranks.count)  # the first of them on a tie
+                if of_ranks[group.rank] != majority:
+                    odd = next(value for value, other in zip(alike, majority, strict=False) if value.digest != other)
+                    failure = _Failure.of(PlanMismatchError(odd.message, hint=odd.hint), self.doing)
+            own = b"" if failure is None else json.dumps(vars(failure), ensure_ascii=False).encode(errors="replace")
+            message = torch.frombuffer(bytearray(own[:_BYTES].ljust(_BYTES, b"\0")), dtype=torch.uint8)[None]
+            texts = [bytes(row.tolist()).rstrip(b"\0") for row in self._gathered(message, group)]
+            failure = next((_Failure(**json.loads(text)) for text in texts if text), failure)
         return None if everywhere else failure
-
-    def _differing(self, alike: tuple[Alike, ...], rows: list[list[int]], group: RankGroup) -> _Failure | None:
-        """Return this rank's failure if its digests differ from those of the majority."""
-        digests = [tuple(row[2:]) for row in rows]
-        most = max(digests, key=digests.count)  # the first of them on a tie
-        if digests[group.rank] == most:
-            return None
-        odd = next(value for value, theirs in zip(alike, most, strict=False) if value.digest != theirs)
-        return _Failure.of(PlanMismatchError(odd.message, hint=odd.hint), self.doing)
 
     def _gathered(self, row: torch.Tensor, group: RankGroup) -> torch.Tensor:
         return all_gather_rows(row.to(self.voters.device), group, 0, [1] * group.size).cpu()
@@ -201,30 +202,10 @@ class _Failure:
         where = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         return _Failure(type(error).__name__, f"{doing} failed on {where}: {text[: _LETTERS[0]]}", hint[: _LETTERS[1]])
 
-    def as_error(self) -> AutoplanError:
-        """Return an error of the same class, if it is one of autoplan's."""
-        kind = getattr(errors, self.kind, AutoplanError)
-        kind = kind if isinstance(kind, type) and issubclass(kind, AutoplanError) else AutoplanError
-        return kind(self.message, hint=self.hint)
-
-
-def _as_row(failure: _Failure | None) -> torch.Tensor:
-    data = b"" if failure is None else json.dumps(vars(failure), ensure_ascii=False).encode(errors="replace")[:_BYTES]
-    return torch.frombuffer(bytearray(data.ljust(_BYTES, b"\0")), dtype=torch.uint8)[None]
-
-
-def _of_row(row: torch.Tensor) -> _Failure | None:
-    data = bytes(row.tolist()).rstrip(b"\0")
-    return _Failure(**json.loads(data)) if data else None
-
 
 def _marked(error: Any) -> Any:
     vars(error)[_TOLD] = True
     return error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def same_model(model: nn.Module, tensors: Mapping[str, Any] | None = None) -> Alike:
@@ -238,11 +219,6 @@ def same_model(model: nn.Module, tensors: Mapping[str, Any] | None = None) -> Al
         "tensors whose names, shapes or dtypes differ from those on other ranks",
         "build the same model from the same config on every rank",
     )
-
-
-def refuse_differing_plans(model: nn.Module, plan: Plan, options: TensorParallel) -> None:
-    """Raise on all ranks of the open block where they hold different models, plans or options."""
-    meet(same_model(model), same_plan(plan, options))
 
 
 def same_plan(plan: Plan, options: TensorParallel | None = None) -> Alike:

@@ -232,16 +232,13 @@ def state_of_the_first(
     mine: random_streams.Generators, group: RankGroup, device: torch.device
 ) -> random_streams.Generators:
     """Return the generators of a group's first rank, on every rank."""
-    if device.type == "meta" or detect_fake_mode() is not None or _is_fake(group):
+    if device.type == "meta" or detect_fake_mode() is not None:
         return mine  # nothing is sent where tensors have no values
+    process_group = dist.distributed_c10d._resolve_process_group(group.name)  # type: ignore[arg-type, unused-ignore]
+    if dist.get_backend(process_group) == "fake":
+        return mine
     parts = [part for part in (mine.cpu, mine.cuda) if part is not None]
     state = torch.cat(parts) if group.rank == 0 else torch.zeros_like(torch.cat(parts))
     first = all_reduce(state.view(torch.int32).to(device), group).cpu().view(torch.uint8)
     cpu, *cuda = first.split([part.numel() for part in parts])
     return random_streams.Generators(cpu.clone(), cuda[0].clone() if cuda else None)
-
-
-def _is_fake(group: RankGroup) -> bool:
-    """Return whether a group is fake, and sends nothing."""
-    process_group = dist.distributed_c10d._resolve_process_group(group.name)  # type: ignore[arg-type, unused-ignore]
-    return dist.get_backend(process_group) == "fake"

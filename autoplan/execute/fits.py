@@ -53,9 +53,15 @@ class Reading:
     def module(self, module: nn.Module) -> dict[str, Any]:
         """Return the attributes of a module, by name."""
         own = self._is_own(type(module))
-        rate = {"p"} if isinstance(module, _DropoutNd) else set[str]()
-        named = {name: value for name, value in vars(module).items() if _steers(name, own) and name not in rate}
-        return self._mapping(named, _DEPTH)
+        idle = {*_OF_TORCH, conventions().own_checkpointing[0], *(("p",) if isinstance(module, _DropoutNd) else ())}
+        return self._mapping(
+            {
+                name: value
+                for name, value in vars(module).items()  # a private one counts only in the model's own classes
+                if name not in idle and (not name.startswith("_") or (own and not name.startswith(_MARKS)))
+            },
+            _DEPTH,
+        )
 
     def classes(self) -> list[Any]:
         """Return functions and plain values of the classes, and of their bases, whose code has no version."""
@@ -106,13 +112,12 @@ class Reading:
         return [kind.__qualname__, self._mapping(getattr(value, "__dict__", {}), depth)]
 
     def _mapping(self, values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
-        idle = conventions().idle_words
-        steering = {
-            str(name): value
-            for name, value in values.items()
-            if not any(word in str(name) for word in idle) and not _is_rate(str(name), value)
-        }
-        plain = {name: self.value(value, depth) for name, value in steering.items()}
+        rules, plain = conventions(), {}
+        for name, value in values.items():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            is_rate = number and rules.is_rate(str(name))  # changed between runs, and ranks follow it when it is
+            if not is_rate and not any(word in str(name) for word in rules.idle_words):
+                plain[str(name)] = self.value(value, depth)
         return {name: value for name, value in sorted(plain.items()) if value is not _ABSENT}
 
     def _list(self, values: Iterable[Any], depth: int) -> list[Any]:
@@ -130,7 +135,10 @@ class Reading:
         read = self._mapping({name: spaces[name] for name in names if name in spaces}, depth)
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
         around = (function.__defaults__, function.__kwdefaults__, cells)
-        return [_code_hash(function), read, self._list(around, depth)]
+        # The source, if it has its own: compiled code differs between versions of Python.
+        source = source_of(function) if function.__name__ != "<lambda>" else None
+        text = source or "\n".join(_compiled(function.__code__))
+        return [hashlib.sha256(text.encode()).hexdigest()[:16], read, self._list(around, depth)]
 
     def _is_own(self, thing: Any) -> bool:
         """Return whether code has no version: it is the model's, or its package is not installed."""
@@ -143,18 +151,6 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
         function = getattr(value, "__func__", getattr(value, "fget", value))  # of a class or static method, a property
         if not name.startswith("__") or (isinstance(function, FunctionType) and name != "__init__"):
             yield name, function
-
-
-def _steers(name: str, own: bool) -> bool:
-    """Return whether an attribute may affect a module's code; a private one may only in the model's own classes."""
-    if name in _OF_TORCH or name == conventions().own_checkpointing[0]:
-        return False
-    return not name.startswith("_") or (own and not name.startswith(_MARKS))
-
-
-def _is_rate(name: str, value: Any) -> bool:
-    """Return whether a value is a dropout rate: it is changed between runs, and ranks follow it when it does."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and conventions().is_rate(name)
 
 
 def _module(thing: Any) -> str:
@@ -179,12 +175,6 @@ def _is_filled(cell: Any) -> bool:
         return cell.cell_contents is not None
     except ValueError:  # emptied
         return False
-
-
-def _code_hash(function: FunctionType) -> str:
-    """Return a hash of a function's source, if it has its own: compiled code differs between versions of Python."""
-    source = source_of(function) if function.__name__ != "<lambda>" else None
-    return hashlib.sha256((source or "\n".join(_compiled(function.__code__))).encode()).hexdigest()[:16]
 
 
 def _compiled(code: CodeType) -> Iterator[str]:
@@ -218,15 +208,6 @@ def is_stored_packed(pattern: str, plan: Plan, rules: Mapping[str, ParameterRule
     """Return whether a weight that the model lacks is there in packed form."""
     mine = [weight for weight in plan.packed if weight.name == pattern or matches(pattern, weight.name)]
     return any(matches(weight.owner, name.rpartition(".")[0]) for weight in mine for name in rules)
-
-
-def is_stored(name: str, shape: tuple[int, ...], plan: Plan) -> bool:
-    """Return whether the plan lists a tensor of this name and shape as stored for a weight."""
-    return any(
-        tensor.shape == shape and matches(f"{weight.owner}.{tensor.attribute}", name)
-        for weight in plan.packed
-        for tensor in weight.tensors
-    )
 
 
 # What a plan was made for, and whether a model matches it; checked before anything of the model is changed.
@@ -264,7 +245,26 @@ def model_hash(model: nn.Module) -> str:
 
 def check_fits(model: nn.Module, plan: Plan) -> None:
     """Raise unless the plan is consistent and was made for code and sizes like these."""
-    apart = [*inconsistencies(plan), *_other_code(model, plan), *_other_sizes(model, plan)]
+    apart = list(inconsistencies(plan))
+    codes: dict[str, list[str]] = {}
+    for forward in plan.made_for.forwards:
+        codes.setdefault(forward.class_name, []).append(forward.code)
+    for kind, places in _rewritten(model, plan).items() if codes else ():
+        name = kind.__qualname__
+        ancestor = next((base for base in kind.__mro__ if base.__qualname__ in codes), None)  # of subclasses, wrappers
+        if ancestor is None:
+            apart.append(f"the forward of {name} now has calls to rewrite for which the plan was not made")
+        elif not any(same_code(code, forward_code(kind, places)) for code in codes[ancestor.__qualname__]):
+            apart.append(f"the code of {name}.forward has changed, and the plan rewrites calls in it by position")
+    stored = [(f"{w.owner}.{tensor.attribute}", tensor.shape) for w in plan.packed for tensor in w.tensors]
+    shapes = _shapes(model) if plan.made_for.sizes else {}
+    for sizes in plan.made_for.sizes:
+        for name, shape in _meant(sizes.pattern, shapes).items():
+            is_stored = any(shape == packed and matches(pattern, name) for pattern, packed in stored)
+            if shape not in sizes.shapes and not is_stored:
+                planned = " or ".join(str(list(shape)) for shape in sizes.shapes)
+                apart.append(f"{name} has shape {list(shape)}, but was planned with {planned}")
+                break
     if not apart:
         return
     more = f" (and {len(apart) - _SHOWN} more)" if len(apart) > _SHOWN else ""
@@ -292,19 +292,6 @@ def made_anew(plan: Plan) -> str:
     )
 
 
-def _other_code(model: nn.Module, plan: Plan) -> Iterator[str]:
-    """Yield a line for each class whose forward changed; subclasses and wrappers count as their base."""
-    known: dict[str, list[str]] = {}
-    for forward in plan.made_for.forwards:
-        known.setdefault(forward.class_name, []).append(forward.code)
-    for kind, places in _rewritten(model, plan).items() if known else ():
-        ancestor = next((base for base in kind.__mro__ if base.__qualname__ in known), None)
-        if ancestor is None:
-            yield f"the forward of {kind.__qualname__} now has calls to rewrite for which the plan was not made"
-        elif not any(same_code(code, forward_code(kind, places)) for code in known[ancestor.__qualname__]):
-            yield f"the code of {kind.__qualname__}.forward has changed, and the plan rewrites calls in it by position"
-
-
 def _rewritten(model: nn.Module, plan: Plan) -> dict[type[nn.Module], set[str]]:
     """Return the classes of which the plan rewrites calls, with the places of these calls."""
     calls = plan.runtime.of(CallRewrite)
@@ -314,16 +301,6 @@ def _rewritten(model: nn.Module, plan: Plan) -> dict[type[nn.Module], set[str]]:
             if matches(call.pattern, name):
                 places_of.setdefault(type(module), set()).add(call.site.place)
     return places_of
-
-
-def _other_sizes(model: nn.Module, plan: Plan) -> Iterator[str]:
-    shapes = _shapes(model) if plan.made_for.sizes else {}
-    for sizes in plan.made_for.sizes:
-        for name, shape in _meant(sizes.pattern, shapes).items():
-            if shape not in sizes.shapes and not is_stored(name, shape, plan):
-                planned = " or ".join(str(list(shape)) for shape in sizes.shapes)
-                yield f"{name} has shape {list(shape)}, but was planned with {planned}"
-                break
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

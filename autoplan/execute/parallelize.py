@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.options import Options
-from autoplan.execute.agreement import fail_together, refuse_differing_plans
+from autoplan.execute.agreement import fail_together, meet, same_model, same_plan
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.parameters.optimizer import mark_parameters
 from autoplan.execute.tensor_parallel import apply_plan, context_of, record, tp_mesh_of
@@ -37,7 +37,7 @@ def shard_model(
         dims.check_experts(plan.tp_size, plan.ep_size)
         tp_mesh = tp_mesh_of(mesh, plan, dims.names)
         options.data.check(0 if dims.data is None else dims.data.size(dims.data.ndim - 1))
-        refuse_differing_plans(model, plan, options.tensor)
+        meet(same_model(model), same_plan(plan, options.tensor))
         if tp_mesh is not None and plan.ranks > 1:
             averaged = (averaged or dims.data is not None) and plan.cp_size > 1
             groups = context_of(mesh, plan, dims.names)

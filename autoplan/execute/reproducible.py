@@ -45,7 +45,11 @@ def make_reproducible(
         path, _, own = name.rpartition(".")
         module = modules[path]
         parameter = module._parameters.get(own)
-        if parameter is None or parameter.dim() < 2 or _sums_nothing(module, dim, plan, path):
+        # A lookup has one nonzero summand, and a conv sharded by output channel none: nothing is rounded.
+        is_table = any(matches(table.pattern, path) for table in plan.runtime.of(VocabularyTable))
+        is_lookup = is_table and isinstance(module, nn.Embedding)
+        by_channel = isinstance(module, nn.modules.conv._ConvNd) and dim == 0
+        if parameter is None or parameter.dim() < 2 or is_lookup or by_channel:
             continue
         if own != "weight" or not (
             type(module).forward is nn.Linear.forward or conventions().is_transposed_linear(module)
@@ -60,12 +64,6 @@ def make_reproducible(
             f"first {refused[0]}",
             hint="do not set reproducible_forward; autoplan.verify(rounding=True) measures the spread of the results",
         )
-
-
-def _sums_nothing(module: nn.Module, dim: int, plan: Plan, path: str) -> bool:
-    """Return whether no sum is rounded: a table's has one nonzero term, a conv sharded by output channel none."""
-    table = any(matches(table.pattern, path) for table in plan.runtime.of(VocabularyTable))
-    return (table and isinstance(module, nn.Embedding)) or (isinstance(module, nn.modules.conv._ConvNd) and dim == 0)
 
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:

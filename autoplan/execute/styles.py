@@ -14,7 +14,7 @@ from autoplan.common.errors import PlanMismatchError
 from autoplan.common.patterns import matches, nearest
 from autoplan.execute.fits import model_hash
 from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
-from autoplan.values import Entry, Plan, Stack
+from autoplan.values import Entry, Plan
 from autoplan.values.plan import digest
 
 # A plan as styles for torch's own `parallelize_module`.
@@ -123,15 +123,15 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
         plan,
         entries=tuple(e for e in plan.entries if _means(e.pattern, [*modules, *tensors])),
         replicated=tuple(whole for whole in plan.replicated if _means(whole.fqn, tensors)),
-        layers=tuple(stack for layer in plan.layers if (stack := _blocks_in(layer, modules)).fqns),
+        layers=tuple(replace(layer, fqns=blocks) for layer in plan.layers if (blocks := _within(layer.fqns, modules))),
         runtime=replace(
             runtime,
             parameters=parameters,
             instructions=instructions,
-            random=_present(runtime.random, modules),
-            random_whole=_present(runtime.random_whole, modules),
+            random=_within(runtime.random, modules),
+            random_whole=_within(runtime.random_whole, modules),
             constants=tuple(constant for constant in runtime.constants if _means(constant.pattern, modules)),
-            idle=_present(runtime.idle, modules),
+            idle=_within(runtime.idle, modules),
             outputs=(),  # a stage returns something else
             shapes=(),
             unsummed=(),  # its inputs come from another stage, after that stage's reductions
@@ -168,9 +168,5 @@ def _means(pattern: str, names: Iterable[str]) -> bool:
     return any(matches(pattern, name) for name in names)
 
 
-def _present(patterns: tuple[str, ...], modules: list[str]) -> tuple[str, ...]:
+def _within(patterns: tuple[str, ...], modules: list[str]) -> tuple[str, ...]:
     return tuple(pattern for pattern in patterns if _means(pattern, modules))
-
-
-def _blocks_in(stack: Stack, modules: list[str]) -> Stack:
-    return replace(stack, fqns=tuple(name for name in stack.fqns if name in modules))

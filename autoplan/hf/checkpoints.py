@@ -104,10 +104,6 @@ def _join(rule: Any, turned: bool = False) -> Join | None:
     return Join(tuple(rule.source_patterns), stacked, turned)
 
 
-def _ends(model: nn.Module) -> frozenset[str]:
-    return frozenset(name.rpartition(".")[2] for name, _ in model.named_parameters())
-
-
 def _for_stored(rule: Any, names: frozenset[str]) -> Iterator[Any]:
     """Yield a converter for each further tensor of packed weights: it is joined as the weight is."""
     targets = rule._original_target_patterns
@@ -163,7 +159,8 @@ def _rules(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], d
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     lists = list(_for_lists(model, converters))
     converters += [rule for rule, _ in lists]
-    converters += [copied for rule in converters for copied in _for_stored(rule, _ends(model))]
+    stored = frozenset(name.rpartition(".")[2] for name, _ in model.named_parameters())
+    converters += [copied for rule in converters for copied in _for_stored(rule, stored)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     turned = frozenset(pattern for rule, turns in lists if turns for pattern in rule.source_patterns)
     return lambda key: rename_source_key(key, renamings, converters), by_pattern, turned
@@ -179,22 +176,25 @@ def checkpoint_writer(
     model: nn.Module, original: bool = True, stored: Stored = MappingProxyType({})
 ) -> CheckpointWriter:
     """Return a writer for any model; only transformers' own have settings. `stored`: packed tensors to be written."""
-    if not _is_theirs(model):
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
         return CheckpointWriter(lambda names: [(name,) for name in names], lambda tensors: tensors)
-    group_of = _group_names(model) if original else None
+    group_of = _group_names(model) if original else lambda name: name
+
+    def groups(names: Iterable[str]) -> list[tuple[str, ...]]:
+        members: dict[str, list[str]] = {}
+        for name in names:
+            members.setdefault(group_of(name), []).append(name)
+        return [tuple(group) for group in members.values()]
+
     return CheckpointWriter(
-        groups=lambda names: _groups(names, group_of),
+        groups=groups,
         convert=(lambda tensors: _as_checkpoints(model, tensors, stored)) if original else lambda tensors: tensors,
         settings=lambda folder, cls: _write_settings(model, folder, cls),
         copies=frozenset(getattr(model, "all_tied_weights_keys", None) or ()),
         left_out=frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()),
     )
-
-
-def _is_theirs(model: nn.Module) -> bool:
-    from transformers import PreTrainedModel
-
-    return isinstance(model, PreTrainedModel)
 
 
 def _reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -206,29 +206,23 @@ def _reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 def _as_checkpoints(model: Any, tensors: dict[str, torch.Tensor], stored: Stored) -> dict[str, torch.Tensor]:
     checkpoints = _reverted(model, {name: tensor for name, tensor in tensors.items() if name not in stored})
     for name, whole in tensors.items():
-        if name in stored:
-            weight, tensor = stored[name]
-            if len(weight.shape) == 3:
-                checkpoints |= _apart(model, name, whole, weight, tensor)
-            else:
-                checkpoints |= _alone(model, name, whole, weight, tensor)
+        if name not in stored:
+            continue
+        weight, tensor = stored[name]
+        if len(weight.shape) == 3:
+            checkpoints |= _apart(model, name, whole, weight, tensor)
+            continue
+        ((entry, value),) = _reverted(model, {name: whole}).items()
+        entry = entry.removesuffix(tensor.attribute) + tensor.name
+        checkpoints[entry] = value
+        state = state_of(weight)
+        if state is not None and tensor is weight.tensors[0]:  # its method records the matrix in a tensor of bytes
+            kind, block = weight.scheme.value("kind"), weight.scheme.value("block")
+            dtype = str(model.dtype).removeprefix("torch.")
+            recorded = {"quant_type": kind, "blocksize": block, "dtype": dtype, "shape": list(weight.shape)}
+            bytes_ = torch.frombuffer(bytearray(json.dumps(recorded).encode()), dtype=torch.uint8)
+            checkpoints[f"{entry}.{state}"] = bytes_
     return checkpoints
-
-
-def _alone(
-    model: Any, name: str, whole: torch.Tensor, weight: PackedWeight, tensor: PackedTensor
-) -> dict[str, torch.Tensor]:
-    """Return the entry of a packed matrix, and what its method records about it in a tensor of bytes."""
-    ((entry, value),) = _reverted(model, {name: whole}).items()
-    entry = entry.removesuffix(tensor.attribute) + tensor.name
-    state = state_of(weight)
-    if state is None or tensor is not weight.tensors[0]:
-        return {entry: value}
-    kind, block = weight.scheme.value("kind"), weight.scheme.value("block")
-    quant_state = {"quant_type": kind, "blocksize": block, "dtype": str(model.dtype).removeprefix("torch."),
-            "shape": list(weight.shape)}  # fmt: skip
-    bytes_ = torch.frombuffer(bytearray(json.dumps(quant_state).encode()), dtype=torch.uint8)
-    return {entry: value, f"{entry}.{state}": bytes_}
 
 
 def _apart(
@@ -277,13 +271,6 @@ def _group_names(model: Any) -> Callable[[str], str]:
         return next((f"converted to {renamed}" for renamed, pattern in tried if pattern is not None), name)
 
     return group
-
-
-def _groups(names: Iterable[str], group_of: Callable[[str], str] | None) -> list[tuple[str, ...]]:
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(name if group_of is None else group_of(name), []).append(name)
-    return [tuple(members) for members in groups.values()]
 
 
 def _write_settings(model: Any, folder: str | os.PathLike[str], cls: type) -> None:

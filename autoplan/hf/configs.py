@@ -41,8 +41,17 @@ def check_config(data: Any, where: str) -> None:
         raise SourceError(f"{where} holds a {type(data).__name__}, not a config", hint="fetch the file again")
     for path, part in _configs(data):
         prefix = f"{where}: {path}" if path else f"{where}: "
-        problem = misshapen(part, _SHAPE) or _sub_config(part) or next(filter(None, map(_absurd, part.items())), "")
-        problem = problem or _too_many(part)
+        inner = {name: value for name, value in part.items() if isinstance(name, str) and name.endswith("_config")}
+        wrong = (misshapen(value, ({}, _OPEN), name) for name, value in inner.items() if not isinstance(value, list))
+        problem = misshapen(part, _SHAPE) or next(filter(None, wrong), "")
+        problem = problem or next(filter(None, map(_absurd, part.items())), "")
+        # Layers and experts may be few each, but too many in total.
+        whole = {name: n for name, n in part.items() if isinstance(n, int) and not isinstance(n, bool)}
+        layers = max((n for name, n in whole.items() if is_layer_count(str(name)) == "depth"), default=1)
+        experts = max((n for name, n in whole.items() if field_rule(str(name))[0] == "experts"), default=1)
+        if not problem and layers * experts > MOST_REGISTERED:
+            total = f"{layers * experts:,} modules, too many to build"
+            problem = f"{layers:,} layers of {experts:,} experts are {total}"
         if problem:
             raise SourceError(f"{prefix}{problem}", hint="fix the config, or fetch the file again")
 
@@ -55,50 +64,23 @@ def _configs(data: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterato
             yield from _configs(value, f"{path}{name}.", depth + 1)
 
 
-def _sub_config(data: Mapping[str, Any]) -> str:
-    names = (name for name in data if isinstance(name, str) and name.endswith("_config"))
-    return next((problem for name in names if (problem := _wrong_kind(name, data[name]))), "")
-
-
-def _wrong_kind(name: str, value: Any) -> str:
-    """Return what is wrong with a config inside another: it must be a mapping; some types have lists of them."""
-    return "" if isinstance(value, list) else misshapen(value, ({}, _OPEN), name)
-
-
 def _absurd(field: tuple[str, Any]) -> str:
     name, value = field
     if not isinstance(name, str) or is_token_id(name):
         return ""
-    for size in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(size, bool) or not isinstance(size, int):
-            continue
-        limit = _limit(name)
+    listed = isinstance(value, (list, tuple))
+    sizes = [n for n in (value if listed else (value,)) if isinstance(n, int) and not isinstance(n, bool)]
+    if not sizes:
+        return ""
+    kind, layers = field_rule(name)[0], is_layer_count(name)
+    limit = MOST_PARALLEL if kind == "experts" or kind.endswith("heads") else MOST_SIZE if kind else 1 << 53
+    limit = MOST_LAYERS if layers else limit
+    counts = layers == "depth" or (bool(kind) and kind != "chunk")  # -1: no chunks
+    for size in sizes:
         if size > limit:
             return f"{name} is {size:,}; at most {limit:,} are built"
-        if size < 0 and not isinstance(value, (list, tuple)) and _counts(name):
+        if size < 0 and not listed and counts:
             return f"{name} is {size}; a size is not negative"
-    return ""
-
-
-def _limit(name: str) -> int:
-    if is_layer_count(name):
-        return MOST_LAYERS
-    size = field_rule(name)[0]
-    return MOST_PARALLEL if size == "experts" or size.endswith("heads") else MOST_SIZE if size else 1 << 53
-
-
-def _counts(name: str) -> bool:
-    size = field_rule(name)[0]
-    return is_layer_count(name) == "depth" or (bool(size) and size != "chunk")  # -1: no chunks
-
-
-def _too_many(data: Mapping[str, Any]) -> str:
-    """Return the problem of layers and experts that are few each, but too many in total."""
-    whole = {name: value for name, value in data.items() if isinstance(value, int) and not isinstance(value, bool)}
-    layers = max((value for name, value in whole.items() if is_layer_count(name) == "depth"), default=1)
-    experts = max((value for name, value in whole.items() if field_rule(name)[0] == "experts"), default=1)
-    if layers * experts > MOST_REGISTERED:
-        return f"{layers:,} layers of {experts:,} experts are {layers * experts:,} modules, too many to build"
     return ""
 
 

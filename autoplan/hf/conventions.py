@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autoplan.common.conventions import BaseName, CheckpointNames, Conventions, PlanPart
+from autoplan.common.conventions import Conventions
 from autoplan.hf.own_sharding import no_plan_because, plan_parts, shipped_plan
 
 if TYPE_CHECKING:
@@ -38,19 +38,9 @@ def _base_path(model: nn.Module) -> str:
     return prefix if prefix and prefix in dict(model.named_children()) else ""
 
 
-def _checkpoint_names(model: nn.Module) -> CheckpointNames:
-    from autoplan.hf.checkpoints import checkpoint_names
-
-    return checkpoint_names(_base_of(model))
-
-
 def _later(module: str, name: str) -> Callable[..., Any]:
     """Return a function of this room; its module is imported on the first call."""
     return lambda *args: getattr(import_module(f"autoplan.hf.{module}"), name)(*args)
-
-
-def _shipped_parts(model: Any) -> tuple[tuple[PlanPart, ...], tuple[str, ...]]:
-    return plan_parts(model, _config_of)
 
 
 def _saves(module: nn.Module) -> bool:
@@ -67,12 +57,6 @@ def _adapters_of(module: nn.Module) -> tuple[str, ...]:
 def _base_of(module: nn.Module) -> nn.Module:
     base: nn.Module = module.get_base_model() if _adapters_of(module) else module
     return base
-
-
-def _base_names(module: nn.Module) -> Mapping[str, BaseName]:
-    from autoplan.hf.adapters import base_names
-
-    return base_names(module) if "peft" in sys.modules else {}
 
 
 def _parts_to_save(model: nn.Module, options: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -142,10 +126,10 @@ TRANSFORMERS = Conventions(
     config_of=_config_of,
     builder_of=_builder_of,
     base_path=_base_path,
-    checkpoint_names=_checkpoint_names,
+    checkpoint_names=lambda model: _later("checkpoints", "checkpoint_names")(_base_of(model)),
     checkpoint_writer=_later("checkpoints", "checkpoint_writer"),
     shipped_plan=shipped_plan,
-    shipped_parts=_shipped_parts,
+    shipped_parts=lambda model: plan_parts(model, _config_of),
     is_base=_is_base,
     is_transposed_linear=_is_transposed_linear,
     stored_aliases=_later("quantised.weights", "stored_aliases"),
@@ -153,7 +137,7 @@ TRANSFORMERS = Conventions(
     saves=_saves,
     adapters_of=_adapters_of,
     base_of=_base_of,
-    base_names=_base_names,
+    base_names=lambda module: _later("adapters", "base_names")(module) if "peft" in sys.modules else {},
     adapted_as=_later("adapters", "adapted_as"),
     parts_to_save=_parts_to_save,
     no_plan_because=no_plan_because,

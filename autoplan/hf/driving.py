@@ -107,16 +107,13 @@ def decoded(
     steps: dict[str, torch.Tensor] = {}
     past: Any = None
     for start, end in ((0, length - 2), (length - 2, length - 1), (length - 1, length)):
-        window = {name: _window(name, value, ids, start, end, length) for name, value in inputs.items()}
+        window = dict(inputs)
+        for name, value in inputs.items():
+            along = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length
+            if along and name.startswith(_DECODER) == ids.startswith(_DECODER):
+                # masks cover everything up to `end`, the rest only these tokens
+                window[name] = value[:, :end] if name.endswith(_MASK) else value[:, start:end]
         outputs = forward({**window, conventions().cache_switch: True, cache: past})
         past = getattr(outputs, cache)
         steps[f"tokens {start} to {end}"] = outputs.logits
     return steps
-
-
-def _window(name: str, value: Any, ids: str, start: int, end: int, length: int) -> Any:
-    """Return an argument for tokens start to end: masks cover everything up to `end`, the rest only these tokens."""
-    along = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length
-    if not along or name.startswith(_DECODER) != ids.startswith(_DECODER):
-        return value
-    return value[:, :end] if name.endswith(_MASK) else value[:, start:end]

@@ -85,13 +85,8 @@ def _plain(optimizer: Any) -> Any:
 
 def trainer_class(base: Any, sharded: Sharded) -> Any:
     """Return a subclass of a Trainer that trains a sharded model, saves it and resumes from what it saved."""
-    return _named(_saving_trainer(_training_trainer(base, sharded), sharded), base)
 
-
-def _training_trainer(base: Any, sharded: Sharded) -> Any:
-    """Return the class with the training half."""
-
-    class TrainsSharded(base):
+    class ShardedTrainer(base):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             # Set late: Trainer refuses to save optimizers of models that transformers sharded itself.
@@ -101,12 +96,10 @@ def _training_trainer(base: Any, sharded: Sharded) -> Any:
             objects = self.args.eval_use_gather_object
             self.gather_function = partial(host.gather_for_metrics, use_gather_object=objects)
             if self._sharded_sizes is not None:
-                self._seed_copies_alike(host.process_index, self._sharded_sizes[2])
-
-        def _seed_copies_alike(self, process: int, tp: int) -> None:
-            """Seed ranks of a tp group identically if the Trainer draws tokens; the first rank keeps its stream."""
-            if process % tp and torch.initial_seed() == self.args.seed + process:
-                import_module("accelerate.utils").set_seed(self.args.seed + process - process % tp)
+                # Seed ranks of a tp group identically if the Trainer draws tokens; the first rank keeps its stream.
+                process, tp = host.process_index, self._sharded_sizes[2]
+                if process % tp and torch.initial_seed() == self.args.seed + process:
+                    import_module("accelerate.utils").set_seed(self.args.seed + process - process % tp)
 
         @property
         def _sharded_sizes(self) -> tuple[int, int, int] | None:
@@ -140,13 +133,6 @@ def _training_trainer(base: Any, sharded: Sharded) -> Any:
                 return super()._clip_grad_norm(model)
             return sharded.clip(self.model, self.args.max_grad_norm)
 
-    return TrainsSharded
-
-
-def _saving_trainer(base: Any, sharded: Sharded) -> Any:
-    """Return the class with the half that saves and resumes."""
-
-    class SavesSharded(base):
         def _save_checkpoint(self, *args: Any, **options: Any) -> None:
             """Raise on all ranks what fails on one; files that the first rank alone writes are part of a checkpoint."""
             if self._sharded_sizes is None:
@@ -187,7 +173,7 @@ def _saving_trainer(base: Any, sharded: Sharded) -> Any:
             else:
                 sharded.load_weights(self.model, self.state.best_model_checkpoint)
 
-    return SavesSharded
+    return _named(ShardedTrainer, base)
 
 
 # Accelerator
@@ -195,13 +181,8 @@ def _saving_trainer(base: Any, sharded: Sharded) -> Any:
 
 def accelerator_class(base: Any, sharded: Sharded, model: Any) -> Any:
     """Return a subclass of Accelerator for `model`: it has the model's mesh, and does not wrap the model."""
-    return _named(_saving_accelerator(_training_accelerator(base, sharded, model), sharded, model), base)
 
-
-def _training_accelerator(base: Any, sharded: Sharded, model: Any) -> Any:
-    """Return the class with the training half."""
-
-    class TrainsSharded(base):
+    class ShardedAccelerator(base):
         def __init__(self, *args: Any, **options: Any) -> None:
             sizes = sharded.sizes(model)
             if sizes is not None and sizes[2] > 1:
@@ -236,13 +217,6 @@ def _training_accelerator(base: Any, sharded: Sharded, model: Any) -> Any:
             finally:
                 defer(True)
 
-    return TrainsSharded
-
-
-def _saving_accelerator(base: Any, sharded: Sharded, model: Any) -> Any:
-    """Return the class with the half that saves and resumes."""
-
-    class SavesSharded(base):
         def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
             if sharded.sizes(model) is None:
                 return super().get_state_dict(model, unwrap)
@@ -257,36 +231,32 @@ def _saving_accelerator(base: Any, sharded: Sharded, model: Any) -> Any:
         def save_state(self, output_dir: str | None = None, **options: Any) -> str:
             rest = partial(super().save_state, output_dir, **options)
             with sharded.together(model, "save_state"):
-                return self._without_model(rest, self._save_sharded)
+                folder: str = self._without_model(rest)
+                sharded.save_weights(model, os.path.join(folder, _WEIGHTS))
+                for number, optimizer in enumerate(self._optimizers):
+                    sharded.save_optimizer(model, _plain(optimizer), os.path.join(folder, f"{_OPTIMIZER}_{number}"))
+                return folder
 
         def load_state(self, input_dir: str | None = None, **options: Any) -> None:
             rest = partial(super().load_state, input_dir, **options)
             with sharded.together(model, "load_state"):
-                self._without_model(rest, self._load_sharded, input_dir)
+                result = self._without_model(rest)
+                folder = result if input_dir is None else input_dir
+                sharded.load_weights(model, os.path.join(folder, _WEIGHTS))
+                for number, optimizer in enumerate(self._optimizers):
+                    sharded.load_optimizer(model, _plain(optimizer), os.path.join(folder, f"{_OPTIMIZER}_{number}"))
 
-        def _without_model(self, rest: Callable[[], Any], own: Callable[[str], None], folder: str | None = None) -> Any:
+        def _without_model(self, rest: Callable[[], Any]) -> Any:
             """Let accelerate handle everything but the sharded model and its optimizers."""
             everything: tuple[Any, Any] = (self._models, self._optimizers)
             self._models: Any = []
             self._optimizers: Any = []
             try:
-                result = rest()
+                return rest()
             finally:
                 self._models, self._optimizers = everything
-            own(folder if folder is not None else result)
-            return result
 
-        def _save_sharded(self, folder: str) -> None:
-            sharded.save_weights(model, os.path.join(folder, _WEIGHTS))
-            for number, optimizer in enumerate(self._optimizers):
-                sharded.save_optimizer(model, _plain(optimizer), os.path.join(folder, f"{_OPTIMIZER}_{number}"))
-
-        def _load_sharded(self, folder: str) -> None:
-            sharded.load_weights(model, os.path.join(folder, _WEIGHTS))
-            for number, optimizer in enumerate(self._optimizers):
-                sharded.load_optimizer(model, _plain(optimizer), os.path.join(folder, f"{_OPTIMIZER}_{number}"))
-
-    return SavesSharded
+    return _named(ShardedAccelerator, base)
 
 
 def _named(cls: Any, base: Any) -> Any:

@@ -63,7 +63,11 @@ def from_string(text: str, *, trust_remote_code: bool = False) -> Found:
                 f"{path} has model_type {model_type!r}, which transformers {transformers.__version__} does not know",
                 hint=f"did you mean {', '.join(near)}?" if near else "update transformers, or pass the model itself",
             )
-        return Found(config=_load(str(folder), trust_remote_code), where=str(folder))
+        try:
+            config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+        except Exception as error:  # validation raises a family of its own for each config class
+            raise SourceError(f"{folder}/config.json cannot be used: {_said(error)}", hint="fix the config") from error
+        return Found(config=config, where=str(folder))
     left, colon, right = text.partition(":")
     if colon and left in CONFIG_MAPPING and hasattr(transformers, right):
         return Found(config=default_config(left), class_name=right)
@@ -120,13 +124,6 @@ def _reachable() -> bool:
         return False
 
 
-def _load(folder: str, trust_remote_code: bool) -> PretrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # validation raises a family of its own for each config class
-        raise SourceError(f"{folder}/config.json cannot be used: {_said(error)}", hint="fix the config") from error
-
-
 def _said(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
@@ -157,8 +154,7 @@ def _from_builder(module_name: str, function_name: str) -> Found:
         )
     if inputs is not None and not isinstance(inputs, Mapping):
         raise SourceError(
-            f"{builder}() returned a {type(inputs).__name__} as inputs",
-            hint="return a dict: argument name -> tensor",
+            f"{builder}() returned a {type(inputs).__name__} as inputs", hint="return a dict: argument name -> tensor"
         )
     return Found(module=module, inputs=inputs)
 

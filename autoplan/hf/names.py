@@ -7,7 +7,6 @@ Under untested versions `not_known` checks whether any class of a mapping still 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -141,16 +140,13 @@ def _stands(name: ForeignName) -> bool:
     if name.kind == "module":
         paths = (root / word.replace(".", "/") for word in name.words)
         return any(path.with_suffix(".py").exists() or (path / "__init__.py").exists() for path in paths)
-    return any(not defined.isdisjoint(name.words) for defined in _defined(name))
-
-
-def _defined(name: ForeignName) -> Iterator[frozenset[str]]:
-    root = _library()
     folders = _folders(name.mapping) if name.mapping else ("*",)
     for pattern in _FILES[name.kind]:
         for folder in folders if "{}" in pattern else ("",):
-            for path in sorted(root.glob(pattern.replace("{}", folder)) if root else ()):
-                yield _names_in(path, name.kind)
+            files = sorted(root.glob(pattern.replace("{}", folder)))
+            if any(not _names_in(file, name.kind).isdisjoint(name.words) for file in files):
+                return True
+    return False
 
 
 @cache

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -37,42 +37,37 @@ def no_plan_because() -> str:
 def plan_parts(
     model: nn.Module, config_of: Callable[[nn.Module], PretrainedConfig | None]
 ) -> tuple[tuple[PlanPart, ...], tuple[str, ...]]:
-    """Return the same plan part by part, and notes on what else the model ships."""
-    parts = [
-        PlanPart(prefix, origin, plan)
-        for prefix, module in model.named_modules()
-        for origin, plan in _parts_of(module, config_of(module))
-        if plan
-    ]
+    """Return the same plan part by part, and notes on what else the model ships. Keys are relative to a part's prefix:
+    those of a module's class, of its config if it is the base, and its own."""
+    parts: list[PlanPart] = []
+    for prefix, module in model.named_modules():
+        cls, config = type(module), config_of(module)
+        of_class = dict(cls.__dict__.get("_tp_plan") or getattr(cls, "_tp_plan", None) or {})
+        of_config: dict[str, str] = {}
+        if config is not None and getattr(module, "base_model", None) is module:
+            of_config = dict(getattr(config, "base_model_tp_plan", None) or {})
+        own = module.__dict__.get("_tp_plan") or {}
+        # Keys that only the instance has: set by hand; those of inner models come with their own plans.
+        with_plans = tuple(
+            f"{name}."
+            for name, child in (module.named_children() if own else ())
+            if any(m.__dict__.get("_tp_plan") or getattr(type(m), "_tp_plan", None) for m in child.modules())
+        )
+        shipped = of_class | of_config
+        beyond = {k: style for k, style in own.items() if shipped.get(k) != style and not k.startswith(with_plans)}
+        for origin, plan in (
+            (f"{cls.__name__}._tp_plan", of_class),
+            (f"{type(config).__name__}.base_model_tp_plan", of_config),
+            (f"the {cls.__name__} instance", beyond),
+        ):
+            if plan:
+                parts.append(PlanPart(prefix, origin, plan))
     notes = [
         f"transformers' {attribute} ({len(other)} rules) is for other mesh dims and is not used"
         for attribute in _OTHER_MESHES
         if (other := getattr(model, attribute, None))
     ]
     return tuple(parts), tuple(notes)
-
-
-def _parts_of(module: nn.Module, config: PretrainedConfig | None) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (origin, plan) of one module, keys relative to it: its class's, its config's if it is the base, its own."""
-    cls = type(module)
-    of_class = dict(cls.__dict__.get("_tp_plan") or getattr(cls, "_tp_plan", None) or {})
-    yield f"{cls.__name__}._tp_plan", of_class
-    of_config: dict[str, str] = {}
-    if config is not None and getattr(module, "base_model", None) is module:
-        of_config = dict(getattr(config, "base_model_tp_plan", None) or {})
-        yield f"{type(config).__name__}.base_model_tp_plan", of_config
-    own = module.__dict__.get("_tp_plan") or {}
-    inner = tuple(f"{child}." for child, _ in module.named_children())
-    shipped = of_class | of_config
-    # Keys that only the instance has: set by hand; those of inner models come with their own plans.
-    beyond = {k: v for k, v in own.items() if shipped.get(k) != v and not (k.startswith(inner) and _speaks(module, k))}
-    yield f"the {cls.__name__} instance", beyond
-
-
-def _speaks(module: nn.Module, key: str) -> bool:
-    """Return whether the inner model that a key leads to has a plan of its own."""
-    child = dict(module.named_children())[key.partition(".")[0]]
-    return any(m.__dict__.get("_tp_plan") or getattr(type(m), "_tp_plan", None) for m in child.modules())
 
 
 def known_styles() -> frozenset[str]:
@@ -101,7 +96,16 @@ def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any
     from transformers.distributed.mixin import DistributedMixin
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    ties = list(_untied(model))
+    # Every further name of a tied parameter gets a parameter of its own.
+    seen: dict[int, str] = {}
+    ties: list[tuple[str, str]] = []  # the name, and the first name
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        first = seen.setdefault(id(parameter), name)
+        if first != name:
+            owner, _, leaf = name.rpartition(".")
+            own = torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            model.get_submodule(owner)._parameters[leaf] = own
+            ties.append((name, first))
     whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
     expanded = DistributedMixin._expand_parallel_plan(model, plan)
     if "ep_dispatch_experts" in expanded.values():
@@ -120,20 +124,6 @@ def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any
         holder, _, theirs = first.rpartition(".")
         model.get_submodule(owner)._parameters[leaf] = model.get_submodule(holder)._parameters[theirs]
     return model
-
-
-def _untied(model: Any) -> Iterator[tuple[str, str]]:
-    """Give every further name of a tied parameter a parameter of its own; yield (name, the first name)."""
-    from torch import nn
-
-    seen: dict[int, str] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        first = seen.setdefault(id(parameter), name)
-        if first != name:
-            owner, _, leaf = name.rpartition(".")
-            own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            model.get_submodule(owner)._parameters[leaf] = own
-            yield name, first
 
 
 # Modules that transformers divides among pipeline stages; all other modules run on each of them.

@@ -38,16 +38,10 @@ from autoplan.hf.type_rules import type_rules
 
 _DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "depth")
 _PERIODS = (
-    "full_attention_interval",
-    "attn_layer_period",
-    "layer_group_size",
-    "global_attn_every_n_layers",
-    "no_rope_layer_interval",
-    "sliding_window_pattern",
-    "_sliding_window_pattern",
-    "encoder_sparse_step",
+    "full_attention_interval", "attn_layer_period", "layer_group_size", "global_attn_every_n_layers",
+    "no_rope_layer_interval", "sliding_window_pattern", "_sliding_window_pattern", "encoder_sparse_step",
     "decoder_sparse_step",
-)
+)  # fmt: skip
 _PER_LAYER = re.compile(r"types?$|layers_block_type|pattern|layers_config|no_rope_layers")
 _LAYER_INDEX = re.compile(r"layer|index|idx|indices")
 _STAGES = "out_indices"  # stages whose output a backbone returns, kept in a private field
@@ -87,7 +81,8 @@ def tiny_config(
         return copy.deepcopy(config)
     if not 0 <= variant < len(VARIANTS):
         raise SourceError(f"no tiny variant {variant}", hint=f"use 0 to {len(VARIANTS) - 1}")
-    widths = _widths(config) if shrink == "related" else ()
+    towers = all_configs(config) if shrink == "related" else []
+    widths = tuple(dict.fromkeys(width for tower in towers if (width := _first_int(tower, HIDDEN))))
     tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant], shrink == "depth", widths, ranks=ranks), {})
     for section in all_configs(tiny):
         fit_rotary_lists(vars(section), type(section))
@@ -199,7 +194,10 @@ def _chosen_fields(config: PretrainedConfig) -> dict[str, Any]:
             continue
         derived = default is None or isinstance(default, str) and not isinstance(value, str)
         (open_fields if derived else fixed)[name] = value
-    baseline = _derived(config, fixed)
+    try:
+        baseline = vars(type(config)(**copy.deepcopy({**fixed, **sub_configs(config)})))
+    except Exception:  # the class needs an open field to be built: then every field counts as chosen
+        baseline = {}
     depth = _depth(config)
     chosen = {
         name: value
@@ -207,14 +205,6 @@ def _chosen_fields(config: PretrainedConfig) -> dict[str, Any]:
         if name not in baseline or baseline[name] != value or (name in defaults and _per_layer(value, depth))
     }
     return copy.deepcopy({**fixed, **chosen})
-
-
-def _derived(config: PretrainedConfig, fixed: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that the class makes of those that are not left open."""
-    try:
-        return vars(type(config)(**copy.deepcopy({**fixed, **sub_configs(config)})))
-    except Exception:  # the class needs an open field to be built: then every field counts as chosen
-        return {}
 
 
 # Tiny values
@@ -307,18 +297,14 @@ def _layers_needed(config: PretrainedConfig) -> list[int]:
     needed = first[-1] + 1 if first else 0
     if len(first) < 2:
         periods = [p for name in _PERIODS if isinstance(p := _read(config, name), int)]
-        repeated = [len(v) for name, v in vars(config).items() if _PER_LAYER.search(name) and _is_round(v, depth)]
-        needed = max([needed, outputs, *periods, *repeated])
+        # A cycle of layer types repeats over the depth.
+        patterns = [v for name, v in vars(config).items() if _PER_LAYER.search(name) and isinstance(v, list | tuple)]
+        cycles = [v for v in patterns if all(isinstance(x, str) for x in v) and len(set(v)) > 1 and len(v) < depth]
+        needed = max([needed, outputs, *periods, *map(len, cycles)])
     if needed <= _MOST_LAYERS:
         least = max(2, len(sections_of_depth(vars(config), depth)))
         return list(range(min(max(needed, least), max(depth, 1))))
     return first if len(first) > 1 else list(range(min(needed, _MOST_PERIOD)))
-
-
-def _is_round(value: Any, depth: int) -> bool:
-    """Return whether a value is a cycle of layer types that repeats over the depth."""
-    strings = isinstance(value, list | tuple) and all(isinstance(x, str) for x in value)
-    return strings and len(set(value)) > 1 and len(value) < depth
 
 
 def first_of_each(kinds: list[tuple[str, ...]], start: int) -> list[int]:
@@ -380,14 +366,6 @@ def _read_sizes(value: Any, sizes: Sizes) -> Any:
     if isinstance(value, dict):
         return {name: _read_sizes(x, sizes) for name, x in value.items()}
     return amount(value, sizes) if isinstance(value, str) and value.startswith("=") else value
-
-
-# Widths and configs of all towers
-
-
-def _widths(config: PretrainedConfig) -> tuple[int, ...]:
-    """Return the widths of the model and its towers."""
-    return tuple(dict.fromkeys(w for section in all_configs(config) if (w := _first_int(section, HIDDEN))))
 
 
 def all_configs(config: PretrainedConfig) -> list[PretrainedConfig]:

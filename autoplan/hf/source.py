@@ -53,7 +53,6 @@ class Source:
     model_type: str = ""
     config: PretrainedConfig | None = None
     inputs: Mapping[str, Any] | None = None
-    trust_remote_code: bool = False
     model_class: type[nn.Module] | None = None
     given: nn.Module | None = None
     shrink: str = "all"  # what a tiny clone shrinks in the config (see shrink.tiny_config)
@@ -123,10 +122,18 @@ class Source:
         elif self._small:
             assert self.given is not None
             model = copied(self.given)
-            model = fill_meta(model, seed) if _on_meta(model) else model.cpu()
+            on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+            model = fill_meta(model, seed) if on_meta else model.cpu()
             cast_numbers(model, dtype)
         elif self._adapted:
-            model = self._tiny_with_adapters(variant, dtype, experts, attention)
+            # A clone of the base model, with adapters like those of the user's model.
+            given: Any = self.given
+            inside = given.get_base_model()
+            kind = type(inside)
+            base = Source(_qualname(kind), self.model_type, inside.config, model_class=kind, ranks=self.ranks)
+            settings = settings_of(given) or {}
+            model = wrap(base._tiny_from_config(variant, dtype, experts, attention), settings)
+            cast_numbers(model, dtype)
         else:
             raise SourceError(
                 f"{self.name} has {_count(self.module()):,} parameters and no config to shrink",
@@ -151,27 +158,17 @@ class Source:
             part.dtype = dtype
         return model
 
-    def _tiny_with_adapters(
-        self, variant: int, dtype: torch.dtype, experts: str | None, attention: str | None
-    ) -> nn.Module:
-        """Return a tiny clone of the base model with adapters like those of the user's model."""
-        assert self.given is not None
-        given: Any = self.given
-        inside = given.get_base_model()
-        settings = settings_of(self.given) or {}
-        kind = type(inside)
-        base = Source(_qualname(kind), self.model_type, inside.config, model_class=kind, ranks=self.ranks)
-        model = wrap(base._tiny_from_config(variant, dtype, experts, attention), settings)
-        cast_numbers(model, dtype)
-        return model
-
     def ever_larger(self) -> Iterator[Source]:
         """Yield this source, then ones whose clones are shrunk less (sizes may depend on each other in unknown
         ways)."""
         yield self
         if self._described_by_config and self.shrink == "all":
             yield replace(self, shrink="related")
-        if not self._described_by_config or _pixels(self.config) > _LARGEST_PICTURE:
+        # The longest side of an image that any part of the config gives.
+        images = [getattr(section, "image_size", 0) for section in self._sections()]
+        sides = (side for size in images for side in (size if isinstance(size, list | tuple) else (size,)))
+        longest = max((side for side in sides if isinstance(side, int)), default=0)
+        if not self._described_by_config or longest > _LARGEST_PICTURE:
             return
         for shrink in ("depth", "nothing"):
             larger = replace(self, shrink=shrink)
@@ -226,37 +223,32 @@ def resolve(model: Model, *, trust_remote_code: bool = False, inputs: Mapping[st
     if isinstance(model, str):
         target = from_string(model, trust_remote_code=trust_remote_code)
         if target.module is not None:
-            return _from_module(target.module, inputs if inputs is not None else target.inputs, trust_remote_code)
+            return _from_module(target.module, inputs if inputs is not None else target.inputs)
         assert target.config is not None
         return _from_config(target.config, inputs, trust_remote_code, target.class_name, target.where)
     if isinstance(model, PretrainedConfig):
         return _from_config(model, inputs, trust_remote_code, None, "")
     if isinstance(model, ExportedProgram):
         module = model.module()
-        return _from_module(module, _inputs_of(model, module) if inputs is None else inputs, trust_remote_code)
+        if inputs is None and model.example_inputs is not None:
+            args, kwargs = model.example_inputs
+            inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        return _from_module(module, inputs)
     if isinstance(model, nn.Module):
-        return _from_module(model, inputs, trust_remote_code)
+        return _from_module(model, inputs)
     raise SourceError(
         "a model is an nn.Module, a transformers config, an exported program or a string, not {type(model).__name__}",
         hint="pass the model itself, its config, a folder, 'package.module:builder', a model type, or a hub id",
     )
 
 
-def _inputs_of(program: ExportedProgram, module: nn.Module) -> Mapping[str, Any] | None:
-    """Return the example inputs of an exported program, by its module's argument names."""
-    if program.example_inputs is None:
-        return None
-    args, kwargs = program.example_inputs
-    return inspect.signature(module.forward).bind(*args, **kwargs).arguments
-
-
-def _from_module(module: nn.Module, inputs: Mapping[str, Any] | None, trust_remote_code: bool) -> Source:
+def _from_module(module: nn.Module, inputs: Mapping[str, Any] | None) -> Source:
     cls = type(module)
     refuse_packed_by_others(module)
     module = with_shapes(module, users_feeds(inputs, arguments_of(module)) if inputs is not None else None)
     config = module.config if isinstance(module, PreTrainedModel) else None
     model_type = (config.model_type or "") if config is not None else ""
-    return Source(_qualname(cls), model_type, config, inputs, trust_remote_code, cls, module)
+    return Source(_qualname(cls), model_type, config, inputs, cls, module)
 
 
 def _from_config(
@@ -277,19 +269,12 @@ def _from_config(
             hint="set config.architectures, or pass the model itself, built under torch.device('meta')",
         )
     cls = transformers_class(name, config, where, trust_remote_code)
-    config, origin = settled_dtype(_config_for(cls, config), where)
-    return Source(
-        _qualname(cls), config.model_type or model_type, config, inputs, trust_remote_code, cls, None,
-        dtype_origin=origin,
-    )  # fmt: skip
-
-
-def _config_for(cls: type, config: PretrainedConfig) -> PretrainedConfig:
-    """Return the inner config that belongs to a class, if the class is a part of a larger model."""
     wanted = getattr(cls, "config_class", None)
-    if not isinstance(wanted, type) or isinstance(config, wanted):
-        return config
-    return next((section for section in all_configs(config) if isinstance(section, wanted)), config)
+    if isinstance(wanted, type) and not isinstance(config, wanted):  # the class is a part of a larger model
+        config = next((section for section in all_configs(config) if isinstance(section, wanted)), config)
+    config, origin = settled_dtype(config, where)
+    kind = config.model_type or model_type
+    return Source(_qualname(cls), kind, config, inputs, model_class=cls, dtype_origin=origin)
 
 
 def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
@@ -307,24 +292,12 @@ def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
         ) from error
 
 
-def _pixels(config: PretrainedConfig | None) -> int:
-    """Return the longest side of an image that any part of the config gives."""
-    sizes = [getattr(section, "image_size", 0) for section in all_configs(config)] if config is not None else []
-    sides = (side for size in sizes for side in (size if isinstance(size, list | tuple) else (size,)))
-    return max((side for side in sides if isinstance(side, int)), default=0)
-
-
 def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
-
-
-def _on_meta(model: nn.Module) -> bool:
-    tensors = [*model.parameters(), *model.buffers()]
-    return any(tensor.is_meta for tensor in tensors)
 
 
 def _qualname(cls: type) -> str:
@@ -347,17 +320,14 @@ def without_namesakes(source: Source, runtime: Runtime, classes: dict[str, str])
         clone = source.tiny()
     except AutoplanError:
         return runtime
-    attributes = {name: counting_names for name in unclear if (counting_names := _counting(clone, name))}
+    attributes: dict[str, set[str]] = {}  # those that equal the length of the stack, in the first module of the class
+    for name in unclear:
+        module = next((module for module in clone.modules() if type(module).__name__ == name), None)
+        stacks = [] if module is None else [p for p in module.parameters(recurse=False) if p.dim() > 2]
+        integers = integer_attributes(module) if module is not None and stacks else {}
+        if equal := {attribute for attribute, value in integers.items() if value == stacks[0].shape[0]}:
+            attributes[name] = equal
     namesakes = [edit for edit in counting if edit.name not in attributes.get(classes[edit.pattern], (edit.name,))]
     return replace(
         runtime, instructions=tuple(instruction for instruction in runtime.instructions if instruction not in namesakes)
     )
-
-
-def _counting(clone: nn.Module, class_name: str) -> set[str]:
-    """Return the attributes that equal the length of the stack, in the first module of the class."""
-    module = next((module for module in clone.modules() if type(module).__name__ == class_name), None)
-    stacks = [] if module is None else [p for p in module.parameters(recurse=False) if p.dim() > 2]
-    if module is None or not stacks:
-        return set()
-    return {name for name, value in integer_attributes(module).items() if value == stacks[0].shape[0]}

@@ -9,20 +9,15 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from types import FunctionType
-from typing import TYPE_CHECKING
 
 from torch import nn
 
-from autoplan.analyse.picture.stacks import Blocks, find_blocks, kind_of
+from autoplan.analyse.picture.stacks import find_blocks, kind_of
 from autoplan.common.code.code_place import names_in
 from autoplan.common.options import check_argument
 from autoplan.ops import call_record
-from autoplan.values import Call, Stack, Trace
+from autoplan.values import Stack, Trace
 from autoplan.values.module_tree import Feed, Mask, ModuleNode, ModuleTree, ParameterShape
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 # Read a model's modules into plain data. A module's modality shows in the torch layer that could be first, the argument
 # names of its forward, and the mask builders that its class refers to (as objects: renaming changes nothing).
@@ -67,39 +62,36 @@ def module_tree(model: nn.Module) -> ModuleTree:
     numbers = {identity: number for number, identity in enumerate(modules)}
     classes: dict[type, int] = {}
     tensors: dict[int, int] = {}
-    return ModuleTree(
-        tuple(_node(module, tuple(names[identity]), numbers, classes, tensors) for identity, module in modules.items())
-    )
-
-
-def _node(
-    module: nn.Module,
-    names: tuple[str, ...],
-    numbers: dict[int, int],
-    classes: dict[type, int],
-    tensors: dict[int, int],
-) -> ModuleNode:
-    kind = type(module)
-    inputs, masks, generates = _class_facts(kind)  # type: ignore[arg-type]  # classes are hashable
-    parameters = [(key, p) for key, p in module._parameters.items() if p is not None]
-    reads, writes = _widths(module)
-    return ModuleNode(
-        names=names,
-        class_id=classes.setdefault(kind, len(classes)),
-        class_name=kind.__name__,
-        container=not parameters and _is_container(module),
-        parameters=tuple(
-            ParameterShape(key, tuple(p.shape), p.numel() * p.element_size(), tensors.setdefault(id(p), len(tensors)))
-            for key, p in parameters
-        ),
-        children=tuple((key, numbers[id(child)]) for key, child in module._modules.items() if child is not None),
-        inputs=inputs,
-        stem=_stem(module),
-        masks=masks,
-        generates=generates,
-        reads=reads,
-        writes=writes,
-    )
+    nodes: list[ModuleNode] = []
+    for identity, module in modules.items():
+        kind = type(module)
+        inputs, masks, generates = _class_facts(kind)  # type: ignore[arg-type]  # classes are hashable
+        shapes = []
+        for key, p in module._parameters.items():
+            if p is not None:
+                number = tensors.setdefault(id(p), len(tensors))
+                shapes.append(ParameterShape(key, tuple(p.shape), p.numel() * p.element_size(), number))
+        reads = writes = None
+        if isinstance(module, nn.Linear):
+            reads, writes = module.in_features, module.out_features
+        elif isinstance(module, nn.modules.conv._ConvNd):
+            reads, writes = module.in_channels, module.out_channels
+        node = ModuleNode(
+            names=tuple(names[identity]),
+            class_id=classes.setdefault(kind, len(classes)),
+            class_name=kind.__name__,
+            container=not shapes and _is_container(module),
+            parameters=tuple(shapes),
+            children=tuple((key, numbers[id(child)]) for key, child in module._modules.items() if child is not None),
+            inputs=inputs,
+            stem=_stem(module),
+            masks=masks,
+            generates=generates,
+            reads=reads,
+            writes=writes,
+        )
+        nodes.append(node)
+    return ModuleTree(tuple(nodes))
 
 
 def _is_container(module: nn.Module) -> bool:
@@ -117,14 +109,6 @@ def _stem(module: nn.Module) -> Feed | None:
     if isinstance(module, nn.Conv2d | nn.Conv3d):
         return "audio" if module.in_channels == 1 else "vision"
     return "audio" if isinstance(module, nn.Conv1d) else None
-
-
-def _widths(module: nn.Module) -> tuple[int | None, int | None]:
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return module.in_channels, module.out_channels
-    return None, None
 
 
 @cache
@@ -162,52 +146,38 @@ def layers(model: nn.Module, trace: Trace | None = None, *, causal: frozenset[st
     With a `trace`, blocks are ordered and counted as they were called. `causal`: modules that called a causal
     attention.
     """
-    from torch import nn
-
     check_argument("model", model, nn.Module, "pass the model itself, an nn.Module")
     return stacks_of(module_tree(model), trace, causal)
 
 
 def stacks_of(tree: ModuleTree, trace: Trace | None = None, causal: frozenset[str] = frozenset()) -> tuple[Stack, ...]:
     """Return the same as `layers`, from plain data."""
-    block_lists = find_blocks(tree)
-    return tuple(_stack(blocks, block_lists, tree, trace, causal) for blocks in block_lists)
+    block_lists, stacks = find_blocks(tree), []
+    for blocks in block_lists:
+        kind, guess = kind_of(blocks, block_lists, tree, causal)
+        names = [tree.nodes[block].name for block in blocks.blocks]
+        notes = [*blocks.notes, guess]
+        if trace is not None:
+            calls = Counter(visit.module for visit in trace.visits if visit.module in names)
+            standing_in = {
+                f"{fold.container}.{key}": f"{fold.container}.{by}" for fold in trace.folds for key, by in fold.members
+            }
+            if all(name in calls for name in names):  # in the order of their first calls
+                order = {name: place for place, name in enumerate(calls)}
+                names = sorted(names, key=order.__getitem__)
+            total = sum(calls[name] or calls[standing_in.get(name, name)] for name in names)
+            notes.append(f"{total} calls of {len(names)} modules" if total > len(names) else "")
+        elif blocks.listed > len(names):
+            notes.append(f"{blocks.listed} calls of {len(names)} modules")
+        stacks.append(Stack(blocks.name, kind, tuple(names), "; ".join(filter(None, notes))))
+    return tuple(stacks)
 
 
 def calls_causal(trace: Trace) -> frozenset[str]:
     """Return the modules that called attention with its causal flag on."""
-    return frozenset(call.module for call in trace.calls if _is_causal(call))
-
-
-def _is_causal(call: Call) -> bool:
-    at, name = call_record(call.name).causal or (-1, "")
-    return (call.args[at] if len(call.args) > at >= 0 else call.kwargs.get(name)) is True
-
-
-def _stack(
-    blocks: Blocks, found: tuple[Blocks, ...], tree: ModuleTree, trace: Trace | None, causal: frozenset[str]
-) -> Stack:
-    kind, guess = kind_of(blocks, found, tree, causal)
-    names = [tree.nodes[block].name for block in blocks.blocks]
-    notes = [*blocks.notes, guess]
-    if trace is not None:
-        names, called = _as_called(names, trace)
-        notes.append(called)
-    elif blocks.listed > len(names):
-        notes.append(f"{blocks.listed} calls of {len(names)} modules")
-    return Stack(blocks.name, kind, tuple(names), "; ".join(filter(None, notes)))
-
-
-def _as_called(names: list[str], trace: Trace) -> tuple[list[str], str]:
-    """Return the blocks in the order of their first calls in the trace, and a note if some were called again."""
-    calls = Counter(visit.module for visit in trace.visits if visit.module in names)
-    standing_in = {
-        f"{fold.container}.{key}": f"{fold.container}.{by}" for fold in trace.folds for key, by in fold.members
-    }
-    if all(name in calls for name in names):
-        order = {name: place for place, name in enumerate(calls)}
-        names = sorted(names, key=order.__getitem__)
-    total = sum(calls[name] or calls[standing_in.get(name, name)] for name in names)
-    if total <= len(names):
-        return names, ""
-    return names, f"{total} calls of {len(names)} modules"
+    modules = set()
+    for call in trace.calls:
+        at, name = call_record(call.name).causal or (-1, "")
+        if (call.args[at] if len(call.args) > at >= 0 else call.kwargs.get(name)) is True:
+            modules.add(call.module)
+    return frozenset(modules)

@@ -292,15 +292,11 @@ def vision_layers(fields: Mapping[str, Any], depth: int) -> dict[str, Any]:
     for name, value in fields.items():
         if _VISION_LAYERS.search(name) and isinstance(value, int | list | tuple) and not isinstance(value, bool):
             numbers = [value] if isinstance(value, int) else value
-            there = [_nearest_layer(number, depth) for number in numbers if isinstance(number, int)]
+            # The layers of these numbers, counted from either end, or the last existing ones.
+            there = [max(n, -depth) if n < 0 else min(n, depth - 1) for n in numbers if isinstance(n, int)]
             if there != list(numbers):
                 layers[name] = there[0] if isinstance(value, int) else type(value)(there)
     return layers
-
-
-def _nearest_layer(number: int, depth: int) -> int:
-    """Return the layer of that number, counted from either end, or the last existing one."""
-    return max(number, -depth) if number < 0 else min(number, depth - 1)
 
 
 def first_of(fields: dict[str, Any], cls: type[PretrainedConfig], names: tuple[str, ...]) -> int | None:

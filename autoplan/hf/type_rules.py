@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,7 +112,10 @@ def rule_files(folder: Path) -> dict[str, TypeRules]:
 def _defaults(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / "defaults.toml"
     defaults: dict[str, dict[str, Any]] = {}
-    for entry in _listed(path) if path.is_file() else []:
+    data = _read(path) if path.is_file() else {"defaults": []}
+    if problem := misshapen(data, {"defaults": [{}]}):
+        raise SourceError(f"{path}: {problem}", hint="write [[defaults]] before each")
+    for entry in data.get("defaults", []):
         for model_type in _checked(path, entry, _DEFAULT_KEYS).get("applies_to", []):
             _refuse_twice(path, model_type, defaults)
             defaults[model_type] = entry.get("fields", {})
@@ -124,32 +127,20 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _undescribed(data: dict[str, Any]) -> str:
-    """Return the problem of the first argument that is not described; "" if there is none."""
-    tables = (data.get("inputs", {}), *data.get("prompts", {}).values(), *data.get("parts", {}).values())
-    for name, argument in (pair for table in tables for pair in table.items()):
-        if not {"value", "size", "shape", "drop"} & argument.keys():
-            return f"{name!r} has no shape"
-        if argument.get("kind") == "rows" and not argument.get("row"):
-            return f"{name!r} is made of rows, but has no row"
-    return ""
-
-
-def _listed(path: Path) -> list[dict[str, Any]]:
-    data = _read(path)
-    if problem := misshapen(data, {"defaults": [{}]}):
-        raise SourceError(f"{path}: {problem}", hint="write [[defaults]] before each")
-    listed: list[dict[str, Any]] = data.get("defaults", [])
-    return listed
-
-
 def _checked(path: Path, data: dict[str, Any], keys: set[str]) -> dict[str, Any]:
     unknown = sorted(set(data) - keys)
     if unknown or not data.get("why"):
         problem = f"unknown keys {', '.join(unknown)}" if unknown else "`why` is missing"
         raise SourceError(f"{path}: {problem}", hint=f"it has {', '.join(sorted(keys))}")
-    if problem := misshapen(data, _SHAPE) or _undescribed(data):
-        raise SourceError(f"{path}: {problem}", hint="compare it with another file of rules/inputs")
+    wrong = partial(SourceError, hint="compare it with another file of rules/inputs")
+    if problem := misshapen(data, _SHAPE):
+        raise wrong(f"{path}: {problem}")
+    tables = (data.get("inputs", {}), *data.get("prompts", {}).values(), *data.get("parts", {}).values())
+    for name, argument in (pair for table in tables for pair in table.items()):
+        if not {"value", "size", "shape", "drop"} & argument.keys():
+            raise wrong(f"{path}: {name!r} has no shape")
+        if argument.get("kind") == "rows" and not argument.get("row"):
+            raise wrong(f"{path}: {name!r} is made of rows, but has no row")
     return data
 
 

@@ -35,22 +35,14 @@ def subclass_of(cls: Any, namespace: dict[str, Any]) -> Any:
     `__init_subclass__` of `cls` is not called, since its authors wrote no such subclass. `cls` is the only base, as
     another one before it may have another memory layout (`class Base(Generic[T], nn.Module)`).
     """
-    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    with _unheard(cls):
-        return type(cls)(cls.__name__, (cls,), names | namespace)
-
-
-@contextmanager
-def _unheard(cls: type) -> Iterator[None]:
-    """Make subclasses of `cls` without calling its `__init_subclass__` inside the block."""
+    namespace = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")} | namespace
     if not any(_HEARS in vars(base) for base in cls.__mro__[:-1]):
-        yield
-        return
+        return type(cls)(cls.__name__, (cls,), namespace)
     with _making:
         own = vars(cls).get(_HEARS)
         type.__setattr__(cls, _HEARS, classmethod(lambda made, **options: None))
         try:
-            yield
+            return type(cls)(cls.__name__, (cls,), namespace)
         finally:
             if own is None:
                 type.__delattr__(cls, _HEARS)

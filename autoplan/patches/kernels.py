@@ -166,8 +166,17 @@ class OptionalKernel:
 
 
 def optional_kernels(model: nn.Module) -> list[OptionalKernel]:
-    """Return the optional kernels that the model's files may use."""
-    return [kernel for home in _homes(model) for kernel in (*_with_fallback(home), *_optional_imports(home))]
+    """Return the optional kernels that the files of the model's classes may use; those of base libraries have none."""
+    names = {cls.__module__ for part in model.modules() for cls in type(part).__mro__}
+    own = (name for name in sorted(names) if not name.startswith(_LIBRARIES) or name.startswith(_MODELS))
+    kernels: list[OptionalKernel] = []
+    for home in (sys.modules.get(name) for name in own):
+        if isinstance(home, ModuleType):
+            # transformers' decorator keeps its arguments in a closure.
+            decorated = (_kernel_of(home, name, value) for name, value in list(vars(home).items()))
+            kernels += [kernel for kernel in decorated if kernel is not None]
+            kernels += _optional_imports(home)
+    return kernels
 
 
 def kernel_note(model: nn.Module) -> str:
@@ -184,22 +193,6 @@ def kernel_note(model: nn.Module) -> str:
     state = f"not installed: {', '.join(missing)}" if missing else "all are installed"
     outcome = "the plan was traced and verified with their plain torch reference, which computes the same"
     return f"optional kernels of {listed}: {outcome} ({state})"
-
-
-def _homes(model: nn.Module) -> list[ModuleType]:
-    """Return the files that the model's classes are written in, without those of base libraries."""
-    names = {cls.__module__ for part in model.modules() for cls in type(part).__mro__}
-    own = (name for name in sorted(names) if not name.startswith(_LIBRARIES) or name.startswith(_MODELS))
-    modules = (sys.modules.get(name) for name in own)
-    return [module for module in modules if isinstance(module, ModuleType)]
-
-
-def _with_fallback(home: ModuleType) -> Iterator[OptionalKernel]:
-    """Yield functions under transformers' decorator, which keeps its arguments in a closure."""
-    for name, value in list(vars(home).items()):
-        kernel = _kernel_of(home, name, value)
-        if kernel is not None:
-            yield kernel
 
 
 def _kernel_of(home: ModuleType, name: str, value: Any) -> OptionalKernel | None:

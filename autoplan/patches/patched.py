@@ -251,20 +251,20 @@ def note_holds(notes: Notes) -> None:
 _asked: dict[Callable[[], bool], bool] = {}  # results of the canaries of optional patches
 
 
-def _ask(canary: Callable[[], bool]) -> None:
-    try:
-        _asked[canary] = canary()
-    except Exception:  # whatever has moved: the patch is left out, with a warning
-        _asked[canary] = False
-
-
 def _is_left_out(patch: Patch) -> bool:
     """Return whether an optional patch is left out: under untested versions its canary decides, once."""
     if not patch.without or not untested():
         return False
     if patch.canary not in _asked:
+
+        def ask() -> None:
+            try:
+                _asked[patch.canary] = patch.canary()
+            except Exception:  # whatever has moved: the patch is left out, with a warning
+                _asked[patch.canary] = False
+
         _asked[patch.canary] = True  # the canary itself uses the patch
-        thread = threading.Thread(target=_ask, args=(patch.canary,))  # a thread without this one's modes
+        thread = threading.Thread(target=ask)  # a thread without this one's modes
         thread.start()
         thread.join()
         if not _asked[patch.canary]:

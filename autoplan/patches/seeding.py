@@ -75,27 +75,19 @@ def _noting(plain: Callable[..., Any]) -> Callable[..., Any]:
     def noting(*args: Any, **kwargs: Any) -> Any:
         result = plain(*args, **kwargs)
         if plain.__name__ == "get_rng_state":
-            _keep(result)
+            # Remember under which seeding a state was taken, as long as it is referenced.
+            key = id(result)
+            _of_state[key] = weakref.ref(result, lambda _: _of_state.pop(key, None)), seeding()
             return result
-        restored = _known(args[0] if args else kwargs.get("new_state")) if plain.__name__ == "set_rng_state" else None
-        if restored is None:
-            note_seed()
+        state = (args[0] if args else kwargs.get("new_state")) if plain.__name__ == "set_rng_state" else None
+        record = _of_state.get(id(state))
+        if state is not None and record is not None and record[0]() is state:
+            _mine().now = record[1]
         else:
-            _mine().now = restored
+            note_seed()
         return result
 
     return noting
-
-
-def _keep(state: torch.Tensor) -> None:
-    """Remember under which seeding a state was taken, as long as it is referenced."""
-    key = id(state)
-    _of_state[key] = weakref.ref(state, lambda _: _of_state.pop(key, None)), seeding()
-
-
-def _known(state: Any) -> int | None:
-    record = _of_state.get(id(state))
-    return record[1] if record is not None and record[0]() is state else None
 
 
 def _canary() -> bool:

@@ -36,20 +36,16 @@ def _tables() -> tuple[Any, Any]:
     return sharding_propagator.op_strategy_funcs, sharding_propagator.op_to_schema_info
 
 
-def _rules() -> dict[Any, Callable[..., Any]]:
-    aten = torch.ops.aten
-    of_one = {aten._is_any_true.default: lambda x: [([Replicate()], [Replicate()])]}
-    two = (aten._has_same_storage_numel.default, aten._new_zeros_with_same_feature_meta.default)
-    return of_one | {op: lambda x, y, **_: [([Replicate()], [Replicate(), Replicate()])] for op in two}
-
-
 @cache
 def _made() -> dict[Any, tuple[Any, Any]]:
     """Return torch's strategy and schema of each op's rule, by registering it and removing it again."""
     from torch.distributed.tensor.experimental import register_sharding  # a slow import: it loads context parallel
 
-    tables, registered = _tables(), {}
-    for op, rule in _rules().items():
+    aten, tables, registered = torch.ops.aten, _tables(), {}
+    rules: dict[Any, Callable[..., Any]] = {aten._is_any_true.default: lambda x: [([Replicate()], [Replicate()])]}
+    for op in (aten._has_same_storage_numel.default, aten._new_zeros_with_same_feature_meta.default):
+        rules[op] = lambda x, y, **_: [([Replicate()], [Replicate(), Replicate()])]
+    for op, rule in rules.items():
         before = [table.get(op) for table in tables]
         try:
             register_sharding(op)(rule)

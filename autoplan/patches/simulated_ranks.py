@@ -176,18 +176,6 @@ def generator_per_thread(own: Callable[[], torch.Generator | None]) -> Iterator[
         yield
 
 
-class _OwnOfThisThread:
-    """A stand-in for a function of a process-wide generator: a rank calls that of its own generator."""
-
-    def __init__(self, real: Callable[..., Any], own: Callable[[], Any]) -> None:
-        self._real, self._own = real, own
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        generator = self._own()
-        function = self._real if generator is None else getattr(generator, self._real.__name__)
-        return function(*args, **kwargs)
-
-
 @contextmanager
 def host_generators(own: Callable[[], tuple[random.Random, numpy.random.RandomState] | None]) -> Iterator[None]:
     """Make `random.random`, `numpy.random.rand` and the like draw from the calling thread's own generators, if it has
@@ -197,19 +185,23 @@ def host_generators(own: Callable[[], tuple[random.Random, numpy.random.RandomSt
     using the generator of the process.
     """
 
-    def stand_in(at: int) -> Callable[[Any], Any]:
-        return lambda real: _OwnOfThisThread(real, lambda: (own() or (None, None))[at])
+    def stand_in(at: int, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            generator = (own() or (None, None))[at]
+            function = real if generator is None else getattr(generator, real.__name__)
+            return function(*args, **kwargs)
 
-    places = [Place(module, name, stand_in(at)) for at, module in enumerate((random, numpy.random))
-              for name in _functions_of(module)]  # fmt: skip
+        return call
+
+    modules: tuple[tuple[Any, type], ...] = ((random, random.Random), (numpy.random, numpy.random.RandomState))
+    places = [
+        Place(module, name, functools.partial(stand_in, at))
+        for at, (module, kind) in enumerate(modules)
+        for name in vars(module)  # functions that are methods of the generator, too
+        if name.islower() and name[0] != "_" and callable(getattr(kind, name, None))
+    ]
     with patched(HOST_GENERATORS, places):
         yield
-
-
-def _functions_of(module: Any) -> list[str]:
-    """Return the functions of a module that are methods of its generator, too."""
-    kind = random.Random if module is random else numpy.random.RandomState
-    return [name for name in vars(module) if name.islower() and name[0] != "_" and callable(getattr(kind, name, None))]
 
 
 def _world_canary() -> bool:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from autoplan.cli.app import app
 from autoplan.doctor import examine as doctor
-from autoplan.doctor.private import Private
+from autoplan.doctor.examine import Private
 from autoplan.patches import patched
 from autoplan.patches.patched import Patch, Place, apart, hold
 from autoplan.patches.sharding_rules import heard_by_classes

@@ -15,7 +15,7 @@ import autoplan
 from autoplan.check.ranks.run import run_ranks
 from autoplan.common.errors import PlanMismatchError
 from autoplan.execute import agreement
-from autoplan.execute.agreement import Voters, fail_together, refuse_differing_plans
+from autoplan.execute.agreement import Voters, fail_together, meet, same_model, same_plan
 from autoplan.values import Plan
 
 
@@ -73,7 +73,7 @@ def test_one_small_exchange_a_mesh_dim(sizes: dict[str, int], exchanges: int, mo
 
     def act() -> None:
         with fail_together(Voters.of(*meshes), "this"):
-            refuse_differing_plans(model, plan_for("toy"), TensorParallel())
+            meet(same_model(model), same_plan(plan_for("toy"), TensorParallel()))
 
     with fake_world(sizes.get("dp", 1) * sizes["tp"]):
         mesh, model = mesh_of(**sizes), deep(depth=1)

@@ -15,8 +15,12 @@ from autoplan.capture.called import calls_the_model
 from autoplan.capture.draw import Draw, evaluate
 from autoplan.capture.dry_run import tried
 from autoplan.common.errors import CaptureError, SourceError
-from autoplan.hf.inputs.make import feeds_for, make_inputs
+from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import resolve
+
+
+def feeds_for(model: nn.Module, **options: Any) -> dict[str, dict[str, Any]]:
+    return make_inputs(model, **options).feeds
 
 
 class Tokens(nn.Module):

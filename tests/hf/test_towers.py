@@ -21,7 +21,7 @@ from autoplan.capture.capture import capture_fake
 from autoplan.capture.dry_run import tried
 from autoplan.capture.known_values import KnownValues
 from autoplan.check.ranks.run import run_ranks
-from autoplan.hf.inputs.make import feeds_for, make_inputs
+from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import resolve
 
 # model, the method that makes features, what of the feed it takes
@@ -64,7 +64,7 @@ def test_a_sharded_model_is_called_in_every_way(family: str, planned: str) -> No
     """With text, with a picture, by the method that makes features; planned with a picture or without one."""
     text, feed, method, taken = FAMILIES[family]
     model = resolve(text).tiny()
-    feeds = feeds_for(model)
+    feeds = make_inputs(model).feeds
     given = {name: feeds[feed][name] for name in taken}
     with torch.no_grad():
         expected = {name: model(**keywords).logits for name, keywords in feeds.items()}

@@ -13,7 +13,7 @@ from canaries.limits import ENTRIES, entry_of, generated, with_generated
 from canaries.uses import files, private_uses
 
 from autoplan.common.errors import AutoplanError
-from autoplan.doctor.private import Private, require
+from autoplan.doctor.examine import Private, require
 
 ROOT = Path(__file__).resolve().parents[2]
 

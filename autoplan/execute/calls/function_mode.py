@@ -69,7 +69,7 @@ class _PlannedCall:
         if self.literals or self.planned.copies:
             everything: Any = {"args": tuple(args), "kwargs": dict(kwargs)}
             for path, passed, wanted in self.literals:
-                everything = _set(everything, path, lambda have, p=passed, w=wanted: self._literal(have, p, w))
+                everything = _set(everything, path, partial(self._literal, passed, wanted))
             for path in self.planned.copies:
                 everything = _set(everything, path, lambda x: copy_to_ranks(x, self.at.group))
             args, kwargs = everything["args"], everything["kwargs"]
@@ -78,7 +78,7 @@ class _PlannedCall:
             result = _cut(result, cut.output, cut, rows, size)
         return result
 
-    def _literal(self, have: int, passed: int, wanted: int) -> int:
+    def _literal(self, passed: int, wanted: int, have: int) -> int:
         """Return the number this rank must pass: as planned, or in proportion when it contains a size of the batch."""
         if have == passed:
             return wanted
@@ -213,7 +213,13 @@ class _Guard:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert self.function is not None
-        layer = self._taken((*args, *kwargs.values()))
+        # The planned layer of which a parameter, or a view in the same memory, is passed.
+        memory = {memory_of(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
+        planned: list[nn.Module] = []
+        _alone.run(lambda: planned.extend(self.planned))
+        planned = [module for module in planned if record_of(module) is not None]  # otherwise the layer was restored
+        own = ((module, p) for module in planned for p in module._parameters.values() if p is not None)
+        layer = next((module for module, parameter in own if memory_of(parameter) in memory), None)
         if layer is None:
             return self.function(*args, **kwargs)
         if self.kernel.reference is None:
@@ -225,15 +231,6 @@ class _Guard:
         parameters = inspect.signature(self.kernel.reference).parameters
         return self.kernel.reference(*args, **{name: value for name, value in kwargs.items() if name in parameters})
 
-    def _taken(self, values: Iterable[Any]) -> nn.Module | None:
-        """Return the planned layer of which a parameter, or a view in the same memory, is passed."""
-        memory = {memory_of(value) for value in values if isinstance(value, torch.Tensor)}
-        planned: list[nn.Module] = []
-        _alone.run(lambda: planned.extend(self.planned))
-        planned = [module for module in planned if record_of(module) is not None]  # otherwise the layer was restored
-        own = ((module, p) for module in planned for p in module._parameters.values() if p is not None)
-        return next((module for module, parameter in own if memory_of(parameter) in memory), None)
-
 
 _guards: WeakValueDictionary[tuple[int, str], _Guard] = WeakValueDictionary()  # kept alive by what is installed
 
@@ -241,26 +238,20 @@ _guards: WeakValueDictionary[tuple[int, str], _Guard] = WeakValueDictionary()  #
 def guard_kernels(model: nn.Module, planned: Iterable[nn.Module], undo: list[Callable[[], None]]) -> None:
     """Put a guard around each optional kernel that is installed and that the model's code may call."""
     mine = list(planned)
-    for kernel in optional_kernels(model) if mine else ():
-        if kernel.installed:
-            guard = _guard_of(kernel, mine)
-            held = hold(KERNEL_GUARDS, [Place(kernel.home, kernel.name, guard.instead_of)])
-            held.until_gone(model)
-            undo.append(partial(_release, guard, mine, held))
-
-
-def _guard_of(kernel: OptionalKernel, mine: list[nn.Module]) -> _Guard:
-    """Return the guard of a kernel, new or present, after adding these layers to it."""
     guards: list[_Guard] = []
 
-    def find() -> None:
-        guards.append(_guards.setdefault((id(kernel.home), kernel.name), _Guard(kernel)))
-        guards[0].planned.update(mine)
+    def find(kernel: OptionalKernel) -> None:
+        guard = _guards.setdefault((id(kernel.home), kernel.name), _Guard(kernel))
+        guard.planned.update(mine)
+        guards.append(guard)
 
-    _alone.run(find)
-    return guards[0]
+    def release(guard: _Guard, kept: Hold) -> None:
+        _alone.run(partial(guard.planned.difference_update, mine))
+        kept.release()
 
-
-def _release(guard: _Guard, planned: list[nn.Module], kept: Hold) -> None:
-    _alone.run(partial(guard.planned.difference_update, planned))
-    kept.release()
+    for kernel in optional_kernels(model) if mine else ():
+        if kernel.installed:
+            _alone.run(partial(find, kernel))
+            held = hold(KERNEL_GUARDS, [Place(kernel.home, kernel.name, guards[-1].instead_of)])
+            held.until_gone(model)
+            undo.append(partial(release, guards[-1], held))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -40,7 +39,7 @@ Run = Callable[[Any, Any, Any], Any]  # of the torch function, its args, its kwa
 
 
 @executes(RewriteCall)
-def _as_written(planned: RewriteCall, at: At) -> Run:
+def _unchanged(planned: RewriteCall, at: At) -> Run:
     return lambda func, args, kwargs: func(*args, **kwargs)
 
 
@@ -198,26 +197,26 @@ def _statistic(x: torch.Tensor, dims: tuple[int, ...], group: RankGroup) -> torc
 
 @executes(VarianceCall)
 def _variance(planned: VarianceCall, at: At) -> Callable[[Any, Any, Any], torch.Tensor]:
-    group = at.group
-    return lambda func, args, kwargs: _over_ranks(planned, args[0] if args else kwargs["input"], group)
-
-
-def _over_ranks(planned: VarianceCall, x: torch.Tensor, group: RankGroup) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Return `var` or `std` of the global tensor of which x is the local shard, and its mean if the call returns it."""
-    dims, held = planned.dims, planned.held
+    """Compute `var` or `std` of the global tensor, and its mean if the call returns it."""
+    group, dims, held = at.group, planned.dims, planned.held
     name, _, with_mean = planned.site.function.partition("_")
-    wide = x.float() if x.dtype.itemsize < 4 else x
-    spread, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
-    own = torch.stack((mean, spread)).unsqueeze(0)
-    ranks = tuple((rank,) for rank in range(group.size))
-    means, spreads = gather_over_ranks(own, group, 0, ranks).unbind(1)
-    parts = wide.new_tensor(held).div(sum(held)).view(-1, *[1] * x.dim())
-    whole = (parts * means).sum(0)
-    count = prod(x.size(dim) for dim in dims) * sum(held) / held[group.rank]
-    variance = (parts * (spreads + (means - whole).square())).sum(0) * count / max(count - planned.correction, 0)
-    results = (variance.sqrt() if name == "std" else variance, whole)[: 2 if with_mean else 1]
-    shaped = tuple((result if planned.keepdim else result.squeeze(dims)).to(x.dtype) for result in results)
-    return shaped if with_mean else shaped[0]
+
+    def run(func: Any, args: Any, kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        x = args[0] if args else kwargs["input"]
+        wide = x.float() if x.dtype.itemsize < 4 else x
+        spread, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+        own = torch.stack((mean, spread)).unsqueeze(0)
+        ranks = tuple((rank,) for rank in range(group.size))
+        means, spreads = gather_over_ranks(own, group, 0, ranks).unbind(1)
+        parts = wide.new_tensor(held).div(sum(held)).view(-1, *[1] * x.dim())
+        whole = (parts * means).sum(0)
+        count = prod(x.size(dim) for dim in dims) * sum(held) / held[group.rank]
+        variance = (parts * (spreads + (means - whole).square())).sum(0) * count / max(count - planned.correction, 0)
+        results = (variance.sqrt() if name == "std" else variance, whole)[: 2 if with_mean else 1]
+        shaped = tuple((result if planned.keepdim else result.squeeze(dims)).to(x.dtype) for result in results)
+        return shaped if with_mean else shaped[0]
+
+    return run
 
 
 # Lengths of sharded vectors: the squares are summed over ranks, then the root is taken.
@@ -228,80 +227,72 @@ def _over_ranks(planned: VarianceCall, x: torch.Tensor, group: RankGroup) -> tor
 
 @executes(LengthCall)
 def _lengths_of(planned: LengthCall, at: At) -> Callable[[Any, Any, Any], Any]:
-    group = at.group
-    return lambda func, args, kwargs: _scaled(planned, args, kwargs, group)
+    """Compute a call that takes lengths over an axis of which x is the local shard."""
+    group, name = at.group, planned.site.function
+    signatures = {"normalize": ("input", "p", "dim", "eps", "out"), "_weight_norm": ("v", "g", "dim")}
+    names = signatures.get(name, ("x",))
 
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        x = next(iter(arguments.values()))
+        x = x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
+        # Where everything is zero the gradient is zero, as in torch.
+        wide = x.float() if x.dtype.itemsize < 4 else x
+        squares = sum_over_ranks(wide.square().sum(planned.dims, keepdim=True), group)
+        lengths = torch.where(squares > 0, squares, 1.0).sqrt().mul(squares > 0).to(x.dtype)
+        if name == "normalize":
+            normalized = x / copy_to_ranks(lengths, group).clamp_min(arguments.get("eps", 1e-12))
+            return normalized if arguments.get("out") is None else arguments["out"].copy_(normalized)
+        if name == "_weight_norm":
+            return x * (arguments["g"] / copy_to_ranks(lengths, group))
+        return lengths if planned.keepdim else lengths.squeeze(planned.dims)
 
-def _scaled(planned: LengthCall, args: tuple[Any, ...], kwargs: dict[str, Any], group: RankGroup) -> Any:
-    """Return this rank's result of `planned`, a call that takes lengths over an axis of which x is the local shard."""
-    name = planned.site.function
-    arguments = dict(zip(_SIGNATURES.get(name, ("x",)), args, strict=False)) | kwargs
-    x = next(iter(arguments.values()))
-    x = x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
-    # Where everything is zero the gradient is zero, as in torch.
-    wide = x.float() if x.dtype.itemsize < 4 else x
-    squares = sum_over_ranks(wide.square().sum(planned.dims, keepdim=True), group)
-    lengths = torch.where(squares > 0, squares, 1.0).sqrt().mul(squares > 0).to(x.dtype)
-    if name == "normalize":
-        normalized = x / copy_to_ranks(lengths, group).clamp_min(arguments.get("eps", 1e-12))
-        return normalized if arguments.get("out") is None else arguments["out"].copy_(normalized)
-    if name == "_weight_norm":
-        return x * (arguments["g"] / copy_to_ranks(lengths, group))
-    return lengths if planned.keepdim else lengths.squeeze(planned.dims)
-
-
-_SIGNATURES = {"normalize": ("input", "p", "dim", "eps", "out"), "_weight_norm": ("v", "g", "dim")}
+    return run
 
 
 # Fused calls carried out on a shard: multi-head attention and recurrent networks.
 
 # `multi_head_attention_forward` on one rank's heads: the same mathematics, with the last sum taken over ranks.
 
-Dropped = Callable[[torch.Tensor, float], torch.Tensor]
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
 @executes(AttentionCall)
 def _attention(planned: AttentionCall, at: At) -> Callable[[Any, Any, Any], Any]:
+    """Compute attention of this rank's heads, positions before batch; weights, packed or not, are local rows."""
     group, randomness = at.group, at.running.randomness
 
-    def dropped(attention: torch.Tensor, rate: float) -> torch.Tensor:
-        """Drop out attention, with draws of this rank for its own heads."""
-        with randomness.split():
-            return F.dropout(attention, rate)
+    def run(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        bound = _SIGNATURE.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        width = arguments["query"].shape[-1] // arguments["num_heads"]
+        batched = arguments["query"].dim() == 3
+        q, k, v = _projected(arguments, width)
+        scores = (q * math.sqrt(1.0 / width)) @ k.transpose(-2, -1)
+        # The mask is added to the scores: masked positions, masked keys of each row, the future.
+        keys = arguments["key"].shape[0]  # those appended after them are never masked
+        total = scores.new_zeros((1, 1, scores.shape[-2], keys))
+        if arguments["attn_mask"] is not None:
+            total = total + _added(arguments["attn_mask"], scores)
+        elif arguments["is_causal"]:
+            total = total + _added(torch.ones_like(total[0, 0], dtype=torch.bool).triu(1), scores)
+        if arguments["key_padding_mask"] is not None:
+            total = total + _added(arguments["key_padding_mask"].reshape(-1, 1, 1, keys), scores)
+        attention = (scores + F.pad(total, (0, scores.shape[-1] - keys))).softmax(-1)
+        if arguments["training"] and arguments["dropout_p"] > 0:
+            with randomness.split():  # each rank draws for its own heads
+                attention = F.dropout(attention, arguments["dropout_p"])
+        mixed = (attention @ v).permute(2, 0, 1, 3).flatten(2)
+        out = sum_over_ranks(F.linear(mixed, arguments["out_proj_weight"]), group)
+        out = out if arguments["out_proj_bias"] is None else out + arguments["out_proj_bias"]
+        out = out if batched else out.squeeze(1)
+        if not arguments["need_weights"]:
+            return out, None
+        average = sum_over_ranks(attention.sum(1), group) / arguments["num_heads"]
+        return out, average if batched else average.squeeze(0)
 
-    return lambda func, args, kwargs: _of_a_rank(group, dropped, args, kwargs)
-
-
-def _of_a_rank(group: RankGroup, dropped: Dropped, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention of this rank's heads, positions before batch; weights, packed or not, are local rows."""
-    bound = _SIGNATURE.bind(*args, **kwargs)
-    bound.apply_defaults()
-    arguments = bound.arguments
-    width = arguments["query"].shape[-1] // arguments["num_heads"]
-    batched = arguments["query"].dim() == 3
-    q, k, v = _projected(arguments, width)
-    scores = (q * math.sqrt(1.0 / width)) @ k.transpose(-2, -1)
-    # The mask is added to the scores: masked positions, masked keys of each row, the future.
-    keys = arguments["key"].shape[0]  # those appended after them are never masked
-    total = scores.new_zeros((1, 1, scores.shape[-2], keys))
-    if arguments["attn_mask"] is not None:
-        total = total + _added(arguments["attn_mask"], scores)
-    elif arguments["is_causal"]:
-        total = total + _added(torch.ones_like(total[0, 0], dtype=torch.bool).triu(1), scores)
-    if arguments["key_padding_mask"] is not None:
-        total = total + _added(arguments["key_padding_mask"].reshape(-1, 1, 1, keys), scores)
-    attention = (scores + F.pad(total, (0, scores.shape[-1] - keys))).softmax(-1)
-    if arguments["training"] and arguments["dropout_p"] > 0:
-        attention = dropped(attention, arguments["dropout_p"])
-    mixed = (attention @ v).permute(2, 0, 1, 3).flatten(2)
-    out = sum_over_ranks(F.linear(mixed, arguments["out_proj_weight"]), group)
-    out = out if arguments["out_proj_bias"] is None else out + arguments["out_proj_bias"]
-    out = out if batched else out.squeeze(1)
-    if not arguments["need_weights"]:
-        return out, None
-    average = sum_over_ranks(attention.sum(1), group) / arguments["num_heads"]
-    return out, average if batched else average.squeeze(0)
+    return run
 
 
 def _projected(given: dict[str, Any], width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -388,15 +379,9 @@ def _gru(x: torch.Tensor, h: torch.Tensor, before: torch.Tensor) -> tuple[torch.
     return ((before - new) * (update + update_h).sigmoid() + new,)
 
 
-def _plain(
-    activation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, h: torch.Tensor, _: torch.Tensor
-) -> Any:
-    return (activation(x + h),)
-
-
 _STEPS: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
     "lstm_cell": _lstm,
     "gru_cell": _gru,
-    "rnn_tanh_cell": partial(_plain, torch.tanh),
-    "rnn_relu_cell": partial(_plain, torch.relu),
+    "rnn_tanh_cell": lambda x, h, _: (torch.tanh(x + h),),
+    "rnn_relu_cell": lambda x, h, _: (torch.relu(x + h),),
 }

@@ -16,7 +16,7 @@ import functools
 import inspect
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.common.conventions import conventions
@@ -69,18 +69,6 @@ class _State:
     runs: Runs = field(default_factory=Runs)
 
 
-@dataclass
-class Checkpoints:
-    """The installed checkpoints, with the functions that remove them."""
-
-    names: tuple[str, ...]
-    undo: list[Callable[[], None]]
-
-    def remove(self) -> None:
-        while self.undo:
-            self.undo.pop()()
-
-
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether this very module is a checkpoint."""
     return _STATE in module.__dict__
@@ -91,8 +79,9 @@ def runs_of(model: nn.Module) -> dict[str, Runs]:
     return {name: m.__dict__[_STATE].runs for name, m in model.named_modules() if is_checkpointed(m)}
 
 
-def install_checkpoints(model: nn.Module, wanted: Mapping[str, str], running: Running | None) -> Checkpoints:
-    """Checkpoint the modules named in `wanted` ({name: mode}), and turn caches off in training calls around them."""
+def install_checkpoints(model: nn.Module, wanted: Mapping[str, str], running: Running | None) -> Callable[[], None]:
+    """Checkpoint the modules named in `wanted` ({name: mode}), and turn caches off in training calls around them.
+    Return a function that undoes it."""
     modules = dict(model.named_modules(remove_duplicate=False))
     undo: list[Callable[[], None]] = []
     for name, mode in wanted.items():
@@ -104,7 +93,12 @@ def install_checkpoints(model: nn.Module, wanted: Mapping[str, str], running: Ru
         inside = any(other.startswith(f"{name}." if name else "") for other in wanted)
         if inside and conventions().cache_switch in _parameters_of(module):
             undo.append(module.register_forward_pre_hook(_without_cache, prepend=True, with_kwargs=True).remove)
-    return Checkpoints(tuple(wanted), undo)
+
+    def remove() -> None:
+        while undo:
+            undo.pop()()
+
+    return remove
 
 
 def _parameters_of(module: nn.Module) -> list[str]:
@@ -195,34 +189,33 @@ class _Calls:
         self.state.runs.again += 1
         if self.caches is not None:
             args, kwargs = self.caches.put_into(args, kwargs)
-        with _modes(self.modes), _inside_the_model(self.module, self.state.running, self.random):
+        with self._inside_the_model():
             return _run(self.module, self.state, args, kwargs)
 
-
-@contextmanager
-def _modes(wanted: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    """Enter the function modes of the forward (such as `with torch.device(...)`), which are off in backward."""
-    with ExitStack() as stack:
-        on = _get_current_function_mode_stack()
-        for mode in wanted:
-            if not any(mode is other for other in on):
-                stack.enter_context(mode)
-        yield
-
-
-@contextmanager
-def _inside_the_model(module: nn.Module, running: Running | None, random: bool) -> Iterator[None]:
-    """Restore what the forward had set up around a block: backward recomputes it outside of the model's forward."""
-    with ExitStack() as stack:
-        stack.enter_context(_unconverted(module))
-        for below in module.modules():
-            record = record_of(below)
-            if record is not None:  # one `reading` per model
-                stack.enter_context(_flag(record.reading))
-                break
-        if running is not None:
-            stack.enter_context(_resumed(running, random))
-        yield
+    @contextmanager
+    def _inside_the_model(self) -> Iterator[None]:
+        """Restore what the forward had set up around a block: backward recomputes it outside of the model's forward."""
+        running = self.state.running
+        records = (record for below in self.module.modules() if (record := record_of(below)) is not None)
+        reading = next((record.reading for record in records), None)  # one per model
+        with ExitStack() as stack:
+            # Function modes of the forward (such as `with torch.device(...)`) are off in backward.
+            active = _get_current_function_mode_stack()
+            for mode in self.modes:
+                if not any(mode is other for other in active):
+                    stack.enter_context(mode)
+            stack.enter_context(_unconverted(self.module))
+            if reading is not None:
+                stack.callback(setattr, reading, "inside", reading.inside)
+                reading.inside = True
+            if running is not None:
+                # Random streams count as switched; the checkpoint itself restores their state.
+                stack.callback(running.frames.__setitem__, slice(None), list(running.frames))
+                running.frames.clear()
+                if self.random:
+                    running.randomness.outside.append(None)
+                    stack.callback(running.randomness.outside.pop)
+            yield
 
 
 @contextmanager
@@ -247,29 +240,6 @@ def _apply_if_needed(module: nn.Module, function: Callable[[torch.Tensor], torch
         if all(function(tensor) is tensor for tensor in held):
             return module
     return type(module)._apply(module, function, *rest)
-
-
-@contextmanager
-def _resumed(running: Running, random: bool) -> Iterator[None]:
-    """Use fresh frames, and mark random streams as switched; the checkpoint itself restores their state."""
-    frames, running.frames[:] = list(running.frames), []
-    if random:
-        running.randomness.outside.append(None)
-    try:
-        yield
-    finally:
-        running.frames[:] = frames
-        if random:
-            running.randomness.outside.pop()
-
-
-@contextmanager
-def _flag(reading: Any) -> Iterator[None]:
-    before, reading.inside = reading.inside, True
-    try:
-        yield
-    finally:
-        reading.inside = before
 
 
 def _run(module: nn.Module, state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

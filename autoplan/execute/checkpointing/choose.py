@@ -7,9 +7,7 @@ whatever is skipped is noted, nothing wrapped is an error, and an estimate of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -21,19 +19,31 @@ from autoplan.execute.tensor_parallel import applied, record
 from autoplan.values import Stack
 
 
-@dataclass(frozen=True)
-class Checkpoints:
-    """A choice of checkpoints. `wanted`: {module name: mode}. `saved_bytes`: estimate per token. `notes`: omissions."""
-
-    wanted: dict[str, str]
-    saved_bytes: int
-    notes: tuple[str, ...]
-
-
-def choose_checkpoints(
+def checkpoint_blocks(
     model: nn.Module, stacks: tuple[Stack, ...], request: Request, scope: str | Iterable[str] = "all"
-) -> Checkpoints:
-    """Return the modules to checkpoint. Frozen blocks are skipped unless a callable asks for them."""
+) -> Callable[[], None]:
+    """Checkpoint the requested blocks, after tensor parallelism and before FSDP2; return a function that undoes it."""
+    before = applied(model)
+    assert before is not None, "what was done is recorded first"
+    wanted, notes = _choose(model, stacks, request, scope)
+    switch, ending = conventions().own_checkpointing
+    for name, module in model.named_modules():  # the library's own, inside ours, would recompute everything twice
+        if getattr(module, switch, False) is True:
+            raise AutoplanError(
+                f"{name or 'the model'} already has {switch} on", hint=f"call model.{ending}() before parallelize"
+            )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    saved = sum(saved_bytes_per_token(modules[name], mode) for name, mode in wanted.items())
+    remove = install_checkpoints(model, wanted, before.running)
+    record(model, before.plan, checkpointed=tuple(wanted), saved_bytes=saved, notes=(*before.notes, *notes))
+    return remove
+
+
+def _choose(
+    model: nn.Module, stacks: tuple[Stack, ...], request: Request, scope: str | Iterable[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the modules to checkpoint, {name: mode}, and notes of what is left out. Frozen blocks are skipped unless a
+    callable asks for them."""
     modules = dict(model.named_modules(remove_duplicate=False))
     kinds = Checkpointing(request, scope).kinds()
     wanted: dict[str, str] = {}
@@ -49,38 +59,29 @@ def choose_checkpoints(
             if mode is None and not callable(request):
                 frozen += 1
             elif mode:
-                chosen = _modules_of(fqn, modules[fqn], mode, notes)
+                chosen = {fqn: mode}
+                if mode == "submodule":
+                    chosen = {}
+                    for name, part in _parts(modules[fqn]):
+                        parameters = list(part.parameters())
+                        # A lone matmul or table saves no more than its input.
+                        saves = any(True for _ in part.children()) or all(p.dim() < 2 for p in parameters)
+                        if parameters and saves:
+                            chosen[f"{fqn}.{name}"] = "block"
+                    if not chosen:
+                        notes.append(f"{fqn} has no submodules that save activations: it is checkpointed as a whole")
+                        chosen = {fqn: "block"}
                 wanted.update({n: m for n, m in chosen.items() if id(modules[n]) not in chosen_ids})
                 chosen_ids.update(id(modules[n]) for n in chosen)
         if frozen:
             notes.append(f"{stack.name}: {frozen} of {len(stack.fqns)} blocks are frozen and not checkpointed")
     if not wanted:
+        shown = "a function" if callable(request) else repr(request)
         raise AutoplanError(
-            f"activation_checkpointing={_said(request)} was requested, but no block of {type(model).__name__} "
-            "was wrapped",
+            f"activation_checkpointing={shown} was requested, but no block of {type(model).__name__} was wrapped",
             hint="; ".join(notes) or "autoplan.layers(model) finds no repeated blocks: checkpoint the model by hand",
         )
-    refuse_libraries_own(model)
-    saved = sum(saved_bytes_per_token(modules[name], mode) for name, mode in wanted.items())
-    return Checkpoints(wanted, saved, tuple(notes))
-
-
-def checkpoint_blocks(
-    model: nn.Module, stacks: tuple[Stack, ...], request: Request, scope: str | Iterable[str] = "all"
-) -> Callable[[], None]:
-    """Checkpoint the requested blocks, after tensor parallelism and before FSDP2; return a function that undoes it."""
-    before = applied(model)
-    assert before is not None, "what was done is recorded first"
-    choice = choose_checkpoints(model, stacks, request, scope)
-    installed = install_checkpoints(model, choice.wanted, before.running)
-    record(
-        model,
-        before.plan,
-        checkpointed=tuple(choice.wanted),
-        saved_bytes=choice.saved_bytes,
-        notes=before.notes + choice.notes,
-    )
-    return installed.remove
+    return wanted, notes
 
 
 def _mode_for(fqn: str, block: nn.Module, request: Request) -> str | None:
@@ -96,16 +97,6 @@ def _mode_for(fqn: str, block: nn.Module, request: Request) -> str | None:
     return "block" if request is True else str(request)
 
 
-def _modules_of(fqn: str, block: nn.Module, mode: str, notes: list[str]) -> dict[str, str]:
-    if mode != "submodule":
-        return {fqn: mode}
-    parts = {f"{fqn}.{name}": "block" for name, part in _parts(block) if _keeps_activations(part)}
-    if not parts:
-        notes.append(f"{fqn} has no submodules that save activations: it is checkpointed as a whole")
-        return {fqn: "block"}
-    return parts
-
-
 def _parts(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     """Yield the child modules, with module lists opened."""
     for name, child in module.named_children():
@@ -115,32 +106,19 @@ def _parts(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
             yield name, child
 
 
-def _keeps_activations(part: nn.Module) -> bool:
-    """Return whether a part saves more than its input, as a lone matmul or table does not."""
-    parameters = list(part.parameters())
-    if any(True for _ in part.children()):
-        return bool(parameters)
-    return bool(parameters) and all(parameter.dim() < 2 for parameter in parameters)
-
-
-def refuse_libraries_own(model: nn.Module) -> None:
-    """Raise where the library's own checkpointing is on: inside ours it would recompute everything twice."""
-    switch, ending = conventions().own_checkpointing
-    for name, module in model.named_modules():
-        if getattr(module, switch, False) is True:
-            raise AutoplanError(
-                f"{name or 'the model'} already has {switch} on",
-                hint=f"call model.{ending}() before parallelize",
-            )
-
-
 def saved_bytes_per_token(module: nn.Module, mode: str = "block") -> int:
     """Return the bytes per token that checkpointing saves: the layers' inputs and outputs, less the module's own input.
 
     An estimate from widths: normalisations and activation functions between layers keep about as much as layers return;
     every layer is assumed to see every token, so a mixture of experts is overestimated.
     """
-    widths = [_widths(weight) for weight in _weights(module)]
+    widths: list[tuple[int, int, int]] = []  # read, written, bytes of an element
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            weight = parameter.detach()
+            weight = weight.to_local() if isinstance(weight, DTensor) else weight
+            reads, writes = (weight.shape[1], weight.shape[0]) if weight.dim() == 2 else weight.shape[:-3:-1]
+            widths.append((int(reads), int(writes), weight.element_size()))
     if not widths:
         return 0
     total = sum((reads + writes) * size for reads, writes, size in widths)
@@ -148,18 +126,3 @@ def saved_bytes_per_token(module: nn.Module, mode: str = "block") -> int:
     if mode == "selective":
         checkpointed += sum(writes * size for _, writes, size in widths[::2])
     return max(0, total - checkpointed)
-
-
-def _weights(module: nn.Module) -> Iterable[torch.Tensor]:
-    detached = (parameter.detach() for parameter in module.parameters() if parameter.dim() > 1)
-    return [p.to_local() if isinstance(p, DTensor) else p for p in detached]
-
-
-def _widths(weight: torch.Tensor) -> tuple[int, int, int]:
-    reads = weight.shape[1] if weight.dim() == 2 else weight.shape[-1]
-    writes = weight.shape[0] if weight.dim() == 2 else weight.shape[-2]
-    return int(reads), int(writes), weight.element_size()
-
-
-def _said(request: Request) -> str:
-    return "a function" if callable(request) else repr(request)

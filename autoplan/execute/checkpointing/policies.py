@@ -30,14 +30,19 @@ def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
     Gathers are not kept: those of sequence parallelism return full sequences, which are sharded to save memory.
     """
-    first, again = create_selective_checkpoint_contexts(_Policy())
-    return first, again
+    return create_selective_checkpoint_contexts(_Policy())
 
 
 def intact_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return `selective_contexts` for a call that is not compiled, where an op may change a kept result in place."""
     first, again = create_selective_checkpoint_contexts(_Policy())
-    return _keeping_intact(first), again
+
+    @contextmanager
+    def keeping_intact() -> Iterator[None]:
+        with _CopyBeforeChange(first.storage), first:
+            yield
+
+    return keeping_intact(), again
 
 
 def all_but_drawn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -48,13 +53,12 @@ def all_but_drawn() -> tuple[AbstractContextManager[Any], AbstractContextManager
     of DTensors need: each is then taken for the other, and the forward fails. On a GPU it passes generators
     differently.
     """
-    first, again = create_selective_checkpoint_contexts(_keep_drawn)
-    return first, again
 
+    def keep_drawn(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        draws = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+        return CheckpointPolicy.MUST_SAVE if draws else CheckpointPolicy.PREFER_RECOMPUTE
 
-def _keep_drawn(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    draws = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-    return CheckpointPolicy.MUST_SAVE if draws else CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts(keep_drawn)
 
 
 class _Policy:
@@ -76,12 +80,6 @@ class _Policy:
             odd = self.matmuls[context.is_recompute] % 2 == 1
             return CheckpointPolicy.MUST_SAVE if odd else CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@contextmanager
-def _keeping_intact(first: Any) -> Iterator[None]:
-    with _CopyBeforeChange(first.storage), first:
-        yield
 
 
 class _CopyBeforeChange(TorchDispatchMode):

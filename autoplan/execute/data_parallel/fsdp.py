@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -86,7 +86,11 @@ class Places:
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.joining.clear()
         self.accompanied = False
-        self.asked = any(_asked(self._unit(place)) for place in self.places)
+        self.asked = any(
+            getattr(group, "reduce_scatter_unused_params", False)
+            for place in self.places
+            for group in getattr(self._unit(place)._get_fsdp_state(), "_fsdp_param_groups", ())
+        )
 
     def _arrive(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.asked or in_backward() or not (self.accompanied or self.places[number].parting):
@@ -118,7 +122,15 @@ class Places:
     def _meet(self, here: int, given: Sequence[torch.Tensor]) -> None:
         """Walk through the units of other ranks until the unit here, whose inputs are `given`, may run."""
         self.accompanied = False
-        while (positions := self._where_ranks_are(here, given)).keys() != {here}:
+        while True:
+            # Every place where a rank is: 2 where backward will visit the unit there, else 1.
+            recorded = bool(given) and any(x.requires_grad for x in (*given, *self.joining))
+            at_places = torch.zeros(len(self.places) + 1, dtype=torch.int32)
+            at_places[here] = 1 + recorded
+            at_places = all_reduce_over(at_places.to(mesh_device(self.mesh)), self.mesh, "max")
+            positions = {place: value > 1 for place, value in enumerate(at_places.tolist()) if value}
+            if positions.keys() == {here}:
+                return
             first = min(positions)
             if self.places[first].problem:
                 raise AutoplanError(
@@ -129,14 +141,6 @@ class Places:
                 self.accompanied = True
                 return  # the others walk through this unit now
             self._walk(self._unit(self.places[first]), positions[first])
-
-    def _where_ranks_are(self, here: int, given: Sequence[torch.Tensor]) -> dict[int, bool]:
-        """Return every place where a rank is, and whether backward will visit the unit there."""
-        recorded = bool(given) and any(x.requires_grad for x in (*given, *self.joining))
-        positions = torch.zeros(len(self.places) + 1, dtype=torch.int32)
-        positions[here] = 1 + recorded
-        positions = all_reduce_over(positions.to(mesh_device(self.mesh)), self.mesh, "max")
-        return {place: value > 1 for place, value in enumerate(positions.tolist()) if value}
 
     def _walk(self, unit: FSDPModule, recorded: bool) -> None:
         """Gather and free a unit without computing, and record it for backward where a run would be."""
@@ -161,11 +165,6 @@ class Places:
         return unit
 
 
-def _asked(unit: FSDPModule) -> bool:
-    groups = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", ())
-    return any(getattr(group, "reduce_scatter_unused_params", False) for group in groups)
-
-
 class _Joined(torch.autograd.Function):
     """Identity; in backward the values that join it get zero gradients."""
 
@@ -182,35 +181,27 @@ class _Joined(torch.autograd.Function):
 def places_of(model: nn.Module, mesh: DeviceMesh, stacks: Sequence[Stack], units: Units) -> Places | None:
     """Return the places of a model in FSDP2 units; None where all blocks are of one class in one stack."""
     blocks = {unit.names[0] for unit in units.units if unit.block}
-    inner = {name for unit in units.units for name in unit.names if _inside(name, blocks)}
+    inner = {n for unit in units.units for n in unit.names if any(n.startswith(f"{block}.") for block in blocks)}
     others = [unit for unit in units.units if not unit.block and not inner.intersection(unit.names)]
-    early = [_other(unit.names) for unit in others if len(unit.names) == 1 and not unit.last]
-    late = [_other(unit.names) for unit in others if len(unit.names) > 1 or unit.last]
-    each = [(stack.kind == "decoder", tuple(_blocks(model, stack, blocks, inner))) for stack in stacks]
-    towers = [place for is_last, places in each if not is_last for place in places]
-    trunks = [place for is_last, places in each if is_last for place in places]
+    early = [Place(unit.names) for unit in others if len(unit.names) == 1 and not unit.last]
+    late = [
+        Place(unit.names, problem=f"{', '.join(unit.names)} are one FSDP2 unit" if len(unit.names) > 1 else "")
+        for unit in others if len(unit.names) > 1 or unit.last
+    ]  # fmt: skip
+    towers: list[Place] = []
+    trunks: list[Place] = []
+    for stack in stacks:
+        before = None
+        for name in (name for name in stack.fqns if name in blocks):
+            units_inside = sorted(unit for unit in inner if unit.startswith(f"{name}."))
+            problem = f"{units_inside[0]} inside it is an FSDP2 unit of its own" if units_inside else ""
+            kind = type(model.get_submodule(name))  # blocks of another class (cross-attention) may be skipped alone
+            place = Place((name,), kind is not before, problem, block=True)
+            (trunks if stack.kind == "decoder" else towers).append(place)
+            before = kind
     if len(stacks) < 2 and sum(place.parting for place in (*towers, *trunks)) < 2:
         return None
     return Places(model, mesh, (*towers, *early, *trunks, *late))
-
-
-def _other(names: tuple[str, ...]) -> Place:
-    return Place(names, problem=f"{', '.join(names)} are one FSDP2 unit" if len(names) > 1 else "")
-
-
-def _blocks(model: nn.Module, stack: Stack, blocks: set[str], inner: set[str]) -> Iterable[Place]:
-    before = None
-    for name in stack.fqns:
-        if name in blocks:
-            units_inside = sorted(unit for unit in inner if unit.startswith(f"{name}."))
-            problem = f"{units_inside[0]} inside it is an FSDP2 unit of its own" if units_inside else ""
-            kind = type(model.get_submodule(name))
-            yield Place((name,), kind is not before, problem, block=True)  # cross-attention may be skipped alone
-            before = kind
-
-
-def _inside(name: str, blocks: set[str]) -> bool:
-    return any(name.startswith(f"{block}.") for block in blocks)
 
 
 # Fully sharded data parallelism (FSDP2) over the blocks, after tensor parallelism and checkpointing.
@@ -224,29 +215,15 @@ def _precision(options: DataParallel, model: nn.Module) -> MixedPrecisionPolicy:
     """Return the given policy, or one that only sums half-precision gradients in float32."""
     if isinstance(options.mp_policy, MixedPrecisionPolicy):
         return options.mp_policy
-    return default_precision() if options.mp_policy else _as_they_are(model)
-
-
-def _offload(options: DataParallel) -> OffloadPolicy:
-    if options.cpu_offload:
-        return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    policy = options.offload_policy if options.offload_policy is not None else OffloadPolicy()
-    if getattr(policy, "pin_memory", False) and not torch.accelerator.is_available():
-        raise AutoplanError(
-            f"offload_policy={policy!r} pins memory for an accelerator, but torch finds none",
-            hint="CPUOffloadPolicy(pin_memory=False), or cpu_offload=True, which pins where there is a GPU",
-        )
-    return policy
+    if options.mp_policy:
+        return default_precision()
+    half = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters() if p.requires_grad)
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
 
 def default_precision() -> MixedPrecisionPolicy:
     """Return the policy that computes in bfloat16 and sums gradients and returns outputs in float32."""
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-
-
-def _as_they_are(model: nn.Module) -> MixedPrecisionPolicy:
-    half = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters() if p.requires_grad)
-    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
 
 def shard_data_parallel(
@@ -281,7 +258,15 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
     modules = dict(model.named_modules(remove_duplicate=False))
     policy = _precision(options, model)
     inner = replace(policy, output_dtype=None)  # cast the model's outputs, not those of its units
-    shared: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(options)}
+    offload = options.offload_policy if options.offload_policy is not None else OffloadPolicy()
+    if options.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    elif getattr(offload, "pin_memory", False) and not torch.accelerator.is_available():
+        raise AutoplanError(
+            f"offload_policy={offload!r} pins memory for an accelerator, but torch finds none",
+            hint="CPUOffloadPolicy(pin_memory=False), or cpu_offload=True, which pins where there is a GPU",
+        )
+    shared: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
     if any(_few_matrices(parameter, mesh) for parameter in model.parameters()):
         shared["shard_placement_fn"] = partial(_few_matrices, mesh=mesh)
     if units.ignored:
@@ -302,10 +287,16 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
         places.watch_rest()
     if _writes_text(model) and any(_writes_text(module) for module in model.modules() if module is not model):
         register_fsdp_forward_method(model, "generate")  # a wrapper's generate calls the inner model's forward only
-    _prefetch([modules[unit.names[0]] for unit in units.units if unit.block], options.depths)
+    forward, backward = options.depths  # to prefetch
+    blocks = [block for unit in units.units if unit.block and isinstance(block := modules[unit.names[0]], FSDPModule)]
+    for place, block in enumerate(blocks):
+        if forward and blocks[place + 1 : place + 1 + forward]:
+            block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + forward])
+        if backward and place:
+            block.set_modules_to_backward_prefetch(blocks[max(0, place - backward) : place][::-1])
     for _, parameter in units.scalars:
         if parameter.requires_grad:
-            parameter.register_hook(_averaged_over(mesh))
+            parameter.register_hook(partial(_averaged, mesh=mesh))
 
 
 def _few_matrices(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
@@ -321,20 +312,7 @@ def _writes_text(module: nn.Module) -> bool:
     return callable(getattr(module, "generate", None))
 
 
-def _prefetch(blocks: list[nn.Module], depths: tuple[int, int]) -> None:
-    forward, backward = depths
-    units = [block for block in blocks if isinstance(block, FSDPModule)]
-    for place, unit in enumerate(units):
-        if forward and units[place + 1 : place + 1 + forward]:
-            unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + forward])
-        if backward and place:
-            unit.set_modules_to_backward_prefetch(units[max(0, place - backward) : place][::-1])
-
-
-def _averaged_over(mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
-    def average(gradient: torch.Tensor) -> torch.Tensor:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local = all_reduce_over(local, mesh) / mesh.size()
-        return like(local, gradient) if isinstance(gradient, DTensor) else local
-
-    return average
+def _averaged(gradient: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    local = all_reduce_over(local, mesh) / mesh.size()
+    return like(local, gradient) if isinstance(gradient, DTensor) else local

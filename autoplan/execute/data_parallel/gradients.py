@@ -144,15 +144,10 @@ def _over_mesh(
     total = torch.zeros((), dtype=dtype, device=device)
     for value in values:
         if value.numel():
-            size = torch.linalg.vector_norm(value, norm_type, dtype=_wide(value, dtype)).to(dtype).to(device)
+            norm_dtype = dtype.to_complex() if value.is_complex() else dtype
+            size = torch.linalg.vector_norm(value, norm_type, dtype=norm_dtype).to(dtype).to(device)
             total = torch.maximum(total, size) if math.isinf(norm_type) else total + size**norm_type
     return total if mesh is None else all_reduce_over(total, mesh, "max" if math.isinf(norm_type) else "sum")
-
-
-def _wide(value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    if not value.is_complex():
-        return dtype
-    return torch.complex128 if dtype == torch.float64 else torch.complex64
 
 
 def _counted(gradient: torch.Tensor, held: Held | None) -> torch.Tensor:

@@ -24,37 +24,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
-from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
+from autoplan.execute.data_parallel.mesh_dims import read_mesh
 from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
 from autoplan.values import Plan
 
 # Options of fully_shard and fully_shard_model that do not follow from model, mesh and plan (0.2 to 0.6).
 OPTIONS = (
-    "average_in_collective",
-    "calculate_per_token_loss",
-    "cuda_graph_mode",
-    "device",
-    "disable_bucketing",
-    "disable_symmetric_registration",
-    "enable_fine_grained_param_gather",
-    "fsdp_db_use_persist_buf_on_alloc_fail",
-    "fsdp_double_buffer",
-    "grad_reduce_in_fp32",
-    "init_model_with_meta_device",
-    "keep_fp8_transpose_cache",
-    "maxpool_double_buffer",
-    "mixed_precision_policy",
-    "nccl_ub",
-    "outer_dp_sharding_strategy",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "preproc_state_dict_for_dcp_ckpt",
-    "preserve_fp32_weights",
-    "report_nan_in_param_grad",
-    "sync_model_each_microbatch",
-    "use_decoupled_grad",
-    "zero_dp_strategy",
-)
+    "average_in_collective", "calculate_per_token_loss", "cuda_graph_mode", "device", "disable_bucketing",
+    "disable_symmetric_registration", "enable_fine_grained_param_gather", "fsdp_db_use_persist_buf_on_alloc_fail",
+    "fsdp_double_buffer", "grad_reduce_in_fp32", "init_model_with_meta_device", "keep_fp8_transpose_cache",
+    "maxpool_double_buffer", "mixed_precision_policy", "nccl_ub", "outer_dp_sharding_strategy",
+    "overlap_grad_reduce", "overlap_param_gather", "preproc_state_dict_for_dcp_ckpt", "preserve_fp32_weights",
+    "report_nan_in_param_grad", "sync_model_each_microbatch", "use_decoupled_grad", "zero_dp_strategy",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -138,15 +120,12 @@ def megatron_call(
     classes = {type(modules[fqn]): None for stack in plan.layers for fqn in stack.fqns}
     if not classes:
         raise AutoplanError("no repeated blocks were found, so there are no units", hint="autoplan.layers(model)")
-    arguments = {"device_mesh": mesh, **_dim_names(dims), "fsdp_unit_modules": list(classes)}
+    named = {"dp_shard_dim": "dp_shard", "dp_outer_dim": "dp_replicate", "tp_dim": "tp"}
+    names = {argument: dims.names[purpose] for argument, purpose in named.items() if purpose in dims.names}
+    arguments = {"device_mesh": mesh, **names, "fsdp_unit_modules": list(classes)}
     function = "fully_shard_model" if optimizer is None else "fully_shard"
     tp_mesh = tp_mesh_of(mesh, plan, dims.names)
     return MegatronCall(function, arguments | options, model, optimizer, plan, tp_mesh, gather_logits)
-
-
-def _dim_names(dims: MeshDims) -> dict[str, Any]:
-    named = {"dp_shard_dim": "dp_shard", "dp_outer_dim": "dp_replicate", "tp_dim": "tp"}
-    return {argument: dims.names[purpose] for argument, purpose in named.items() if purpose in dims.names}
 
 
 def _shown(value: Any) -> str:

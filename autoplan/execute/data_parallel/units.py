@@ -142,7 +142,10 @@ class _Search:
         inside = {id(m) for unit in blocks for n in unit.names for m in self.modules[n].modules()}
         units: list[Unit] = []
         for getter, last in zip(conventions().ends, (False, True), strict=True):
-            module = _called(self.model, getter)
+            try:
+                module: object = getattr(self.model, getter, lambda: None)()
+            except (NotImplementedError, AttributeError):  # not supported by this model
+                continue
             if not isinstance(module, (nn.Embedding, nn.Linear)) or id(module) in inside or not blocks:
                 continue
             if id(module) not in self.first_name or self.first_name[id(module)] == "":
@@ -157,7 +160,8 @@ class _Search:
         for unit in blocks:
             for below in self.modules[unit.names[0]].modules():
                 homes.setdefault(id(below), set()).add(unit.names[0])
-        several = [m for m in self._unique() if len(homes.get(id(m), ())) > 1 and any(True for _ in m.parameters())]
+        unique = (self.modules[name] for name in self.first_name.values())
+        several = [m for m in unique if len(homes.get(id(m), ())) > 1 and any(True for _ in m.parameters())]
         below_shared = {id(b) for m in several for b in m.modules() if b is not m}
         units = [Unit((self.first_name[id(m)],)) for m in several if id(m) not in below_shared]
         for unit in units:
@@ -254,25 +258,11 @@ class _Search:
     def _parameters(self, name: str) -> list[nn.Parameter]:
         return list(self.modules[name].parameters())
 
-    def _unique(self) -> Iterable[nn.Module]:
-        return (self.modules[name] for name in self.first_name.values())
-
 
 def _direct(module: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Parameter]:
     """Return the trainable parameters that a module holds itself."""
     parameters = (p for p in module._parameters.values() if p is not None)
     return [p for p in parameters if p.requires_grad and p not in ignored]
-
-
-def _called(model: nn.Module, getter: str) -> object:
-    """Return the result of an interface method; None if the model has none or does not support it."""
-    method = getattr(model, getter, None)
-    if method is None:
-        return None
-    try:
-        return method()
-    except (NotImplementedError, AttributeError):
-        return None
 
 
 def _merged(groups: list[frozenset[str]]) -> list[list[str]]:

@@ -218,7 +218,15 @@ def full_tensors(model: nn.Module, grads: bool = False) -> dict[str, torch.Tenso
         parameters = list(held_parameters(model))
         meet(same_model(model))
         owners = {id(parameter): parameter for _, parameter, _ in parameters}
-        present = _present(list(owners.values())) if grads else [True] * len(owners)
+        present = [True] * len(owners)
+        if grads:
+            # A gradient is gathered if at least one rank has it.
+            flags = torch.tensor([parameter.grad is not None for parameter in owners.values()], dtype=torch.int32)
+            meshes = [parameter.device_mesh for parameter in owners.values() if isinstance(parameter, DTensor)]
+            mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
+            if mesh is not None:
+                flags = all_reduce_over(flags.to(mesh.device_type), mesh, "max")
+            present = [bool(flag) for flag in flags.tolist()]
         wanted = dict(zip(owners, present, strict=True))
         whole: dict[int, torch.Tensor] = {}
         result: dict[str, torch.Tensor] = {}
@@ -226,20 +234,9 @@ def full_tensors(model: nn.Module, grads: bool = False) -> dict[str, torch.Tenso
             if not wanted[id(parameter)]:
                 continue
             if id(parameter) not in whole:
-                whole[id(parameter)] = whole_tensor(_gradient(parameter) if grads else parameter, held)
+                tensor: torch.Tensor = parameter
+                if grads:
+                    tensor = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                whole[id(parameter)] = whole_tensor(tensor, held)
             result[fqn] = whole[id(parameter)]
         return result
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def _present(parameters: list[nn.Parameter]) -> list[bool]:
-    """Return, per parameter, whether it has a gradient on at least one rank."""
-    flags = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-    meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
-    mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
-    if mesh is not None:
-        flags = all_reduce_over(flags.to(mesh.device_type), mesh, "max")
-    return [bool(flag) for flag in flags.tolist()]

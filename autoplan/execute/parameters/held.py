@@ -66,7 +66,11 @@ class Held:
 
     def __post_init__(self) -> None:
         if self.dim is not None and self.gradient != "local":
-            object.__setattr__(self, "shared", _shared(self.rows, self.group.rank))
+            holders = Counter(row for held in self.rows for row in held)
+            places = {row: place for place, row in enumerate(sorted(row for row, n in holders.items() if n > 1))}
+            own = [(position, places[row]) for position, row in enumerate(self.rows[self.group.rank]) if row in places]
+            shared = SharedRows(tuple(position for position, _ in own), tuple(place for _, place in own), len(places))
+            object.__setattr__(self, "shared", shared)
 
     @property
     def is_summed(self) -> bool:
@@ -158,13 +162,6 @@ def is_local_of(tensor: torch.Tensor, parameter: Any) -> bool:
 def fsdp_placements(placements: Sequence[Placement], held: Held | None) -> Sequence[Placement]:
     """Return the placements that FSDP2 made: its mesh dims come before the one of tensor parallelism."""
     return placements if held is None or held.dim is None else placements[:-1]
-
-
-def _shared(rows: tuple[tuple[int, ...], ...], rank: int) -> SharedRows:
-    holders = Counter(row for held in rows for row in held)
-    places = {row: place for place, row in enumerate(sorted(row for row, n in holders.items() if n > 1))}
-    own = [(position, places[row]) for position, row in enumerate(rows[rank]) if row in places]
-    return SharedRows(tuple(position for position, _ in own), tuple(place for _, place in own), len(places))
 
 
 @dataclass
@@ -319,8 +316,13 @@ class _CopyAll(Recorded):
         summed: list[torch.Tensor | None] = [None] * len(parts)
         for places in _messages(parts):
             together = [part for part in (parts[place] for place in places) if part is not None]
-            for place, part in zip(places, _summed(together, ctx.group), strict=True):
-                summed[place] = part
+            if len(together) == 1:  # perhaps a large one: no copy
+                summed[places[0]] = sum_over_ranks(together[0], ctx.group)
+                continue
+            whole = sum_over_ranks(torch.cat([part.flatten() for part in together]), ctx.group)
+            pieces = whole.split([part.numel() for part in together])
+            for place, piece, part in zip(places, pieces, together, strict=True):
+                summed[place] = piece.view(part.shape)
         return None, *summed
 
 
@@ -336,11 +338,3 @@ def _messages(parts: Sequence[torch.Tensor | None]) -> Iterator[list[int]]:
             waiting.setdefault(part.dtype, []).append(place)
             sizes[part.dtype] += part.numel()
     yield from waiting.values()
-
-
-def _summed(parts: Sequence[torch.Tensor], group: RankGroup) -> Sequence[torch.Tensor]:
-    if len(parts) == 1:
-        return [sum_over_ranks(parts[0], group)]
-    whole = sum_over_ranks(torch.cat([part.flatten() for part in parts]), group)
-    pieces = whole.split([part.numel() for part in parts])
-    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]

@@ -262,7 +262,8 @@ def view_class(cls: Any, names: tuple[str, ...]) -> type:
     namespace.update((name, _parameter_property(name, getattr(cls, name, None))) for name in names)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _flat_weights_property()
-        namespace["_update_flat_weights"] = _keep_flat_weights
+        # Views are new tensors each time, which recurrent layers would take for changed weights.
+        namespace["_update_flat_weights"] = lambda self: None
     subclass: type = subclass_of(cls, namespace)
     return subclass
 
@@ -376,8 +377,15 @@ def _parameter_property(name: str, computed: Any = None) -> property:
                 return self.__dict__[name]
             raise AttributeError(name)  # nn.Module.__getattr__ goes on, and raises the usual error
         record = record_of(self)
-        if record is None:
-            return _unrecorded(self, name, parameters[name])
+        if record is None:  # a module that has our class but no record of its own
+            if isinstance(parameters[name], DTensor):
+                raise AutoplanError(
+                    f"a {type(self).__name__} was created in the forward from the sharded parameter {name!r} "
+                    f"({list(parameters[name].shape)} in full), without its sharding",
+                    hint="call the module itself, or copy it with copy.copy; or replicate it: "
+                    "overrides={name: 'replicate'}",
+                )
+            return parameters[name]
         if not record.reading.inside:
             return parameters[name]
         if isinstance(computed, property) and computed.fget is not None:
@@ -407,17 +415,6 @@ def _parameter_property(name: str, computed: Any = None) -> property:
     return property(read, write, delete)
 
 
-def _unrecorded(module: nn.Module, name: str, parameter: Any) -> Any:
-    """Return a parameter of a module that has our class but no record of its own; refuse a DTensor."""
-    if isinstance(parameter, DTensor):
-        raise AutoplanError(
-            f"a {type(module).__name__} was created in the forward from the sharded parameter {name!r} "
-            f"({list(parameter.shape)} in full), without its sharding",
-            hint="call the module itself, or copy it with copy.copy; or replicate it: overrides={name: 'replicate'}",
-        )
-    return parameter
-
-
 def _flat_weights_property() -> property:
     """Return the property for the list of weights that recurrent layers keep and compute with."""
 
@@ -433,10 +430,6 @@ def _flat_weights_property() -> property:
         self.__dict__["_flat_weights"] = value
 
     return property(read, write)
-
-
-def _keep_flat_weights(self: nn.Module) -> None:
-    """Keep the list: views are new tensors each time, which recurrent layers would take for changed weights."""
 
 
 def _reduce_to(cls: type, names: tuple[str, ...]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from types import MethodType
 from typing import Any, TypeAlias
@@ -22,14 +23,7 @@ from autoplan.execute.parameters.picked import draw, note_marked, number_in, pic
 from autoplan.execute.parameters.state_dict import as_held, in_checkpoint_order
 from autoplan.patches.mixed_ops import mixed_by
 from autoplan.patches.sharding_rules import asked_of_all, heard_by_classes, numbers_and_draws
-from autoplan.patches.tensors import (
-    data_assigned,
-    left_whole,
-    norm_of,
-    picked,
-    told_of_new_optimizers,
-    told_of_stored,
-)
+from autoplan.patches.tensors import data_assigned, left_whole, norm_of, picked, told_of_new_optimizers, told_of_stored
 
 # Rows of a gradient that several ranks hold count once, here and in torch's own norms.
 #
@@ -66,14 +60,17 @@ def _repeating(owner: _Owner) -> Iterator[tuple[torch.Tensor, Held]]:
 def count_once(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the gradients with zeros in rows that another rank counts."""
     shared = {id(parameter.grad): held for owner in list(_owners) for parameter, held in _repeating(owner)}
-    return [_own_rows(gradient, shared[id(gradient)]) if id(gradient) in shared else gradient for gradient in gradients]
-
-
-def _own_rows(gradient: torch.Tensor, held: Held) -> torch.Tensor:
-    assert isinstance(gradient, DTensor) and held.dim is not None
-    local = gradient.to_local()
-    rows = index_of(answered_for(held, gradient), local.device)
-    return like(torch.zeros_like(local).index_copy(held.dim, rows, local.index_select(held.dim, rows)), gradient)
+    counted: list[torch.Tensor] = []
+    for gradient in gradients:
+        held = shared.get(id(gradient))
+        if held is not None:
+            assert isinstance(gradient, DTensor) and held.dim is not None
+            local = gradient.to_local()
+            rows = index_of(answered_for(held, gradient), local.device)
+            own = torch.zeros_like(local).index_copy(held.dim, rows, local.index_select(held.dim, rows))
+            gradient = like(own, gradient)
+        counted.append(gradient)
+    return counted
 
 
 def repeats(held: Held) -> bool:
@@ -100,14 +97,18 @@ def answered_for(held: Held, gradient: DTensor) -> list[int]:
 # shards, since FSDP2 gathers from memory of its own.
 
 
-def assign_data(parameter: DTensor, value: Any, held: Held) -> None:
-    """Assign `parameter.data = value` for a parameter on ranks."""
+def assign_data(parameter: DTensor, value: Any) -> bool:
+    """Assign `parameter.data = value` for a parameter on ranks; return whether it is one."""
+    held = held_by(parameter)
+    if held is None:
+        return False
     if parameter.device_mesh.ndim > 1:
         _refuse(parameter, value, held, "which FSDP2 gathers from memory of its own")
     if not isinstance(value, torch.Tensor):
         _refuse(parameter, value, held, "which must be a tensor")
     if isinstance(value, DTensor):
-        if (value.device_mesh, value.placements, value.shape) != _how(parameter):
+        own = (parameter.device_mesh, parameter.placements, parameter.shape)
+        if (value.device_mesh, value.placements, value.shape) != own:
             _refuse(parameter, value, held, "which has another mesh, placement or shape")
     elif tuple(value.shape) != held.shape:
         _refuse(parameter, value, held, "which has another shape")
@@ -115,10 +116,7 @@ def assign_data(parameter: DTensor, value: Any, held: Held) -> None:
         value = as_held(value, parameter, held)
     torch.Tensor.data.__set__(parameter, value.detach())
     parameter._local_tensor, parameter._spec = value._local_tensor.detach(), value._spec
-
-
-def _how(parameter: DTensor) -> Any:
-    return parameter.device_mesh, parameter.placements, parameter.shape
+    return True
 
 
 def _refuse(parameter: DTensor, value: Any, held: Held, why: str) -> None:
@@ -230,23 +228,15 @@ def follow(optimizer: Optimizer) -> None:
     setattr(optimizer, _FOLLOWED, True)
     note_repeating(optimizer)
     watch_steps(optimizer, _parameters(optimizer))
-    optimizer.register_state_dict_post_hook(_to_checkpoint)
-    optimizer.register_load_state_dict_pre_hook(_from_checkpoint)
+    optimizer.register_state_dict_post_hook(partial(_translated, _saved))
+    optimizer.register_load_state_dict_pre_hook(partial(_translated, _loaded))
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def _to_checkpoint(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    return _translated(optimizer, state_dict, _saved)
-
-
-def _from_checkpoint(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    return _translated(optimizer, state_dict, _loaded)
-
-
-def _translated(optimizer: Optimizer, state_dict: dict[str, Any], translate: Any) -> dict[str, Any]:
+def _translated(translate: Any, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict with each tensor of each marked parameter translated. Its keys may be numbers or names."""
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     by_key = dict(zip(keys, _parameters(optimizer), strict=False))
@@ -257,14 +247,10 @@ def _translated(optimizer: Optimizer, state_dict: dict[str, Any], translate: Any
         if held is None or not isinstance(parameter, DTensor) or not isinstance(state, Mapping):
             states[key] = state
         else:
-            states[key] = {name: _one(name, value, parameter, held, translate) for name, value in state.items()}
+            tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+            translated = {name: translate(name, tensor, parameter, held) for name, tensor in tensors.items()}
+            states[key] = {**state, **translated}  # step counts and the like stay
     return {**state_dict, "state": states}
-
-
-def _one(name: str, value: Any, parameter: DTensor, held: Held, translate: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return value  # step counts and the like
-    return translate(name, value, parameter, held)
 
 
 def _saved(name: str, value: torch.Tensor, parameter: DTensor, held: Held) -> torch.Tensor:
@@ -306,7 +292,7 @@ class _Following:
         self.holds = (
             told_of_new_optimizers(follow),
             norm_of(count_once),
-            data_assigned(_assigned, with_mark),
+            data_assigned(assign_data, with_mark),
             picked(pick, set_item, total),
             numbers_and_draws(number_in, draw),
             *mixed_by(mixed, ordered, in_place),
@@ -345,14 +331,6 @@ def stop_following(model: nn.Module) -> None:
         mark = mark_of(parameter)
         if mark is not None:
             mark.kept.release()
-
-
-def _assigned(parameter: DTensor, value: Any) -> bool:
-    held = held_by(parameter)
-    if held is None:
-        return False
-    assign_data(parameter, value, held)
-    return True
 
 
 def _lies_otherwise(parameter: torch.Tensor, whole: torch.Tensor) -> bool:

@@ -67,7 +67,7 @@ def prepare_parameters(
                 new, record.parameters[name] = builder.parameter(
                     _join(path, name), parameter, fused=isinstance(module, nn.RNNBase) and path not in gathering
                 )
-                prepared.swaps.append(_Swap(module._parameters, name, parameter, new))
+                prepared.swaps.append((module._parameters, name, parameter, new))
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
@@ -75,7 +75,7 @@ def prepare_parameters(
             if held is not None:
                 record.buffers[name] = held
             if new_buffer is not buffer:
-                prepared.swaps.append(_Swap(module._buffers, name, buffer, new_buffer))
+                prepared.swaps.append((module._buffers, name, buffer, new_buffer))
         kind: Any = type(module)
         prepared.modules.append((module, record, kind, view_class(kind, tuple(record.parameters))))
     _refuse_differing_ranks(builder)
@@ -83,27 +83,19 @@ def prepare_parameters(
 
 
 @dataclass
-class _Swap:
-    where: dict[str, Any]
-    name: str
-    old: Any
-    new: Any
-
-
-@dataclass
 class Prepared:
     """All changes that sharding will make. `commit` and `undo` swap references and cannot fail half way."""
 
     model: nn.Module
-    swaps: list[_Swap] = field(default_factory=list)
+    swaps: list[tuple[dict[str, Any], str, Any, Any]] = field(default_factory=list)  # where, its name, old, new
     modules: list[tuple[nn.Module, ModuleRecord, type[nn.Module], type[nn.Module]]] = field(default_factory=list)
     _hooks: list[RemovableHandle] = field(default_factory=list)
 
     def commit(self) -> None:
         """Shard the model."""
         assert not self._hooks, "committed already"
-        for swap in self.swaps:
-            swap.where[swap.name] = swap.new
+        for where, name, _, new in self.swaps:
+            where[name] = new
         for module, record, _, view in self.modules:
             record.attach(module)
             give_class(module, view)
@@ -115,8 +107,8 @@ class Prepared:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for swap in self.swaps:
-            swap.where[swap.name] = swap.old
+        for where, name, old, _ in self.swaps:
+            where[name] = old
         for module, _, cls, _ in self.modules:
             give_class(module, cls)
             ModuleRecord.detach(module)
@@ -263,7 +255,11 @@ def _refuse_differing_ranks(builder: _Builder) -> None:
     ]
     if builder.group.size == 1 or not builder.originals:
         return
-    samples = [_sample(tensor).to(builder.device) for _, tensor in real]
+    samples = []
+    for _, tensor in real:
+        flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLES)][: 2 * _SAMPLES]
+        samples.append(sample.to(torch.float64).to(builder.device))
     meet()
     group, each = builder.group, [1] * builder.group.size
     numbers = torch.tensor([[len(real), sum(map(len, samples))]], device=builder.device)
@@ -287,11 +283,6 @@ def _refuse_differing_ranks(builder: _Builder) -> None:
         f"the ranks hold different values in {len(names)} of {len(real)} parameters, first {names[0]}",
         hint="build the model from one seed or one checkpoint on every rank of a tp group",
     )
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLES)][: 2 * _SAMPLES].to(torch.float64)
 
 
 def _join(path: str, name: str) -> str:

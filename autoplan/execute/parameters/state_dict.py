@@ -130,20 +130,15 @@ def _from_checkpoint(
             if not isinstance(value, torch.Tensor) or current is None:
                 continue  # missing: torch reports it
             if tuple(value.shape) != held.shape:
-                errors.append(_size_mismatch(prefix + name, value, held))
+                errors.append(  # torch's own message, with the checkpoint's shape rather than the one in rank order
+                    f"size mismatch for {prefix + name}: copying a param with shape {value.shape} from checkpoint, "
+                    f"the shape in current model is {torch.Size(held.shape)}."
+                )
                 state_dict[prefix + name] = current
             elif isinstance(current, DTensor):
                 state_dict[prefix + name] = as_held(value, current, held)
             elif name in record.buffers:
                 state_dict[prefix + name] = held.buffer(_plain(value))
-
-
-def _size_mismatch(key: str, value: torch.Tensor, held: Held) -> str:
-    """Return torch's own message, with the checkpoint's shape rather than the one in rank order."""
-    return (
-        f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
-        f"the shape in current model is {torch.Size(held.shape)}."
-    )
 
 
 def as_held(value: torch.Tensor, parameter: DTensor, held: Held) -> DTensor:

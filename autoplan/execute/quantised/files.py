@@ -13,7 +13,7 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import SourceError
 from autoplan.execute.quantised.formats import QuantisedTwice, dequantise
 from autoplan.execute.weights.files import CheckpointFiles
-from autoplan.values.quantised import PackedTensor, PackedWeight
+from autoplan.values.quantised import PackedWeight
 
 _AT_ONCE = 2**24  # elements dequantised at once of a flat matrix
 _NESTED = ".nested_absmax"  # of absmax values that are quantised in blocks themselves
@@ -108,12 +108,12 @@ class DequantisedFiles(_Files):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        others = (key for key in super().keys if key not in self._parts and not self._is_beside(key))
-        return (*others, *self.packed)
+        def owners(key: str) -> set[str]:
+            """Return the weights that a key may be other data of ("….weight.quant_state")."""
+            return {key.rpartition(".")[0], key.partition(".quant_state.")[0]}
 
-    def _is_beside(self, key: str) -> bool:
-        """Return whether a key is other data of a packed weight ("….weight.quant_state")."""
-        return key.rpartition(".")[0] in self.packed or key.partition(".quant_state.")[0] in self.packed
+        others = (key for key in super().keys if key not in self._parts and self.packed.keys().isdisjoint(owners(key)))
+        return (*others, *self.packed)
 
     def shape(self, key: str) -> tuple[int, ...]:
         return self.packed[key].shape if key in self.packed else super().shape(key)
@@ -138,8 +138,20 @@ class DequantisedFiles(_Files):
                 piece = self._flat_rows(weight, min(some), max(some) + 1)[[row - min(some) for row in some]]
                 pieces.append(piece if columns is None else piece.index_select(1, columns))
             return torch.cat(pieces)
-        covers = {dim: _cover(weight, dim, held) for dim, held in wanted.items()}
-        parts = {tensor.name: self._part(weight, tensor, covers) for tensor in weight.tensors}
+        covers: dict[int, tuple[int, ...]] = {}  # all rows of the blocks that contain these rows, in order of first use
+        for dim, held in wanted.items():
+            factors = (number.factor for tensor in weight.tensors for number in tensor.dims if number.of == (dim,))
+            block, size = lcm(*factors), weight.shape[dim]
+            touched = dict.fromkeys(row // block for row in held)
+            covers[dim] = tuple(n for at in touched for n in range(at * block, min((at + 1) * block, size)))
+        parts: dict[str, torch.Tensor] = {}
+        for tensor in weight.tensors:
+            own_rows: dict[int, Sequence[int]] = {}  # of the stored tensor: the blocks of these rows
+            for place, stored in enumerate(tensor.dims):
+                if stored.of and stored.of[0] in covers:
+                    blocks_here = dict.fromkeys(row // stored.factor for row in covers[stored.of[0]])
+                    own_rows[place] = [at * stored.each + offset for at in blocks_here for offset in range(stored.each)]
+            parts[tensor.name] = super().read(f"{weight.owner}.{tensor.name}", own_rows)
         shape = tuple(len(covers[dim]) if dim in covers else size for dim, size in enumerate(weight.shape))
         blocks = dequantise(weight, parts, shape)
         for dim, held in wanted.items():
@@ -147,15 +159,6 @@ class DequantisedFiles(_Files):
                 places = {row: place for place, row in enumerate(covers[dim])}
                 blocks = blocks.index_select(dim, torch.tensor([places[row] for row in held], dtype=torch.long))
         return blocks
-
-    def _part(self, weight: PackedWeight, tensor: PackedTensor, covers: Mapping[int, tuple[int, ...]]) -> torch.Tensor:
-        """Return the part of a stored tensor that belongs to the blocks of these rows."""
-        wanted: dict[int, Sequence[int]] = {}
-        for place, dim in enumerate(tensor.dims):
-            if dim.of and dim.of[0] in covers:
-                blocks = dict.fromkeys(row // dim.factor for row in covers[dim.of[0]])
-                wanted[place] = [block * dim.each + offset for block in blocks for offset in range(dim.each)]
-        return super().read(f"{weight.owner}.{tensor.name}", wanted)
 
     def _flat_rows(self, weight: PackedWeight, start: int, stop: int) -> torch.Tensor:
         """Return consecutive rows of a matrix that is stored flat. Blocks may begin in one row and end in the next."""
@@ -171,11 +174,3 @@ class DequantisedFiles(_Files):
             parts[tensor.name] = super().read(f"{weight.owner}.{tensor.name}", wanted)
         numbers = dequantise(weight, parts, (last - first,))
         return numbers[start * inputs - first : stop * inputs - first].reshape(stop - start, inputs)
-
-
-def _cover(weight: PackedWeight, dim: int, rows: tuple[int, ...]) -> tuple[int, ...]:
-    """Return all rows of the blocks that contain these rows, in block order of first use."""
-    factors = (number.factor for tensor in weight.tensors for number in tensor.dims if number.of == (dim,))
-    block, size = lcm(*factors), weight.shape[dim]
-    blocks = dict.fromkeys(row // block for row in rows)
-    return tuple(row for number in blocks for row in range(number * block, min((number + 1) * block, size)))

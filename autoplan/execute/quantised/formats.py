@@ -208,10 +208,6 @@ def _plain_numbers(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -
     return numbers * _scales(weight, parts, ending, shape)
 
 
-def _fp4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
-    return _float4(parts[weight.tensors[0].name]) * _scales(weight, parts, weight.tensors[1].name, shape)
-
-
 def _mxfp4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
     """Decode blocks of 16 bytes along the inputs."""
     numbers = _float4(parts[_named(weight, "_blocks")])  # [experts, outputs, blocks, 32]
@@ -227,17 +223,16 @@ def _nvfp4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.
 
 def _awq(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
     bits = weight.scheme.value("bits")
-    numbers, zeros = (_awq_bits(parts[_named(weight, name)], bits) for name in ("qweight", "qzeros"))
+    order = torch.tensor(_AWQ_ORDER)
+    numbers, zeros = (
+        _bits(parts[_named(weight, name)], bits, -1).unflatten(-1, (-1, len(order)))[..., order].flatten(-2)
+        for name in ("qweight", "qzeros")
+    )
     scales = parts[_named(weight, "scales")]
     inputs = numbers.shape[-2]
     group = weight.scheme.value("group") or inputs
     zeros, scales = (x.repeat_interleave(group, -2).narrow(-2, 0, inputs) for x in (zeros, scales))
     return ((numbers - zeros) * scales).transpose(-1, -2)
-
-
-def _awq_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    order = torch.tensor(_AWQ_ORDER)
-    return _bits(packed, bits, -1).unflatten(-1, (-1, len(order)))[..., order].flatten(-2)
 
 
 def _gptq(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
@@ -286,10 +281,6 @@ def _bnb_4bit(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> tor
     return (values * largest[: len(values)]).reshape(shape)
 
 
-def _bnb_8bit(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
-    return parts[weight.tensors[0].name].float() * parts[_named(weight, "SCB")].float().unsqueeze(-1) * (1 / 127)
-
-
 def _torchao_int4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
     """Decode signed halves, lower first; scales and zero points by group and output, the latter added."""
     numbers = ((_pairs(parts[_named(weight, "_qdata")]).int() ^ 8) - 8).float()
@@ -302,13 +293,17 @@ def _torchao_int4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) ->
 
 _DEQUANTISED: dict[str, Callable[[PackedWeight, Parts, tuple[int, ...]], torch.Tensor]] = {
     "scaled numbers": _plain_numbers,
-    "pairs of float4": _fp4,
+    "pairs of float4": lambda weight, parts, shape: (
+        _float4(parts[weight.tensors[0].name]) * _scales(weight, parts, weight.tensors[1].name, shape)
+    ),
     "blocks of float4": _mxfp4,
     "pairs of float4, scaled twice": _nvfp4,
     "integers packed along the outputs": _awq,
     "integers packed along the inputs, by g_idx": _gptq,
     "integers packed along the inputs": _packed_integers,
     "codes in blocks": _bnb_4bit,
-    "integers by their largest": _bnb_8bit,
+    "integers by their largest": lambda weight, parts, shape: (
+        parts[weight.tensors[0].name].float() * parts[_named(weight, "SCB")].float().unsqueeze(-1) * (1 / 127)
+    ),
     "pairs of integers": _torchao_int4,
 }

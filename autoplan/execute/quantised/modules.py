@@ -33,8 +33,27 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
     """Replace weights of the plain `model` by the packed tensors of `plan`, on meta; `load_weights` fills them."""
     check_argument("model", model, nn.Module, "pass the model itself, an nn.Module")
     check_argument("plan", plan, Plan, "pass a plan that autoplan.plan made for a quantised model")
-    chosen = _chosen(model, plan)
-    for module, weights in chosen:
+    if not plan.packed:
+        raise PlanMismatchError("the plan has no quantised weights", hint="plan a config with quantization_config")
+    unknown = next((weight for weight in plan.packed if not can_dequantise(weight.scheme)), None)
+    if unknown is not None:
+        raise PlanMismatchError(
+            f"{unknown.name} is stored as {unknown.scheme.title}, which needs its own package for computing",
+            hint="build the model with that package, or fill a plain one with load_weights(…, dequantise=True)",
+        )
+    chosen: dict[nn.Module, list[PackedWeight]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            own = f"{path}.{name}" if path else name
+            weight = next((weight for weight in plan.packed if matches(weight.name, own)), None)
+            if weight is None or parameter is None:
+                continue
+            if tuple(parameter.shape) != weight.shape:
+                raise PlanMismatchError(
+                    f"{path}.{name} has shape {list(parameter.shape)}, but the plan has {list(weight.shape)}"
+                )
+            chosen.setdefault(module, []).append(weight)
+    for module, weights in chosen.items():  # nothing was changed before
         stored: dict[str, tuple[PackedWeight, torch.dtype]] = {}
         for weight in weights:
             old = module._parameters.pop(weight.parameter)
@@ -81,45 +100,12 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
     module.__dict__[_STORED] = {name: (weight, dtype) for name, (weight, _) in stored.items()}
 
 
-def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWeight]]]:
-    """Return the modules with their packed weights. Raise before anything is changed."""
-    if not plan.packed:
-        raise PlanMismatchError("the plan has no quantised weights", hint="plan a config with quantization_config")
-    chosen = []
-    unknown = next((weight for weight in plan.packed if not can_dequantise(weight.scheme)), None)
-    if unknown is not None:
-        raise PlanMismatchError(
-            f"{unknown.name} is stored as {unknown.scheme.title}, which needs its own package for computing",
-            hint="build the model with that package, or fill a plain one with load_weights(…, dequantise=True)",
-        )
-    for path, module in model.named_modules():
-        weights = []
-        for name, parameter in module._parameters.items():
-            own = f"{path}.{name}" if path else name
-            weight = next((weight for weight in plan.packed if matches(weight.name, own)), None)
-            if weight is None or parameter is None:
-                continue
-            if tuple(parameter.shape) != weight.shape:
-                raise PlanMismatchError(
-                    f"{path}.{name} has shape {list(parameter.shape)}, but the plan has {list(weight.shape)}"
-                )
-            weights.append(weight)
-        if weights:
-            chosen.append((module, weights))
-    return chosen
-
-
 @cache
 def _stored_class(cls: type, names: tuple[str, ...], stacks: bool) -> Any:
     own: dict[str, Any] = {name: property(_reader(name)) for name in names}
-    own |= {"__call__": _keeping(cls.__call__)} if stacks else {}
-    return subclass_of(cls, own)
+    call: Any = cls.__call__
 
-
-def _keeping(call: Any) -> Any:
-    """Wrap a call so that a stack, which a forward reads once per expert, is dequantised once per call."""
-
-    def kept(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def keeping_plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         outer = module.__dict__.get(_PLAIN)
         module.__dict__[_PLAIN] = {}
         try:
@@ -127,7 +113,9 @@ def _keeping(call: Any) -> Any:
         finally:
             module.__dict__[_PLAIN] = outer
 
-    return kept
+    if stacks:  # a stack, which a forward reads once per expert, is dequantised once per call
+        own["__call__"] = keeping_plain
+    return subclass_of(cls, own)
 
 
 def _reader(name: str) -> Any:
@@ -146,12 +134,6 @@ def _reader(name: str) -> Any:
                 shape[dim.of[0]] = first.shape[place] * dim.factor // dim.each
         return dequantise(weight, parts, tuple(shape)).to(dtype)
 
-    def outside_modes(module: nn.Module) -> torch.Tensor:
-        if not torch._C._is_torch_function_mode_enabled():
-            return plain(module)
-        with torch._C.DisableTorchFunction():  # a scoped function mode must not count these calls
-            return plain(module)
-
     def read(module: nn.Module) -> torch.Tensor:
         parameter = module._parameters.get(name)
         if isinstance(parameter, DTensor) and (parameter.device_mesh.ndim > 1 or record_of(module) is None):
@@ -159,7 +141,11 @@ def _reader(name: str) -> Any:
         cache = module.__dict__.get(_PLAIN)
         if cache is not None and name in cache:
             return cache[name]
-        plain_weight = outside_modes(module)
+        if torch._C._is_torch_function_mode_enabled():
+            with torch._C.DisableTorchFunction():  # a scoped function mode must not count these calls
+                plain_weight = plain(module)
+        else:
+            plain_weight = plain(module)
         if cache is not None:
             cache[name] = plain_weight
         return plain_weight

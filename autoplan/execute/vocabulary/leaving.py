@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.modules import module as calls
@@ -83,7 +82,9 @@ class LeavingLogits(DTensor):
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 if func is _T.__deepcopy__:
-                    return _ours(_T.__deepcopy__(_theirs(args[0]), *args[1:]))
+                    detached: Any = args[0].detach()
+                    detached.__class__ = DTensor
+                    return _ours(_T.__deepcopy__(detached, *args[1:]))
                 result = _kept(func(*args, **kwargs), args)
         except NotImplementedError:  # this version of DTensor does not know the op
             writes = writes_in_place(func.__name__) and isinstance(args[0], LeavingLogits)
@@ -198,14 +199,6 @@ def _ours(found: DTensor) -> torch.Tensor:
     return found
 
 
-def _theirs(logits: torch.Tensor) -> DTensor:
-    """Return the logits as a plain DTensor, detached."""
-    detached: Any = logits.detach()
-    detached.__class__ = DTensor
-    plain: DTensor = detached
-    return plain
-
-
 def _counts(x: torch.Tensor) -> bool:
     return x.dim() > 0 or x.requires_grad
 
@@ -290,16 +283,14 @@ def _head(planned: SplitLogits, at: At) -> Around:
     stays = can_stay_split(planned.columns, group)
 
     def leave(output: torch.Tensor) -> torch.Tensor:
-        if running.whole_logits or (running.loss and (not stays or _is_watched(module))):
+        has_backward_hooks = not torch.compiler.is_compiling() and bool(
+            module._backward_hooks
+            or module._backward_pre_hooks
+            or calls._global_backward_hooks
+            or calls._global_backward_pre_hooks
+        )
+        if running.whole_logits or (running.loss and (not stays or has_backward_hooks)):
             return gather_pieces(output, group, planned.dim, planned.columns)
         return as_kind(output, columns) if running.loss else output
 
     return Around(leave=leave, kept=untraced)
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Return whether backward hooks act on the module."""
-    if torch.compiler.is_compiling():
-        return False
-    own = module._backward_hooks or module._backward_pre_hooks
-    return bool(own or calls._global_backward_hooks or calls._global_backward_pre_hooks)

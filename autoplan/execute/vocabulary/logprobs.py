@@ -194,7 +194,15 @@ def _head_rows(
     else:
         weight = head
     if isinstance(weight, DTensor):
-        weight, group, vocabulary = _of_dtensor(weight)
+        placed, mesh = weight.placements[0], weight.device_mesh
+        if mesh.ndim != 1 or not (placed.is_replicate() or placed == Shard(0)):
+            raise AutoplanError(
+                f"the head's weight is placed {weight.placements} over the mesh dims {mesh.mesh_dim_names}",
+                hint="only its rows may be sharded, over one mesh dim; if FSDP2 sharded it too, call this inside "
+                "autoplan.unshard(model)",
+            )
+        group, vocabulary = (None, None) if placed.is_replicate() else (mesh.get_group(), weight.shape[0])
+        weight = weight.to_local()
     bias = bias.to_local() if isinstance(bias, DTensor) else bias
     if weight.dim() != 2 or isinstance(weight, DTensor) or (group is None) != (vocabulary is None):
         raise AutoplanError(
@@ -204,19 +212,6 @@ def _head_rows(
     ranks = alone if group is None else RankGroup.of(group)
     columns_of(weight.detach().T, None if group is None else ranks, vocabulary)  # checks the number of rows
     return _HeadRows(weight, bias, ranks, weight.shape[0] if vocabulary is None else vocabulary)
-
-
-def _of_dtensor(weight: DTensor) -> tuple[torch.Tensor, Ranks | None, int | None]:
-    placed = weight.placements[0]
-    if weight.device_mesh.ndim != 1 or not (placed.is_replicate() or placed == Shard(0)):
-        raise AutoplanError(
-            f"the head's weight is placed {weight.placements} over the mesh dims {weight.device_mesh.mesh_dim_names}",
-            hint="only its rows may be sharded, over one mesh dim; if FSDP2 sharded it too, call this inside "
-            "autoplan.unshard(model)",
-        )
-    if placed.is_replicate():
-        return weight.to_local(), None, None
-    return weight.to_local(), weight.device_mesh.get_group(), weight.shape[0]
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,10 @@ class PositionLogits(torch.Tensor):
     def gathered(cls, own: torch.Tensor) -> torch.Tensor:
         """Return all positions, for readers that every rank runs alike."""
         rows = tuple(tuple(range(start, stop)) for start, stop in cls.bounds)
-        whole = gather_over_ranks(_apart(whole_columns(own), cls), cls.group, cls.dim_from_end, rows)
+        own = whole_columns(own)
+        if cls.batch > 1:  # the sequences of a batch get a dim of their own, before that of the positions
+            own = own.unflatten(cls.dim_from_end, (cls.batch, -1))
+        whole = gather_over_ranks(own, cls.group, cls.dim_from_end, rows)
         return whole.flatten(cls.dim_from_end - 1, cls.dim_from_end) if cls.batch > 1 else whole
 
 
@@ -178,21 +181,13 @@ def _whole(value: Any) -> Any:
     return type(value).gathered(_raw(value)) if isinstance(value, PositionLogits) else changed_inside(value, _whole)
 
 
-def _apart(x: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Return x with the sequences of a batch in a dim of their own, before that of the positions."""
-    return x.unflatten(kind.dim_from_end, (kind.batch, -1)) if kind.batch > 1 else x
-
-
 def _own(whole: torch.Tensor, kind: Kind, dim: int) -> torch.Tensor:
     """Return this rank's positions of a full tensor."""
     start, stop = kind.bounds[kind.group.rank]
     if kind.batch == 1:
         return whole.narrow(dim, start, stop - start)
-    return whole.unflatten(dim, (kind.batch, -1)).narrow(dim + (dim >= 0), start, stop - start).flatten(*_pair(dim))
-
-
-def _pair(dim: int) -> tuple[int, int]:
-    return (dim, dim + 1) if dim >= 0 else (dim - 1, dim)
+    first = dim if dim >= 0 else dim - 1  # of the two dims of a batch of sequences
+    return whole.unflatten(dim, (kind.batch, -1)).narrow(first + 1, start, stop - start).flatten(first, first + 1)
 
 
 def _shape_of(cls: Kind, x: torch.Tensor) -> list[int]:

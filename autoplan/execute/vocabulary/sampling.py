@@ -52,21 +52,14 @@ def floor_of(
         return None
     rows = columns.rows.detach()
     widest = len(chunk(columns.size, columns.group.size, 0))  # as many chunks on each rank: each communicates
-    floors = [
-        _floor(columns, rows[at].to(wide(rows.dtype)), temperature, top_k, top_p)
-        for at in chunks(rows, chunk_size(chunk_tokens, widest))
-    ]
+    floors = []
+    for at in chunks(rows, chunk_size(chunk_tokens, widest)):
+        some = rows[at].to(wide(rows.dtype))
+        if top_k is not None:
+            floor = top_columns(columns, some, top_k)[0][:, -1]
+            some = some.masked_fill(some < floor[:, None], -float("inf"))
+        floors.append(floor if top_p is None else _floor_of_mass(columns.group, some, temperature, top_p))
     return torch.cat(floors) if floors else rows.new_zeros(0, dtype=wide(rows.dtype))
-
-
-def _floor(
-    columns: Columns, rows: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None
-) -> torch.Tensor:
-    floor = rows.new_full(rows.shape[:1], -float("inf"))
-    if top_k is not None:
-        floor = top_columns(columns, rows, top_k)[0][:, -1]
-        rows = rows.masked_fill(rows < floor[:, None], -float("inf"))
-    return floor if top_p is None else _floor_of_mass(columns.group, rows, temperature, top_p)
 
 
 def top_columns(columns: Columns, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,40 +205,35 @@ def vocab_parallel_sample(
     With `top_p`, it is among the likeliest that together reach this share of the mass (of what top-k has left). For
     gathered logits, `group` is the ranks that draw the same.
     """
-    columns = columns_of(logits, *_of_columns(logits, group, vocabulary))
-    check_filters(temperature, top_k, top_p, columns.size)
-    rows = columns.rows.to(wide(logits.dtype))
-    if top_p is not None:
-        floor, top_k = floor_of(columns, temperature, top_k, top_p), None
-        rows = rows if floor is None else rows.masked_fill(rows < floor[:, None], -float("inf"))
-    rows = rows / temperature
-    drawing = columns.group if group is None or columns.group.size > 1 else RankGroup.of(group)
-    uniform = _uniform(rows, drawing, generator)
-    token = _draw(columns, rows, uniform) if top_k is None else _draw_top(columns, rows, uniform, top_k)
-    return token.view(columns.local.shape[:-1])
-
-
-def _of_columns(logits: torch.Tensor, group: Ranks | None, vocabulary: int | None) -> tuple[Ranks | None, int | None]:
-    """Return `group` and `vocabulary` if they describe columns; refuse gathered logits without a common draw."""
     if isinstance(logits, DTensor) or vocabulary is not None:
-        return group, vocabulary
-    if group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        columns = columns_of(logits, group, vocabulary)
+    elif group is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise AutoplanError(
             f"from full logits of shape {list(logits.shape)} each of {dist.get_world_size()} ranks would draw "
             "its own tokens",
             hint="pass group=, the ranks that must draw the same, or keep the logits sharded: `with "
             "autoplan.gather_logits(model, False)`",
         )
-    return None, None
-
-
-def _uniform(rows: torch.Tensor, ranks: RankGroup, generator: torch.Generator | None) -> torch.Tensor:
-    """Return one number in [0, 1) per row: the first rank's draw."""
+    else:
+        columns = columns_of(logits)
+    check_filters(temperature, top_k, top_p, columns.size)
+    rows = columns.rows.to(wide(logits.dtype))
+    if top_p is not None:
+        floor, top_k = floor_of(columns, temperature, top_k, top_p), None
+        rows = rows if floor is None else rows.masked_fill(rows < floor[:, None], -float("inf"))
+    rows = rows / temperature
+    # One number in [0, 1) per row: the first rank's draw.
+    ranks = columns.group if group is None or columns.group.size > 1 else RankGroup.of(group)
     device = rows.device if generator is None else generator.device
-    drawn = torch.rand(rows.shape[0], dtype=torch.float64, device=device, generator=generator).to(rows.device)
-    if ranks.size == 1:
-        return drawn
-    return all_reduce(drawn if ranks.rank == 0 else torch.zeros_like(drawn), ranks)
+    uniform = torch.rand(rows.shape[0], dtype=torch.float64, device=device, generator=generator).to(rows.device)
+    if ranks.size > 1:
+        uniform = all_reduce(uniform if ranks.rank == 0 else torch.zeros_like(uniform), ranks)
+    if top_k is None:
+        return _draw(columns, rows, uniform).view(columns.local.shape[:-1])
+    # Each rank's best few are gathered on every rank.
+    best, tokens = top_columns(columns, rows, top_k)
+    mass = torch.softmax(best, -1, dtype=torch.float64).cumsum(-1)
+    return tokens.gather(1, _at(mass, uniform * mass[:, -1])[:, None])[:, 0].view(columns.local.shape[:-1])
 
 
 def _draw(columns: Columns, rows: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -265,13 +253,6 @@ def _draw(columns: Columns, rows: torch.Tensor, uniform: torch.Tensor) -> torch.
     if ranks.size == 1:
         return token
     return all_reduce(torch.where(holder == ranks.rank, token, 0), ranks)
-
-
-def _draw_top(columns: Columns, rows: torch.Tensor, uniform: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Draw from each rank's best few, which are gathered on every rank."""
-    best, token = top_columns(columns, rows, top_k)
-    mass = torch.softmax(best, -1, dtype=torch.float64).cumsum(-1)
-    return token.gather(1, _at(mass, uniform * mass[:, -1])[:, None])[:, 0]
 
 
 def _at(mass: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

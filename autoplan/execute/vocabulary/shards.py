@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
 from autoplan.common.stages import run_rounds
-from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
+from autoplan.execute.collectives import RankGroup, Ranks, all_reduce, copy_to_ranks
 
 # Logits of which each rank holds some columns, and sums over a full row.
 #
@@ -29,8 +27,6 @@ from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
 # least, a chunk of rows at a time if wanted, so that no second tensor of the logits' size is alive.
 
 _CHUNK = 2**22  # elements that are widened at a time by default
-
-Ranks: TypeAlias = RankGroup | DeviceMesh | dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -49,10 +45,8 @@ class Columns:
     @property
     def rows(self) -> torch.Tensor:
         """Return the columns as [tokens, columns]."""
-        return self.local.reshape(-1, self.local.shape[-1]) if self.local.shape[-1] else self._no_columns()
-
-    def _no_columns(self) -> torch.Tensor:
-        return self.local.reshape(self.local.shape[:-1].numel(), 0)
+        width = self.local.shape[-1]
+        return self.local.reshape(-1, width) if width else self.local.reshape(self.local.shape[:-1].numel(), 0)
 
 
 def columns_of(logits: torch.Tensor, group: Ranks | None = None, vocabulary: int | None = None) -> Columns:
@@ -63,7 +57,15 @@ def columns_of(logits: torch.Tensor, group: Ranks | None = None, vocabulary: int
         shown = f"logits of shape {list(logits.shape)} in {logits.dtype}"
         raise AutoplanError(shown, hint="pass floating-point numbers, [..., vocabulary]")
     if isinstance(logits, DTensor):
-        return _of_dtensor(logits)
+        split = [at for at, placed in enumerate(logits.placements) if placed == Shard(logits.dim() - 1)]
+        others = [placed for at, placed in enumerate(logits.placements) if at not in split]
+        if len(split) > 1 or not all(placed.is_replicate() for placed in others):
+            raise AutoplanError(
+                f"logits have placements {logits.placements}: only the vocabulary may be sharded, over one mesh dim",
+                hint="pass logits.to_local() with group= and vocabulary=; the result then covers these rows",
+            )
+        of_dim = RankGroup.of(logits.device_mesh.get_group(split[0])) if split else RankGroup("", 1, 0)
+        return Columns(logits.to_local(), of_dim, logits.shape[-1])
     if vocabulary is None and group is None:
         return Columns(logits, RankGroup("", 1, 0), logits.shape[-1])
     if group is None or vocabulary is None:
@@ -80,20 +82,6 @@ def columns_of(logits: torch.Tensor, group: Ranks | None = None, vocabulary: int
             hint="vocabulary= is the size over all ranks; columns are sharded by ceiling, as DTensor does",
         )
     return Columns(logits, ranks, vocabulary)
-
-
-def _of_dtensor(logits: DTensor) -> Columns:
-    last = logits.dim() - 1
-    split = [at for at, placed in enumerate(logits.placements) if placed == Shard(last)]
-    others = [placed for at, placed in enumerate(logits.placements) if at not in split and not placed.is_replicate()]
-    if len(split) > 1 or others:
-        raise AutoplanError(
-            f"logits have placements {logits.placements}: only the vocabulary may be sharded, over one mesh dim",
-            hint="pass logits.to_local() with group= and vocabulary=; the result then covers these rows",
-        )
-    if not split:
-        return Columns(logits.to_local(), RankGroup("", 1, 0), logits.shape[-1])
-    return Columns(logits.to_local(), RankGroup.of(logits.device_mesh.get_group(split[0])), logits.shape[-1])
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,13 +115,6 @@ def row_sums(
     sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     sums = _RowSums.apply(columns.rows, tokens, weight, columns.group, columns.own.start, step, temperature, floor)
     return sums
-
-
-def row_entropy(columns: Columns, *, chunk_tokens: int | None = None) -> torch.Tensor:
-    """Return the entropy of each row's distribution, in nats."""
-    rows = columns.rows
-    entropy: torch.Tensor = _Entropy.apply(rows, columns.group, chunk_size(chunk_tokens, rows.shape[1]))
-    return entropy
 
 
 def chunk_size(chunk_tokens: int | None, width: int) -> int | None:
@@ -342,7 +323,9 @@ def cross_entropy(
     counted = tokens != ignore_index
     torch._assert_async(((tokens >= 0) & (tokens < columns.size) | ~counted).all(), "target outside the vocabulary")
     tokens = torch.where(counted, tokens, 0)
-    smooth = _own_weights(columns, weight) if label_smoothing else None
+    smooth = torch.ones(len(columns.own), device=columns.local.device) if label_smoothing else None
+    if smooth is not None and weight is not None:
+        smooth = plain(weight)[columns.own.start : columns.own.stop]
     whole, chosen, weighted = row_sums(columns, tokens, weight=smooth, chunk_tokens=chunk_tokens)
     losses, share = whole - chosen, counted.to(whole.dtype)
     total: torch.Tensor | float = float(columns.size)
@@ -358,15 +341,11 @@ def cross_entropy(
     return losses.sum() if reduction == "sum" else losses.sum() / share.sum()
 
 
-def _own_weights(columns: Columns, weight: torch.Tensor | None) -> torch.Tensor:
-    if weight is None:
-        return torch.ones(len(columns.own), device=columns.local.device)
-    return plain(weight)[columns.own.start : columns.own.stop]
-
-
 def vocab_parallel_entropy(
     logits: torch.Tensor, *, group: Ranks | None = None, vocabulary: int | None = None, chunk_tokens: int | None = None
 ) -> torch.Tensor:
     """Return the entropy, in nats, of the distribution given by each row of logits [..., vocabulary]."""
     columns = columns_of(logits, group, vocabulary)
-    return row_entropy(columns, chunk_tokens=chunk_tokens).view(columns.local.shape[:-1])
+    rows = columns.rows
+    entropy: torch.Tensor = _Entropy.apply(rows, columns.group, chunk_size(chunk_tokens, rows.shape[1]))
+    return entropy.view(columns.local.shape[:-1])

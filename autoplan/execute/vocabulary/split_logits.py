@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -44,7 +45,11 @@ class SplitLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling() and _are_real(args):
+        # A compiler inspects logits with values (gradient, strides) instead of tracing ops on them, as after a graph
+        # break between head and loss. It must see the columns: it then traces our rules on them. Nothing may be
+        # gathered here, since ranks compile at different speeds, or one of them not at all.
+        inspected = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+        if inspected and not any(isinstance(arg, FakeTensor) for arg in args):
             return as_it_is(cls, func, args, kwargs)
         rule = _RULES.get(func)
         result = NotImplemented if rule is None else rule(cls, func, args, kwargs)
@@ -64,13 +69,6 @@ def moved(kind: type[SplitLogits]) -> tuple[type[SplitLogits], ...]:
     return tuple(
         split_class(kind.group, kind.vocabulary, dim) for dim in dict.fromkeys((kind.dim_from_end, -1, -2, -3))
     )
-
-
-def _are_real(args: Sequence[Any]) -> bool:
-    """Return whether a compiler inspects logits with values (their gradient, their strides) instead of tracing ops on
-    them, as after a graph break between head and loss. It must see the columns: it then traces our rules on them.
-    Nothing may be gathered here, since ranks compile at different speeds, or one of them not at all."""
-    return not any(isinstance(arg, FakeTensor) for arg in args)
 
 
 @cache
@@ -150,17 +148,9 @@ def _whole_shape(cls: Kind, x: SplitLogits) -> torch.Size:
 # The rules for what leaves the columns alone.
 
 
-def _shape(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    return _whole_shape(cls, args[0])
-
-
 def _size(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     return _whole_shape(cls, args[0]) if dim is None else _whole_shape(cls, args[0])[dim]
-
-
-def _numel(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    return _whole_shape(cls, args[0]).numel()
 
 
 def no_base(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -205,9 +195,7 @@ def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     raw, shape = _raw(x), list(shape)
     if -1 in shape:
-        elements = 1
-        for size in shape:
-            elements *= 1 if size == -1 else size
+        elements = prod(size for size in shape if size != -1)
         shape[shape.index(-1)] = _whole_shape(cls, x).numel() // elements if elements else -1
     if shape[-1] != cls.vocabulary:
         return NotImplemented
@@ -232,18 +220,15 @@ def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     items = index if isinstance(index, tuple) else (index,)
     if any(isinstance(item, (SplitLogits, list)) for item in items):
         return NotImplemented
-    used = sum(_dims_of(item) for item in items)
+    used = 0  # dims that the index consumes
+    for item in items:
+        if item is not None and item is not Ellipsis:
+            is_mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
+            used += item.dim() if is_mask else 1
     reaches_last = used >= _raw(x).dim() or any(item is Ellipsis for item in items)
     if reaches_last and not (isinstance(items[-1], slice) and items[-1] == slice(None)) and items[-1] is not Ellipsis:
         return NotImplemented
     return as_kind(_raw(x)[index], cls)
-
-
-def _dims_of(item: Any) -> int:
-    """Return the number of dims that one item of an index consumes."""
-    if item is None or item is Ellipsis:
-        return 0
-    return item.dim() if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
 
 
 def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -265,11 +250,6 @@ def _permute(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     return as_kind(raw.permute(*dims), split_class(cls.group, cls.vocabulary, at - raw.dim()))
 
 
-def _cross_entropy(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    """Use the vocabulary-parallel loss if the classes are the vocabulary and the targets are token ids."""
-    return _loss(cls, *args, **kwargs)
-
-
 def _loss(
     cls: Kind,
     input: Any,
@@ -281,6 +261,7 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
+    """Use the vocabulary-parallel loss if the classes are the vocabulary and the targets are token ids."""
     if not isinstance(input, SplitLogits) or isinstance(target, SplitLogits) or isinstance(weight, SplitLogits):
         return NotImplemented
     raw = _raw(input)
@@ -298,11 +279,11 @@ def _loss(
 _T = torch.Tensor
 _PROPERTIES = ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "is_cuda", "is_meta")
 _RULES: dict[Any, Callable[[Kind, Any, Any, Any], Any]] = {
-    F.cross_entropy: _cross_entropy,
-    _T.shape.__get__: _shape,
+    F.cross_entropy: lambda cls, func, args, kwargs: _loss(cls, *args, **kwargs),
     _T._base.__get__: no_base,
+    _T.shape.__get__: lambda cls, func, args, kwargs: _whole_shape(cls, args[0]),
     _T.size: _size,
-    **dict.fromkeys((_T.numel, _T.nelement), _numel),
+    **dict.fromkeys((_T.numel, _T.nelement), lambda cls, func, args, kwargs: _whole_shape(cls, args[0]).numel()),
     **{getattr(_T, name).__get__: as_it_is for name in _PROPERTIES},
     **dict.fromkeys((_T.dim, _T.ndimension, _T.is_floating_point, torch.is_floating_point), as_it_is),
     **dict.fromkeys((_T.is_complex, torch.is_complex, _T.register_hook, _T.is_contiguous), as_it_is),

@@ -84,9 +84,15 @@ class CheckpointFiles:
                 scattered.append(dim)
         if not scattered:
             return source[tuple(index)]
-        first, *others = scattered
-        rows_read = _read_scattered(source, index, first, rows[first])
-        for dim in others:
+        first, ranges = scattered[0], list(runs(rows[scattered[0]]))
+        if len(ranges) <= _MANY_RUNS:
+            before, after = index[:first], index[first + 1 :]
+            pieces = [source[tuple([*before, slice(run.start, run.stop), *after])] for run in ranges]
+            rows_read = torch.cat(pieces, first)
+            scattered = scattered[1:]
+        else:
+            rows_read = source[tuple(index)]
+        for dim in scattered:
             rows_read = rows_read.index_select(dim, torch.tensor([row - min(rows[dim]) for row in rows[dim]]))
         return rows_read
 
@@ -112,38 +118,32 @@ def runs(rows: Sequence[int]) -> Iterator[range]:
             yield range(rows[start], rows[stop - 1] + 1)
 
 
-def _read_scattered(source: Any, index: list[Any], dim: int, rows: Sequence[int]) -> torch.Tensor:
-    ranges = list(runs(rows))
-    if len(ranges) <= _MANY_RUNS:
-        pieces = [source[tuple(index[:dim] + [slice(r.start, r.stop)] + index[dim + 1 :])] for r in ranges]
-        return torch.cat(pieces, dim)
-    first = min(rows)
-    span = source[tuple(index[:dim] + [slice(first, max(rows) + 1)] + index[dim + 1 :])]
-    return span.index_select(dim, torch.tensor([row - first for row in rows]))
-
-
 def _find(folder: Path) -> dict[str, str]:
     """Map tensors to files as transformers does: model.safetensors alone, else what an index says, else all files
     (`save.py` relies on that order)."""
     if not folder.is_dir():
         raise SourceError(f"no folder {folder}", hint="pass the folder that holds the .safetensors files")
     indexes, single = sorted(folder.glob("*.safetensors.index.json")), folder / "model.safetensors"
-    if single.is_file() and _stands_alone(single, indexes):
+    # Beside an index, that file may be damaged, or one of several.
+    if single.is_file() and (not indexes or _is_whole(single, indexes)):
         return _from_files([single])
     if len(indexes) > 1:
         raise SourceError(f"{folder} has {len(indexes)} index files: {', '.join(path.name for path in indexes)}")
     if indexes:
         return _from_index(indexes[0])
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
-    if not files:
-        raise _no_files(folder)
-    return _from_files(files)
+    if files:
+        return _from_files(files)
+    pickles = sorted(path.name for suffix in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{suffix}"))
+    if pickles:
+        raise SourceError(
+            f"{folder} holds only pickle files ({pickles[0]}), which can run code when opened",
+            hint=f"convert them to safetensors, for instance with {conventions().saving}",
+        )
+    raise SourceError(f"{folder} holds no .safetensors files")
 
 
-def _stands_alone(single: Path, indexes: list[Path]) -> bool:
-    """Return whether the file is a full checkpoint: not damaged, and not one of several that an index lists."""
-    if not indexes:
-        return True
+def _is_whole(single: Path, indexes: list[Path]) -> bool:
     try:
         _opened(single)
     except SourceError:
@@ -211,13 +211,3 @@ def _from_files(files: list[Path]) -> dict[str, str]:
     if not file_of:
         raise SourceError(f"{', '.join(file.name for file in files)}: contains no tensors")
     return file_of
-
-
-def _no_files(folder: Path) -> SourceError:
-    pickles = sorted(path.name for suffix in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{suffix}"))
-    if pickles:
-        return SourceError(
-            f"{folder} holds only pickle files ({pickles[0]}), which can run code when opened",
-            hint=f"convert them to safetensors, for instance with {conventions().saving}",
-        )
-    return SourceError(f"{folder} holds no .safetensors files")

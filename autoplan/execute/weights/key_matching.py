@@ -70,7 +70,12 @@ class Joined:
         numbers = rows.get(0, range(shape[0])) if stacked else (0,)
         inner = {dim - stacked: held for dim, held in rows.items() if dim >= stacked}
         for part, entries in enumerate(self._parts()):
-            where, wanted = _within(places, part, inner)
+            mine, wanted = places.ranges[part], dict(inner)
+            where = list(mine)  # positions of the part's rows in the shard
+            if places.dim in inner:
+                held = inner[places.dim]
+                where = [place for place, row in enumerate(held) if row in mine]
+                wanted[places.dim] = [held[place] - mine.start for place in where]
             if not where:
                 continue
             for slot, number in enumerate(numbers):
@@ -132,17 +137,6 @@ def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size > 1)
 
 
-def _within(places: _Places, part: int, rows: Rows) -> tuple[list[int], dict[int, Sequence[int]]]:
-    """Return the positions of one part's rows in a shard, and the part's own rows to read."""
-    mine, wanted = places.ranges[part], dict(rows)
-    if places.dim not in rows:
-        return list(mine), wanted
-    held = rows[places.dim]
-    where = [place for place, row in enumerate(held) if row in mine]
-    wanted[places.dim] = [held[place] - mine.start for place in where]
-    return where, wanted
-
-
 def _turned(read: Read, rows: Rows | None = None) -> torch.Tensor:
     turned = read({1 - dim: held for dim, held in rows.items()}) if rows else read()
     return turned.transpose(0, 1)
@@ -173,9 +167,6 @@ class Matched:
     converted: list[Conversion] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-
-    def converted_names(self) -> set[str]:
-        return {entry.name for entry in self.joined} | {name for entry in self.converted for name in entry.targets()}
 
 
 def match_keys(
@@ -217,7 +208,8 @@ def match_keys(
             matched.converted.append(conversion)
         else:
             matched.unexpected += conversion.keys
-    matched_names = set(matched.direct) | matched.converted_names()
+    converted = {name for entry in matched.converted for name in entry.targets()}
+    matched_names = {*matched.direct, *(joined.name for joined in matched.joined), *converted}
     matched.missing = [group[0] for group in groups if not matched_names & set(group)]
     # Old checkpoints hold buffers that are no longer saved; a model may list further harmless keys.
     passing = set(passing)

@@ -61,9 +61,15 @@ def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) 
     tensors = list(_saved_tensors(model, base))
     places = {name: tensor for tensor in tensors for name in tensor.names}
     groups = [tensor.names for tensor in tensors]
-    passing = [name for own in _passing_buffers(model) for name in _aliases(own, base)]
+    passing = [
+        alias
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+        for alias in _aliases(plain_name(f"{path}.{name}" if path else name), base)
+    ]
     matched = match_keys(model, groups, passing, files.keys, files.read, files.shape)
-    adapters = [saved for saved in tensors if all(_is_adapter(base.get(name)) for name in saved.names)]
+    of_adapters = {name for name, inside in base.items() if inside.copied or inside.name is None}
+    adapters = [saved for saved in tensors if of_adapters.issuperset(saved.names)]
     if any(name in matched.direct for tensor in adapters for name in tensor.names):
         adapters = []  # the folder has adapters, so it must have all of them
     matched.missing = [name for name in matched.missing if places[name] not in adapters]
@@ -127,13 +133,11 @@ class _Saved:
                 dim = getattr(placement, "dim", None)
                 if dim is not None:
                     rows_held = rows.get(dim, range(self.shape[dim]))
-                    room = self.held.room[0] if self.held is not None and self._is_roomy(dim) else len(rows_held)
+                    is_roomy = self.held is not None and self.held.has_spare_room and self.held.dim == dim
+                    room = self.held.room[0] if self.held is not None and is_roomy else len(rows_held)
                     mine = chunk(room, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
                     rows[dim] = rows_held[mine.start : mine.stop]
         return rows
-
-    def _is_roomy(self, dim: int) -> bool:
-        return self.held is not None and self.held.has_spare_room and self.held.dim == dim
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a tensor that could not be read in pieces."""
@@ -174,10 +178,6 @@ def _aliases(own: str, base: Mapping[str, BaseName]) -> list[str]:
     return [own] if inside is None or inside.name is None or inside.copied else list(dict.fromkeys((inside.name, own)))
 
 
-def _is_adapter(inside: BaseName | None) -> bool:
-    return inside is not None and (inside.copied or inside.name is None)
-
-
 def _new_adapters(model: nn.Module, missing: Sequence[_Saved]) -> dict[str, torch.Tensor]:
     """Return adapters that are on meta, initialised by their library: every rank draws from the first rank's stream."""
     names = [saved.names[0] for saved in missing]
@@ -196,7 +196,8 @@ def _saved_tensors(model: nn.Module, base: Mapping[str, BaseName]) -> Iterator[_
     for path, module in model.named_modules(remove_duplicate=False):
         record = record_of(module)
         saved = [(module._parameters, name, False) for name in module._parameters]
-        saved += [(module._buffers, name, True) for name in module._buffers if _is_saved(module, name)]
+        passing = module._non_persistent_buffers_set
+        saved += [(module._buffers, name, True) for name in module._buffers if name not in passing]
         for where, name, buffer in saved:
             tensor = where[name]
             if tensor is None:
@@ -207,16 +208,6 @@ def _saved_tensors(model: nn.Module, base: Mapping[str, BaseName]) -> Iterator[_
             if not any(place is where and key == name for place, key in entry.places):
                 entry.places.append((where, name))
     yield from entries.values()
-
-
-def _is_saved(module: nn.Module, name: str) -> bool:
-    return name not in module._non_persistent_buffers_set
-
-
-def _passing_buffers(model: nn.Module) -> Iterator[str]:
-    for path, module in model.named_modules():
-        for name in module._non_persistent_buffers_set:
-            yield plain_name(f"{path}.{name}" if path else name)
 
 
 def _device(tensors: Sequence[_Saved]) -> torch.device:
@@ -322,23 +313,15 @@ def _misfit(name: str, found: torch.Tensor, wanted: _Saved) -> str:
     """Return why a tensor of the checkpoint does not fit one of the model; "" if it does."""
     if tuple(found.shape) != wanted.shape:
         return f"{name} is {list(found.shape)}, but the model expects {list(wanted.shape)}"
-    if not _becomes(found.dtype, wanted.tensor.dtype):
-        plain = "" if found.dtype.itemsize > 1 else " (dequantise=True dequantises it)"
-        return f"{name} holds {_said(found.dtype)}, but the model expects {_said(wanted.tensor.dtype)}{plain}"
+    old, new = found.dtype, wanted.tensor.dtype
+    if torch.bool in (old, new) or old.is_floating_point != new.is_floating_point:
+        fits = old == new
+    elif old.is_floating_point:  # an 8-bit float cannot be cast, since it lacks its scales
+        fits = old == new or min(old.itemsize, new.itemsize) > 1
+    else:
+        fits = old.is_complex == new.is_complex and (old.is_complex or torch.promote_types(old, new) == new)
+    if not fits:
+        plain = "" if old.itemsize > 1 else " (dequantise=True dequantises it)"
+        shown_old, shown_new = (str(dtype).removeprefix("torch.") for dtype in (old, new))
+        return f"{name} holds {shown_old}, but the model expects {shown_new}{plain}"
     return ""
-
-
-def _becomes(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether one dtype can be cast to another. An 8-bit float cannot, since it lacks its scales."""
-    if found == wanted:
-        return True
-    if torch.bool in (found, wanted) or found.is_floating_point != wanted.is_floating_point:
-        return False
-    if found.is_floating_point:
-        return min(found.itemsize, wanted.itemsize) > 1
-    wider = found.is_complex or torch.promote_types(found, wanted) == wanted
-    return found.is_complex == wanted.is_complex and wider
-
-
-def _said(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -48,15 +48,12 @@ def leave_methods(model: nn.Module) -> None:
 def _methods_of(module: nn.Module) -> Mapping[str, Callable[..., Any]]:
     library = conventions()
     if library.adapters_of(module):
-        named = {name: partial(_fill_adapter, module, name, at) for name, at in library.adding if _has(module, name)}
+        there = [(name, at) for name, at in library.adding if callable(getattr(type(module), name, None))]
+        named = {name: partial(_fill_adapter, module, name, at) for name, at in there}
         return named | {library.saving: partial(_save_adapters, module)}
     if not library.saves(module):
         return {}
     return {library.saving: partial(_save, module), library.resizing: partial(_resize, module)}
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    return callable(getattr(type(module), name, None))
 
 
 class _NoReplicas:
@@ -82,43 +79,27 @@ def _save(
 ) -> None:
     """Save a sharded model; every rank calls it. `is_main_process` does not matter: the first rank writes."""
     with fail_together(Voters.everyone(model), conventions().saving):
-        _save_together(model, save_directory, state_dict, max_shard_size, save_original_format, options)
-
-
-def _save_together(
-    model: nn.Module,
-    save_directory: str | os.PathLike[str],
-    state_dict: dict[str, Any] | None,
-    max_shard_size: int | str,
-    original: bool,
-    options: dict[str, Any],
-) -> None:
-    if unsupported := sorted(name for name, value in options.items() if value and name not in _NOTHING_TO_US):
-        raise AutoplanError(
-            f"a sharded model cannot be saved with {', '.join(unsupported)}",
-            hint="save it without, and apply that to the folder; autoplan.full_tensors(model) returns full tensors",
-        )
-    parts = conventions().parts_to_save(model, {})
-    if parts is not None:
-        _save_parts(model, save_directory, parts)
-        return
-    if state_dict is not None and not any(isinstance(value, DTensor) for value in state_dict.values()):
-        if writes():  # the caller has gathered it
-            save = getattr(type(model), conventions().saving)
-            save(model, save_directory, state_dict=state_dict, max_shard_size=max_shard_size)
-        return
-    save_weights(model, save_directory, max_shard_size=max_shard_size, original_names=original)
-    settings = conventions().checkpoint_writer(model, original, {}).settings
-    if writes() and settings is not None:
-        replace_files(Path(save_directory), lambda folder: settings(folder, _own_class(model)))
-
-
-def _own_class(model: nn.Module) -> type:
-    """Return the class that the model had before it was sharded."""
-    record = record_of(model)
-    if record is not None:
-        return record.original
-    return next(cls for cls in type(model).__mro__ if not cls.__name__.startswith("FSDP"))
+        if unsupported := sorted(name for name, value in options.items() if value and name not in _NOTHING_TO_US):
+            raise AutoplanError(
+                f"a sharded model cannot be saved with {', '.join(unsupported)}",
+                hint="save it without, and apply that to the folder; autoplan.full_tensors(model) returns full tensors",
+            )
+        parts = conventions().parts_to_save(model, {})
+        if parts is not None:
+            _save_parts(model, save_directory, parts)
+            return
+        if state_dict is not None and not any(isinstance(value, DTensor) for value in state_dict.values()):
+            if writes():  # the caller has gathered it
+                save = getattr(type(model), conventions().saving)
+                save(model, save_directory, state_dict=state_dict, max_shard_size=max_shard_size)
+            return
+        save_weights(model, save_directory, max_shard_size=max_shard_size, original_names=save_original_format)
+        settings = conventions().checkpoint_writer(model, save_original_format, {}).settings
+        if writes() and settings is not None:
+            record = record_of(model)
+            unsharded = (cls for cls in type(model).__mro__ if not cls.__name__.startswith("FSDP"))
+            own_class = record.original if record is not None else next(unsharded)
+            replace_files(Path(save_directory), lambda folder: settings(folder, own_class))
 
 
 def _save_adapters(model: nn.Module, save_directory: str | os.PathLike[str], *_: Any, **options: Any) -> None:

@@ -79,7 +79,8 @@ class NewFiles:
                 if self.pending and self.held + size > self.limit:
                     self._write()
                 # a view would keep its larger storage alive until the file is full
-                self.pending[name] = tensor.clone() if _is_part(tensor) else tensor.contiguous()
+                is_part = tensor.is_contiguous() and tensor.untyped_storage().nbytes() > size
+                self.pending[name] = tensor.clone() if is_part else tensor.contiguous()
                 self.held += size
                 self.total += size
 
@@ -186,10 +187,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _is_part(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 # One tensor, or the few of one conversion, is gathered at a time, on every rank; the first rank converts them and

@@ -65,7 +65,13 @@ def pictures(
     channels = _number(vision, "num_channels", 0) or _number(vision, "in_channels", 3)
     grid = next((name for name in _GRID if takes(name)), None)
     if grid is not None:
-        yield from _patches(grid, vision, patch, channels, draw, batch)
+        # All patches in one row, and their numbers per image in time, height and width.
+        side = _SIDE * _number(vision, "spatial_merge_size", 2)
+        width = channels * _number(vision, "temporal_patch_size", 1) * patch * patch
+        rows = torch.tensor([1, side, side]).repeat(batch, 1)
+        for frames in (1, 2):  # an image may be passed as two equal frames
+            yield {"pixel_values": draw.normal((batch * side * side, frames * width)), grid: rows}
+        yield {"pixel_values": draw.normal((batch * side * side, channels, patch, patch)), grid: rows}
         return
     size = getattr(vision, "image_size", None) or 4 * patch
     height, width = size[-2:] if isinstance(size, list | tuple) else (size, size)
@@ -77,18 +83,6 @@ def pictures(
             yield {"pixel_values": pixels}
 
 
-def _patches(
-    grid: str, vision: Any, patch: int, channels: int, draw: Draw, batch: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield all patches in one row, and their numbers per image in time, height and width."""
-    side = _SIDE * _number(vision, "spatial_merge_size", 2)
-    width = channels * _number(vision, "temporal_patch_size", 1) * patch * patch
-    rows = torch.tensor([1, side, side]).repeat(batch, 1)
-    for frames in (1, 2):  # an image may be passed as two equal frames
-        yield {"pixel_values": draw.normal((batch * side * side, frames * width)), grid: rows}
-    yield {"pixel_values": draw.normal((batch * side * side, channels, patch, patch)), grid: rows}
-
-
 def _number(config: Any, name: str, otherwise: int) -> int:
     value = getattr(config, name, None)
     value = value[0] if isinstance(value, list | tuple) and value else value
@@ -96,17 +90,9 @@ def _number(config: Any, name: str, otherwise: int) -> int:
 
 
 NAMES = (
-    "input_values",
-    "decoder_input_values",
-    "input_features",
-    "input_features_mask",
-    "pixel_values",
-    "pixel_values_videos",
-    "bbox",
-    "latents",
-    "inputs",
-    "inputs_embeds",
-)
+    "input_values", "decoder_input_values", "input_features", "input_features_mask", "pixel_values",
+    "pixel_values_videos", "bbox", "latents", "inputs", "inputs_embeds",
+)  # fmt: skip
 _ONLY_IF_REQUIRED = ("inputs", "inputs_embeds")
 _MOST_RUNS = 48
 _SAMPLES = (4000, 3840, 32000)  # the second is a multiple of many hops
@@ -125,7 +111,8 @@ def usual(name: str, configs: Sequence[Any], picture: Sequence[int], length: int
     exact += [n for c in configs if (n := positive_int(c, "max_length")) and n <= 4096]
     bands = bands_of(configs)
     spectra: list[Way] = [shape for t in (*exact, *_FRAMES) for n in bands[:2] for shape in ((t, n), (n, t))]
-    widths = _widths(configs)
+    fields = ("hidden_size", "codebook_dim", "latent_dim", "d_model")
+    widths = dict.fromkeys(n for c in configs for field in fields if (n := positive_int(c, field)))
     latents: list[Way] = [shape for n in widths for shape in ((length, n), (n, length))]
     masks: list[Way] = [(t, "long") for t in (*exact, *_FRAMES)]
     ways: dict[str, list[Way]] = {
@@ -167,11 +154,18 @@ def first_that_runs(
         for name in names
     ]
     twin = Twin(model)
-    for chosen in _nearest_first(ways):
+    # Combinations by their distance from the likeliest choice of each.
+    places = sorted(product(*(range(len(choices)) for choices in ways)), key=lambda place: (sum(place), place))
+    for place in places[:_MOST_RUNS]:
         feed = dict(main)
-        for name, way in zip(names, chosen, strict=True):
+        for name, choices, index in zip(names, ways, place, strict=True):
+            way = choices[index]
             if way is not _ABSENT:
-                feed[name] = _drawn(way, batch, draw)
+                shape = [batch, *(size for size in way if isinstance(size, int))]
+                if "ids" in way:
+                    feed[name] = draw.integers(0, 8, shape)
+                else:
+                    feed[name] = torch.ones(shape, dtype=torch.long) if "long" in way else draw.normal(shape)
         try:
             twin.run(twin.module, feed)
         except Exception as error:  # someone else's forward may raise anything
@@ -179,27 +173,3 @@ def first_that_runs(
                 continue
         return feed
     return None
-
-
-def _nearest_first(ways: list[list[Any]]) -> Iterator[tuple[Any, ...]]:
-    """Yield combinations by their distance from the likeliest choice of each."""
-    places = sorted(product(*(range(len(choices)) for choices in ways)), key=lambda place: (sum(place), place))
-    for place in places[:_MOST_RUNS]:
-        yield tuple(choices[index] for choices, index in zip(ways, place, strict=True))
-
-
-def _drawn(way: Way, batch: int, draw: Draw) -> torch.Tensor:
-    shape = [batch, *(size for size in way if isinstance(size, int))]
-    if "ids" in way:
-        return draw.integers(0, 8, shape)
-    return torch.ones(shape, dtype=torch.long) if "long" in way else draw.normal(shape)
-
-
-def _widths(configs: Sequence[Any]) -> list[int]:
-    widths = [
-        n
-        for c in configs
-        for field in ("hidden_size", "codebook_dim", "latent_dim", "d_model")
-        if (n := positive_int(c, field))
-    ]
-    return list(dict.fromkeys(widths))

@@ -96,7 +96,7 @@ class _Maker:
             return False
         return self.parameters[name].default is inspect.Parameter.empty
 
-    def ids(self, batch: int | None = None, length: int | None = None) -> torch.Tensor:
+    def ids(self, length: int | None = None) -> torch.Tensor:
         """Return ordinary tokens: below the size of every vocabulary, and not special."""
         vocab = getattr(self.config.get_text_config(), "vocab_size", None)
         special: set[int] = set()
@@ -109,7 +109,7 @@ class _Maker:
         tiny = isinstance(vocab, int) and vocab <= _TINY  # a clone's: ids must reach each rank's rows of the table
         top = min(vocab, vocab if tiny else 100) if isinstance(vocab, int) else 100
         allowed = [i for i in range(min(20, top // (16 if tiny else 2)), top) if i not in special] or list(range(top))
-        return self.draw.spread(allowed, (batch or self.batch, length or self.length))
+        return self.draw.spread(allowed, (self.batch, length or self.length))
 
     def main_feed(self) -> dict[str, Any]:
         """Return the text pass if there is one, else the model's main input."""
@@ -161,11 +161,6 @@ class _Maker:
             return None
         picture, sizes = self.picture().shape[1:], (self.batch, self.length)
         return first_that_runs(self.model, main, self.configs, picture, sizes, self.takes, self.requires, self.draw)
-
-    def _passes_on(self, name: str) -> bool:
-        """Return whether the forward passes `name` on to inner models in its **kwargs."""
-        variable = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
-        return variable and "input_ids" in self.parameters and hasattr(self.config.get_text_config(), name)
 
     def from_rules(self) -> dict[str, Any]:
         """Return the arguments that the type's rule file describes."""
@@ -240,7 +235,9 @@ class _Maker:
 
     def without_cache(self) -> dict[str, Any]:
         """Return the argument that turns the cache off, which is better than a change of the config."""
-        return {"use_cache": False} if self.takes("use_cache") or self._passes_on("use_cache") else {}
+        variable = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())  # passed on to inner models
+        passed_on = variable and self.takes("input_ids") and hasattr(self.config.get_text_config(), "use_cache")
+        return {"use_cache": False} if self.takes("use_cache") or passed_on else {}
 
     def picture(self) -> torch.Tensor:
         """Return pixels in the size that the vision config gives."""
@@ -260,22 +257,6 @@ class Feeds:
     others: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def feeds_for(
-    model: nn.Module,
-    *,
-    config: PretrainedConfig | None = None,
-    model_type: str = "",
-    inputs: Mapping[str, Any] | None = None,
-    batch: int = 2,
-    length: int = 10,
-    seed: int = 0,
-) -> dict[str, dict[str, Any]]:
-    """Return feed name -> keyword arguments for `model(**kwargs)`. Raise CaptureError if not even one can be made."""
-    return make_inputs(
-        model, config=config, model_type=model_type, inputs=inputs, batch=batch, length=length, seed=seed
-    ).feeds
-
-
 def make_inputs(
     model: nn.Module,
     *,
@@ -287,8 +268,11 @@ def make_inputs(
     seed: int = 0,
     recipe: Recipe | None = None,
 ) -> Feeds:
-    """Return the feeds of `feeds_for` with notes. The user's inputs are taken at any size. A `recipe` has inputs of the
-    usual sizes and of one other choice; the latter is used for all other sizes."""
+    """Return the feeds for `model(**kwargs)`, with notes. Raise CaptureError if not even one can be made.
+
+    The user's inputs are taken at any size. A `recipe` has inputs of the usual sizes and of one other choice; the
+    latter is used for all other sizes.
+    """
     if inputs is not None:
         return Feeds(users_feeds(inputs, arguments_of(model)))
     core = core_of(model)

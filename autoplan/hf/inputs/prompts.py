@@ -112,7 +112,11 @@ def _tried(
     """Return the complete call if it runs on the twin, else the exception."""
     feed: dict[str, Any] = {}
     try:
-        ids, maker, count = text, _maker(twin.module, modality, given), given.pop("placeholders", None)
+        # The method that makes the features, of the outermost module that takes the most arguments.
+        named = modality.features or "-"
+        methods = [method for part in twin.module.modules() if callable(method := getattr(part, named, None))]
+        maker = max(methods, key=lambda method: len(_named(method) & given.keys()), default=None)
+        ids, count = text, given.pop("placeholders", None)
         if count is None and maker is not None and token is not None:
             names = _named(maker)
             arguments = {name: value for name, value in given.items() if not names or name in names}
@@ -123,18 +127,15 @@ def _tried(
             if count % rows:
                 raise CaptureError(f"{count} features for {rows} prompts")
             ids = torch.cat([text[:, :2], torch.full((rows, count // rows), token), text[:, 2:]], dim=1)
-        feed = {"input_ids": ids, **given, **_token_types(ids == token, takes, modality)}
+        places: Any = ids == token
+        if isinstance(places, torch.Tensor):
+            given |= {name: places.long() * modality.token_type for name in _TOKEN_TYPES if takes(name)}
+        feed = {"input_ids": ids, **given}
         twin.run(twin.module, feed)
     except Exception as error:  # someone else's forward, tried on a guess, may raise anything
         if not (feed and depends_on_data(error)):
             return error
     return feed
-
-
-def _maker(twin: nn.Module, modality: Modality, given: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return the method that makes the features, of the outermost module that takes the most arguments."""
-    methods = [method for part in twin.modules() if callable(method := getattr(part, modality.features or "-", None))]
-    return max(methods, key=lambda method: len(_named(method) & given.keys()), default=None)
 
 
 def _named(method: Callable[..., Any]) -> set[str]:
@@ -153,10 +154,3 @@ def _features(made: Any) -> int:
     if isinstance(made, list | tuple) and made:
         return sum(_features(item) for item in made if not isinstance(item, int))
     raise CaptureError(f"the features are a {type(made).__name__}")
-
-
-def _token_types(places: Any, takes: Callable[[str], bool], modality: Modality) -> dict[str, torch.Tensor]:
-    if not isinstance(places, torch.Tensor):
-        return {}
-    wanted = [name for name in _TOKEN_TYPES if takes(name)]
-    return {name: places.long() * modality.token_type for name in wanted}

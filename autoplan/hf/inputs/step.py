@@ -40,34 +40,26 @@ def resized(inputs: Mapping[str, Any], batch: int, length: int) -> dict[str, Any
     rows, tokens = size_of(inputs)
     if (rows, tokens) in ((batch, length), (batch, 0)):
         return dict(inputs)
-    return {
-        name: _resized(value, (rows, tokens), (batch, length), embedded=name in _EMBEDDED)
-        if isinstance(value, torch.Tensor) else value
-        for name, value in inputs.items()
-    }  # fmt: skip
-
-
-def _resized(value: torch.Tensor, own: tuple[int, int], wanted: tuple[int, int], *, embedded: bool) -> torch.Tensor:
-    (rows, tokens), (batch, length) = own, wanted
-    whole = not value.is_floating_point() or (value.dim() == 4 and tuple(value.shape[-2:]) == own[1:] * 2)
-    has_rows = value.dim() > 0 and value.shape[0] == rows
-    if has_rows:
-        value = value[:1]
-    if tokens:
+    changed = dict(inputs)
+    for name, value in inputs.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        all_dims = not value.is_floating_point() or (value.dim() == 4 and tuple(value.shape[-2:]) == (tokens, tokens))
+        has_rows = value.dim() > 0 and value.shape[0] == rows
+        if has_rows:
+            value = value[:1]
         first = 1 if has_rows or value.dim() > 1 else 0
-        dims = range(first, value.dim()) if whole else (1,) if embedded else ()
-        for dim in (dim for dim in dims if value.shape[dim] == tokens):
-            value = _longer(value, dim, length)
-    return value.expand(batch, *value.shape[1:]) if has_rows else value
-
-
-def _longer(value: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Return the tensor cut to `length`, or with its last position repeated."""
-    more = length - value.shape[dim]
-    if more <= 0:
-        return value.narrow(dim, 0, length)
-    sizes = [more if place == dim else -1 for place in range(value.dim())]
-    return torch.cat([value, value.narrow(dim, value.shape[dim] - 1, 1).expand(sizes)], dim=dim)
+        dims = range(first, value.dim()) if all_dims else (1,) if name in _EMBEDDED else ()
+        for dim in dims if tokens else ():
+            if value.shape[dim] != tokens:
+                continue
+            if length <= tokens:
+                value = value.narrow(dim, 0, length)
+            else:  # repeat the last position
+                sizes = [length - tokens if place == dim else -1 for place in range(value.dim())]
+                value = torch.cat([value, value.narrow(dim, tokens - 1, 1).expand(sizes)], dim=dim)
+        changed[name] = value.expand(batch, *value.shape[1:]) if has_rows else value
+    return changed
 
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
@@ -117,7 +109,8 @@ def step_inputs(
     call = dict(example.feeds[next((name for name in _FIRST if name in names), names[0])])
     if users is not None:
         call = resized(call, batch, length)
-        if _masks_nothing(call.get(_MASK)):
+        mask = call.get(_MASK)
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_meta and bool((mask != 0).all()):
             del call[_MASK]  # transformers would read its values, and then use no mask
     decoded = call.get(_DECODED)
     if users is None and isinstance(decoded, torch.Tensor) and 1 < decoded.shape[-1] == length - 1:
@@ -130,18 +123,8 @@ def step_inputs(
     if training and words.targets in takes and words.targets not in call:
         ids = next((call[name] for name in _IDS if name in call), None)
         if isinstance(ids, torch.Tensor):
-            call[words.targets] = (
-                labels_of(ids, source.config) if _tells_each_token(module) else ids.new_zeros(ids.shape[:1])
-            )
+            # Classifiers of sequences have one label per row, and no output embeddings.
+            getter = getattr(core, "get_output_embeddings", None)
+            per_row = getter is not None and getter() is None and type(core).__name__.endswith(_OF_A_SEQUENCE)
+            call[words.targets] = ids.new_zeros(ids.shape[:1]) if per_row else labels_of(ids, source.config)
     return call
-
-
-def _masks_nothing(mask: Any) -> bool:
-    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_meta and bool((mask != 0).all())
-
-
-def _tells_each_token(module: nn.Module) -> bool:
-    """Return whether labels are per token; classifiers of sequences have one per row, and no output embeddings."""
-    core: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
-    getter = getattr(core, "get_output_embeddings", None)
-    return getter is None or getter() is not None or not type(core).__name__.endswith(_OF_A_SEQUENCE)

@@ -235,14 +235,6 @@ def _fp8(data: Mapping[str, Any]) -> Method:
     return Method("fp8", (Group(scheme, experts=experts),), _names(skipped), default_skips=skipped is None)
 
 
-def _fbgemm(data: Mapping[str, Any]) -> Method:
-    return _everywhere("fbgemm_fp8", scheme_of("fbgemm_fp8"), data)
-
-
-def _mxfp8(data: Mapping[str, Any]) -> Method:
-    return _everywhere("mxfp8", scheme_of("mxfp8"), data)
-
-
 # Four bits
 
 
@@ -298,8 +290,7 @@ def _auto_round(data: Mapping[str, Any]) -> Method:
     if "gptq" in packing or packing in ("auto_round", "auto_round:gptqmodel"):
         return _gptq(data)
     raise SourceError(
-        f"auto-round checkpoints packed as {packing!r} are not supported",
-        hint="the layouts of GPTQ and AWQ are",
+        f"auto-round checkpoints packed as {packing!r} are not supported", hint="the layouts of GPTQ and AWQ are"
     )
 
 
@@ -346,8 +337,8 @@ def _group(data: Mapping[str, Any]) -> int:
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
     "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm,
-    "mxfp8": _mxfp8,
+    "fbgemm_fp8": lambda data: _everywhere("fbgemm_fp8", scheme_of("fbgemm_fp8"), data),
+    "mxfp8": lambda data: _everywhere("mxfp8", scheme_of("mxfp8"), data),
     "mxfp4": _mxfp4,
     "nvfp4": _nvfp4,
     "awq": _awq,

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,15 +27,8 @@ from autoplan.values.quantised import PackedTensor, PackedWeight, Scheme
 _BLOCKS = ("model.language_model.layers", "model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers",
            "language_model.model.layers", "language_model.layers", "backbone.layers", "layers", "h")  # fmt: skip
 _PACKERS = (
-    "bitsandbytes.",
-    "gptqmodel.",
-    "auto_gptq.",
-    "awq.",
-    "hqq.",
-    "eetq.",
-    "torchao.quantization",
-    "torchao.dtypes",
-)
+    "bitsandbytes.", "gptqmodel.", "auto_gptq.", "awq.", "hqq.", "eetq.", "torchao.quantization", "torchao.dtypes",
+)  # fmt: skip
 _ADAPTER = re.compile(r"\.lora_|\.modules_to_save\.")  # adapters are plain
 _EXPERTS = ("0.gate_proj", "0.up_proj", "0.down_proj", "0.w1", "0.w2", "0.w3")  # an expert's linears in checkpoints
 
@@ -83,15 +75,15 @@ def _weights(model: nn.Module, method: Method) -> Iterator[tuple[Plain, Scheme]]
         patterns += get_keys_to_not_convert(model)
     patterns += getattr(model, "_keep_in_fp32_modules", None) or []
     skipped = tuple(dict.fromkeys(pattern.removesuffix(".weight") for pattern in patterns if pattern))
-    skips = partial(_any_named, skipped)
     blocks = _blocks(model, method) if method.in_blocks else ()
     seen: set[int] = set()
     for path, module in model.named_modules():
         if _ADAPTER.search(path):
             continue
         for plain, parameter in _plain_weights(path, module):
-            names = _names(path, plain.stacked)
-            if id(parameter) in seen or skips(names):
+            # A stack's experts are single linears in checkpoints, and configs name them so.
+            names = (path, *(f"{path}.{expert}" for expert in _EXPERTS if plain.stacked))
+            if id(parameter) in seen or any(named(pattern, name) for pattern in skipped for name in names):
                 continue
             if blocks and not any(path.startswith(f"{block}.") for block in blocks):
                 continue
@@ -101,22 +93,16 @@ def _weights(model: nn.Module, method: Method) -> Iterator[tuple[Plain, Scheme]]
                 module._parameters.get("bias") is None and all(size % method.unbiased == 0 for size in plain.shape)
             ):
                 continue
-            scheme = _scheme(method, names, plain.stacked)
+            fitting = (
+                group
+                for group in method.groups
+                if not group.names or any(named(pattern, name) for pattern in group.names for name in names)
+            )
+            group = next(fitting, None)
+            scheme = None if group is None else group.of(plain.stacked)
             if scheme is not None:
                 seen.add(id(parameter))
                 yield plain, scheme
-
-
-def _scheme(method: Method, names: tuple[str, ...], stacked: bool) -> Scheme | None:
-    for group in method.groups:
-        if not group.names or any(named(pattern, name) for pattern in group.names for name in names):
-            return group.of(stacked)
-    return None
-
-
-def _names(path: str, stacked: bool) -> tuple[str, ...]:
-    """Return the names that configs may have for the module; a stack's experts are single linears in checkpoints."""
-    return (path, *(f"{path}.{expert}" for expert in _EXPERTS)) if stacked else (path,)
 
 
 def _plain_weights(path: str, module: nn.Module) -> Iterator[tuple[Plain, nn.Parameter]]:
@@ -126,17 +112,13 @@ def _plain_weights(path: str, module: nn.Module) -> Iterator[tuple[Plain, nn.Par
     elif type(module).__name__ == "Conv1D" and own.get("weight") is not None:
         yield Plain(f"{path}.weight", tuple(own["weight"].shape), transposed=True), own["weight"]
     elif path.endswith("experts"):
+        transposed, concatenated = is_transposed(module), bool(getattr(module, "is_concatenated", True))
         for name, parameter in own.items():
             if parameter is not None and parameter.dim() == 3:
-                yield _stack(f"{path}.{name}", tuple(parameter.shape), module), parameter
-
-
-def _stack(name: str, shape: tuple[int, ...], module: nn.Module) -> Plain:
-    """Return a stack of experts; a fused gate and up projection is two segments, which checkpoints hold apart."""
-    transposed = is_transposed(module)
-    rows = shape[2] if transposed else shape[1]
-    apart = name.endswith("gate_up_proj") and bool(getattr(module, "is_concatenated", True))
-    return Plain(name, shape, transposed, (rows // 2, rows // 2) if apart else ())
+                # A fused gate and up projection is two segments, which checkpoints hold apart.
+                half = parameter.shape[2 if transposed else 1] // 2
+                segments = (half, half) if name.endswith("gate_up_proj") and concatenated else ()
+                yield Plain(f"{path}.{name}", tuple(parameter.shape), transposed, segments), parameter
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -145,10 +127,6 @@ def is_transposed(module: nn.Module) -> bool:
     if both is not None and down is not None and both.dim() == down.dim() == 3:
         return both.shape[1] == down.shape[2]
     return bool(getattr(module, "is_transposed", False))
-
-
-def _any_named(patterns: tuple[str, ...], names: tuple[str, ...]) -> bool:
-    return any(named(pattern, name) for pattern in patterns for name in names)
 
 
 def _renamed(model: Any, name: str) -> str:
@@ -250,18 +228,13 @@ def _checkpoint_weights(
     for scheme in schemes:
         for key, owner, parameter in announced(keys, scheme):
             stacked = parameter != "weight"
-            if _checkpoint_scheme(method, owner, stacked) == scheme:
+            # Experts stored one by one have the scheme of stacks, if there is one.
+            fitting = (g for g in method.groups if not g.names or any(named(pattern, owner) for pattern in g.names))
+            group, expert = next(fitting, None), not stacked and _EXPERT.search(owner) is not None
+            own = None if group is None else (group.of(True) or group.of(False)) if expert else group.of(stacked)
+            if own == scheme:
                 plain = _plain(f"{owner}.{parameter}", scheme, stacked, present, shape, read)
                 yield _checked(folder, packed_weight(plain, scheme), key, present, shape)
-
-
-def _checkpoint_scheme(method: Method, owner: str, stacked: bool) -> Scheme | None:
-    """Return the scheme of a stored weight; experts stored one by one have that of stacks, if there is one."""
-    for group in method.groups:
-        if not group.names or any(named(pattern, owner) for pattern in group.names):
-            expert = not stacked and _EXPERT.search(owner) is not None
-            return (group.of(True) or group.of(False)) if expert else group.of(stacked)
-    return None
 
 
 def _plain(

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from autoplan.doctor.examine import TABLES, entries_of
-from autoplan.doctor.private import Private
+from autoplan.doctor.examine import TABLES, Private, entries_of
 from autoplan.patches.patched import Patch
 from canaries.uses import files, private_uses
 
