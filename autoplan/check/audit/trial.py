@@ -76,9 +76,7 @@ def run_on(clone: Any, model: Any, plan: ForeignPlan, tp_size: int) -> AuditRun:
 
 def sharding_for(plan: ForeignPlan) -> Sharding:
     """Return how the plan's own library carries it out."""
-    if plan.plan is not None:
-        return sharding_of(plan.plan)
-    return _LIBRARIES[plan.dialect](plan.raw)
+    return _LIBRARIES[plan.dialect](plan.raw) if plan.plan is None else sharding_of(plan.plan)
 
 
 def _noticing(sharding: Sharding, thawed: dict[str, None]) -> Sharding:
@@ -97,19 +95,16 @@ def _noticing(sharding: Sharding, thawed: dict[str, None]) -> Sharding:
 def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: Plan | None) -> AuditRun:
     from autoplan.check.verify.verify import verify_source
 
-    plan = foreign.plan
+    plan, checks = foreign.plan, ("parameters", *_CHECKS)
     assert plan is not None
     if same:
         from autoplan.check.verify.sharded import check_sharding
 
-        checks = ("parameters", *_CHECKS)
         how: Any = {"checks": checks, "dims": mesh_of(plan)}
-        report = check_sharding(clone.model, clone.feeds, sharding_for(foreign), plan.ranks, **how)
-        return AuditRun(report, tiny=clone)
+        return AuditRun(check_sharding(clone.model, clone.feeds, sharding_of(plan), plan.ranks, **how), tiny=clone)
     if right is not None and right.runtime != plan.runtime:
         return AuditRun(reason="the clone's sizes differ from the plan's", tiny=clone)
-    report = verify_source(source, plan, _TINY_TP, checks=("parameters", *_CHECKS))
-    return AuditRun(report, tiny=clone)
+    return AuditRun(verify_source(source, plan, _TINY_TP, checks=checks), tiny=clone)
 
 
 def _shapes(model: Any) -> dict[str, tuple[int, ...]]:

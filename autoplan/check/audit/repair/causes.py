@@ -20,7 +20,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import best_match, is_under, matches
 from autoplan.decide.plan.chosen import wish_of_plan
 from autoplan.decide.plan.folding import starred
-from autoplan.values import Finding, ParameterRule, Plan
+from autoplan.values import Finding, Plan
 from autoplan.values.plain import plain
 
 # Checks that say why a row is wrong, the surest first. Those that hold two rows against each other come last: either
@@ -224,7 +224,10 @@ def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
         mine_rule, its_rule = (best_match(p.runtime.parameters, name) for p in (plan, other))
         rows = [None if rule is None else _row(replace(rule, pattern="")) for rule in (mine_rule, its_rule)]
         if rows[0] != rows[1] and name.rpartition(".")[0] not in by_entry:
-            cuts = [_cut(rule) for rule in (mine_rule, its_rule)]
+            cuts = [
+                "whole" if rule is None or rule.dim is None else f"dim {rule.dim}: {rule.layout}"
+                for rule in (mine_rule, its_rule)
+            ]
             says, must = cuts if cuts[0] != cuts[1] else (str(row) for row in rows)
             fix = "remove it" if its_rule is None else f"{'add' if mine_rule is None else 'write'} {_row(its_rule)}"
             apart[name] = Difference(f"the plan shards it as {says}, but the model requires {must}", fix)
@@ -246,10 +249,6 @@ def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
             text = f"random numbers are not drawn as the sharding requires: the plan has {rows[0]}"
             apart[f"runtime.{field}"] = Difference(text, f"write {rows[1]}")
     return apart
-
-
-def _cut(rule: ParameterRule | None) -> str:
-    return "whole" if rule is None or rule.dim is None else f"dim {rule.dim}: {rule.layout}"
 
 
 def _row(item: Any) -> str:

@@ -65,7 +65,7 @@ def parts_of(subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...
         Part(
             container,
             tuple(places),
-            _starred(styles[places[0]]),
+            {starred(name): value for name, value in styles[places[0]].items()},
             (*ways.get(container, ()), {}),
             obstacles.get(container, ""),
         )
@@ -96,10 +96,6 @@ def _joined(parts: list[Part], subject: Audited, right: Plan, dialect: Dialect) 
         lines = {name: dialect.value(style) for name, style in hf_entries(right)[0].items() if name in tied}
         ways[0] = {**ways[0], **lines}
     return (Part("", ("",), says, tuple(ways)), *(part for part in parts if part not in together))
-
-
-def _starred(values: Values) -> dict[str, Any]:
-    return {starred(name): value for name, value in values.items()}
 
 
 def _place(name: str, containers: Mapping[str, Any]) -> str:
@@ -227,7 +223,9 @@ def sequence_ways(
             ways.append({**ends_of, **plain, **before, **bare, **head})
         gathers = {name: ColwiseParallel(input_layouts=Shard(1)) for name in columns}
         ways.append({**ends_of, **plain, **gathers, **head})
-    return sorted(ways, key=lambda way: _distance(dialect, says, way))
+    return sorted(
+        ways, key=lambda way: sum(dialect.key_of(says.get(n)) != dialect.key_of(way.get(n)) for n in {**says, **way})
+    )
 
 
 def _gathered_input(keyword: str) -> Any:
@@ -266,7 +264,3 @@ def _keywords(clone: Any, containers: Iterable[str]) -> dict[str, str]:
 
 def _is_norm(style: Any) -> bool:
     return any(cls.__name__ == "SequenceParallel" for cls in type(style).__mro__)
-
-
-def _distance(dialect: Dialect, says: Mapping[str, Any], way: Mapping[str, Any]) -> int:
-    return sum(dialect.key_of(says.get(n)) != dialect.key_of(way.get(n)) for n in {**says, **way})

@@ -169,7 +169,7 @@ def _least(part: Part, trials: Trials, subject: Audited, dialect: Dialect, trust
         names = [n for n in {**part.says, **way} if _differs(dialect, part.says.get(n), way.get(n))]
         if not names or not trials.passes(way.items()):
             continue
-        needed = _needed(part.says, way, names, trials, dialect)
+        needed = _needed(part.says, way, names, trials)
         if best is None or len(needed) < len(best):
             best = tuple((name, way.get(name)) for name in needed)
         if len(best) == 1:
@@ -185,26 +185,17 @@ def _differs(dialect: Dialect, one: Any, other: Any) -> bool:
     return bool(dialect.key_of(one) != dialect.key_of(other))
 
 
-def _needed(
-    says: Mapping[str, Any], way: Mapping[str, Any], names: list[str], trials: Trials, dialect: Dialect
-) -> list[str]:
+def _needed(says: Mapping[str, Any], way: Mapping[str, Any], names: list[str], trials: Trials) -> list[str]:
     """Return a subset of these names, none of which can be left at what the plan says."""
     needed = list(names)
     for name in sorted(names, key=lambda name: (name in says, name not in way)):  # new rows are dropped first
         fewer = [other for other in needed if other != name]
-        if fewer and trials.passes(_mixed(says, way, fewer).items()):
+        # What the plan says, with the values of `way` for these names, which come last
+        mixed = {other: value for other, value in says.items() if other not in fewer}
+        mixed |= {other: way[other] for other in fewer if way.get(other) is not None}
+        if fewer and trials.passes(mixed.items()):
             needed = fewer
     return needed
-
-
-def _mixed(says: Mapping[str, Any], way: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return what the plan says, with the values of `way` for these names."""
-    mixed = dict(says)
-    for name in names:
-        mixed.pop(name, None)
-        if way.get(name) is not None:
-            mixed[name] = way[name]
-    return mixed
 
 
 def _change(subject: Audited, part: Part, name: str, value: Any) -> Change:

@@ -12,7 +12,7 @@ from typing import Any
 from autoplan.check.audit.subject import Audited, Level
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import matches, nearest
-from autoplan.values import Finding, Stack
+from autoplan.values import Finding
 
 NAME = "layers"
 
@@ -79,7 +79,9 @@ def _compared(subject: Audited, purpose: str, chosen: list[str]) -> Iterator[Fin
     for stack in subject.stacks:
         missed = [block for block in stack.fqns if block not in chosen and not _above(block, dict.fromkeys(chosen))]
         if missed:
-            yield _missed(subject, purpose, stack, missed)
+            text = f"{purpose}: {len(missed)} of {len(stack.fqns)} {stack.kind} blocks of {stack.name} are not selected"
+            hint = f"add {subject.folded(missed)}"
+            yield Finding(NAME, "warn", purpose, text, hint, _bytes(subject, missed))
     if purpose != "checkpointing":
         yield from _mixed_dtypes(subject, purpose, taken)
 
@@ -95,12 +97,6 @@ def _mixed_dtypes(subject: Audited, purpose: str, blocks: list[str]) -> Iterator
             text = f"{purpose}: the unit {block} mixes {len(dtypes)} dtypes ({held_in})"
             yield Finding(NAME, "warn", purpose, text, "make a unit for each dtype, or use one dtype")
             return
-
-
-def _missed(subject: Audited, purpose: str, stack: Stack, missed: list[str]) -> Finding:
-    text = f"{purpose}: {len(missed)} of {len(stack.fqns)} {stack.kind} blocks of {stack.name} are not selected"
-    hint = f"add {subject.folded(missed)}"
-    return Finding(NAME, "warn", purpose, text, hint, _bytes(subject, missed))
 
 
 def _above(name: str, known: Mapping[str, Any]) -> str:

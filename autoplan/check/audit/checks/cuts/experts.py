@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Audited, Weight
+from autoplan.common.patterns import holders
 from autoplan.values import Finding
 
 NAME = "experts"
@@ -21,14 +22,18 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     yield from _routers(subject)
     if subject.plan.dialect != "transformers":
         return
-    holders: dict[str, list[Weight]] = {}
+    stacks: dict[str, list[Weight]] = {}
     for weight in subject.weights:
         if len(weight.fact.shape) == 3 and weight.said.dim is not None:
-            holders.setdefault(weight.module, []).append(weight)
+            stacks.setdefault(weight.module, []).append(weight)
     silent = {
         module: weights
-        for module, weights in holders.items()
-        if not any(line.style in _SUMS and _holds(subject, line, module) for line in subject.plan.lines)
+        for module, weights in stacks.items()
+        if not any(
+            line.style in _SUMS
+            and any(subject.plan.reaches(line, place) for place in (module, *holders(module)) if place)
+            for line in subject.plan.lines
+        )
     }
     if silent:
         names = [weight.name for weights in silent.values() for weight in weights]
@@ -36,12 +41,6 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         text = f"{names[0]} is sharded, but the experts' partial outputs are never summed"
         hint = f"{subject.folded(silent)!r}: 'moe_tp_experts'"
         yield subject.suspect(NAME, where, text, hint, names=names)
-
-
-def _holds(subject: Audited, line: object, module: str) -> bool:
-    """Return whether a line is about the module itself or one that holds it."""
-    parts = module.split(".")
-    return any(subject.plan.reaches(line, ".".join(parts[:n])) for n in range(1, len(parts) + 1))  # type: ignore[arg-type]
 
 
 def _routers(subject: Audited) -> Iterator[Finding]:

@@ -28,7 +28,8 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
                 yield Finding(NAME, "warn", line.pattern, f"{line} matches no parameter that is not yet matched", hint)
                 continue
             hint = f"did you mean {close[0]!r}?" if close else "remove it: no similar path is missing a row"
-            size = sum(w.bytes for w in subject.weights if close and _under(close[0], w.name))
+            meant = [w for w in subject.weights if close and any(matches(close[0], n) for n in (w.name, w.module))]
+            size = sum(w.bytes for w in meant)
             yield Finding(NAME, "warn", line.pattern, f"{line} matches no module and no parameter", hint, size)
         elif subject.plan.dialect == "deepspeed" and CUTS.get(line.style, "whole") != "whole":
             weights = subject.of_line(line)
@@ -44,7 +45,3 @@ def _takers(subject: Audited, line: Line, known: Iterable[str]) -> list[str]:
     able |= {name.rpartition(".")[0] for name in able}
     cuts = CUTS.get(line.style, "any") not in ("whole", "nothing")
     return [name for name in known if subject.plan.line_for(name) is None and (name in able or not cuts)]
-
-
-def _under(pattern: str, name: str) -> bool:
-    return matches(pattern, name) or matches(pattern, name.rpartition(".")[0])
