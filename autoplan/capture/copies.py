@@ -37,10 +37,14 @@ PLAIN_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque, bytearray)
 
 def copied(model: Model) -> Model:
     """Return a deep copy of the model in which functions that reach the model are rebuilt, too."""
-    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _results(model)}
-    for value in (attribute for module in model.modules() for attribute in vars(module).values()):
-        if type(value) is OrderedDict and not value:  # empty hook dicts: most of what deepcopy would spend time on
-            memo[id(value)] = OrderedDict()
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        # Non-leaf tensors that a run left in the model: deepcopy refuses them. The old `weight_norm` and
+        # `spectral_norm` keep such a weight, and compute it again at each call.
+        memo |= {id(t): t.detach().clone() for _, t in flatten_tensors(vars(module)) if not t.is_leaf}
+        for value in vars(module).values():
+            if type(value) is OrderedDict and not value:  # empty hook dicts: most of what deepcopy would spend time on
+                memo[id(value)] = OrderedDict()
     try:
         new = copy.deepcopy(model, memo)
     except AutoplanError:
@@ -64,15 +68,6 @@ def copy_slots(model: nn.Module, memo: dict[int, Any]) -> None:
         for name in _slots(type(module)):
             if twin is not module and hasattr(module, name) and not hasattr(twin, name):
                 object.__setattr__(twin, name, copy.deepcopy(getattr(module, name), memo))
-
-
-def _results(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield non-leaf tensors that a run left in the model: deepcopy refuses them. The old `weight_norm` and
-    `spectral_norm` keep such a weight, and compute it again at each call."""
-    for module in model.modules():
-        for _, tensor in flatten_tensors(vars(module)):
-            if not tensor.is_leaf:
-                yield tensor
 
 
 class Rebinding:
@@ -136,7 +131,9 @@ class Rebinding:
         if isinstance(made, torch.Tensor):
             return
         if isinstance(made, functools.partial):
-            self._fix_partial(made)
+            func, args = self._anew(made.func), self._anew(made.args)
+            if func is not made.func or args is not made.args:
+                made.__setstate__((func, args, made.keywords, vars(made)))
         elif isinstance(made, list | deque):
             for place, value in enumerate(made):
                 if isinstance(value, _TAKEN_AS_THEY_ARE):
@@ -158,11 +155,6 @@ class Rebinding:
         taken = [item for item in made.items() if isinstance(item[1], _TAKEN_AS_THEY_ARE)]
         for key, value in taken:
             _put(made.__setitem__, key, value, self._anew(value))
-
-    def _fix_partial(self, made: Any) -> None:
-        func, args = self._anew(made.func), self._anew(made.args)
-        if func is not made.func or args is not made.args:
-            made.__setstate__((func, args, made.keywords, vars(made)))
 
     def _anew(self, value: Any) -> Any:
         """Return the value rebuilt; the value itself unless it contains a function that reaches the original."""

@@ -55,16 +55,16 @@ def enter_first_in_a_lasting_thread() -> None:
         _enter()
         return
     entered = threading.Event()
-    threading.Thread(target=_stay, args=(entered,), daemon=True, name="autoplan first fake mode").start()
+
+    def stay() -> None:
+        try:
+            _enter()
+        finally:
+            entered.set()
+        threading.Event().wait()  # never set: the thread ends with the process
+
+    threading.Thread(target=stay, daemon=True, name="autoplan first fake mode").start()
     entered.wait()
-
-
-def _stay(entered: threading.Event) -> None:
-    try:
-        _enter()
-    finally:
-        entered.set()
-    threading.Event().wait()  # never set: the thread ends with the process
 
 
 def _enter() -> None:

@@ -27,7 +27,13 @@ def graph_of(trace: Trace) -> fx.Graph:
     for op in trace.ops:
         node = graph.call_function(_target(op), _plain(op.args, nodes), _plain(op.kwargs, nodes))
         node.meta.update(module=op.module)
-        _bind_outputs(graph, op, node, trace, nodes)
+        # Several outputs are bound through `getitem`; an op that returns its input gives it a new node
+        for position, item in enumerate(op.outputs):
+            if isinstance(item, Ref):
+                info = trace.tensors[item.id]
+                output = node if len(op.outputs) == 1 else graph.call_function(operator.getitem, (node, position))
+                output.meta.update(module=op.module, shape=info.shape, dtype=info.dtype)
+                nodes[item.id] = output
     results = tuple(nodes[t] for visit in trace.visits if visit.parent is None for _, t in visit.outputs if t in nodes)
     graph.output(results)
     graph.lint()
@@ -47,25 +53,14 @@ def _source(graph: fx.Graph, index: int, tensor: TensorInfo) -> fx.Node | None:
 def _target(op: Op) -> Any:
     packet = getattr(torch.ops.aten, op.name, None)
     overload = getattr(packet, op.overload, None) if packet is not None else None
-    return overload if overload is not None else _unknown(op)
+    if overload is not None:
+        return overload
 
-
-def _unknown(op: Op) -> Any:
     def stands_for(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"{op.name}.{op.overload} is not an aten op: the graph can be read, but not run")
 
     stands_for.__name__ = stands_for.__qualname__ = f"{op.name}_{op.overload}".replace(".", "_").replace(":", "_")
     return stands_for
-
-
-def _bind_outputs(graph: fx.Graph, op: Op, node: fx.Node, trace: Trace, nodes: dict[int, fx.Node]) -> None:
-    """Bind the outputs of an op: several through `getitem`; an op that returns its input gives it a new node."""
-    tensors = [(i, item.id) for i, item in enumerate(op.outputs) if isinstance(item, Ref)]
-    for position, tensor in tensors:
-        info = trace.tensors[tensor]
-        output = node if len(op.outputs) == 1 else graph.call_function(operator.getitem, (node, position))
-        output.meta.update(module=op.module, shape=info.shape, dtype=info.dtype)
-        nodes[tensor] = output
 
 
 def _plain(value: Any, nodes: dict[int, fx.Node]) -> Any:
