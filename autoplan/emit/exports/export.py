@@ -147,13 +147,7 @@ class Written(NamedTuple):
     besides: str = ""
 
 
-def _hf(plan: Plan, around: Surroundings, drop: bool) -> Written:
-    written = to_hf(plan, shipped=around.shipped, drop=drop)
-    return Written(_json(written), by_key(written))
-
-
-def _hf_old(plan: Plan, around: Surroundings, drop: bool) -> Written:
-    written = to_hf(plan, old=True, drop=drop)
+def _by_key(written: Mapping[str, str]) -> Written:
     return Written(_json(written), by_key(written))
 
 
@@ -171,8 +165,8 @@ def _vllm(plan: Plan, around: Surroundings, drop: bool) -> Written:
 _Exporter = Callable[[Plan, Surroundings, bool], Written]
 TARGETS: dict[str, _Exporter] = {
     "torch": lambda plan, around, drop: Written(torch_module(plan), by_entries(plan)),
-    "hf": _hf,
-    "hf-old": _hf_old,
+    "hf": lambda plan, around, drop: _by_key(to_hf(plan, shipped=around.shipped, drop=drop)),
+    "hf-old": lambda plan, around, drop: _by_key(to_hf(plan, old=True, drop=drop)),
     "automodel": lambda plan, around, drop: Written(automodel_module(plan), by_entries(plan)),
     "deepspeed": _deepspeed,
     "accelerate": lambda plan, around, drop: Written(

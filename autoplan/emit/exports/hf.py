@@ -70,7 +70,11 @@ def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[
     """Return what transformers can express, and what it cannot. `obstacles`: the kinds that hinder the reader."""
     styles: dict[str, str] = {}
     refused: list[Refused] = []
-    for part in _merged(parts_of(plan, obstacles), _kept_whole(plan)):
+    # Modules that the plan leaves alone, as keys: such a key may also match others that are split
+    split = [entry.pattern for entry in plan.entries]
+    modules = {whole.fqn.rpartition(".")[0] for whole in plan.replicated}
+    kept_whole = {starred(module) for module in modules if not any(matches(pattern, module) for pattern in split)}
+    for part in _merged(parts_of(plan, obstacles), kept_whole):
         lines = dict(_lines(part, plan))
         if lines:
             styles |= lines
@@ -85,13 +89,6 @@ def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[
             why = str(part.needs[0]) if part.needs else f"no transformers style does it ({part.entries[0].style})"
             refused += part.refused(why)
     return styles, refused
-
-
-def _kept_whole(plan: Plan) -> set[str]:
-    """Return modules that the plan leaves alone, as keys: such a key may also match others that are split."""
-    modules = {whole.fqn.rpartition(".")[0] for whole in plan.replicated}
-    split = [entry.pattern for entry in plan.entries]
-    return {starred(module) for module in modules if not any(matches(pattern, module) for pattern in split)}
 
 
 def _merged(parts: Iterable[Part], kept_whole: Container[str]) -> Iterator[Part]:
@@ -143,7 +140,7 @@ def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
         yield part.container, "moe_tp_experts"
     elif part.kind == "packed" and not part.needs and all(_is_half_and_half(e) for e in part.entries):
         yield from _as_they_are(part.entries)
-    elif part.can_gather and part.kind != "mixed":
+    elif part.kind != "mixed":
         for entry in part.gathered:
             column = entry.style in ("colwise", "packed_colwise", "colwise_gather_output")
             yield starred(entry.pattern), "colwise_gather_output" if column else "rowwise_split_input"

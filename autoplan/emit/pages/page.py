@@ -119,10 +119,8 @@ def links_of(plan: Plan) -> dict[str, str]:
 
 def explanations(plan: Plan, links: dict[str, str]) -> Safe:
     """Return what `explain` says about each entry and each replicated parameter."""
-    details = [_explained(plan, path, link) for path, link in links.items()]
+    details = []
+    for path, link in links.items():
+        text = "\n".join(explain(plan, path).splitlines()[1:])
+        details.append(el("details", el("summary", el("code", path)), el("pre", text), id=link, data_path=path))
     return section("Details", "explained", *details)
-
-
-def _explained(plan: Plan, path: str, link: str) -> Safe:
-    text = "\n".join(explain(plan, path).splitlines()[1:])
-    return el("details", el("summary", el("code", path)), el("pre", text), id=link, data_path=path)

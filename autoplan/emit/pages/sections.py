@@ -26,7 +26,9 @@ def memory_section(found: Estimate | None, memory: int = 0, *, alone: bool = Tru
         return el("section", head, el("p", NO_ESTIMATE, class_="soft"), aria_labelledby="memory")
     where = f"Peak: {bytes_text(found.peak)}, in {found.phase}, at {found.where}."
     on = f"{mesh_text(found.mesh)}: micro-batch {found.batch} × {tokens_text(found)}, {found.train}"
-    limit = f" The line is the GPU's {bytes_text(memory)}: {_room(found.peak, memory)}." if memory else ""
+    more = f"it needs {bytes_text(found.peak - memory)} more"
+    room = f"it fits, with {bytes_text(memory - found.peak)} left" if found.peak <= memory else more
+    limit = f" The line is the GPU's {bytes_text(memory)}: {room}." if memory else ""
     rows = [(el("span", f"{n + 1}", class_=f"chip {tone_of(n)}"), PARTS[name], bytes_text(size),
              f"{size / max(found.peak, 1):.0%}") for n, name, size in _parts(found)]  # fmt: skip
     parts = table(("", "part", "size", "share"), rows, "Composition of the peak")
@@ -62,11 +64,6 @@ def _parts(found: Estimate) -> list[tuple[int, str, int]]:
     return [(n, name, size) for n, (name, size) in enumerate(sizes) if size]
 
 
-def _room(peak: int, memory: int) -> str:
-    return f"it fits, with {bytes_text(memory - peak)} left" if peak <= memory else (
-        f"it needs {bytes_text(peak - memory)} more")  # fmt: skip
-
-
 def _step_messages(found: Estimate) -> Safe:
     rows = [(message.dim, message.kind, str(message.number), bytes_text(message.bytes)) for message in found.messages]
     sent = table(("over", "message", "number", "bytes"), rows, "Messages of a step") if rows else None
@@ -89,11 +86,8 @@ def verdict(proof: Proof) -> Safe:
         "passed": "A tiny clone gave the same results on simulated ranks.",
         "unasked": "No trial on simulated ranks was requested.",
     }.get(proof.trial.outcome, "")
-    return el("p", _sentence(proof_text(proof).plain), " ", tried, class_=f"verdict {state}", role="status")
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith(".") else f"{text}."
+    text = f"{proof_text(proof).plain.removesuffix('.')}."
+    return el("p", text, " ", tried, class_=f"verdict {state}", role="status")
 
 
 def facts(plan: Plan) -> Safe:
