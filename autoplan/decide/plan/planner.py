@@ -115,16 +115,13 @@ class _Desk:
                 for name, fact in decided:
                     yield self._draft(module, name, [(name, fact)], styles[name], source)
             else:
-                yield self._draft(module, module, facts, self._leading(decided, styles), source)
+                # The style of the largest sharded parameter of the module, else of its largest
+                _, _, leading = max((fact.dim is not None, fact.bytes, name) for name, fact in decided)
+                yield self._draft(module, module, facts, styles[leading], source)
 
     def _is_decided(self, fact: ParameterFact) -> bool:
         """Return whether it is sharded, or replicated with a gradient to sum. (A divided bias follows its weight.)"""
         return fact.dim is not None or (fact.gradient != "local" and not fact.buffer)
-
-    def _leading(self, decided: list[tuple[str, ParameterFact]], styles: dict[str, str]) -> str:
-        """Return the style of the largest sharded parameter of a module, else of its largest."""
-        _, _, name = max((fact.dim is not None, fact.bytes, name) for name, fact in decided)
-        return styles[name]
 
     def _by_module(self) -> dict[str, list[tuple[str, ParameterFact]]]:
         """Return parameters by the module that owns them; a tied one under each module that reads it."""

@@ -40,8 +40,10 @@ def plan_at(path: str, model: Any, sequence_parallel: bool = False) -> Mapping[s
             raise WrittenPlanError(f"{path} raises when it is called: {_said(error)}", hint="fix it first") from error
     if isinstance(value, (Mapping, Plan)):
         return value
+    kind = type(value)
+    of = f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
     raise WrittenPlanError(
-        f"{path}{called or ' is'} {_described(value)}, which is not a plan",
+        f"{path}{called or ' is'} {of}, which is not a plan",
         hint="it must be a dict of pattern: style, an autoplan Plan, or a function that returns one",
     )
 
@@ -58,7 +60,12 @@ def _value_at(path: str) -> Any:
             raise WrittenPlanError(f"{path}: importing {name} failed: {error}", hint="install what it needs") from error
         except (Exception, SystemExit) as error:
             raise WrittenPlanError(f"{path} raises on import: {_said(error)}", hint=f"fix {name} first") from error
-        return _attribute(value, name, parts[length:], path)
+        for part in parts[length:]:
+            if not hasattr(value, part):
+                public = [attribute for attribute in dir(value) if not attribute.startswith("_")]
+                raise WrittenPlanError(f"{path}: {name} has no {part!r}", hint=f"it has {', '.join(public[:12])}")
+            value, name = getattr(value, part), f"{name}.{part}"
+        return value
     raise WrittenPlanError(
         f"{path}: no module named {parts[0]!r}", hint="check the spelling, and that its folder is on PYTHONPATH"
     )
@@ -71,15 +78,6 @@ def _exists(module: str) -> bool:
         return find_spec(module) is not None
     except (ModuleNotFoundError, ValueError):  # a parent is missing, or is no package
         return False
-
-
-def _attribute(value: Any, name: str, rest: list[str], path: str) -> Any:
-    for part in rest:
-        if not hasattr(value, part):
-            public = [attribute for attribute in dir(value) if not attribute.startswith("_")]
-            raise WrittenPlanError(f"{path}: {name} has no {part!r}", hint=f"it has {', '.join(public[:12])}")
-        value, name = getattr(value, part), f"{name}.{part}"
-    return value
 
 
 def _called(function: Callable[..., Any], path: str, model: Any, sequence_parallel: bool) -> Any:
@@ -103,11 +101,6 @@ def _called(function: Callable[..., Any], path: str, model: Any, sequence_parall
 
 def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _described(value: Any) -> str:
-    kind = type(value)
-    return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
 
 
 # Dicts of `ParallelStyle` objects. Only the side of the weight to shard is a choice; layouts follow from it.

@@ -85,8 +85,13 @@ class _Reader:
             return self._as_asked(hf_plan(self.model, self.name))
         if text in ("auto", "handwritten"):
             return self._handwritten(wanted=text == "handwritten")
-        if is_file(text):
-            return self._of_file(Path(text))
+        if is_file(text):  # one of our plan files, a DeepSpeed config, or a dict of style names in JSON or YAML
+            path = Path(text)
+            data = read_plain(path, NotPlain("plan file", WrittenPlanError))
+            names = isinstance(data, dict) and data and all(isinstance(style, str) for style in data.values())
+            if names or is_deepspeed(data):
+                return self._of_mapping(data, str(path))
+            return self._for_size(load_plan(path), str(path))
         chosen = plan_by_id(text)
         if chosen is not None:
             return chosen.choices(sequence_parallel=self.sequence_parallel, matched=f"the plan {text} was named")
@@ -130,13 +135,6 @@ class _Reader:
         if is_deepspeed(data):
             return self._as_asked(ChosenCuts(name, "user", read_deepspeed(data, name, _paths(self.model)[1])))
         return self.of_dict(data, name, by_position=True)
-
-    def _of_file(self, path: Path) -> ChosenCuts | Plan:
-        """Read one of our plan files, a DeepSpeed config, or a dict of style names in JSON or YAML."""
-        data = read_plain(path, NotPlain("plan file", WrittenPlanError))
-        if is_deepspeed(data) or (isinstance(data, dict) and data and all(isinstance(v, str) for v in data.values())):
-            return self._of_mapping(data, str(path))
-        return self._for_size(load_plan(path), str(path))
 
     def _for_size(self, plan: Plan, name: str) -> Plan:
         if plan.tp_size != self.tp_size:
