@@ -10,7 +10,7 @@ from autoplan.check.audit.executors import autotp_sharding, not_imitated, torch_
 from autoplan.check.audit.lines import ForeignPlan
 from autoplan.check.verify.on_ranks import Sharding, mesh_of, sharding_of
 from autoplan.common.errors import AutoplanError
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import starred
 from autoplan.values import Plan, Report
 
 _LIBRARIES = {"torch": torch_sharding, "transformers": transformers_sharding, "deepspeed": autotp_sharding}

@@ -14,8 +14,8 @@ from autoplan.analyse.splits.packed import NO_DEMANDS, Demands, as_over_both, pa
 from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
 from autoplan.common.options import Wish
-from autoplan.common.patterns import fold_names, matches
-from autoplan.decide.plan.folding import Names, starred
+from autoplan.common.patterns import fold_names, matches, starred
+from autoplan.decide.plan.folding import Names
 from autoplan.decide.plan.planner import make_plan
 from autoplan.decide.rulebook.read import rule_named
 from autoplan.decide.written_plans.choices import CUTS, ChosenCut, ChosenCuts, WrittenPlanError

@@ -9,7 +9,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, TypeVar
 
-from autoplan.common.patterns import Universe, fold_counted, fold_names, is_under, matches
+from autoplan.common.patterns import Universe, fold_counted, fold_names, is_under, matches, starred
 from autoplan.values import (
     Boundary,
     CallRewrite,
@@ -65,11 +65,6 @@ class Names:
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
     """Return a sort key that orders numbers by size: layer 2 before layer 10, expert_2 before expert_10."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+|\.)", name) if part)
-
-
-def starred(name: str) -> str:
-    """Return the name with `*` for every number: the common pattern of blocks of one kind."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _followers(fold: Fold) -> tuple[str, dict[str, list[str]]]:

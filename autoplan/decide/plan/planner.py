@@ -11,11 +11,11 @@ from autoplan.analyse.picture.dataflow import dataflow
 from autoplan.analyse.picture.flow import Flow
 from autoplan.analyse.picture.obstacles import obstacles
 from autoplan.analyse.solve import Solution
-from autoplan.common.patterns import matches
+from autoplan.common.patterns import matches, starred
 from autoplan.decide.match import MOST_STEPS, Matching, match_rules
 from autoplan.decide.naming import Naming, gathered_parameters, name_parameters, readings, with_facts
 from autoplan.decide.plan.entries import Costs, communication, reason_text, style_of, units_text, whole_text
-from autoplan.decide.plan.folding import Names, flow_of, fold_runtime, starred
+from autoplan.decide.plan.folding import Names, flow_of, fold_runtime
 from autoplan.decide.rulebook.read import GENERIC, Rule, load_rules
 from autoplan.values import (
     Cost,

@@ -14,7 +14,8 @@ from autoplan.analyse.solve import Solution, solve
 from autoplan.analyse.splits.packed import Demands
 from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
-from autoplan.decide.plan.folding import Names, starred
+from autoplan.common.patterns import starred
+from autoplan.decide.plan.folding import Names
 from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError
 from autoplan.values import ParameterFact, TensorInfo, Trace
 from autoplan.values.reasons import CutElsewhere, DoesNotDivide, KeptWhole, NotNamed, Reason, sentence

@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from autoplan.common.patterns import matches
+from autoplan.common.patterns import matches, starred
 from autoplan.common.templates import template
-from autoplan.decide.plan.folding import starred
 from autoplan.decide.rulebook.read import exported_as
 from autoplan.decide.written_plans.foreign import COUNTS
 from autoplan.emit.exports.expressible import (

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from autoplan.common.patterns import fold_names, matches
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import fold_names, matches, starred
 from autoplan.emit.exports.configs import (
     automodel_module,
     to_accelerate,

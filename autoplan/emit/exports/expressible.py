@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
-from autoplan.common.patterns import is_under, matches
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import is_under, matches, starred
 from autoplan.decide.rulebook.read import exported_as
 from autoplan.emit.words import bytes_text
 from autoplan.values import Entry, Plan

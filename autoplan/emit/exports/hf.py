@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 
-from autoplan.common.patterns import matches
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import matches, starred
 from autoplan.decide.rulebook.read import exported_as
 from autoplan.emit.exports.expressible import (
     HEADS,

@@ -9,17 +9,21 @@ from typing import Any
 from autoplan.common.patterns import matches
 from autoplan.emit.pages.drawing import tone_of
 from autoplan.emit.pages.markup import Content, Safe, WhatIf, cases, chooser, el, section, styles, table, written_here
-from autoplan.emit.pages.page import cause_first, links_of, pictures, plan_parts, whole_page
-from autoplan.emit.pages.picture import Block, Box, BoxRow, Scene, branches, is_about, scene_of
-from autoplan.emit.pages.sections import (
+from autoplan.emit.pages.page import (
     block_figure,
+    cause_first,
     drawing_section,
     facts,
     findings_section,
+    links_of,
     memory_section,
+    pictures,
+    plan_parts,
     stack,
     verdict,
+    whole_page,
 )
+from autoplan.emit.pages.picture import Block, Box, BoxRow, Scene, branches, is_about, scene_of
 from autoplan.emit.tables.estimate_table import choice_reasons, row_to_dict
 from autoplan.emit.words import bytes_text
 from autoplan.values import CutsOf, Drawn, Finding, Plan, Report

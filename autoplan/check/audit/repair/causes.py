@@ -17,9 +17,8 @@ from autoplan.check.audit.repair.rows import Change
 from autoplan.check.audit.repair.search import Repair
 from autoplan.check.audit.subject import Audited, Level, few
 from autoplan.common.errors import AutoplanError
-from autoplan.common.patterns import best_match, is_under, matches
+from autoplan.common.patterns import best_match, is_under, matches, starred
 from autoplan.decide.plan.chosen import wish_of_plan
-from autoplan.decide.plan.folding import starred
 from autoplan.values import Finding, Plan
 from autoplan.values.plain import plain
 

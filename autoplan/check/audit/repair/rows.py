@@ -16,8 +16,7 @@ import yaml
 from autoplan.check.audit.lines import ForeignPlan, Line, numbers_starred, read_foreign
 from autoplan.check.audit.subject import Audited
 from autoplan.common.errors import AutoplanError
-from autoplan.common.patterns import fold_names
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import fold_names, starred
 from autoplan.decide.written_plans.dialects import ALIASES
 from autoplan.decide.written_plans.foreign import kind_of, spec_for, specs_of
 from autoplan.values import Entry, Plan

@@ -32,8 +32,7 @@ from autoplan.check.audit.subject import Audited
 from autoplan.check.audit.trial import run_on
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Wish
-from autoplan.common.patterns import fold_names, nearest
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import fold_names, nearest, starred
 from autoplan.values import Finding, Plan
 
 _MOST = 80  # audits for one repair

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from autoplan.analyse.picture.flow import Node, node_of
 from autoplan.check.audit.subject import Audited, Weight
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import starred
 from autoplan.values import Finding
 
 NAME = "edges"

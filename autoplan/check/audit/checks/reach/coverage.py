@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Audited, Level, Weight
-from autoplan.common.patterns import is_under
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import is_under, starred
 from autoplan.emit.words import bytes_text
 from autoplan.values import Finding
 
