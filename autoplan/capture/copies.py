@@ -133,7 +133,7 @@ class Rebinding:
         if isinstance(made, functools.partial):
             func, args = self._anew(made.func), self._anew(made.args)
             if func is not made.func or args is not made.args:
-                made.__setstate__((func, args, made.keywords, vars(made)))
+                made.__setstate__((func, args, made.keywords, vars(made)))  # type: ignore[attr-defined]
         elif isinstance(made, list | deque):
             for place, value in enumerate(made):
                 if isinstance(value, _TAKEN_AS_THEY_ARE):

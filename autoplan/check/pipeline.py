@@ -161,9 +161,9 @@ def prove_graph(
     if missing:
         text = f"the tiny clone never runs {', '.join(missing)}: the plan for it is inferred, not verified"
         findings.insert(0, Finding("proof", "warn", "", text))
-    for axis, error in law.failed.items():
+    for axis, change in law.failed.items():
         where = [fact.parameters[0][0] for fact in solution.classes if fact.split and fact.size == axis.size]
-        text = f"permuting its {axis.size} units changes the output by {error:.1e}"
+        text = f"permuting its {axis.size} units changes the output by {change:.1e}"
         findings.append(Finding("permutation", "error", where[0] if where else "", text))
     replayed = f"{played.split_ops} ops replayed on {_TINY_TP} simulated ranks"
     text = f"{len(law.passed)} axes permuted without changing the output, {replayed}"

@@ -251,17 +251,14 @@ class _YamlReader:
         if isinstance(top.value, list):
             top.value.append(value)
         elif top.key is None:
-            top.key = self._key(value, top.value, event)
+            if not isinstance(value, str):
+                read_as = f"{str(value)[:40]!r} is read as a {type(value).__name__}"
+                _refuse(event, f"a key of a mapping must be text, but {read_as}: quote it")
+            if value in top.value and not self.repeated:
+                _refuse(event, f"duplicate key {value[:80]!r}")
+            top.key = value
         else:
             top.value[top.key], top.key = value, None
-
-    def _key(self, value: Any, known: dict[str, Any], event: Any) -> str:
-        if not isinstance(value, str):
-            kind = type(value).__name__
-            _refuse(event, f"a key of a mapping must be text, but {str(value)[:40]!r} is read as a {kind}: quote it")
-        if value in known and not self.repeated:
-            _refuse(event, f"duplicate key {value[:80]!r}")
-        return value
 
     def _scalar(self, event: Any) -> Any:
         if event.style or not event.implicit[0]:  # quoted, or a block of text

@@ -105,7 +105,13 @@ class _Desk:
         self.reducing = {solution.trace.calls[call].module for call in solution.reductions}
 
     def drafts(self, source: Source) -> Iterator[_Draft]:
-        for module, facts in self._by_module().items():
+        # Parameters by the module that owns them; a tied one under each module that reads it
+        modules: dict[str, list[tuple[str, ParameterFact]]] = {}
+        for fact in self.solution.parameters:
+            own = dict.fromkeys(reading.name for reading in self.read.get(fact.names[0], ()))
+            for name in own or (fact.names[0],):
+                modules.setdefault(_owner(name), []).append((name, fact))
+        for module, facts in modules.items():
             styles = {name: self._style(module, fact) for name, fact in facts}
             decided = [(name, fact) for name, fact in facts if self._is_decided(fact)]
             if not decided:
@@ -122,15 +128,6 @@ class _Desk:
     def _is_decided(self, fact: ParameterFact) -> bool:
         """Return whether it is sharded, or replicated with a gradient to sum. (A divided bias follows its weight.)"""
         return fact.dim is not None or (fact.gradient != "local" and not fact.buffer)
-
-    def _by_module(self) -> dict[str, list[tuple[str, ParameterFact]]]:
-        """Return parameters by the module that owns them; a tied one under each module that reads it."""
-        modules: dict[str, list[tuple[str, ParameterFact]]] = {}
-        for fact in self.solution.parameters:
-            own = dict.fromkeys(reading.name for reading in self.read.get(fact.names[0], ()))
-            for name in own or (fact.names[0],):
-                modules.setdefault(_owner(name), []).append((name, fact))
-        return modules
 
     def _style(self, module: str, fact: ParameterFact) -> str:
         if module in self.experts and fact.dim == 0:

@@ -180,17 +180,14 @@ def _lines_for(fact: ParameterFact, free: Solution) -> Iterator[str]:
             dims = next((fields[n] for n in other.names if n in fields), {})
             field = next((f for f, dim in dims.items() if dim == other.dim), "out" if other.dim == 0 else "in")
             style = {"out": "colwise", "in": "rowwise", "rows": "embedding_rowwise", "width": "embedding_colwise"}
-            pattern = _pattern_like(other.names[0], names)
+            # The module of the parameter, or the parameter if the module has several weights, in every block alike
+            is_weight = other.names[0].endswith(".weight")
+            name = other.names[0].rpartition(".")[0] if is_weight else other.names[0]
+            universe = names.modules if is_weight else names.parameters
+            alike = [known for known in universe if starred(known) == starred(name)]
+            pattern = names.fold(alike, parameters=not is_weight)[0] if alike else name
             packed = "packed_" if is_packed(other.layout or "1", free.tp_size) else ""
             yield f"{pattern!r}: '{packed if field in ('out', 'in') else ''}{style.get(field, 'colwise')}'"
-
-
-def _pattern_like(parameter: str, names: Names) -> str:
-    """Return the module of a parameter, or the parameter if the module has several weights, in every block alike."""
-    module = parameter.rpartition(".")[0]
-    universe, name = (names.modules, module) if parameter.endswith(".weight") else (names.parameters, parameter)
-    alike = [other for other in universe if starred(other) == starred(name)]
-    return names.fold(alike, parameters=universe is names.parameters)[0] if alike else name
 
 
 def is_packed(layout: str, tp: int) -> bool:

@@ -44,8 +44,18 @@ def to_hf(plan: Plan, *, shipped: Iterable[str] = (), old: bool = False, drop: b
     unless `drop`."""
     styles, refused = _as_stored(plan, *hf_entries(plan))
     if old:
-        styles, more = _in_old_spelling(styles, plan)
-        refused += more
+        # A container in which one style has no old name is not written at all
+        missing = {key for key, style in styles.items() if style in _NOT_IN_OLD}
+        # A head goes with its tied table: one of them alone would cut the other.
+        missing |= {starred(e.pattern) for e in plan.entries if exported_as(e.rule) == "tied_head"} & styles.keys()
+        containers = {key.rpartition(".")[0] for key in missing if styles[key] != "embedding_rowwise"}
+        dropped = {key for key in styles if key in missing or key.rpartition(".")[0] in containers - {""}}
+        refused += [
+            Refused(e.pattern, e.bytes, "the old spelling has no name for it or its partner")
+            for e in plan.entries
+            if starred(e.pattern) in dropped and e.style != "replicated_with_grad_allreduce"
+        ]
+        styles = {key: OLD_NAMES.get(style, style) for key, style in styles.items() if key not in dropped}
     check_nothing_lost(refused, "transformers (old spelling)" if old else "transformers", drop)
     if not old:
         styles |= {key: "replicate" for key in shipped if starred(key) not in styles}
@@ -133,7 +143,14 @@ def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
         others = [e for e in part.entries if e.style != "replicated_with_grad_allreduce" and e.pattern not in latent]
         yield from _as_they_are(others)
         yield from ((starred(pattern), "mla_kv_a_proj") for pattern in latent)
-        yield from _latents(part, plan)
+        # The projection whose output partly enters split heads without passing a column layer
+        split = {starred(entry.pattern) for entry in part.entries}
+        matrices = {starred(w.fqn) for w in plan.replicated if any(isinstance(r, OfDim) and r.dim == 1 for r in w.why)}
+        for copied in plan.runtime.of(AllReduceGradient):
+            name = starred(copied.pattern)
+            inside = name.rpartition(".")[0] == part.container and name not in split
+            if copied.side == "output" and inside and f"{name}.weight" in matrices:
+                yield name, "mla_kv_a_proj"
     elif part.kind == "experts" and not part.needs and _transformers_cuts_alike(part):
         yield from _as_they_are(part.entries)
         yield part.container, "moe_tp_experts"
@@ -169,17 +186,6 @@ def _as_they_are(entries: Iterable[Entry]) -> Iterator[tuple[str, str]]:
         yield starred(entry.pattern), entry.style.removesuffix("_scatter")
 
 
-def _latents(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the projection whose output partly enters split heads without passing a column layer."""
-    split = {starred(entry.pattern) for entry in part.entries}
-    matrices = {starred(w.fqn) for w in plan.replicated if any(isinstance(r, OfDim) and r.dim == 1 for r in w.why)}
-    for copied in plan.runtime.of(AllReduceGradient):
-        name = starred(copied.pattern)
-        inside = name.rpartition(".")[0] == part.container and name not in split
-        if copied.side == "output" and inside and f"{name}.weight" in matrices:
-            yield name, "mla_kv_a_proj"
-
-
 def _transformers_cuts_alike(part: Part) -> bool:
     """Return whether weights are stacks of [expert, out, in], the packed one half and half, as its kernels expect."""
     return all(
@@ -196,18 +202,3 @@ def _is_half_and_half(entry: Entry) -> bool:
         return entry.style in ("rowwise", "rowwise_scatter")
     sizes = [segment.size for segment in layout.parts]
     return layout.kind == "concatenation" and len(sizes) == 2 and sizes[0] == sizes[1]
-
-
-def _in_old_spelling(found: dict[str, str], plan: Plan) -> tuple[dict[str, str], list[Refused]]:
-    """Return the entries in old names. A container in which one style has no old name is not written at all."""
-    missing = {key for key, style in found.items() if style in _NOT_IN_OLD}
-    # A head goes with its tied table: one of them alone would cut the other.
-    missing |= {starred(e.pattern) for e in plan.entries if exported_as(e.rule) == "tied_head"} & found.keys()
-    containers = {key.rpartition(".")[0] for key in missing if found[key] != "embedding_rowwise"}
-    dropped = {key for key in found if key in missing or key.rpartition(".")[0] in containers - {""}}
-    refused = [
-        Refused(e.pattern, e.bytes, "the old spelling has no name for it or its partner")
-        for e in plan.entries
-        if starred(e.pattern) in dropped and e.style != "replicated_with_grad_allreduce"
-    ]
-    return {k: OLD_NAMES.get(style, style) for k, style in found.items() if k not in dropped}, refused

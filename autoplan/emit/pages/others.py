@@ -94,7 +94,17 @@ def audit_parts(report: Report) -> list[Content]:
     outcome = str(report.details.get("verdict") or ("no problems were found" if report.ok else "wrong"))
     ran = str(report.details.get("ran", ""))
     bar = el("p", f"{outcome}. {ran}", class_=f"verdict {'ok' if report.ok else 'bad'}", role="status")
-    parts: list[Content] = [bar, _facts(report), *_drawing(report), findings_section(findings)]
+    details = report.details
+    texts = [str(details["plan"])] if "plan" in details else []
+    if "bytes_per_rank" in details:
+        held, least = details["bytes_per_rank"], details["bytes_per_rank_inferred"]
+        texts.append(f"{bytes_text(held)} of weights per rank ({bytes_text(least)} if fully sharded)")
+    for side in ("a", "b"):
+        if side in details:
+            one = details[side]
+            texts.append(f"{side}: {one['plan']}, {one['ran']}, {bytes_text(one['bytes_per_rank'])} per rank")
+    about = el("ul", *(el("li", one) for one in texts), class_="facts")
+    parts: list[Content] = [bar, about, *_drawing(report), findings_section(findings)]
     entries = [(el("code", pattern), word) for pattern, word in report.details.get("verdicts", {}).items()]
     if entries:
         parts.append(section("Entries", "entries", table(("entry", "verdict"), entries, "Results of each")))
@@ -105,19 +115,6 @@ def audit_parts(report: Report) -> list[Content]:
         rows = [(name, f"{error:.1e}") for name, error in numbers]
         parts.append(section("Numbers", "numbers", table(("of", "error"), rows, "Largest errors")))
     return parts
-
-
-def _facts(report: Report) -> Safe:
-    details = report.details
-    texts = [str(details["plan"])] if "plan" in details else []
-    if "bytes_per_rank" in details:
-        held, least = details["bytes_per_rank"], details["bytes_per_rank_inferred"]
-        texts.append(f"{bytes_text(held)} of weights per rank ({bytes_text(least)} if fully sharded)")
-    for side in ("a", "b"):
-        if side in details:
-            one = details[side]
-            texts.append(f"{side}: {one['plan']}, {one['ran']}, {bytes_text(one['bytes_per_rank'])} per rank")
-    return el("ul", *(el("li", one) for one in texts), class_="facts")
 
 
 def _drawing(report: Report) -> Iterable[Safe]:

@@ -212,11 +212,7 @@ def verdict(proof: Proof) -> Safe:
 
 
 def facts(plan: Plan) -> Safe:
-    texts = [
-        plan.over.replace("=", " "),
-        f"ep {plan.ep_size}" if plan.ep_size > 1 else "",
-        plan.source,
-    ]
+    texts = [plan.over.replace("=", " "), f"ep {plan.ep_size}" if plan.ep_size > 1 else "", plan.source]
     texts += ["sequence parallel" if plan.sequence_parallel else "", *valid_sizes(plan)]
     size, whole = rank_weights(plan)
     texts.append(f"{bytes_text(size)} of weights per rank, {bytes_text(whole)} of it replicated")

@@ -19,7 +19,14 @@ _SUMS = ("moe_tp_experts", "all_reduce")
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if subject.plan.plan is not None:
         return
-    yield from _routers(subject)
+    for axis in subject.solution.classes:
+        if not any("topk" in event for event in axis.events):
+            continue
+        for name, dim in axis.parameters:
+            weight = subject.by_name.get(name)
+            if weight is not None and weight.is_matrix and weight.said.dim == dim and weight.said.line is not None:
+                text = f"{name} scores {axis.size} choices; sharded, each rank would see only some of the scores"
+                yield subject.suspect(NAME, weight.said.line.pattern, text, "replicate the router", names=[name])
     if subject.plan.dialect != "transformers":
         return
     stacks: dict[str, list[Weight]] = {}
@@ -41,14 +48,3 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         text = f"{names[0]} is sharded, but the experts' partial outputs are never summed"
         hint = f"{subject.folded(silent)!r}: 'moe_tp_experts'"
         yield subject.suspect(NAME, where, text, hint, names=names)
-
-
-def _routers(subject: Audited) -> Iterator[Finding]:
-    for axis in subject.solution.classes:
-        if not any("topk" in event for event in axis.events):
-            continue
-        for name, dim in axis.parameters:
-            weight = subject.by_name.get(name)
-            if weight is not None and weight.is_matrix and weight.said.dim == dim and weight.said.line is not None:
-                text = f"{name} scores {axis.size} choices; sharded, each rank would see only some of the scores"
-                yield subject.suspect(NAME, weight.said.line.pattern, text, "replicate the router", names=[name])

@@ -12,15 +12,7 @@ from typing import Any
 
 from autoplan.check.audit.subject import Audited
 from autoplan.common.patterns import matches
-from autoplan.values import (
-    Boundary,
-    CallRewrite,
-    Finding,
-    ParallelBlock,
-    ParameterRule,
-    SplitLogits,
-    VocabularyTable,
-)
+from autoplan.values import Boundary, CallRewrite, Finding, ParallelBlock, ParameterRule, SplitLogits, VocabularyTable
 
 NAME = "runtime"
 _SAID: dict[type[Any], str] = {

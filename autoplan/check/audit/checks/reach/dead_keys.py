@@ -6,9 +6,8 @@ names the nearest path that exists. DeepSpeed's AutoTP reads no specs for what i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from autoplan.check.audit.lines import Line
 from autoplan.check.audit.subject import Audited
 from autoplan.common.patterns import fold_names, matches, nearest
 from autoplan.decide.written_plans.choices import CUTS
@@ -21,7 +20,12 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     known = [*subject.modules, *subject.parameters]
     for line in subject.plan.lines:
         if not any(subject.plan.reaches(line, name) for name in known):
-            close = nearest(line.pattern, fold_names(_takers(subject, line, known)))
+            # What a key may have been meant for: names without a row that, for a sharding style, can be sharded
+            able = {name for weight in subject.weights if weight.fact.dim is not None for name in weight.names}
+            able |= {name.rpartition(".")[0] for name in able}
+            cuts = CUTS.get(line.style, "any") not in ("whole", "nothing")
+            free = [name for name in known if subject.plan.line_for(name) is None and (name in able or not cuts)]
+            close = nearest(line.pattern, fold_names(free))
             if subject.plan.dialect == "deepspeed":
                 shown = ", ".join(fold_names(subject.parameters)[:3])
                 hint = f"DeepSpeed matches from the start of a name (begin with '.*'); names look like {shown}"
@@ -37,11 +41,3 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
                 owner = type(subject.modules[weights[0].module]).__name__
                 text = f"{line} matches {weights[0].name} of {owner}, but AutoTP shards only linear layers and tables"
                 yield Finding(NAME, "warn", line.pattern, text, "remove it: it is replicated")
-
-
-def _takers(subject: Audited, line: Line, known: Iterable[str]) -> list[str]:
-    """Return what a key may have been meant for: names without a row that, for a sharding style, can be sharded."""
-    able = {name for weight in subject.weights if weight.fact.dim is not None for name in weight.names}
-    able |= {name.rpartition(".")[0] for name in able}
-    cuts = CUTS.get(line.style, "any") not in ("whole", "nothing")
-    return [name for name in known if subject.plan.line_for(name) is None and (name in able or not cuts)]
