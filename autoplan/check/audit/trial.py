@@ -8,8 +8,10 @@ from typing import Any
 from autoplan.capture.dry_run import quiet
 from autoplan.check.audit.executors import autotp_sharding, not_imitated, torch_sharding, transformers_sharding
 from autoplan.check.audit.lines import ForeignPlan
+from autoplan.check.audit.subject import Audited
 from autoplan.check.verify.on_ranks import Sharding, mesh_of, sharding_of
 from autoplan.common.errors import AutoplanError
+from autoplan.common.options import Wish
 from autoplan.common.patterns import starred
 from autoplan.values import Plan, Report
 
@@ -35,6 +37,16 @@ class AuditRun:
         """The report, if it proves anything: where the unsharded model's own numbers are NaN it does not."""
         odd = self.report is not None and any(f.kind == "not-comparable" for f in self.report.findings)
         return None if odd else self.report
+
+
+def drafted(subject: Audited, source: Any, wish: Wish) -> Plan | None:
+    """Return what analysis alone does for a wish; None if it cannot."""
+    from autoplan.planning import draft_plan
+
+    try:
+        return draft_plan(source, wish, module=subject.model, captured=subject.extra.get("captured")).plan
+    except AutoplanError:
+        return None
 
 
 def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | None = None) -> AuditRun:

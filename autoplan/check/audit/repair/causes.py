@@ -16,7 +16,7 @@ import yaml
 from autoplan.check.audit.repair.rows import Change
 from autoplan.check.audit.repair.search import Repair
 from autoplan.check.audit.subject import Audited, Level, few
-from autoplan.common.errors import AutoplanError
+from autoplan.check.audit.trial import drafted
 from autoplan.common.patterns import best_match, is_under, matches, starred
 from autoplan.decide.plan.chosen import wish_of_plan
 from autoplan.values import Finding, Plan
@@ -181,22 +181,11 @@ def _fix(repair: Repair, change: Change) -> str:
 
 def candidates(subject: Audited, source: Any) -> tuple[Plan, ...]:
     """Plans that could be meant: the same choices again, and what analysis chooses."""
-    from autoplan.planning import draft_plan
-
     plan = subject.plan.plan
     assert plan is not None
-    try:
-        inferred = draft_plan(
-            source, wish_of_plan(plan), module=subject.model, captured=subject.extra.get("captured")
-        ).plan
-    except AutoplanError:
-        inferred = None
-    return tuple(
-        sorted(
-            (other for other in (subject.right, inferred) if other is not None and differences(subject, other)),
-            key=lambda other: len(differences(subject, other)),
-        )
-    )
+    inferred = drafted(subject, source, wish_of_plan(plan))
+    apart = [(differences(subject, other), other) for other in (subject.right, inferred) if other is not None]
+    return tuple(other for places, other in sorted(apart, key=lambda pair: len(pair[0])) if places)
 
 
 @dataclass(frozen=True)

@@ -223,9 +223,7 @@ def sequence_ways(
             ways.append({**ends_of, **plain, **before, **bare, **head})
         gathers = {name: ColwiseParallel(input_layouts=Shard(1)) for name in columns}
         ways.append({**ends_of, **plain, **gathers, **head})
-    return sorted(
-        ways, key=lambda way: sum(dialect.key_of(says.get(n)) != dialect.key_of(way.get(n)) for n in {**says, **way})
-    )
+    return sorted(ways, key=lambda way: sum(not dialect.same(says.get(n), way.get(n)) for n in {**says, **way}))
 
 
 def _gathered_input(keyword: str) -> Any:

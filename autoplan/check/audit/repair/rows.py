@@ -44,6 +44,9 @@ class Dialect:
         """Equal for values that say the same."""
         return value
 
+    def same(self, one: Any, other: Any) -> bool:
+        return bool(self.key_of(one) == self.key_of(other))
+
     def text(self, value: Any) -> str:
         """A value as a reader of the dialect writes it."""
         return repr(value)
@@ -289,7 +292,7 @@ def covered_by(rows: Iterable[PlanRow], change: Change, subject: Audited, dialec
             for row in rows
             if row.key != change.key
             and isinstance(row.key, str)
-            and dialect.key_of(row.value) == dialect.key_of(change.new)
+            and dialect.same(row.value, change.new)
             and all(subject.plan.reaches(Line(row.key, "", ""), name) for name in change.names)
         ),
         (),
