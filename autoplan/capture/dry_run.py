@@ -68,11 +68,11 @@ def _enter() -> None:
         pass
 
 
-def without_storage(model: nn.Module, *, folded: bool = True) -> tuple[FakeTensorMode, nn.Module]:
+def without_storage(model: nn.Module) -> tuple[FakeTensorMode, nn.Module]:
     """Return a fake mode and a copy of the model to be run in it."""
     mode = fake_mode()
     with mode:
-        return mode, fold(model, _fake, fold=folded).module
+        return mode, fold(model, _fake).module
 
 
 def with_storage(model: nn.Module, *, folded: bool = True) -> nn.Module:

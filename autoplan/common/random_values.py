@@ -118,9 +118,9 @@ def _plausible(buffer: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 # scales.
 
 
-def working_dtype(model: nn.Module, default: torch.dtype = torch.float32) -> torch.dtype:
+def working_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype in which a model computes."""
-    return next((parameter.dtype for parameter in model.parameters() if _computes(parameter)), default)
+    return next((parameter.dtype for parameter in model.parameters() if _computes(parameter)), torch.float32)
 
 
 def tried_dtypes(model: Callable[[], nn.Module]) -> Iterator[torch.dtype]:

@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoplan.analyse.picture.dataflow import dataflow
 from autoplan.analyse.picture.flow import Flow, node_of
 from autoplan.analyse.solve import Solution
 from autoplan.check.ranks.run import Engine
-from autoplan.check.verify.clone import clone_of, feeds_at, parse_mesh
+from autoplan.check.verify.clone import Clone, clone_of, feeds_at, parse_mesh
 from autoplan.check.verify.sharded import CHECK_NAMES
 from autoplan.common.errors import AutoplanError, IndivisibleError, SourceError
 from autoplan.common.patterns import matches
@@ -36,9 +36,6 @@ from autoplan.values import (
     Stack,
     Verdict,
 )
-
-if TYPE_CHECKING:
-    from autoplan.check.verify.clone import Clone
 
 CHECK_SETS = {"fast": ("parameters", "forward"), "all": CHECK_NAMES}
 

@@ -86,7 +86,7 @@ def with_packed(plan: Plan, solution: Solution, packed: tuple[PackedWeight, ...]
         plan,
         entries=tuple(_entry(entry, laid, facts) for entry in plan.entries),
         replicated=tuple(_whole(item, laid, facts) for item in plan.replicated),
-        findings=plan.findings + tuple(_packed_findings(plan, solution, packed, names)),
+        findings=plan.findings + tuple(_packed_findings(solution, packed, names)),
         packed=tuple(_folded(laid, names)),
     )
 
@@ -180,9 +180,7 @@ def refuse_parted_blocks(name: str, solution: Solution, packed: tuple[PackedWeig
         raise IndivisibleError(f"{name}: {why}", hint=f"sizes that split no block: {legal}. Options, in order: {ways}")
 
 
-def _packed_findings(
-    plan: Plan, solution: Solution, packed: tuple[PackedWeight, ...], names: Names
-) -> Iterator[Finding]:
+def _packed_findings(solution: Solution, packed: tuple[PackedWeight, ...], names: Names) -> Iterator[Finding]:
     schemes = Counter(weight.scheme.title for weight in packed)
     stored = "; ".join(f"{count} weights as {title}" for title, count in schemes.items())
     yield Finding(_PACKED_CHECK, "note", "", f"stored quantised: {stored}")

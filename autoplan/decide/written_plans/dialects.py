@@ -109,21 +109,22 @@ def _said(error: BaseException) -> str:
 _LAYOUT_ONLY = ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
 
 
-def read_styles(plan: Mapping[str, Any], name: str) -> tuple[ChosenCut, ...]:
-    """Return the ChosenCuts of style objects in a dict. Strings belong to another dialect and are skipped."""
-    return tuple(
-        ChosenCut(planned, chosen, name, _written(style))
-        for pattern, style in plan.items()
-        if not isinstance(style, str) and type(style).__name__ != "PlannedModel"
-        for planned, chosen in _choices_of(style, pattern, name)
-    )
-
-
-def _choices_of(style: Any, pattern: str, name: str) -> tuple[tuple[str, str], ...]:
-    """Return the choices of a style object, by pattern: ours may cover several parameters of its module."""
-    if "PlannedModule" in [cls.__name__ for cls in type(style).__mro__]:
-        return tuple(style.choices)
-    return ((pattern, _style_of(style, pattern, name)),)
+def read_style(pattern: str, style: Any, name: str, *, by_position: bool) -> tuple[ChosenCut, ...]:
+    """Return the choices of one line of a dict: a style's name, as transformers writes it, or a style object, of which
+    ours may cover several parameters of their module."""
+    if isinstance(style, str):
+        return (ChosenCut(pattern, check_style(style, pattern, name, ALIASES), name, style, by_position),)
+    classes = [cls.__name__ for cls in type(style).__mro__]
+    if classes[0] == "PlannedModel":
+        return ()
+    choices = style.choices if "PlannedModule" in classes else [(pattern, _style_of(style, pattern, name))]
+    layouts = [
+        f"{side}={layout[0] if isinstance(layout, tuple) and layout else layout}"
+        for side in ("input_layouts", "output_layouts")
+        if (layout := getattr(style, side, None)) is not None
+    ]
+    written = f"{classes[0]}({', '.join(layouts)})"
+    return tuple(ChosenCut(planned, chosen, name, written) for planned, chosen in choices)
 
 
 def _style_of(style: Any, pattern: str, name: str) -> str:
@@ -150,15 +151,6 @@ def _is_whole(layouts: Any) -> bool:
     return type(first).__name__ == "Replicate"
 
 
-def _written(style: Any) -> str:
-    layouts = [
-        f"{side}={layout[0] if isinstance(layout, tuple) and layout else layout}"
-        for side in ("input_layouts", "output_layouts")
-        if (layout := getattr(style, side, None)) is not None
-    ]
-    return f"{type(style).__name__}({', '.join(layouts)})"
-
-
 # transformers' plans: strings by module or parameter. A model's plan is assembled from parts (hf/own_sharding.py);
 # the place of a key decides its meaning, so each choice records that.
 
@@ -175,15 +167,6 @@ ALIASES = {
     "replicated": "replicate",
     "ep_router": "replicate",
 }
-
-
-def read_strings(plan: Mapping[str, Any], name: str, *, by_position: bool) -> tuple[ChosenCut, ...]:
-    """Return the ChosenCuts of style names in a dict. Style objects belong to another dialect and are skipped."""
-    return tuple(
-        ChosenCut(pattern, check_style(style, pattern, name, ALIASES), name, style, by_position)
-        for pattern, style in plan.items()
-        if isinstance(style, str)
-    )
 
 
 def hf_plan(model: object, name: str) -> ChosenCuts:

@@ -19,8 +19,7 @@ from autoplan.decide.written_plans.dialects import (
     hf_plan,
     looks_dotted,
     plan_at,
-    read_strings,
-    read_styles,
+    read_style,
     with_prefix,
 )
 from autoplan.decide.written_plans.foreign import ancestors_of, is_deepspeed, read_deepspeed, unwrapped
@@ -112,7 +111,7 @@ class _Reader:
         unread: list[str] = []
         for key, style in data.items():
             try:
-                lines += read_strings({key: style}, name, by_position=by_position) + read_styles({key: style}, name)
+                lines += read_style(key, style, name, by_position=by_position)
             except WrittenPlanError as error:
                 if not self.lenient:
                     raise

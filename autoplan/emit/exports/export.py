@@ -49,16 +49,6 @@ class Exported(str):
         return f"shards {self.reached} of {self.linears} linear layers{rest}{besides}"
 
 
-def exported(text: str, linears: Iterable[str], finds: Finds | None, besides: str = "") -> Exported:
-    """Return the text with what its host will match among the model's linear layers."""
-    result, names = Exported(text), list(linears)
-    result.besides = besides
-    if finds is not None and names:
-        whole = [name for name in names if not finds(name)]
-        result.linears, result.reached, result.whole = len(names), len(names) - len(whole), fold_names(whole, names)
-    return result
-
-
 def by_entries(plan: Plan) -> Finds:
     """Return a matcher as in torch and Automodel: each segment of a path by itself, as in our patterns."""
     patterns = [e.pattern for e in plan.entries if e.style not in _WHOLE]
@@ -180,5 +170,10 @@ def export(plan: Plan, target: str, around: Surroundings = Surroundings(), *, dr
     """Return the text. Raise ExportError on what the target cannot express; with `drop` it stays replicated there."""
     if target not in TARGETS:
         raise ExportError(f"there is no export to {target!r}", hint=f"choose one of {', '.join(TARGETS)}")
-    written = TARGETS[target](plan, around, drop)
-    return exported(written.text, around.linears, written.finds, written.besides)
+    written, names = TARGETS[target](plan, around, drop), around.linears
+    result = Exported(written.text)
+    result.besides = written.besides
+    if written.finds is not None and names:
+        whole = [name for name in names if not written.finds(name)]
+        result.linears, result.reached, result.whole = len(names), len(names) - len(whole), fold_names(whole, names)
+    return result

@@ -15,7 +15,7 @@ from math import prod
 
 from autoplan.common.patterns import is_under, matches
 from autoplan.emit.words import bytes_text
-from autoplan.values import Boundary, Collective, Entry, Finding, FlowPart, Instruction, Move, Plan
+from autoplan.values import Boundary, Collective, Entry, Finding, FlowPart, Move, Plan
 
 _WORDS = {
     Collective.ALL_REDUCE: "all-reduce",
@@ -43,11 +43,11 @@ def marks_at(plan: Plan, path: str, entries: tuple[Entry, ...]) -> tuple[Mark, .
         if matches(instruction.pattern, path):
             before = isinstance(instruction, Boundary) and instruction.side == "input"
             for move in instruction.moves:
-                marks[_mark(instruction, move, before, output_bytes(plan, entries) if not before else 0)] = None
+                marks[_mark(move, before, output_bytes(plan, entries) if not before else 0)] = None
     return tuple(marks)
 
 
-def _mark(one: Instruction, move: Move, before: bool, size: int) -> Mark:
+def _mark(move: Move, before: bool, size: int) -> Mark:
     twice = 2 if move.collective is Collective.ALL_REDUCE else 1
     sized = size and not move.of.is_statistic and move.collective is not Collective.ALL_GATHER
     weight = f" · {bytes_text(size * twice)} per token" if sized and not move.backward else ""
