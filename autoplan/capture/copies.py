@@ -116,7 +116,11 @@ class Rebinding:
         function that may write to a list or a variable that it holds, since these are the original's."""
         seen: dict[int, Any] = {}
         for value in reachable(original, self._cold):
-            if id(value) in self.memo and value is not self.memo or _may_write(value):
+            if id(value) in self.memo and value is not self.memo:
+                return True
+            if isinstance(value, FunctionType) and outer_stores(value.__code__):
+                return True
+            if isinstance(value, FunctionType) and any(type(held) in PLAIN_CONTAINERS for held in contents_of(value)):
                 return True
             if any(id(container) in self.memo for container in _global_containers(value).values()):
                 return True
@@ -297,15 +301,6 @@ def _global_containers(value: Any) -> dict[str, Any]:
         return {}
     named = ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
     return {name: item for name, item in named if type(item) in PLAIN_CONTAINERS}
-
-
-def _may_write(value: Any) -> bool:
-    """Return whether a function may write to a container in its closure, or rebinds a variable of it."""
-    if not isinstance(value, FunctionType):
-        return False
-    return any(type(content) in PLAIN_CONTAINERS for content in contents_of(value)) or bool(
-        outer_stores(value.__code__)
-    )
 
 
 _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()

@@ -169,21 +169,13 @@ def part_feeds(
 
 def _derived(part: nn.Module, size: tuple[int, int, int]) -> dict[str, Any]:
     """Return arguments for a submodule; images as small as it takes, since an image generator's outputs are large."""
-    arguments = _smallest(part, derive(part, *size, first=True))
-    run = tried(part, arguments, supposing=True)
-    if not run.complete:  # the search works on shapes alone and stops where values are read
-        raise CaptureError(str(run.failure or "it reads values of its inputs"))
-    return arguments
-
-
-def _smallest(part: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    for side in _SIDES:
-        # Images and videos are cropped to their corner
+    arguments = derive(part, *size, first=True)
+    for side in _SIDES:  # images and videos are cropped to their corner
         smaller = {
             name: value[..., :side, :side].contiguous()
             if isinstance(value, torch.Tensor) and value.dim() > 3
             else value
-            for name, value in given.items()
+            for name, value in arguments.items()
         }
         try:
             twin = Twin(part)
@@ -191,8 +183,12 @@ def _smallest(part: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
         except Exception:  # someone else's forward, tried on a guess, may raise anything
             continue
         if all(min(tensor.shape, default=2) > 1 for _, tensor in results):
-            return smaller
-    return given
+            arguments = smaller
+            break
+    run = tried(part, arguments, supposing=True)
+    if not run.complete:  # the search works on shapes alone and stops where values are read
+        raise CaptureError(str(run.failure or "it reads values of its inputs"))
+    return arguments
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoplan.values import Op, Ref, Symbolic, TensorInfo, Trace
+from autoplan.values import Op, Ref, Symbolic, Trace
 
 
 def graph_of(trace: Trace) -> fx.Graph:
@@ -20,10 +20,14 @@ def graph_of(trace: Trace) -> fx.Graph:
     graph = fx.Graph()
     nodes: dict[int, fx.Node] = {}
     for index, tensor in enumerate(trace.tensors):
-        node = _source(graph, index, tensor)
-        if node is not None:
-            node.meta.update(shape=tensor.shape, dtype=tensor.dtype, names=tensor.names)
-            nodes[index] = node
+        if tensor.kind in ("input", "constant"):
+            node = graph.placeholder(f"{tensor.kind}_{index}")
+        elif tensor.kind in ("parameter", "buffer") and tensor.names:
+            node = graph.get_attr(tensor.names[0])
+        else:
+            continue
+        node.meta.update(shape=tensor.shape, dtype=tensor.dtype, names=tensor.names)
+        nodes[index] = node
     for op in trace.ops:
         node = graph.call_function(_target(op), _plain(op.args, nodes), _plain(op.kwargs, nodes))
         node.meta.update(module=op.module)
@@ -38,16 +42,6 @@ def graph_of(trace: Trace) -> fx.Graph:
     graph.output(results)
     graph.lint()
     return graph
-
-
-def _source(graph: fx.Graph, index: int, tensor: TensorInfo) -> fx.Node | None:
-    if tensor.kind == "input":
-        return graph.placeholder(f"input_{index}")
-    if tensor.kind in ("parameter", "buffer") and tensor.names:
-        return graph.get_attr(tensor.names[0])
-    if tensor.kind == "constant":
-        return graph.placeholder(f"constant_{index}")
-    return None
 
 
 def _target(op: Op) -> Any:

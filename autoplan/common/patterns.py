@@ -111,16 +111,13 @@ class Universe:
         others: dict[tuple[str, ...], set[str]] = {}
         for member in members:
             others.setdefault(member[:at], set()).add(member[at])
-        return all(
-            {key for key in self._node(above) if _NUMBER.sub("*", key) == shape} == keys
-            for above, keys in others.items()
-        )
-
-    def _node(self, path: tuple[str, ...]) -> dict[str, Any]:
-        node = self._tree
-        for segment in path:
-            node = node.get(segment, {})
-        return node
+        for above, keys in others.items():
+            node = self._tree
+            for segment in above:
+                node = node.get(segment, {})
+            if {key for key in node if _NUMBER.sub("*", key) == shape} != keys:
+                return False
+        return True
 
     def _numbered(self, segment: str, siblings: dict[str, Any]) -> str:
         if not any(map(str.isdigit, segment)):

@@ -201,7 +201,13 @@ class _Reach:
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
-        self.between = _between(flow)
+        # The boxes with at least ENDS readers of the same parameters both before and after them
+        runs: dict[tuple[str, ...], list[int]] = {}
+        for box in flow:
+            node = node_of(flow, box)
+            if node.parameters:
+                runs.setdefault((node.kind, node.module, *node.parameters), []).append(box)
+        self.between = frozenset(box for several in runs.values() for box in several[ENDS:-ENDS])
         self.by_kind: dict[str, list[int]] = {}
         self.given_up: list[str] = []
         self.steps = 0
@@ -248,16 +254,6 @@ class _Reach:
                     waiting.append((source, arriving))
         self._backward[box, direct] = reached
         return reached
-
-
-def _between(flow: Flow) -> frozenset[int]:
-    """Return the boxes with at least ENDS readers of the same parameters both before and after them."""
-    runs: dict[tuple[str, ...], list[int]] = {}
-    for box in flow:
-        node = node_of(flow, box)
-        if node.parameters:
-            runs.setdefault((node.kind, node.module, *node.parameters), []).append(box)
-    return frozenset(box for several in runs.values() for box in several[ENDS:-ENDS])
 
 
 def _bindings(

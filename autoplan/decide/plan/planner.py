@@ -146,10 +146,13 @@ class _Desk:
         naming = self.named.get(leading[0])
         units, counted = units_text(leading[1], naming)
         own = [r for name, fact in facts for r in self.read.get(fact.names[0], ()) if r.name == name]
+        chosen = style  # or the form of it that the rule chooses under sequence parallelism
+        if naming is not None and self.sequence_parallel:
+            chosen = dict(naming.rule.sequence_parallel).get(naming.binding, style)
         entry = Entry(
             pattern=pattern,
             parameters=tuple(name.rpartition(".")[2] for name, _ in facts),
-            style=self._chosen(style, naming),
+            style=chosen,
             role=naming.role if naming else _RECURRENT if isinstance(leading[1].how, CutOfRecurrent) else GENERIC,
             rule=naming.rule.id if naming else GENERIC,
             source=source,
@@ -162,12 +165,6 @@ class _Desk:
             counted=counted,
         )
         return _Draft(entry, naming.styles if naming else (), naming.rule if naming else None)
-
-    def _chosen(self, style: str, naming: Naming | None) -> str:
-        """Return the style, or the form of it that the rule chooses under sequence parallelism."""
-        if naming is None or not self.sequence_parallel:
-            return style
-        return dict(naming.rule.sequence_parallel).get(naming.binding, style)
 
 
 def _owner(parameter: str) -> str:

@@ -42,7 +42,16 @@ _NOT_IN_OLD = (
 def to_hf(plan: Plan, *, shipped: Iterable[str] = (), old: bool = False, drop: bool = False) -> dict[str, str]:
     """Return the dict, in the spelling before 5.1 if `old`. Raise ExportError on what transformers cannot express,
     unless `drop`."""
-    styles, refused = _as_stored(plan, *hf_entries(plan))
+    styles, refused = hf_entries(plan)
+    # transformers cuts each stored tensor of a quantised module alike: containers for which that is wrong are refused
+    why = {entry.pattern: problem for entry in plan.entries if (problem := cut_otherwise(plan, entry))}
+    coupled = {starred(pattern).rpartition(".")[0]: pattern for pattern in why}
+    for entry in plan.entries:
+        home = starred(entry.pattern).rpartition(".")[0]
+        if home in coupled and starred(entry.pattern) in styles:
+            problem = why.get(entry.pattern) or f"it is coupled to {coupled[home]}"
+            refused.append(Refused(entry.pattern, entry.bytes, problem))
+    styles = {key: style for key, style in styles.items() if key.rpartition(".")[0] not in coupled}
     if old:
         # A container in which one style has no old name is not written at all
         missing = {key for key, style in styles.items() if style in _NOT_IN_OLD}
@@ -60,19 +69,6 @@ def to_hf(plan: Plan, *, shipped: Iterable[str] = (), old: bool = False, drop: b
     if not old:
         styles |= {key: "replicate" for key in shipped if starred(key) not in styles}
     return styles
-
-
-def _as_stored(plan: Plan, found: dict[str, str], refused: list[Refused]) -> tuple[dict[str, str], list[Refused]]:
-    """Refuse containers of quantised modules for which transformers' way to cut each stored tensor alike is wrong."""
-    why = {entry.pattern: problem for entry in plan.entries if (problem := cut_otherwise(plan, entry))}
-    containers = {starred(pattern).rpartition(".")[0]: pattern for pattern in why}
-    gone = [e for e in plan.entries if _home(e) in containers and starred(e.pattern) in found]
-    more = [Refused(e.pattern, e.bytes, why.get(e.pattern) or f"it is coupled to {containers[_home(e)]}") for e in gone]
-    return {key: style for key, style in found.items() if key.rpartition(".")[0] not in containers}, [*refused, *more]
-
-
-def _home(entry: Entry) -> str:
-    return starred(entry.pattern).rpartition(".")[0]
 
 
 def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[str, str], list[Refused]]:

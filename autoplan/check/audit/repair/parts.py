@@ -109,7 +109,10 @@ def _place(name: str, containers: Mapping[str, Any]) -> str:
 
 def _ways(subject: Audited, plan: Plan, part: expressible.Part, dialect: Dialect) -> Iterator[Values]:
     """Yield how the dialect can express the split of a part, the one that moves least first."""
-    summed = dict.fromkeys(_with_summed_gradients(subject, starred(part.container)), "replicated_with_grad_allreduce")
+    # Modules of the container that every rank holds whole, and that see only what is this rank's
+    inside = [w for w in subject.weights if starred(w.module).startswith(f"{starred(part.container)}.")]
+    partial = [starred(w.module) for w in inside if w.fact.dim is None and w.fact.gradient != "local"]
+    summed = dict.fromkeys(partial, "replicated_with_grad_allreduce")
     stars = {starred(entry.pattern): entry for entry in part.entries}
     if isinstance(dialect, (Torch, DeepSpeed)):
         styles = {pattern: entry.style for pattern, entry in stars.items()}
@@ -141,14 +144,6 @@ def _said(styles: Mapping[str, str], stars: Mapping[str, Any], dialect: Dialect)
         yield values
     elif isinstance(dialect, DeepSpeed) and any(value is not None for value in values.values()):
         yield {pattern: value for pattern, value in values.items() if value is not None}
-
-
-def _with_summed_gradients(subject: Audited, container: str) -> Iterator[str]:
-    """Modules of a container that every rank holds whole, and that see only what is this rank's."""
-    for weight in subject.weights:
-        module = starred(weight.module)
-        if module.startswith(f"{container}.") and weight.fact.dim is None and weight.fact.gradient != "local":
-            yield module
 
 
 def is_sequence_parallel(plan: ForeignPlan) -> bool:

@@ -23,7 +23,11 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         return
     for purpose, setting in (given if isinstance(given, Mapping) else {"layers": given}).items():
         chosen, unknown = _modules(subject, setting)
-        yield from (_unknown(subject, purpose, name) for name in unknown)
+        for name in unknown:
+            classes = {type(module).__name__ for module in subject.modules.values()}
+            close = nearest(name, [*classes, *subject.modules])
+            hint = f"the model has {', '.join(close)}" if close else _blocks_hint(subject)
+            yield Finding(NAME, "error", purpose, f"{purpose}: {name} is not a class or path of this model", hint)
         if not chosen and not unknown:
             yield Finding(NAME, "error", purpose, f"{purpose}: the setting selects no module", _blocks_hint(subject))
         elif chosen:
@@ -55,13 +59,6 @@ def _selects(entry: Any, name: str, module: Any) -> bool:
     raise AutoplanError(f"layers: {entry!r} is not a class name, path or module", hint="pass names, paths or modules")
 
 
-def _unknown(subject: Audited, purpose: str, name: str) -> Finding:
-    classes = {type(module).__name__ for module in subject.modules.values()}
-    close = nearest(name, [*classes, *subject.modules])
-    hint = f"the model has {', '.join(close)}" if close else _blocks_hint(subject)
-    return Finding(NAME, "error", purpose, f"{purpose}: {name} is not a class or path of this model", hint)
-
-
 def _compared(subject: Audited, purpose: str, chosen: list[str]) -> Iterator[Finding]:
     blocks = {block: stack for stack in subject.stacks for block in stack.fqns}
     taken = [name for name in chosen if name in blocks]
@@ -82,13 +79,8 @@ def _compared(subject: Audited, purpose: str, chosen: list[str]) -> Iterator[Fin
             text = f"{purpose}: {len(missed)} of {len(stack.fqns)} {stack.kind} blocks of {stack.name} are not selected"
             hint = f"add {subject.folded(missed)}"
             yield Finding(NAME, "warn", purpose, text, hint, _bytes(subject, missed))
-    if purpose != "checkpointing":
-        yield from _mixed_dtypes(subject, purpose, taken)
-
-
-def _mixed_dtypes(subject: Audited, purpose: str, blocks: list[str]) -> Iterator[Finding]:
-    """FSDP2 flattens the parameters of a unit into one buffer, which has one dtype."""
-    for block in blocks:
+    # FSDP2 flattens the parameters of a unit into one buffer, which has one dtype
+    for block in taken if purpose != "checkpointing" else ():
         dtypes: dict[str, str] = {}
         for name, parameter in subject.modules[block].named_parameters():
             dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), name)
