@@ -20,7 +20,8 @@ from quantised_models import weights_of
 
 import autoplan
 from autoplan.common.files import schemes
-from autoplan.common.rules_folder import rules_folder, scheme_files
+from autoplan.common.files.schemes import scheme_files
+from autoplan.common.rules_folder import rules_folder
 from autoplan.decide.rulebook import read
 from autoplan.decide.rulebook.read import EXPORTS, GENERIC, load_rules
 from autoplan.decide.written_plans.handwritten import load_plans
