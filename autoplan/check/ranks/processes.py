@@ -142,18 +142,8 @@ def _rank_main(
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, who ends this process
     sys.path[:] = places
-    limit = timedelta(seconds=timeout)
     try:
-        loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-        if loopback:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-        torch.set_num_threads(1)
-        store = dist.FileStore(os.path.join(folder, "store"), world_size)
-        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=limit)
-        target, args = _taken_over(job)
-        with on_reference_path():
-            result = target(rank, *args)
-        dist.barrier()  # no rank leaves while another still needs it
+        result = _run(rank, world_size, folder, timeout, job)
         message = packed((True, time.monotonic(), result))
     except BaseException as error:  # raised by the caller
         message = packed((False, time.monotonic(), _sendable(error)))
@@ -220,3 +210,19 @@ def _sendable(error: BaseException) -> bytes | str:
     except Exception:  # any class may fail in any way here, and the text is enough
         return text
     return sent if isinstance(error, AutoplanError) and str(again) == str(error) else text
+
+
+def _run(rank: int, world_size: int, folder: str, timeout: float, job: bytes) -> Any:
+    import torch.distributed as dist
+
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout))
+    target, args = _taken_over(job)
+    with on_reference_path():
+        result = target(rank, *args)
+    dist.barrier()  # no rank leaves while another still needs it
+    return result

@@ -29,8 +29,8 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         how = "in two equal halves" if first.said.parts > 1 else "as one run of rows"
         names = [weight.name for weight in weights]
         parsed = Layout.parse(layout)
-        held = f"segments of {' + '.join(str(part.size) for part in parsed.parts)} rows"
-        held = held if parsed.kind == "concatenation" else "interleaved segments"
+        sizes = " + ".join(str(part.size) for part in parsed.parts)
+        held = f"segments of {sizes} rows" if parsed.kind == "concatenation" else "interleaved segments"
         text = f"{first.name} holds {held} along dim {first.fact.dim}, but is sharded {how}"
         hint = "shard each segment separately (autoplan's packed_colwise does), or replicate it"
         if first.said.line is not None and first.said.line.style == "colwise_gather_output":
