@@ -25,6 +25,7 @@ from autoplan.capture.forward_hooks import made_anew_in_training
 from autoplan.common.code.ways import Recorder, Ways, recording, seen_code
 from autoplan.common.errors import CaptureError, IndivisibleError
 from autoplan.common.options import Wish
+from autoplan.common.patterns import starred
 from autoplan.common.stages import stage
 from autoplan.decide.plan.chosen import (
     expert_findings,
@@ -35,7 +36,7 @@ from autoplan.decide.plan.chosen import (
     solve_chosen,
     with_packed,
 )
-from autoplan.decide.plan.folding import Names, same_in_like_blocks, starred, whole_blocks
+from autoplan.decide.plan.folding import Names, same_in_like_blocks, whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.decide.written_plans.constraints import same_in_folded_blocks
 from autoplan.execute.fits import with_made_for

@@ -89,25 +89,27 @@ def _has_code(module: nn.Module) -> bool:
     return any(all(_may_hold(other, module) for other in others) for others in _choices(cls))
 
 
-def _of_torch(module: str) -> bool:
-    """Return whether a class is torch's own. `torch.nn.utils` (a spectral norm) counts as the model's."""
-    return module.startswith("torch.") and not module.startswith("torch.nn.utils.")
-
-
 @lru_cache(maxsize=4096)
 def _choices(cls: Any) -> tuple[tuple[ast.expr, ...], ...]:
-    """Return, for each branch on `self.training` in the code of a class, the other conditions of that branch."""
-    bases = (base for base in cls.__mro__ if base is not object and not _of_torch(base.__module__))
-    functions = (f for base in bases if not conventions().is_base(base) for f in vars(base).values())
-    by_mode = (f for f in functions if inspect.isfunction(f) and _MODE in inspect.unwrap(f).__code__.co_names)
-    return tuple(rest for f in by_mode for node in _nodes(f) if (rest := _chosen(node)) is not None)
+    """Return, for each branch on `self.training` in the code of a class, the other conditions of that branch.
 
-
-def _nodes(function: Any) -> Iterator[ast.AST]:
-    try:
-        yield from ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))))
-    except (OSError, TypeError, SyntaxError, ValueError):  # made while running: there is nothing to read
-        return
+    torch's own classes do not count, apart from `torch.nn.utils` (a spectral norm).
+    """
+    choices = []
+    for base in cls.__mro__:
+        of_torch = base.__module__.startswith("torch.") and not base.__module__.startswith("torch.nn.utils.")
+        if base is object or of_torch or conventions().is_base(base):
+            continue
+        for function in filter(inspect.isfunction, vars(base).values()):
+            function = inspect.unwrap(function)
+            if _MODE not in function.__code__.co_names:
+                continue
+            try:
+                tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+            except (OSError, TypeError, SyntaxError, ValueError):  # made while running: there is nothing to read
+                continue
+            choices += [rest for node in ast.walk(tree) if (rest := _chosen(node)) is not None]
+    return tuple(choices)
 
 
 def _chosen(node: ast.AST) -> tuple[ast.expr, ...] | None:
@@ -115,28 +117,28 @@ def _chosen(node: ast.AST) -> tuple[ast.expr, ...] | None:
 
     A choice between two numbers does not count: `0.0 if not self.training else p`.
     """
-    if isinstance(node, ast.If | ast.While):
-        return _asked(node.test)
+    if not isinstance(node, ast.If | ast.While | ast.IfExp):
+        return None
     if isinstance(node, ast.IfExp):
         choices = node.body, node.orelse
-        return _asked(node.test) if any(map(_calls, choices)) or not any(map(_is_setting, choices)) else None
-    return None
-
-
-def _asked(test: ast.expr) -> tuple[ast.expr, ...] | None:
-    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
-    others = tuple(part for part in parts if not _asks(part))
+        calls = any(isinstance(part, ast.Call) for choice in choices for part in ast.walk(choice))
+        if not calls and any(isinstance(choice, ast.Constant | ast.Attribute | ast.UnaryOp) for choice in choices):
+            return None
+    conjunction = isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And)
+    parts = node.test.values if conjunction else [node.test]  # type: ignore[attr-defined]
+    others = tuple(
+        part
+        for part in parts
+        if not any(isinstance(inner, ast.Attribute) and inner.attr == _MODE for inner in ast.walk(part))
+    )
     return others if len(others) < len(parts) else None
-
-
-def _asks(test: ast.AST) -> bool:
-    return any(isinstance(part, ast.Attribute) and part.attr == _MODE for part in ast.walk(test))
 
 
 def _may_hold(test: ast.expr, module: nn.Module) -> bool:
     """Return False for a `self.flag` or `self.number > 0` that is false, and True for any other condition."""
     if isinstance(test, ast.Attribute) and _is_self(test.value):
-        return _truth(getattr(module, test.attr, True))
+        flag = getattr(module, test.attr, True)
+        return bool(flag) if isinstance(flag, bool | int | float) else flag is not None
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.left, ast.Attribute):
         value, limit = getattr(module, test.left.attr, None), test.comparators[0]
         plain = _is_self(test.left.value) and isinstance(value, int | float) and isinstance(limit, ast.Constant)
@@ -144,21 +146,8 @@ def _may_hold(test: ast.expr, module: nn.Module) -> bool:
     return True
 
 
-def _truth(value: Any) -> bool:
-    return bool(value) if isinstance(value, bool | int | float) else value is not None
-
-
 def _is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id == "self"
-
-
-def _calls(node: ast.AST) -> bool:
-    return any(isinstance(part, ast.Call) for part in ast.walk(node))
-
-
-def _is_setting(node: ast.AST) -> bool:
-    """Return whether a node is a number or an attribute; then so is the other branch."""
-    return isinstance(node, ast.Constant | ast.Attribute | ast.UnaryOp)
 
 
 # Lazy layers take their shapes from a first call. A plan needs the shapes, so a copy is called first.

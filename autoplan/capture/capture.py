@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -50,18 +50,11 @@ class Captured:
 
 def capture_any(model: nn.Module, feeds: dict[str, dict[str, Any]], notes: tuple[str, ...] = ()) -> Captured:
     """Record on fake tensors, else on real numbers. Feeds that cannot run are left out with a note if others can."""
-    with _no_collection():
+    enabled = gc.isenabled()
+    gc.disable()  # a trace is many small objects, all of them kept, and scanning them is slow
+    try:
         captured = _capture_any(model, feeds, notes)
         return replace(captured, trace=with_idle_members(captured.trace, model))
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Turn off garbage collection: a trace is many small objects, all of them kept, and scanning them is slow."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
         if enabled:
             gc.enable()
@@ -113,8 +106,10 @@ def capture_hollow(model: nn.Module, feeds: dict[str, dict[str, Any]]) -> Captur
         size = sum(p.numel() for p in copy.module.parameters())
         if size > _MOST_REAL:
             break
-        if size <= SMALL:
-            _fill_out(copy.module)
+        if size <= SMALL:  # each number gets its own storage: some kernels refuse expanded rows
+            with torch.no_grad():
+                for parameter in copy.module.parameters():
+                    parameter.data = parameter.data.contiguous()
         _settle_experts(copy.module)
         copy.module.eval()
         try:
@@ -198,13 +193,6 @@ def _gives_more_unfolded(model: nn.Module, feeds: dict[str, dict[str, Any]], tra
         if [(path, tuple(tensor.shape)) for path, tensor in results] != recorded:
             return True
     return False
-
-
-@torch.no_grad()
-def _fill_out(module: nn.Module) -> None:
-    """Give each number its own storage: some kernels refuse expanded rows."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.contiguous()
 
 
 def _faker(mode: FakeTensorMode) -> Any:

@@ -37,10 +37,14 @@ PLAIN_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque, bytearray)
 
 def copied(model: Model) -> Model:
     """Return a deep copy of the model in which functions that reach the model are rebuilt, too."""
-    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _results(model)}
-    for value in (attribute for module in model.modules() for attribute in vars(module).values()):
-        if type(value) is OrderedDict and not value:  # empty hook dicts: most of what deepcopy would spend time on
-            memo[id(value)] = OrderedDict()
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        # Non-leaf tensors that a run left in the model: deepcopy refuses them. The old `weight_norm` and
+        # `spectral_norm` keep such a weight, and compute it again at each call.
+        memo |= {id(t): t.detach().clone() for _, t in flatten_tensors(vars(module)) if not t.is_leaf}
+        for value in vars(module).values():
+            if type(value) is OrderedDict and not value:  # empty hook dicts: most of what deepcopy would spend time on
+                memo[id(value)] = OrderedDict()
     try:
         new = copy.deepcopy(model, memo)
     except AutoplanError:
@@ -64,15 +68,6 @@ def copy_slots(model: nn.Module, memo: dict[int, Any]) -> None:
         for name in _slots(type(module)):
             if twin is not module and hasattr(module, name) and not hasattr(twin, name):
                 object.__setattr__(twin, name, copy.deepcopy(getattr(module, name), memo))
-
-
-def _results(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield non-leaf tensors that a run left in the model: deepcopy refuses them. The old `weight_norm` and
-    `spectral_norm` keep such a weight, and compute it again at each call."""
-    for module in model.modules():
-        for _, tensor in flatten_tensors(vars(module)):
-            if not tensor.is_leaf:
-                yield tensor
 
 
 class Rebinding:
@@ -121,7 +116,11 @@ class Rebinding:
         function that may write to a list or a variable that it holds, since these are the original's."""
         seen: dict[int, Any] = {}
         for value in reachable(original, self._cold):
-            if id(value) in self.memo and value is not self.memo or _may_write(value):
+            if id(value) in self.memo and value is not self.memo:
+                return True
+            if isinstance(value, FunctionType) and outer_stores(value.__code__):
+                return True
+            if isinstance(value, FunctionType) and any(type(held) in PLAIN_CONTAINERS for held in contents_of(value)):
                 return True
             if any(id(container) in self.memo for container in _global_containers(value).values()):
                 return True
@@ -136,7 +135,9 @@ class Rebinding:
         if isinstance(made, torch.Tensor):
             return
         if isinstance(made, functools.partial):
-            self._fix_partial(made)
+            func, args = self._anew(made.func), self._anew(made.args)
+            if func is not made.func or args is not made.args:
+                made.__setstate__((func, args, made.keywords, vars(made)))  # type: ignore[attr-defined]
         elif isinstance(made, list | deque):
             for place, value in enumerate(made):
                 if isinstance(value, _TAKEN_AS_THEY_ARE):
@@ -158,11 +159,6 @@ class Rebinding:
         taken = [item for item in made.items() if isinstance(item[1], _TAKEN_AS_THEY_ARE)]
         for key, value in taken:
             _put(made.__setitem__, key, value, self._anew(value))
-
-    def _fix_partial(self, made: Any) -> None:
-        func, args = self._anew(made.func), self._anew(made.args)
-        if func is not made.func or args is not made.args:
-            made.__setstate__((func, args, made.keywords, vars(made)))
 
     def _anew(self, value: Any) -> Any:
         """Return the value rebuilt; the value itself unless it contains a function that reaches the original."""
@@ -305,15 +301,6 @@ def _global_containers(value: Any) -> dict[str, Any]:
         return {}
     named = ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
     return {name: item for name, item in named if type(item) in PLAIN_CONTAINERS}
-
-
-def _may_write(value: Any) -> bool:
-    """Return whether a function may write to a container in its closure, or rebinds a variable of it."""
-    if not isinstance(value, FunctionType):
-        return False
-    return any(type(content) in PLAIN_CONTAINERS for content in contents_of(value)) or bool(
-        outer_stores(value.__code__)
-    )
 
 
 _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()

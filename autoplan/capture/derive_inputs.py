@@ -112,18 +112,15 @@ def _not_found(arguments: Arguments, search: Search) -> CaptureError:
     sizes = best.state.sizes
     guess = ", ".join(f"{name!r}: {want.code(sizes)}" for name, want in best.state.wants)
     where = f"\n  failed at {best.where}" if best.where else ""
-    closest = sorted(search.steps, key=lambda step: -step.reached)[:_SHOWN]
-    lines = "".join(f"\n    {_tried(step)}" for step in closest)
+    lines = ""
+    for step in sorted(search.steps, key=lambda step: -step.reached)[:_SHOWN]:
+        tried_with = ", ".join(f"{name}={want.text(step.state.sizes)}" for name, want in step.state.wants)
+        lines += f"\n    {tried_with} -> {step.failed[:120] or 'ran'}"
     return CaptureError(
         f"no inputs could be inferred for {arguments.signature}: after {len(search.steps)} tries the "
         f"closest attempt fails with {best.failed}{where}\n  tried, most successful first:{lines}",
         hint=f"edit the best guess and pass it: inputs={{{guess}}}",
     )
-
-
-def _tried(step: Step) -> str:
-    arguments = ", ".join(f"{name}={want.text(step.state.sizes)}" for name, want in step.state.wants)
-    return f"{arguments} -> {step.failed[:120] or 'ran'}"
 
 
 # Submodules that the model's own forward never runs are called alone.
@@ -172,31 +169,26 @@ def part_feeds(
 
 def _derived(part: nn.Module, size: tuple[int, int, int]) -> dict[str, Any]:
     """Return arguments for a submodule; images as small as it takes, since an image generator's outputs are large."""
-    arguments = _smallest(part, derive(part, *size, first=True))
-    run = tried(part, arguments, supposing=True)
-    if not run.complete:  # the search works on shapes alone and stops where values are read
-        raise CaptureError(str(run.failure or "it reads values of its inputs"))
-    return arguments
-
-
-def _smallest(part: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    for side in _SIDES:
-        smaller = {name: _cut_to(value, side) for name, value in given.items()}
+    arguments = derive(part, *size, first=True)
+    for side in _SIDES:  # images and videos are cropped to their corner
+        smaller = {
+            name: value[..., :side, :side].contiguous()
+            if isinstance(value, torch.Tensor) and value.dim() > 3
+            else value
+            for name, value in arguments.items()
+        }
         try:
             twin = Twin(part)
             results = flatten_tensors(twin.run(twin.module, smaller))
         except Exception:  # someone else's forward, tried on a guess, may raise anything
             continue
         if all(min(tensor.shape, default=2) > 1 for _, tensor in results):
-            return smaller
-    return given
-
-
-def _cut_to(value: Any, side: int) -> Any:
-    """Crop an image (or a video) to its corner."""
-    if not isinstance(value, torch.Tensor) or value.dim() < 4:
-        return value
-    return value[..., :side, :side].contiguous()
+            arguments = smaller
+            break
+    run = tried(part, arguments, supposing=True)
+    if not run.complete:  # the search works on shapes alone and stops where values are read
+        raise CaptureError(str(run.failure or "it reads values of its inputs"))
+    return arguments
 
 
 @dataclass(frozen=True)
@@ -225,20 +217,15 @@ class _Reads:
             if not unread or sum(sizes.values()) < self.worth:
                 continue
             partly_read = bool(sizes.keys() & self.read)
-            if not partly_read and self._has_read_sibling(model, above, part):
-                continue
+            if not partly_read and isinstance(model, CONTAINERS):
+                # If a member of the same container and class is read, this one follows it
+                siblings = tuple(f"{above}{key}." for key, own in model.named_children() if type(own) is type(part))
+                if any(name.startswith(siblings) for name in self.read):
+                    continue
             if partly_read or not _is_called(part):
                 yield from self.unread_parts(part, f"{name}.")
             else:
                 yield name, part
-
-    def _has_read_sibling(self, model: nn.Module, above: str, part: nn.Module) -> bool:
-        """Return whether a member of the same container and class is read."""
-        siblings = (f"{above}{short}." for short, other in model.named_children() if type(other) is type(part))
-        if not isinstance(model, CONTAINERS):
-            return False
-        prefixes = tuple(siblings)
-        return any(name.startswith(prefixes) for name in self.read)
 
 
 def _is_called(part: nn.Module) -> bool:
@@ -246,17 +233,12 @@ def _is_called(part: nn.Module) -> bool:
     if type(part).forward is nn.Module.forward:
         return False
     children = {name for name, _ in part.named_children()}
-    return not any(_runs(method, children) for method in _public_methods(type(part)))
-
-
-def _public_methods(cls: type) -> Iterator[FunctionType]:
-    for base in cls.__mro__:
+    for base in type(part).__mro__:
         if base.__module__.startswith("torch.") or conventions().is_base(base) or base is object:
             continue
         for name, method in vars(base).items():
             if isinstance(method, FunctionType) and not name.startswith(("_", "set_")) and name != "forward":
-                yield inspect.unwrap(method)
-
-
-def _runs(method: FunctionType, children: set[str]) -> bool:
-    return len(inspect.signature(method).parameters) > 1 and not children.isdisjoint(method.__code__.co_names)
+                method = inspect.unwrap(method)
+                if len(inspect.signature(method).parameters) > 1 and not children.isdisjoint(method.__code__.co_names):
+                    return False
+    return True

@@ -58,7 +58,11 @@ class Draw:
             dtype = {"int": torch.long, "bool": torch.bool}.get(rule.get("dtype", "float"), self.dtype)
             return torch.full(tuple(shape), float(kind == "ones")).to(dtype)
         if kind == "rows":
-            row = _numbers(rule["row"])
+            try:
+                row = torch.tensor(rule["row"])
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                text = f"rules/inputs: row is {rule['row']!r:.60}: {error}"
+                raise SourceError(text, hint="give numbers, or lists of as many numbers each") from error
             return row.expand(*shape, *row.shape).clone()
         if kind not in ("normal", "uniform"):
             raise SourceError(
@@ -74,15 +78,6 @@ def _few(shape: Sequence[int]) -> tuple[int, ...]:
             hint="look for an absurd size in the config, or pass inputs=",
         )
     return tuple(shape)
-
-
-def _numbers(row: Any) -> torch.Tensor:
-    try:
-        return torch.tensor(row)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise SourceError(
-            f"rules/inputs: row is {row!r:.60}: {error}", hint="give numbers, or lists of as many numbers each"
-        ) from error
 
 
 def evaluate(size: int | str, known: Mapping[str, Any]) -> int:

@@ -20,11 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.fold import fold
@@ -55,16 +51,16 @@ def enter_first_in_a_lasting_thread() -> None:
         _enter()
         return
     entered = threading.Event()
-    threading.Thread(target=_stay, args=(entered,), daemon=True, name="autoplan first fake mode").start()
+
+    def stay() -> None:
+        try:
+            _enter()
+        finally:
+            entered.set()
+        threading.Event().wait()  # never set: the thread ends with the process
+
+    threading.Thread(target=stay, daemon=True, name="autoplan first fake mode").start()
     entered.wait()
-
-
-def _stay(entered: threading.Event) -> None:
-    try:
-        _enter()
-    finally:
-        entered.set()
-    threading.Event().wait()  # never set: the thread ends with the process
 
 
 def _enter() -> None:
@@ -72,11 +68,11 @@ def _enter() -> None:
         pass
 
 
-def without_storage(model: nn.Module, *, folded: bool = True) -> tuple[FakeTensorMode, nn.Module]:
+def without_storage(model: nn.Module) -> tuple[FakeTensorMode, nn.Module]:
     """Return a fake mode and a copy of the model to be run in it."""
     mode = fake_mode()
     with mode:
-        return mode, fold(model, _fake, fold=folded).module
+        return mode, fold(model, _fake).module
 
 
 def with_storage(model: nn.Module, *, folded: bool = True) -> nn.Module:

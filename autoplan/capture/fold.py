@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -133,7 +133,7 @@ def _choose_in(container: nn.Module, name: str, above: tuple[nn.Module, ...], co
     configs.near.clear()
     kinds = _signatures(list(blocks.values()), above, configs)
     lists = tuple((thing, attribute) for thing, attribute, _ in configs.lists(len(blocks)))
-    kept = _align(_first_of_each(kinds), kinds)
+    kept = _kept(kinds)
     stands_for = {kinds[position]: keys[position] for position in kept if position != len(keys) - 1}
     dropped = (position for position in range(len(keys)) if position not in kept)
     members = tuple((keys[position], stands_for[kinds[position]]) for position in dropped)
@@ -156,22 +156,18 @@ def _is_block(module: nn.Module) -> bool:
     return 1 in ranks and max(ranks) > 1
 
 
-def _first_of_each(kinds: list[Hashable]) -> list[int]:
-    count: dict[Hashable, int] = {}
-    kept = []
-    for position, kind in enumerate(kinds):
-        count[kind] = count.get(kind, 0) + 1
-        if count[kind] <= KEPT_PER_KIND or position == len(kinds) - 1:
-            kept.append(position)
-    return kept
-
-
-def _align(kept: list[int], kinds: list[Hashable]) -> tuple[int, ...]:
-    """Add positions until a block's index and its place among the kept ones never mean different kinds.
+def _kept(kinds: list[Hashable]) -> tuple[int, ...]:
+    """Return the positions of the first blocks of each kind and of the last block, with as many others as are needed so
+    that a block's index and its place among the kept ones never mean different kinds.
 
     Models index per-layer lists by either (`enumerate`, or the index that a block stores); see `_shorten`.
     """
-    chosen = sorted(kept)
+    count: Counter[Hashable] = Counter()
+    chosen = []
+    for position, kind in enumerate(kinds):
+        count[kind] += 1
+        if count[kind] <= KEPT_PER_KIND or position == len(kinds) - 1:
+            chosen.append(position)
     while any(place in chosen and kinds[place] != kinds[chosen[place]] for place in range(len(chosen))):
         hole = next(position for position in range(len(kinds)) if position not in chosen)
         chosen = sorted((*chosen, hole))

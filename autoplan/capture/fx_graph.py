@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoplan.values import Op, Ref, Symbolic, TensorInfo, Trace
+from autoplan.values import Op, Ref, Symbolic, Trace
 
 
 def graph_of(trace: Trace) -> fx.Graph:
@@ -20,52 +20,41 @@ def graph_of(trace: Trace) -> fx.Graph:
     graph = fx.Graph()
     nodes: dict[int, fx.Node] = {}
     for index, tensor in enumerate(trace.tensors):
-        node = _source(graph, index, tensor)
-        if node is not None:
-            node.meta.update(shape=tensor.shape, dtype=tensor.dtype, names=tensor.names)
-            nodes[index] = node
+        if tensor.kind in ("input", "constant"):
+            node = graph.placeholder(f"{tensor.kind}_{index}")
+        elif tensor.kind in ("parameter", "buffer") and tensor.names:
+            node = graph.get_attr(tensor.names[0])
+        else:
+            continue
+        node.meta.update(shape=tensor.shape, dtype=tensor.dtype, names=tensor.names)
+        nodes[index] = node
     for op in trace.ops:
         node = graph.call_function(_target(op), _plain(op.args, nodes), _plain(op.kwargs, nodes))
         node.meta.update(module=op.module)
-        _bind_outputs(graph, op, node, trace, nodes)
+        # Several outputs are bound through `getitem`; an op that returns its input gives it a new node
+        for position, item in enumerate(op.outputs):
+            if isinstance(item, Ref):
+                info = trace.tensors[item.id]
+                output = node if len(op.outputs) == 1 else graph.call_function(operator.getitem, (node, position))
+                output.meta.update(module=op.module, shape=info.shape, dtype=info.dtype)
+                nodes[item.id] = output
     results = tuple(nodes[t] for visit in trace.visits if visit.parent is None for _, t in visit.outputs if t in nodes)
     graph.output(results)
     graph.lint()
     return graph
 
 
-def _source(graph: fx.Graph, index: int, tensor: TensorInfo) -> fx.Node | None:
-    if tensor.kind == "input":
-        return graph.placeholder(f"input_{index}")
-    if tensor.kind in ("parameter", "buffer") and tensor.names:
-        return graph.get_attr(tensor.names[0])
-    if tensor.kind == "constant":
-        return graph.placeholder(f"constant_{index}")
-    return None
-
-
 def _target(op: Op) -> Any:
     packet = getattr(torch.ops.aten, op.name, None)
     overload = getattr(packet, op.overload, None) if packet is not None else None
-    return overload if overload is not None else _unknown(op)
+    if overload is not None:
+        return overload
 
-
-def _unknown(op: Op) -> Any:
     def stands_for(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"{op.name}.{op.overload} is not an aten op: the graph can be read, but not run")
 
     stands_for.__name__ = stands_for.__qualname__ = f"{op.name}_{op.overload}".replace(".", "_").replace(":", "_")
     return stands_for
-
-
-def _bind_outputs(graph: fx.Graph, op: Op, node: fx.Node, trace: Trace, nodes: dict[int, fx.Node]) -> None:
-    """Bind the outputs of an op: several through `getitem`; an op that returns its input gives it a new node."""
-    tensors = [(i, item.id) for i, item in enumerate(op.outputs) if isinstance(item, Ref)]
-    for position, tensor in tensors:
-        info = trace.tensors[tensor]
-        output = node if len(op.outputs) == 1 else graph.call_function(operator.getitem, (node, position))
-        output.meta.update(module=op.module, shape=info.shape, dtype=info.dtype)
-        nodes[tensor] = output
 
 
 def _plain(value: Any, nodes: dict[int, fx.Node]) -> Any:

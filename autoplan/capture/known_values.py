@@ -12,7 +12,7 @@ real, they can be made up: positions spread over all there are, comparisons that
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -198,10 +198,7 @@ def _install(dunder: str, name: str, *, reflected: bool) -> None:
     setattr(TracedInt, dunder, operate)
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod"):
-    _install(f"__{_name}__", _name, reflected=False)
-    _install(f"__r{_name}__", _name, reflected=True)
-for _name in ("truediv", "pow"):
+for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
     _install(f"__{_name}__", _name, reflected=False)
     _install(f"__r{_name}__", _name, reflected=True)
 
@@ -241,18 +238,11 @@ def trace_attributes(modules: dict[str, torch.nn.Module], escapes: Escapes) -> N
         for name, value in list(vars(module).items()):
             if _is_settings(value):
                 module.__dict__[name] = copies.setdefault(id(value), copy.copy(value))
-        wrap = _wrapper(fqn, escapes)
         for dotted, value in integer_attributes(module).items():
             holder, _, key = dotted.rpartition(".")
             target = module.__dict__ if not holder else module.__dict__[holder].__dict__
-            target[key or dotted] = wrap(dotted, value)
-
-
-def _wrapper(fqn: str, escapes: Escapes) -> Callable[[str, Any], Any]:
-    def wrap(attribute: str, value: Any) -> Any:
-        if isinstance(value, int):
-            return TracedInt(value, ("attr", fqn, attribute, None), escapes)
-        items = [TracedInt(item, ("attr", fqn, attribute, i), escapes) for i, item in enumerate(value)]
-        return type(value)(items)
-
-    return wrap
+            if isinstance(value, int):
+                target[key] = TracedInt(value, ("attr", fqn, dotted, None), escapes)
+            else:
+                items = [TracedInt(item, ("attr", fqn, dotted, i), escapes) for i, item in enumerate(value)]
+                target[key] = type(value)(items)

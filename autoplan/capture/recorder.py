@@ -58,13 +58,8 @@ class Recording:
         self.outsiders = outsiders_of(model)
         self.op_values: list[Any] | None = [] if keep_values else None
         self.first: dict[int, torch.Tensor] = {}  # first values of inputs and weights, which may be overwritten later
-        self._register_state()
-
-    def _register_state(self) -> None:
-        named = itertools.chain(
-            self.model.named_parameters(remove_duplicate=False), self.model.named_buffers(remove_duplicate=False)
-        )
-        for name, tensor in named:
+        state = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+        for name, tensor in itertools.chain(*state):
             kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
             self.names.setdefault(self.id_of(tensor, kind), []).append(name)
 
@@ -108,12 +103,6 @@ class Recording:
         if value is Ellipsis:
             return value
         return str(value).removeprefix("torch.")
-
-    def module_class(self, name: str) -> str:
-        return type(self.modules[name]).__name__ if name in self.modules else "?"
-
-    def input_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        self.names.setdefault(self.id_of(tensor, "input"), []).append(f"<input>.{name}")
 
     def trace(self, folds: tuple[Fold, ...], feeds: tuple[str, ...], real: bool) -> Trace:
         visits = tuple(
@@ -292,7 +281,6 @@ def record(
     fake_mode: Any = None,
     folds: tuple[Fold, ...] = (),
     keep_values: bool = False,
-    trace_integers: bool = True,
 ) -> tuple[Trace, Recording]:
     """Call the model (or the submodule that a feed names) on each feed and return what happened.
 
@@ -303,8 +291,7 @@ def record(
     if ways is not None:
         ways.forget()  # what an earlier, failed attempt recorded
         ways.know(model)
-    if trace_integers:
-        trace_attributes(recording.modules, recording.escapes)
+    trace_attributes(recording.modules, recording.escapes)
     for feed, kwargs in feeds.items():
         asking = {path for path, tensor in flatten_tensors(kwargs) if tensor.requires_grad}
         if fake_mode is not None:
@@ -313,8 +300,9 @@ def record(
         else:
             kwargs = own(dict(kwargs))
         for path, tensor in flatten_tensors(kwargs):
-            recording.input_tensor(".".join([feed, *map(str, path)]), tensor)
-            recording.asking |= {recording.id_of(tensor, "input")} if path in asking else set()
+            number = recording.id_of(tensor, "input")
+            recording.names.setdefault(number, []).append(".".join(["<input>", feed, *map(str, path)]))
+            recording.asking |= {number} if path in asking else set()
         recording.grad_enabled = True
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
@@ -344,11 +332,12 @@ def _cannot_run(error: Exception, recording: Recording, feed: str) -> CaptureErr
     visit = recording.visits[-1] if recording.visits else {"module": ""}
     running = next((f for f in reversed(recording.frames) if f[0]), None)
     where = running[0] if running else visit["module"]
+    kind = type(recording.modules[where]).__name__ if where in recording.modules else "?"
     last = recording.calls[-1].name if recording.calls else "nothing"
     reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
     return CaptureError(
         f"the model's forward cannot run on feed {feed!r}: {type(error).__name__}: {reason} "
-        f"(in module {where or 'the model itself'!r} of class {recording.module_class(where)}, "
+        f"(in module {where or 'the model itself'!r} of class {kind}, "
         f"after the torch call {last!r})",
         hint="pass example inputs with inputs={'name': tensor, …} as the model's forward takes them",
     )

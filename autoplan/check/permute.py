@@ -68,7 +68,8 @@ def check_permutations(
             tried.append(axis)
     if not tried:
         return outcome
-    limit = _TOLERANCE.get(_dtype(model), tolerance_for(_dtype(model)).limit)
+    dtype = working_dtype(model)
+    limit = _TOLERANCE.get(dtype, tolerance_for(dtype).limit)
     law = _Law(model, feeds, trace, axes)
     if law.draws:  # random numbers drawn for a unit do not move with it
         outcome.left_out |= {axis: _DRAWN for axis in tried if Event.RANDOM in axis.events}
@@ -96,7 +97,9 @@ class _Law:
 
     def error(self, permuted: list[Term]) -> float:
         """Return the largest change of any output when the units of these axes are permuted."""
-        orders = {axis: _order(axis, number) for number, axis in enumerate(permuted)}
+        # A fixed permutation of each axis that moves every unit: a rotation, for each axis by another step
+        steps = {axis: 1 + number % (axis.size - 1) for number, axis in enumerate(permuted)}
+        orders = {axis: [(unit + step) % axis.size for unit in range(axis.size)] for axis, step in steps.items()}
         with _parameters_permuted(self.model, self.trace, self.axes, orders):
             permuted_outputs = self._run()
         worst = 0.0
@@ -130,12 +133,6 @@ class _Law:
             if ".".join(map(str, place)) in (path, "") and self.trace.tensors[number].shape == tuple(tensor.shape):
                 return number
         return None
-
-
-def _order(axis: Term, number: int) -> list[int]:
-    """Return a fixed permutation that moves every unit."""
-    step = 1 + number % (axis.size - 1)
-    return [(unit + step) % axis.size for unit in range(axis.size)]
 
 
 def permuted_indices(term: Term, order_of: Callable[[Term], list[int] | None]) -> list[int] | None:
@@ -189,7 +186,3 @@ def _parameters_permuted(
         finally:
             for tensor, values in before:
                 tensor.copy_(values)
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return working_dtype(model)

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_real
 from autoplan.capture.copies import copied
 from autoplan.capture.feeding.other_paths import with_other_paths
@@ -121,10 +120,8 @@ class GraphProof:
         """Return the entries, each with what was proven of it."""
         if not self.proof.ok:
             return entries
-        return tuple(entry if self._is_unseen(entry) else replace(entry, proof="graph") for entry in entries)
-
-    def _is_unseen(self, entry: Entry) -> bool:
-        return any(matches(entry.pattern, name) for name in self.unseen)
+        unseen = [entry for entry in entries if any(matches(entry.pattern, name) for name in self.unseen)]
+        return tuple(entry if entry in unseen else replace(entry, proof="graph") for entry in entries)
 
 
 def prove_graph(
@@ -159,23 +156,22 @@ def prove_graph(
     with precision():
         law = check_permutations(clone, feeds, solution.trace, solution.axes, solution.shards.marks)
     played = replay(solution.shards.trace, captured.recording, solution.shards)
-    missing = _never_ran(trace, captured.trace)
-    findings = [*_unseen_classes(missing), *played.findings] + [
-        Finding(
-            "permutation",
-            "error",
-            _where(solution, axis),
-            f"permuting its {axis.size} units changes the output by {e:.1e}",
-        )
-        for axis, e in law.failed.items()
-    ]
+    missing, unseen = _never_ran(trace, captured.trace)
+    findings = list(played.findings)
+    if missing:
+        text = f"the tiny clone never runs {', '.join(missing)}: the plan for it is inferred, not verified"
+        findings.insert(0, Finding("proof", "warn", "", text))
+    for axis, change in law.failed.items():
+        where = [fact.parameters[0][0] for fact in solution.classes if fact.split and fact.size == axis.size]
+        text = f"permuting its {axis.size} units changes the output by {change:.1e}"
+        findings.append(Finding("permutation", "error", where[0] if where else "", text))
     replayed = f"{played.split_ops} ops replayed on {_TINY_TP} simulated ranks"
     text = f"{len(law.passed)} axes permuted without changing the output, {replayed}"
     text += f"; except {', '.join(missing)}, which the tiny clone never runs" if missing else ""
     wrong = _found_wrong(trial, findings)
     ok = not wrong and trial.outcome != "skipped"
     proof = Proof("graph", _TINY_TP, ok, ("permutation", "replay"), text, trial, wrong)
-    return GraphProof(proof, tuple(findings), _inside(missing, trace))
+    return GraphProof(proof, tuple(findings), unseen)
 
 
 def _found_wrong(trial: Trial, findings: Iterable[Finding] = ()) -> tuple[str, ...]:
@@ -184,25 +180,15 @@ def _found_wrong(trial: Trial, findings: Iterable[Finding] = ()) -> tuple[str, .
     return tuple(dict.fromkeys(checks + ["trial"] * (trial.outcome == "wrong")))
 
 
-def _never_ran(model: Trace, clone: Trace) -> tuple[str, ...]:
-    """Return classes that run in the model but not in its tiny clone: the proof shows nothing of them."""
+def _never_ran(model: Trace, clone: Trace) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the classes that run in the model but not in its tiny clone, and all modules of and inside these."""
     of_model, of_clone = (
         {trace.module_classes[visit.module] for visit in trace.visits if visit.module in trace.module_classes}
         for trace in (model, clone)
     )
-    return tuple(sorted(of_model - of_clone))
-
-
-def _inside(classes: tuple[str, ...], trace: Trace) -> tuple[str, ...]:
-    """Return the modules of these classes, and all modules inside them."""
-    tops = [name for name, kind in trace.module_classes.items() if kind in classes]
-    return tuple(name for name in trace.module_classes if any(is_under(top, name) for top in tops))
-
-
-def _unseen_classes(missing: tuple[str, ...]) -> Iterator[Finding]:
-    if missing:
-        text = f"the tiny clone never runs {', '.join(missing)}: the plan for it is inferred, not verified"
-        yield Finding("proof", "warn", "", text)
+    tops = [name for name, kind in model.module_classes.items() if kind in of_model - of_clone]
+    inside = tuple(name for name in model.module_classes if any(is_under(top, name) for top in tops))
+    return tuple(sorted(of_model - of_clone)), inside
 
 
 Precision = Callable[[], AbstractContextManager[Any]]
@@ -244,13 +230,6 @@ def _fed_clone(source: Source, dtype: torch.dtype) -> tuple[nn.Module, dict[str,
     return clone, inputs_in(working_dtype(clone), with_other_paths(clone, example.feeds, example.others).feeds)
 
 
-def _where(solution: Solution, axis: object) -> str:
-    for fact in solution.classes:
-        if fact.split and fact.size == getattr(axis, "size", 0):
-            return fact.parameters[0][0]
-    return ""
-
-
 def settle_capabilities(
     source: Source,
     wanted: Capabilities,
@@ -268,11 +247,9 @@ def settle_capabilities(
     stay, and the outcome says why and what to pass. `idle`: where nothing can be split, try a plan that splits nothing.
     """
     how: Any = {"sequence_parallel": wanted.sequence, "checks": _TRIED_BY, "choices": choices, "budget": budget}
-    how["idle"] = idle
     try:
-        report, tried, clone = verify_tried(
-            tried_sizes(source, Sizes(tp_size, ep_size, cp_size)), None, traffic=False, **how
-        )
+        sizes = tried_sizes(source, Sizes(tp_size, ep_size, cp_size))
+        report, tried, clone = verify_tried(sizes, None, traffic=False, idle=idle, **how)
     except AutoplanError as error:
         trial = Trial("skipped", error.message, error.hint or _TO_PASS)
         text = f"not verified on simulated ranks: {trial.why}"
@@ -289,10 +266,10 @@ def settle_capabilities(
         for check, why in report.details["not_checked"].items()
         if check in _NOT_TRIED and why != SAME
     ]
-    left_out += [
-        Finding("proof", "note", name, f"no gradient reached the part of {_ranks(ranks)} in the trial: it was not used")
-        for name, ranks in report.details["unread"].items()
-    ]
+    for name, ranks in report.details["unread"].items():
+        part = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        text = f"no gradient reached the part of {part} in the trial: it was not used"
+        left_out.append(Finding("proof", "note", name, text))
     if wanted.sequence and not capabilities.sequence:
         left_out.append(_left_out("sequence", "sequence parallelism was requested but is not applied"))
     if capabilities.whole:
@@ -305,10 +282,6 @@ def settle_capabilities(
     if wanted.scoped and not capabilities.scoped and not capabilities.idle:
         left_out.append(_left_out("scoped", "calls inside a module's forward are not rewritten"))
     return Settled(capabilities, Trial("passed", ranks=tried.ranks), tuple(left_out), report.details["ways"], clone)
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _left_out(check: str, what: str) -> Finding:

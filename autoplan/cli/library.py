@@ -16,7 +16,6 @@ from autoplan.common.errors import AutoplanError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from autoplan.doctor.examine import Diagnosis
     from autoplan.values import Score
 
 
@@ -28,11 +27,6 @@ def doctor(as_json: AsJson = False, output: Output = None) -> None:
         from autoplan.doctor.examine import examine
 
         diagnosis = examine()
-    emit(_view(diagnosis), plain(diagnosis) | {"ok": diagnosis.ok}, as_json, output)
-    raise typer.Exit(OK if diagnosis.ok else FINDINGS)
-
-
-def _view(diagnosis: Diagnosis) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -48,7 +42,8 @@ def _view(diagnosis: Diagnosis) -> RenderableType:
         for entry in diagnosis.moved:
             table.add_row(Text(entry.name), Text(entry.what), Text(entry.consequence))
         parts.append(table)
-    return Group(*parts)
+    emit(Group(*parts), plain(diagnosis) | {"ok": diagnosis.ok}, as_json, output)
+    raise typer.Exit(OK if diagnosis.ok else FINDINGS)
 
 
 rules_app = typer.Typer(help="List, show and test the rules that name roles and choose styles.", no_args_is_help=True)

@@ -25,10 +25,10 @@ Path = tuple[Any, ...]
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def flatten_tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+def flatten_tensors(value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
     """Yield every tensor in nested containers, with its path."""
     tensors: list[tuple[Path, torch.Tensor]] = []
-    _collect(value, path, tensors)
+    _collect(value, (), tensors)
     return iter(tensors)
 
 

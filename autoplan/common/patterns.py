@@ -111,16 +111,13 @@ class Universe:
         others: dict[tuple[str, ...], set[str]] = {}
         for member in members:
             others.setdefault(member[:at], set()).add(member[at])
-        return all(
-            {key for key in self._node(above) if _NUMBER.sub("*", key) == shape} == keys
-            for above, keys in others.items()
-        )
-
-    def _node(self, path: tuple[str, ...]) -> dict[str, Any]:
-        node = self._tree
-        for segment in path:
-            node = node.get(segment, {})
-        return node
+        for above, keys in others.items():
+            node = self._tree
+            for segment in above:
+                node = node.get(segment, {})
+            if {key for key in node if _NUMBER.sub("*", key) == shape} != keys:
+                return False
+        return True
 
     def _numbered(self, segment: str, siblings: dict[str, Any]) -> str:
         if not any(map(str.isdigit, segment)):
@@ -130,6 +127,11 @@ class Universe:
             shapes = self._shapes[id(siblings)] = Counter(_NUMBER.sub("*", key) for key in siblings)
         shape = _NUMBER.sub("*", segment)
         return shape if shapes[shape] >= _ALIKE else segment
+
+
+def starred(name: str) -> str:
+    """Return the name with `*` for every number: the common pattern of blocks of one kind."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def fold_names(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[str, ...]:
@@ -164,16 +166,12 @@ def _fold(shape: tuple[str, ...], members: Sequence[tuple[str, ...]], known: Uni
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:
     """Return the known names most like an unknown one, best first; numbers and `*` count as equal."""
-
-    def plain(text: str) -> str:
-        return ".".join("*" if segment.isdigit() else segment for segment in text.split("."))
-
-    wanted = plain(name[:_LONGEST])
+    wanted = starred(name[:_LONGEST])
     scored: dict[str, float] = {}
     for candidate in names:
-        matcher = SequenceMatcher(None, wanted, plain(candidate), autojunk=False)
+        matcher = SequenceMatcher(None, wanted, starred(candidate), autojunk=False)
         # A common end is better help than a common beginning: everything begins with "model.layers".
-        same_leaf = 0.2 if wanted.rsplit(".", 1)[-1] == plain(candidate).rsplit(".", 1)[-1] else 0.0
+        same_leaf = 0.2 if wanted.rsplit(".", 1)[-1] == starred(candidate).rsplit(".", 1)[-1] else 0.0
         score = matcher.ratio() + same_leaf
         if score > 0.5:
             scored.setdefault(candidate, score)

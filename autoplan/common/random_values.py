@@ -71,16 +71,12 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         noise = noise if parameter.dtype.itemsize == 1 else noise.to(parameter.dtype)  # float8 has no multiplication
         if sum(size > 1 for size in parameter.shape) >= 2:
-            parameter.copy_(_weight_std(parameter) * noise)
+            # The deviation falls with the features summed, or many layers would amplify rounding errors
+            summed = parameter.numel() / max(parameter.shape)
+            parameter.copy_(min(_WEIGHT_STD, max(summed, 1.0) ** -0.5) * noise)
         else:
             parameter.nan_to_num_(0.0, 0.0, 0.0)
             parameter.add_(_VECTOR_STD * noise)
-
-
-def _weight_std(parameter: torch.Tensor) -> float:
-    """Return a standard deviation that falls with the features summed, or many layers would amplify rounding errors."""
-    summed = parameter.numel() / max(parameter.shape)
-    return min(_WEIGHT_STD, max(summed, 1.0) ** -0.5)
 
 
 def fill_meta(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -122,9 +118,9 @@ def _plausible(buffer: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 # scales.
 
 
-def working_dtype(model: nn.Module, default: torch.dtype = torch.float32) -> torch.dtype:
+def working_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype in which a model computes."""
-    return next((parameter.dtype for parameter in model.parameters() if _computes(parameter)), default)
+    return next((parameter.dtype for parameter in model.parameters() if _computes(parameter)), torch.float32)
 
 
 def tried_dtypes(model: Callable[[], nn.Module]) -> Iterator[torch.dtype]:

@@ -43,8 +43,7 @@ def check_versions(installed: dict[str, str] | None = None) -> None:
     for library, (oldest, _) in TESTED.items():
         if _release(installed[library]) < oldest:
             raise AutoplanError(
-                f"{library} {installed[library]} is not supported",
-                hint=f"pip install '{library}>={_dotted(oldest)}'",
+                f"{library} {installed[library]} is not supported", hint=f"pip install '{library}>={_dotted(oldest)}'"
             )
     for text in untested(installed):
         _warn_once(text)

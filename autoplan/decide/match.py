@@ -148,7 +148,9 @@ def match_rule(reach: _Reach, rule: Rule, tp: int | None = None) -> tuple[list[F
         elif claimed not in seen:  # the same boxes the other way round (a product has no order) are one match
             seen.add(claimed)
             matched.append(Found(rule, boxes))
-    return matched, [refusal for refusal in refusals if not _granted(refusal, seen)]
+    # Without refusals of boxes that were claimed after all, bound in another way
+    claims = [frozenset(dict(refusal.boxes)[name] for name, _ in rule.yields) for refusal in refusals]
+    return matched, [refusal for refusal, boxes in zip(refusals, claims, strict=True) if boxes not in seen]
 
 
 def _found(reach: _Reach, rule: Rule, tp: int | None) -> list[Found]:
@@ -194,18 +196,18 @@ def _guarded_first(order: list[str], pattern: Pattern, conditions: Sequence[Cond
     return early
 
 
-def _granted(refusal: Refusal, seen: set[frozenset[int]]) -> bool:
-    """Return whether the same boxes were claimed after all, bound in another way."""
-    bound = dict(refusal.boxes)
-    return frozenset(bound[name] for name, _ in refusal.rule.yields) in seen
-
-
 class _Reach:
     """The (reader, port) pairs that a value reaches in one step of a pattern, cached."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
-        self.between = _between(flow)
+        # The boxes with at least ENDS readers of the same parameters both before and after them
+        runs: dict[tuple[str, ...], list[int]] = {}
+        for box in flow:
+            node = node_of(flow, box)
+            if node.parameters:
+                runs.setdefault((node.kind, node.module, *node.parameters), []).append(box)
+        self.between = frozenset(box for several in runs.values() for box in several[ENDS:-ENDS])
         self.by_kind: dict[str, list[int]] = {}
         self.given_up: list[str] = []
         self.steps = 0
@@ -216,12 +218,9 @@ class _Reach:
         self._backward: dict[tuple[int, bool], dict[int, frozenset[str]]] = {}
 
     def readers(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
-        readers = self._forward.get((box, direct))
-        if readers is None:
-            readers = self._forward[box, direct] = self._walk(box, direct)
-        return readers
-
-    def _walk(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
+        """Return the boxes that are reached from `box`, with the ports at which they read it."""
+        if (box, direct) in self._forward:
+            return self._forward[box, direct]
         through = TRANSPARENT if direct else CARRYING
         reached: dict[int, frozenset[str]] = {}
         waiting, seen = [box], {box}
@@ -233,16 +232,13 @@ class _Reach:
                 if reader not in seen and node_of(self.flow, reader).kind in through:
                     seen.add(reader)
                     waiting.append(reader)
+        self._forward[box, direct] = reached
         return reached
 
     def sources(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
         """Return the boxes from which `box` is reached, with the ports at which it reads them."""
-        sources = self._backward.get((box, direct))
-        if sources is None:
-            sources = self._backward[box, direct] = self._walk_back(box, direct)
-        return sources
-
-    def _walk_back(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
+        if (box, direct) in self._backward:
+            return self._backward[box, direct]
         through = TRANSPARENT if direct else CARRYING
         reached: dict[int, frozenset[str]] = {}
         waiting: list[tuple[int, frozenset[str] | None]] = [(box, None)]
@@ -256,17 +252,8 @@ class _Reach:
                 if node_of(self.flow, source).kind in through and (source, arriving) not in seen:
                     seen.add((source, arriving))
                     waiting.append((source, arriving))
+        self._backward[box, direct] = reached
         return reached
-
-
-def _between(flow: Flow) -> frozenset[int]:
-    """Return the boxes with at least ENDS readers of the same parameters both before and after them."""
-    runs: dict[tuple[str, ...], list[int]] = {}
-    for box in flow:
-        node = node_of(flow, box)
-        if node.parameters:
-            runs.setdefault((node.kind, node.module, *node.parameters), []).append(box)
-    return frozenset(box for several in runs.values() for box in several[ENDS:-ENDS])
 
 
 def _bindings(

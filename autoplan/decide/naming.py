@@ -49,14 +49,10 @@ def readings(flow: Flow, facts: tuple[ParameterFact, ...]) -> dict[str, list[Rea
         node = node_of(flow, box)
         for parameter in node.parameters:
             aliases = names.get(parameter, (parameter,))
-            by_parameter.setdefault(aliases[0], []).append(Reading(_own_name(aliases, node.module), box, node))
+            owners = {name.rpartition(".")[0]: name for name in reversed(aliases)}
+            own = owners.get(node.module, aliases[0])  # the alias that the reading module owns; else the first
+            by_parameter.setdefault(aliases[0], []).append(Reading(own, box, node))
     return by_parameter
-
-
-def _own_name(aliases: tuple[str, ...], module: str) -> str:
-    """Return the alias that the reading module owns; else the first."""
-    owners = {name.rpartition(".")[0]: name for name in reversed(aliases)}
-    return owners.get(module, aliases[0])
 
 
 def name_parameters(matching: Matching, read: dict[str, list[Reading]], flow: Flow) -> dict[str, Naming]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import best_match, fold_names, is_under, matches, nearest
 from autoplan.emit.words import bytes_text, segment_text
-from autoplan.values import Change, Entry, Instruction, Plan, Replicated, Runtime
+from autoplan.values import Change, Entry, Plan, Replicated, Runtime
 
 
 def explain(plan: Plan, path: str) -> str:
@@ -29,7 +29,9 @@ def explain(plan: Plan, path: str) -> str:
         )
     lines = [path]
     if under:
-        lines += _rows([("split", [f"{other.pattern}: {_one_line(other)}" for other in under])])
+        facts = [filter(None, (other.style, other.units, f"rule {other.rule}")) for other in under]
+        split = [f"{other.pattern}: {', '.join(of_entry)}" for other, of_entry in zip(under, facts, strict=True)]
+        lines += _rows([("split", split)])
     return "\n".join(lines + _rows([("running", _running(plan, path))]) + _whole_lines(whole))
 
 
@@ -96,10 +98,6 @@ def _running(plan: Plan, pattern: str) -> list[str]:
     return done + gradients + biases
 
 
-def _one_line(entry: Entry) -> str:
-    return ", ".join(part for part in (entry.style, entry.units, f"rule {entry.rule}") if part)
-
-
 def _whole_lines(whole: tuple[Replicated, ...]) -> list[str]:
     groups: dict[tuple[int, str], list[str]] = {}
     for item in whole:
@@ -129,12 +127,16 @@ def diff(before: Plan, after: Plan) -> tuple[Change, ...]:
     """Return the differences of two plans; empty exactly when they are equal."""
     changes = [*_fields("", before, after, skip=_BY_NAME + _NOT_COMPARED)]
     for pattern, old, new in _pairs(before.entries, after.entries, lambda entry: entry.pattern):
-        changes += _entry_changes(pattern, old, new)
+        if len(old) == len(new) == 1:
+            changes += _fields(pattern, old[0], new[0])
+        elif old != new:
+            changes.append(Change(pattern, "entry", _one(old), _one(new)))
     changes += _items("whole", before.replicated, after.replicated, lambda whole: whole.fqn)
     changes += _items("layers", before.layers, after.layers, lambda stack: stack.name)
     changes += _items("finding", before.findings, after.findings, lambda finding: finding.where)
-    for name in dict.fromkeys(type(one).__name__ for one in (*_done(before), *_done(after))):
-        mine, its = ([one for one in _done(plan) if type(one).__name__ == name] for plan in (before, after))
+    done = [plan.runtime.instructions for plan in (before, after)]
+    for name in dict.fromkeys(type(one).__name__ for own in done for one in own):
+        mine, its = ([one for one in own if type(one).__name__ == name] for own in done)
         changes += _items(name, mine, its, lambda one: one.pattern)
     for field in (field for field in fields(Runtime) if field.name != "instructions"):
         old_sites, new_sites = getattr(before.runtime, field.name), getattr(after.runtime, field.name)
@@ -145,17 +147,6 @@ def diff(before: Plan, after: Plan) -> tuple[Change, ...]:
     if not changes and before != after:  # only the order of items differs
         changes = [*_fields("", before, after, skip=_NOT_COMPARED)]
     return tuple(changes)
-
-
-def _done(plan: Plan) -> tuple[Instruction, ...]:
-    return plan.runtime.instructions
-
-
-def _entry_changes(pattern: str, old: tuple[Entry, ...], new: tuple[Entry, ...]) -> Iterator[Change]:
-    if len(old) == len(new) == 1:
-        yield from _fields(pattern, old[0], new[0])
-    elif old != new:
-        yield Change(pattern, "entry", _one(old), _one(new))
 
 
 def _items(what: str, before: Iterable[Item], after: Iterable[Item], key: Callable[[Item], str]) -> Iterator[Change]:

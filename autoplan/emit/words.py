@@ -8,6 +8,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_MOST_RUNS = 4  # that are listed
 
 
 def bytes_text(size: int) -> str:
@@ -29,13 +30,13 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def ranges_text(runs: Sequence[range], show: int = 4) -> str:
+def ranges_text(runs: Sequence[range]) -> str:
     """
     >>> ranges_text([range(3), range(8, 10), range(12, 13)])
     '0–2, 8–9, 12'
     """
-    shown = [f"{run[0]}–{run[-1]}" if len(run) > 1 else "".join(map(str, run)) for run in runs[:show]]
-    return ", ".join(shown) + (f", … ({len(runs)} runs)" if len(runs) > show else "")
+    shown = [f"{run[0]}–{run[-1]}" if len(run) > 1 else "".join(map(str, run)) for run in runs[:_MOST_RUNS]]
+    return ", ".join(shown) + (f", … ({len(runs)} runs)" if len(runs) > _MOST_RUNS else "")
 
 
 def layout_text(text: str, tp_size: int) -> str:

@@ -14,53 +14,17 @@ from typing import ClassVar
 
 from autoplan.values.not_placed import SENTENCES, Unplaceable
 
-__all__ = [
-    "REASONS",
-    "AlreadySplit",
-    "AxisWhole",
-    "CutElsewhere",
-    "CutOfRecurrent",
-    "DifferedOnRanks",
-    "DoesNotDivide",
-    "ExpertsDoNotDivide",
-    "ExpertsWhole",
-    "GradientSummed",
-    "InsideQuantisedBlock",
-    "InsideScaledBlock",
-    "KeptWhole",
-    "Narrow",
-    "NeedsRewriting",
-    "NeedsSums",
-    "NeverContracted",
-    "NotNamed",
-    "NotPlaced",
-    "NothingToSplit",
-    "OfDim",
-    "OnBothDims",
-    "MadeAnewInTraining",
-    "Exchanged",
-    "MixedWhole",
-    "MixesNothing",
-    "CutOtherwiseOverBoth",
-    "OnlyExperts",
-    "ReadAcross",
-    "Reason",
-    "ResidualStream",
-    "SingleNumber",
-    "SingleWeight",
-    "SizeOfInput",
-    "TableByColumns",
-    "TooFewRows",
-    "Unused",
-    "sentence",
-]
-
 
 @dataclass(frozen=True)
 class Reason:
-    """The base of the classes below. `paths`: those of its fields that hold the path of a module or a parameter."""
+    """The base of the classes below. `says`: its text, with its fields in braces; where more decides the text, a class
+    has its own `__str__`. `paths`: those of its fields that hold the path of a module or a parameter."""
 
+    says: ClassVar[str] = ""
     paths: ClassVar[tuple[str, ...]] = ()
+
+    def __str__(self) -> str:
+        return self.says.format(**vars(self))
 
     def with_paths(self, changed: Callable[[str], str]) -> Reason:
         """The same with each path changed, so that reasons that differ only in the number of a block become equal.
@@ -89,8 +53,7 @@ class DoesNotDivide(Reason):
     size: int
     ranks: int
 
-    def __str__(self) -> str:
-        return f"{self.size} is not divisible by tp={self.ranks}"
+    says = "{size} is not divisible by tp={ranks}"
 
 
 @dataclass(frozen=True)
@@ -100,20 +63,17 @@ class TooFewRows(Reason):
     rows: int
     ranks: int
 
-    def __str__(self) -> str:
-        return f"{self.rows} rows are too few for {self.ranks} ranks: each needs at least one"
+    says = "{rows} rows are too few for {ranks} ranks: each needs at least one"
 
 
 @dataclass(frozen=True)
 class SizeOfInput(Reason):
-    def __str__(self) -> str:
-        return "its size depends on the input"
+    says = "its size depends on the input"
 
 
 @dataclass(frozen=True)
 class ResidualStream(Reason):
-    def __str__(self) -> str:
-        return "it is the residual stream, which is replicated"
+    says = "it is the residual stream, which is replicated"
 
 
 @dataclass(frozen=True)
@@ -136,14 +96,12 @@ class NeedsSums(Reason):
 
 @dataclass(frozen=True)
 class NeverContracted(Reason):
-    def __str__(self) -> str:
-        return "no matmul reduces over this dim; sharding it saves no memory"
+    says = "no matmul reduces over this dim; sharding it saves no memory"
 
 
 @dataclass(frozen=True)
 class SingleWeight(Reason):
-    def __str__(self) -> str:
-        return "only one weight has this axis, so no other op benefits from sharding it"
+    says = "only one weight has this axis, so no other op benefits from sharding it"
 
 
 @dataclass(frozen=True)
@@ -152,20 +110,17 @@ class Narrow(Reason):
 
     least: int
 
-    def __str__(self) -> str:
-        return f"all its dims are smaller than {self.least}: sharding would cost more than it saves"
+    says = "all its dims are smaller than {least}: sharding would cost more than it saves"
 
 
 @dataclass(frozen=True)
 class OnBothDims(Reason):
-    def __str__(self) -> str:
-        return "both dims of one weight have it"
+    says = "both dims of one weight have it"
 
 
 @dataclass(frozen=True)
 class InsideScaledBlock(Reason):
-    def __str__(self) -> str:
-        return "it lies inside a block of numbers that share one scale"
+    says = "it lies inside a block of numbers that share one scale"
 
 
 @dataclass(frozen=True)
@@ -239,8 +194,7 @@ class NeedsRewriting(Reason):
 
     paths = ("module",)
 
-    def __str__(self) -> str:
-        return f"{self.call} in {self.module} would need its literals rewritten"
+    says = "{call} in {module} would need its literals rewritten"
 
 
 @dataclass(frozen=True)
@@ -250,8 +204,7 @@ class AxisWhole(Reason):
     size: int
     why: Reason
 
-    def __str__(self) -> str:
-        return f"an axis of {self.size} is not sharded: {self.why}"
+    says = "an axis of {size} is not sharded: {why}"
 
 
 # Reasons from what was requested
@@ -267,8 +220,7 @@ class KeptWhole(Reason):
 
     paths = ("parameter",)
 
-    def __str__(self) -> str:
-        return f"{self.plan} replicates {self.parameter} ({self.line})"
+    says = "{plan} replicates {parameter} ({line})"
 
 
 @dataclass(frozen=True)
@@ -282,8 +234,7 @@ class CutElsewhere(Reason):
 
     paths = ("parameter",)
 
-    def __str__(self) -> str:
-        return f"{self.plan} shards {self.parameter} along dim {self.dim} ({self.line})"
+    says = "{plan} shards {parameter} along dim {dim} ({line})"
 
 
 @dataclass(frozen=True)
@@ -295,38 +246,32 @@ class NotNamed(Reason):
 
     paths = ("parameter",)
 
-    def __str__(self) -> str:
-        return f"{self.plan} does not name {self.parameter}, so it is replicated"
+    says = "{plan} does not name {parameter}, so it is replicated"
 
 
 @dataclass(frozen=True)
 class DifferedOnRanks(Reason):
-    def __str__(self) -> str:
-        return "with it sharded, a tiny clone's results differed on simulated ranks"
+    says = "with it sharded, a tiny clone's results differed on simulated ranks"
 
 
 @dataclass(frozen=True)
 class MadeAnewInTraining(Reason):
-    def __str__(self) -> str:
-        return "this weight is computed differently in training (a norm is estimated), which was not recorded"
+    says = "this weight is computed differently in training (a norm is estimated), which was not recorded"
 
 
 @dataclass(frozen=True)
 class OnlyExperts(Reason):
-    def __str__(self) -> str:
-        return "only experts are placed on different ranks"
+    says = "only experts are placed on different ranks"
 
 
 @dataclass(frozen=True)
 class Exchanged(Reason):
-    def __str__(self) -> str:
-        return "each rank applies it to its own positions; ranks then exchange positions for heads"
+    says = "each rank applies it to its own positions; ranks then exchange positions for heads"
 
 
 @dataclass(frozen=True)
 class MixesNothing(Reason):
-    def __str__(self) -> str:
-        return "no op that mixes positions treats its units independently: each rank applies it to its own positions"
+    says = "no op that mixes positions treats its units independently: each rank applies it to its own positions"
 
 
 @dataclass(frozen=True)
@@ -343,8 +288,7 @@ class MixedWhole(Reason):
 
 @dataclass(frozen=True)
 class CutOtherwiseOverBoth(Reason):
-    def __str__(self) -> str:
-        return "its units are sharded over tp and cp together, not over tp alone"
+    says = "its units are sharded over tp and cp together, not over tp alone"
 
 
 # Reasons about experts
@@ -355,8 +299,7 @@ class ExpertsDoNotDivide(Reason):
     experts: int
     ranks: int
 
-    def __str__(self) -> str:
-        return f"{self.experts} experts are not divisible by {self.ranks} ranks"
+    says = "{experts} experts are not divisible by {ranks} ranks"
 
 
 @dataclass(frozen=True)
@@ -388,8 +331,7 @@ class CutOfRecurrent(Reason):
 class TableByColumns(Reason):
     """A table is sharded by its columns rather than by its rows."""
 
-    def __str__(self) -> str:
-        return "every rank looks up all ids; gathering columns moves half as much as summing sharded rows"
+    says = "every rank looks up all ids; gathering columns moves half as much as summing sharded rows"
 
 
 @dataclass(frozen=True)
@@ -413,28 +355,24 @@ class OfDim(Reason):
 
 @dataclass(frozen=True)
 class SingleNumber(Reason):
-    def __str__(self) -> str:
-        return "it is a single number"
+    says = "it is a single number"
 
 
 @dataclass(frozen=True)
 class Unused(Reason):
-    def __str__(self) -> str:
-        return "it was not used in any recorded run"
+    says = "it was not used in any recorded run"
 
 
 @dataclass(frozen=True)
 class NothingToSplit(Reason):
-    def __str__(self) -> str:
-        return "none of its dims can be sharded"
+    says = "none of its dims can be sharded"
 
 
 @dataclass(frozen=True)
 class GradientSummed(Reason):
     """Not a reason why it is replicated, but the cost of that."""
 
-    def __str__(self) -> str:
-        return "its gradient is summed over ranks"
+    says = "its gradient is summed over ranks"
 
 
 REASONS: dict[str, type[Reason]] = {kind.__name__: kind for kind in Reason.__subclasses__()}

@@ -18,9 +18,8 @@ from host_runs import Job, Outcome, run_jobs
 from slow_cases import marked
 
 import autoplan
-from autoplan.common.patterns import matches
+from autoplan.common.patterns import matches, starred
 from autoplan.conveniences import surroundings
-from autoplan.decide.plan.folding import starred
 from autoplan.emit.exports.configs import needs_autoplan
 from autoplan.emit.exports.export import TARGETS, export, vllm_finds
 from autoplan.emit.exports.expressible import ExportError, parts_of

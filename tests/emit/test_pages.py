@@ -21,9 +21,8 @@ from autoplan.common.layout import Layout
 from autoplan.emit.pages.drawing import Drawing, Words, cells, draw_block, wrapped
 from autoplan.emit.pages.markup import WhatIf
 from autoplan.emit.pages.others import choice_page, report_page
-from autoplan.emit.pages.page import cause_first, links_of, plan_page
+from autoplan.emit.pages.page import NO_ESTIMATE, cause_first, links_of, plan_page
 from autoplan.emit.pages.picture import scene_of
-from autoplan.emit.pages.sections import NO_ESTIMATE
 from autoplan.emit.pages.weights import runs, segments
 from autoplan.values import CutsOf, Drawn, Finding, FlowPart, Plan, Report, replace
 from autoplan.values.estimate import Estimate, MemoryParts, Row, Sent, StepTime

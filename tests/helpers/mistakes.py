@@ -19,7 +19,7 @@ from wrong_plans import GatheringNorm, as_torch
 
 import autoplan
 from autoplan.check.verify.clone import Clone, clone_of
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import starred
 from autoplan.emit.exports.configs import to_deepspeed
 from autoplan.emit.exports.hf import OLD_NAMES, to_hf
 from autoplan.hf.source import resolve

@@ -7,7 +7,7 @@ import re
 from mistakes import Mistake, Model
 
 from autoplan.check.audit.auditor import audit_source
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import starred
 from autoplan.values import Finding
 
 __all__ = ["is_about", "score"]

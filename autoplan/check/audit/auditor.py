@@ -209,14 +209,17 @@ def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
     """
     one, other = (subject_of(source, plan, tp_size) for plan in (a, b))
     groups: dict[tuple[str, str], list[Weight]] = {}
-    alike = 0
     for left, right in zip(one.weights, other.weights, strict=True):
-        if _facts(left.said) == _facts(right.said):
-            alike += 1
-        else:
+        a_does, b_does = ((weight.said.dim, weight.said.rows, gathers(weight.said)) for weight in (left, right))
+        if a_does != b_does:
             groups.setdefault((cut_text(left.said), cut_text(right.said)), []).append(left)
-    wrong = [_wrong(subject) for subject in (one, other) if subject.is_wrong]
-    findings = wrong + [_difference(cuts, weights, one) for cuts, weights in groups.items()]
+    differ = sum(map(len, groups.values()))
+    wrong = [subject for subject in (one, other) if subject.is_wrong]
+    findings = [Finding("numbers", "error", "", f"{s.plan.name} is wrong", proof=s.proof()) for s in wrong]
+    for (a_text, b_text), weights in groups.items():
+        where = ", ".join(fold_names([weight.name for weight in weights], one.parameters)[:4])
+        size = sum(weight.bytes for weight in weights)
+        findings.append(Finding("difference", "note", where, f"a: {a_text}; b: {b_text}", bytes=size))
     verdict = "wrong" if wrong else "they differ" if groups else "alike"
     return Report(
         ok=not wrong,
@@ -227,8 +230,8 @@ def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
             "verdict": verdict,
             "a": _side(one),
             "b": _side(other),
-            "alike": alike,
-            "differ": len(one.weights) - alike,
+            "alike": len(one.weights) - differ,
+            "differ": differ,
         },
         drawn=drawn_of(one, other),
     )
@@ -237,20 +240,6 @@ def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
 def _side(subject: Audited) -> dict[str, Any]:
     exact = "not run" if subject.numbers is None else "exact" if subject.numbers.ok else "wrong"
     return {"plan": subject.plan.name, "ran": exact, "bytes_per_rank": held_bytes(subject)[0]}
-
-
-def _wrong(subject: Audited) -> Finding:
-    return Finding("numbers", "error", "", f"{subject.plan.name} is wrong", proof=subject.proof())
-
-
-def _difference(cuts: tuple[str, str], weights: list[Weight], subject: Audited) -> Finding:
-    where = ", ".join(fold_names([weight.name for weight in weights], subject.parameters)[:4])
-    size = sum(weight.bytes for weight in weights)
-    return Finding("difference", "note", where, f"a: {cuts[0]}; b: {cuts[1]}", bytes=size)
-
-
-def _facts(said: Said) -> tuple[object, ...]:
-    return said.dim, said.rows, gathers(said)
 
 
 # One word for each entry of a plan (same, costlier, different, wrong, or dead), and what a page draws of it.
@@ -321,17 +310,15 @@ def unsplit_share(subject: Audited) -> float:
 def drawn_of(*subjects: Audited) -> Drawn:
     """All of one model."""
     trace = subjects[0].solution.trace
-    flow = flow_of(trace, subjects[0].stacks, Names(trace))
-    return Drawn(flow, tuple(_drawn_side(subject) for subject in subjects))
-
-
-def _drawn_side(subject: Audited) -> CutsOf:
-    groups: dict[tuple[int | None, str], list[str]] = {}
-    for weight in subject.weights:
-        groups.setdefault((weight.said.dim, cut_text(weight.said)), []).append(weight.name)
-    known = Universe(name for names in groups.values() for name in names)
-    cuts = ((pattern, dim, text) for (dim, text), names in groups.items() for pattern in fold_names(names, known))
-    return CutsOf(subject.plan.name, tuple(cuts))
+    sides = []
+    for subject in subjects:
+        groups: dict[tuple[int | None, str], list[str]] = {}
+        for weight in subject.weights:
+            groups.setdefault((weight.said.dim, cut_text(weight.said)), []).append(weight.name)
+        known = Universe(name for names in groups.values() for name in names)
+        cuts = ((pattern, dim, text) for (dim, text), names in groups.items() for pattern in fold_names(names, known))
+        sides.append(CutsOf(subject.plan.name, tuple(cuts)))
+    return Drawn(flow_of(trace, subjects[0].stacks, Names(trace)), tuple(sides))
 
 
 def gathers(said: Said) -> bool:

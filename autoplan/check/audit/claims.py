@@ -62,17 +62,17 @@ def audit_claims(source: Any, tp_size: int = 2) -> Report:
     noted("no-split-modules", bool(claims.no_split), _blocks(module, claims.no_split))
     noted("checkpointing", bool(claims.checkpointing), _checkpointing(clone, claims.checkpointing))
     order = {"error": 0, "warn": 1, "note": 2}
+    made = [verdict for verdict in verdicts.values() if verdict is not Verdict.NOT_CLAIMED]
     return Report(
         ok=not any(finding.level == "error" for finding in findings),
         findings=tuple(sorted(findings, key=lambda finding: order[finding.level])),
         tp_size=tp_size,
-        details={"model": source.name, "claims": verdicts, "verdict": _verdict(verdicts)},
+        details={
+            "model": source.name,
+            "claims": verdicts,
+            "verdict": f"{made.count(Verdict.HOLDS)} of {len(made)} claims hold",
+        },
     )
-
-
-def _verdict(verdicts: dict[str, Verdict]) -> str:
-    made = [verdict for verdict in verdicts.values() if verdict is not Verdict.NOT_CLAIMED]
-    return f"{made.count(Verdict.HOLDS)} of {len(made)} claims hold"
 
 
 def _plan(source: Any, plan: Any, tp_size: int) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.files.plain import NotPlain, is_file, read_plain, read_text
 from autoplan.common.patterns import matches
 from autoplan.decide.written_plans.choices import WrittenPlanError, check_key
-from autoplan.decide.written_plans.dialects import looks_dotted, plan_at, read_strings, read_styles
+from autoplan.decide.written_plans.dialects import looks_dotted, plan_at, read_style
 from autoplan.decide.written_plans.foreign import is_deepspeed, read_deepspeed
 from autoplan.decide.written_plans.handwritten import plan_by_id
 from autoplan.decide.written_plans.plan_file import load_plan
@@ -153,7 +153,7 @@ def _of_mapping(data: Mapping[str, Any], name: str, model: Any) -> ForeignPlan:
 
 def _line(key: str, style: Any, name: str) -> Line:
     try:
-        choice, *_ = read_strings({key: style}, name, by_position=True) + read_styles({key: style}, name)
+        choice, *_ = read_style(key, style, name, by_position=True)
     except WrittenPlanError as error:
         written = style if isinstance(style, str) else f"{type(style).__module__}.{type(style).__qualname__}"
         return Line(key, "", written, error.message)

@@ -17,8 +17,8 @@ from autoplan.analyse.solve import Solution
 from autoplan.check.audit.executors import is_cut_by_autotp
 from autoplan.check.audit.lines import ForeignPlan, Line
 from autoplan.common.layout import Layout, chunk
-from autoplan.common.patterns import best_match, fold_names
-from autoplan.decide.plan.folding import Names, starred
+from autoplan.common.patterns import best_match, fold_names, starred
+from autoplan.decide.plan.folding import Names
 from autoplan.decide.written_plans.choices import CUTS
 from autoplan.values import Finding, ParameterFact, Plan, Report, Stack
 from autoplan.values.quantised import PackedWeight

@@ -8,9 +8,11 @@ from typing import Any
 from autoplan.capture.dry_run import quiet
 from autoplan.check.audit.executors import autotp_sharding, not_imitated, torch_sharding, transformers_sharding
 from autoplan.check.audit.lines import ForeignPlan
+from autoplan.check.audit.subject import Audited
 from autoplan.check.verify.on_ranks import Sharding, mesh_of, sharding_of
 from autoplan.common.errors import AutoplanError
-from autoplan.decide.plan.folding import starred
+from autoplan.common.options import Wish
+from autoplan.common.patterns import starred
 from autoplan.values import Plan, Report
 
 _LIBRARIES = {"torch": torch_sharding, "transformers": transformers_sharding, "deepspeed": autotp_sharding}
@@ -35,6 +37,16 @@ class AuditRun:
         """The report, if it proves anything: where the unsharded model's own numbers are NaN it does not."""
         odd = self.report is not None and any(f.kind == "not-comparable" for f in self.report.findings)
         return None if odd else self.report
+
+
+def drafted(subject: Audited, source: Any, wish: Wish) -> Plan | None:
+    """Return what analysis alone does for a wish; None if it cannot."""
+    from autoplan.planning import draft_plan
+
+    try:
+        return draft_plan(source, wish, module=subject.model, captured=subject.extra.get("captured")).plan
+    except AutoplanError:
+        return None
 
 
 def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | None = None) -> AuditRun:
@@ -76,9 +88,7 @@ def run_on(clone: Any, model: Any, plan: ForeignPlan, tp_size: int) -> AuditRun:
 
 def sharding_for(plan: ForeignPlan) -> Sharding:
     """Return how the plan's own library carries it out."""
-    if plan.plan is not None:
-        return sharding_of(plan.plan)
-    return _LIBRARIES[plan.dialect](plan.raw)
+    return _LIBRARIES[plan.dialect](plan.raw) if plan.plan is None else sharding_of(plan.plan)
 
 
 def _noticing(sharding: Sharding, thawed: dict[str, None]) -> Sharding:
@@ -97,19 +107,16 @@ def _noticing(sharding: Sharding, thawed: dict[str, None]) -> Sharding:
 def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: Plan | None) -> AuditRun:
     from autoplan.check.verify.verify import verify_source
 
-    plan = foreign.plan
+    plan, checks = foreign.plan, ("parameters", *_CHECKS)
     assert plan is not None
     if same:
         from autoplan.check.verify.sharded import check_sharding
 
-        checks = ("parameters", *_CHECKS)
         how: Any = {"checks": checks, "dims": mesh_of(plan)}
-        report = check_sharding(clone.model, clone.feeds, sharding_for(foreign), plan.ranks, **how)
-        return AuditRun(report, tiny=clone)
+        return AuditRun(check_sharding(clone.model, clone.feeds, sharding_of(plan), plan.ranks, **how), tiny=clone)
     if right is not None and right.runtime != plan.runtime:
         return AuditRun(reason="the clone's sizes differ from the plan's", tiny=clone)
-    report = verify_source(source, plan, _TINY_TP, checks=("parameters", *_CHECKS))
-    return AuditRun(report, tiny=clone)
+    return AuditRun(verify_source(source, plan, _TINY_TP, checks=checks), tiny=clone)
 
 
 def _shapes(model: Any) -> dict[str, tuple[int, ...]]:

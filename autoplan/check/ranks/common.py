@@ -113,7 +113,6 @@ class Budget:
 GENERATORS = "the generators of random and numpy.random"
 
 _LIBRARIES = ("torch", "transformers", "autoplan", "builtins")
-_COUNTED = (list, dict, set)
 
 
 class KeptOutside:
@@ -148,18 +147,15 @@ class KeptOutside:
             self.changed = tuple(name for name, value in self.before.items() if not _alike(value, now.get(name)))
 
     def _now(self) -> Iterator[tuple[str, list[Any]]]:
+        """Yield the contents of each counter and container."""
         for home, space in self._spaces.items():
             for name, value in list(space.items()):
-                if not name.startswith("__"):
-                    yield from ((f"{home}.{name}", contents) for contents in _told(value))
-
-
-def _told(value: Any) -> Iterator[list[Any]]:
-    """Yield the contents of a counter or a container; nothing for any other value."""
-    if isinstance(value, int | float | str):
-        yield [value]
-    elif isinstance(value, _COUNTED):
-        yield list(value.values() if isinstance(value, dict) else value)  # references keep the ids valid
+                if name.startswith("__"):
+                    continue
+                if isinstance(value, int | float | str):
+                    yield f"{home}.{name}", [value]
+                elif isinstance(value, (list, dict, set)):  # references keep the ids valid
+                    yield f"{home}.{name}", list(value.values() if isinstance(value, dict) else value)
 
 
 def _alike(one: list[Any], other: list[Any] | None) -> bool:

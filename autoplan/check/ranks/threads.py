@@ -110,7 +110,15 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
             except BaseException:  # an interrupt must leave no rank behind
                 _stop(ranks)
                 raise
-        _raise_first(ranks, late)
+        failed = [(one.ended, place) for place, one in enumerate(ranks) if one.error is not None and not one.woken]
+        if failed:  # the first of them is the cause
+            number = min(failed)[1]
+            cause = ranks[number].error
+            assert cause is not None
+            raise RankError(number, len(ranks), cause) from cause
+        if late:
+            raise RankTimeout(late, hint="every rank must issue the same collectives in the same order")
+        assert all(rank.error is None for rank in ranks), "a rank was woken although none had failed"
         return [rank.result for rank in ranks]
 
 
@@ -208,18 +216,6 @@ def _stop(ranks: list[_Rank]) -> None:
         rank.thread.join(GRACE)
         if rank.thread.is_alive():
             _unstoppable.append(rank.thread)
-
-
-def _raise_first(ranks: list[_Rank], late: str) -> None:
-    failed = [(rank.ended, number) for number, rank in enumerate(ranks) if rank.error is not None and not rank.woken]
-    if failed:
-        number = min(failed)[1]
-        cause = ranks[number].error
-        assert cause is not None
-        raise RankError(number, len(ranks), cause) from cause
-    if late:
-        raise RankTimeout(late, hint="every rank must issue the same collectives in the same order")
-    assert all(rank.error is None for rank in ranks), "a rank was woken although none had failed"
 
 
 # Random state of each rank

@@ -82,9 +82,7 @@ def scoreboard(
     how = How(
         tp_size, engine, CHECK_SETS[checks], sequence_parallel, tuple(lengths), ep_size, checkpointing, mesh, cp_size
     )
-    scores: dict[int, Score] = {}
-    for number, done in _scores(wanted, how, jobs, timeout, progress):
-        scores[number] = done
+    scores = dict(_scores(wanted, how, jobs, timeout, progress))
     return Scoreboard(
         mapping=mapping,
         tp_size=tp_size,
@@ -143,8 +141,17 @@ def _scores(
                 number, pair = waiting.pop()
                 if progress:
                     progress(done, len(wanted), pair[0], None)
-                running.append(_started(context, number, pair, how))
-            for job in _ended(running, timeout):
+                receiving, sending = context.Pipe(duplex=False)
+                # no daemon: gloo starts children
+                process = context.Process(target=_worker_main, args=(sending, pair, how))
+                process.start()
+                sending.close()
+                running.append(_Running(number, process, receiving, time.monotonic()))
+            # Wait until some have answered, died, or used up their time.
+            deadline = min(job.since for job in running) + timeout
+            ready = wait([job.pipe for job in running], max(0.0, deadline - time.monotonic()))
+            now = time.monotonic()
+            for job in [one for one in running if one.pipe in ready or now - one.since >= timeout]:
                 running.remove(job)
                 result = _result(job, *wanted[job.number], timeout)
                 done += 1
@@ -154,14 +161,6 @@ def _scores(
     finally:
         for job in running:
             _end(job.process)
-
-
-def _started(context: Any, number: int, pair: tuple[str, str], how: How) -> _Running:
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_worker_main, args=(sending, pair, how))  # no daemon: gloo starts children
-    process.start()
-    sending.close()
-    return _Running(number, process, receiving, time.monotonic())
 
 
 def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
@@ -182,14 +181,6 @@ def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
         result = score(*pair, how)
     pipe.send(result)
     pipe.close()
-
-
-def _ended(running: list[_Running], timeout: float) -> list[_Running]:
-    """Wait until some have answered, died, or used up their time, and return these."""
-    deadline = min(job.since for job in running) + timeout
-    ready = wait([job.pipe for job in running], max(0.0, deadline - time.monotonic()))
-    now = time.monotonic()
-    return [job for job in running if job.pipe in ready or now - job.since >= timeout]
 
 
 def _result(one: _Running, model_type: str, class_name: str, timeout: float) -> Score:

@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoplan.analyse.picture.dataflow import dataflow
 from autoplan.analyse.picture.flow import Flow, node_of
 from autoplan.analyse.solve import Solution
 from autoplan.check.ranks.run import Engine
-from autoplan.check.verify.clone import clone_of, feeds_at, parse_mesh
+from autoplan.check.verify.clone import Clone, clone_of, feeds_at, parse_mesh
 from autoplan.check.verify.sharded import CHECK_NAMES
 from autoplan.common.errors import AutoplanError, IndivisibleError, SourceError
 from autoplan.common.patterns import matches
@@ -28,7 +28,6 @@ from autoplan.values import (
     CallRewrite,
     Collective,
     Finding,
-    Instruction,
     Move,
     Plan,
     Report,
@@ -37,9 +36,6 @@ from autoplan.values import (
     Stack,
     Verdict,
 )
-
-if TYPE_CHECKING:
-    from autoplan.check.verify.clone import Clone
 
 CHECK_SETS = {"fast": ("parameters", "forward"), "all": CHECK_NAMES}
 
@@ -137,12 +133,13 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
     if cut and not context and verdict in ("wrong", "failed"):  # `autoplan plan` then drops it, too
         uncut = f"with it the tiny clone's results differed on simulated ranks: {reason}"
         return replace(score_clone(clone, blank, replace(how, sequence_parallel=False), runs), uncut=uncut)
+    errors = [*report.gradients.values(), *([] if report.forward is None else [report.forward])]
     return replace(
         scored,
         verdict=verdict,
         reason=reason,
         collectives=report.details["collectives"],
-        error=_largest_error(report),
+        error=max(errors, default=None),
         communication=report.details["communication"],
         recomputed=report.details["noted"],
         not_checked=tuple(report.details["not_checked"]),
@@ -180,11 +177,6 @@ def verdict_of(report: Report) -> tuple[Verdict, str]:
     if report.forward is None or not report.gradients:
         return "not comparable", "the model returned nothing that has a gradient"
     return "exact", ""
-
-
-def _largest_error(report: Report) -> float | None:
-    errors = [*report.gradients.values(), *([] if report.forward is None else [report.forward])]
-    return max(errors, default=None)
 
 
 def _text(finding: Finding) -> str:
@@ -229,7 +221,8 @@ def share_of(solution: Solution, plan: Plan) -> Share:
     facts = [fact for fact in solution.parameters if not fact.buffer and sum(size > 1 for size in fact.shape) > 1]
     flow = dataflow(solution.trace)
     read = readings(flow, solution.parameters)
-    tables = {fact.names[0] for fact in facts if _is_table(read.get(fact.names[0], ()))}
+    kinds = {fact.names[0]: {reading.node.kind for reading in read.get(fact.names[0], ())} for fact in facts}
+    tables = {name for name, used in kinds.items() if used and used <= _TABLE}
     looked_up = [fact for fact in facts if _by_input(read.get(fact.names[0], ()), flow)]
     largest = max(looked_up, key=lambda fact: fact.bytes, default=None)
     latents = [item.fqn for item in plan.replicated if any(role.split()[-1] == _LATENT for role in item.roles)]
@@ -253,11 +246,6 @@ def share_of(solution: Solution, plan: Plan) -> Share:
     return Share(cut, counted, tuple(listed), names.fold(unused, parameters=True) if unused else ())
 
 
-def _is_table(read: Iterable[Reading]) -> bool:
-    kinds = {reading.node.kind for reading in read}
-    return bool(kinds) and kinds <= _TABLE
-
-
 def _by_input(read: Iterable[Reading], flow: Flow) -> bool:
     """Return whether a table is indexed by an input (token ids), not by computed numbers (positions, types)."""
     boxes = [reading.box for reading in read if reading.node.kind == "embedding"]
@@ -275,10 +263,12 @@ def reductions_per_block(plan: Plan) -> tuple[float | None, float | None]:
     stack = main_stack(plan.layers)
     if stack is None:
         return None, None
-    sites = _sites(plan)
-    inside = [(f, b) for fqn in stack.fqns for pattern, f, b in sites if _is_inside(pattern, fqn)]
-    blocks = len(stack.fqns)
-    return sum(f for f, _ in inside) / blocks, sum(b for _, b in inside) / blocks
+    runtime = plan.runtime
+    sums = [(one.pattern, move.times, move.backward) for one in runtime.instructions for move in one.moves if move.sums]
+    sums += [(rule.pattern, 1, True) for rule in runtime.parameters if rule.gradient != "local"]
+    inside = [(times, back) for fqn in stack.fqns for pattern, times, back in sums if _is_inside(pattern, fqn)]
+    backward = sum(times for times, back in inside if back)
+    return (sum(times for times, _ in inside) - backward) / len(stack.fqns), backward / len(stack.fqns)
 
 
 def regions_per_block(plan: Plan) -> float | None:
@@ -288,21 +278,6 @@ def regions_per_block(plan: Plan) -> float | None:
         return None
     gathers = [b.pattern for b in plan.runtime.of(SequenceBoundary) if Move(Collective.ALL_GATHER) in b.moves]
     return sum(_is_inside(pattern, fqn) for fqn in stack.fqns for pattern in gathers) / len(stack.fqns)
-
-
-def _sites(plan: Plan) -> list[tuple[str, int, int]]:
-    """Return the plan's reductions: pattern, all-reduces forward, all-reduces backward."""
-    runtime = plan.runtime
-    sites = [
-        (instruction.pattern, _sums(instruction, backward=False), _sums(instruction, backward=True))
-        for instruction in runtime.instructions
-    ]
-    sites += [(rule.pattern, 0, 1) for rule in runtime.parameters if rule.gradient != "local"]
-    return sites
-
-
-def _sums(one: Instruction, *, backward: bool) -> int:
-    return sum(move.times for move in one.moves if move.backward == backward and move.sums)
 
 
 def _is_inside(pattern: str, block: str) -> bool:

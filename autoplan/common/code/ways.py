@@ -434,12 +434,7 @@ def seen_code(ways: Ways) -> tuple[SeenCode, ...]:
 
 
 def _written(ways: set[str]) -> str:
-    return " ".join(sorted(without_repeats(ways), key=_in_order))
-
-
-def _in_order(way: str) -> tuple[int, str]:
-    number = "".join(takewhile(str.isdigit, way))
-    return int(number), way
+    return " ".join(sorted(without_repeats(ways), key=lambda way: (int("".join(takewhile(str.isdigit, way))), way)))
 
 
 def ways_of(paths: Iterable[SeenCode]) -> Ways:

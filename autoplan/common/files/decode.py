@@ -31,7 +31,10 @@ def decode(hint: Any, data: Any, where: str) -> Any:
         return _decode_fields(hint, data, where)
     origin = get_origin(hint)
     if origin in (Union, UnionType):
-        return _decode_union(get_args(hint), data, where)
+        if data is None and NoneType in get_args(hint):
+            return None
+        (only,) = [choice for choice in get_args(hint) if choice is not NoneType]  # values have no other unions
+        return decode(only, data, where)
     if origin is tuple:
         return _decode_tuple(get_args(hint), data, where)
     if origin is Literal:
@@ -63,9 +66,7 @@ def _decode_member(family: Family, data: Any, where: str) -> Any:
     return _decode_fields(kinds[name], {other: value for other, value in data.items() if other != key}, where)
 
 
-@cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return get_type_hints(cls)
+_hints = cache(get_type_hints)
 
 
 def _decode_fields(cls: Any, data: Any, where: str) -> Any:
@@ -84,13 +85,6 @@ def _decode_fields(cls: Any, data: Any, where: str) -> Any:
             raise PlanFileError(f"{where}: key {name!r} is missing", hint="add it, or make the plan again")
     hints = _hints(cls)
     return cls(**{key: decode(hints[key], value, f"{where}.{key}") for key, value in data.items()})
-
-
-def _decode_union(choices: tuple[Any, ...], data: Any, where: str) -> Any:
-    if data is None and NoneType in choices:
-        return None
-    (only,) = [choice for choice in choices if choice is not NoneType]  # values have no other unions
-    return decode(only, data, where)
 
 
 def _decode_tuple(items: tuple[Any, ...], data: Any, where: str) -> Any:
@@ -201,18 +195,13 @@ def misshapen(value: Any, shape: Any, where: str = "") -> str:
     if isinstance(shape, list):
         problems = (misshapen(item, shape[0], f"{where}[{number}]") for number, item in enumerate(value))
         return next(filter(None, problems), "")
-    if isinstance(shape, dict):
-        return _misshapen_mapping(value, shape, where)
-    return ""
-
-
-def _misshapen_mapping(value: Mapping[str, Any], shape: dict[str, Any], where: str) -> str:
-    prefix = f"{where}." if where else ""
+    if not isinstance(shape, dict):
+        return ""
     if missing := next((key[:-1] for key in shape if key.endswith("!") and key[:-1] not in value), ""):
         return f"{where + ': ' if where else ''}missing key {missing!r}"
     shapes = {key.removesuffix("!"): inner for key, inner in shape.items()}
     problems = (
-        misshapen(item, shapes.get(key, shapes.get("*")), f"{prefix}{key}")
+        misshapen(item, shapes.get(key, shapes.get("*")), f"{where}.{key}" if where else key)
         for key, item in value.items()
         if key in shapes or "*" in shapes
     )

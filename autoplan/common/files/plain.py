@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -19,7 +19,6 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.files.yaml_values import YamlReader, stops_in_a_nest
 
 Notation = Literal["yaml", "json", "toml"]
 
@@ -27,6 +26,10 @@ BYTES: dict[Notation, int] = {"yaml": 1 << 20, "json": 4 << 20, "toml": 64 << 10
 MOST_DEPTH = 64
 MOST_DIGITS = 40
 MOST_COLLECTIONS = 100_000
+MOST_VALUES = 100_000  # an alias counts as many as its target
+_AHEAD = 4096  # characters before an error, more than a parser looks ahead on a line
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_PLAIN = {f"tag:yaml.org,2002:{name}": name for name in ("str", "int", "float", "bool", "null")}
 _SUFFIXES: dict[str, Notation] = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 
 # tomllib's time and memory grow with the square of the parts of a dotted key.
@@ -75,12 +78,11 @@ def read_plain(
     refusal: NotPlain = NotPlain(),  # noqa: B008 - frozen
     *,
     notation: Notation | None = None,
-    limit: int | None = None,
     repeated: bool = False,
 ) -> Any:
     """Return the values in a file. `repeated`: a key may occur twice in a mapping, and the last one counts."""
     notation = notation or notation_of(path)
-    text = read_text(path, refusal, limit or BYTES[notation])
+    text = read_text(path, refusal, BYTES[notation])
     return parse_plain(text, notation, refusal.name(path), refusal, repeated=repeated)
 
 
@@ -155,16 +157,131 @@ def _parse_toml(text: str, repeated: bool) -> Any:
 
 def _parse_yaml(text: str, repeated: bool) -> Any:
     try:
-        return YamlReader(MOST_DEPTH, MOST_DIGITS, repeated).read(text)
+        return _YamlReader(repeated).read(text)
     except yaml.YAMLError as error:
         place = getattr(error, "problem_mark", None)
-        if not stops_in_a_nest(text, place, MOST_DEPTH, MOST_DIGITS):
+        if place is None:
             raise
-        where = f"line {place.line + 1}, column {place.column + 1}: " if place is not None else ""
-        raise _Odd(f"{where}nested deeper than {MOST_DEPTH} levels") from error
+        # libyaml gives up on lines that are nested too deep; Python's parser counts how deep
+        line = text[max(0, place.index - _AHEAD) : place.index].rpartition("\n")[2]
+        try:
+            _YamlReader().read(line, yaml.SafeLoader)
+        except _TooDeep:
+            where = f"line {place.line + 1}, column {place.column + 1}"
+            raise _Odd(f"{where}: nested deeper than {MOST_DEPTH} levels") from error
+        except (yaml.YAMLError, ValueError):
+            pass
+        raise
 
 
 _PARSERS = {"yaml": _parse_yaml, "json": _parse_json, "toml": _parse_toml}
+
+
+# YAML, built from the parser's events under limits: no tags, no expanded aliases, bounded depth
+
+
+@dataclass
+class _Open:
+    """A collection that has begun and not ended. `key` waits for its value."""
+
+    value: Any
+    anchor: str | None
+    size: int = 1
+    key: str | None = None
+
+
+class _TooDeep(yaml.MarkedYAMLError):
+    """Collections are nested deeper than is read."""
+
+
+@dataclass
+class _YamlReader:
+    """Reads one document. `repeated`: a key may occur twice in a mapping."""
+
+    repeated: bool = False
+    stack: list[_Open] = field(default_factory=list)
+    named: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    values: int = 0
+    result: Any = None
+
+    def read(self, text: str, loader: Any = _LOADER) -> Any:
+        documents = 0
+        for event in yaml.parse(text, Loader=loader):
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    _refuse(event, "a second document begins here; only one is allowed")
+            elif isinstance(event, yaml.NodeEvent):
+                self._node(event)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                done = self.stack.pop()
+                self._place(done.value, done.size, done.anchor, event)
+        return self.result
+
+    def _node(self, event: Any) -> None:
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self.named:
+                inside = any(collection.anchor == event.anchor for collection in self.stack)
+                _refuse(event, f"*{event.anchor} {'contains itself' if inside else 'is not defined before it'}")
+            self._place(*self.named[event.anchor], None, event)
+            return
+        if event.tag is not None and event.tag != "!":
+            _refuse(event, f"the tag {event.tag[:60]} is not allowed for plain data")
+        if isinstance(event, yaml.ScalarEvent):
+            self._place(self._scalar(event), 1, event.anchor, event)
+            return
+        if len(self.stack) >= MOST_DEPTH:
+            raise _TooDeep(problem=f"nested deeper than {MOST_DEPTH} levels", problem_mark=event.start_mark)
+        if self.stack and isinstance(self.stack[-1].value, dict) and self.stack[-1].key is None:
+            _refuse(event, "a key of a mapping must be text, not a list or a mapping")
+        self.stack.append(_Open({} if isinstance(event, yaml.MappingStartEvent) else [], event.anchor))
+
+    def _place(self, value: Any, size: int, anchor: str | None, event: Any) -> None:
+        """Put a value into the innermost open collection, or make it the result."""
+        self.values += size
+        if self.values > MOST_VALUES:
+            _refuse(event, f"more than {MOST_VALUES:,} values, counting aliases by what they refer to")
+        if anchor is not None:
+            self.named[anchor] = (value, size)
+        if not self.stack:
+            self.result = value
+            return
+        top = self.stack[-1]
+        top.size += size
+        if isinstance(top.value, list):
+            top.value.append(value)
+        elif top.key is None:
+            if not isinstance(value, str):
+                read_as = f"{str(value)[:40]!r} is read as a {type(value).__name__}"
+                _refuse(event, f"a key of a mapping must be text, but {read_as}: quote it")
+            if value in top.value and not self.repeated:
+                _refuse(event, f"duplicate key {value[:80]!r}")
+            top.key = value
+        else:
+            top.value[top.key], top.key = value, None
+
+    def _scalar(self, event: Any) -> Any:
+        if event.style or not event.implicit[0]:  # quoted, or a block of text
+            return event.value
+        tag = _RESOLVER.resolve(yaml.ScalarNode, event.value, (True, False))
+        kind = _PLAIN.get(tag)
+        if kind == "str":
+            return event.value
+        if kind is None:
+            tag_name = tag.rpartition(":")[2]
+            _refuse(event, f"{event.value[:40]!r} is read as a {tag_name}, which is not plain data: quote it")
+        if len(event.value) > MOST_DIGITS:
+            _refuse(event, f"a number of {len(event.value):,} digits: at most {MOST_DIGITS} are read")
+        node = yaml.ScalarNode(tag, event.value)
+        return getattr(_CONSTRUCTOR, f"construct_yaml_{kind}")(node)
+
+
+_RESOLVER = yaml.resolver.Resolver()
+_CONSTRUCTOR = yaml.constructor.SafeConstructor()
+
+
+def _refuse(event: Any, problem: str) -> NoReturn:
+    raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 
 # Check that values are plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,8 +14,8 @@ from autoplan.analyse.splits.packed import NO_DEMANDS, Demands, as_over_both, pa
 from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
 from autoplan.common.options import Wish
-from autoplan.common.patterns import fold_names, matches
-from autoplan.decide.plan.folding import Names, starred
+from autoplan.common.patterns import fold_names, matches, starred
+from autoplan.decide.plan.folding import Names
 from autoplan.decide.plan.planner import make_plan
 from autoplan.decide.rulebook.read import rule_named
 from autoplan.decide.written_plans.choices import CUTS, ChosenCut, ChosenCuts, WrittenPlanError
@@ -62,19 +63,13 @@ def packed_in_trace(packed: tuple[PackedWeight, ...], trace: Trace) -> dict[str,
     """Return the weights by their names in a trace: those of all blocks, if one block stands for many."""
     by_name = {weight.name: weight for weight in packed}
     by_fold_name: dict[str, tuple[PackedWeight, ...]] = {}
-    for fold_name, everywhere in _expanded(trace):
-        weights = dict.fromkeys(by_name[name] for name in everywhere if name in by_name)
+    names = Names(trace)
+    for fold_name in (name for info in trace.tensors if info.kind == "parameter" for name in info.names):
+        weights = dict.fromkeys(by_name[name] for name in names.expand(fold_name) if name in by_name)
         alike = dict.fromkeys(replace(weight, name=starred(weight.name)) for weight in weights)
         if alike:
             by_fold_name[fold_name] = tuple(alike)
     return by_fold_name
-
-
-def _expanded(trace: Trace) -> Iterator[tuple[str, tuple[str, ...]]]:
-    names = Names(trace)
-    for info in trace.tensors:
-        if info.kind == "parameter":
-            yield from ((name, names.expand(name)) for name in info.names)
 
 
 # Quantised weights in the plan
@@ -91,7 +86,7 @@ def with_packed(plan: Plan, solution: Solution, packed: tuple[PackedWeight, ...]
         plan,
         entries=tuple(_entry(entry, laid, facts) for entry in plan.entries),
         replicated=tuple(_whole(item, laid, facts) for item in plan.replicated),
-        findings=plan.findings + tuple(_packed_findings(plan, solution, packed, names)),
+        findings=plan.findings + tuple(_packed_findings(solution, packed, names)),
         packed=tuple(_folded(laid, names)),
     )
 
@@ -124,7 +119,9 @@ def _folded(weights: tuple[PackedWeight, ...], names: Names) -> Iterator[PackedW
 
 def _entry(entry: Entry, weights: tuple[PackedWeight, ...], facts: dict[str, ParameterFact]) -> Entry:
     """Return the entry with the stored tensors in place of plain ones, and their bytes."""
-    mine = [weight for weight in weights if _is_of(entry, weight)]
+    own = {name.rpartition(".")[2] for name in entry.parameters}
+    at_place = [weight for weight in weights if any(matches(entry.pattern, n) for n in (weight.owner, weight.name))]
+    mine = [weight for weight in at_place if weight.parameter in own]
     if not mine:
         return entry
     first = {weight.parameter: weight for weight in reversed(mine)}
@@ -141,11 +138,6 @@ def _entry(entry: Entry, weights: tuple[PackedWeight, ...], facts: dict[str, Par
         segments=tuple(segment for _, segment in shown),
         bytes=entry.bytes + sum(_saved(weight, facts) for weight in mine),
     )
-
-
-def _is_of(entry: Entry, weight: PackedWeight) -> bool:
-    names = {name.rpartition(".")[2] for name in entry.parameters}
-    return weight.parameter in names and (matches(entry.pattern, weight.owner) or matches(entry.pattern, weight.name))
 
 
 def _whole(item: Replicated, weights: tuple[PackedWeight, ...], facts: dict[str, ParameterFact]) -> Replicated:
@@ -188,10 +180,11 @@ def refuse_parted_blocks(name: str, solution: Solution, packed: tuple[PackedWeig
         raise IndivisibleError(f"{name}: {why}", hint=f"sizes that split no block: {legal}. Options, in order: {ways}")
 
 
-def _packed_findings(
-    plan: Plan, solution: Solution, packed: tuple[PackedWeight, ...], names: Names
-) -> Iterator[Finding]:
-    yield Finding(_PACKED_CHECK, "note", "", _said(packed))
+def _packed_findings(solution: Solution, packed: tuple[PackedWeight, ...], names: Names) -> Iterator[Finding]:
+    schemes = Counter(weight.scheme.title for weight in packed)
+    stored = "; ".join(f"{count} weights as {title}" for title, count in schemes.items())
+    yield Finding(_PACKED_CHECK, "note", "", f"stored quantised: {stored}")
+    cut = {name for fact in solution.parameters if fact.dim is not None for name in fact.names}
     alike: dict[InsideQuantisedBlock, list[ClassFact]] = {}
     for fact, why in _parted(solution):
         alike.setdefault(why, []).append(fact)
@@ -199,30 +192,13 @@ def _packed_findings(
         members = (name for fact in facts for name, _ in fact.parameters if starred(name) == why.weight)
         weights = [name for member in members for name in names.expand(member)]
         options = ways_out(facts, solution, packed)
-        whole = _bytes_whole(facts, solution, packed)
-        text = f"{why}; " + (
-            "it is replicated, with all that shares its axis" if whole else "its product is sharded and gathered"
-        )
+        own = {name for fact in facts for name, _ in fact.parameters if name not in cut}
+        replicated = {name for member in own for name in names.expand(member)}
+        whole = sum(weight.bytes for weight in packed if weight.name in replicated)
+        outcome = "it is replicated, with all that shares its axis" if whole else "its product is sharded and gathered"
         ways = "; ".join(str(way) for way in options if way.kind != "whole")
         for pattern in fold_names(weights, names.parameters):
-            yield Finding(_PACKED_CHECK, "warn", pattern, text, f"options, in order: {ways}", whole)
-
-
-def _bytes_whole(facts: Sequence[ClassFact], solution: Solution, packed: tuple[PackedWeight, ...]) -> int:
-    """Return the bytes of the weights in question that are replicated in the end."""
-    names = Names(solution.trace)
-    cut = {name for fact in solution.parameters if fact.dim is not None for name in fact.names}
-    own = {name for fact in facts for name, _ in fact.parameters if name not in cut}
-    replicated = {name for member in own for name in names.expand(member)}
-    return sum(weight.bytes for weight in packed if weight.name in replicated)
-
-
-def _said(packed: tuple[PackedWeight, ...]) -> str:
-    """Return how many weights are stored in which scheme."""
-    schemes: dict[str, int] = {}
-    for weight in packed:
-        schemes[weight.scheme.title] = schemes.get(weight.scheme.title, 0) + 1
-    return "stored quantised: " + "; ".join(f"{count} weights as {title}" for title, count in schemes.items())
+            yield Finding(_PACKED_CHECK, "warn", pattern, f"{why}; {outcome}", f"options, in order: {ways}", whole)
 
 
 def _parted(solution: Solution) -> Iterator[tuple[ClassFact, InsideQuantisedBlock]]:
@@ -351,24 +327,22 @@ def experts_of(tp_size: int, ep_size: int, capabilities: Capabilities) -> Expert
 
 def expert_findings(plan: Plan, solution: Solution) -> tuple[Finding, ...]:
     """Return findings on experts that are not distributed over ranks although that was requested, with the reasons."""
-    return tuple(_findings(plan, solution))
-
-
-def _findings(plan: Plan, solution: Solution) -> Iterator[Finding]:
     names = Names(solution.trace)
+    findings = []
     reasons: dict[Reason, list[str]] = {}
     for module, why in solution.experts_inside:
         reasons.setdefault(why.with_paths(starred), []).append(module)
     for reason, modules in reasons.items():
         for pattern in names.fold(modules):
-            yield Finding(_CHECK, "warn", pattern, f"not placed on different ranks: {reason}", _HINT)
+            findings.append(Finding(_CHECK, "warn", pattern, f"not placed on different ranks: {reason}", _HINT))
     inside_experts = [module for module, _ in solution.experts_inside]
     for entry in plan.entries:
         owner = entry.pattern if entry.pattern in names.modules else entry.pattern.rpartition(".")[0]
         inside = (rule := rule_named(entry.rule)) is not None and rule.holds_experts
         if inside and not any(matches(owner, module) for module in inside_experts):
             text = "these experts are not stacked weights indexed by expert number: each expert is sharded"
-            yield Finding(_CHECK, "warn", entry.pattern, text)
+            findings.append(Finding(_CHECK, "warn", entry.pattern, text))
     if not plan.runtime.of(LocalExperts) and not inside_experts:
         text = "expert parallelism was requested but is not applied: no module stores its experts in stacked weights"
-        yield Finding(_CHECK, "warn", "", text)
+        findings.append(Finding(_CHECK, "warn", "", text))
+    return tuple(findings)

@@ -14,17 +14,7 @@ from autoplan.common.patterns import is_under
 from autoplan.decide.match import TRANSPARENT
 from autoplan.decide.naming import Naming, Reading
 from autoplan.decide.plan.folding import Names
-from autoplan.values import (
-    Boundary,
-    CallRewrite,
-    Cost,
-    Finding,
-    Instruction,
-    ParameterFact,
-    Spread,
-    Stack,
-    Traffic,
-)
+from autoplan.values import Boundary, CallRewrite, Cost, Finding, Instruction, ParameterFact, Spread, Stack, Traffic
 from autoplan.values.reasons import CutOfRecurrent, Reason, sentence
 
 # The style of a parameter follows from the facts, so that a rule can never make a split that was not proven.

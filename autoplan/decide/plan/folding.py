@@ -9,7 +9,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, TypeVar
 
-from autoplan.common.patterns import Universe, fold_counted, fold_names, is_under, matches
+from autoplan.common.patterns import Universe, fold_counted, fold_names, is_under, matches, starred
 from autoplan.values import (
     Boundary,
     CallRewrite,
@@ -44,7 +44,9 @@ class Names:
         """Return the name itself, and its counterparts in every block that its block stands for."""
         names = [name]
         for prefix, followers in self.folds:
-            names += [other for each in names for other in _in_other_blocks(each, prefix, followers)]
+            for inside in [each for each in names if each.startswith(prefix)]:
+                key, dot, rest = inside.removeprefix(prefix).partition(".")
+                names += [f"{prefix}{member}{dot}{rest}" for member in followers.get(key, ())]
         return tuple(dict.fromkeys(names))
 
     def expand_all(self, names: Iterable[str]) -> list[str]:
@@ -65,24 +67,12 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+|\.)", name) if part)
 
 
-def starred(name: str) -> str:
-    """Return the name with `*` for every number: the common pattern of blocks of one kind."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
 def _followers(fold: Fold) -> tuple[str, dict[str, list[str]]]:
     """Return the prefix of a fold's blocks, and the blocks that each representative stands for."""
     followers: dict[str, list[str]] = {}
     for member, stands_in in fold.members:
         followers.setdefault(stands_in, []).append(member)
     return (f"{fold.container}." if fold.container else ""), followers
-
-
-def _in_other_blocks(name: str, prefix: str, followers: dict[str, list[str]]) -> list[str]:
-    if not name.startswith(prefix):
-        return []
-    key, dot, rest = name[len(prefix) :].partition(".")
-    return [f"{prefix}{member}{dot}{rest}" for member in followers.get(key, ())]
 
 
 def same_in_like_blocks(facts: Iterable[ParameterFact], runtime: Runtime, folds: Iterable[Fold]) -> bool:
@@ -249,18 +239,13 @@ def _parts(modules: Iterable[str], blocks: dict[str, str]) -> Iterable[Part]:
     outside = 0
     last = None
     for module in modules:
-        block = _block_of(module, blocks)
+        block = module  # the innermost block that holds the module, or is it
+        while block and block not in blocks:
+            block = block.rpartition(".")[0]
         outside += block == "" and last != ""
         kinds.setdefault(block or f"\0{outside}", []).append(module)
         last = block
     return [("" if block.startswith("\0") else block, members) for block, members in kinds.items()]
-
-
-def _block_of(module: str, blocks: dict[str, str]) -> str:
-    """Return the innermost block that holds the module, or is it."""
-    while module and module not in blocks:
-        module = module.rpartition(".")[0]
-    return module
 
 
 def _folded(steps: list[str]) -> tuple[tuple[str, ...], list[int]]:

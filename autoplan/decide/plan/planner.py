@@ -11,11 +11,11 @@ from autoplan.analyse.picture.dataflow import dataflow
 from autoplan.analyse.picture.flow import Flow
 from autoplan.analyse.picture.obstacles import obstacles
 from autoplan.analyse.solve import Solution
-from autoplan.common.patterns import matches
+from autoplan.common.patterns import matches, starred
 from autoplan.decide.match import MOST_STEPS, Matching, match_rules
 from autoplan.decide.naming import Naming, gathered_parameters, name_parameters, readings, with_facts
 from autoplan.decide.plan.entries import Costs, communication, reason_text, style_of, units_text, whole_text
-from autoplan.decide.plan.folding import Names, flow_of, fold_runtime, starred
+from autoplan.decide.plan.folding import Names, flow_of, fold_runtime
 from autoplan.decide.rulebook.read import GENERIC, Rule, load_rules
 from autoplan.values import (
     Cost,
@@ -105,7 +105,13 @@ class _Desk:
         self.reducing = {solution.trace.calls[call].module for call in solution.reductions}
 
     def drafts(self, source: Source) -> Iterator[_Draft]:
-        for module, facts in self._by_module().items():
+        # Parameters by the module that owns them; a tied one under each module that reads it
+        modules: dict[str, list[tuple[str, ParameterFact]]] = {}
+        for fact in self.solution.parameters:
+            own = dict.fromkeys(reading.name for reading in self.read.get(fact.names[0], ()))
+            for name in own or (fact.names[0],):
+                modules.setdefault(_owner(name), []).append((name, fact))
+        for module, facts in modules.items():
             styles = {name: self._style(module, fact) for name, fact in facts}
             decided = [(name, fact) for name, fact in facts if self._is_decided(fact)]
             if not decided:
@@ -115,25 +121,13 @@ class _Desk:
                 for name, fact in decided:
                     yield self._draft(module, name, [(name, fact)], styles[name], source)
             else:
-                yield self._draft(module, module, facts, self._leading(decided, styles), source)
+                # The style of the largest sharded parameter of the module, else of its largest
+                _, _, leading = max((fact.dim is not None, fact.bytes, name) for name, fact in decided)
+                yield self._draft(module, module, facts, styles[leading], source)
 
     def _is_decided(self, fact: ParameterFact) -> bool:
         """Return whether it is sharded, or replicated with a gradient to sum. (A divided bias follows its weight.)"""
         return fact.dim is not None or (fact.gradient != "local" and not fact.buffer)
-
-    def _leading(self, decided: list[tuple[str, ParameterFact]], styles: dict[str, str]) -> str:
-        """Return the style of the largest sharded parameter of a module, else of its largest."""
-        _, _, name = max((fact.dim is not None, fact.bytes, name) for name, fact in decided)
-        return styles[name]
-
-    def _by_module(self) -> dict[str, list[tuple[str, ParameterFact]]]:
-        """Return parameters by the module that owns them; a tied one under each module that reads it."""
-        modules: dict[str, list[tuple[str, ParameterFact]]] = {}
-        for fact in self.solution.parameters:
-            own = dict.fromkeys(reading.name for reading in self.read.get(fact.names[0], ()))
-            for name in own or (fact.names[0],):
-                modules.setdefault(_owner(name), []).append((name, fact))
-        return modules
 
     def _style(self, module: str, fact: ParameterFact) -> str:
         if module in self.experts and fact.dim == 0:
@@ -152,10 +146,13 @@ class _Desk:
         naming = self.named.get(leading[0])
         units, counted = units_text(leading[1], naming)
         own = [r for name, fact in facts for r in self.read.get(fact.names[0], ()) if r.name == name]
+        chosen = style  # or the form of it that the rule chooses under sequence parallelism
+        if naming is not None and self.sequence_parallel:
+            chosen = dict(naming.rule.sequence_parallel).get(naming.binding, style)
         entry = Entry(
             pattern=pattern,
             parameters=tuple(name.rpartition(".")[2] for name, _ in facts),
-            style=self._chosen(style, naming),
+            style=chosen,
             role=naming.role if naming else _RECURRENT if isinstance(leading[1].how, CutOfRecurrent) else GENERIC,
             rule=naming.rule.id if naming else GENERIC,
             source=source,
@@ -168,12 +165,6 @@ class _Desk:
             counted=counted,
         )
         return _Draft(entry, naming.styles if naming else (), naming.rule if naming else None)
-
-    def _chosen(self, style: str, naming: Naming | None) -> str:
-        """Return the style, or the form of it that the rule chooses under sequence parallelism."""
-        if naming is None or not self.sequence_parallel:
-            return style
-        return dict(naming.rule.sequence_parallel).get(naming.binding, style)
 
 
 def _owner(parameter: str) -> str:

@@ -83,11 +83,8 @@ def _check(text: str, boxes: Boxes, tp: int | None) -> str:
         return ""
     if sizes[0] == sizes[1] and sign == "==":
         return f"{left} and {right} are both {sizes[0]}, but different axes"
-    return f"{_named(left, sizes[0])} {'is' if sign == '!=' else 'is not'} {_words(sign)}{_named(right, sizes[1])}"
-
-
-def _words(sign: str) -> str:
-    return {"==": "", "!=": "", "<": "less than ", ">": "more than "}[sign]
+    verb = {"==": "is not", "!=": "is", "<": "is not less than", ">": "is not more than"}[sign]
+    return f"{_named(left, sizes[0])} {verb} {_named(right, sizes[1])}"
 
 
 def _named(side: str, size: int) -> str:

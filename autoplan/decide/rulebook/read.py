@@ -3,7 +3,7 @@ when no other does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -132,14 +132,16 @@ def load_rules(folder: Path | None = None) -> tuple[Rule, ...]:
 def _load(folders: tuple[Path, ...]) -> tuple[Rule, ...]:
     """Load the rules of some folders; of two rules with one id that of the earlier folder counts."""
     files = {path.stem: path for folder in reversed(folders) for path in (folder / "roles").glob("*.toml")}
-    texts = {path.stem: read_text(path, _REFUSAL, BYTES["toml"]) for path in sorted(files.values(), key=_id)}
+    texts = {name: read_text(files[name], _REFUSAL, BYTES["toml"]) for name in sorted(files)}
     rules = tuple(parse_rule(text, name) for name, text in texts.items())
     ids = {rule.id for rule in rules}
     for rule in rules:
         for other in rule.beats:
             if other not in ids:
                 raise RuleError(f"rule {rule.id!r} beats {other!r}, which does not exist")
-    _refuse_circles(rules)
+    circle = next(iter(nx.simple_cycles(nx.DiGraph((rule.id, other) for rule in rules for other in rule.beats))), None)
+    if circle:
+        raise RuleError(f"rules beat each other in a cycle: {' beats '.join([*circle, circle[0]])}")
     return rules
 
 
@@ -152,16 +154,6 @@ def exported_as(name: str) -> str:
     """Return the kind of a rule's modules for exports, one of EXPORTS; an empty string if the rule has none."""
     rule = rule_named(name)
     return rule.exported_as if rule else ""
-
-
-def _refuse_circles(rules: Iterable[Rule]) -> None:
-    circle = next(iter(nx.simple_cycles(nx.DiGraph((rule.id, other) for rule in rules for other in rule.beats))), None)
-    if circle:
-        raise RuleError(f"rules beat each other in a cycle: {' beats '.join([*circle, circle[0]])}")
-
-
-def _id(path: Path) -> str:
-    return path.stem
 
 
 def parse_rule(text: str, stem: str) -> Rule:

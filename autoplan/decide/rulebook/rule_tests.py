@@ -28,8 +28,10 @@ def test_rules(strict: bool = False, rules: Iterable[Rule] | None = None) -> tup
     for rule in load_rules() if rules is None else rules:
         own = list(_test_rule(rule))
         results += own
-        if strict and rule.match is not None and all(result.ok for result in own):
-            results += [_test_mutant(rule, dropped, mutant) for dropped, mutant in mutants(rule)]
+        for dropped, mutant in mutants(rule) if strict and rule.match and all(result.ok for result in own) else ():
+            noticed = mutant is None or any(problem_with(mutant, example) for example in rule.examples)
+            text = "" if noticed else "no example notices"
+            results.append(RuleResult(rule.id, f"without {dropped}", noticed, text))
     return tuple(results)
 
 
@@ -69,11 +71,6 @@ def problem_with(rule: Rule, example: Example) -> str:
 
 def _styles(claimed: dict[str, tuple[str, ...]]) -> str:
     return ", ".join(f"{name}: {' or '.join(styles)}" for name, styles in sorted(claimed.items())) or "nothing"
-
-
-def _test_mutant(rule: Rule, what: str, mutant: Rule | None) -> RuleResult:
-    noticed = mutant is None or any(problem_with(mutant, example) for example in rule.examples)
-    return RuleResult(rule.id, f"without {what}", noticed, "" if noticed else "no example notices")
 
 
 def mutants(rule: Rule) -> Iterator[tuple[str, Rule | None]]:

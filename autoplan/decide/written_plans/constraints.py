@@ -14,6 +14,7 @@ from autoplan.analyse.solve import Solution, solve
 from autoplan.analyse.splits.packed import Demands
 from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
+from autoplan.common.patterns import starred
 from autoplan.decide.plan.folding import Names
 from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError
 from autoplan.values import ParameterFact, TensorInfo, Trace
@@ -163,17 +164,12 @@ def _missed(choices: ChosenCuts, choice: ChosenCut, fact: ParameterFact, wanted:
     free = solve(solution.trace, solution.tp_size)
     same = next((f for f in free.parameters if f.names == fact.names), None)
     if same is None or same.dim != wanted:
-        raise WrittenPlanError(problem, hint=_keep_whole(choice, same))
+        cut = "" if same is None or same.dim is None else f"dim {same.dim} ({same.layout})"
+        other = f"; analysis would shard {cut}" if cut else ""
+        raise WrittenPlanError(problem, hint=f"write {choice.pattern!r}: 'replicate'{other}")
     others = ", ".join(dict.fromkeys(_lines_for(same, free)))
     hint = f"add {others}; or replicate it: {choice.pattern!r}: 'replicate'"
     raise WrittenPlanError(f"{problem} (half of a column/row pair)", hint=hint)
-
-
-def _keep_whole(choice: ChosenCut, free: ParameterFact | None) -> str:
-    """Return the line to write instead, and what analysis alone does with the parameter."""
-    cut = free is not None and free.dim is not None
-    other = f"; analysis would shard dim {free.dim} ({free.layout})" if free is not None and cut else ""
-    return f"write {choice.pattern!r}: 'replicate'{other}"
 
 
 def _lines_for(fact: ParameterFact, free: Solution) -> Iterator[str]:
@@ -184,21 +180,14 @@ def _lines_for(fact: ParameterFact, free: Solution) -> Iterator[str]:
             dims = next((fields[n] for n in other.names if n in fields), {})
             field = next((f for f, dim in dims.items() if dim == other.dim), "out" if other.dim == 0 else "in")
             style = {"out": "colwise", "in": "rowwise", "rows": "embedding_rowwise", "width": "embedding_colwise"}
-            pattern = _pattern_like(other.names[0], names)
+            # The module of the parameter, or the parameter if the module has several weights, in every block alike
+            is_weight = other.names[0].endswith(".weight")
+            name = other.names[0].rpartition(".")[0] if is_weight else other.names[0]
+            universe = names.modules if is_weight else names.parameters
+            alike = [known for known in universe if starred(known) == starred(name)]
+            pattern = names.fold(alike, parameters=not is_weight)[0] if alike else name
             packed = "packed_" if is_packed(other.layout or "1", free.tp_size) else ""
             yield f"{pattern!r}: '{packed if field in ('out', 'in') else ''}{style.get(field, 'colwise')}'"
-
-
-def _pattern_like(parameter: str, names: Names) -> str:
-    """Return the module of a parameter, or the parameter if the module has several weights, in every block alike."""
-    module = parameter.rpartition(".")[0]
-    universe, name = (names.modules, module) if parameter.endswith(".weight") else (names.parameters, parameter)
-    alike = [other for other in universe if _plain(other) == _plain(name)]
-    return names.fold(alike, parameters=universe is names.parameters)[0] if alike else name
-
-
-def _plain(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def is_packed(layout: str, tp: int) -> bool:

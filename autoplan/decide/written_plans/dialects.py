@@ -40,8 +40,10 @@ def plan_at(path: str, model: Any, sequence_parallel: bool = False) -> Mapping[s
             raise WrittenPlanError(f"{path} raises when it is called: {_said(error)}", hint="fix it first") from error
     if isinstance(value, (Mapping, Plan)):
         return value
+    kind = type(value)
+    of = f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
     raise WrittenPlanError(
-        f"{path}{called or ' is'} {_described(value)}, which is not a plan",
+        f"{path}{called or ' is'} {of}, which is not a plan",
         hint="it must be a dict of pattern: style, an autoplan Plan, or a function that returns one",
     )
 
@@ -58,7 +60,12 @@ def _value_at(path: str) -> Any:
             raise WrittenPlanError(f"{path}: importing {name} failed: {error}", hint="install what it needs") from error
         except (Exception, SystemExit) as error:
             raise WrittenPlanError(f"{path} raises on import: {_said(error)}", hint=f"fix {name} first") from error
-        return _attribute(value, name, parts[length:], path)
+        for part in parts[length:]:
+            if not hasattr(value, part):
+                public = [attribute for attribute in dir(value) if not attribute.startswith("_")]
+                raise WrittenPlanError(f"{path}: {name} has no {part!r}", hint=f"it has {', '.join(public[:12])}")
+            value, name = getattr(value, part), f"{name}.{part}"
+        return value
     raise WrittenPlanError(
         f"{path}: no module named {parts[0]!r}", hint="check the spelling, and that its folder is on PYTHONPATH"
     )
@@ -71,15 +78,6 @@ def _exists(module: str) -> bool:
         return find_spec(module) is not None
     except (ModuleNotFoundError, ValueError):  # a parent is missing, or is no package
         return False
-
-
-def _attribute(value: Any, name: str, rest: list[str], path: str) -> Any:
-    for part in rest:
-        if not hasattr(value, part):
-            public = [attribute for attribute in dir(value) if not attribute.startswith("_")]
-            raise WrittenPlanError(f"{path}: {name} has no {part!r}", hint=f"it has {', '.join(public[:12])}")
-        value, name = getattr(value, part), f"{name}.{part}"
-    return value
 
 
 def _called(function: Callable[..., Any], path: str, model: Any, sequence_parallel: bool) -> Any:
@@ -105,32 +103,28 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _described(value: Any) -> str:
-    kind = type(value)
-    return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
-
-
 # Dicts of `ParallelStyle` objects. Only the side of the weight to shard is a choice; layouts follow from it.
 # Frameworks subclass torch's styles, so a class is recognised by its ancestors.
 
 _LAYOUT_ONLY = ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
 
 
-def read_styles(plan: Mapping[str, Any], name: str) -> tuple[ChosenCut, ...]:
-    """Return the ChosenCuts of style objects in a dict. Strings belong to another dialect and are skipped."""
-    return tuple(
-        ChosenCut(planned, chosen, name, _written(style))
-        for pattern, style in plan.items()
-        if not isinstance(style, str) and type(style).__name__ != "PlannedModel"
-        for planned, chosen in _choices_of(style, pattern, name)
-    )
-
-
-def _choices_of(style: Any, pattern: str, name: str) -> tuple[tuple[str, str], ...]:
-    """Return the choices of a style object, by pattern: ours may cover several parameters of its module."""
-    if "PlannedModule" in [cls.__name__ for cls in type(style).__mro__]:
-        return tuple(style.choices)
-    return ((pattern, _style_of(style, pattern, name)),)
+def read_style(pattern: str, style: Any, name: str, *, by_position: bool) -> tuple[ChosenCut, ...]:
+    """Return the choices of one line of a dict: a style's name, as transformers writes it, or a style object, of which
+    ours may cover several parameters of their module."""
+    if isinstance(style, str):
+        return (ChosenCut(pattern, check_style(style, pattern, name, ALIASES), name, style, by_position),)
+    classes = [cls.__name__ for cls in type(style).__mro__]
+    if classes[0] == "PlannedModel":
+        return ()
+    choices = style.choices if "PlannedModule" in classes else [(pattern, _style_of(style, pattern, name))]
+    layouts = [
+        f"{side}={layout[0] if isinstance(layout, tuple) and layout else layout}"
+        for side in ("input_layouts", "output_layouts")
+        if (layout := getattr(style, side, None)) is not None
+    ]
+    written = f"{classes[0]}({', '.join(layouts)})"
+    return tuple(ChosenCut(planned, chosen, name, written) for planned, chosen in choices)
 
 
 def _style_of(style: Any, pattern: str, name: str) -> str:
@@ -157,15 +151,6 @@ def _is_whole(layouts: Any) -> bool:
     return type(first).__name__ == "Replicate"
 
 
-def _written(style: Any) -> str:
-    layouts = [
-        f"{side}={layout[0] if isinstance(layout, tuple) and layout else layout}"
-        for side in ("input_layouts", "output_layouts")
-        if (layout := getattr(style, side, None)) is not None
-    ]
-    return f"{type(style).__name__}({', '.join(layouts)})"
-
-
 # transformers' plans: strings by module or parameter. A model's plan is assembled from parts (hf/own_sharding.py);
 # the place of a key decides its meaning, so each choice records that.
 
@@ -182,15 +167,6 @@ ALIASES = {
     "replicated": "replicate",
     "ep_router": "replicate",
 }
-
-
-def read_strings(plan: Mapping[str, Any], name: str, *, by_position: bool) -> tuple[ChosenCut, ...]:
-    """Return the ChosenCuts of style names in a dict. Style objects belong to another dialect and are skipped."""
-    return tuple(
-        ChosenCut(pattern, check_style(style, pattern, name, ALIASES), name, style, by_position)
-        for pattern, style in plan.items()
-        if isinstance(style, str)
-    )
 
 
 def hf_plan(model: object, name: str) -> ChosenCuts:

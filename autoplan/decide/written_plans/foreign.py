@@ -138,19 +138,14 @@ _LIBRARIES = ("peft.", "torch.", "accelerate.", "deepspeed.")
 def unwrapped(model: NamedModules) -> tuple[str, NamedModules]:
     """Return the innermost model and its path inside the wrappers ("" if there are none)."""
     path: list[str] = []
-    while True:
-        inner = _inner(model)
+    while type(model).__module__.startswith(_LIBRARIES):
+        children = dict(model.named_children())
+        inner = next((name for name in _INNER if name in children), None)
         if inner is None:
-            return ".".join(path), model
+            break
         path.append(inner)
-        model = dict(model.named_children())[inner]
-
-
-def _inner(model: NamedModules) -> str | None:
-    if not type(model).__module__.startswith(_LIBRARIES):
-        return None
-    children = dict(model.named_children())
-    return next((name for name in _INNER if name in children), None)
+        model = children[inner]
+    return ".".join(path), model
 
 
 def ancestors_of(cls: type) -> tuple[tuple[str, str], ...]:

@@ -24,15 +24,8 @@ from autoplan.values.plain import plain
 
 FORMAT_VERSION = 2
 _REFUSAL = NotPlain("plan file", PlanFileError, "edit the place named above, or make the plan again")
-_KEYS = (
-    "model",
-    "tp_size",
-    "sequence_parallel",
-    "entries",
-    "replicated",
-    "layers",
-    "proof",
-)  # the contract's, in order
+# Those of the contract, in order
+_KEYS = ("model", "tp_size", "sequence_parallel", "entries", "replicated", "layers", "proof")
 _MORE_KEYS = ("source", "legal_tp", "findings", "communication", "runtime", "obstacles", "made_for")
 
 
@@ -57,11 +50,12 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
         )
     version = data["autoplan"]
     if version != FORMAT_VERSION or isinstance(version, bool):
-        newer = isinstance(version, int) and version > FORMAT_VERSION
-        raise PlanFileError(
-            f"{where} has plan format {version!r}; this autoplan reads format {FORMAT_VERSION}",
-            hint="update autoplan, or make the plan again with this version" if newer else _anew(data),
-        )
+        size = data.get("tp_size")
+        hint = f"make it again: `autoplan plan MODEL --tp {size if isinstance(size, int) else 'N'} -o FILE`"
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            hint = "update autoplan, or make the plan again with this version"
+        text = f"{where} has plan format {version!r}; this autoplan reads format {FORMAT_VERSION}"
+        raise PlanFileError(text, hint=hint)
     missing = [key for key in _KEYS if key not in data]
     if missing:
         raise PlanFileError(
@@ -109,12 +103,6 @@ def _known_of(instruction: dict[str, Any]) -> dict[str, Any]:
         case "CellCall" if record.recurrent is not None:
             return {"gates": record.recurrent.gates, "states": record.recurrent.states}
     return {}
-
-
-def _anew(data: dict[str, Any]) -> str:
-    """Return the command that makes the plan of a file again."""
-    size = data.get("tp_size")
-    return f"make it again: `autoplan plan MODEL --tp {size if isinstance(size, int) else 'N'} -o FILE`"
 
 
 def names_plan_file(name: str | PathLike[str]) -> bool:

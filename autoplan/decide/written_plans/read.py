@@ -19,8 +19,7 @@ from autoplan.decide.written_plans.dialects import (
     hf_plan,
     looks_dotted,
     plan_at,
-    read_strings,
-    read_styles,
+    read_style,
     with_prefix,
 )
 from autoplan.decide.written_plans.foreign import ancestors_of, is_deepspeed, read_deepspeed, unwrapped
@@ -85,8 +84,13 @@ class _Reader:
             return self._as_asked(hf_plan(self.model, self.name))
         if text in ("auto", "handwritten"):
             return self._handwritten(wanted=text == "handwritten")
-        if is_file(text):
-            return self._of_file(Path(text))
+        if is_file(text):  # one of our plan files, a DeepSpeed config, or a dict of style names in JSON or YAML
+            path = Path(text)
+            data = read_plain(path, NotPlain("plan file", WrittenPlanError))
+            names = isinstance(data, dict) and data and all(isinstance(style, str) for style in data.values())
+            if names or is_deepspeed(data):
+                return self._of_mapping(data, str(path))
+            return self._for_size(load_plan(path), str(path))
         chosen = plan_by_id(text)
         if chosen is not None:
             return chosen.choices(sequence_parallel=self.sequence_parallel, matched=f"the plan {text} was named")
@@ -107,7 +111,7 @@ class _Reader:
         unread: list[str] = []
         for key, style in data.items():
             try:
-                lines += read_strings({key: style}, name, by_position=by_position) + read_styles({key: style}, name)
+                lines += read_style(key, style, name, by_position=by_position)
             except WrittenPlanError as error:
                 if not self.lenient:
                     raise
@@ -130,13 +134,6 @@ class _Reader:
         if is_deepspeed(data):
             return self._as_asked(ChosenCuts(name, "user", read_deepspeed(data, name, _paths(self.model)[1])))
         return self.of_dict(data, name, by_position=True)
-
-    def _of_file(self, path: Path) -> ChosenCuts | Plan:
-        """Read one of our plan files, a DeepSpeed config, or a dict of style names in JSON or YAML."""
-        data = read_plain(path, NotPlain("plan file", WrittenPlanError))
-        if is_deepspeed(data) or (isinstance(data, dict) and data and all(isinstance(v, str) for v in data.values())):
-            return self._of_mapping(data, str(path))
-        return self._for_size(load_plan(path), str(path))
 
     def _for_size(self, plan: Plan, name: str) -> Plan:
         if plan.tp_size != self.tp_size:

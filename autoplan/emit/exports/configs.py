@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from autoplan.common.patterns import matches
+from autoplan.common.patterns import matches, starred
 from autoplan.common.templates import template
-from autoplan.decide.plan.folding import starred
 from autoplan.decide.rulebook.read import exported_as
 from autoplan.decide.written_plans.foreign import COUNTS
 from autoplan.emit.exports.expressible import (
@@ -39,13 +38,14 @@ def to_deepspeed(plan: Plan, *, drop: bool = False) -> dict[str, Any]:
     specs: list[dict[str, Any]] = []
     refused: list[Refused] = []
     for part in parts_of(plan, obstacles=_WITHOUT_VIEWS):
-        why = _not_for_deepspeed(part) or _divides_too_much(plan, part)
+        why = _not_for_deepspeed(plan, part)
         if why:
             refused += part.refused(why)
             continue
         for entry in part.entries:
+            pieces = f"{entry.pattern}.weight".split("*")
             spec: dict[str, Any] = {
-                "patterns": [_expression(f"{entry.pattern}.weight")],
+                "patterns": ["^" + "[^.]+".join(map(re.escape, pieces)) + "$"],
                 "partition_type": "row" if entry.style == "rowwise" else "column",
             }
             if entry.style == "packed_colwise":
@@ -56,7 +56,7 @@ def to_deepspeed(plan: Plan, *, drop: bool = False) -> dict[str, Any]:
     return {"tensor_parallel": {"autotp_size": plan.tp_size, "partition_config": config}}
 
 
-def _not_for_deepspeed(part: Part) -> str:
+def _not_for_deepspeed(plan: Plan, part: Part) -> str:
     if part.kind == "end":
         return "AutoTP shards neither the token table nor the head"
     packed_only = part.needs and all(need.packed for need in part.needs)
@@ -68,12 +68,7 @@ def _not_for_deepspeed(part: Part) -> str:
         return "AutoTP supports only column and row layers"
     if any(e.style == "packed_colwise" and packed_shape(e) is None for e in part.entries):
         return "AutoTP supports only packing in whole segments"
-    return ""
-
-
-def _divides_too_much(plan: Plan, part: Part) -> str:
-    """Return why AutoTP would be wrong: it divides attributes by name, also where the plan must keep them."""
-    for obstacle in plan.obstacles:
+    for obstacle in plan.obstacles:  # AutoTP divides attributes by name, also where the plan must keep them
         above = f"{starred(obstacle.pattern)}."
         if obstacle.attribute in COUNTS and any(starred(e.pattern).startswith(above) for e in part.entries):
             return f"AutoTP would divide {obstacle.attribute} of {obstacle.pattern}, which must not change"
@@ -87,10 +82,6 @@ def packed_shape(entry: Entry) -> list[Any] | None:
         return None
     sizes = [part.size for part in layout.parts]
     return [len(sizes), -1] if len(set(sizes)) == 1 else [sizes, -1]
-
-
-def _expression(pattern: str) -> str:
-    return "^" + "[^.]+".join(re.escape(piece) for piece in pattern.split("*")) + "$"
 
 
 def to_vllm(plan: Plan, *, shipped: Iterable[str] = (), base: str = "", drop: bool = False) -> dict[str, str]:
@@ -109,21 +100,16 @@ def to_vllm(plan: Plan, *, shipped: Iterable[str] = (), base: str = "", drop: bo
         if container not in odd and key not in odd and key not in outside:
             lines[key] = _GATHERED[style] if container in packed else OLD_NAMES.get(style, style)
     refused = [item for item in refused if item.pattern not in ends]
-    refused += [
-        Refused(e.pattern, e.bytes, _not_for_vllm(e.pattern, styles[e.pattern], outside))
-        for e in plan.entries
-        if e.pattern in styles and e.pattern not in lines
-    ]
+    for entry in plan.entries:
+        if entry.pattern in styles and entry.pattern not in lines:
+            why = f"vLLM has no {styles[entry.pattern]}, for it or its partner"
+            if entry.pattern in outside:
+                why = "it is not part of the headless base model, which vLLM builds"
+            refused.append(Refused(entry.pattern, entry.bytes, why))
     check_nothing_lost(refused, "vLLM", drop)
     unused = {key: "replicate" for key in shipped if key not in lines and key not in ends and key.startswith(inside)}
     written = {key.removeprefix(inside): style for key, style in (lines | unused).items()}
     return dict(sorted(written.items(), key=lambda line: -len(line[0])))
-
-
-def _not_for_vllm(pattern: str, style: str, outside: Container[str]) -> str:
-    if pattern in outside:
-        return "it is not part of the headless base model, which vLLM builds"
-    return f"vLLM has no {style}, for it or its partner"
 
 
 def to_accelerate(plan: Plan, classes: Iterable[str]) -> dict[str, Any]:
@@ -189,51 +175,34 @@ def _held_elsewhere(plan: Plan) -> str:
 def torch_module(plan: Plan) -> str:
     """Return the text of the module."""
     why = needs_autoplan(plan)
-    return _with_autoplan(plan, why) if why else _stock(plan)
+    if why:
+        more = f"It needs autoplan: {why}."
+    else:
+        more = "It needs torch alone. Every rank must hold the same weights before it is called."
+    heading = (
+        f'"""Tensor-parallel plan of {plan.model} for {plan.tp_size} ranks, written by autoplan.\n\n{more}\n"""\n\n'
+        "from __future__ import annotations\n\n"
+    )
+    if why:
+        text = json.dumps(plan.to_dict(), ensure_ascii=True, indent=1)
+        return heading + template("torch_plan.py.txt").format(text=text.replace("\\", "\\\\"))
+    lines, again = [], ""
+    table = next((entry.pattern for entry in plan.entries if exported_as(entry.rule) == "table"), None)
+    for entry in plan.entries:
+        style, word = _STOCK[entry.style], exported_as(entry.rule)
+        if word in HEADS:
+            style = "ColwiseParallel(output_layouts=logits, use_local_output=gather_logits)"
+        lines.append(f'        "{entry.pattern}": {style},')
+        if word == "tied_head" and table is not None:
+            again += f'    model.get_submodule("{entry.pattern}").weight = model.get_submodule("{table}").weight\n'
+    note = (
+        "    # parallelize_module makes two parameters of a tied one: both ends share one layout, so tie them again.\n"
+    )
+    return heading + template("torch_styles.py.txt").format(
+        lines="\n".join(lines), tp=plan.tp_size, again=(note + again) if again else ""
+    )
 
 
 def automodel_module(plan: Plan) -> str:
     """Return the module with entry points for Automodel and NeMo-RL: a dotted path to `plan`, and `register()`."""
     return torch_module(plan) + template("automodel.py.txt").format(model=plan.model)
-
-
-def _heading(plan: Plan, more: str) -> str:
-    return (
-        f'"""Tensor-parallel plan of {plan.model} for {plan.tp_size} ranks, written by autoplan.\n\n{more}\n"""\n\n'
-        "from __future__ import annotations\n\n"
-    )
-
-
-def _stock(plan: Plan) -> str:
-    tied = _tied(plan)
-    lines = "\n".join(f'        "{entry.pattern}": {_style(entry)},' for entry in plan.entries)
-    again = "".join(
-        f'    model.get_submodule("{other}").weight = model.get_submodule("{first}").weight\n' for first, other in tied
-    )
-    note = (
-        "    # parallelize_module makes two parameters of a tied one: both ends share one layout, so tie them again.\n"
-    )
-    heading = _heading(plan, "It needs torch alone. Every rank must hold the same weights before it is called.")
-    return heading + template("torch_styles.py.txt").format(
-        lines=lines, tp=plan.tp_size, again=(note + again) if again else ""
-    )
-
-
-def _style(entry: Entry) -> str:
-    if exported_as(entry.rule) in HEADS:
-        return "ColwiseParallel(output_layouts=logits, use_local_output=gather_logits)"
-    return _STOCK[entry.style]
-
-
-def _tied(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield (table, head) pairs that are one parameter."""
-    tables = [entry.pattern for entry in plan.entries if exported_as(entry.rule) == "table"]
-    for entry in plan.entries:
-        if exported_as(entry.rule) == "tied_head" and tables:
-            yield tables[0], entry.pattern
-
-
-def _with_autoplan(plan: Plan, why: str) -> str:
-    text = json.dumps(plan.to_dict(), ensure_ascii=True, indent=1)
-    heading = _heading(plan, f"It needs autoplan: {why}.")
-    return heading + template("torch_plan.py.txt").format(text=text.replace("\\", "\\\\"))

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from autoplan.common.patterns import fold_names, matches
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import fold_names, matches, starred
 from autoplan.emit.exports.configs import (
     automodel_module,
     to_accelerate,
@@ -48,16 +47,6 @@ class Exported(str):
         rest = f"; replicated: {', '.join(self.whole)}" if self.whole else ""
         besides = f"; {self.besides}" if self.besides else ""
         return f"shards {self.reached} of {self.linears} linear layers{rest}{besides}"
-
-
-def exported(text: str, linears: Iterable[str], finds: Finds | None, besides: str = "") -> Exported:
-    """Return the text with what its host will match among the model's linear layers."""
-    result, names = Exported(text), list(linears)
-    result.besides = besides
-    if finds is not None and names:
-        whole = [name for name in names if not finds(name)]
-        result.linears, result.reached, result.whole = len(names), len(names) - len(whole), fold_names(whole, names)
-    return result
 
 
 def by_entries(plan: Plan) -> Finds:
@@ -147,13 +136,7 @@ class Written(NamedTuple):
     besides: str = ""
 
 
-def _hf(plan: Plan, around: Surroundings, drop: bool) -> Written:
-    written = to_hf(plan, shipped=around.shipped, drop=drop)
-    return Written(_json(written), by_key(written))
-
-
-def _hf_old(plan: Plan, around: Surroundings, drop: bool) -> Written:
-    written = to_hf(plan, old=True, drop=drop)
+def _by_key(written: Mapping[str, str]) -> Written:
     return Written(_json(written), by_key(written))
 
 
@@ -171,8 +154,8 @@ def _vllm(plan: Plan, around: Surroundings, drop: bool) -> Written:
 _Exporter = Callable[[Plan, Surroundings, bool], Written]
 TARGETS: dict[str, _Exporter] = {
     "torch": lambda plan, around, drop: Written(torch_module(plan), by_entries(plan)),
-    "hf": _hf,
-    "hf-old": _hf_old,
+    "hf": lambda plan, around, drop: _by_key(to_hf(plan, shipped=around.shipped, drop=drop)),
+    "hf-old": lambda plan, around, drop: _by_key(to_hf(plan, old=True, drop=drop)),
     "automodel": lambda plan, around, drop: Written(automodel_module(plan), by_entries(plan)),
     "deepspeed": _deepspeed,
     "accelerate": lambda plan, around, drop: Written(
@@ -187,5 +170,10 @@ def export(plan: Plan, target: str, around: Surroundings = Surroundings(), *, dr
     """Return the text. Raise ExportError on what the target cannot express; with `drop` it stays replicated there."""
     if target not in TARGETS:
         raise ExportError(f"there is no export to {target!r}", hint=f"choose one of {', '.join(TARGETS)}")
-    written = TARGETS[target](plan, around, drop)
-    return exported(written.text, around.linears, written.finds, written.besides)
+    written, names = TARGETS[target](plan, around, drop), around.linears
+    result = Exported(written.text)
+    result.besides = written.besides
+    if written.finds is not None and names:
+        whole = [name for name in names if not written.finds(name)]
+        result.linears, result.reached, result.whole = len(names), len(names) - len(whole), fold_names(whole, names)
+    return result

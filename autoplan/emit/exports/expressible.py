@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
-from autoplan.common.patterns import is_under, matches
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import is_under, matches, starred
 from autoplan.decide.rulebook.read import exported_as
 from autoplan.emit.words import bytes_text
 from autoplan.values import Entry, Plan
@@ -117,17 +116,13 @@ class Part:
         return self.kind in ("plain", "end") and not self.needs
 
     @property
-    def can_gather(self) -> bool:
-        """Return whether it has linear layers, cut by output or input, each of which is exact by itself."""
-        return bool(self.gathered)
-
-    @property
     def axes(self) -> frozenset[int]:
         return frozenset(axis for entry in self.entries for axis in entry.axes)
 
     @property
     def gathered(self) -> tuple[Entry, ...]:
-        """Return the linear layers of the part; the rest of it stays replicated when products are gathered."""
+        """Return the linear layers of the part, each of which is exact by itself; the rest of it stays replicated when
+        products are gathered."""
         hindered = dict(self.hindered)
         return tuple(e for e in self.entries if _is_linear(e) and e.pattern not in hindered and not _is_uneven(e))
 
@@ -203,32 +198,28 @@ def _needs(
     """Yield what a plain cut of the part would need besides column and row layers."""
     containers = list(containers)
     for instruction in plan.runtime.instructions:
-        if not instruction.in_styles and _home(instruction.pattern, containers) == container:
+        if instruction.in_styles:
+            continue
+        # The innermost container that the module is in, or is; patterns are compared as written
+        pattern = instruction.pattern
+        around = [c for c in containers if pattern == c or is_under(c, pattern) or matches(c, pattern)]
+        if container == max(around, key=lambda name: name.count("."), default=None):
             yield Need(instruction.beyond_styles())
     for entry in entries:
+        layout = layout_of(entry)
         if any("@" in segment for segment in entry.segments):
             yield Need(f"{entry.pattern} is sharded over groups of ranks")
-        if kind in ("plain", "latent") and entry.style in _COLUMN + _ROW and not _one_run(entry, plan.tp_size):
+        packed = layout is not None and not layout.one_run(plan.tp_size)
+        if kind in ("plain", "latent") and entry.style in _COLUMN + _ROW and packed:
             yield Need(f"{entry.pattern} is packed", packed=True)
         if _is_uneven(entry):
             yield Need(f"{entry.pattern} is sharded unevenly, between blocks")
-
-
-def _home(pattern: str, containers: Iterable[str]) -> str | None:
-    """Return the innermost container that a module is in, or is. Patterns are compared as written."""
-    around = [c for c in containers if pattern == c or is_under(c, pattern) or matches(c, pattern)]
-    return max(around, key=lambda container: container.count("."), default=None)
 
 
 def _is_uneven(entry: Entry) -> bool:
     """Return whether the cut is uneven, which no other system does, not even with gathering."""
     layout = layout_of(entry)
     return layout is not None and layout.is_uneven
-
-
-def _one_run(entry: Entry, tp: int) -> bool:
-    layout = layout_of(entry)
-    return layout is None or layout.one_run(tp)
 
 
 def layout_of(entry: Entry) -> Layout | None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 
-from autoplan.common.patterns import matches
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import matches, starred
 from autoplan.decide.rulebook.read import exported_as
 from autoplan.emit.exports.expressible import (
     HEADS,
@@ -43,34 +42,44 @@ _NOT_IN_OLD = (
 def to_hf(plan: Plan, *, shipped: Iterable[str] = (), old: bool = False, drop: bool = False) -> dict[str, str]:
     """Return the dict, in the spelling before 5.1 if `old`. Raise ExportError on what transformers cannot express,
     unless `drop`."""
-    styles, refused = _as_stored(plan, *hf_entries(plan))
+    styles, refused = hf_entries(plan)
+    # transformers cuts each stored tensor of a quantised module alike: containers for which that is wrong are refused
+    why = {entry.pattern: problem for entry in plan.entries if (problem := cut_otherwise(plan, entry))}
+    coupled = {starred(pattern).rpartition(".")[0]: pattern for pattern in why}
+    for entry in plan.entries:
+        home = starred(entry.pattern).rpartition(".")[0]
+        if home in coupled and starred(entry.pattern) in styles:
+            problem = why.get(entry.pattern) or f"it is coupled to {coupled[home]}"
+            refused.append(Refused(entry.pattern, entry.bytes, problem))
+    styles = {key: style for key, style in styles.items() if key.rpartition(".")[0] not in coupled}
     if old:
-        styles, more = _in_old_spelling(styles, plan)
-        refused += more
+        # A container in which one style has no old name is not written at all
+        missing = {key for key, style in styles.items() if style in _NOT_IN_OLD}
+        # A head goes with its tied table: one of them alone would cut the other.
+        missing |= {starred(e.pattern) for e in plan.entries if exported_as(e.rule) == "tied_head"} & styles.keys()
+        containers = {key.rpartition(".")[0] for key in missing if styles[key] != "embedding_rowwise"}
+        dropped = {key for key in styles if key in missing or key.rpartition(".")[0] in containers - {""}}
+        refused += [
+            Refused(e.pattern, e.bytes, "the old spelling has no name for it or its partner")
+            for e in plan.entries
+            if starred(e.pattern) in dropped and e.style != "replicated_with_grad_allreduce"
+        ]
+        styles = {key: OLD_NAMES.get(style, style) for key, style in styles.items() if key not in dropped}
     check_nothing_lost(refused, "transformers (old spelling)" if old else "transformers", drop)
     if not old:
         styles |= {key: "replicate" for key in shipped if starred(key) not in styles}
     return styles
 
 
-def _as_stored(plan: Plan, found: dict[str, str], refused: list[Refused]) -> tuple[dict[str, str], list[Refused]]:
-    """Refuse containers of quantised modules for which transformers' way to cut each stored tensor alike is wrong."""
-    why = {entry.pattern: problem for entry in plan.entries if (problem := cut_otherwise(plan, entry))}
-    containers = {starred(pattern).rpartition(".")[0]: pattern for pattern in why}
-    gone = [e for e in plan.entries if _home(e) in containers and starred(e.pattern) in found]
-    more = [Refused(e.pattern, e.bytes, why.get(e.pattern) or f"it is coupled to {containers[_home(e)]}") for e in gone]
-    return {key: style for key, style in found.items() if key.rpartition(".")[0] not in containers}, [*refused, *more]
-
-
-def _home(entry: Entry) -> str:
-    return starred(entry.pattern).rpartition(".")[0]
-
-
 def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[str, str], list[Refused]]:
     """Return what transformers can express, and what it cannot. `obstacles`: the kinds that hinder the reader."""
     styles: dict[str, str] = {}
     refused: list[Refused] = []
-    for part in _merged(parts_of(plan, obstacles), _kept_whole(plan)):
+    # Modules that the plan leaves alone, as keys: such a key may also match others that are split
+    split = [entry.pattern for entry in plan.entries]
+    modules = {whole.fqn.rpartition(".")[0] for whole in plan.replicated}
+    kept_whole = {starred(module) for module in modules if not any(matches(pattern, module) for pattern in split)}
+    for part in _merged(parts_of(plan, obstacles), kept_whole):
         lines = dict(_lines(part, plan))
         if lines:
             styles |= lines
@@ -85,13 +94,6 @@ def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[
             why = str(part.needs[0]) if part.needs else f"no transformers style does it ({part.entries[0].style})"
             refused += part.refused(why)
     return styles, refused
-
-
-def _kept_whole(plan: Plan) -> set[str]:
-    """Return modules that the plan leaves alone, as keys: such a key may also match others that are split."""
-    modules = {whole.fqn.rpartition(".")[0] for whole in plan.replicated}
-    split = [entry.pattern for entry in plan.entries]
-    return {starred(module) for module in modules if not any(matches(pattern, module) for pattern in split)}
 
 
 def _merged(parts: Iterable[Part], kept_whole: Container[str]) -> Iterator[Part]:
@@ -137,13 +139,20 @@ def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
         others = [e for e in part.entries if e.style != "replicated_with_grad_allreduce" and e.pattern not in latent]
         yield from _as_they_are(others)
         yield from ((starred(pattern), "mla_kv_a_proj") for pattern in latent)
-        yield from _latents(part, plan)
+        # The projection whose output partly enters split heads without passing a column layer
+        split = {starred(entry.pattern) for entry in part.entries}
+        matrices = {starred(w.fqn) for w in plan.replicated if any(isinstance(r, OfDim) and r.dim == 1 for r in w.why)}
+        for copied in plan.runtime.of(AllReduceGradient):
+            name = starred(copied.pattern)
+            inside = name.rpartition(".")[0] == part.container and name not in split
+            if copied.side == "output" and inside and f"{name}.weight" in matrices:
+                yield name, "mla_kv_a_proj"
     elif part.kind == "experts" and not part.needs and _transformers_cuts_alike(part):
         yield from _as_they_are(part.entries)
         yield part.container, "moe_tp_experts"
     elif part.kind == "packed" and not part.needs and all(_is_half_and_half(e) for e in part.entries):
         yield from _as_they_are(part.entries)
-    elif part.can_gather and part.kind != "mixed":
+    elif part.kind != "mixed":
         for entry in part.gathered:
             column = entry.style in ("colwise", "packed_colwise", "colwise_gather_output")
             yield starred(entry.pattern), "colwise_gather_output" if column else "rowwise_split_input"
@@ -173,17 +182,6 @@ def _as_they_are(entries: Iterable[Entry]) -> Iterator[tuple[str, str]]:
         yield starred(entry.pattern), entry.style.removesuffix("_scatter")
 
 
-def _latents(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the projection whose output partly enters split heads without passing a column layer."""
-    split = {starred(entry.pattern) for entry in part.entries}
-    matrices = {starred(w.fqn) for w in plan.replicated if any(isinstance(r, OfDim) and r.dim == 1 for r in w.why)}
-    for copied in plan.runtime.of(AllReduceGradient):
-        name = starred(copied.pattern)
-        inside = name.rpartition(".")[0] == part.container and name not in split
-        if copied.side == "output" and inside and f"{name}.weight" in matrices:
-            yield name, "mla_kv_a_proj"
-
-
 def _transformers_cuts_alike(part: Part) -> bool:
     """Return whether weights are stacks of [expert, out, in], the packed one half and half, as its kernels expect."""
     return all(
@@ -200,18 +198,3 @@ def _is_half_and_half(entry: Entry) -> bool:
         return entry.style in ("rowwise", "rowwise_scatter")
     sizes = [segment.size for segment in layout.parts]
     return layout.kind == "concatenation" and len(sizes) == 2 and sizes[0] == sizes[1]
-
-
-def _in_old_spelling(found: dict[str, str], plan: Plan) -> tuple[dict[str, str], list[Refused]]:
-    """Return the entries in old names. A container in which one style has no old name is not written at all."""
-    missing = {key for key, style in found.items() if style in _NOT_IN_OLD}
-    # A head goes with its tied table: one of them alone would cut the other.
-    missing |= {starred(e.pattern) for e in plan.entries if exported_as(e.rule) == "tied_head"} & found.keys()
-    containers = {key.rpartition(".")[0] for key in missing if found[key] != "embedding_rowwise"}
-    dropped = {key for key in found if key in missing or key.rpartition(".")[0] in containers - {""}}
-    refused = [
-        Refused(e.pattern, e.bytes, "the old spelling has no name for it or its partner")
-        for e in plan.entries
-        if starred(e.pattern) in dropped and e.style != "replicated_with_grad_allreduce"
-    ]
-    return {k: OLD_NAMES.get(style, style) for k, style in found.items() if k not in dropped}, refused

@@ -3,8 +3,8 @@ are known without a browser."""
 
 from __future__ import annotations
 
+import re
 import unicodedata
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autoplan.emit.pages.markup import Safe, el
@@ -78,7 +78,7 @@ def wrapped(text: str, width: float, size: int) -> list[str]:
     """Return lines no wider than `width`, broken after a blank, a dot or an underscore if possible."""
     most = max(1, int(width / (size * CELL)))
     lines = [""]
-    for piece in _pieces(text):
+    for piece in re.split(r"(?<=[ ._])", text):
         if cells(lines[-1]) + cells(piece.rstrip()) > most and lines[-1]:
             lines.append("")
         for letter in piece:
@@ -86,15 +86,6 @@ def wrapped(text: str, width: float, size: int) -> list[str]:
                 lines.append("")
             lines[-1] += letter
     return [line.strip() for line in lines if line.strip()] or [""]
-
-
-def _pieces(text: str) -> Iterable[str]:
-    start = 0
-    for place, letter in enumerate(text):
-        if letter in " ._":
-            yield text[start : place + 1]
-            start = place + 1
-    yield text[start:]
 
 
 def draw_block(block: Block, width: float) -> Drawing:

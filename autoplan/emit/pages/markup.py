@@ -39,9 +39,11 @@ Content = str | Safe | None
 
 def el(name: str, /, *content: Content, **attributes: Any) -> Safe:
     """Return one element. `class_` is class, `aria_label` is aria-label; None and False omit an attribute."""
-    written = "".join(
-        _attribute(key, value) for key, value in attributes.items() if value is not None and value is not False
-    )
+    written = ""
+    for key, value in attributes.items():
+        if value is not None and value is not False:
+            key = key.rstrip("_").replace("_", "-")
+            written += f" {key}" if value is True else f' {key}="{escape(_plain(value))}"'
     if name in _VOID and not content:
         return Safe(f"<{name}{written}/>")
     return Safe(f"<{name}{written}>{join(content)}</{name}>")
@@ -78,13 +80,6 @@ def section(title: str, identity: str, *content: Content, about: str = "") -> Sa
     return el("section", el("h2", title, id=identity), introduction, *content, aria_labelledby=identity)
 
 
-def _attribute(key: str, value: Any) -> str:
-    name = key.rstrip("_").replace("_", "-")
-    if value is True:
-        return f" {name}"
-    return f' {name}="{escape(_plain(value))}"'
-
-
 def _plain(value: Any) -> str:
     """Replace control characters, which no page may hold, by the replacement sign."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in str(value))
@@ -116,10 +111,6 @@ def chooser(labels: Mapping[int, Content], own: int, title: str) -> Safe:
     return el("fieldset", el("legend", title), *buttons, class_="noprint")
 
 
-def cases_style(numbers: Sequence[int]) -> Safe:
-    return written_here("".join(f"body:has(#at-{n}:checked) .case-{n}{{display:block}}" for n in numbers))
-
-
 _LIGHT = ("#cfe3fb", "#fbdcc4", "#d3eccb", "#ead7f5", "#fbd3df", "#cdeeee", "#f4e8b4", "#dcdcf7", "#e2e2d5")
 _DARK = ("#1d4370", "#6b3d1a", "#275a2b", "#553069", "#6d2740", "#1b5555", "#594d12", "#3b3b80", "#4a4a3d")
 
@@ -134,7 +125,8 @@ def styles(sizes: tuple[int, ...] = ()) -> Safe:
         for n in range(len(_LIGHT))
     )
     held = ".held{stroke:var(--ink);stroke-width:.5}.whole .held{fill:var(--line)}.held.fine{fill-opacity:.5}"
-    shown = "".join(f"body:has(#at-{n}:checked) .tp-{n}{{display:inline}}" for n in sizes) + cases_style(sizes)
+    shown = "".join(f"body:has(#at-{n}:checked) .tp-{n}{{display:inline}}" for n in sizes)
+    shown += "".join(f"body:has(#at-{n}:checked) .case-{n}{{display:block}}" for n in sizes)
     return written_here(
         f"<style>{template('page.css').replace('LIGHT', light).replace('DARK', dark)}{tones}{held}{shown}</style>"
     )

@@ -9,17 +9,21 @@ from typing import Any
 from autoplan.common.patterns import matches
 from autoplan.emit.pages.drawing import tone_of
 from autoplan.emit.pages.markup import Content, Safe, WhatIf, cases, chooser, el, section, styles, table, written_here
-from autoplan.emit.pages.page import cause_first, links_of, pictures, plan_parts, whole_page
-from autoplan.emit.pages.picture import Block, Box, BoxRow, Scene, branches, scene_of
-from autoplan.emit.pages.sections import (
+from autoplan.emit.pages.page import (
     block_figure,
+    cause_first,
     drawing_section,
     facts,
     findings_section,
+    links_of,
     memory_section,
+    pictures,
+    plan_parts,
     stack,
     verdict,
+    whole_page,
 )
+from autoplan.emit.pages.picture import Block, Box, BoxRow, Scene, branches, is_about, scene_of
 from autoplan.emit.tables.estimate_table import choice_reasons, row_to_dict
 from autoplan.emit.words import bytes_text
 from autoplan.values import CutsOf, Drawn, Finding, Plan, Report
@@ -52,10 +56,11 @@ def _box(
     name: str, path: str, side: CutsOf, other: CutsOf | None, words: Mapping[str, str], findings: Sequence[Finding]
 ) -> Box:
     cuts, others = _cuts(side, path), _cuts(other, path) if other is not None else None
-    verdicts = list(dict.fromkeys(word for pattern, word in words.items() if _about(pattern, path)))
+    verdicts = list(dict.fromkeys(word for pattern, word in words.items() if is_about(pattern, path)))
     lit = others is not None and cuts != others
-    tone = next((_TONES[word] for word in verdicts if word in _TONES), _tone(cuts)) + " lit" * lit
-    numbers = tuple(n for n, finding in enumerate(findings, 1) if any(_about(about, path) for about in finding.about))
+    last = max((dim for dim, _ in cuts.values() if dim is not None), default=-1)
+    tone = next((_TONES[word] for word in verdicts if word in _TONES), tone_of(last)) + " lit" * lit
+    numbers = tuple(n for n, finding in enumerate(findings, 1) if any(is_about(a, path) for a in finding.about))
     lines = (
         *dict.fromkeys(text for _, text in cuts.values()),
         *(f"plan: {word}" for word in verdicts),
@@ -74,15 +79,6 @@ def _cuts(side: CutsOf, path: str) -> dict[str, Cut]:
     return cuts
 
 
-def _about(pattern: str, path: str) -> bool:
-    return bool(pattern) and (matches(pattern, path) or matches(pattern.rpartition(".")[0], path))
-
-
-def _tone(cuts: Mapping[str, Cut]) -> str:
-    dims = [dim for dim, _ in cuts.values() if dim is not None]
-    return tone_of(max(dims, default=-1))
-
-
 _MOST = 24  # the most rows of a choice that are shown
 _CASE = 1000  # offset of row numbers from tp sizes
 
@@ -98,10 +94,6 @@ def audit_parts(report: Report) -> list[Content]:
     outcome = str(report.details.get("verdict") or ("no problems were found" if report.ok else "wrong"))
     ran = str(report.details.get("ran", ""))
     bar = el("p", f"{outcome}. {ran}", class_=f"verdict {'ok' if report.ok else 'bad'}", role="status")
-    return [bar, _facts(report), *_drawing(report), findings_section(findings), _verdicts(report), _numbers(report)]
-
-
-def _facts(report: Report) -> Safe:
     details = report.details
     texts = [str(details["plan"])] if "plan" in details else []
     if "bytes_per_rank" in details:
@@ -111,7 +103,18 @@ def _facts(report: Report) -> Safe:
         if side in details:
             one = details[side]
             texts.append(f"{side}: {one['plan']}, {one['ran']}, {bytes_text(one['bytes_per_rank'])} per rank")
-    return el("ul", *(el("li", one) for one in texts), class_="facts")
+    about = el("ul", *(el("li", one) for one in texts), class_="facts")
+    parts: list[Content] = [bar, about, *_drawing(report), findings_section(findings)]
+    entries = [(el("code", pattern), word) for pattern, word in report.details.get("verdicts", {}).items()]
+    if entries:
+        parts.append(section("Entries", "entries", table(("entry", "verdict"), entries, "Results of each")))
+    numbers = [("forward", report.forward)] if report.forward is not None else []
+    worst = sorted(report.gradients.items(), key=lambda item: -item[1])[:10]
+    numbers += [(f"gradient of {name}", error) for name, error in worst]
+    if numbers:
+        rows = [(name, f"{error:.1e}") for name, error in numbers]
+        parts.append(section("Numbers", "numbers", table(("of", "error"), rows, "Largest errors")))
+    return parts
 
 
 def _drawing(report: Report) -> Iterable[Safe]:
@@ -137,23 +140,6 @@ def _drawing(report: Report) -> Iterable[Safe]:
     )
     title = "Side by side" if len(sides) == 2 else "What the plan does"
     yield section(title, "drawing", *figures, about=about + more)
-
-
-def _verdicts(report: Report) -> Safe | None:
-    rows = [(el("code", pattern), word) for pattern, word in report.details.get("verdicts", {}).items()]
-    if not rows:
-        return None
-    return section("Entries", "entries", table(("entry", "verdict"), rows, "Results of each"))
-
-
-def _numbers(report: Report) -> Safe | None:
-    """Return the largest errors."""
-    worst = sorted(report.gradients.items(), key=lambda item: -item[1])[:10]
-    rows = [("forward", f"{report.forward:.1e}")] if report.forward is not None else []
-    rows += [(f"gradient of {name}", f"{error:.1e}") for name, error in worst]
-    if not rows:
-        return None
-    return section("Numbers", "numbers", table(("of", "error"), rows, "Largest errors"))
 
 
 def choice_page(choice: Any, plan: Plan | None, known: Mapping[int, WhatIf] = MappingProxyType({})) -> str:

@@ -1,29 +1,37 @@
-"""A plan as one HTML file. It needs no network and, for reading, no script: the script searches and opens targets."""
+"""A plan as one HTML file, and its sections, each from values alone. It needs no network and, for reading, no script:
+the script searches and opens targets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
 from autoplan.emit.explain import explain
-from autoplan.emit.pages.markup import Content, Safe, WhatIf, cases, data, el, script, section, styles, written_here
-from autoplan.emit.pages.picture import scene_of
-from autoplan.emit.pages.sections import (
-    drawing_section,
-    facts,
-    findings_section,
-    memory_section,
-    messages_section,
-    picture,
-    sizes_section,
-    switch,
-    verdict,
-    weights_section,
-    whole_section,
+from autoplan.emit.pages.drawing import draw_block, svg_of, tone_of
+from autoplan.emit.pages.markup import (
+    Content,
+    Safe,
+    WhatIf,
+    cases,
+    chooser,
+    data,
+    el,
+    join,
+    script,
+    section,
+    styles,
+    table,
+    written_here,
 )
-from autoplan.values import Finding, Plan
-from autoplan.values.estimate import Estimate
+from autoplan.emit.pages.picture import Axis, Block, Scene, axes_of, scene_of
+from autoplan.emit.pages.weights import weight_figure, weights_of
+from autoplan.emit.tables.estimate_table import PARTS, messages_of_a_block, rank_weights, tokens_text, valid_sizes
+from autoplan.emit.tables.terminal import proof_text
+from autoplan.emit.words import bytes_text, count
+from autoplan.values import Finding, Plan, Proof, Traffic
+from autoplan.values.estimate import Estimate, MemoryParts, mesh_text
 from autoplan.values.plain import finite
 from autoplan.version import __version__
 
@@ -119,10 +127,249 @@ def links_of(plan: Plan) -> dict[str, str]:
 
 def explanations(plan: Plan, links: dict[str, str]) -> Safe:
     """Return what `explain` says about each entry and each replicated parameter."""
-    details = [_explained(plan, path, link) for path, link in links.items()]
+    details = []
+    for path, link in links.items():
+        text = "\n".join(explain(plan, path).splitlines()[1:])
+        details.append(el("details", el("summary", el("code", path)), el("pre", text), id=link, data_path=path))
     return section("Details", "explained", *details)
 
 
-def _explained(plan: Plan, path: str, link: str) -> Safe:
-    text = "\n".join(explain(plan, path).splitlines()[1:])
-    return el("details", el("summary", el("code", path)), el("pre", text), id=link, data_path=path)
+# The sections: verdict, drawing, weights, messages, memory, replicated, sizes, findings
+
+NO_ESTIMATE = "No step was estimated at this size."
+_WIDTH, _HEIGHT = 330.0, 26.0
+
+
+def memory_section(found: Estimate | None, memory: int = 0, *, alone: bool = True) -> Safe:
+    """Return the memory as a bar, its parts as a table, and the place of the peak. Not `alone`: without a heading."""
+    head = el("h2", "Memory of a rank", id="memory") if alone else None
+    if found is None:
+        return el("section", head, el("p", NO_ESTIMATE, class_="soft"), aria_labelledby="memory")
+    where = f"Peak: {bytes_text(found.peak)}, in {found.phase}, at {found.where}."
+    on = f"{mesh_text(found.mesh)}: micro-batch {found.batch} × {tokens_text(found)}, {found.train}"
+    more = f"it needs {bytes_text(found.peak - memory)} more"
+    room = f"it fits, with {bytes_text(memory - found.peak)} left" if found.peak <= memory else more
+    limit = f" The line is the GPU's {bytes_text(memory)}: {room}." if memory else ""
+    rows = [(el("span", f"{n + 1}", class_=f"chip {tone_of(n)}"), PARTS[name], bytes_text(size),
+             f"{size / max(found.peak, 1):.0%}") for n, name, size in _parts(found)]  # fmt: skip
+    parts = table(("", "part", "size", "share"), rows, "Composition of the peak")
+    bars = [f"{name} ± {bar:.0%} ({against})" for name, bar, against in found.bars]
+    sure = el("p", f"Uncertainty: {'; '.join(bars)}.", class_="soft") if bars else None
+    peak = el("p", where + limit)
+    content = (el("p", on, class_="soft"), stack(found, memory), peak, parts, sure, _step_messages(found))
+    return el("section", head, *content, aria_labelledby="memory" if alone else None)
+
+
+def stack(found: Estimate, memory: int = 0, scale: int = 0) -> Safe:
+    """Return one bar. `scale`: the bytes of its full width."""
+    most = max(scale, memory, found.peak, 1) * 1.02
+    x = 0.0
+    drawn: list[Safe] = []
+    for n, name, size in _parts(found):
+        width = size / most * _WIDTH
+        title = el("title", f"{PARTS[name]}: {bytes_text(size)}")
+        bar = el("rect", title, x=f"{x:.2f}", y=4, width=f"{width:.2f}", height=18, class_=f"bar {tone_of(n)}")
+        wide = width > 10 * len(str(n + 1))
+        drawn += [bar, *([el("text", str(n + 1), x=f"{x + 2:.2f}", y=17, class_="t11")] if wide else [])]
+        x += width
+    if memory:
+        at = f"{memory / most * _WIDTH:.2f}"
+        drawn.append(el("line", x1=at, x2=at, y1=0, y2=_HEIGHT, class_="limit"))
+    label = f"{bytes_text(found.peak)} at the peak" + (f", of {bytes_text(memory)}" if memory else "")
+    view = {"viewBox": f"0 0 {_WIDTH:.0f} {_HEIGHT:.0f}", "width": _WIDTH, "height": _HEIGHT}
+    return el("svg", *drawn, **view, role="img", class_="stack", aria_label=label)
+
+
+def _parts(found: Estimate) -> list[tuple[int, str, int]]:
+    sizes = [(part.name, getattr(found.parts, part.name)) for part in fields(MemoryParts)]
+    return [(n, name, size) for n, (name, size) in enumerate(sizes) if size]
+
+
+def _step_messages(found: Estimate) -> Safe:
+    rows = [(message.dim, message.kind, str(message.number), bytes_text(message.bytes)) for message in found.messages]
+    sent = table(("over", "message", "number", "bytes"), rows, "Messages of a step") if rows else None
+    if found.time is None:
+        return join([sent])
+    bar = next((f" ± {bar:.0%}" for name, bar, _ in found.bars if name == "time"), "")
+    speed = f"{found.tokens_per_second:,.0f} tokens per second"
+    sentence = f"A step takes about {found.time.total:.3g} s{bar} on {found.device}: {speed}."
+    return join([sent, el("p", sentence)])
+
+
+WIDTH = 342.0  # of a block's drawing: a phone's 390 less margins; wider screens show blocks side by side
+_SHOWN = 30
+
+
+def verdict(proof: Proof) -> Safe:
+    """Return what was proven, how, at which size; and what was not tried."""
+    state = "bad" if proof.failed else "ok" if proof.ok else "open"
+    tried = {
+        "passed": "A tiny clone gave the same results on simulated ranks.",
+        "unasked": "No trial on simulated ranks was requested.",
+    }.get(proof.trial.outcome, "")
+    text = f"{proof_text(proof).plain.removesuffix('.')}."
+    return el("p", text, " ", tried, class_=f"verdict {state}", role="status")
+
+
+def facts(plan: Plan) -> Safe:
+    texts = [plan.over.replace("=", " "), f"ep {plan.ep_size}" if plan.ep_size > 1 else "", plan.source]
+    texts += ["sequence parallel" if plan.sequence_parallel else "", *valid_sizes(plan)]
+    size, whole = rank_weights(plan)
+    texts.append(f"{bytes_text(size)} of weights per rank, {bytes_text(whole)} of it replicated")
+    return el("ul", *(el("li", text) for text in texts if text), class_="facts")
+
+
+def drawing_section(scene: Scene, drawn: Safe | None = None) -> Safe:
+    """Return blocks beside each other, in the order in which they run. `drawn`: pictures of several cases."""
+    about = (
+        "Data flow from top to bottom, branches side by side. A box's colour and letter name its sharded axis; grey is "
+        "replicated. A dashed red edge carries partial sums, all-reduced where it says so."
+    )
+    turned = el("label", el("input", type="checkbox", id="gradients"), " show communication of gradients")
+    search = el("label", "Search ", el("input", type="search", id="search"))
+    searching = el("span", search, " ", el("span", id="hits", aria_live="polite"), id="searching", hidden=True)
+    tools = el("p", turned, searching, class_="noprint explore")
+    shown = picture(scene) if drawn is None else drawn
+    return section("One block of each kind", "drawing", legend(scene.axes), tools, shown, about=about)
+
+
+def picture(scene: Scene) -> Safe:
+    return el("div", *(block_figure(block) for block in scene.blocks), class_="blocks")
+
+
+def legend(axes: Iterable[Axis]) -> Safe:
+    items = [el("li", el("span", axis.letter, class_=f"chip {tone_of(axis.number)}"), " ", axis.units) for axis in axes]
+    return el("ul", *items, class_="legend", aria_label="Sharded axes")
+
+
+def block_figure(block: Block, side: str = "") -> Safe:
+    """Draw one block. `side`: its plan, if several are side by side."""
+    times = f" ×{block.times}" if block.times > 1 else ""
+    return el("figure", el("figcaption", side, el("code", block.title), el("b", times)),
+              svg_of(draw_block(block, WIDTH), f"{side}{block.title}{times}", "block"))  # fmt: skip
+
+
+def switch(plans: Mapping[int, Plan], own: int) -> Safe:
+    """Return the sizes between which the page can be switched, by style alone."""
+    sizes = [
+        el("span", f"{bytes_text(rank_weights(plan)[0])} of weights per rank", class_=f"tp tp-{n}")
+        for n, plan in plans.items()
+    ]
+    return join([chooser({n: f"tp {n}" for n in plans}, own, "What if: a rank at"), el("p", *sizes)])
+
+
+def weights_section(plans: Mapping[int, Plan], own: int) -> Safe:
+    drawn = {}
+    for n, plan in plans.items():
+        axes, weights = axes_of(plan.entries), weights_of(plan)
+        longest = max((size for weight in weights for size in weight.sides), default=1)
+        figures = [weight_figure(weight, axes.get(weight.entry.pattern), longest, (n,)) for weight in weights]
+        drawn[n] = el("div", *figures, class_="weights")
+    about = (
+        "Shaded: what rank 0 holds; lines separate packed segments, which are sharded separately. Side lengths are "
+        "square roots of the sizes."
+    )
+    return section("Weights, to scale", "weights", cases(drawn, list(plans), own), about=about)
+
+
+def messages_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> Safe:
+    tables = {n: _messages(plan.communication) for n, plan in plans.items()}
+    return section("Communication of a block, and the minimum", "messages", cases(tables, sizes, own))
+
+
+def _messages(traffic: Sequence[Traffic]) -> Safe:
+    if not traffic:
+        return el("p", "No block communicates.", class_="soft")
+    most = max((max(_bytes(block.forward, block.backward), _least(block)) for block in traffic), default=1)
+    alike: dict[str, list[Traffic]] = {}
+    for block in traffic:
+        alike.setdefault(repr(replace(block, block="")), []).append(block)
+    rows = [_traffic_row(replace(ones[0], block=_blocks(ones)), most) for ones in alike.values()]
+    return table(("block", "forward", "backward", "moved", "least", ""), rows, "Bytes per token")
+
+
+def _blocks(alike: Sequence[Traffic]) -> str:
+    """Return the first of the blocks that move the same, and their number."""
+    return f"{alike[0].block} and {len(alike) - 1} equal blocks" if len(alike) > 1 else alike[0].block
+
+
+def _traffic_row(one: Traffic, most: int) -> list[Content]:
+    moved, least = _bytes(one.forward, one.backward), _least(one)
+    ratio = "" if one.ratio is None else f"{one.ratio:.2f} × the minimum"
+    bars = [
+        el("rect", x=0, y=y, width=f"{size / max(most, 1) * 160:.1f}", height=8, class_=f"bar {tone}")
+        for y, size, tone in ((1, moved, "a1"), (11, least, "a2"))
+    ]
+    svg = el(
+        "svg", *bars, viewBox="0 0 160 20", width=160, height=20, role="img", aria_label=f"{moved} of {least} bytes"
+    )
+    once = f"; once per step {bytes_text(one.once)} of gradients of replicated parameters" if one.once else ""
+    return [one.block, _kinds(one.forward), _kinds(one.backward) + once, bytes_text(moved),
+            join([bytes_text(least), el("br"), ratio]), svg]  # fmt: skip
+
+
+def _kinds(kinds: dict[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{number} {kind} ({bytes_text(size)})" for kind, (number, size) in kinds.items()) or "nothing"
+
+
+def _bytes(*directions: dict[str, tuple[int, int]]) -> int:
+    return sum(size for kinds in directions for _, size in kinds.values())
+
+
+def _least(one: Traffic) -> int:
+    return one.least_forward[1] + one.least_backward[1]
+
+
+def whole_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> Safe:
+    """Return replicated parameters, largest first; after some, the rest on demand."""
+    tables = cases({n: _whole(plan) for n, plan in plans.items()}, sizes, own)
+    return section("Replicated", "whole", tables)
+
+
+def _whole(plan: Plan) -> Safe:
+    total = bytes_text(sum(item.bytes for item in plan.replicated))
+    rows = [(el("code", item.fqn), bytes_text(item.bytes), item.reason)
+            for item in sorted(plan.replicated, key=lambda item: -item.bytes)]  # fmt: skip
+    head = ("parameter", "bytes", "why")
+    shown = table(head, rows[:_SHOWN], f"{total} on every rank") if rows else el("p", "Nothing.", class_="soft")
+    rest = rows[_SHOWN:]
+    more = el("details", el("summary", f"{len(rest)} smaller ones"), table(head, rest, "the rest")) if rest else None
+    return join([shown, more])
+
+
+def sizes_section(plans: Mapping[int, Plan], own: int, what_if: Mapping[int, WhatIf]) -> Safe:
+    """Return a line for each planned size; its button switches the page to it."""
+    peaks = {n: case.estimate.peak for n, case in what_if.items() if case.estimate is not None}
+    rows = []
+    for n, plan in plans.items():
+        size, whole = rank_weights(plan)
+        mark = " (this plan)" if n == own else ""
+        label = el("label", f"tp {n}{mark}", for_=f"at-{n}")
+        peak = [bytes_text(peaks[n]) if n in peaks else ""] if peaks else []
+        share = f"{bytes_text(whole)}, {whole / max(size, 1):.0%}"
+        rows.append((label, bytes_text(size), share, messages_of_a_block(plan), *peak))
+    others = [str(n) for n in plans[own].legal_tp if n not in plans]
+    more = el("p", f"Also valid: {', '.join(others)}.", class_="soft") if others else None
+    heads = (
+        "size",
+        "weights per rank",
+        "replicated",
+        "communication of a block",
+        *(["peak of a step"] if peaks else []),
+    )
+    return section("What if", "sizes", table(heads, rows, "Valid tp sizes"), more)
+
+
+def findings_section(findings: Sequence[Finding]) -> Safe:
+    """Return findings, numbered as in the boxes."""
+    if not findings:
+        return section("Findings", "findings", about="None.")
+    items = [
+        el("li", el("b", finding.level), f" {finding.check} · ", el("code", ", ".join(finding.about)),
+           f" ({bytes_text(finding.bytes)})" if finding.bytes else "", el("br"), finding.message,
+           *([el("pre", finding.proof)] if finding.proof else []),
+           *([el("br"), f"→ {finding.hint}"] if finding.hint else []), class_=finding.level)
+        for finding in findings
+    ]  # fmt: skip
+    about = f"{count(len(findings), 'finding')}, causes before consequences."
+    return section("Findings", "findings", el("ol", *items, class_="findings"), about=about)

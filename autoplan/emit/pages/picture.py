@@ -15,7 +15,7 @@ from math import prod
 
 from autoplan.common.patterns import is_under, matches
 from autoplan.emit.words import bytes_text
-from autoplan.values import Boundary, Collective, Entry, Finding, FlowPart, Instruction, Move, Plan, Replicated
+from autoplan.values import Boundary, Collective, Entry, Finding, FlowPart, Move, Plan
 
 _WORDS = {
     Collective.ALL_REDUCE: "all-reduce",
@@ -43,11 +43,11 @@ def marks_at(plan: Plan, path: str, entries: tuple[Entry, ...]) -> tuple[Mark, .
         if matches(instruction.pattern, path):
             before = isinstance(instruction, Boundary) and instruction.side == "input"
             for move in instruction.moves:
-                marks[_mark(instruction, move, before, output_bytes(plan, entries) if not before else 0)] = None
+                marks[_mark(move, before, output_bytes(plan, entries) if not before else 0)] = None
     return tuple(marks)
 
 
-def _mark(one: Instruction, move: Move, before: bool, size: int) -> Mark:
+def _mark(move: Move, before: bool, size: int) -> Mark:
     twice = 2 if move.collective is Collective.ALL_REDUCE else 1
     sized = size and not move.of.is_statistic and move.collective is not Collective.ALL_GATHER
     weight = f" · {bytes_text(size * twice)} per token" if sized and not move.backward else ""
@@ -279,28 +279,22 @@ class _Boxes:
         ]
         return tuple(own or within)
 
-    def _whole(self, path: str) -> tuple[Replicated, ...]:
-        return tuple(item for item in self.plan.replicated if matches(item.fqn.rpartition(".")[0], path))
-
     def _box(self, name: str, path: str, entries: tuple[Entry, ...]) -> Box:
-        numbers = self._found(path)
+        numbers = tuple(n for n, one in enumerate(self.findings, 1) if any(is_about(a, path) for a in one.about))
         if entries:
             axis = next((self.axes[entry.pattern] for entry in entries if entry.pattern in self.axes), None)
             lines = [line for entry in entries for line in (entry.role, f"{entry.style} · {entry.units}".strip(" ·"))]
             link = next((self.links[e.pattern] for e in entries if e.pattern in self.links), "")
             return Box(name, path, tuple(dict.fromkeys(filter(None, lines))), axis, link, numbers, _gives(entries))
-        whole = self._whole(path)
+        whole = [item for item in self.plan.replicated if matches(item.fqn.rpartition(".")[0], path)]
         size = bytes_text(sum(item.bytes for item in whole)) if whole else ""
         link = next((self.links[item.fqn] for item in whole if item.fqn in self.links), "")
         return Box(name, path, (f"replicated · {size} total" if size else "whole",), None, link, numbers)
 
-    def _found(self, path: str) -> tuple[int, ...]:
-        """Return the numbers of the findings that are about the module or a parameter of it."""
-        return tuple(
-            number
-            for number, finding in enumerate(self.findings, 1)
-            if any(matches(about, path) or matches(about.rpartition(".")[0], path) for about in finding.about if about)
-        )
+
+def is_about(pattern: str, path: str) -> bool:
+    """Return whether a pattern names a module or a parameter of it."""
+    return bool(pattern) and (matches(pattern, path) or matches(pattern.rpartition(".")[0], path))
 
 
 def _gives(entries: tuple[Entry, ...]) -> str:

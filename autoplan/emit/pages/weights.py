@@ -76,18 +76,17 @@ class Weight:
 
 
 def weights_of(plan: Plan) -> tuple[Weight, ...]:
-    return tuple(weight for entry in plan.entries for weight in _of_entry(plan, entry))
-
-
-def _of_entry(plan: Plan, entry: Entry) -> Iterable[Weight]:
-    for parameter, segment in zip(entry.parameters, entry.segments, strict=False):
-        dim, _, text = segment.partition(":")
-        try:
-            layout = Layout.parse(text)
-        except AutoplanError:  # another system's notation, which `explain` shows unchanged
-            continue
-        if dim.isdigit() and layout.is_split:
-            yield Weight(entry, parameter, int(dim), layout, _shape(plan, entry.pattern, parameter))
+    weights = []
+    for entry in plan.entries:
+        for parameter, segment in zip(entry.parameters, entry.segments, strict=False):
+            dim, _, text = segment.partition(":")
+            try:
+                layout = Layout.parse(text)
+            except AutoplanError:  # another system's notation, which `explain` shows unchanged
+                continue
+            if dim.isdigit() and layout.is_split:
+                weights.append(Weight(entry, parameter, int(dim), layout, _shape(plan, entry.pattern, parameter)))
+    return tuple(weights)
 
 
 def _shape(plan: Plan, module: str, parameter: str) -> tuple[int, ...]:

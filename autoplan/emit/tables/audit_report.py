@@ -20,6 +20,7 @@ from autoplan.version import __version__
 _COLOURS = {"same": "green", "costlier": "yellow", "different": "cyan", "wrong": "bold red", "dead": "dim"}
 _SARIF_LEVELS = {"error": "error", "warn": "warning", "note": "note"}
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_IN_A_CELL = str.maketrans({"|": "\\|", "\n": " "})  # of a table in Markdown
 
 
 def audit_view(report: Report) -> RenderableType:
@@ -36,15 +37,19 @@ def audit_view(report: Report) -> RenderableType:
         table.add_row(Text(word, _COLOURS[word]), Text(pattern, "cyan"))
     if table.row_count:
         lines += [heading("Entries"), table]
-    causes, consequences = _by_cause(report)
+    consequences = tuple(finding for finding in report.findings if finding.is_consequence)
+    causes = tuple(finding for finding in report.findings if not finding.is_consequence)
+    if not any(finding.level == "error" for finding in causes):  # then all findings are causes
+        causes, consequences = report.findings, ()
     if causes:
         lines += [heading("Findings"), *findings_view(causes)]
     if consequences:
         lines.append(heading("What follows"))
-        lines += [
-            Padding(Text(f"{_where(finding)}{finding.message}: {_sentence(finding.proof)}"), (0, 0, 0, 2))
-            for finding in consequences
-        ]
+    for finding in consequences:
+        where = f"{finding.where}: " if finding.kind == "follows" and finding.where else ""
+        proof = next(iter(finding.proof.splitlines()), "")
+        proof = proof if len(proof) <= 160 else f"{proof[:157]}..."
+        lines.append(Padding(Text(f"{where}{finding.message}: {proof}"), (0, 0, 0, 2)))
     return Group(*lines)
 
 
@@ -58,24 +63,6 @@ def claims_view(report: Report) -> RenderableType:
     if report.findings:
         lines += [heading("Findings"), *findings_view(report.findings)]
     return Group(*lines)
-
-
-def _by_cause(report: Report) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """Split findings into causes and consequences; without an error among the causes all findings are causes."""
-    causes = tuple(finding for finding in report.findings if not finding.is_consequence)
-    if not any(finding.level == "error" for finding in causes):
-        return report.findings, ()
-    return causes, tuple(finding for finding in report.findings if finding.is_consequence)
-
-
-def _where(finding: Finding) -> str:
-    return f"{finding.where}: " if finding.kind == "follows" and finding.where else ""
-
-
-def _sentence(text: str) -> str:
-    """Return the first line of an error text, truncated."""
-    line = next(iter(text.splitlines()), "")
-    return line if len(line) <= 160 else f"{line[:157]}..."
 
 
 def _summary(report: Report) -> str:
@@ -95,19 +82,13 @@ def markdown(report: Report) -> str:
     lines.append(f"Findings: {', '.join(f'{n} {level}' for level, n in counts.items()) or 'none'}.")
     if report.findings:
         lines += ["", "| level | check | where | what | do |", "|---|---|---|---|---|"]
-        lines += [_row(finding) for finding in report.findings]
+    for finding in report.findings:
+        text = f"{finding.message}. {finding.proof}" if finding.proof else finding.message
+        text += f" ({bytes_text(finding.bytes)})" if finding.bytes else ""
+        where = f"`{finding.where}`" if finding.where else ""
+        cells = (finding.level, finding.check, where, text, finding.hint)
+        lines.append(f"| {' | '.join(cell.translate(_IN_A_CELL) for cell in cells)} |")
     return "\n".join(lines)
-
-
-def _row(finding: Finding) -> str:
-    text = f"{finding.message}. {finding.proof}" if finding.proof else finding.message
-    text += f" ({bytes_text(finding.bytes)})" if finding.bytes else ""
-    where = f"`{finding.where}`" if finding.where else ""
-    return f"| {' | '.join(map(_cell, (finding.level, finding.check, where, text, finding.hint)))} |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def sarif(

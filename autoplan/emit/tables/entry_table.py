@@ -32,7 +32,9 @@ class EntryTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wide = options.max_width >= _WIDE
-        columns = self._columns(wide)
+        columns = ["module", "style"] + ["role"] * wide + ["units"] + ["cut"] * wide + ["sums"]
+        # Source and proof only if entries differ in them, else the headline has them
+        columns += [name for name in ("source", "proof") if len({getattr(e, name) for e in self.entries}) > 1]
         groups = [(parent, _rows(members, parent)) for parent, members in _groups(self.entries)]
         widths = _widths(columns, [row for _, rows in groups for row in rows], options.max_width)
         yield _grid(columns, widths, [{column: _HEADINGS.get(column, column) for column in columns}], header=True)
@@ -42,11 +44,6 @@ class EntryTable:
             yield _grid(columns, widths, rows)
         if wide:
             yield Text(_LEGEND, "dim")
-
-    def _columns(self, wide: bool) -> list[str]:
-        """Return the columns; source and proof only if entries differ in them, else the headline has them."""
-        columns = ["module", "style"] + ["role"] * wide + ["units"] + ["cut"] * wide + ["sums"]
-        return columns + [name for name in ("source", "proof") if len({getattr(e, name) for e in self.entries}) > 1]
 
 
 def _groups(entries: Iterable[Entry]) -> Iterator[tuple[str, list[Entry]]]:
@@ -62,22 +59,12 @@ def _rows(members: Iterable[Entry], parent: str) -> list[Cells]:
     above: list[str] = []
     for entry in members:
         leaf = entry.pattern.removeprefix(f"{parent}.") if parent else entry.pattern or "(root)"
-        rows.append(_row(entry, f"  {leaf}" if parent else leaf, above))
+        row = {name: getattr(entry, name) for name in ("style", "role", "units", "source", "proof")}
+        row["module"], row["cut"] = f"  {leaf}" if parent else leaf, _cut(entry)
+        row["sums"] = "\n".join(dict.fromkeys(_sum(cost, above) for cost in entry.reduces))
+        rows.append(row)
         above.append(leaf)
     return rows
-
-
-def _row(entry: Entry, module: str, above: Sequence[str]) -> Cells:
-    return {
-        "module": module,
-        "style": entry.style,
-        "role": entry.role,
-        "units": entry.units,
-        "cut": _cut(entry),
-        "sums": "\n".join(dict.fromkeys(_sum(cost, above) for cost in entry.reduces)),
-        "source": entry.source,
-        "proof": entry.proof,
-    }
 
 
 def _sum(cost: Cost, above: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ _LETTERS = {"W": ("weights",), "G": ("gradients",), "O": ("optimizer",), "A": ("
             "T": ("temporary", "unsharded", "communication"), "C": ("overhead",)}  # fmt: skip
 _WORDS = {"W": "Weights", "G": "Gradients", "O": "Optimizer", "A": "Activations", "T": "Temporary", "C": "Context"}
 _SHOWN = 12
+_BAR = 36  # letters in a bar of memory
 
 
 def _gib(size: float) -> str:
@@ -72,19 +73,18 @@ def estimate_view(found: Estimate) -> RenderableType:
     return Group(*lines)
 
 
-def memory_bar(found: Estimate, memory: int, width: int = 36) -> Text:
+def memory_bar(found: Estimate, memory: int) -> Text:
     """Return one line with a rank's peak as a stack of letters, against the device's memory, and a legend."""
     scale = max(found.peak, memory, 1)
     sizes = {letter: sum(getattr(found.parts, part) for part in parts) for letter, parts in _LETTERS.items()}
-    stack = "".join(letter * round(width * size / scale) for letter, size in sizes.items())[:width]
+    stack = "".join(letter * round(_BAR * size / scale) for letter, size in sizes.items())[:_BAR]
     legend = ", ".join(f"{_WORDS[letter]} {size / 2**30:.1f}" for letter, size in sizes.items() if size >= 0.05 * 2**30)
     fits = "" if found.peak <= memory else ", does not fit"
     of = f"{found.peak / 2**30:.1f} of {memory / 2**30:.1f} GiB{fits}"
     step = f"a step of {found.batch}" + (f" × {found.sequence:,} tokens" if found.sequence else " samples")
-    step += f" on {mesh_text(found.mesh)} of {found.device}, {found.weights_text}" + (
-        f", {found.optimizer}" if found.optimizer else ""
-    )
-    return Text(f"Memory per rank [{stack:·<{width}}] {of}\n  {legend}\n  {step}")
+    step += f" on {mesh_text(found.mesh)} of {found.device}, {found.weights_text}"
+    step += f", {found.optimizer}" if found.optimizer else ""
+    return Text(f"Memory per rank [{stack:·<{_BAR}}] {of}\n  {legend}\n  {step}")
 
 
 def sent_table(sent: Iterable[Sent]) -> Table:

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.decide.rulebook.read import Example, Rule
+from autoplan.decide.rulebook.read import Rule
 from autoplan.decide.rulebook.rule_tests import RuleResult
 from autoplan.emit.tables.terminal import heading
 from autoplan.emit.words import count
@@ -65,7 +65,10 @@ def rule_view(rule: Rule) -> RenderableType:
     if rule.unseen:
         parts += _section("Unseen", Text(rule.unseen))
     for example in rule.examples:
-        parts += _section(f"Example: {example.name}", _example(example))
+        picture = "\n".join(line.strip() for line in example.graph.strip().splitlines())
+        outcome = ", ".join(f"{box}: {' or '.join(styles)}" for box, styles in example.expect)
+        outcome = outcome or "refused" + (f": {example.because}" if example.because else "")
+        parts += _section(f"Example: {example.name}", Text(f"{picture}\n→ at tp {example.tp}, {outcome}"))
     return Group(*parts)
 
 
@@ -86,11 +89,3 @@ def _columns() -> Table:
 
 def _section(title: str, body: RenderableType) -> tuple[RenderableType, RenderableType]:
     return heading(title), Padding(body, (0, 0, 0, 2))
-
-
-def _example(example: Example) -> RenderableType:
-    picture = "\n".join(line.strip() for line in example.graph.strip().splitlines())
-    outcome = ", ".join(f"{box}: {' or '.join(styles)}" for box, styles in example.expect)
-    if not outcome:
-        outcome = "refused" + (f": {example.because}" if example.because else "")
-    return Text(f"{picture}\n→ at tp {example.tp}, {outcome}")

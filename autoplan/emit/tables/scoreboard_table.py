@@ -40,7 +40,11 @@ def scoreboard_view(board: Scoreboard) -> RenderableType:
     if uncut:
         sections += [heading("Not sharded along the sequence"), _reasons(uncut)]
     if any(score.communication for score in board.scores):
-        sections += [heading("Communication of a block, in bytes per token"), _communication(board)]
+        table = _table("type", *TRAFFIC_COLUMNS)
+        for score in board.scores:
+            for traffic in score.communication:
+                table.add_row(Text(score.model_type, "cyan"), *map(Text, traffic_row(traffic)))
+        sections += [heading("Communication of a block, in bytes per token"), table]
     return Group(*sections, heading("Totals"), *_totals(board))
 
 
@@ -75,14 +79,6 @@ def _scores(board: Scoreboard) -> RenderableType:
             ", ".join(score.not_checked),
             f"{score.seconds:.1f}",
         )
-    return table
-
-
-def _communication(board: Scoreboard) -> RenderableType:
-    table = _table("type", *TRAFFIC_COLUMNS)
-    for score in board.scores:
-        for traffic in score.communication:
-            table.add_row(Text(score.model_type, "cyan"), *map(Text, traffic_row(traffic)))
     return table
 
 

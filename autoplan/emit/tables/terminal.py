@@ -40,9 +40,12 @@ def plan_view(plan: Plan) -> RenderableType:
         total = bytes_text(sum(item.bytes for item in plan.replicated))
         sections += [heading(f"Replicated on every rank: {total}"), *_replicated(plan.replicated)]
     if plan.layers:
-        sections += [heading("Layers"), _layers(plan)]
+        sections += [heading("Layers"), _stacks(plan.layers)]
     if plan.communication:
-        sections += [heading("Communication of a block, in bytes per token"), _communication(plan.communication)]
+        table = plain_table(*TRAFFIC_COLUMNS, right=("moved/least",))
+        for block in plan.communication:
+            table.add_row(*map(Text, traffic_row(block)))
+        sections += [heading("Communication of a block, in bytes per token"), table]
     if plan.fed:
         # The inputs of two calls of the forward, and the reasons for them.
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
@@ -110,13 +113,6 @@ def _headline(plan: Plan) -> RenderableType:
     return Text.assemble((plan.model, "bold"), *(f" · {fact}" for fact in facts))
 
 
-def _communication(traffic: tuple[Traffic, ...]) -> RenderableType:
-    table = plain_table(*TRAFFIC_COLUMNS, right=("moved/least",))
-    for block in traffic:
-        table.add_row(*map(Text, traffic_row(block)))
-    return table
-
-
 def _reasons(entries: tuple[Entry, ...]) -> RenderableType:
     """Return each rule's reasons, once each, with the roles it assigned."""
     roles_by_reason: dict[tuple[str, str], dict[str, None]] = {}
@@ -158,10 +154,6 @@ def layers_view(stacks: tuple[Stack, ...], title: str) -> RenderableType:
     return Group(Text.assemble((title, "bold"), f" · {count(len(stacks), 'stack')}"), _stacks(stacks))
 
 
-def _layers(plan: Plan) -> RenderableType:
-    return _stacks(plan.layers)
-
-
 def _stacks(stacks: tuple[Stack, ...]) -> RenderableType:
     table = plain_table("stack", "kind", "blocks", "paths", "note", header=False, right=("blocks",))
     for stack in stacks:
@@ -176,21 +168,16 @@ def findings_view(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
     for finding in findings:
         by_check.setdefault((finding.check, finding.level), []).append(finding)
     for alike in by_check.values():
-        yield from _findings_in_full(alike[:_ALIKE])
+        for finding in alike[:_ALIKE]:
+            level, weight = f"{finding.level:<6}", f" ({bytes_text(finding.bytes)})" if finding.bytes else ""
+            where = (finding.where, "cyan")
+            yield Text.assemble((level, _LEVELS[finding.level]), finding.check, " · ", where, weight)
+            for text in (finding.message, finding.proof, finding.hint and f"→ {finding.hint}"):
+                if text:
+                    yield Padding(Text(text), (0, 0, 0, 6))
         if rest := alike[_ALIKE:]:
             places = ", ".join(fold_names(finding.where for finding in rest))
             yield Padding(Text(f"and {count(len(rest), 'more place')}: {places}"), (0, 0, 0, 6))
-
-
-def _findings_in_full(findings: Iterable[Finding]) -> Iterable[RenderableType]:
-    for finding in findings:
-        weight = f" ({bytes_text(finding.bytes)})" if finding.bytes else ""
-        yield Text.assemble(
-            (f"{finding.level:<6}", _LEVELS[finding.level]), finding.check, " · ", (finding.where, "cyan"), weight
-        )
-        for text in (finding.message, finding.proof, finding.hint and f"→ {finding.hint}"):
-            if text:
-                yield Padding(Text(text), (0, 0, 0, 6))
 
 
 def proof_text(proof: Proof) -> Text:

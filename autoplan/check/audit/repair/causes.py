@@ -16,11 +16,10 @@ import yaml
 from autoplan.check.audit.repair.rows import Change
 from autoplan.check.audit.repair.search import Repair
 from autoplan.check.audit.subject import Audited, Level, few
-from autoplan.common.errors import AutoplanError
-from autoplan.common.patterns import best_match, is_under, matches
+from autoplan.check.audit.trial import drafted
+from autoplan.common.patterns import best_match, is_under, matches, starred
 from autoplan.decide.plan.chosen import wish_of_plan
-from autoplan.decide.plan.folding import starred
-from autoplan.values import Finding, ParameterRule, Plan
+from autoplan.values import Finding, Plan
 from autoplan.values.plain import plain
 
 # Checks that say why a row is wrong, the surest first. Those that hold two rows against each other come last: either
@@ -182,22 +181,11 @@ def _fix(repair: Repair, change: Change) -> str:
 
 def candidates(subject: Audited, source: Any) -> tuple[Plan, ...]:
     """Plans that could be meant: the same choices again, and what analysis chooses."""
-    from autoplan.planning import draft_plan
-
     plan = subject.plan.plan
     assert plan is not None
-    try:
-        inferred = draft_plan(
-            source, wish_of_plan(plan), module=subject.model, captured=subject.extra.get("captured")
-        ).plan
-    except AutoplanError:
-        inferred = None
-    return tuple(
-        sorted(
-            (other for other in (subject.right, inferred) if other is not None and differences(subject, other)),
-            key=lambda other: len(differences(subject, other)),
-        )
-    )
+    inferred = drafted(subject, source, wish_of_plan(plan))
+    apart = [(differences(subject, other), other) for other in (subject.right, inferred) if other is not None]
+    return tuple(other for places, other in sorted(apart, key=lambda pair: len(pair[0])) if places)
 
 
 @dataclass(frozen=True)
@@ -224,7 +212,10 @@ def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
         mine_rule, its_rule = (best_match(p.runtime.parameters, name) for p in (plan, other))
         rows = [None if rule is None else _row(replace(rule, pattern="")) for rule in (mine_rule, its_rule)]
         if rows[0] != rows[1] and name.rpartition(".")[0] not in by_entry:
-            cuts = [_cut(rule) for rule in (mine_rule, its_rule)]
+            cuts = [
+                "whole" if rule is None or rule.dim is None else f"dim {rule.dim}: {rule.layout}"
+                for rule in (mine_rule, its_rule)
+            ]
             says, must = cuts if cuts[0] != cuts[1] else (str(row) for row in rows)
             fix = "remove it" if its_rule is None else f"{'add' if mine_rule is None else 'write'} {_row(its_rule)}"
             apart[name] = Difference(f"the plan shards it as {says}, but the model requires {must}", fix)
@@ -246,10 +237,6 @@ def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
             text = f"random numbers are not drawn as the sharding requires: the plan has {rows[0]}"
             apart[f"runtime.{field}"] = Difference(text, f"write {rows[1]}")
     return apart
-
-
-def _cut(rule: ParameterRule | None) -> str:
-    return "whole" if rule is None or rule.dim is None else f"dim {rule.dim}: {rule.layout}"
 
 
 def _row(item: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from autoplan.check.audit.lines import ForeignPlan
 from autoplan.check.audit.repair.rows import DeepSpeed, Dialect, Torch, Transformers
 from autoplan.check.audit.subject import Audited, few
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import starred
 from autoplan.emit.exports import expressible
 from autoplan.emit.exports.hf import hf_entries
 from autoplan.values import Plan
@@ -65,7 +65,7 @@ def parts_of(subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...
         Part(
             container,
             tuple(places),
-            _starred(styles[places[0]]),
+            {starred(name): value for name, value in styles[places[0]].items()},
             (*ways.get(container, ()), {}),
             obstacles.get(container, ""),
         )
@@ -98,10 +98,6 @@ def _joined(parts: list[Part], subject: Audited, right: Plan, dialect: Dialect) 
     return (Part("", ("",), says, tuple(ways)), *(part for part in parts if part not in together))
 
 
-def _starred(values: Values) -> dict[str, Any]:
-    return {starred(name): value for name, value in values.items()}
-
-
 def _place(name: str, containers: Mapping[str, Any]) -> str:
     """The innermost container that a module is in, or is; where none is known, the module that holds it."""
     segments = name.split(".")
@@ -113,7 +109,10 @@ def _place(name: str, containers: Mapping[str, Any]) -> str:
 
 def _ways(subject: Audited, plan: Plan, part: expressible.Part, dialect: Dialect) -> Iterator[Values]:
     """Yield how the dialect can express the split of a part, the one that moves least first."""
-    summed = dict.fromkeys(_with_summed_gradients(subject, starred(part.container)), "replicated_with_grad_allreduce")
+    # Modules of the container that every rank holds whole, and that see only what is this rank's
+    inside = [w for w in subject.weights if starred(w.module).startswith(f"{starred(part.container)}.")]
+    partial = [starred(w.module) for w in inside if w.fact.dim is None and w.fact.gradient != "local"]
+    summed = dict.fromkeys(partial, "replicated_with_grad_allreduce")
     stars = {starred(entry.pattern): entry for entry in part.entries}
     if isinstance(dialect, (Torch, DeepSpeed)):
         styles = {pattern: entry.style for pattern, entry in stars.items()}
@@ -145,14 +144,6 @@ def _said(styles: Mapping[str, str], stars: Mapping[str, Any], dialect: Dialect)
         yield values
     elif isinstance(dialect, DeepSpeed) and any(value is not None for value in values.values()):
         yield {pattern: value for pattern, value in values.items() if value is not None}
-
-
-def _with_summed_gradients(subject: Audited, container: str) -> Iterator[str]:
-    """Modules of a container that every rank holds whole, and that see only what is this rank's."""
-    for weight in subject.weights:
-        module = starred(weight.module)
-        if module.startswith(f"{container}.") and weight.fact.dim is None and weight.fact.gradient != "local":
-            yield module
 
 
 def is_sequence_parallel(plan: ForeignPlan) -> bool:
@@ -227,7 +218,7 @@ def sequence_ways(
             ways.append({**ends_of, **plain, **before, **bare, **head})
         gathers = {name: ColwiseParallel(input_layouts=Shard(1)) for name in columns}
         ways.append({**ends_of, **plain, **gathers, **head})
-    return sorted(ways, key=lambda way: _distance(dialect, says, way))
+    return sorted(ways, key=lambda way: sum(not dialect.same(says.get(n), way.get(n)) for n in {**says, **way}))
 
 
 def _gathered_input(keyword: str) -> Any:
@@ -266,7 +257,3 @@ def _keywords(clone: Any, containers: Iterable[str]) -> dict[str, str]:
 
 def _is_norm(style: Any) -> bool:
     return any(cls.__name__ == "SequenceParallel" for cls in type(style).__mro__)
-
-
-def _distance(dialect: Dialect, says: Mapping[str, Any], way: Mapping[str, Any]) -> int:
-    return sum(dialect.key_of(says.get(n)) != dialect.key_of(way.get(n)) for n in {**says, **way})

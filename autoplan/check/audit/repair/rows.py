@@ -16,8 +16,7 @@ import yaml
 from autoplan.check.audit.lines import ForeignPlan, Line, numbers_starred, read_foreign
 from autoplan.check.audit.subject import Audited
 from autoplan.common.errors import AutoplanError
-from autoplan.common.patterns import fold_names
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import fold_names, starred
 from autoplan.decide.written_plans.dialects import ALIASES
 from autoplan.decide.written_plans.foreign import kind_of, spec_for, specs_of
 from autoplan.values import Entry, Plan
@@ -44,6 +43,9 @@ class Dialect:
     def key_of(self, value: Any) -> Any:
         """Equal for values that say the same."""
         return value
+
+    def same(self, one: Any, other: Any) -> bool:
+        return bool(self.key_of(one) == self.key_of(other))
 
     def text(self, value: Any) -> str:
         """A value as a reader of the dialect writes it."""
@@ -290,7 +292,7 @@ def covered_by(rows: Iterable[PlanRow], change: Change, subject: Audited, dialec
             for row in rows
             if row.key != change.key
             and isinstance(row.key, str)
-            and dialect.key_of(row.value) == dialect.key_of(change.new)
+            and dialect.same(row.value, change.new)
             and all(subject.plan.reaches(Line(row.key, "", ""), name) for name in change.names)
         ),
         (),

@@ -29,12 +29,11 @@ from autoplan.check.audit.repair.rows import (
     rows_of,
 )
 from autoplan.check.audit.subject import Audited
-from autoplan.check.audit.trial import run_on
+from autoplan.check.audit.trial import drafted, run_on
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Wish
-from autoplan.common.patterns import fold_names, nearest
-from autoplan.decide.plan.folding import starred
-from autoplan.values import Finding, Plan
+from autoplan.common.patterns import fold_names, nearest, starred
+from autoplan.values import Finding
 
 _MOST = 80  # audits for one repair
 
@@ -115,7 +114,7 @@ def repair(subject: Audited, source: Any) -> Repair | None:
     dialect = dialect_of(subject.plan)
     if dialect is None or subject.extra.get("clone") is None or subject.tp_size == 1:
         return None
-    right = _inferred(subject, source)
+    right = drafted(subject, source, Wish(subject.tp_size))  # what analysis alone would do
     if right is None:
         return None
     trials = Trials(subject, dialect)
@@ -129,96 +128,67 @@ def repair(subject: Audited, source: Any) -> Repair | None:
         ways = tuple(sequence_ways(subject, dialect, says, right, whole))
         attempts = [((Part("", ("",), says, ways),), False), *attempts]
     tangled = [(change,) for change in overlapping(rows, subject)]
-    if (untangled := _together(tangled, rows, trials, subject, dialect)) is not None:
+    if (untangled := _together(tangled, rows, trials)) is not None:
         return untangled
     for tried, trusting in attempts:
-        changes = [_least(part, trials, subject, dialect, trusting) for part in tried]
-        groups = [_as_written(group, rows, subject, dialect) for group in changes if group]
-        renamed = _renamed([change for group in groups for change in group], rows, subject, dialect)
+        changes = [_least(part, trials, trusting) for part in tried]
+        groups = [_as_written(group, rows, trials) for group in changes if group]
+        if None in changes:
+            continue
+        renamed = _renamed([change for group in groups for change in group], rows, subject)
         for more in [renamed, []] if renamed else [[]]:  # a key that matches nothing may have been meant for nothing
-            if (
-                None not in changes
-                and (corrected := _together([*tangled, *groups, *more], rows, trials, subject, dialect)) is not None
-            ):
+            if (corrected := _together([*tangled, *groups, *more], rows, trials)) is not None:
                 return corrected
     return None
 
 
-def _inferred(subject: Audited, source: Any) -> Plan | None:
-    """Return what analysis alone would do."""
-    from autoplan.planning import draft_plan
-
-    try:
-        return draft_plan(
-            source, Wish(subject.tp_size), module=subject.model, captured=subject.extra.get("captured")
-        ).plan
-    except AutoplanError:
-        return None
-
-
-def _least(part: Part, trials: Trials, subject: Audited, dialect: Dialect, trusting: bool) -> tuple[Change, ...] | None:
+def _least(part: Part, trials: Trials, trusting: bool) -> tuple[Change, ...] | None:
     """The fewest changes that make a part right: none where it is; None where no way of saying it was seen to be."""
-    if trusting and any(
-        not any(_differs(dialect, part.says.get(n), way.get(n)) for n in {**part.says, **way}) for way in part.ways
-    ):
+    says, same = part.says, trials.dialect.same
+    if trusting and any(all(same(says.get(n), way.get(n)) for n in {**says, **way}) for way in part.ways):
         return ()
-    if trials.passes(part.says.items()):
+    if trials.passes(says.items()):
         return ()
     best: tuple[tuple[str, Any], ...] | None = None
     for way in part.ways:
-        names = [n for n in {**part.says, **way} if _differs(dialect, part.says.get(n), way.get(n))]
+        names = [n for n in {**says, **way} if not same(says.get(n), way.get(n))]
         if not names or not trials.passes(way.items()):
             continue
-        needed = _needed(part.says, way, names, trials, dialect)
+        needed = _needed(says, way, names, trials)
         if best is None or len(needed) < len(best):
             best = tuple((name, way.get(name)) for name in needed)
         if len(best) == 1:
             break
     if best is None:
         return None
-    order = {name: place for place, name in enumerate(dict.fromkeys([*subject.modules, *subject.parameters]))}
-    changes = [_change(subject, part, name, value) for name, value in best]
+    known = {**trials.subject.modules, **trials.subject.parameters}
+    changes = []
+    for name, value in best:
+        meant = tuple(full for full in part.names(name) if full in known)
+        if part.container == "" and part.places == ("",):
+            meant = tuple(full for full in known if starred(full) == name)
+        patterns = patterns_of(trials.subject, meant)
+        changes.append(Change(meant, patterns, says.get(name), value, obstacle=part.obstacle))
+    order = {name: place for place, name in enumerate(known)}
     return tuple(sorted(changes, key=lambda change: order[change.names[0]]))
 
 
-def _differs(dialect: Dialect, one: Any, other: Any) -> bool:
-    return bool(dialect.key_of(one) != dialect.key_of(other))
-
-
-def _needed(
-    says: Mapping[str, Any], way: Mapping[str, Any], names: list[str], trials: Trials, dialect: Dialect
-) -> list[str]:
+def _needed(says: Mapping[str, Any], way: Mapping[str, Any], names: list[str], trials: Trials) -> list[str]:
     """Return a subset of these names, none of which can be left at what the plan says."""
     needed = list(names)
     for name in sorted(names, key=lambda name: (name in says, name not in way)):  # new rows are dropped first
         fewer = [other for other in needed if other != name]
-        if fewer and trials.passes(_mixed(says, way, fewer).items()):
+        # What the plan says, with the values of `way` for these names, which come last
+        mixed = {other: value for other, value in says.items() if other not in fewer}
+        mixed |= {other: way[other] for other in fewer if way.get(other) is not None}
+        if fewer and trials.passes(mixed.items()):
             needed = fewer
     return needed
 
 
-def _mixed(says: Mapping[str, Any], way: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return what the plan says, with the values of `way` for these names."""
-    mixed = dict(says)
-    for name in names:
-        mixed.pop(name, None)
-        if way.get(name) is not None:
-            mixed[name] = way[name]
-    return mixed
-
-
-def _change(subject: Audited, part: Part, name: str, value: Any) -> Change:
-    known = {**subject.modules, **subject.parameters}
-    names = tuple(full for full in part.names(name) if full in known)
-    if part.container == "" and part.places == ("",):
-        names = tuple(full for full in known if starred(full) == name)
-    return Change(names, patterns_of(subject, names), part.says.get(name), value, obstacle=part.obstacle)
-
-
-def _as_written(
-    changes: Iterable[Change], rows: Sequence[PlanRow], subject: Audited, dialect: Dialect
-) -> tuple[Change, ...]:
+def _as_written(changes: Iterable[Change], rows: Sequence[PlanRow], trials: Trials) -> tuple[Change, ...]:
     """The same changes, each with the row that reaches its names now, or that was written for them and misses."""
+    subject, dialect = trials.subject, trials.dialect
     dead = [row for row in rows if not row.names]
     result = []
     for change in changes:
@@ -240,9 +210,7 @@ def _written_for(change: Change, dead: Sequence[PlanRow], subject: Audited) -> A
     return None
 
 
-def _renamed(
-    changes: Sequence[Change], rows: Sequence[PlanRow], subject: Audited, dialect: Dialect
-) -> list[tuple[Change, ...]]:
+def _renamed(changes: Sequence[Change], rows: Sequence[PlanRow], subject: Audited) -> list[tuple[Change, ...]]:
     """Keys that match nothing, written as the paths that they were meant for, where those have no row."""
     taken = {name for row in rows for name in row.names} | {name for change in changes for name in change.names}
     done = {repr(change.renames) for change in changes}
@@ -264,14 +232,12 @@ def _renamed(
     return result
 
 
-def _together(
-    groups: Sequence[tuple[Change, ...]], rows: Sequence[PlanRow], trials: Trials, subject: Audited, dialect: Dialect
-) -> Repair | None:
+def _together(groups: Sequence[tuple[Change, ...]], rows: Sequence[PlanRow], trials: Trials) -> Repair | None:
     """All changes in one plan, audited."""
-    corrected = changed(rows, [change for group in groups for change in group], subject)
     if not groups:
         return None
-    raw = dialect.written([(row.key, row.value) for row in corrected])
+    corrected = changed(rows, [change for group in groups for change in group], trials.subject)
+    raw = trials.dialect.written([(row.key, row.value) for row in corrected])
     if any(finding.level == "error" for finding in trials.findings(raw)):
         return None
-    return Repair(dialect, tuple(groups), tuple(rows), raw, trials.proof)
+    return Repair(trials.dialect, tuple(groups), tuple(rows), raw, trials.proof)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Audited, few
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import starred
 from autoplan.values import Finding
 
 NAME = "frozen"

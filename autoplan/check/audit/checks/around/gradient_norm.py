@@ -24,18 +24,6 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if clone is None or subject.numbers is None:
         yield Finding(NAME, "note", "", f"the norm function was not run: {subject.unproven}")
         return
-    want, got = _norms(subject, clone, function)
-    if not all(math.isclose(norm, want, rel_tol=_ALLOWED) for norm in got):
-        worst = max(got, key=lambda norm: abs(norm - want))
-        text = f"on {len(got)} ranks the function returns {worst:.6g}; the norm of the gradients is {want:.6g} "
-        text += f"({worst / want:.3f} times)"
-        hint = "count each value once: autoplan.global_norm does this from placements"
-        proof = f"on {len(got)} simulated ranks: {', '.join(f'{norm:.6g}' for norm in got)}"
-        yield Finding(NAME, "error", "", text, hint, proof=proof)
-
-
-def _norms(subject: Audited, clone: Any, function: Any) -> tuple[float, list[float]]:
-    """The unsharded gradients' norm, and what the function says on each rank."""
     from autoplan.capture.copies import copied
     from autoplan.check.audit.trial import sharding_for
     from autoplan.check.ranks.run import one_compute_thread, run_ranks
@@ -52,7 +40,13 @@ def _norms(subject: Audited, clone: Any, function: Any) -> tuple[float, list[flo
         want = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in unique))
         models = [copied(clone.model) for _ in range(size)]
         got = run_ranks(partial(_on_rank, models=models, feed=feed, sharding=sharding, function=function), size)
-    return want, got
+    if not all(math.isclose(norm, want, rel_tol=_ALLOWED) for norm in got):
+        worst = max(got, key=lambda norm: abs(norm - want))
+        text = f"on {len(got)} ranks the function returns {worst:.6g}; the norm of the gradients is {want:.6g} "
+        text += f"({worst / want:.3f} times)"
+        hint = "count each value once: autoplan.global_norm does this from placements"
+        proof = f"on {len(got)} simulated ranks: {', '.join(f'{norm:.6g}' for norm in got)}"
+        yield Finding(NAME, "error", "", text, hint, proof=proof)
 
 
 def _on_rank(rank: int, *, models: list[Any], feed: Any, sharding: Any, function: Any) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.check.audit.subject import Audited, Weight
+from autoplan.check.audit.subject import Audited
 from autoplan.emit.words import bytes_text
 from autoplan.values import Finding, SplitLogits
 
@@ -26,10 +26,15 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             continue
         if line is not None and "gather" in line.style:
             hint = "sharded logits need a loss that accepts them, and no row of the plan says so"
-            text, more = _gathered(subject, head.columns), gather_bytes(subject, head.columns)[1]
-            yield Finding(NAME, "warn", line.pattern, text, hint, more)
+            forward, step = gather_bytes(subject, head.columns)
+            text = f"logits [{subject.settings.tokens}, {head.columns}] are gathered on every rank: "
+            text += f"{bytes_text(forward)} more in the head's forward, "
+            text += f"about {bytes_text(step)} more by the end of a step with a float32 loss"
+            yield Finding(NAME, "warn", line.pattern, text, hint, step)
         elif weight.said.dim is None:
-            yield _whole(subject, head.pattern, weight)
+            text = f"the head is replicated: {bytes_text(weight.bytes)} on every rank, and logits of full width"
+            more = weight.bytes * (subject.tp_size - 1) // subject.tp_size
+            yield Finding(NAME, "warn", head.pattern, text, "`autoplan plan` shards it", more)
 
 
 def gather_bytes(subject: Audited, rows: int) -> tuple[int, int]:
@@ -38,23 +43,3 @@ def gather_bytes(subject: Audited, rows: int) -> tuple[int, int]:
     whole = subject.settings.tokens * rows
     saved = (subject.tp_size - 1) / subject.tp_size
     return 2 * whole * item, round((whole * item + _FP32_COPIES * whole * 4) * saved)
-
-
-def _gathered(subject: Audited, rows: int) -> str:
-    forward, step = gather_bytes(subject, rows)
-    return (
-        f"logits [{subject.settings.tokens}, {rows}] are gathered on every rank: {bytes_text(forward)} more in "
-        f"the head's forward, about {bytes_text(step)} more by the end of a step with a float32 loss"
-    )
-
-
-def _whole(subject: Audited, pattern: str, weight: Weight) -> Finding:
-    text = f"the head is replicated: {bytes_text(weight.bytes)} on every rank, and logits of full width"
-    return Finding(
-        NAME,
-        "warn",
-        pattern,
-        text,
-        "`autoplan plan` shards it",
-        weight.bytes * (subject.tp_size - 1) // subject.tp_size,
-    )

@@ -12,7 +12,7 @@ from typing import Any
 from autoplan.check.audit.subject import Audited, Level
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import matches, nearest
-from autoplan.values import Finding, Stack
+from autoplan.values import Finding
 
 NAME = "layers"
 
@@ -23,7 +23,11 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         return
     for purpose, setting in (given if isinstance(given, Mapping) else {"layers": given}).items():
         chosen, unknown = _modules(subject, setting)
-        yield from (_unknown(subject, purpose, name) for name in unknown)
+        for name in unknown:
+            classes = {type(module).__name__ for module in subject.modules.values()}
+            close = nearest(name, [*classes, *subject.modules])
+            hint = f"the model has {', '.join(close)}" if close else _blocks_hint(subject)
+            yield Finding(NAME, "error", purpose, f"{purpose}: {name} is not a class or path of this model", hint)
         if not chosen and not unknown:
             yield Finding(NAME, "error", purpose, f"{purpose}: the setting selects no module", _blocks_hint(subject))
         elif chosen:
@@ -55,13 +59,6 @@ def _selects(entry: Any, name: str, module: Any) -> bool:
     raise AutoplanError(f"layers: {entry!r} is not a class name, path or module", hint="pass names, paths or modules")
 
 
-def _unknown(subject: Audited, purpose: str, name: str) -> Finding:
-    classes = {type(module).__name__ for module in subject.modules.values()}
-    close = nearest(name, [*classes, *subject.modules])
-    hint = f"the model has {', '.join(close)}" if close else _blocks_hint(subject)
-    return Finding(NAME, "error", purpose, f"{purpose}: {name} is not a class or path of this model", hint)
-
-
 def _compared(subject: Audited, purpose: str, chosen: list[str]) -> Iterator[Finding]:
     blocks = {block: stack for stack in subject.stacks for block in stack.fqns}
     taken = [name for name in chosen if name in blocks]
@@ -79,14 +76,11 @@ def _compared(subject: Audited, purpose: str, chosen: list[str]) -> Iterator[Fin
     for stack in subject.stacks:
         missed = [block for block in stack.fqns if block not in chosen and not _above(block, dict.fromkeys(chosen))]
         if missed:
-            yield _missed(subject, purpose, stack, missed)
-    if purpose != "checkpointing":
-        yield from _mixed_dtypes(subject, purpose, taken)
-
-
-def _mixed_dtypes(subject: Audited, purpose: str, blocks: list[str]) -> Iterator[Finding]:
-    """FSDP2 flattens the parameters of a unit into one buffer, which has one dtype."""
-    for block in blocks:
+            text = f"{purpose}: {len(missed)} of {len(stack.fqns)} {stack.kind} blocks of {stack.name} are not selected"
+            hint = f"add {subject.folded(missed)}"
+            yield Finding(NAME, "warn", purpose, text, hint, _bytes(subject, missed))
+    # FSDP2 flattens the parameters of a unit into one buffer, which has one dtype
+    for block in taken if purpose != "checkpointing" else ():
         dtypes: dict[str, str] = {}
         for name, parameter in subject.modules[block].named_parameters():
             dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), name)
@@ -95,12 +89,6 @@ def _mixed_dtypes(subject: Audited, purpose: str, blocks: list[str]) -> Iterator
             text = f"{purpose}: the unit {block} mixes {len(dtypes)} dtypes ({held_in})"
             yield Finding(NAME, "warn", purpose, text, "make a unit for each dtype, or use one dtype")
             return
-
-
-def _missed(subject: Audited, purpose: str, stack: Stack, missed: list[str]) -> Finding:
-    text = f"{purpose}: {len(missed)} of {len(stack.fqns)} {stack.kind} blocks of {stack.name} are not selected"
-    hint = f"add {subject.folded(missed)}"
-    return Finding(NAME, "warn", purpose, text, hint, _bytes(subject, missed))
 
 
 def _above(name: str, known: Mapping[str, Any]) -> str:

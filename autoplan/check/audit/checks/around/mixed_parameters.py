@@ -20,7 +20,12 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         return
     # A style of torch puts every parameter of its module on the mesh, those that it does not cut as replicated.
     styled = subject.plan.dialect == "torch"
-    cut = [w for w in subject.weights if w.said.dim is not None or (styled and _has_style(w.said.line))]
+    cut = [
+        w
+        for w in subject.weights
+        if w.said.dim is not None
+        or (styled and w.said.line is not None and w.said.line.style not in ("", "local_params"))
+    ]
     plain = [w for w in subject.weights if w not in cut and subject.parameters[w.name].requires_grad]
     if plain and cut:
         text = f"{len(plain)} parameters ({subject.folded(w.name for w in plain)}) are plain tensors next to "

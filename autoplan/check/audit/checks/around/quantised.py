@@ -110,7 +110,13 @@ _WAYS_OUT = "place experts on different ranks, use fewer ranks, or replicate it:
 
 
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
-    yield from _parted(subject)
+    if subject.plan.plan is None:  # a plan of ours cuts stored tensors with their weight
+        parted: dict[tuple[str, str, str], list[str]] = {}
+        for one in partings(subject.plan, subject.packed, subject.modules, subject.tp_size):
+            parted.setdefault((one.line.pattern, one.message, one.proof), []).append(one.weight)
+        for (pattern, message, proof), names in parted.items():
+            size = sum(weight.bytes for weight in subject.packed if weight.name in names)
+            yield Finding(NAME, "error", pattern, f"{subject.folded(names)}: {message}", _WAYS_OUT, size, proof)
     groups: dict[tuple[str, str, str], list[str]] = {}
     for module, held in subject.modules.items():
         tensors = {**held._parameters, **held._buffers}
@@ -129,26 +135,10 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
                 key = (line.pattern if line else module, problem, other)
                 groups.setdefault(key, []).append(module)
     for (pattern, problem, other), modules in groups.items():
-        text = f"{modules[0]}: {problem}"
-        yield Finding(NAME, _level(subject), pattern, text, f"shard the weight and {other} together, between blocks",
-                      proof=subject.proof() if subject.is_wrong else "")  # fmt: skip
-
-
-def _parted(subject: Audited) -> Iterator[Finding]:
-    """Compare what the config says is stored with what the plan shards."""
-    if subject.plan.plan is not None:
-        return  # ours cuts stored tensors with their weight
-    alike: dict[tuple[str, str, str], list[str]] = {}
-    for one in partings(subject.plan, subject.packed, subject.modules, subject.tp_size):
-        alike.setdefault((one.line.pattern, one.message, one.proof), []).append(one.weight)
-    for (pattern, message, proof), names in alike.items():
-        text = f"{subject.folded(names)}: {message}"
-        size = sum(weight.bytes for weight in subject.packed if weight.name in names)
-        yield Finding(NAME, "error", pattern, text, _WAYS_OUT, size, proof)
-
-
-def _level(subject: Audited) -> Level:
-    return "error" if subject.is_wrong else "warn"
+        level: Level = "error" if subject.is_wrong else "warn"
+        text, proof = f"{modules[0]}: {problem}", subject.proof() if subject.is_wrong else ""
+        hint = f"shard the weight and {other} together, between blocks"
+        yield Finding(NAME, level, pattern, text, hint, proof=proof)
 
 
 def _blocks(weight: Any, scale: Any) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from autoplan.analyse.picture.flow import Node, node_of
 from autoplan.check.audit.subject import Audited, Weight
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import starred
 from autoplan.values import Finding
 
 NAME = "edges"
@@ -26,7 +26,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         return  # what a plan of ours hands on is derived, not said; and what is exact agrees
     groups: dict[tuple[str, str, Lies, Lies], list[tuple[Weight, Weight]]] = {}
     for giver, taker in _edges(subject):
-        gives, takes = _gives(subject, giver), _takes(subject, taker)
+        gives, takes = _lies(subject, giver, "output"), _lies(subject, taker, "input")
         if gives and takes and gives != takes:
             groups.setdefault((starred(giver.module), starred(taker.module), gives, takes), []).append((giver, taker))
     for (_, _, gives, takes), pairs in groups.items():
@@ -75,30 +75,18 @@ def _weight(subject: Audited, node: Node, side: str) -> tuple[Weight, set[int]] 
     return subject.by_name[dim.parameter], {fact.id for fact in subject.solution.classes if place in fact.parameters}
 
 
-def _gives(subject: Audited, weight: Weight) -> Lies:
+def _lies(subject: Audited, weight: Weight, side: Literal["input", "output"]) -> Lies:
+    """Return how a layer's input or output lies on ranks by its style; "" if unknown."""
     line = weight.said.line
     if line is None:
         return "whole"
     if line.style not in _KNOWN:
         return ""
-    return _stated(subject, weight, "output_layouts") or ("a shard" if line.style in _SHARDED_OUT else "whole")
-
-
-def _takes(subject: Audited, weight: Weight) -> Lies:
-    line = weight.said.line
-    if line is None:
-        return "whole"
-    if line.style not in _KNOWN:
-        return ""
-    return _stated(subject, weight, "input_layouts") or ("a shard" if line.style in _SHARDED_IN else "whole")
-
-
-def _stated(subject: Audited, weight: Weight, side: str) -> Lies:
-    """Return what a style object of torch itself says about one side."""
-    assert weight.said.line is not None
-    layouts = getattr(subject.plan.raw.get(weight.said.line.pattern), side, None)
+    # What a style object of torch itself says about this side comes first
+    layouts = getattr(subject.plan.raw.get(line.pattern), f"{side}_layouts", None)
     layout = layouts[0] if isinstance(layouts, (list, tuple)) and layouts else layouts
     dim = getattr(layout, "dim", None)
-    if dim is None:
-        return "whole" if type(layout).__name__ == "Replicate" else ""
-    return "a shard" if dim in (-1, 2) else "a part of the sequence"
+    if dim is not None:
+        return "a shard" if dim in (-1, 2) else "a part of the sequence"
+    sharded = line.style in (_SHARDED_OUT if side == "output" else _SHARDED_IN)
+    return "a shard" if sharded and type(layout).__name__ != "Replicate" else "whole"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Audited, Weight
+from autoplan.common.patterns import holders
 from autoplan.values import Finding
 
 NAME = "experts"
@@ -18,33 +19,6 @@ _SUMS = ("moe_tp_experts", "all_reduce")
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if subject.plan.plan is not None:
         return
-    yield from _routers(subject)
-    if subject.plan.dialect != "transformers":
-        return
-    holders: dict[str, list[Weight]] = {}
-    for weight in subject.weights:
-        if len(weight.fact.shape) == 3 and weight.said.dim is not None:
-            holders.setdefault(weight.module, []).append(weight)
-    silent = {
-        module: weights
-        for module, weights in holders.items()
-        if not any(line.style in _SUMS and _holds(subject, line, module) for line in subject.plan.lines)
-    }
-    if silent:
-        names = [weight.name for weights in silent.values() for weight in weights]
-        where = tuple(dict.fromkeys(w.said.line.pattern for ws in silent.values() for w in ws if w.said.line))
-        text = f"{names[0]} is sharded, but the experts' partial outputs are never summed"
-        hint = f"{subject.folded(silent)!r}: 'moe_tp_experts'"
-        yield subject.suspect(NAME, where, text, hint, names=names)
-
-
-def _holds(subject: Audited, line: object, module: str) -> bool:
-    """Return whether a line is about the module itself or one that holds it."""
-    parts = module.split(".")
-    return any(subject.plan.reaches(line, ".".join(parts[:n])) for n in range(1, len(parts) + 1))  # type: ignore[arg-type]
-
-
-def _routers(subject: Audited) -> Iterator[Finding]:
     for axis in subject.solution.classes:
         if not any("topk" in event for event in axis.events):
             continue
@@ -53,3 +27,24 @@ def _routers(subject: Audited) -> Iterator[Finding]:
             if weight is not None and weight.is_matrix and weight.said.dim == dim and weight.said.line is not None:
                 text = f"{name} scores {axis.size} choices; sharded, each rank would see only some of the scores"
                 yield subject.suspect(NAME, weight.said.line.pattern, text, "replicate the router", names=[name])
+    if subject.plan.dialect != "transformers":
+        return
+    stacks: dict[str, list[Weight]] = {}
+    for weight in subject.weights:
+        if len(weight.fact.shape) == 3 and weight.said.dim is not None:
+            stacks.setdefault(weight.module, []).append(weight)
+    silent = {
+        module: weights
+        for module, weights in stacks.items()
+        if not any(
+            line.style in _SUMS
+            and any(subject.plan.reaches(line, place) for place in (module, *holders(module)) if place)
+            for line in subject.plan.lines
+        )
+    }
+    if silent:
+        names = [weight.name for weights in silent.values() for weight in weights]
+        where = tuple(dict.fromkeys(w.said.line.pattern for ws in silent.values() for w in ws if w.said.line))
+        text = f"{names[0]} is sharded, but the experts' partial outputs are never summed"
+        hint = f"{subject.folded(silent)!r}: 'moe_tp_experts'"
+        yield subject.suspect(NAME, where, text, hint, names=names)

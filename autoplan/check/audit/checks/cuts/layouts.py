@@ -25,8 +25,9 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             groups.setdefault((line.pattern, reason), []).append(weight)
     for (pattern, reason), weights in groups.items():
         names = [weight.name for weight in weights]
-        yield subject.suspect(NAME, pattern, f"shards dim {weights[0].said.dim} of {names[0]}: {reason}",
-                              _fix(weights[0]), names=names)  # fmt: skip
+        text, right = f"shards dim {weights[0].said.dim} of {names[0]}: {reason}", weights[0].fact.dim
+        hint = "replicate it" if right is None else f"shard dim {right}"
+        yield subject.suspect(NAME, pattern, text, hint, names=names)
 
 
 def _wrong_cut(subject: Audited, weight: Weight) -> str:
@@ -42,8 +43,3 @@ def _wrong_cut(subject: Audited, weight: Weight) -> str:
         rows = len(subject.wanted_rows(weight)[0])
         return f"rank 0 holds other rows than its neighbours, whose shards have {rows} of {fact.shape[said.dim]}"
     return ""
-
-
-def _fix(weight: Weight) -> str:
-    fact = weight.fact
-    return f"shard dim {fact.dim}" if fact.dim is not None else "replicate it"

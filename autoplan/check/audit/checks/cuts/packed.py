@@ -28,15 +28,11 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         first = weights[0]
         how = "in two equal halves" if first.said.parts > 1 else "as one run of rows"
         names = [weight.name for weight in weights]
-        text = f"{first.name} holds {_segments(layout)} along dim {first.fact.dim}, but is sharded {how}"
+        parsed = Layout.parse(layout)
+        sizes = " + ".join(str(part.size) for part in parsed.parts)
+        held = f"segments of {sizes} rows" if parsed.kind == "concatenation" else "interleaved segments"
+        text = f"{first.name} holds {held} along dim {first.fact.dim}, but is sharded {how}"
         hint = "shard each segment separately (autoplan's packed_colwise does), or replicate it"
         if first.said.line is not None and first.said.line.style == "colwise_gather_output":
             continue
         yield subject.suspect(NAME, pattern, text, hint, names=names)
-
-
-def _segments(layout: str) -> str:
-    parts = Layout.parse(layout)
-    if parts.kind != "concatenation":
-        return "interleaved segments"
-    return f"segments of {' + '.join(str(part.size) for part in parts.parts)} rows"

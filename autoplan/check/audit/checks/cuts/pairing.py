@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.check.audit.subject import Audited, Weight
+from autoplan.check.audit.subject import Audited
 from autoplan.values import Finding, SplitLogits, VocabularyTable
 
 NAME = "pairing"
@@ -23,15 +23,11 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         weights = [w for w in weights if w.is_matrix and w.module not in logits]
         if not axis.split or len(weights) < 2:
             continue
-        cut = [w for w in weights if w.said.dim == places.get(w.name, w.fact.dim) and _keeps_split(w)]
+        kept = [w for w in weights if w.said.line is not None and w.said.line.style not in _WHOLE_AT_THE_BOUNDARY]
+        cut = [w for w in kept if w.said.dim == places.get(w.name, w.fact.dim)]
         whole = [w for w in weights if w.said.dim is None]
         if cut and whole:
             text = f"shards an axis of {axis.size} along which {', '.join(w.name for w in whole[:3])} is replicated"
             names = [w.name for w in (*cut, *whole)]
             hint = f"shard {subject.folded(w.module for w in whole)} too, or gather the output"
             yield subject.suspect(NAME, subject.patterns(w.module for w in cut), text, hint, names=names)
-
-
-def _keeps_split(weight: Weight) -> bool:
-    line = weight.said.line
-    return line is not None and line.style not in _WHOLE_AT_THE_BOUNDARY

@@ -21,7 +21,8 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         if len(weight.names) < 2 or subject.plan.plan is not None:
             continue
         lines = {name: line for name in weight.names if (line := subject.plan.line_for(name)) is not None}
-        cuts = {_cut(line.style) for line in lines.values()}
+        written = [CUTS.get(line.style, "whole") for line in lines.values()]
+        cuts = {_AS_ROWS.get(cut, cut) for cut in written}
         whole = len(lines) < len(weight.names)
         both = " and ".join(weight.names[:2])
         where = tuple(dict.fromkeys(line.pattern for line in lines.values()))
@@ -34,8 +35,3 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             text = f"{both} are one tied parameter, but the plan gives {', '.join(map(str, lines.values()))}"
             hint = "give both the same sharding: embedding_rowwise for the table is colwise for the head"
             yield subject.suspect(NAME, where, text, hint, names=weight.names)
-
-
-def _cut(style: str) -> str:
-    cut = CUTS.get(style, "whole")
-    return _AS_ROWS.get(cut, cut)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autoplan.analyse.picture.obstacles import obstacles
 from autoplan.check.audit.subject import Audited
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import starred
 from autoplan.decide.written_plans.choices import CUTS
 from autoplan.values import Finding, Obstacle
 

@@ -7,7 +7,6 @@ precision and different in the dtype asked for is rounding, and its size is said
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from autoplan.capture.copies import copied
 from autoplan.check.audit.subject import Audited
@@ -24,18 +23,6 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if clone is None or subject.numbers is None:
         yield Finding(NAME, "note", "", f"not run in {dtype}: {subject.unproven}")
         return
-    forward, gradient = _spread(subject, clone, dtype)
-    seen = f"in {dtype}, outputs differ by up to {forward:.1e} and gradients by up to {gradient:.1e}"
-    if subject.is_wrong:
-        text = f"{seen}, which is not rounding: the plan is wrong in double precision too"
-        yield Finding(NAME, "error", "", text, "see the other findings", proof=subject.proof())
-    else:
-        text = f"{seen}: this is rounding, since the plan is exact in double precision"
-        yield Finding(NAME, "note", "", text)
-
-
-def _spread(subject: Audited, clone: Any, dtype: str) -> tuple[float, float]:
-    """The largest errors of outputs and gradients in another precision."""
     import torch
 
     from autoplan.check.audit.trial import sharding_for
@@ -50,4 +37,11 @@ def _spread(subject: Audited, clone: Any, dtype: str) -> tuple[float, float]:
     cast_numbers(model, wanted)
     feeds = inputs_in(wanted, clone.feeds)
     report = check_sharding(model, feeds, sharding_for(subject.plan), subject.numbers.tp_size, checks=("forward",))
-    return report.forward or 0.0, max(report.gradients.values(), default=0.0)
+    forward, gradient = report.forward or 0.0, max(report.gradients.values(), default=0.0)
+    seen = f"in {dtype}, outputs differ by up to {forward:.1e} and gradients by up to {gradient:.1e}"
+    if subject.is_wrong:
+        text = f"{seen}, which is not rounding: the plan is wrong in double precision too"
+        yield Finding(NAME, "error", "", text, "see the other findings", proof=subject.proof())
+    else:
+        text = f"{seen}: this is rounding, since the plan is exact in double precision"
+        yield Finding(NAME, "note", "", text)

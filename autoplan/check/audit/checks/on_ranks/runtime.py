@@ -12,16 +12,7 @@ from typing import Any
 
 from autoplan.check.audit.subject import Audited
 from autoplan.common.patterns import matches
-from autoplan.values import (
-    Boundary,
-    CallRewrite,
-    Finding,
-    ParallelBlock,
-    ParameterRule,
-    Runtime,
-    SplitLogits,
-    VocabularyTable,
-)
+from autoplan.values import Boundary, CallRewrite, Finding, ParallelBlock, ParameterRule, SplitLogits, VocabularyTable
 
 NAME = "runtime"
 _SAID: dict[type[Any], str] = {
@@ -42,30 +33,23 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         yield Finding(NAME, "warn", "", "no plan can be made from this plan's own choices on this model", "plan again")
         return
     for kind, text in _SAID.items():
-        names = subject.parameters if kind is ParameterRule else subject.modules
-        have, need = (_expanded(_items(p.runtime, kind), {**names, **_buffers(subject)}) for p in (plan, right))
+        names = dict(subject.parameters if kind is ParameterRule else subject.modules)
+        names |= dict(subject.model.named_buffers(remove_duplicate=False))
+        items = [p.runtime.parameters if kind is ParameterRule else p.runtime.of(kind) for p in (plan, right)]
+        have, need = (_expanded(own, names) for own in items)
         groups: dict[str, list[str]] = {}
         for name in dict.fromkeys([*have, *need]):
-            extra, missing = (
-                have.get(name, set()) - need.get(name, set()),
-                need.get(name, set()) - have.get(name, set()),
-            )
+            has, needs = have.get(name, set()), need.get(name, set())
+            extra, missing = has - needs, needs - has
             if extra or missing:
-                groups.setdefault(_difference(extra, missing), []).append(name)
+                parts = [f"it has {item}" for item in sorted(extra)] + [f"it lacks {item}" for item in sorted(missing)]
+                groups.setdefault("; ".join(parts[:3]).replace("pattern='', ", ""), []).append(name)
         for difference, places in groups.items():
             yield subject.suspect(NAME, subject.patterns(places), f"{text}: {difference}", "plan again", names=places)
     for field in ("random", "random_whole", "draws"):
         have, need = getattr(plan.runtime, field), getattr(right.runtime, field)
         if have != need and (field == "draws" or _modules(subject, have) != _modules(subject, need)):
             yield subject.suspect(NAME, "", "random numbers are not drawn as the sharding requires", "plan again")
-
-
-def _items(runtime: Runtime, kind: type[Any]) -> tuple[Any, ...]:
-    return runtime.parameters if kind is ParameterRule else runtime.of(kind)
-
-
-def _buffers(subject: Audited) -> dict[str, Any]:
-    return dict(subject.model.named_buffers(remove_duplicate=False))
 
 
 def _expanded(items: tuple[Any, ...], names: dict[str, Any]) -> dict[str, set[Any]]:
@@ -81,14 +65,3 @@ def _expanded(items: tuple[Any, ...], names: dict[str, Any]) -> dict[str, set[An
 
 def _modules(subject: Audited, patterns: tuple[str, ...]) -> set[str]:
     return {name for name in subject.modules for pattern in patterns if matches(pattern, name)}
-
-
-def _difference(extra: set[Any], missing: set[Any]) -> str:
-    parts = [f"it has {_short(item)}" for item in sorted(extra)] + [
-        f"it lacks {_short(item)}" for item in sorted(missing)
-    ]
-    return "; ".join(parts[:3])
-
-
-def _short(text: str) -> str:
-    return text.replace("pattern='', ", "")

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Audited, Level, Weight
-from autoplan.common.patterns import is_under
-from autoplan.decide.plan.folding import starred
+from autoplan.common.patterns import is_under, starred
 from autoplan.emit.words import bytes_text
 from autoplan.values import Finding
 
@@ -43,7 +42,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     blocks = "; ".join(said)
     level: Level = "warn" if share < _ENOUGH or blocks else "note"
     hint = f"{blocks}; " if blocks else ""
-    first = subject.folded(_alike(missed, missed[0]))
+    first = subject.folded([weight.name for weight in missed if starred(weight.name) == starred(missed[0].name)])
     yield Finding(NAME, level, first, text, f"{hint}`autoplan plan` shards them", held)
 
 
@@ -55,7 +54,3 @@ def _largest(subject: Audited, missed: list[Weight]) -> str:
     return ", ".join(
         f"{subject.folded(w.name for w in group)} ({bytes_text(sum(w.bytes for w in group))})" for group in heavy
     )
-
-
-def _alike(weights: list[Weight], like: Weight) -> list[str]:
-    return [weight.name for weight in weights if starred(weight.name) == starred(like.name)]

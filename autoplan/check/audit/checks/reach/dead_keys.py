@@ -6,9 +6,8 @@ names the nearest path that exists. DeepSpeed's AutoTP reads no specs for what i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from autoplan.check.audit.lines import Line
 from autoplan.check.audit.subject import Audited
 from autoplan.common.patterns import fold_names, matches, nearest
 from autoplan.decide.written_plans.choices import CUTS
@@ -21,14 +20,20 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     known = [*subject.modules, *subject.parameters]
     for line in subject.plan.lines:
         if not any(subject.plan.reaches(line, name) for name in known):
-            close = nearest(line.pattern, fold_names(_takers(subject, line, known)))
+            # What a key may have been meant for: names without a row that, for a sharding style, can be sharded
+            able = {name for weight in subject.weights if weight.fact.dim is not None for name in weight.names}
+            able |= {name.rpartition(".")[0] for name in able}
+            cuts = CUTS.get(line.style, "any") not in ("whole", "nothing")
+            free = [name for name in known if subject.plan.line_for(name) is None and (name in able or not cuts)]
+            close = nearest(line.pattern, fold_names(free))
             if subject.plan.dialect == "deepspeed":
                 shown = ", ".join(fold_names(subject.parameters)[:3])
                 hint = f"DeepSpeed matches from the start of a name (begin with '.*'); names look like {shown}"
                 yield Finding(NAME, "warn", line.pattern, f"{line} matches no parameter that is not yet matched", hint)
                 continue
             hint = f"did you mean {close[0]!r}?" if close else "remove it: no similar path is missing a row"
-            size = sum(w.bytes for w in subject.weights if close and _under(close[0], w.name))
+            meant = [w for w in subject.weights if close and any(matches(close[0], n) for n in (w.name, w.module))]
+            size = sum(w.bytes for w in meant)
             yield Finding(NAME, "warn", line.pattern, f"{line} matches no module and no parameter", hint, size)
         elif subject.plan.dialect == "deepspeed" and CUTS.get(line.style, "whole") != "whole":
             weights = subject.of_line(line)
@@ -36,15 +41,3 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
                 owner = type(subject.modules[weights[0].module]).__name__
                 text = f"{line} matches {weights[0].name} of {owner}, but AutoTP shards only linear layers and tables"
                 yield Finding(NAME, "warn", line.pattern, text, "remove it: it is replicated")
-
-
-def _takers(subject: Audited, line: Line, known: Iterable[str]) -> list[str]:
-    """Return what a key may have been meant for: names without a row that, for a sharding style, can be sharded."""
-    able = {name for weight in subject.weights if weight.fact.dim is not None for name in weight.names}
-    able |= {name.rpartition(".")[0] for name in able}
-    cuts = CUTS.get(line.style, "any") not in ("whole", "nothing")
-    return [name for name in known if subject.plan.line_for(name) is None and (name in able or not cuts)]
-
-
-def _under(pattern: str, name: str) -> bool:
-    return matches(pattern, name) or matches(pattern, name.rpartition(".")[0])
