@@ -89,8 +89,8 @@ def plan(
     wish = Wish(tp_size, ep_size, sequence_parallel, strict, prove, trial_seconds, uneven, cp_size)
     if cp_size > 1 and (source not in ("auto", "inferred") or overrides is not None):
         raise AutoplanError(
-            f"source={source!r}, overrides={overrides!r} with cp_size={cp_size}: such a plan is always inferred",
-            hint="leave source and overrides out",
+            f"source={source!r}, overrides={overrides!r} with cp_size={cp_size}: such plans are inferred",
+            hint="omit source and overrides",
         )
     source = "inferred" if cp_size > 1 else source
     with with_rules(rules):
@@ -150,7 +150,7 @@ def parallelize(
 
     dims = read_mesh(mesh, mesh_dims)
     with fail_together(dims.voters, "parallelize"):
-        check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
+        check_argument("model", model, nn.Module, "pass the model itself, an nn.Module")
         options = _options(options, keywords)
         _refuse_no_module(model, check)
         with whole_or_as_it_was(model):  # making a plan reads the model, but runs its code
@@ -192,10 +192,10 @@ def _options(options: Options | None, keywords: Keywords) -> Options:
     if options is None:
         return Options.of(keywords)
     if not isinstance(options, Options):
-        raise AutoplanError(f"options={options!r}", hint="give autoplan.Options(...), or keywords")
+        raise AutoplanError(f"options={options!r}", hint="pass autoplan.Options(...), or keywords")
     if keywords:
         raise AutoplanError(
-            f"options and the keyword {next(iter(keywords))} were both given", hint="say it in one of the two"
+            f"options and the keyword {next(iter(keywords))} were both given", hint="pass it in only one of them"
         )
     return options
 
@@ -203,8 +203,8 @@ def _options(options: Options | None, keywords: Keywords) -> Options:
 def _refuse_no_module(model: object, check: object) -> None:
     if not isinstance(model, nn.Module):
         raise AutoplanError(
-            f"parallelize changes a live model, and {type(model).__name__} is none",
-            hint="build it first: a torch.nn.Module, on any device, meta too",
+            f"parallelize changes a live model, but got a {type(model).__name__}",
+            hint="build it first: a torch.nn.Module, on any device (meta too)",
         )
     if not isinstance(check, bool):
         raise AutoplanError(f"check={check!r}", hint="choose True or False")

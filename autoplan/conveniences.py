@@ -38,14 +38,14 @@ def _report_text(report: Report) -> str:
 def _explain(plan: Plan, path: str) -> str:
     from autoplan.emit.explain import explain
 
-    check_argument("path", path, str, "give the path of a module or a parameter, or a pattern")
+    check_argument("path", path, str, "pass the path of a module or a parameter, or a pattern")
     return explain(plan, path)
 
 
 def _diff(plan: Plan, other: Plan) -> tuple[Change, ...]:
     from autoplan.emit.explain import diff
 
-    check_argument("other", other, Plan, "give another plan, such as autoplan.load_plan(path)")
+    check_argument("other", other, Plan, "pass another plan, such as autoplan.load_plan(path)")
     return diff(plan, other)
 
 
@@ -70,7 +70,7 @@ def _to_hf(plan: Plan, model: Any, *, old: bool, drop: bool) -> dict[str, str]:
 def _export(plan: Plan, target: str, model: Any, *, drop: bool) -> Exported:
     from autoplan.emit.exports.export import Surroundings, export
 
-    check_argument("target", target, str, "give a system's name; `autoplan export --help` lists them")
+    check_argument("target", target, str, "pass a target system; `autoplan export --help` lists them")
     if model is None:
         return export(plan, target, Surroundings(), drop=drop)
     return export(plan, target, surroundings(plan, model), drop=drop)
@@ -100,7 +100,7 @@ def _part_for(plan: Plan, model: Any) -> Plan:
 
     from autoplan.execute.styles import part_for
 
-    check_argument("model", model, nn.Module, "give the stage itself, an nn.Module")
+    check_argument("model", model, nn.Module, "pass the stage itself, an nn.Module")
     return part_for(plan, model)
 
 
@@ -116,13 +116,13 @@ def _plan_report(
     from autoplan.emit.pages.markup import write_page
     from autoplan.emit.pages.page import plan_page
 
-    check_argument("estimate", estimate, (Estimate, type(None)), "give what autoplan.estimate returns")
-    check_argument("what_if", what_if, (dict, type(None)), "give {size of tp: autoplan.WhatIf}")
+    check_argument("estimate", estimate, (Estimate, type(None)), "pass the result of autoplan.estimate")
+    check_argument("what_if", what_if, (dict, type(None)), "pass {tp size: autoplan.WhatIf}")
     write_page(path, lambda: plan_page(plan, plan.to_dict(), estimate, _bytes(memory), what_if or {}))
 
 
 def _bytes(memory: str | int | None) -> int:
-    check_argument("memory", memory, (str, int, type(None)), "give it like 80GB, or a number of bytes")
+    check_argument("memory", memory, (str, int, type(None)), "pass it like 80GB, or a number of bytes")
     if memory is None or isinstance(memory, int):
         return memory or 0
     from autoplan.forecast.choose import parse_memory

@@ -26,7 +26,7 @@ def successor(name: str, renamed: Mapping[str, Renamed], owner: str = "autoplan"
     if rename is None:
         return None
     warnings.warn(
-        f"{owner}.{name} is {owner}.{rename.by} since version {rename.since}, and goes in version {rename.until}",
+        f"{owner}.{name} was renamed {owner}.{rename.by} in {rename.since} and will be removed in {rename.until}",
         DeprecationWarning,
         stacklevel=stacklevel,
     )

@@ -36,7 +36,7 @@ def hand_over(host: Host, model: nn.Module | None = None) -> Host:
     Checkpoints hold the unsharded model's weights, as `save_pretrained` writes them, and the optimizer's state by names
     of parameters: a run can be resumed at another tp size. Every rank saves and loads.
     """
-    check_argument("host", host, type, "give a class: Trainer, one that descends from it, or Accelerator")
+    check_argument("host", host, type, "pass a class: Trainer, a subclass of it, or Accelerator")
     names = {cls.__name__ for cls in host.__mro__}
     adapted: Any = None
     if "Trainer" in names:
@@ -44,7 +44,7 @@ def hand_over(host: Host, model: nn.Module | None = None) -> Host:
     elif "Accelerator" in names:
         if model is None or _sizes(model) is None:
             raise AutoplanError(
-                "an Accelerator must know the sharded model before it is made",
+                "an Accelerator needs the sharded model before it is created",
                 hint="hand_over(Accelerator, model), after autoplan.parallelize(model, ...)",
             )
         adapted = accelerator_class(host, _SHARDED, model)

@@ -57,8 +57,7 @@ def plan_once(
         meet(
             Alike(
                 mine,
-                "some ranks hold another model, another version or other wishes than the rest, among them rank "
-                f"{dist.get_rank()}",
+                f"some ranks, among them rank {dist.get_rank()}, have a different model, version or arguments",
                 "build the same model from the same config on every rank, and pass the same arguments to plan_once",
             )
         )

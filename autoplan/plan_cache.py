@@ -48,7 +48,7 @@ def place_of(
     inputs, style objects, a function that makes a plan), since a change could not be noticed.
     """
     if folder is not None:
-        check_argument("cache", folder, (str, os.PathLike), "give the path of a folder")
+        check_argument("cache", folder, (str, os.PathLike), "pass the path of a folder")
     named = folder if folder is not None else os.environ.get(VARIABLE)
     if not named or not _all_plain(asked):
         return None
@@ -56,7 +56,7 @@ def place_of(
         Path(named).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise AutoplanError(
-            f"plans cannot be kept in {named}: {error.strerror}", hint=f"name another folder by cache= or {VARIABLE}"
+            f"cannot write plans to {named}: {error.strerror}", hint=f"set another folder by cache= or {VARIABLE}"
         ) from error
     description = json.dumps([name, *_said(module, asked)], sort_keys=True, default=repr)
     key = hashlib.sha256(description.encode()).hexdigest()[:24]

@@ -80,7 +80,7 @@ def draft_plan(
         stage("recording a run of the model")
         with recording(module, literals_say) as ways:
             captured = capture_source(source, module, choices)
-    stage("deciding what is split")
+    stage("deciding what to shard")
     packed = source.packed(module)
     stacks = layers(module, causal=calls_causal(captured.trace))
     solved = partial(
@@ -206,7 +206,7 @@ def solve_source(
             uneven = WholeSequence("blocks-apart", error=error.message)
             solution = replace(solved(captured.trace, sequence_stacks=None), whole_sequence=(uneven,))
     if wish.ranks > 1:
-        _refuse_useless(source, solution, wish, packed)
+        _refuse_useless(source, solution, wish, packed, capabilities)
     return solution
 
 
@@ -249,15 +249,17 @@ def write_down(
     return replace(plan, made_for=replace(plan.made_for, content=digest(plan)))
 
 
-def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tuple[PackedWeight, ...]) -> None:
+def _refuse_useless(
+    source: Source, solution: Solution, wish: Wish, packed: tuple[PackedWeight, ...], capabilities: Capabilities
+) -> None:
     """Raise if nothing can be split at this size or, if the caller is strict, if something cannot."""
     legal = ", ".join(map(str, solution.legal_tp))
     if wish.cp_size > 1:
         if not solution.sequence_parallel:
             reasons = "; ".join(map(str, solution.whole_sequence))
             raise IndivisibleError(
-                f"{source.name}: the sequence cannot be cut over {wish.cp_size} ranks: {reasons}",
-                hint="choose a size that divides its heads or channels, or data-parallel ranks in its place",
+                f"{source.name}: the sequence cannot be sharded over {wish.cp_size} ranks: {reasons}",
+                hint="choose a size that divides its heads or channels, or use data-parallel ranks instead",
             )
         return
     odd = [c for c in solution.classes if not c.split and isinstance(c.reason, DoesNotDivide)]
@@ -269,7 +271,7 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tupl
         raise IndivisibleError(
             f"{source.name}: an axis of {first.size} units in {first.parameters[0][0]} is not divisible by "
             f"tp={wish.tp_size} ({len(odd)} such axes)",
-            hint=f"choose one of the valid tp sizes: {legal}",
+            hint=f"choose a valid tp size: {legal}",
         )
     if wish.strict:
         refuse_parted_blocks(source.name, solution, packed)
@@ -278,15 +280,14 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tupl
         raise IndivisibleError(
             f"{source.name}: no experts can be placed on {wish.ep_size} different ranks"
             + (f" ({reasons})" if reasons else ""),
-            hint="ep_size needs modules that hold all their experts in one stack of weights; else split with tp_size",
+            hint="ep_size needs modules that store all their experts in stacked weights; otherwise use tp_size",
         )
-    if not any(fact.dim is not None for fact in solution.parameters):
-        unit = f": an axis of {odd[0].size} units in {odd[0].parameters[0][0]} stops it" if odd else ""
+    may_be_idle = capabilities.idle and (capabilities.whole or not odd)
+    if not may_be_idle and not any(fact.dim is not None for fact in solution.parameters):
+        unit = f": an axis of {odd[0].size} units in {odd[0].parameters[0][0]} prevents it" if odd else ""
         raise IndivisibleError(
-            f"{source.name}: nothing can be split at tp={wish.tp_size}{unit}",
-            hint=f"sizes that divide every axis: {legal}"
-            if odd
-            else "see plan(tp_size=1) for what stays whole and why",
+            f"{source.name}: nothing can be sharded at tp={wish.tp_size}{unit}",
+            hint=f"valid sizes: {legal}" if odd else "plan(tp_size=1) shows what is replicated and why",
         )
 
 
@@ -295,7 +296,7 @@ def _findings(
 ) -> Iterator[Finding]:
     """Yield what was requested and not done, and what the plan leaves open."""
     if wish.uneven != "never" and not made.packed:
-        text = f"uneven={wish.uneven!r} changes nothing: no weight of {source.name} is stored in blocks"
+        text = f"uneven={wish.uneven!r} has no effect: no weight of {source.name} is stored in blocks"
         yield Finding("quantised", "note", "", text)
     if capabilities.sequence:
         yield from sequence_findings(solution)
@@ -304,10 +305,13 @@ def _findings(
     if wish.ep_size > 1 and capabilities.experts:
         yield from expert_findings(made, solution)
     yield from whole_blocks(made)
+    if capabilities.idle and not made.entries:
+        text = f"nothing can be split at tp={wish.tp_size}: every rank computes the whole model"
+        yield Finding("split", "warn", "", text, "data-parallel ranks in place of tensor-parallel ones gain more")
     if source.config is None and made.runtime.idle:
         names = ", ".join(made.runtime.idle[:3])
         text = f"{names} never ran while tracing, so it was neither planned nor verified"
-        yield Finding("inputs", "warn", "", text, "pass inputs= that reach it")
+        yield Finding("inputs", "warn", "", text, "pass inputs= that run it")
 
 
 def _run_alike(classes: Iterable[ClassFact]) -> Iterator[Finding]:
@@ -322,5 +326,5 @@ def sequence_findings(solution: Solution) -> tuple[Finding, ...]:
     """Return what sequence parallelism leaves replicated, or why there is none."""
     if not solution.sequence_parallel:
         why = "; ".join(map(str, solution.whole_sequence))
-        return (Finding("sequence", "warn", "", f"sequence parallelism was asked for and is not applied: {why}"),)
-    return tuple(Finding("sequence", "note", "", f"the whole sequence at {why}") for why in solution.whole_sequence)
+        return (Finding("sequence", "warn", "", f"sequence parallelism was requested but is not applied: {why}"),)
+    return tuple(Finding("sequence", "note", "", f"full sequence needed: {why}") for why in solution.whole_sequence)

@@ -181,7 +181,8 @@ def _each(
     """Yield the collectives of these moves; those of the backward only where a gradient flows back."""
     for move in moves:
         if not move.backward or tensor in reached:
-            yield _Moved(span, module, move.backward, move.collective, elements * move.times, tensor)
+            many = 0 if move.of is Amount.OF_NEIGHBOUR else elements * move.times  # however long the sequence
+            yield _Moved(span, module, move.backward, move.collective, many, tensor)
 
 
 def _at_call(planned: CallRewrite, shards: Shards, flow: CallFlow, reached: Collection[int]) -> Iterator[_Moved]:
@@ -296,7 +297,7 @@ def _reasons(
                 if payment.backward == backward
                 and len(places := _places(payment, mine, flow, reductions, one.block)) > 1
             ]
-            excess = f"{'backward' if backward else 'forward'}: {have} bytes a token where {need} could do"
+            excess = f"{'backward' if backward else 'forward'}: {have} bytes per token, the minimum is {need}"
             yield f"{excess}: {_why(backward, apart, mine, one.block)}"
 
 
@@ -327,19 +328,21 @@ def _places(
 
 def _why(backward: bool, apart: list[str], moves: list[_Moved], block: str) -> str:
     apart = list(dict.fromkeys(apart))  # several values may be summed at the same places
-    if any(move.kind is Collective.ALL_TO_ALL for move in moves):
-        places = dict.fromkeys(_short(move.module, block) for move in moves if move.kind is Collective.ALL_TO_ALL)
-        return f"positions are exchanged for heads at {', '.join(places)}, so that no rank holds all of the stream"
+    if any(move.kind is Collective.ALL_TO_ALL and move.elements for move in moves):
+        places = dict.fromkeys(
+            _short(move.module, block) for move in moves if move.kind is Collective.ALL_TO_ALL and move.elements
+        )
+        return f"positions are exchanged for heads at {', '.join(places)}, so no rank holds the full stream"
     if apart and backward:
-        text = "the gradients at {} are summed apart, since what they flow back to gets a whole gradient besides"
+        text = "the gradients at {} are all-reduced separately, since they join a gradient that is already full"
         return "; ".join(map(text.format, apart))
     if apart:
-        text = "{} are summed apart, since the block's own code does more with them than add them to each other"
+        text = "{} are all-reduced separately, since the block uses them other than by adding them together"
         return "; ".join(map(text.format, apart))
     whole = dict.fromkeys(_short(move.module, block) for move in moves if move.kind != _BOTH_WAYS)
     if whole and any(move.kind is Collective.ALL_GATHER for move in moves):
-        return f"the sequence is gathered, or sharded again, where an op needs all of it: at {', '.join(whole)}"
-    return f"sums at {', '.join(dict.fromkeys(_short(move.module, block) for move in moves))}, one for each value"
+        return f"the sequence is gathered or sharded again for an op that needs all of it: at {', '.join(whole)}"
+    return f"one all-reduce per value at {', '.join(dict.fromkeys(_short(move.module, block) for move in moves))}"
 
 
 def _short(module: str, block: str) -> str:

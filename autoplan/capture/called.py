@@ -171,8 +171,8 @@ def with_shapes(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]] | None)
         return model
     if not feeds:
         raise CaptureError(
-            f"{waiting[0]} of {type(model).__name__} has no shape before its first call ({len(waiting)} such)",
-            hint="call the model once on an example before it is planned, or pass inputs= (then a copy is called)",
+            f"{waiting[0]} of {type(model).__name__} is uninitialized until the first call ({len(waiting)} such)",
+            hint="call the model once on an example before planning, or pass inputs= (then a copy is called)",
         )
     copy = copied(model)
     try:
@@ -181,15 +181,15 @@ def with_shapes(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]] | None)
                 call(copy, own(dict(inputs)))
     except Exception as error:  # someone else's forward may raise anything
         raise CaptureError(
-            f"the first call of {type(model).__name__}, which gives {waiting[0]} its shape, fails: "
+            f"the first call of {type(model).__name__}, which initializes {waiting[0]}, failed: "
             f"{type(error).__name__}: {error}",
             hint="pass inputs= as its forward takes them",
         ) from error
     left = _waiting(copy)
     if left:
         raise CaptureError(
-            f"{left[0]} of {type(model).__name__} has no shape even after a call with inputs=",
-            hint="pass a second feed, {name: {argument: tensor}}, that runs it",
+            f"{left[0]} of {type(model).__name__} is still uninitialized after a call with inputs=",
+            hint="pass a second feed that runs it: {name: {argument: tensor}}",
         )
     return copy
 

@@ -77,7 +77,7 @@ def _capture_any(model: nn.Module, feeds: dict[str, dict[str, Any]], notes: tupl
     except CaptureError as error:
         with suppress(CaptureError):
             supposed = capture_fake(model, feeds, supposing=True)
-            note = f"traced on supposed choices, since its Python asks for them: {fake_error.message}"
+            note = f"traced with assumed branch outcomes, since its Python code asks for them: {fake_error.message}"
             return _with_notes(supposed, (*notes, note))
         if len(feeds) < 2:
             raise error from fake_error
@@ -85,7 +85,7 @@ def _capture_any(model: nn.Module, feeds: dict[str, dict[str, Any]], notes: tupl
         if not runnable:
             raise error from fake_error
         return _capture_any(model, runnable, (*notes, *more))
-    note = f"traced on real numbers, since its Python needs them: {fake_error.message}"
+    note = f"traced on real numbers, since its Python code needs them: {fake_error.message}"
     return _with_notes(captured, (*notes, note))
 
 
@@ -97,7 +97,7 @@ def _runnable(model: nn.Module, feeds: dict[str, dict[str, Any]]) -> tuple[dict[
             capture_any(model, {name: inputs})
             runnable[name] = inputs
         except CaptureError as error:
-            notes.append(f"feed {name!r} was left out: {error.message}")
+            notes.append(f"feed {name!r} was skipped: {error.message}")
     return runnable, notes
 
 
@@ -126,7 +126,7 @@ def capture_hollow(model: nn.Module, feeds: dict[str, dict[str, Any]]) -> Captur
             if not copy.folds:
                 break
     raise problem or CaptureError(
-        "the model's Python depends on real numbers and it is too large to run for real",
+        "the model's Python code depends on tensor values, and it is too large to run for real",
         hint="plan a smaller model of the same class and use its plan's feeds",
     )
 

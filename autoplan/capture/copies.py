@@ -47,10 +47,9 @@ def copied(model: Model) -> Model:
         raise
     except Exception as error:  # any object may refuse in any way
         raise AutoplanError(
-            f"a copy of {type(model).__name__} is needed to run it safely, and it cannot be copied: "
+            f"a copy of {type(model).__name__} is needed to run it safely, but it cannot be copied: "
             f"{type(error).__name__}: {error}",
-            hint="what holds files, threads or generators can be made in its forward, or be left out of a copy by "
-            "__deepcopy__",
+            hint="create files, threads and generators in its forward, or leave them out of copies with __deepcopy__",
         ) from error
     copy_slots(model, memo)
     Rebinding(memo).everything()
@@ -112,9 +111,9 @@ class Rebinding:
             raise
         except Exception as error:  # any object may refuse in any way
             raise AutoplanError(
-                f"a copy of the model is needed to run it safely, but what one of its functions holds, a "
-                f"{type(original).__name__}, cannot be copied: {type(error).__name__}: {error}",
-                hint="let the function hold modules of the model alone, or make it a method of the model",
+                f"a copy of the model is needed to run it safely, but a {type(original).__name__} held by "
+                f"one of its functions cannot be copied: {type(error).__name__}: {error}",
+                hint="let the function hold only modules of the model, or make it a method of the model",
             ) from error
 
     def reaches(self, original: Any) -> bool:

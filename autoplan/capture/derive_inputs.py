@@ -115,8 +115,8 @@ def _not_found(arguments: Arguments, search: Search) -> CaptureError:
     closest = sorted(search.steps, key=lambda step: -step.reached)[:_SHOWN]
     lines = "".join(f"\n    {_tried(step)}" for step in closest)
     return CaptureError(
-        f"no inputs could be derived for {arguments.signature}: after {len(search.steps)} tries the nearest still "
-        f"ends in {best.failed}{where}\n  tried, the farthest first:{lines}",
+        f"no inputs could be inferred for {arguments.signature}: after {len(search.steps)} tries the "
+        f"closest attempt fails with {best.failed}{where}\n  tried, most successful first:{lines}",
         hint=f"edit the best guess and pass it: inputs={{{guess}}}",
     )
 
@@ -175,7 +175,7 @@ def _derived(part: nn.Module, size: tuple[int, int, int]) -> dict[str, Any]:
     arguments = _smallest(part, derive(part, *size, first=True))
     run = tried(part, arguments, supposing=True)
     if not run.complete:  # the search works on shapes alone and stops where values are read
-        raise CaptureError(str(run.failure or "it reads values of what it is given"))
+        raise CaptureError(str(run.failure or "it reads values of its inputs"))
     return arguments
 
 

@@ -36,7 +36,7 @@ class Draw:
     def spread(self, allowed: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Return numbers spread over all of `allowed`; a quarter is drawn freely, so that some occur twice."""
         if not allowed:
-            raise SourceError("there is nothing to choose example ids from", hint="look for a vocabulary of no ids")
+            raise SourceError("no values to choose example ids from", hint="check the config for an empty vocabulary")
         count = prod(_few(shape))
         even = torch.arange(count - count // 4) * len(allowed) // max(1, count - count // 4)
         places = torch.cat([even, self.integers(0, len(allowed), (count // 4,))])

@@ -52,7 +52,7 @@ def _target(op: Op) -> Any:
 
 def _unknown(op: Op) -> Any:
     def stands_for(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{op.name}.{op.overload} is not an aten op: this graph is a picture, not a program")
+        raise RuntimeError(f"{op.name}.{op.overload} is not an aten op: the graph can be read, but not run")
 
     stands_for.__name__ = stands_for.__qualname__ = f"{op.name}_{op.overload}".replace(".", "_").replace(":", "_")
     return stands_for

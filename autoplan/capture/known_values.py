@@ -65,7 +65,7 @@ class _Computing(TorchDispatchMode):
         tensors = [tensor for _, tensor in flatten_tensors((args, kwargs))]
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             if func._schema.is_mutable and not isinstance(tensors[0], FakeTensor):
-                raise RuntimeError(f"{func}: a known tensor is overwritten with what is not known")
+                raise RuntimeError(f"{func}: a known tensor is overwritten with unknown values")
             result = func(*args, **kwargs)
             return _supposed(func, tensors[0], result) if self.supposing and not func._schema.is_mutable else result
         if not tensors:

@@ -48,10 +48,10 @@ class Outsiders:
         name = self.name_of(tensor)
         if name is not None:
             raise OutsideError(
-                f"the forward of {where or 'the model'} reaches the parameter {name!r} from outside of the model: "
-                "through a global, a class, or a reference to the tensor that is not an attribute of its module",
-                hint="read it from the module that owns it (self.module.weight), so that a copy and a sharded model "
-                "find their own",
+                f"the forward of {where or 'the model'} uses the parameter {name!r} from outside the "
+                "model: through a global, a class, or a reference that is not an attribute of its module",
+                hint="read it from the module that owns it (self.module.weight), so that a copy or a sharded "
+                "model uses its own",
             )
 
 

@@ -73,9 +73,9 @@ class Recording:
         if index is None:
             if tensor.is_nested:
                 raise CaptureError(
-                    f"{self.frames[-1][0] or 'the model'} makes a nested tensor (torch.nested), whose rows are of "
-                    "unequal lengths: a recorded run has one size for each dim",
-                    hint="give the model padded rows and a mask, or one row of all tokens and where each begins",
+                    f"{self.frames[-1][0] or 'the model'} makes a nested tensor (torch.nested), whose "
+                    "rows have different lengths: a trace has one size per dim",
+                    hint="pass padded rows with a mask, or one packed row with its sequence starts",
                 )
             index = self.ids[id(tensor)] = len(self.kept)
             self.kept.append(tensor)

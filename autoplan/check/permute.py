@@ -33,11 +33,11 @@ from autoplan.common.random_values import untouched_randomness, working_dtype
 from autoplan.values import Trace, refs
 
 _POSITIONS_MATTER = {
-    Event.EMBED_INDEX: "its rows are looked up by number",
-    Event.INDEX_W: "its rows are looked up by number",
-    Event.EXPERTS: "tokens choose among its units by number",
-    Event.CREATED: "the model makes values that differ along it",
-    Event.CONST: "the model has constants that differ along it",
+    Event.EMBED_INDEX: "its rows are looked up by index",
+    Event.INDEX_W: "its rows are looked up by index",
+    Event.EXPERTS: "tokens choose among its units by index",
+    Event.CREATED: "the model creates values that vary along it",
+    Event.CONST: "the model has constants that vary along it",
 }
 _DRAWN = "the model draws random numbers along it"
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -61,9 +61,9 @@ def check_permutations(
     gathered = gathered_leaves(trace, axes)
     for axis in dict.fromkeys(find(term) for term in split):
         reason = next((text for event, text in _POSITIONS_MATTER.items() if event in axis.events), "")
-        reason = reason or ("its values are gathered in the weight's own order" if axis in gathered else "")
+        reason = reason or ("its values are gathered in the weight's order" if axis in gathered else "")
         if reason or axis.size < 2:
-            outcome.left_out[axis] = reason or "it has one unit"
+            outcome.left_out[axis] = reason or "it has only one unit"
         else:
             tried.append(axis)
     if not tried:

@@ -59,7 +59,7 @@ def proven_plan(source: Source, wish: Wish, choices: ChosenCuts | None = None, m
         plan = replace(plan, findings=(*plan.findings, *versions))
     if not used or not dist.is_initialized():
         return plan
-    text = f"the model calls torch.distributed itself ({', '.join(sorted(used))}): planned as if it were alone"
+    text = f"the model calls torch.distributed itself ({', '.join(sorted(used))}): planned as on a single rank"
     return replace(plan, findings=(*plan.findings, Finding("distributed", "note", "", text)))
 
 
@@ -69,13 +69,14 @@ def _steps(source: Source, wish: Wish, choices: ChosenCuts | None, module: nn.Mo
 
     stage("trying a tiny clone on simulated ranks")
     wanted, budget = wanted_capabilities(wish), Budget(wish.trial_seconds)
-    settled = settle_capabilities(source, wanted, wish.tp_size, wish.ep_size, wish.cp_size, choices, budget)
+    idle = choices is None and not wish.strict and wish.ep_size == 1
+    settled = settle_capabilities(source, wanted, wish.tp_size, wish.ep_size, wish.cp_size, choices, budget, idle)
 
     draft = draft_plan(source, wish, choices=choices, capabilities=settled.capabilities, module=module)
     plan = replace(draft.plan, findings=draft.plan.findings + settled.findings)
     plan = with_paths(plan, seen_code(added(ways_of(plan.paths), settled.ways)))
 
-    stage("proving the plan on the graph of a tiny clone")
+    stage("verifying the plan on the graph of a tiny clone")
     proof = prove_graph(source, plan, draft.trace, draft.choices, settled.trial, settled.clone)
     plan = replace(plan, proof=proof.proof, findings=plan.findings + proof.findings, entries=proof.stamp(plan.entries))
 
@@ -94,7 +95,7 @@ _TINY_TP = 2
 _UNPROVEN = "unproven"
 _NOT_TRIED = {"training": "training mode"}  # checks that a trial omits if the unsharded model cannot do them
 _TRIED_BY = ("forward", "second_shape", "training")
-_TO_PASS = "pass inputs= with which the model runs forward and backward in float64, float32 or its own dtype"
+_TO_PASS = "pass inputs= that run forward and backward in float64, float32 or the model's own dtype"
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def prove_graph(
     try:
         clone, feeds, captured, precision = _recorded_clone(source, tried)
     except AutoplanError as error:
-        text = f"no tiny clone to prove the plan on: {error.message}"
+        text = f"no tiny clone to verify the plan on: {error.message}"
         proof = Proof("none", 1, False, (), text, trial, _found_wrong(trial))
         return GraphProof(proof, (Finding("proof", "warn", "", text, error.hint or _TO_PASS),))
     solution = solve_chosen(
@@ -168,10 +169,9 @@ def prove_graph(
         )
         for axis, e in law.failed.items()
     ]
-    text = (
-        f"{len(law.passed)} axes permuted without change, {played.split_ops} ops replayed on {_TINY_TP} simulated ranks"
-    )
-    text += f"; not in {', '.join(missing)}, which the tiny clone never runs" if missing else ""
+    replayed = f"{played.split_ops} ops replayed on {_TINY_TP} simulated ranks"
+    text = f"{len(law.passed)} axes permuted without changing the output, {replayed}"
+    text += f"; except {', '.join(missing)}, which the tiny clone never runs" if missing else ""
     wrong = _found_wrong(trial, findings)
     ok = not wrong and trial.outcome != "skipped"
     proof = Proof("graph", _TINY_TP, ok, ("permutation", "replay"), text, trial, wrong)
@@ -201,7 +201,7 @@ def _inside(classes: tuple[str, ...], trace: Trace) -> tuple[str, ...]:
 
 def _unseen_classes(missing: tuple[str, ...]) -> Iterator[Finding]:
     if missing:
-        text = f"the tiny clone never runs {', '.join(missing)}: what the plan does there is derived, not proven"
+        text = f"the tiny clone never runs {', '.join(missing)}: the plan for it is inferred, not verified"
         yield Finding("proof", "warn", "", text)
 
 
@@ -259,14 +259,16 @@ def settle_capabilities(
     cp_size: int = 1,
     choices: ChosenCuts | None = None,
     budget: Budget | None = None,
+    idle: bool = False,
 ) -> Settled:
     """Shard the tiny clone on simulated ranks, with a user's choices; keep the first capabilities with the same
     numbers.
 
     Findings say what had to be left out, or that nothing worked. If no clone can be tried, all wanted capabilities
-    stay, and the outcome says why and what to pass.
+    stay, and the outcome says why and what to pass. `idle`: where nothing can be split, try a plan that splits nothing.
     """
     how: Any = {"sequence_parallel": wanted.sequence, "checks": _TRIED_BY, "choices": choices, "budget": budget}
+    how["idle"] = idle
     try:
         report, tried, clone = verify_tried(
             tried_sizes(source, Sizes(tp_size, ep_size, cp_size)), None, traffic=False, **how
@@ -278,30 +280,30 @@ def settle_capabilities(
     capabilities: Capabilities = report.details["capabilities"]
     first = next((finding for finding in report.findings if finding.level == "error"), None)
     if first is not None:
-        text = f"on simulated ranks the sharded tiny clone differs: {first.where} {first.message}"
-        hint = "keep the modules named here whole"
+        text = f"on simulated ranks the sharded tiny clone's results differ: {first.where} {first.message}"
+        hint = "replicate the modules named here"
         trial = Trial("wrong", text, hint, tried.ranks)
         return Settled(capabilities, trial, (Finding(TRIED, "error", first.where, text, hint),), clone=clone)
     left_out = [
-        Finding("proof", "note", "", f"not tried on simulated ranks, {_NOT_TRIED[check]}: {why}")
+        Finding("proof", "note", "", f"not verified on simulated ranks, {_NOT_TRIED[check]}: {why}")
         for check, why in report.details["not_checked"].items()
         if check in _NOT_TRIED and why != SAME
     ]
     left_out += [
-        Finding("proof", "note", name, f"no gradient reached the part of {_ranks(ranks)} in the trial: it was not read")
+        Finding("proof", "note", name, f"no gradient reached the part of {_ranks(ranks)} in the trial: it was not used")
         for name, ranks in report.details["unread"].items()
     ]
     if wanted.sequence and not capabilities.sequence:
-        left_out.append(_left_out("sequence", "sequence parallelism was asked for and is not applied"))
+        left_out.append(_left_out("sequence", "sequence parallelism was requested but is not applied"))
     if capabilities.whole:
-        modules = f"{', '.join(capabilities.whole)} and what shares its cut stays whole"
+        modules = f"{', '.join(capabilities.whole)} is replicated, with every dim that shares its sharding"
         left_out.append(
-            Finding("proof", "warn", capabilities.whole[0], f"{modules}: cut, the tiny clone did not give the same")
+            Finding("proof", "warn", capabilities.whole[0], f"{modules}: sharded, the tiny clone's results differed")
         )
     if ep_size > 1 and not capabilities.experts:
-        left_out.append(_left_out("experts", "expert parallelism was asked for and is not applied"))
-    if wanted.scoped and not capabilities.scoped:
-        left_out.append(_left_out("scoped", "calls in the middle of a module's Python are not rewritten"))
+        left_out.append(_left_out("experts", "expert parallelism was requested but is not applied"))
+    if wanted.scoped and not capabilities.scoped and not capabilities.idle:
+        left_out.append(_left_out("scoped", "calls inside a module's forward are not rewritten"))
     return Settled(capabilities, Trial("passed", ranks=tried.ranks), tuple(left_out), report.details["ways"], clone)
 
 
@@ -311,7 +313,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 def _left_out(check: str, what: str) -> Finding:
     level: Literal["warn", "note"] = "note" if check == "scoped" else "warn"
-    return Finding(check, level, "", f"{what}: with it the tiny clone did not give the same on simulated ranks")
+    return Finding(check, level, "", f"{what}: with it the tiny clone's results differed on simulated ranks")
 
 
 def prove_ranks(source: Source, plan: Plan, clone: Clone | None = None) -> Plan:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from autoplan.values import Finding, Plan
 
 app = typer.Typer(
-    help="Plan the tensor parallelism of a model that nobody wrote a plan for, and prove it before paying for GPUs.",
+    help="Plan the tensor parallelism of a model that has no plan, and verify it before paying for GPUs.",
     epilog="MODEL is a folder with a config.json, package.module:builder, a model type (llama), or a hub id.",
     no_args_is_help=True,
     add_completion=False,
@@ -57,7 +57,7 @@ app = typer.Typer(
 
 
 Prove = StrEnum("Prove", ["graph", "ranks", "none"])
-Source = Annotated[str, typer.Option(help="Where decisions come from: auto or inferred (analysis), or a plan file.")]
+Source = Annotated[str, typer.Option(help="Source of the decisions: auto or inferred (analysis), or a plan file.")]
 
 
 @app.callback()
@@ -80,28 +80,27 @@ def _version(wanted: bool) -> None:
 @app.command()
 def plan(
     model: Model,
-    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Ranks to split over.")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Number of ranks.")] = None,
     source: Source = "auto",
-    prove: Annotated[Prove, typer.Option(help="What must hold before the plan is shown.")] = Prove.graph,
+    prove: Annotated[Prove, typer.Option(help="How to verify the plan before it is printed.")] = Prove.graph,
     ep: EpSize = 1,
     cp: CpSize = 1,
     sequence_parallel: Cut = False,
     uneven: Annotated[
-        str, typer.Option(metavar="never|blocks", help="May ranks hold unequal numbers of a quantised weight's blocks?")
+        str,
+        typer.Option(metavar="never|blocks", help="May ranks hold unequal numbers of quantised blocks?"),
     ] = "never",
     trial_seconds: Annotated[
-        float, typer.Option("--trial-seconds", min=0.001, help="How long the trial on simulated ranks may take.")
+        float, typer.Option("--trial-seconds", min=0.001, help="Time limit of the trial on simulated ranks.")
     ] = 300.0,
     inputs: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="A function that returns example arguments of the forward."),
+        typer.Option(metavar="MODULE:FUNCTION", help="Function that returns example arguments for the forward."),
     ] = None,
     rules: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Rules and plans of your own, which count before ours.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of your own rules and plans, which take precedence.")
     ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep plans there: the same question is answered at once.")
-    ] = None,
+    cache: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Cache plans in this folder.")] = None,
     memory: Estimated = False,
     gpu: AskedGpu = None,
     trust_remote_code: Trust = False,
@@ -117,7 +116,7 @@ def plan(
     if output is not None:
         check_suffix(output)
     if tp is None and cp == 1:
-        raise typer.BadParameter("give the number of ranks to split over, or --cp", param_hint="--tp")
+        raise typer.BadParameter("pass the number of ranks, or --cp", param_hint="--tp")
     how: dict[str, Any] = {"ep": ep, "cp": cp, "sequence_parallel": sequence_parallel, "trial_seconds": trial_seconds}
     how |= {"uneven": uneven, "rules": rules, "cache": cache}
     example: dict[str, Any] = {}
@@ -142,7 +141,7 @@ def plan(
 def explain(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As in `autoplan plan`, or a plan file.")],
     path: Annotated[str, typer.Argument(metavar="PATH", help="A module, a parameter, or a pattern of either.")],
-    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Ranks to split over; a plan file has its own.")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Number of ranks; a plan file has its own.")] = None,
     source: Source = "auto",
     ep: EpSize = 1,
     trust_remote_code: Trust = False,
@@ -157,7 +156,7 @@ def explain(
     elif tp is not None:
         result = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
     else:
-        raise typer.BadParameter("needed unless MODEL is a plan file", param_hint="--tp")
+        raise typer.BadParameter("required unless MODEL is a plan file", param_hint="--tp")
     text = result.explain(path)
     emit(text, {"path": path, "explanation": text.splitlines()}, as_json, output)
 
@@ -166,12 +165,12 @@ def explain(
 def verify(
     model: Model,
     tp: Annotated[
-        int | None, typer.Option("--tp", min=1, help="Ranks of tensor parallelism; without it those of the plan, or 2.")
+        int | None, typer.Option("--tp", min=1, help="Tensor-parallel ranks; default: those of the plan, or 2.")
     ] = None,
     written: Annotated[
-        str | None, typer.Option("--plan", metavar="PLAN", help="Check this plan instead of making one.")
+        str | None, typer.Option("--plan", metavar="PLAN", help="Verify this plan instead of making one.")
     ] = None,
-    engine: Annotated[Engine, typer.Option(help="Ranks as threads, or as processes that talk over gloo.")] = (
+    engine: Annotated[Engine, typer.Option(help="Run ranks as threads, or as processes that communicate by gloo.")] = (
         Engine.threads
     ),
     mesh: Annotated[
@@ -183,7 +182,7 @@ def verify(
     cp: CpSize = 1,
     sequence_parallel: Cut = False,
     rounding: Annotated[
-        bool, typer.Option("--rounding", help="Run in bfloat16 too: are differences there a bug, or rounding?")
+        bool, typer.Option("--rounding", help="Also run in bfloat16, to distinguish bugs from rounding.")
     ] = False,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
@@ -238,11 +237,11 @@ Target = StrEnum(
 def export(
     model: Model,
     tp: TpSize,
-    to: Annotated[Target, typer.Option(help="The system to write for.")],
+    to: Annotated[Target, typer.Option(help="Target system.")],
     source: Source = "auto",
     ep: EpSize = 1,
     drop: Annotated[
-        bool, typer.Option("--drop", help="Leave whole what that system cannot say, instead of refusing.")
+        bool, typer.Option("--drop", help="Replicate what that system cannot express, instead of refusing.")
     ] = False,
     trust_remote_code: Trust = False,
     output: Output = None,
@@ -297,8 +296,8 @@ def _options_of(arguments: Sequence[str] | None) -> frozenset[str]:
 def _mishap(error: Exception) -> str:
     """Return the text for an unexpected error."""
     if isinstance(error, ImportError) and not (error.name or "").startswith("autoplan"):
-        return f"error: {error}. A package is missing, or does not fit another one: install it again"
-    return f"{traceback.format_exc()}error: this is a bug in autoplan; the lines above say where"
+        return f"error: {error}. A package is missing or incompatible: reinstall it"
+    return f"{traceback.format_exc()}error: this is a bug in autoplan; see the traceback above"
 
 
 _USAGE: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
@@ -319,7 +318,7 @@ def _answer(arguments: Sequence[str] | None) -> int:
     except OSError as error:  # typer's own output: help, version
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
             raise
-        raise AutoplanError(f"stdout cannot be written: {error.strerror}") from error
+        raise AutoplanError(f"cannot write to stdout: {error.strerror}") from error
     if code == _INTERRUPTED:
         raise KeyboardInterrupt
     return code if isinstance(code, int) else OK

@@ -34,16 +34,16 @@ def audit(
     tp: TpSize = 2,
     layers: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Class name or path that FSDP wraps or checkpointing takes; repeatable."),
+        typer.Option(metavar="NAME", help="Class name or path that FSDP or checkpointing wraps; repeatable."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step on a rank, to weigh what is gathered.")] = 8192,
-    dtype: Annotated[str | None, typer.Option(help="Also run in this dtype: is a difference rounding?")] = None,
-    fail_on: Annotated[FailOn, typer.Option("--fail-on", help="The exit code is 1 from this level on.")] = FailOn.error,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per step and rank, for the cost of gathering.")] = 8192,
+    dtype: Annotated[str | None, typer.Option(help="Also run in this dtype, to tell bugs from rounding.")] = None,
+    fail_on: Annotated[FailOn, typer.Option("--fail-on", help="Exit with code 1 from this level on.")] = FailOn.error,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Write the corrected plan, in its own dialect and audited, to the file of -o.")
+        bool, typer.Option("--fix", help="Write the corrected and audited plan, in its own dialect, to the file of -o.")
     ] = False,
     claims: Annotated[
-        bool, typer.Option("--claims", help="Hold all that the class claims against it: tp, ep, pp, cp, checkpointing.")
+        bool, typer.Option("--claims", help="Verify all claims of the class: tp, ep, pp, cp, checkpointing.")
     ] = False,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
@@ -94,7 +94,7 @@ def _claims(model: str, tp: int, trust_remote_code: bool, as_json: bool, output:
     from autoplan.emit.tables.audit_report import claims_view
     from autoplan.hf.source import resolve
 
-    with progress(f"trying what {model} claims"):
+    with progress(f"verifying the claims of {model}"):
         report = audit_claims(resolve(model, trust_remote_code=trust_remote_code), tp)
     emit(claims_view(report), report.to_dict(), as_json, output)
     return report
@@ -108,7 +108,7 @@ def _write_fixed(model: str, plan: str, report: Report, output: Path, trust_remo
 
     fixed = report.fixed
     if fixed is None and not report.ok:
-        note(f"no correction of {plan} was seen to pass its audit; {output} was not written")
+        note(f"no correction of {plan} passed the audit; {output} was not written")
         return
     if fixed is None:
         source = resolve(model, trust_remote_code=trust_remote_code)
@@ -117,7 +117,7 @@ def _write_fixed(model: str, plan: str, report: Report, output: Path, trust_remo
     note(
         f"the corrected plan is in {output}"
         if report.fixed is not None
-        else f"nothing to correct: {output} is as it was"
+        else f"nothing to correct: {output} is unchanged"
     )
 
 
@@ -135,9 +135,9 @@ def _memory(model: str, report: Report, tp: int, gpu: str, trust_remote_code: bo
         return None
     sizes = sizes_of(model, ours, True, gpu, trust_remote_code=trust_remote_code)
     more = report.details["bytes_per_rank"] - report.details["bytes_per_rank_inferred"]
-    keeps = f"; the audited plan keeps {bytes_text(more)} more weights, and in training their gradients and states" if (
-        more > 0) else ""  # fmt: skip
-    return Group(Text(f"With all split that can be{keeps}:", "bold"), sizes) if sizes is not None else None
+    keeps = f"; the audited plan replicates {bytes_text(more)} more (in training, gradients and states too)"
+    keeps = keeps if more > 0 else ""
+    return Group(Text(f"If everything possible is sharded{keeps}:", "bold"), sizes) if sizes is not None else None
 
 
 def _paged(report: Report, page: Path | None) -> None:

@@ -34,35 +34,34 @@ Train = StrEnum("Train", [(way, way) for way in TRAIN])  # type: ignore[misc]  #
 ALL = Train("full")
 
 Mesh = Annotated[
-    str | None, typer.Option("--mesh", help="Dims and their sizes, such as dp_shard=8,tp=8 or dp_shard=8,cp=8.")
+    str | None, typer.Option("--mesh", help="Mesh dims and sizes, such as dp_shard=8,tp=8 or dp_shard=8,cp=8.")
 ]
-Length = Annotated[int, typer.Option("--sequence", min=2, help="Tokens of one sequence.")]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences that a rank takes at once.")]
+Length = Annotated[int, typer.Option("--sequence", min=2, help="Tokens per sequence.")]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences per micro-batch of a rank.")]
 Gpu = Annotated[str, typer.Option("--gpu", help="One of rules/devices, or a .toml of your own.")]
 Again = Annotated[
-    str, typer.Option("--checkpointing", help="none, block, submodule or selective: what backward computes again.")
+    str, typer.Option("--checkpointing", help="none, block, submodule or selective: what backward recomputes.")
 ]
 Estimated = Annotated[
-    bool, typer.Option("--memory/--no-memory", help="Estimate a training step of a rank at valid sizes of tp.")
+    bool, typer.Option("--memory/--no-memory", help="Estimate a training step of a rank at each valid tp size.")
 ]
 AskedGpu = Annotated[
     str | None, typer.Option("--gpu", help="One of rules/devices, or a .toml of your own; implies --memory.")
 ]
-How = Annotated[Train, typer.Option("--train", help="Train all, train adapters, or only run it with its cache.")]
+How = Annotated[Train, typer.Option("--train", help="Train all, train adapters, or run inference with a KV cache.")]
 LoraRank = Annotated[
-    int, typer.Option("--lora-rank", min=1, help="With --train lora: of the adapters, where the model has none.")
+    int, typer.Option("--lora-rank", min=1, help="With --train lora: adapter rank, if the model has no adapters.")
 ]
 LoraTargets = Annotated[
     str | None,
     typer.Option("--lora-targets", help="Names of the layers that get adapters, or all-linear; default: peft's."),
 ]
-LoraDropout = Annotated[float, typer.Option("--lora-dropout", min=0.0, max=0.99, help="Of what goes into adapters.")]
+LoraDtype = Annotated[str, typer.Option("--lora-dtype", help="Of adapters: float32, as peft casts them, or model.")]
+LoraDropout = Annotated[float, typer.Option("--lora-dropout", min=0.0, max=0.99, help="Dropout of the adapters.")]
 Updates = Annotated[str, typer.Option("--optimizer", help="adamw, adamw8bit, muon, adafactor … (docs/estimate.md).")]
 WeightsStored = Annotated[
     str | None,
-    typer.Option(
-        "--weights", help="How the checkpoint stores weights, if not as its config says: bfloat16, fp8, nf4 …"
-    ),
+    typer.Option("--weights", help="Storage format of the weights, if not the config's: bfloat16, fp8, nf4 …"),
 ]
 
 
@@ -70,37 +69,34 @@ Precision = Annotated[
     str | None,
     typer.Option("--mixed-precision", help="bf16: float32 weights are gathered and computed with in bfloat16."),
 ]
-Matmuls = Annotated[
-    str | None, typer.Option("--matmuls", help="fp8: products of layers at the device's rate of float8.")
-]
+Matmuls = Annotated[str | None, typer.Option("--matmuls", help="fp8: matmuls at the device's float8 rate.")]
 
-Chunked = Annotated[
-    bool, typer.Option("--chunked-loss", help="Logits are there for an eighth of the tokens at a time.")
-]
+Chunked = Annotated[bool, typer.Option("--chunked-loss", help="Compute logits for an eighth of the tokens at a time.")]
 
 
 def choose(
     model: Model,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="How many GPUs there are.")],
-    memory: Annotated[str | None, typer.Option(help="Of each, such as 80GB; by default the device's.")] = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs.")],
+    memory: Annotated[str | None, typer.Option(help="Memory per GPU, such as 80GB; default: the device's.")] = None,
     gpu: Gpu = "h100",
-    per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node; by default the device's.")] = None,
+    per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per node; default: the device's.")] = None,
     sequence: Length = 2048,
-    global_batch: Annotated[int, typer.Option(min=0, help="Sequences a step of all ranks; 0: one for each GPU.")] = 0,
+    global_batch: Annotated[int, typer.Option(min=0, help="Sequences per step over all ranks; 0: one per GPU.")] = 0,
     train: How = ALL,
     lora_rank: LoraRank = 8,
     lora_targets: LoraTargets = None,
     lora_dropout: LoraDropout = 0.0,
+    lora_dtype: LoraDtype = "float32",
     weights: WeightsStored = None,
     optimizer: Updates = "adamw",
     mixed_precision: Precision = None,
     matmuls: Matmuls = None,
     chunked_loss: Chunked = False,
-    margin: Annotated[float, typer.Option("--margin", min=0.0, max=0.99, help="Share of the memory left free.")] = 0.0,
+    margin: Annotated[float, typer.Option("--margin", min=0.0, max=0.99, help="Fraction of memory left free.")] = 0.0,
     like: Annotated[
-        str | None, typer.Option("--like", help="Say which row this mesh has, and what it costs more than the first.")
+        str | None, typer.Option("--like", help="Show the row of this mesh, and its extra cost over the first.")
     ] = None,
-    row: Annotated[int | None, typer.Option("--explain", min=1, metavar="ROW", help="All about one row.")] = None,
+    row: Annotated[int | None, typer.Option("--explain", min=1, metavar="ROW", help="Show one row in full.")] = None,
     script: Annotated[bool, typer.Option("--script", help="Print a program for torchrun instead.")] = False,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
@@ -118,6 +114,7 @@ def choose(
         choice = autoplan.choose(
             model, gpus=gpus, memory=memory, gpu=gpu, per_node=per_node, sequence=sequence, global_batch=global_batch,
             train=train.value, lora_rank=lora_rank, lora_targets=lora_targets, lora_dropout=lora_dropout,
+            lora_dtype=lora_dtype,
             weights=weights, optimizer=optimizer, mp_policy=mixed_precision,
             matmuls=matmuls, chunked_loss=chunked_loss, margin=margin, trust_remote_code=trust_remote_code,
         )  # fmt: skip
@@ -160,31 +157,30 @@ def estimate(
     lora_rank: LoraRank = 8,
     lora_targets: LoraTargets = None,
     lora_dropout: LoraDropout = 0.0,
+    lora_dtype: LoraDtype = "float32",
     weights: WeightsStored = None,
     optimizer: Updates = "adamw",
     gpu: Gpu = "h100",
     sequence_parallel: Cut = False,
     ep: EpSize = 1,
-    cpu_offload: Annotated[bool, typer.Option("--cpu-offload", help="FSDP2 keeps what it shards in the host.")] = False,
+    cpu_offload: Annotated[bool, typer.Option("--cpu-offload", help="FSDP2 keeps its shards in host memory.")] = False,
     mixed_precision: Precision = None,
-    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Micro-batches of a step.")] = 1,
+    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Micro-batches per step.")] = 1,
     reshard: Annotated[
         bool | None, typer.Option("--reshard/--no-reshard", help="Free gathered weights after forward, or keep them.")
     ] = None,
     matmuls: Matmuls = None,
     chunked_loss: Chunked = False,
     exchange_experts: Annotated[
-        int, typer.Option("--exchange-experts", min=1, help="Whole experts on so many ranks of dp_shard.")
+        int, typer.Option("--exchange-experts", min=1, help="Place experts on this many ranks of dp_shard.")
     ] = 1,
     shard_optimizer: Annotated[
-        bool, typer.Option("--shard-optimizer", help="Its states are sharded over dp_replicate (ZeRO-1).")
+        bool, typer.Option("--shard-optimizer", help="Shard its states over dp_replicate (ZeRO-1).")
     ] = False,
     concurrency: Annotated[
-        int, typer.Option("--concurrency", min=0, help="For inference: sequences held; 0: those of --batch.")
+        int, typer.Option("--concurrency", min=0, help="For inference: concurrent sequences; 0: --batch.")
     ] = 0,
-    cache_dtype: Annotated[
-        str | None, typer.Option("--cache-dtype", help="Of keys and values held: bfloat16, fp8 …")
-    ] = None,
+    cache_dtype: Annotated[str | None, typer.Option("--cache-dtype", help="KV cache dtype: bfloat16, fp8 …")] = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     output: Output = None,
@@ -197,7 +193,7 @@ def estimate(
     with progress(f"estimating {model} on {mesh}"):
         priced = autoplan.estimate(
             model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, lora_rank=lora_rank,
-            lora_targets=lora_targets, lora_dropout=lora_dropout, device=gpu,
+            lora_targets=lora_targets, lora_dropout=lora_dropout, lora_dtype=lora_dtype, device=gpu,
             activation_checkpointing=checkpointing_of(checkpointing), sequence_parallel=sequence_parallel, ep_size=ep,
             weights=weights, optimizer=optimizer, cpu_offload=cpu_offload, concurrency=concurrency,
             mp_policy=mixed_precision, accumulate=accumulate, reshard_after_forward=reshard, matmuls=matmuls,
@@ -211,7 +207,7 @@ def dryrun(
     model: Model,
     mesh: Mesh = None,
     cp: LongCut = 1,
-    rank: Annotated[int, typer.Option(min=0, help="Which rank to be.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, help="Rank to run as.")] = 0,
     batch: Batch = 1,
     sequence: Length = 2048,
     checkpointing: Again = "none",
@@ -238,7 +234,7 @@ def dryrun(
 
 def calibrate(
     like: Annotated[
-        str, typer.Option("--like", help="The device whose figures stand where nothing is measured.")
+        str, typer.Option("--like", help="Device whose figures stand in for what is not measured.")
     ] = "h100",
     output: Output = None,
 ) -> None:
@@ -259,7 +255,7 @@ def calibrate(
             dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         except (RuntimeError, ValueError) as error:
             raise AutoplanError(
-                f"WORLD_SIZE is set, but its ranks cannot meet: {error}",
+                f"WORLD_SIZE is set, but its ranks cannot connect: {error}",
                 hint="run it with torchrun, or unset WORLD_SIZE",
             ) from error
     with progress("measuring matmuls, attention, copies and messages"):
@@ -291,13 +287,13 @@ def on_mesh(mesh: str | None, cp: int, tp: int = 1) -> str:
     """Return the requested mesh; with --cp alone FSDP2 shards over its ranks, besides those of `tp`."""
     if mesh is None:
         if cp == 1:
-            raise typer.BadParameter("needed unless --cp is given", param_hint="--mesh")
+            raise typer.BadParameter("required unless --cp is given", param_hint="--mesh")
         return f"dp_shard=1,cp={cp}" + (f",tp={tp}" if tp > 1 else "")
     from autoplan.forecast.asked import mesh_sizes
 
     size = dict(mesh_sizes(mesh, priced=("pp",))).get("cp", 1)
     if cp not in (1, size):
-        raise AutoplanError(f"--mesh {mesh} has cp {size}, --cp is {cp}", hint="give one of them")
+        raise AutoplanError(f"--mesh {mesh} has cp {size}, --cp is {cp}", hint="pass one of them")
     return mesh
 
 

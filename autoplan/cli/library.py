@@ -24,7 +24,7 @@ def doctor(as_json: AsJson = False, output: Output = None) -> None:
     """Look up all that autoplan rests on in the installed torch and transformers."""
     from autoplan.values.plain import plain
 
-    with progress("checking what the installed torch and transformers have moved"):
+    with progress("checking what changed in the installed torch and transformers"):
         from autoplan.doctor.examine import examine
 
         diagnosis = examine()
@@ -51,7 +51,7 @@ def _view(diagnosis: Diagnosis) -> RenderableType:
     return Group(*parts)
 
 
-rules_app = typer.Typer(help="Read the rules that name what is found and choose styles.", no_args_is_help=True)
+rules_app = typer.Typer(help="List, show and test the rules that name roles and choose styles.", no_args_is_help=True)
 
 
 @rules_app.command("list")
@@ -66,7 +66,7 @@ def rules_list(as_json: AsJson = False, output: Output = None) -> None:
 
 @rules_app.command("show")
 def rules_show(
-    rule_id: Annotated[str, typer.Argument(metavar="RULE", help="As `autoplan rules list` names it.")],
+    rule_id: Annotated[str, typer.Argument(metavar="RULE", help="As listed by `autoplan rules list`.")],
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
@@ -85,12 +85,12 @@ def rules_show(
 @rules_app.command("test")
 def rules_test(
     strict: Annotated[
-        bool, typer.Option("--strict", help="Also drop each part of each rule: an example must notice.")
+        bool, typer.Option("--strict", help="Also remove each part of each rule: an example must fail.")
     ] = (False),
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Does each rule do what its examples say?"""
+    """Check that each rule does what its examples say."""
     from autoplan.decide.rulebook.rule_tests import test_rules
     from autoplan.emit.tables.rule_pages import results_view
     from autoplan.values.plain import plain
@@ -109,17 +109,17 @@ def scoreboard(
         str, typer.Argument(metavar="MAPPING", help="causal_lm, image_text, seq2seq, masked_lm, speech or base.")
     ],
     only: Annotated[list[str] | None, typer.Option(metavar="TYPE", help="Only this model type; repeatable.")] = None,
-    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Ranks to split over; 2 unless --cp is given.")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Number of ranks; 2 unless --cp is given.")] = None,
     ep: EpSize = 1,
     cp: CpSize = 1,
-    engine: Annotated[Engine, typer.Option(help="Ranks as threads, or as processes that talk over gloo.")] = (
+    engine: Annotated[Engine, typer.Option(help="Run ranks as threads, or as processes that communicate by gloo.")] = (
         Engine.threads
     ),
-    checks: Annotated[Checks, typer.Option(help="fast: outputs and every gradient; all: all that verify does.")] = (
+    checks: Annotated[Checks, typer.Option(help="fast: outputs and every gradient; all: all checks of verify.")] = (
         Checks.fast
     ),
-    jobs: Annotated[int, typer.Option(min=1, help="Architectures at a time.")] = 1,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For each architecture.")] = 180.0,
+    jobs: Annotated[int, typer.Option(min=1, help="Architectures to run in parallel.")] = 1,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit per architecture.")] = 180.0,
     sequence_parallel: Cut = False,
     seq: Annotated[
         list[int] | None, typer.Option(metavar="N", help="Run sequences of this length; repeatable (default 10).")
@@ -128,7 +128,7 @@ def scoreboard(
         Checkpointing | None, typer.Option(help="Checkpoint all blocks: whole, their parts, or by operation.")
     ] = None,
     mesh: Annotated[
-        str | None, typer.Option(metavar="SIZES", help="Train on this mesh too (dp=2,tp=2), as `verify --mesh` does.")
+        str | None, typer.Option(metavar="SIZES", help="Also train on this mesh (dp=2,tp=2), as `verify --mesh` does.")
     ] = None,
     as_json: AsJson = False,
     output: Output = None,

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 def report(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As in `autoplan plan`, or a plan file.")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page, such as plan.html.")],
-    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Ranks to split over; a plan file has its own.")] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Page to write (.html).")],
+    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Number of ranks; a plan file has its own.")] = None,
     mesh: Annotated[
         str | None,
-        typer.Option("--mesh", help="Such as dp_shard=8,tp=8, for the memory of a rank; by default tp alone."),
+        typer.Option("--mesh", help="Mesh such as dp_shard=8,tp=8, for the memory of a rank; default: tp alone."),
     ] = None,
     ep: EpSize = 1,
     cp: LongCut = 1,
@@ -35,7 +35,7 @@ def report(
     sequence_parallel: Cut = False,
     what_if: Annotated[
         bool,
-        typer.Option("--what-if/--no-what-if", help="Plan other legal sizes too: the page switches to them."),
+        typer.Option("--what-if/--no-what-if", help="Also plan other valid sizes, selectable on the page."),
     ] = True,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -52,7 +52,7 @@ def report(
     tp = tp or sizes.get("tp", 1 if cp > 1 else None)
     plan = _made(model, tp, ep if ep > 1 else sizes.get("ep", 1), how | ({"cp_size": cp} if cp > 1 else {}))
     if sizes.get("tp", plan.tp_size) != plan.tp_size:
-        raise AutoplanError(f"--mesh {mesh} has tp {sizes['tp']}, the plan tp {plan.tp_size}", hint="give one of them")
+        raise AutoplanError(f"--mesh {mesh} has tp {sizes['tp']}, the plan tp {plan.tp_size}", hint="pass one of them")
     how |= {"batch": batch, "sequence": sequence, "train": train.value}
     how |= {"activation_checkpointing": checkpointing_of(checkpointing)}
     priced, memory = _estimated(model, mesh, plan, gpu, how)
@@ -70,7 +70,7 @@ def _made(model: str, tp: int | None, ep: int, how: dict[str, Any]) -> Plan:
     if names_plan_file(model):
         return load_plan(model)
     if tp is None:
-        raise typer.BadParameter("needed unless MODEL is a plan file, or --mesh has it", param_hint="--tp")
+        raise typer.BadParameter("required unless MODEL is a plan file, or --mesh has it", param_hint="--tp")
     how = how | ({"ep_size": ep} if ep > 1 else {})
     with progress(f"planning {model} for tp {tp}"):
         return autoplan.plan(model, tp_size=tp, **how)
@@ -99,7 +99,7 @@ def _estimated(
     if names_plan_file(model):
         if mesh is None:
             return None, None
-        raise AutoplanError("--mesh needs the model, not a plan file", hint="leave --mesh out, or give the model")
+        raise AutoplanError("--mesh needs the model, not a plan file", hint="omit --mesh, or pass the model")
     on = mesh or (f"ep={made.ep_size}" if made.tp_size == 1 < made.ep_size else f"tp={made.tp_size}")
     experts = made.ep_size if made.tp_size > 1 else 1  # otherwise they are a mesh dim
     try:

@@ -35,22 +35,24 @@ class Engine(StrEnum):
     gloo = "gloo"
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="What to plan; see the end of `autoplan --help`.")]
-TpSize = Annotated[int, typer.Option("--tp", min=1, help="Ranks to split over.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Model to plan; see the end of `autoplan --help`.")]
+TpSize = Annotated[int, typer.Option("--tp", min=1, help="Number of ranks.")]
 EpSize = Annotated[
-    int, typer.Option("--ep", min=1, help="Place whole experts on so many different ranks: --tp's, or with --tp 1 any.")
+    int, typer.Option("--ep", min=1, help="Place experts on this many ranks: those of --tp, or with --tp 1 any.")
 ]
-CpSize = Annotated[int, typer.Option("--cp", min=1, help="Cut the sequence over so many ranks; alone, or beside --tp.")]
+CpSize = Annotated[int, typer.Option("--cp", min=1, help="Shard the sequence over this many ranks.")]
 LongCut = Annotated[
-    int, typer.Option("--cp", min=1, help="Cut the sequence over so many ranks; alone it is --mesh dp_shard=1,cp=N.")
+    int,
+    typer.Option("--cp", min=1, help="Shard the sequence over N ranks; alone it is --mesh dp_shard=1,cp=N."),
 ]
 Cut = Annotated[
-    bool, typer.Option("--sequence-parallel", help="Cut the stream between split regions along the sequence too.")
+    bool,
+    typer.Option("--sequence-parallel", help="Shard the residual stream along the sequence."),
 ]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that ships with the model.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write there, not to stdout.")]
-Page = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write a page to look at, too: .html.")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file, not stdout.")]
+Page = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Also write an HTML page.")]
 
 
 _WORDS = re.compile(
@@ -140,7 +142,7 @@ def _to_stdout() -> Iterator[None]:
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            raise AutoplanError(f"stdout cannot be written: {error.strerror}", hint="make room, or use -o") from error
+            raise AutoplanError(f"cannot write to stdout: {error.strerror}", hint="or use -o") from error
 
 
 def flushed(code: int) -> int:

@@ -147,7 +147,7 @@ def _parse(text: str) -> Layout:
     while position < len(text):
         match = _TOKEN.match(text, position)
         if not match:
-            raise AutoplanError(f"layout {text!r} cannot be read at {text[position:]!r}")
+            raise AutoplanError(f"cannot parse layout {text!r} at {text[position:]!r}")
         tokens.append(match[1])
         position = match.end()
 
@@ -167,15 +167,15 @@ def _parse(text: str) -> Layout:
 
     def factor() -> Layout:
         if not tokens:
-            raise AutoplanError(f"layout {text!r} ends too early")
+            raise AutoplanError(f"layout {text!r} ends unexpectedly")
         token = tokens.pop(0)
         if token == "(":
             inner = concatenation()
             if not tokens or tokens.pop(0) != ")":
-                raise AutoplanError(f"layout {text!r} has an open parenthesis")
+                raise AutoplanError(f"layout {text!r} has an unclosed parenthesis")
             return inner
         if not token[0].isdigit():
-            raise AutoplanError(f"layout {text!r} has {token!r} where a number belongs")
+            raise AutoplanError(f"layout {text!r} has {token!r} where a number is expected")
         size, mark, how = token.partition("!")
         if not mark:
             return Layout("factor", int(size))
@@ -186,7 +186,7 @@ def _parse(text: str) -> Layout:
 
     result = concatenation()
     if tokens:
-        raise AutoplanError(f"layout {text!r} has {tokens[0]!r} left over")
+        raise AutoplanError(f"unexpected {tokens[0]!r} in layout {text!r}")
     return result
 
 

@@ -144,8 +144,8 @@ def change_at(value: Any, path: Path, change: Change, where: str, noted: Noted |
             return None
         if not isinstance(value, torch.Tensor):
             raise PlanMismatchError(
-                f"{where}: the plan expects a tensor here and found {type(value).__name__}",
-                hint="the model ran in a way the plan's trace never saw; plan again with inputs= that show it",
+                f"{where}: the plan expects a tensor here but got a {type(value).__name__}",
+                hint="this call takes a path that was not traced; plan again with inputs= that cover it",
             )
         return change(value)
     key, rest = path[0], path[1:]
@@ -194,8 +194,8 @@ def _like(value: Any, items: list[Any]) -> Any:
 
 def _missing(where: str, path: Path) -> Any:
     raise PlanMismatchError(
-        f"{where}: nothing found at {'.'.join(map(str, path))}, where the plan has work to do",
-        hint="the model ran in a way the plan's trace never saw; plan again with inputs= that show it",
+        f"{where}: nothing found at {'.'.join(map(str, path))}, where the plan expects a value",
+        hint="this call takes a path that was not traced; plan again with inputs= that cover it",
     )
 
 

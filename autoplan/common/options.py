@@ -52,7 +52,7 @@ class Wish:
         _choose("uneven", self.uneven, UNEVEN)
         number = isinstance(self.trial_seconds, int | float) and not isinstance(self.trial_seconds, bool)
         if not number or not self.trial_seconds > 0:
-            raise AutoplanError(f"trial_seconds={self.trial_seconds!r}", hint="give a number of seconds above 0")
+            raise AutoplanError(f"trial_seconds={self.trial_seconds!r}", hint="pass a number of seconds above 0")
 
     @property
     def ranks(self) -> int:
@@ -114,7 +114,7 @@ class Checkpointing:
         for name in (self.scope,) if isinstance(self.scope, str) else self.scope:
             if not isinstance(name, str) or name not in ("all", *SCOPES, *KINDS):
                 raise AutoplanError(
-                    f"checkpointing scope {name!r} is no kind of stack", hint=f"choose from all, {', '.join(SCOPES)}"
+                    f"checkpointing scope {name!r} is not a kind of stack", hint=f"choose from all, {', '.join(SCOPES)}"
                 )
             chosen.update(KINDS if name == "all" else SCOPES.get(name, (name,)))
         return chosen
@@ -146,11 +146,11 @@ class DataParallel:
         if not (reshard is None or isinstance(reshard, bool) or _is_count(reshard)):
             raise AutoplanError(
                 f"reshard_after_forward={reshard!r}",
-                hint="choose None, True, False, or a number of ranks to keep weights over",
+                hint="choose None, True, False, or the number of ranks over which to keep weights",
             )
         _choose("frozen", self.frozen, FROZEN)
         if any(not isinstance(depth, int) or isinstance(depth, bool) or depth < 0 for depth in self.depths):
-            raise AutoplanError(f"prefetch={self.prefetch!r}", hint="give a number of units, or (forward, backward)")
+            raise AutoplanError(f"prefetch={self.prefetch!r}", hint="pass a number of units, or (forward, backward)")
 
     def asked(self) -> list[str]:
         """Return the names of options that are not the default."""
@@ -161,13 +161,13 @@ class DataParallel:
         reshard = self.reshard_after_forward
         if shards and reshard is not None and not isinstance(reshard, bool) and shards % reshard:
             raise AutoplanError(
-                f"reshard_after_forward={reshard}: the {shards} ranks that shard make no groups of {reshard}",
-                hint="choose a number that divides them, or True or False",
+                f"reshard_after_forward={reshard}: {shards} sharding ranks cannot form groups of {reshard}",
+                hint="choose a divisor of it, True or False",
             )
         if not shards and self.asked():
             raise AutoplanError(
-                f"{', '.join(self.asked())} was asked for, but the mesh has no dim to shard data-parallel over",
-                hint='name one "dp_shard", or pass mesh_dims={"dp_shard": name}',
+                f"{', '.join(self.asked())} was requested, but the mesh has no dim to shard data-parallel over",
+                hint='name a dim "dp_shard", or pass mesh_dims={"dp_shard": name}',
             )
 
     @property
@@ -235,7 +235,7 @@ class Keywords(TypedDict, total=False):
 def check_ranks(name: str, size: Any) -> None:
     """Raise unless the number of ranks is valid."""
     if not _is_count(size) or size > MOST_RANKS:
-        raise AutoplanError(f"{name} is {size!r}", hint=f"give a whole number from 1 to {MOST_RANKS}")
+        raise AutoplanError(f"{name} is {size!r}", hint=f"pass an integer from 1 to {MOST_RANKS}")
 
 
 def check_context_size(cp_size: int, tp_size: int = 1, ep_size: int = 1) -> None:
@@ -243,8 +243,8 @@ def check_context_size(cp_size: int, tp_size: int = 1, ep_size: int = 1) -> None
     check_ranks("cp_size", cp_size)
     if cp_size > 1 and ep_size not in (1, tp_size):
         raise AutoplanError(
-            f"cp_size={cp_size} with ep_size={ep_size}: beside context parallelism experts live on the ranks of tp",
-            hint="legal are ep_size=1 (experts are cut inside) and ep_size=tp_size",
+            f"cp_size={cp_size} with ep_size={ep_size}: with context parallelism, experts are placed on the tp ranks",
+            hint="valid: ep_size=1 (each expert is sharded) and ep_size=tp_size",
         )
 
 
@@ -253,8 +253,8 @@ def check_expert_size(tp_size: int, ep_size: int) -> None:
     check_ranks("ep_size", ep_size)
     if ep_size > 1 and tp_size > 1 and ep_size != tp_size:
         raise AutoplanError(
-            f"ep_size={ep_size} with tp_size={tp_size}: experts live on the ranks of tp, or on ranks of their own",
-            hint=f"legal are ep_size=1 (experts are cut inside), ep_size={tp_size}, and any ep_size with tp_size=1",
+            f"ep_size={ep_size} with tp_size={tp_size}: experts are placed on the tp ranks, or on ranks of their own",
+            hint=f"valid: ep_size=1 (each expert is sharded), ep_size={tp_size}, or any ep_size with tp_size=1",
         )
 
 
@@ -269,7 +269,7 @@ def check_argument(name: str, value: Any, kinds: type | tuple[type, ...], hint: 
 def check_count(name: str, value: Any) -> None:
     """Raise unless the value is an integer from 1 on."""
     if not _is_count(value):
-        raise AutoplanError(f"{name} is {value!r}", hint="give a whole number from 1 on")
+        raise AutoplanError(f"{name} is {value!r}", hint="pass an integer from 1")
 
 
 def _choose(name: str, value: Any, known: tuple[str, ...]) -> None:

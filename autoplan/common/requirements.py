@@ -54,8 +54,8 @@ def untested(installed: dict[str, str] | None = None) -> tuple[str, ...]:
     """Return one sentence for each library that is newer than any version that was tested."""
     installed = installed_versions() if installed is None else installed
     return tuple(
-        f"{library} {installed[library]} is newer than {_dotted(newest)}, the newest that autoplan was tested with; "
-        "`autoplan doctor` says what moved and what does not work here"
+        f"{library} {installed[library]} is newer than {_dotted(newest)}, the newest tested version; `autoplan "
+        "doctor` lists what changed and what does not work here"
         for library, (_, newest) in TESTED.items()
         if _release(installed[library]) > newest
     )

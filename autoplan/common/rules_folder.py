@@ -42,7 +42,7 @@ def with_rules(folder: str | os.PathLike[str] | None) -> Iterator[None]:
 def _refuse_other(path: Path, what: str) -> None:
     if not any((path / part).exists() for part in _PARTS):
         raise AutoplanError(
-            f"{what} {path}, which is no folder of rules", hint=f"such a folder holds some of {', '.join(_PARTS)}"
+            f"{what} {path}, which is not a folder of rules", hint=f"such a folder has some of {', '.join(_PARTS)}"
         )
 
 
@@ -56,7 +56,7 @@ def rules_folder() -> Path:
             return place
     raise AutoplanError(
         f"autoplan's rule files are missing: looked in {places[0]} and {places[1]}",
-        hint="reinstall autoplan; the wheel carries them",
+        hint="reinstall autoplan; the wheel contains them",
     )
 
 

@@ -19,6 +19,7 @@ from autoplan.patches.patched import Patch
 TABLES = (
     ("autoplan.patches.tensors", "PATCHES"),
     ("autoplan.patches.sharding_rules", "PATCHES"),
+    ("autoplan.patches.mixed_ops", "PATCHES"),
     ("autoplan.patches.classes", "PATCHES"),
     ("autoplan.patches.kernels", "PATCHES"),
     ("autoplan.patches.seeding", "PATCHES"),
@@ -69,14 +70,14 @@ def examine() -> Diagnosis:
         try:
             entries = entries_of(module, table)
         except (ImportError, AttributeError, KeyError) as error:
-            moved.append(Moved(module, str(error), "nothing works before the place that imports it is changed"))
+            moved.append(Moved(module, str(error), "imports of modules that depend on it fail"))
             continue
         count += len(entries)
         moved += _failing(entries)
     moved += _not_importable()
     for name in vanished():
         where = f"no class of {name.mapping} has it" if name.mapping else "the installed transformers lacks it"
-        moved.append(Moved(str(name), where, "what reads it takes it for absent; verify says `not known`"))
+        moved.append(Moved(str(name), where, "treated as absent; verify reports `not known`"))
     tested = {library: "{}.{} to {}.{}".format(*oldest, *newest) for library, (oldest, newest) in TESTED.items()}
     return Diagnosis(installed_versions(), tested, untested(), count + len(NAMES), tuple(moved))
 
@@ -92,7 +93,7 @@ def _not_importable() -> Iterator[Moved]:
             cause = f"{type(error).__name__}: {error}"
             if cause not in causes:
                 causes.add(cause)
-                yield Moved(module.name, cause, "cannot be imported, nor can what rests on it")
+                yield Moved(module.name, cause, "cannot be imported, nor can the features that need it")
 
 
 def _failing(entries: tuple[Patch | Private, ...]) -> Iterator[Moved]:
@@ -105,10 +106,10 @@ def _failing(entries: tuple[Patch | Private, ...]) -> Iterator[Moved]:
 
 def _cause(error: AutoplanError) -> str:
     cause: Any = error.__cause__
-    return f"{type(cause).__name__}: {cause}" if cause is not None else "its canary fails: it is not what it was"
+    return f"{type(cause).__name__}: {cause}" if cause is not None else "its canary fails: its behaviour changed"
 
 
 def _consequence(entry: Patch | Private) -> str:
     if isinstance(entry, Patch) and entry.without:
-        return f"switched off: {entry.without}"
+        return f"disabled: {entry.without}"
     return f"does not work: {entry.why}"

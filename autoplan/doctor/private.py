@@ -62,7 +62,7 @@ def _member(path: str) -> Any:
 
 def require(entry: Patch | Private) -> None:
     """Raise by name where the installed version does not have what `entry` relies on."""
-    reason = "it is not what it was"
+    reason = "its behaviour changed"
     cause: Exception | None = None
     try:
         holds = entry.canary()
@@ -71,6 +71,6 @@ def require(entry: Patch | Private) -> None:
     if not holds:
         path = entry.replaces if isinstance(entry, Patch) else entry.name
         raise AutoplanError(
-            f"{entry.name}: autoplan relies on {path}, and the installed version has changed it ({reason})",
-            hint=f"install a version that pyproject.toml allows; it is needed for this: {entry.why}",
+            f"{entry.name}: autoplan relies on {path}, which the installed version changed ({reason})",
+            hint=f"install a version that pyproject.toml allows. Needed because: {entry.why}",
         ) from cause

@@ -24,8 +24,8 @@ from autoplan.doctor.private import Private, Table
 FSDP = Table()
 ENGINES = Table()
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
-_WALKED = "a rank that skips a unit gathers and frees it all the same"
-_RANKS = "simulated ranks are threads with a group of torch's own tests"
+_WALKED = "a rank that skips an FSDP2 unit must still gather and free it"
+_RANKS = "simulated ranks are threads in the process group of torch's own tests"
 _FAKE = "models are recorded without storage for their weights"
 _PG = "torch.testing._internal.distributed.multi_threaded_pg"
 
@@ -36,7 +36,7 @@ def _fsdp_takes(function: object, *parameters: str) -> bool:
     return tuple(inspect.signature(function).parameters) == parameters  # type: ignore[arg-type]
 
 
-@FSDP.hold("has the caller asked for zeros of unused parameters?", f"{_STATE}._fsdp_param_groups")
+@FSDP.hold("whether the caller requested zeros for unused parameters", f"{_STATE}._fsdp_param_groups")
 def _zeros_for_unused() -> bool:
     """Return whether each parameter group keeps the choice under this name; torch before 2.13 has no such choice."""
     kept = "self.reduce_scatter_unused_params" in inspect.getsource(_fsdp_param_group.FSDPParamGroup.__init__)
@@ -46,7 +46,7 @@ def _zeros_for_unused() -> bool:
 
 
 @FSDP.hold(
-    "an estimate counts the last gradient until it is reduced, in versions whose loop holds it",
+    "in versions whose loop keeps it, the last gradient stays allocated until it is reduced; estimates count it",
     "torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
 )
 def _tells_who_holds_gradients() -> bool:
@@ -76,9 +76,9 @@ def _takes(name: str, given: tuple[str, ...]) -> bool:
     return tuple(argument.name for argument in arguments[: len(given)]) == given
 
 
-@ENGINES.hold(f"{_RANKS}; collectives are counted there, and woken when a rank fails", f"{_PG}.ProcessLocalGroup")
+@ENGINES.hold(f"{_RANKS}; collectives are counted there; waiting ranks wake when one fails", f"{_PG}.ProcessLocalGroup")
 @ENGINES.hold(
-    "waiting ranks are sent away when another has failed",
+    "waiting ranks are released if one fails",
     f"{_PG}.ProcessLocalGroup._terminate",
     f"{_PG}.ProcessLocalGroup._coll_lock",
     f"{_PG}.ProcessLocalGroup._cur_coll_on_pgs",
@@ -98,7 +98,7 @@ def _threaded_group() -> bool:
 
 
 @ENGINES.hold(
-    "a tensor that holds others is cut by its own code", "torch.utils._python_dispatch.is_traceable_wrapper_subclass"
+    "a wrapper subclass is sharded by its own code", "torch.utils._python_dispatch.is_traceable_wrapper_subclass"
 )
 def _wrapping() -> bool:
     return dispatch.is_traceable_wrapper_subclass(torch.ones(1)) is False
@@ -113,9 +113,7 @@ def _collective() -> bool:
     return waiting and _parameters(threaded.Collective.join) == ["self", "rank", "data"]
 
 
-@ENGINES.hold(
-    "simulated ranks ask it for shapes one at a time", "torch.distributed.tensor._sharding_prop.ShardingPropagator"
-)
+@ENGINES.hold("simulated ranks call it one at a time", "torch.distributed.tensor._sharding_prop.ShardingPropagator")
 def _propagator() -> bool:
     """Check the parameters of the only method in which DTensor runs ops on full tensors without storage."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -123,7 +121,7 @@ def _propagator() -> bool:
     return _parameters(ShardingPropagator._propagate_tensor_meta_non_cached) == ["self", "op_schema"]
 
 
-@ENGINES.hold("subgroups are made in any order", "torch.distributed.distributed_c10d._store_based_barrier")
+@ENGINES.hold("subgroups may be created in any order", "torch.distributed.distributed_c10d._store_based_barrier")
 def _barrier() -> bool:
     parameters = _parameters(dist.distributed_c10d._store_based_barrier)
     return parameters[:5] == ["rank", "store", "group_name", "rendezvous_count", "timeout"]
@@ -146,20 +144,20 @@ def _fake() -> bool:
     return is_fake and not isinstance(real, fake_tensor.FakeTensor) and number.constant.item() == 3
 
 
-@ENGINES.hold("a tensor without storage is told from a real one", "torch._subclasses.fake_tensor.is_fake")
+@ENGINES.hold("distinguishes a tensor without storage from a real one", "torch._subclasses.fake_tensor.is_fake")
 def _is_fake() -> bool:
     with fake_tensor.FakeTensorMode():
         inside = torch.ones(2)
     return bool(fake_tensor.is_fake(inside) and not fake_tensor.is_fake(torch.ones(2)))
 
 
-@ENGINES.hold("nothing is sent where tensors have no values", "torch._guards.detect_fake_mode")
+@ENGINES.hold("no messages are sent for tensors without values", "torch._guards.detect_fake_mode")
 def _detected() -> bool:
     with fake_tensor.FakeTensorMode() as mode:
         return detect_fake_mode() is mode
 
 
-@ENGINES.hold("a storage is known again while it lives", "torch.UntypedStorage._cdata")
+@ENGINES.hold("identifies a storage while it is alive", "torch.UntypedStorage._cdata")
 def _same_storage() -> bool:
     tensor = torch.ones(4)
     return (
@@ -168,10 +166,10 @@ def _same_storage() -> bool:
 
 
 @ENGINES.hold(
-    "Python asked for a value that is not there", "torch._subclasses.fake_tensor.DataDependentOutputException"
+    "raised when Python asks a fake tensor for its value", "torch._subclasses.fake_tensor.DataDependentOutputException"
 )
 @ENGINES.hold(
-    "Python asked for a size that depends on values that are not there",
+    "raised when Python asks for a size that depends on tensor values",
     "torch._subclasses.fake_tensor.DynamicOutputShapeException",
 )
 def _depends_on_data() -> bool:
@@ -201,9 +199,9 @@ class _Seeing(dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@ENGINES.hold("every op of a run is seen", "torch.utils._python_dispatch.TorchDispatchMode")
+@ENGINES.hold("observes every op of a run", "torch.utils._python_dispatch.TorchDispatchMode")
 @ENGINES.hold(
-    "a number in a tensor is read without being recorded", "torch.utils._python_dispatch._disable_current_modes"
+    "reads a number from a tensor without recording it", "torch.utils._python_dispatch._disable_current_modes"
 )
 def _dispatch() -> bool:
     with _Seeing() as mode:
@@ -219,7 +217,7 @@ FSDP.extend(
     for entry in (
         (
             "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
-            "what FSDP2 knows of a unit",
+            "FSDP2's state of a unit",
             lambda: _fsdp_takes(FSDPModule._get_fsdp_state, "self"),
         ),
         (
@@ -249,7 +247,7 @@ ENGINES.extend(
         ),
         (
             "torch._C._distributed_c10d",
-            "a store in memory, and names of groups for each thread",
+            "an in-memory store, and per-thread group names",
             lambda: callable(c10d.HashStore) and callable(vars(c10d)["_set_thread_isolation_mode"]),
         ),
         (
@@ -259,7 +257,7 @@ ENGINES.extend(
         ),
         (
             "torch.distributed.distributed_c10d._resolve_process_group",
-            "a group is asked whether it is a fake one",
+            "whether a group is a fake one",
             lambda: "group_name" in str(distributed_c10d._resolve_process_group.__doc__),
         ),
     )

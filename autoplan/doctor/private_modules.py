@@ -18,7 +18,7 @@ MODULES = Table()
 
 
 @MODULES.hold(
-    "a head whose backward someone listens to gives whole logits",
+    "a head with backward hooks must return full logits",
     "torch.nn.Module._backward_hooks",
     "torch.nn.Module._backward_pre_hooks",
     "torch.nn.modules.module._global_backward_hooks",
@@ -36,7 +36,10 @@ def _hooks_of_backward() -> bool:
     return registered and not before
 
 
-@MODULES.hold("FSDP2's hook after a load is called as torch calls it", "torch.nn.modules.module._IncompatibleKeys")
+@MODULES.hold(
+    "FSDP2's hook after a load is called as torch does",
+    "torch.nn.modules.module._IncompatibleKeys",
+)
 def _incompatible() -> bool:
     from torch.nn.modules.module import _IncompatibleKeys
 
@@ -44,7 +47,7 @@ def _incompatible() -> bool:
 
 
 @MODULES.hold(
-    "what FSDP2 notes about a module is forgotten when it fails half way",
+    "FSDP2's state of a module is removed if fully_shard fails halfway",
     "torch.distributed._composable_state._module_state_mapping",
 )
 def _states() -> bool:
@@ -76,7 +79,7 @@ def _parametrized() -> bool:
 
 
 @MODULES.hold(
-    "a checkpointed block runs its hooks again too, and so for the dictionaries next to it",
+    "a checkpointed block reruns its hooks, and those of neighbouring dictionaries",
     "torch.nn.Module._forward_hooks",
     "torch.nn.Module._forward_pre_hooks",
 )
@@ -111,7 +114,8 @@ def _flat() -> bool:
 
 
 @MODULES.hold(
-    "of many equal blocks few are recorded, found by their old numbers", "torch.nn.ModuleList._get_abs_string_index"
+    "the few recorded blocks are found by their original indices",
+    "torch.nn.ModuleList._get_abs_string_index",
 )
 def _places_of_blocks() -> bool:
     """Return whether a module list looks up its own `_get_abs_string_index` for a number."""
@@ -121,7 +125,7 @@ def _places_of_blocks() -> bool:
 
 
 @MODULES.hold(
-    "torch.compile puts a level in between that stands in no checkpoint's names",
+    "torch.compile adds a name level that checkpoints do not have",
     "torch._dynamo.OptimizedModule._orig_mod",
 )
 def _compiled_name() -> bool:
@@ -130,7 +134,7 @@ def _compiled_name() -> bool:
 
 
 @MODULES.hold(
-    "what a checkpointed block keeps of its ops is copied before one changes it in place",
+    "tensors saved by a checkpointed block are copied before they are changed in place",
     "torch.utils.checkpoint._VersionWrapper",
 )
 def _kept_of_ops() -> bool:
@@ -148,7 +152,7 @@ def _kept_of_ops() -> bool:
 
 
 @MODULES.hold(
-    "checkpoint_wrapper puts a level in between that stands in no checkpoint's names",
+    "checkpoint_wrapper adds a name level that checkpoints do not have",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper._checkpoint_wrapped_module",
 )
 def _checkpointed_name() -> bool:
@@ -163,7 +167,7 @@ def _state_of_module(name: str, kind: type) -> Callable[[], bool]:
 
 
 @MODULES.hold(
-    "a DTensor is made a parameter of a module without a step through DTensor's dispatcher",
+    "a DTensor becomes a module's parameter without going through DTensor's dispatcher",
     "torch.nn.Parameter._is_param",
 )
 def _marked_as_parameters() -> bool:
@@ -177,7 +181,7 @@ def _marked_as_parameters() -> bool:
     return isinstance(tensor, torch.nn.Parameter)
 
 
-@MODULES.hold("the path guard does not look at modules that run compiled", "torch.nn.Module._compiled_call_impl")
+@MODULES.hold("the path guard skips modules that run compiled", "torch.nn.Module._compiled_call_impl")
 def _compiles_its_call() -> bool:
     module = nn.Identity()
     before = module._compiled_call_impl
@@ -188,12 +192,12 @@ def _compiles_its_call() -> bool:
 MODULES.extend(
     Private(f"torch.nn.Module.{name}", why, _state_of_module(name, kind))
     for name, kind, why in (
-        ("_parameters", dict, "parameters are replaced where torch itself keeps them"),
-        ("_buffers", dict, "buffers are replaced where torch itself keeps them"),
-        ("_modules", dict, "blocks are left out of a copy that is recorded"),
-        ("_non_persistent_buffers_set", set, "buffers that no checkpoint holds"),
-        ("_load_state_dict_post_hooks", dict, "FSDP2 looks at its parameters again after a load of ours"),
-        ("_load_state_dict_pre_hooks", dict, "hooks that cannot be sent to another process are left out"),
+        ("_parameters", dict, "parameters are replaced in torch's own dict"),
+        ("_buffers", dict, "buffers are replaced in torch's own dict"),
+        ("_modules", dict, "blocks are left out of the copy that is recorded"),
+        ("_non_persistent_buffers_set", set, "buffers that are not in checkpoints"),
+        ("_load_state_dict_post_hooks", dict, "FSDP2 re-examines its parameters after load_weights"),
+        ("_load_state_dict_pre_hooks", dict, "hooks that cannot be pickled are left out"),
     )
 )
 MODULES += [
@@ -209,7 +213,7 @@ MODULES += [
     ),
     Private(
         "torch.nn.Module._call_impl",
-        "the path guard sees there what a module is called with",
+        "the path guard reads a module's call arguments there",
         lambda: torch.nn.Module._call_impl.__code__.co_filename == inspect.getfile(torch.nn.Module),
     ),
 ]

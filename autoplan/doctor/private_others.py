@@ -13,9 +13,9 @@ from autoplan.doctor.private import Private, Table
 
 OTHERS = Table()
 _TP, _LOADING, _MODEL = "transformers.distributed", "transformers.core_model_loading", "transformers.PreTrainedModel"
-_NAMES = "names in checkpoints are those that transformers would read"
-_PIECE = "a rank's piece is what transformers would load"
-_RUN = "a plan in transformers' words is run by transformers"
+_NAMES = "checkpoint keys are mapped as transformers maps them"
+_PIECE = "a rank's shard equals the one that transformers would load"
+_RUN = "plans in transformers' dialect are run by transformers"
 
 
 def _config_keeps(name: str, value: str) -> Callable[[], bool]:
@@ -32,9 +32,7 @@ def _config_keeps(name: str, value: str) -> Callable[[], bool]:
     return check
 
 
-@OTHERS.hold(
-    "a lock is given back also by a thread that was interrupted while it gave it back", "threading.RLock._is_owned"
-)
+@OTHERS.hold("a thread interrupted while releasing a lock must still release it", "threading.RLock._is_owned")
 def _owned() -> bool:
     """Return whether only the owning thread says that it owns the lock."""
     lock: Any = threading.RLock()
@@ -44,7 +42,7 @@ def _owned() -> bool:
 
 
 @OTHERS.hold(
-    "inner outputs of a model in another process",
+    "a model's intermediate outputs in another process",
     f"{_MODEL}._can_record_outputs",
     "transformers.utils.output_capturing._CAN_RECORD_REGISTRY",
 )
@@ -63,9 +61,9 @@ def _plans() -> bool:
     return isinstance(LlamaForCausalLM._tp_plan, dict) and isinstance(LlamaConfig.base_model_tp_plan, dict)
 
 
-@OTHERS.hold("what a class claims of expert parallelism is audited", f"{_MODEL}._ep_plan")
-@OTHERS.hold("the blocks that a class names are held against the model", f"{_MODEL}._no_split_modules")
-@OTHERS.hold("what a class claims of pipelines is audited", f"{_MODEL}._pp_plan")
+@OTHERS.hold("a class's claim of expert parallelism is audited", f"{_MODEL}._ep_plan")
+@OTHERS.hold("the blocks that a class names are compared with the model", f"{_MODEL}._no_split_modules")
+@OTHERS.hold("a class's claim of pipeline parallelism is audited", f"{_MODEL}._pp_plan")
 def _claims() -> bool:
     from transformers import LlamaForCausalLM
 
@@ -74,7 +72,7 @@ def _claims() -> bool:
     return all(named) and (experts is None or isinstance(experts, dict))
 
 
-@OTHERS.hold("a stage of a split model is run without its messages", f"{_MODEL}._pp_stage")
+@OTHERS.hold("a stage of a split model runs without its messages", f"{_MODEL}._pp_stage")
 def _pipeline_stage() -> bool:
     """Return whether a model that transformers splits over stages holds its own. (Older versions split none.)"""
     home = "transformers.distributed.pipeline_parallel"
@@ -121,7 +119,7 @@ def _hook_flag() -> bool:
     return "_output_capturing_hooks_installed" in source
 
 
-@OTHERS.hold("layers whose sizes differ are shrunk alike", "transformers.PretrainedConfig._heterogeneity_spec")
+@OTHERS.hold("layers of different sizes are shrunk alike", "transformers.PretrainedConfig._heterogeneity_spec")
 def _single_layers() -> bool:
     """Return whether the config holds fields of single layers, by layer; older versions have none."""
     from transformers import LlamaConfig
@@ -133,7 +131,7 @@ def _single_layers() -> bool:
 
 
 @OTHERS.hold(
-    "what changed names when a model was loaded is reversed when it is saved",
+    "key changes made when a model was loaded are reversed when it is saved",
     f"{_MODEL}._weight_conversions",
 )
 def _reversed_conversions() -> bool:
@@ -146,7 +144,7 @@ def _reversed_conversions() -> bool:
 OTHERS.extend(
     Private(f"transformers.PretrainedConfig.{name}", why, _config_keeps(name, value))
     for name, value, why in (
-        ("_attn_implementation", "eager", "both ways of attention are checked"),
+        ("_attn_implementation", "eager", "both attention implementations are checked"),
         ("_experts_implementation", "batched_mm", "experts are recorded in a form that runs without storage"),
     )
 )
@@ -157,14 +155,13 @@ OTHERS.there(
         f"{_LOADING}.WeightTransform._original_source_patterns": _NAMES,
         f"{_LOADING}.WeightTransform._original_target_patterns": _NAMES,
         f"{_LOADING}.revert_weight_conversion(model)": "tensors are saved as transformers would save them",
-        f"{_LOADING}.WeightConverter:rename_source_key(self, source_key)": "tensors that one conversion takes together "
-        "are saved together",
-        f"{_MODEL}._hf_peft_config_loaded": "a model with adapters of its own saves these alone",
+        f"{_LOADING}.WeightConverter:rename_source_key(self, source_key)": "tensors of a conversion are saved together",
+        f"{_MODEL}._hf_peft_config_loaded": "a model with adapters of its own saves only these",
         f"{_MODEL}._keys_to_ignore_on_save": "tensors that transformers does not save",
-        f"{_MODEL}._keys_to_ignore_on_load_missing": "which keys a checkpoint may lack",
-        f"{_MODEL}._keys_to_ignore_on_load_unexpected": "which keys of a checkpoint belong to no parameter",
-        f"{_MODEL}._from_config": "buffers of a model without storage are computed again",
-        f"{_MODEL}._keep_in_fp32_modules": "modules that no method quantises",
+        f"{_MODEL}._keys_to_ignore_on_load_missing": "keys that a checkpoint may lack",
+        f"{_MODEL}._keys_to_ignore_on_load_unexpected": "checkpoint keys that belong to no parameter",
+        f"{_MODEL}._from_config": "buffers of a model without storage are recomputed",
+        f"{_MODEL}._keep_in_fp32_modules": "modules that are never quantised",
     }
 )
 # Older versions shard by other code, and audits of their own plans are refused.
@@ -172,7 +169,7 @@ OTHERS.there(
     {
         f"{_TP}.mixin.DistributedMixin._expand_parallel_plan(self, plan)": _RUN,
         f"{_TP}.tensor_parallel.apply_tensor_parallelism": _RUN,
-        f"{_TP}.tensor_parallel.ALL_PARALLEL_STYLES": "which styles the installed version knows",
+        f"{_TP}.tensor_parallel.ALL_PARALLEL_STYLES": "the styles of the installed version",
         f"{_TP}.sharding_utils.DtensorShardOperation:shard_tensor(self)": _PIECE,
     },
     needed=not older_than("transformers", OWN_SHARDING),

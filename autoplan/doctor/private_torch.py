@@ -32,21 +32,21 @@ class _Own(torch.Tensor):
         raise AssertionError("the subclass was asked")
 
 
-@TORCH.hold("hooks of ours are not calls of the model's that a mode counts", "torch._C.DisableTorchFunction")
+@TORCH.hold("autoplan's hooks must not be seen by a function mode", "torch._C.DisableTorchFunction")
 def _no_functions() -> bool:
     with _Counting() as mode, torch._C.DisableTorchFunction():
         torch.ones(1) + torch.ones(1)
     return mode.calls == 0
 
 
-@TORCH.hold("inside split logits, ops of ours see plain tensors", "torch._C.DisableTorchFunctionSubclass")
+@TORCH.hold("code inside sharded logits must see plain tensors", "torch._C.DisableTorchFunctionSubclass")
 def _no_subclasses() -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         return (torch.ones(2).as_subclass(_Own) + 1).sum().item() == 4.0
 
 
 @TORCH.hold(
-    "hooks of ours take notes outside a checkpointed block that is compiled, and take them back",
+    "inside a compiled checkpointed block, autoplan's hooks record state outside it and undo that",
     "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer",
 )
 def _unwatched() -> bool:
@@ -66,7 +66,7 @@ def _unwatched() -> bool:
     return bool(torch.compile(run, backend="eager", fullgraph=True)(torch.zeros(2, requires_grad=True)).sum() == 0)
 
 
-@TORCH.hold("parameters are read at every step: no more work than needed", "torch._C._is_torch_function_mode_enabled")
+@TORCH.hold("parameters are read at every step; avoids overhead", "torch._C._is_torch_function_mode_enabled")
 def _mode_enabled() -> bool:
     before = torch._C._is_torch_function_mode_enabled()
     with _Counting():
@@ -74,7 +74,7 @@ def _mode_enabled() -> bool:
 
 
 @TORCH.hold(
-    "a Function of ours is called at every step: no more work than needed", "torch._C._are_functorch_transforms_active"
+    "an autograd Function is called at every step; avoids overhead", "torch._C._are_functorch_transforms_active"
 )
 def _no_transforms() -> bool:
     """Return whether torch.func transforms are seen, and a Function can be called as its parent class does."""
@@ -102,7 +102,7 @@ def _no_transforms() -> bool:
     return seen == [True] and not active() and x.grad is not None and x.grad.item() == 2.0
 
 
-@TORCH.hold("a collective records nothing, and does not ask whether it should", "torch._C._AutoDispatchBelowAutograd")
+@TORCH.hold("a collective records nothing, and need not check whether it should", "torch._C._AutoDispatchBelowAutograd")
 def _below_autograd() -> bool:
     x = torch.ones(1, requires_grad=True)
     with torch._C._AutoDispatchBelowAutograd():
@@ -111,7 +111,7 @@ def _below_autograd() -> bool:
 
 
 @TORCH.hold(
-    "a TorchScript function is read as the Python function that it was made of",
+    "a TorchScript function is read as the Python function that it was compiled from",
     "torch.jit.ScriptFunction._torchdynamo_inline",
 )
 def _scripted() -> bool:
@@ -122,7 +122,7 @@ def _scripted() -> bool:
 
 
 @TORCH.hold(
-    "a block that runs again in backward runs in the modes of its forward",
+    "a block recomputed in backward runs in the modes of its forward",
     "torch.overrides._get_current_function_mode_stack",
 )
 def _mode_stack() -> bool:
@@ -134,7 +134,7 @@ def _mode_stack() -> bool:
 
 
 @TORCH.hold(
-    "is this backward? sums of parallel branches are joined there, and what is checkpointed runs again",
+    "whether this is backward: sums of parallel branches are joined there, and checkpointed blocks run again",
     "torch._C._current_graph_task_id",
 )
 def _graph_task() -> bool:
@@ -146,7 +146,7 @@ def _graph_task() -> bool:
 
 
 @TORCH.hold(
-    "compiled losses are heard by the class of split logits",
+    "compiled losses dispatch to the class of sharded logits",
     *(
         f"torch._dynamo.variables.{name}"
         for name in (
@@ -165,7 +165,7 @@ def _tracked() -> bool:
     return asked == ["tx", "args", "kwargs"] and made[:2] == ["tx", "value"] and called[1:] == ["tx", "args", "kwargs"]
 
 
-@TORCH.hold("a sharded model inside of a forward derivative is refused", "torch.autograd.forward_ad._current_level")
+@TORCH.hold("a sharded model inside forward-mode AD is refused", "torch.autograd.forward_ad._current_level")
 def _forward_level() -> bool:
     levels = import_module("torch.autograd.forward_ad")
     before: int = levels._current_level
@@ -173,7 +173,7 @@ def _forward_level() -> bool:
         return before == -1 and bool(levels._current_level == 0)
 
 
-@TORCH.hold("a tensor inside vmap has no values to write down", "torch._C._functorch.is_functorch_wrapped_tensor")
+@TORCH.hold("a tensor inside vmap has no readable values", "torch._C._functorch.is_functorch_wrapped_tensor")
 def _functorch() -> bool:
     is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
     seen: list[bool] = []
@@ -186,7 +186,7 @@ def _functorch() -> bool:
     return seen == [True] and not is_functorch_wrapped_tensor(torch.ones(1))
 
 
-@TORCH.hold("targets are checked without waiting for the device", "torch._assert_async")
+@TORCH.hold("targets are checked without synchronising the device", "torch._assert_async")
 def _asserted() -> bool:
     torch._assert_async(torch.tensor(True), "said")
     try:
@@ -196,7 +196,7 @@ def _asserted() -> bool:
     return False
 
 
-@TORCH.hold("collectives by a group's name, which torch.compile can trace", "torch.ops._c10d_functional")
+@TORCH.hold("collectives by group name, which torch.compile can trace", "torch.ops._c10d_functional")
 def _named_collectives() -> bool:
     ops = torch.ops._c10d_functional
     wanted = {
@@ -209,7 +209,7 @@ def _named_collectives() -> bool:
 
 
 @TORCH.hold(
-    "hooks on a parameter would be lost: refused",
+    "a parameter with hooks, which would be lost, is refused",
     "torch.Tensor._backward_hooks",
     "torch.Tensor._post_accumulate_grad_hooks",
 )
@@ -221,7 +221,7 @@ def _gradient_hooks() -> bool:
     return empty and bool(a._backward_hooks) and bool(b._post_accumulate_grad_hooks)
 
 
-@TORCH.hold("a cache that was changed in place is noticed", "torch.Tensor._version")
+@TORCH.hold("an in-place change of a cache is detected", "torch.Tensor._version")
 def _version() -> bool:
     x = torch.ones(1)
     before = x._version
@@ -229,14 +229,14 @@ def _version() -> bool:
     return before != x._version
 
 
-@TORCH.hold("a view of a weight is told from the weight's owner", "torch.Tensor._base")
+@TORCH.hold("a view of a weight is recognised by its owner", "torch.Tensor._base")
 def _base_of_views() -> bool:
     whole = torch.ones(2, 2)
     return whole[0]._base is whole and whole._base is None
 
 
 @TORCH.hold(
-    "how a parameter lies, for its gradient to lie likewise; DTensors are made of a piece and of that",
+    "a parameter's memory layout, for its gradient to match; DTensors are built from it and the local tensor",
     "torch.distributed.tensor.DTensor._spec",
 )
 def _made_of_a_spec() -> bool:
@@ -244,7 +244,20 @@ def _made_of_a_spec() -> bool:
     return "_spec" in DTensor.__slots__ or "_spec" in DTensor.__annotations__
 
 
-@TORCH.hold("a move of ours is found again in the autograd graph", "torch.autograd.Function._backward_cls")
+@TORCH.hold(
+    "DTensor asks its Python methods about plain tensors beside it, in this thread",
+    "torch._C._get_dtensor_allow_implicit_replication",
+    "torch._C._set_dtensor_allow_implicit_replication",
+)
+def _plain_beside() -> bool:
+    before = torch._C._get_dtensor_allow_implicit_replication()
+    torch._C._set_dtensor_allow_implicit_replication(True)
+    inside = torch._C._get_dtensor_allow_implicit_replication()
+    torch._C._set_dtensor_allow_implicit_replication(before)
+    return bool(inside) and torch._C._get_dtensor_allow_implicit_replication() == before
+
+
+@TORCH.hold("autoplan's collectives are recognised in the autograd graph", "torch.autograd.Function._backward_cls")
 def _backward_class() -> bool:
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -259,7 +272,10 @@ def _backward_class() -> bool:
     return isinstance(node, Twice._backward_cls)
 
 
-@TORCH.hold("is torch's own loss on split logits in force?", "torch.distributed.tensor.DTensor._op_dispatcher")
+@TORCH.hold(
+    "whether torch's loss parallelism is active",
+    "torch.distributed.tensor.DTensor._op_dispatcher",
+)
 def _knows_loss_parallel() -> bool:
     """Return whether its handlers are listed there while it is active."""
     from torch.distributed.tensor.parallel import loss_parallel
@@ -276,17 +292,17 @@ TORCH.extend(
     for entry in (
         (
             "torch._dynamo.config.nontraceable_tensor_subclasses",
-            "split logits that a broken graph was given are worked on as they are",
+            "sharded logits passed in after a graph break are handled eagerly",
             lambda: isinstance(torch._dynamo.config.nontraceable_tensor_subclasses, set),
         ),
         (
             "torch._ops.OpOverload",
-            "an op is told from a function",
+            "distinguishes an op from a function",
             lambda: isinstance(torch.ops.aten.add.Tensor, torch._ops.OpOverload),
         ),
         (
             "torch._ops.OpOverload._schema",
-            "an op's name, and whether it changes a tensor in place",
+            "an op's name, and whether it mutates a tensor",
             lambda: (
                 torch.ops.aten.add_.Tensor._schema.is_mutable
                 and torch.ops.aten.add_.Tensor._schema.name == "aten::add_"
@@ -294,7 +310,7 @@ TORCH.extend(
         ),
         (
             "torch.distributed.tensor.DTensor._local_tensor",
-            "this rank's piece, without a step of autograd",
+            "the local tensor, without an autograd node",
             lambda: "_local_tensor" in DTensor.__slots__ or "_local_tensor" in DTensor.__annotations__,
         ),
         (
@@ -304,36 +320,33 @@ TORCH.extend(
         ),
         (
             "torch.ops.aten._local_scalar_dense",
-            "Python asks a tensor for a number by it",
+            "Python reads a number from a tensor through it",
             lambda: torch.ops.aten._local_scalar_dense(torch.ones(())) == 1,
         ),
         (
             "torch.ops.aten._is_any_true",
-            "torch looks for NaN in gradients by it, and DTensor does not know it",
+            "torch looks for NaN in gradients with it, and DTensor has no rule for it",
             lambda: bool(torch.ops.aten._is_any_true.default(torch.tensor([True, False]))),
         ),
         (
             "torch.ops.aten._has_same_storage_numel",
-            "a forward derivative asks by it how a parameter lies in memory, and DTensor does not know it",
+            "forward-mode AD reads a parameter's memory layout with it, and DTensor has no rule for it",
             lambda: torch.ops.aten._has_same_storage_numel.default(torch.ones(2), torch.ones(2)),
         ),
         (
             "torch.ops.aten._new_zeros_with_same_feature_meta",
-            "a forward derivative makes zeros by it, and DTensor does not know it",
+            "forward-mode AD makes zeros with it, and DTensor has no rule for it",
             lambda: not torch.ops.aten._new_zeros_with_same_feature_meta.default(torch.ones(2), torch.ones(2)).any(),
         ),
     )
 )
 TORCH.there(
     {
-        "torch.distributed.tensor.placement_types._StridedShard": "a weight sharded in interleaved "
-        "pieces is told by it",
-        "torch.distributed._state_dict_utils": "a whole tensor of a parameter with "
-        "rows on several ranks is not cut there",
-        "torch.distributed._state_dict_utils._distribute_tensors": "it cuts whole tensors for parameters",
-        "torch.distributed._state_dict_utils._broadcast_tensors": "what calls it",
-        "torch.distributed.device_mesh.DeviceMesh._flatten": "FSDP2 shards over data and context "
-        "parallel ranks as over one dim",
-        "torch.distributed.device_mesh.DeviceMesh._concatenate": "replicas before that dim make a mesh of two",
+        "torch.distributed.tensor.placement_types._StridedShard": "marks a weight sharded in interleaved pieces",
+        "torch.distributed._state_dict_utils": "full tensors of parameters with replicated rows must stay full",
+        "torch.distributed._state_dict_utils._distribute_tensors": "it shards full tensors for parameters",
+        "torch.distributed._state_dict_utils._broadcast_tensors": "its caller",
+        "torch.distributed.device_mesh.DeviceMesh._flatten": "FSDP2 shards over dp and cp ranks as over one dim",
+        "torch.distributed.device_mesh.DeviceMesh._concatenate": "replicas before that dim need a 2-d mesh",
     }
 )

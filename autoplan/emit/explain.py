@@ -24,8 +24,8 @@ def explain(plan: Plan, path: str) -> str:
         patterns = [entry.pattern for entry in plan.entries] + list(fold_names(item.fqn for item in plan.replicated))
         close = nearest(path, patterns)
         raise AutoplanError(
-            f"the plan for {plan.model} says nothing about {path!r}",
-            hint=f"nearest paths: {', '.join(close)}" if close else "print the plan to see the paths it knows",
+            f"the plan for {plan.model} has no entry for {path!r}",
+            hint=f"nearest paths: {', '.join(close)}" if close else "print the plan to see its paths",
         )
     lines = [path]
     if under:

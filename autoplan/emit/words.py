@@ -49,10 +49,10 @@ def layout_text(text: str, tp_size: int) -> str:
     layout = Layout.parse(text)
     where = ranges_text(layout.runs(0, tp_size))
     if not layout.is_split:
-        return f"whole on each of {count(tp_size, 'rank')}"
+        return f"replicated on each of {count(tp_size, 'rank')}"
     if layout.is_uneven:
         sizes = [layout.held(rank, tp_size) for rank in range(tp_size)]
-        return f"between blocks: the ranks hold {min(sizes)} to {max(sizes)} of {layout.size}; rank 0: {where}"
+        return f"between blocks: ranks hold {min(sizes)} to {max(sizes)} of {layout.size}; rank 0: {where}"
     shard, total = _shard(layout, tp_size), f"{layout.held(0, tp_size)} of {layout.size}"
     equation = shard if shard == total else f"{shard} = {total}"
     return f"each of {count(tp_size, 'rank')} holds {equation}; rank 0: {where}"

@@ -125,8 +125,8 @@ class fail_together:  # noqa: N801 - used as a function
             if error is None:
                 raise _marked(
                     AutoplanError(
-                        f"{self.doing}: another rank ended without a word ({_first_line(gone)})",
-                        hint="look at what that rank printed last; was it killed for want of memory?",
+                        f"{self.doing}: another rank ended without reporting an error ({_first_line(gone)})",
+                        hint="see the last output of that rank; was it killed for running out of memory?",
                     )
                 ) from gone
             return
@@ -234,8 +234,8 @@ def same_model(model: nn.Module, tensors: Mapping[str, Any] | None = None) -> Al
     shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items() if isinstance(t, torch.Tensor)]
     return Alike(
         str(shapes),
-        f"the ranks hold different models: {_this_rank()} has a {type(model).__name__} of {len(shapes)} tensors, not "
-        "with the names, shapes and dtypes that other ranks have",
+        f"the ranks hold different models: {_this_rank()} has a {type(model).__name__} of {len(shapes)} "
+        "tensors whose names, shapes or dtypes differ from those on other ranks",
         "build the same model from the same config on every rank",
     )
 
@@ -253,7 +253,7 @@ def same_plan(plan: Plan, options: TensorParallel | None = None) -> Alike:
     return Alike(
         f"{digest(plan)} {options}",
         f"the ranks hold different plans or options: {_this_rank()} has a plan for {plan.model} at {plan.over} "
-        f"of the hash {digest(plan)}, made with {versions}",
+        f"with hash {digest(plan)}, made with {versions}",
         "make the plan once and load the same file on every rank: plan.save(path), autoplan.load_plan(path)",
     )
 

@@ -259,32 +259,6 @@ def copy_to_ranks(x: torch.Tensor, group: Ranks) -> torch.Tensor:
     return x if group.size == 1 or not _carries_gradient(x) else _Copy.apply(x, group)
 
 
-class _CopyAll(Recorded):
-    """`_Copy` of many tensors, whose gradients are summed together: a missing gradient counts as zeros, and a gradient
-    that no rank has is not summed."""
-
-    @staticmethod
-    def forward(ctx: Any, group: RankGroup, *many: torch.Tensor) -> Any:
-        ctx.group, ctx.like = group, [(x.shape, x.dtype, x.device) for x in many]
-        ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in many)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        present = torch.tensor([gradient is not None for gradient in gradients], device=ctx.like[0][2])
-        anywhere = all_reduce(present.to(torch.int32), ctx.group, "max").tolist()
-        summed: list[torch.Tensor | None] = []
-        for gradient, (shape, dtype, device), wanted in zip(gradients, ctx.like, anywhere, strict=True):
-            part = torch.zeros(shape, dtype=dtype, device=device) if gradient is None and wanted else gradient
-            summed.append(part if part is None else _Sum.apply(part, ctx.group))
-        return None, *summed
-
-
-def copies_to_ranks(many: Sequence[torch.Tensor], group: RankGroup) -> tuple[torch.Tensor, ...]:
-    """Return the same tensors; their gradients are summed over ranks together, at the end of a backward."""
-    return _CopyAll.apply(group, *many) if many else ()
-
-
 def is_of_compiled_code(x: torch.Tensor) -> bool:
     """Return whether x was made by a compiled function, whose ops cannot be seen."""
     return any("CompiledFunction" in node.name() for node in _few_ops_above(x))

@@ -3,7 +3,7 @@
 An executor takes an instruction and the module at which it acts (`At`). It is called once, when a plan is applied, and
 computes in advance whatever it can. What it returns runs on every call of the model:
 
-    Boundary      a function of the tensor
+    Boundary      a function of the tensor, or `Around`
     CallRewrite   a function of the torch function, its args and its kwargs
     AroundModule  `Around`: what is done before and after a run of the module
     IntegerEdit   a function that undoes the edit, which was made at once
@@ -101,8 +101,8 @@ class Branches:
         left = self.running.pop() if self.running else []
         if left and not failed:
             raise PlanMismatchError(
-                f"{name}: a branch's part of a sum was withheld, and the branch that should add it did not run",
-                hint="the block ran in a way the plan's trace never saw; plan again with inputs= that show it",
+                f"{name}: the branch that should add another branch's partial sum did not run",
+                hint="this call takes a path that was not traced; plan again with inputs= that cover it",
             )
 
     def withhold(self, part: torch.Tensor, summed: Action, zeros: Action) -> torch.Tensor:
@@ -125,7 +125,7 @@ class Branches:
 def cannot_be_pickled() -> AutoplanError:
     """Return the error for pickling a sharded model."""
     return AutoplanError(
-        "a sharded model cannot be pickled: it holds a part of each weight, and names the ranks that hold the others",
+        "a sharded model cannot be pickled: it holds a shard of each weight, and references process groups",
         hint="autoplan.save_weights(model, folder), or torch.distributed.checkpoint of model.state_dict(); "
         "copy.deepcopy(model) works",
     )
@@ -237,7 +237,7 @@ def executes(*kinds: type[Instruction]) -> Callable[[Registered], Registered]:
     def register(function: Registered) -> Registered:
         for kind in kinds:
             if kind in EXECUTORS:
-                raise TypeError(f"{kind.__name__} has an executor already: {EXECUTORS[kind].__qualname__}")
+                raise TypeError(f"{kind.__name__} already has an executor: {EXECUTORS[kind].__qualname__}")
             EXECUTORS[kind] = function
         return function
 
@@ -249,8 +249,8 @@ def execute(instruction: Instruction, at: At) -> Any:
     executor = EXECUTORS.get(type(instruction))
     if executor is None:
         raise AutoplanError(
-            f"nothing carries out {type(instruction).__name__}, which the plan wants at {at.where}",
-            hint="import what registers its executor (docs/howto/add-an-instruction.md)",
+            f"no executor for {type(instruction).__name__}, which the plan requires at {at.where}",
+            hint="import the module that registers its executor (docs/howto/add-an-instruction.md)",
         )
     return executor(instruction, replace(at, over=instruction.over) if instruction.over else at)
 
@@ -258,5 +258,5 @@ def execute(instruction: Instruction, at: At) -> Any:
 def other_branch(what: str) -> PlanMismatchError:
     """Return the error for a module that runs another branch than the planned one."""
     return PlanMismatchError(
-        what, hint="the module runs another branch than when it was planned; plan again with inputs= that show it"
+        what, hint="the module takes another branch than when it was planned; plan again with inputs= that cover it"
     )

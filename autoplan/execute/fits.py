@@ -270,7 +270,7 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
     more = f" (and {len(apart) - _SHOWN} more)" if len(apart) > _SHOWN else ""
     raise PlanMismatchError(
         f"the plan does not fit {type(model).__name__}: {'; '.join(apart[:_SHOWN])}{more} ({made_with(plan)})",
-        hint=f"make it anew for this model: {made_anew(plan)}",
+        hint=f"make it again for this model: {made_anew(plan)}",
     )
 
 
@@ -300,9 +300,9 @@ def _other_code(model: nn.Module, plan: Plan) -> Iterator[str]:
     for kind, places in _rewritten(model, plan).items() if known else ():
         ancestor = next((base for base in kind.__mro__ if base.__qualname__ in known), None)
         if ancestor is None:
-            yield f"calls in the forward of {kind.__qualname__} are rewritten, which the plan was not made for"
+            yield f"the forward of {kind.__qualname__} now has calls to rewrite for which the plan was not made"
         elif not any(same_code(code, forward_code(kind, places)) for code in known[ancestor.__qualname__]):
-            yield f"the code of {kind.__qualname__}.forward is another one, in which calls are rewritten by their place"
+            yield f"the code of {kind.__qualname__}.forward has changed, and the plan rewrites calls in it by position"
 
 
 def _rewritten(model: nn.Module, plan: Plan) -> dict[type[nn.Module], set[str]]:
@@ -322,7 +322,7 @@ def _other_sizes(model: nn.Module, plan: Plan) -> Iterator[str]:
         for name, shape in _meant(sizes.pattern, shapes).items():
             if shape not in sizes.shapes and not is_stored(name, shape, plan):
                 planned = " or ".join(str(list(shape)) for shape in sizes.shapes)
-                yield f"{name} has the shape {list(shape)}, where it was planned with {planned}"
+                yield f"{name} has shape {list(shape)}, but was planned with {planned}"
                 break
 
 

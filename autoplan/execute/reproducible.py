@@ -58,7 +58,7 @@ def make_reproducible(
         raise AutoplanError(
             f"reproducible_forward: {len(refused)} sums over ranks are not products of a module with its weight, "
             f"first {refused[0]}",
-            hint="leave reproducible_forward off; autoplan.verify(rounding=True) says how far results spread",
+            hint="do not set reproducible_forward; autoplan.verify(rounding=True) measures the spread of the results",
         )
 
 

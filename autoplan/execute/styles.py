@@ -51,8 +51,8 @@ class PlannedModel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self._used:
             raise PlanMismatchError(
-                "these style objects were already applied to a model, and styles keep what they met there",
-                hint="call plan.to_torch() once per model: it gives fresh objects each time",
+                "these style objects were already applied to a model, and cannot be reused",
+                hint="call plan.to_torch() once per model: it returns fresh objects each time",
             )
         self._used = True
         missing = [e.pattern for e in self.plan.entries if _module_of(e) and e.pattern not in self._taken]
@@ -116,8 +116,8 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
         return plan
     if plan.sequence_parallel:
         raise PlanMismatchError(
-            f"the plan for {plan.model} cuts the stream along the sequence, and its ends are not in this stage",
-            hint="plan the whole model with sequence_parallel=False: stages hand on whole sequences",
+            f"the plan for {plan.model} shards the sequence of a stream whose ends are not in this stage",
+            hint="plan the whole model with sequence_parallel=False: stages exchange full sequences",
         )
     part = replace(
         plan,
@@ -158,8 +158,8 @@ def _refuse_strangers(plan: Plan, model: nn.Module, tensors: list[str]) -> None:
     close = nearest(strange[0], planned)
     more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
     raise PlanMismatchError(
-        f"{type(model).__name__} holds {strange[0]}{more}, which the plan for {plan.model} does not know",
-        hint="a stage keeps the names of the whole model (blocks by their numbers in it)"
+        f"{type(model).__name__} holds {strange[0]}{more}, which the plan for {plan.model} does not include",
+        hint="a stage must keep the names of the whole model (with its block numbers)"
         + (f"; nearest: {', '.join(close[:_SHOWN])}" if close else ""),
     )
 

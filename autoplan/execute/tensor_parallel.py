@@ -75,7 +75,7 @@ class Applied:
 
 def applied(model: nn.Module) -> Applied | None:
     """Return the record of what `parallelize` did to a model, or None."""
-    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
+    check_argument("model", model, nn.Module, "pass the model itself, an nn.Module")
     return model.__dict__.get(APPLIED)
 
 
@@ -109,13 +109,13 @@ def _mesh_for(mesh: DeviceMesh, purpose: str, size: int, names: dict[str, str] |
         return None
     else:
         raise PlanMismatchError(
-            f"the plan is for {purpose}={size}, but the mesh has no dim named {wanted!r} (it has {list(dims)})",
+            f"the plan is for {purpose}={size}, but the mesh has no dim named {wanted!r} (dims: {list(dims)})",
             hint=f'name it: init_device_mesh(device, shape, mesh_dim_names=("{purpose}",)), or pass '
             f'mesh_dims={{"{purpose}": name}}',
         )
     if submesh.size() != size:
         raise PlanMismatchError(
-            f"the plan is for {purpose}={size}, but the mesh's {wanted!r} dim has {submesh.size()} ranks",
+            f"the plan is for {purpose}={size}, but the mesh dim {wanted!r} has {submesh.size()} ranks",
             hint=f"plan again with {purpose}_size={submesh.size()}",
         )
     return submesh
@@ -140,7 +140,7 @@ def apply_plan(
     check_matches(model, plan)
     if plan.cp_size not in (1, plan.ranks) and not more_groups:
         raise PlanMismatchError(
-            f"the plan is for {plan.over} together", hint="autoplan.parallelize takes a mesh with both dims"
+            f"the plan is for {plan.over} together", hint="autoplan.parallelize accepts a mesh with both dims"
         )
     group = RankGroup.of(mesh)
     modules = dict(model.named_modules(remove_duplicate=False))

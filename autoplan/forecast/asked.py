@@ -38,7 +38,7 @@ def mesh_sizes(
             check_count(f"mesh[{name!r}]", size)
         sizes = tuple(mesh.items())
     else:
-        check_argument("mesh", mesh, str, "give a DeviceMesh, a dict of sizes, or text like dp_shard=8,tp=8")
+        check_argument("mesh", mesh, str, "pass a DeviceMesh, a dict of sizes, or text like dp_shard=8,tp=8")
         sizes = tuple(_parsed(mesh, part) for part in mesh.split(","))
     _check(sizes, priced)
     return sizes
@@ -52,7 +52,7 @@ def _parsed(mesh: str, part: str) -> tuple[str, int]:
 
 
 def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
-    """What `parallelize` would refuse, or what no forecast is made of."""
+    """Raise for what `parallelize` would refuse and for what is not supported in estimates."""
     names = [name for name, _ in sizes]
     if not names:
         raise AutoplanError("the mesh has no dims", hint="for one rank write dp_shard=1")
@@ -64,8 +64,8 @@ def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
         if size > 1 and name in (*priced, "cp"):
             continue
         if size > 1 and name in LEFT_ALONE:
-            hint = "leave it out, and say what one stage has"
-            raise AutoplanError(f"nothing is forecast of the mesh dim {name!r}", hint=hint)
+            hint = "omit it, and describe one stage"
+            raise AutoplanError(f"the mesh dim {name!r} is not supported in estimates", hint=hint)
         if size > 1 and not any(name in aliases for aliases in ALIASES.values()):
             known = ", ".join(name for aliases in ALIASES.values() for name in aliases)
             what = f"the mesh dim {name!r} of {size} ranks has no known purpose"
@@ -75,24 +75,24 @@ def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
         raise AutoplanError("the mesh has 'dp_replicate' and no dim to shard over", hint="add dp_shard=1, or more")
     if purposes.get("tp", 1) > 1 and purposes.get("ep", 1) > 1:
         raise AutoplanError(
-            f"the mesh has {purposes['tp']} ranks in 'tp' and {purposes['ep']} in 'ep'",
-            hint="experts lie on the ranks of tp (ep_size=), or on ranks of their own with tp=1",
+            f"the mesh has {purposes['tp']} 'tp' ranks and {purposes['ep']} 'ep' ranks",
+            hint="experts are placed on the tp ranks (ep_size=), or on ranks of their own with tp=1",
         )
     cut = dict(sizes).get("cp", 1)
     check_context_size(cut, purposes.get("tp", 1), purposes.get("ep", 1))
     shard = next((name for name in names if name in ALIASES["dp_shard"]), None)
     if "cp" in names and shard is not None and names.index("cp") != names.index(shard) + 1:
         raise AutoplanError(
-            f"the mesh has {shard!r} and 'cp' apart, and parameters are sharded over both",
+            f"the mesh has separate dims {shard!r} and 'cp', but parameters are sharded over both",
             hint=f"put 'cp' right after {shard!r}",
         )
     ranks = prod(size for _, size in sizes)
     if ranks > MOST_RANKS:
-        raise AutoplanError(f"the mesh has {ranks} ranks", hint=f"give up to {MOST_RANKS}")
+        raise AutoplanError(f"the mesh has {ranks} ranks", hint=f"the limit is {MOST_RANKS}")
 
 
 def computed_in(policy: Any) -> str:
-    """Of mixed precision, as it is read; the short form is bfloat16."""
+    """Return mixed precision as text; the short form is bfloat16."""
     dtype = getattr(policy, "param_dtype", None) if policy not in ("bf16", True) else "bfloat16"
     return f"computed in {str(dtype).removeprefix('torch.')}" if dtype else "mixed precision"
 
@@ -135,70 +135,70 @@ class Asked:
         for name in ("batch", "sequence", "accumulate"):
             check_count(name, getattr(self, name))
         if self.sequence < 2:
-            raise AutoplanError(f"sequence={self.sequence}", hint="a sequence has two tokens at least")
+            raise AutoplanError(f"sequence={self.sequence}", hint="a sequence has at least two tokens")
         for name in ("sequence_parallel", "experts", "updates", "cpu_offload", "shard_optimizer", "chunked_loss"):
             check_argument(name, getattr(self, name), bool, "choose True or False")
         if self.cp > 1 and self.train == "inference":
             raise AutoplanError(
-                f"train='inference' on {dict(self.mesh)}: context parallelism is priced in training alone",
-                hint="cut the model over tp, and write that dim in the place of cp",
+                f"train='inference' on {dict(self.mesh)}: context parallelism is priced only for training",
+                hint="shard the model over tp, using that dim instead of cp",
             )
         if self.concurrency != 0 or isinstance(self.concurrency, bool):
             check_count("concurrency", self.concurrency)
         if self.cache_dtype is not None and self.cache_dtype not in tuple(CACHE_DTYPES):
             raise AutoplanError(f"cache_dtype={self.cache_dtype!r}", hint=f"choose one of {', '.join(CACHE_DTYPES)}")
         if (self.concurrency or self.cache_dtype) and self.train != "inference":
-            raise AutoplanError(f"a cache with train={self.train!r}", hint='keys and values are held by "inference"')
+            raise AutoplanError(f"a cache dtype with train={self.train!r}", hint='only "inference" has a KV cache')
         if 0 < self.concurrency < self.batch:
             raise AutoplanError(
-                f"concurrency={self.concurrency} with batch={self.batch}", hint="the batch is among the sequences held"
+                f"concurrency={self.concurrency} with batch={self.batch}", hint="concurrency must be at least batch"
             )
         self._check_what_others_run()
         if self.cpu_offload and not self.data_parallel:
             raise AutoplanError(
                 f"cpu_offload=True on {dict(self.mesh)} with train={self.train!r}",
-                hint="FSDP2 offloads what it shards in training: give a mesh with dp_shard",
+                hint="FSDP2 offloads its shards in training: use a mesh with dp_shard",
             )
         DataParallel(mp_policy=self.mp_policy, reshard_after_forward=self.reshard_after_forward)
         if self.reshard_after_forward is not None:
             check_argument("reshard_after_forward", self.reshard_after_forward, bool,
-                           "estimates know of None, True and False")  # fmt: skip
+                           "estimates support None, True and False")  # fmt: skip
         if self.loss is not None and not callable(self.loss):
-            raise AutoplanError(f"loss={self.loss!r}", hint="give a function of outputs and labels")
+            raise AutoplanError(f"loss={self.loss!r}", hint="pass a function of outputs and labels")
 
     def _check_what_others_run(self) -> None:
         if self.matmuls not in (None, "fp8"):
-            raise AutoplanError(f"matmuls={self.matmuls!r}", hint='choose "fp8", or leave it out')
+            raise AutoplanError(f"matmuls={self.matmuls!r}", hint='choose "fp8", or omit it')
         check_count("exchange_experts", self.exchange_experts)
         ranks, others = self.exchange_experts, self.ep
         if ranks > 1 and (self.shards % ranks or others > 1 or not self.data_parallel):
             raise AutoplanError(
                 f"exchange_experts={ranks} on {dict(self.mesh)}" + (f" with ep {others}" if others > 1 else ""),
-                hint="give a mesh with a dp_shard that is divisible by it, and no ep",
+                hint="use a mesh whose dp_shard is divisible by it, without ep",
             )
         if self.shard_optimizer and (self.shards > 1 or self.size("dp_replicate") == 1 or self.train == "inference"):
             raise AutoplanError(
                 f"shard_optimizer=True on {dict(self.mesh)} with train={self.train!r}",
-                hint="it is sharded over the ranks of dp_replicate, in training, with dp_shard=1",
+                hint="it is sharded over dp_replicate, in training, with dp_shard=1",
             )
         if self.chunked_loss and self.cp > 1:
             raise AutoplanError(
-                f"chunked_loss=True on {dict(self.mesh)}: each rank of cp has logits of its own positions alone",
-                hint="leave one of them out",
+                f"chunked_loss=True on {dict(self.mesh)}: each cp rank has logits of its own positions only",
+                hint="omit one of them",
             )
         if self.chunked_loss and (self.loss is not None or self.train == "inference"):
             raise AutoplanError(
-                "chunked_loss=True with a loss of your own, or none", hint="it prices the loss that the model computes"
+                "chunked_loss=True with a custom loss, or none", hint="it prices the loss that the model computes"
             )
         if self.shard_optimizer and self.mp_policy:
             raise AutoplanError(
                 f"mp_policy={self.mp_policy!r} with shard_optimizer=True",
-                hint='FSDP2 casts, plain data parallelism does not: say weights="bfloat16", optimizer="adamw_master"',
+                hint='FSDP2 casts, plain data parallelism does not: pass weights="bfloat16", optimizer="adamw_master"',
             )
 
     @property
     def run_by(self) -> str:
-        """Whose engine runs what autoplan does not, and the price is of."""
+        """Return whose engine runs what is priced and autoplan does not run."""
         engines = []
         if self.stages > 1:
             engines.append(f"a pipeline of {self.stages} stages: torchtitan or Megatron-LM")
@@ -207,14 +207,14 @@ class Asked:
         if self.shard_optimizer:
             engines.append("states sharded over dp_replicate: torch's ZeroRedundancyOptimizer, Megatron-LM")
         if self.matmuls:
-            engines.append("products in float8: torchao or Transformer Engine")
+            engines.append("matmuls in float8: torchao or Transformer Engine")
         if self.chunked_loss:
             engines.append("a loss in chunks: torchtune, Liger, or a loop with vocab_parallel_logprobs_from_hidden")
         return "; ".join(engines)
 
     @property
     def how(self) -> tuple[str, ...]:
-        """What was asked beside sizes, dtypes and the optimizer, as it is read."""
+        """Return what was requested besides sizes, dtypes and the optimizer, as text."""
         again = self.activation_checkpointing if self.train != "inference" else False
         said = {
             f"{self.accumulate} micro-batches a step": self.accumulate > 1,
@@ -228,7 +228,7 @@ class Asked:
             "with the loss that was given": self.loss is not None and self.train != "inference",
             "a loss in chunks": self.chunked_loss,
             "offloaded to the host": self.cpu_offload,
-            f"products in {self.matmuls}": self.matmuls,
+            f"matmuls in {self.matmuls}": self.matmuls,
             f"experts exchanged among {self.exchange_experts} ranks": self.exchange_experts > 1,
             "states sharded over dp_replicate": self.shard_optimizer,
             f"keys and values in {self.cache_dtype}": self.cache_dtype,
@@ -237,14 +237,14 @@ class Asked:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """What was asked and has no part in such a step."""
+        """Return what was requested but has no effect on such a step."""
         still, alone = self.train == "inference", not self.data_parallel
         untrained, unsharded = "nothing is trained", "the mesh has no dim of data parallelism"
         why = untrained if still else unsharded
         told = {
             f"optimizer={self.optimizer}: {untrained}": still and self.optimizer != "adamw",
             f"checkpointing: {untrained}": still and self.activation_checkpointing,
-            f"a loss: {untrained}": still and self.loss is not None,
+            f"loss: {untrained}": still and self.loss is not None,
             f"mixed precision: {why}": self.mp_policy and alone,
             f"reshard_after_forward: {why}": self.reshard_after_forward is not None and alone,
             "sequence_parallel: the mesh has no tp": self.sequence_parallel and self.size("tp") == 1,
@@ -253,7 +253,7 @@ class Asked:
 
     @property
     def summed_once(self) -> bool:
-        """Are weights gathered, and gradients summed, once a step rather than in each micro-batch?"""
+        """Return whether weights are gathered and gradients summed once per step, not per micro-batch."""
         return self.stages > 1 or self.shard_optimizer
 
     @property
@@ -262,7 +262,7 @@ class Asked:
 
     @property
     def copies(self) -> int:
-        """Of the model; each takes other sequences."""
+        """Return the number of copies of the model; each takes other sequences."""
         return self.ranks // (self.size("tp") * self.size("ep") * self.cp * self.stages)
 
     def size(self, *names: str) -> int:

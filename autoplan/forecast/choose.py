@@ -65,10 +65,10 @@ class Choice:
     @property
     def best(self) -> Row:
         if not self.fits:
-            more = f"{self.enough} GPUs would do" if self.enough else "no number of such GPUs does"
+            more = f"{self.enough} such GPUs would suffice" if self.enough else "no number of such GPUs suffices"
             raise AutoplanError(
                 f"{self.source.name} does not fit {self.gpus} GPUs of {self.memory / 1e9:.0f} GB: "
-                f"{self.rows[0].binds if self.rows else 'no size divides'}",
+                f"{self.rows[0].binds if self.rows else 'no valid size'}",
                 hint=more,
             )
         return self.rows[0]
@@ -86,14 +86,14 @@ class Choice:
             known = "; ".join(sorted({",".join(f"{k}={v}" for k, v in row.mesh.items()) for row in self.rows}))
             raise AutoplanError(f"no row has the mesh {sizes}", hint=f"meshes with rows: {known}")
         first, row = self.rows[0].estimate.time, self.rows[place - 1].estimate.time
-        assert first is not None and row is not None, "a choice estimates seconds"
+        assert first is not None and row is not None, "choose always estimates times"
         more = {name: row.parts.get(name, 0.0) - first.parts.get(name, 0.0) for name in {**first.parts, **row.parts}}
         return place, self.rows[place - 1], {name: seconds / first.total for name, seconds in more.items()}
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What of the question changes nothing, and what is said of the estimate of the first row."""
-        unused = (f"changes nothing: {text}" for text in self.unused)
+        """Return which of the options have no effect, and the notes on the estimate of the first row."""
+        unused = (f"no effect: {text}" for text in self.unused)
         return tuple(dict.fromkeys((*unused, *(self.rows[0].estimate.notes if self.rows else ()))))
 
     @property
@@ -137,8 +137,8 @@ class Choice:
         assert self.steps is not None, "a choice that was just made has its recordings"
         best = self.best.estimate
         if best.run_by:
-            raise AutoplanError(f"a script runs what autoplan runs, and not {best.run_by}",
-                                hint="choose without matmuls= and chunked_loss= for a script")  # fmt: skip
+            raise AutoplanError(f"a script runs what autoplan runs, not {best.run_by}",
+                                hint="choose without matmuls= and chunked_loss= to get a script")  # fmt: skip
         inputs = inputs_of(self.steps, Setting(sequence=best.sequence, training=best.train != "inference"))
         return script_text(
             self.source, self.best, self.options(), self.device.per_node, inputs, bool(self.steps.packed)
@@ -147,8 +147,8 @@ class Choice:
     def _refuse_supposed_adapters(self) -> None:
         if self.steps is not None and self.steps.adapters:
             raise AutoplanError(
-                f"{self.source.name} has no adapters: those of rank {self.steps.lora_rank} were put in for the figures",
-                hint="put yours in (peft's get_peft_model, on meta), and choose for that model: it has a plan",
+                f"{self.source.name} has no adapters: rank {self.steps.lora_rank} was assumed for the estimate",
+                hint="add yours (peft's get_peft_model, on meta), and choose for that model to get a plan",
             )
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ class Choice:
         done_above("Choice.report", self, path)
 
     def _repr_html_(self) -> str:
-        """In a notebook."""
+        """Return the choice as HTML, for a notebook."""
         return str(done_above("Choice._repr_html_", self))
 
 
@@ -170,7 +170,7 @@ def parse_memory(text: str | int) -> int:
         check_argument("memory", text, str, hint)
     size = text if isinstance(text, int) else _bytes(text.replace(" ", "").lower())
     if size is None or size < 1:
-        raise AutoplanError(f"memory {text!r} is no size", hint=hint)
+        raise AutoplanError(f"memory {text!r} is not a size", hint=hint)
     return size
 
 
@@ -195,6 +195,7 @@ def choose(
     lora_rank: int = LORA_RANK,
     lora_targets: str | Sequence[str] | None = None,
     lora_dropout: float = 0.0,
+    lora_dtype: str = "float32",
     optimizer: str = "adamw",
     mp_policy: Any = None,
     matmuls: str | None = None,
@@ -204,17 +205,18 @@ def choose(
     weights: str | None = None,
     trust_remote_code: bool = False,
 ) -> Choice:
-    """How to run `model` on `gpus` devices of `memory` each: every legal mesh and way, estimated and ranked.
+    """Return every valid mesh and way to run `model` on `gpus` devices of `memory` each, estimated and ranked.
 
     `global_batch`: sequences a step of all ranks (by default one for each GPU); for "inference", those held at once.
-    `train`, `lora_rank`, `lora_targets`, `lora_dropout`, `weights`, `matmuls`, `chunked_loss`: see `estimate`.
+    `train`, `lora_rank`, `lora_targets`, `lora_dropout`, `lora_dtype`, `weights`, `matmuls`, `chunked_loss`: see
+    `estimate`.
     `margin`: the share of the memory that is left free, for what an allocator reserves and does not use.
     The device is one of rules/devices, or a file of one's own.
     """
     check_ranks("gpus", gpus)
     if per_node is not None:
         check_count("per_node", per_node)
-    check_adapters(train, lora_rank, lora_targets, lora_dropout)
+    check_adapters(train, lora_rank, lora_targets, lora_dropout, lora_dtype)
     if global_batch != 0 or isinstance(global_batch, bool):
         check_count("global_batch", global_batch)
     device = gpu if isinstance(gpu, Device) else load_device(gpu)
@@ -222,10 +224,11 @@ def choose(
     asked = Asked((("dp_shard", gpus),), 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train,
                   matmuls=matmuls, chunked_loss=chunked_loss)  # fmt: skip
     if not isinstance(margin, int | float) or isinstance(margin, bool) or not 0 <= margin < 1:
-        raise AutoplanError(f"margin={margin!r}", hint="give a share of the memory, such as 0.1")
+        raise AutoplanError(f"margin={margin!r}", hint="pass a fraction of the memory, such as 0.1")
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
     source = source if weights is None else source.stored_as(weights)
-    steps = Steps(source, None, inputs, lora_rank if train == "lora" else 0, targets_of(lora_targets), lora_dropout)
+    rank = lora_rank if train == "lora" else 0
+    steps = Steps(source, None, inputs, rank, targets_of(lora_targets), lora_dropout, lora_dtype)
     size = parse_memory(memory) if memory is not None else device.memory
     size = int(size * (1 - margin))
     sweep = Sweep(steps, device, size, device.per_node, sequence, train, optimizer, mp_policy, matmuls, chunked_loss)
@@ -248,7 +251,7 @@ def _no_batch(sweep: Sweep, gpus: int, batch: int) -> AutoplanError:
     return IndivisibleError(
         f"a global batch of {batch} cannot be divided over {' or '.join(map(str, copies))} copies of the model "
         f"on {gpus} GPUs",
-        hint=f"the nearest that can: {f'{fewer} or ' if fewer else ''}{more}",
+        hint=f"nearest valid: {f'{fewer} or ' if fewer else ''}{more}",
     )
 
 

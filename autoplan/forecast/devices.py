@@ -63,12 +63,12 @@ def device_names() -> list[str]:
 
 
 def load_device(name: str) -> Device:
-    """By name, or from a file of one's own."""
-    check_argument("the device", name, str, f"choose from {', '.join(device_names())}, or give a .toml of your own")
+    """Load a device by name or from a file."""
+    check_argument("the device", name, str, f"choose from {', '.join(device_names())}, or pass a .toml of your own")
     path = Path(name) if name.endswith(".toml") else rules_folder() / "devices" / f"{name.lower()}.toml"
     if not path.is_file():
         raise AutoplanError(
-            f"no device {name!r} is known", hint=f"choose from {', '.join(device_names())}, or give a .toml of your own"
+            f"unknown device {name!r}", hint=f"choose from {', '.join(device_names())}, or pass a .toml of your own"
         )
     return _device(path, read_plain(path, NotPlain("device file"), notation="toml"))
 
@@ -84,15 +84,15 @@ def _device(path: Path, data: Any) -> Device:
     for where, found, known in (("", data, _TOP), *((f"{name}.", parts[name], _TABLES[name]) for name in _TABLES)):
         unknown = [key for key in found if key not in known]
         if unknown:
-            raise _error(path, f"has {where}{unknown[0]}, which nothing reads; known are {', '.join(known)}")
+            raise _error(path, f"has unknown key {where}{unknown[0]}; known are {', '.join(known)}")
     called, sources = data.get("name"), data.get("sources")
     if not isinstance(called, str) or not called:
-        raise _error(path, f"has name = {called!r}, which is no text")
+        raise _error(path, f"has name = {called!r}, which is not text")
     if not isinstance(sources, list) or not all(isinstance(one, str) for one in sources):
-        raise _error(path, f"has sources = {sources!r}, which is no list of texts")
+        raise _error(path, f"has sources = {sources!r}, which is not a list of texts")
     flops = {str(dtype): _number(path, "flops", dtype, rate) for dtype, rate in parts["flops"].items()}
     if "bfloat16" not in flops:
-        raise _error(path, "says nothing of flops.bfloat16")
+        raise _error(path, "lacks flops.bfloat16")
     top = {key: _number(path, "", key, data.get(key), whole=key in _WHOLE) for key in _TOP if key in _NUMBERS}
     links = {key: _number(path, "links", key, parts["links"].get(key), least=0.0 if "latency" in key else None)
              for key in _TABLES["links"]}  # fmt: skip
@@ -110,10 +110,10 @@ def _number(path: Path, table: str, key: str, value: Any, *, whole: bool = False
     """Above 0, or not below `least`; of bytes and ranks a whole one."""
     named = f"{table}.{key}" if table else key
     if value is None:
-        raise _error(path, f"says nothing of {named}")
+        raise _error(path, f"lacks {named}")
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or (whole and value != int(value)):
-        raise _error(path, f"has {named} = {value!r}, which is no {'whole ' if whole else ''}number")
+        raise _error(path, f"has {named} = {value!r}, which is not a {'whole ' if whole else ''}number")
     if value < least if least is not None else value <= 0:
         raise _error(path, f"has {named} = {value!r}, which is {'below 0' if least is not None else 'not above 0'}")
     return float(value)
@@ -142,7 +142,7 @@ class Measured:
 
 
 def measure() -> Measured:
-    """On the current device; under torchrun over all ranks as well."""
+    """Measure the current device; under torchrun over all ranks as well."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     n = _SIZE[kind]
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
@@ -165,7 +165,7 @@ def measure() -> Measured:
 
 
 def _seconds(run: Callable[[], object], kind: str) -> float:
-    """Of one run, the median of several, after one to warm up."""
+    """Return the seconds of one run: the median of several, after one to warm up."""
     taken = []
     for _ in range(_ROUNDS + 1):
         started = time.perf_counter()

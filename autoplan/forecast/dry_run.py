@@ -51,7 +51,7 @@ class DryRun:
 
 
 def summed(messages: tuple[Message, ...]) -> tuple[Sent, ...]:
-    """How many of each kind over each dim, with the bytes of their whole values."""
+    """Return how many of each kind were sent over each dim, with the bytes of their whole values."""
     totals: dict[tuple[str, str], list[int]] = {}
     for message in messages:
         one = totals.setdefault((message.dim, message.kind), [0, 0])
@@ -79,7 +79,7 @@ def dry_run(
     `ep_size`: whole experts lie on the ranks of tp. `options` are those of `parallelize`.
     """
     sizes = dict(mesh_sizes(mesh))
-    check_argument("rank", rank, int, "give a whole number from 0 on")
+    check_argument("rank", rank, int, "pass an integer from 0")
     check_expert_size(sizes.get("tp", 1), ep_size)
     Asked(tuple(sizes.items()), batch, sequence, sequence_parallel=sequence_parallel)  # these are checked
     steps = Steps(resolve(model, trust_remote_code=trust_remote_code, inputs=inputs), plan, inputs)
@@ -97,8 +97,8 @@ def dry_run(
         except RuntimeError as error:  # its Python asks for numbers: run it again with those that are known
             problem = problem or error
     raise CaptureError(
-        f"a step of {steps.source.name} cannot be run without storage: {type(problem).__name__}: {problem}"[:400],
-        hint="pass inputs={argument: tensor} with which its forward runs",
+        f"a step of {steps.source.name} cannot run without storage: {type(problem).__name__}: {problem}"[:400],
+        hint="pass inputs={argument: tensor} that its forward can run",
     ) from problem
 
 

@@ -46,15 +46,15 @@ _BARS = (
     (
         "memory",
         0.05,
-        "torch's MemTracker on the sharded model without storage; what an allocator wastes is not in it. "
-        "On a GPU up to 13 % more was measured where biases of attention are trained (T5)",
+        "torch's MemTracker on the sharded model without storage; excludes allocator overhead. On a GPU, up to 13 % "
+        "more was measured where attention biases are trained (T5)",
     ),
-    ("messages", 0.0, "counted on ranks that talk over gloo"),
+    ("messages", 0.0, "counted on ranks that communicate by gloo"),
     ("flops", 0.02, "torch's formulas for each op that ran"),
     (
         "time",
         0.4,
-        "a roofline from data sheets, which counts no launches; held against published layouts (docs/estimate.md)",
+        "a roofline from data sheets, without kernel launches; compared with published layouts (docs/estimate.md)",
     ),
 )
 
@@ -72,6 +72,7 @@ def estimate(
     lora_rank: int = LORA_RANK,
     lora_targets: str | Sequence[str] | None = None,
     lora_dropout: float = 0.0,
+    lora_dtype: str = "float32",
     reshard_after_forward: bool | None = None,
     cpu_offload: bool = False,
     sequence_parallel: bool = False,
@@ -95,7 +96,8 @@ def estimate(
 
     `batch`: sequences that a rank takes at once, `accumulate` times a step. `train`: "full", "lora" (what is not
     frozen; where nothing is, adapters of `lora_rank` are put beside `lora_targets`: endings of names, "all-linear", or
-    as peft chooses for the type of the model; `lora_dropout` drops what goes into them),
+    as peft chooses for the type of the model; `lora_dropout` drops what goes into them; `lora_dtype`: float32, as peft
+    casts them, or that of the "model"),
     "inference" (a forward that keeps its keys and values). `weights`: as
     the checkpoint stores them, where that is not what the config says: a dtype, or "fp8", "nf4", "mxfp4", "awq" and
     the like. `concurrency`: for inference, the sequences whose keys and values are held, each `sequence` long, while
@@ -116,14 +118,14 @@ def estimate(
     named = model.model if isinstance(model, Plan) else model
     if isinstance(model, Plan) and not _says_where(model.model):
         raise SourceError(
-            f"the plan names the class {model.model}, and not where its config is",
-            hint="estimate(model, plan=plan, …), with the model, its config, or the folder that the plan was made from",
+            f"the plan names the class {model.model}, but not where its config is",
+            hint="estimate(model, plan=plan, …), with the model, its config, or the folder that was planned",
         )
-    check_adapters(train, lora_rank, lora_targets, lora_dropout)
+    check_adapters(train, lora_rank, lora_targets, lora_dropout, lora_dtype)
     rank = lora_rank if train == "lora" else 0
     source = resolve(named, trust_remote_code=trust_remote_code, inputs=inputs)
     source = source if weights is None else source.stored_as(weights)
-    steps = Steps(source, given, inputs, rank, targets_of(lora_targets), lora_dropout)
+    steps = Steps(source, given, inputs, rank, targets_of(lora_targets), lora_dropout, lora_dtype)
     sizes = mesh_sizes(mesh, priced=("pp",))
     tp = dict(sizes).get("tp", 1)
     check_expert_size(tp, ep_size)
@@ -167,10 +169,14 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     unpacked = max((p.elements * p.size for unit in units for p in unit.parameters if p.packed), default=0)
     waiting = min(asked.stages, asked.accumulate) - 1 if training else 0  # micro-batches in flight
     parts = replace(parts, temporary=parts.temporary + unpacked, kept=parts.kept + waiting * walk.waiting)
+    passing, whole, others = 0, 0.0, 0.0
     if not training:  # other sequences are held at full length, those of the batch as far as they are at the peak
-        whole = walk.live["kept"] * _cache_share(asked, steps)
+        lasts = walk.lasts or walk.live["kept"]
+        whole = lasts * _cache_share(asked, steps)
         others = max(0, asked.concurrency - batch) * whole / batch
-        parts = replace(parts, cache=int(parts.kept * _cache_share(asked, steps) + others), kept=0)
+        passing = max(0, parts.kept - lasts)  # in front of a sliding window, until the next token
+        parts = replace(parts, temporary=parts.temporary + passing, kept=0,
+                        cache=int((parts.kept - passing) * _cache_share(asked, steps) + others))  # fmt: skip
     where, phase = peak.where, peak.phase
     stepping = _optimizer_step(units, data, weights, states, asked) if training else MemoryParts()
     stepping = replace(stepping, overhead=parts.overhead)
@@ -187,11 +193,11 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     flops = in_float8(walk, device) if asked.matmuls else walk.flops
     load = Load(tuple(flops.items()), walk.moved, once, trained, ahead, walk.messages("forward"), *pieces)
     decoded, held = 0.0, max(batch, asked.concurrency)
-    if asked.concurrency and not parts.cache:
+    if asked.concurrency and not whole:
         raise AutoplanError(
-            f"concurrency={asked.concurrency}: {steps.source.name} holds no keys and values", hint="leave it out"
+            f"concurrency={asked.concurrency}: {steps.source.name} has no cache of keys and values", hint="omit it"
         )
-    if not training and tokens and parts.cache:
+    if tokens and whole:
         read = weights + int(whole + others)
         seconds = decoding_time(load, device, asked.mesh, read, held / (batch * tokens))
         decoded = held * copies / (asked.stages * seconds)
@@ -202,11 +208,11 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
         time=time, device=device.name, bars=_BARS,
         tokens=batch * max(1, tokens) * asked.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
-        notes=(*_size_note(asked, batch, tokens, positions),
+        notes=(*_size_note(asked, batch, tokens, positions), *_window_note(passing),
                *_notes(steps, asked, setting, recorded, units, load.flops)),
         dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
         optimizer=asked.optimizer if training else "", decoded_per_second=decoded,
-        concurrency=held if parts.cache else 0, matmuls=asked.matmuls or "", run_by=asked.run_by, how=asked.how,
+        concurrency=held if whole else 0, matmuls=asked.matmuls or "", run_by=asked.run_by, how=asked.how,
     )  # fmt: skip
 
 
@@ -216,8 +222,8 @@ def _chunk(steps: Steps, asked: Asked) -> int:
     taken = inspect.signature(steps.module.forward).parameters
     if known.last_logits not in taken or known.targets not in taken:
         raise AutoplanError(
-            f"chunked_loss=True: {steps.source.name} cannot be asked for the logits of few tokens",
-            hint="give loss=, a function of outputs and labels",
+            f"chunked_loss=True: {steps.source.name} cannot compute logits of some tokens only",
+            hint="pass loss=, a function of outputs and labels",
         )
     return max(1, asked.sequence // _CHUNKS)
 
@@ -230,7 +236,7 @@ def _cache_share(asked: Asked, steps: Steps) -> float:
 
 
 def _same_tokens(steps: Steps, asked: Asked, setting: Setting, flops: int) -> str:
-    """What it costs that all ranks of a dim of experts take the same tokens, in operations."""
+    """Return the cost in operations if all ranks of ep take the same tokens."""
     ranks = asked.size("ep")
     alone = replace(setting, ep=1)
     recorded = steps.scaled(alone)
@@ -238,7 +244,7 @@ def _same_tokens(steps: Steps, asked: Asked, setting: Setting, flops: int) -> st
     walk.run()
     more = flops * ranks / max(1, sum(walk.flops.values()))
     return (
-        f"the {ranks} ranks of ep take the same tokens: all but experts is computed {ranks} times, which takes "
+        f"the {ranks} ep ranks process the same tokens: everything except experts is computed {ranks} times, "
         f"{more:.1f} times the operations of ranks that exchange tokens"
     )
 
@@ -247,36 +253,39 @@ def _notes(
     steps: Steps, asked: Asked, setting: Setting, recorded: Recorded, units: tuple[UnitSize, ...], flops: int
 ) -> tuple[str, ...]:  # fmt: skip
     kernels = recorded.kernels
-    found = [f"changes nothing: {text}" for text in asked.unused]
+    found = [f"no effect: {text}" for text in asked.unused]
     found += _quantised_note(steps, units)
     if steps.adapters:
         targets = steps.lora_targets if isinstance(steps.lora_targets, str) else ", ".join(steps.lora_targets or ())
         dropout = f"; dropout {steps.lora_dropout:g}" if steps.lora_dropout else ""
-        found.append(f"nothing of the model is frozen: adapters of rank {steps.lora_rank} were put beside "
-                     f"{steps.adapters} linear layers ({targets}{dropout}), and all else was frozen")  # fmt: skip
-    elif steps.lora_rank and (steps.lora_rank, steps.lora_targets, steps.lora_dropout) != (LORA_RANK, None, 0):
-        found.append("changes nothing: rank, targets and dropout of adapters: what is trained is the model's own")
-    if kernels:
-        found.append(f"with the fused kernels of {', '.join(kernels)}: their references in plain torch keep far more")
-    if asked.train == "inference" and asked.shards > 1:
+        if steps.dtype in ("bfloat16", "float16"):
+            dropout += "; in float32" if steps.lora_dtype == "float32" else "; in the model's dtype"
+        found.append(f"no parameter of the model is frozen: adapters of rank {steps.lora_rank} were added to "
+                     f"{steps.adapters} linear layers ({targets}{dropout}), and the rest was frozen")  # fmt: skip
+    elif steps.lora_rank and (steps.lora_rank, steps.lora_targets, steps.lora_dropout, steps.lora_dtype) != (
+            LORA_RANK, None, 0, "float32"):  # fmt: skip
         found.append(
-            f"inference gathers nothing: each of the {asked.shards} data-parallel ranks holds the weights whole"
+            "no effect: rank, targets, dropout and dtype of adapters; the model has trainable parameters of its own"
         )
+    if kernels:
+        found.append(
+            f"with the fused kernels of {', '.join(kernels)}: their plain torch references would save far more"
+        )
+    if asked.train == "inference" and asked.shards > 1:
+        found.append(f"inference does not gather: each of the {asked.shards} data-parallel ranks holds all weights")
     if asked.cpu_offload:
         found.append(
-            f"cpu_offload: parameters, gradients and states lie in the host's memory; seconds assume "
+            "cpu_offload: parameters, gradients and states are in host memory; times assume "
             f"{HOST_LINK / 1e9:.0f} GB/s to it and {HOST_MEMORY / 1e9:.0f} GB/s of it for each rank"
         )
     if asked.train != "inference" and OPTIMIZERS[asked.optimizer].paged:
-        found.append(
-            f"{asked.optimizer}: its states are counted in the host's memory, where they go when short of room"
-        )
+        found.append(f"{asked.optimizer}: its states are counted in host memory, where they go when the GPU is full")
     if asked.size("ep") > 1:
         found.append(_same_tokens(steps, asked, setting, flops))
     tp = asked.size("tp")
     legal = steps.split(tp, asked.ep, asked.sequence_parallel).legal_tp if tp > 1 else ()
     if legal and tp not in legal:
-        found.append(f"tp {tp} does not divide all that could be split; sizes that do: {', '.join(map(str, legal))}")
+        found.append(f"tp {tp} does not divide all that can be sharded; valid sizes: {', '.join(map(str, legal))}")
     return tuple(found)
 
 
@@ -299,7 +308,7 @@ def _stored(steps: Steps, units: tuple[UnitSize, ...]) -> str:
 
 
 def _quantised_note(steps: Steps, units: tuple[UnitSize, ...]) -> Iterator[str]:
-    """Where quantised weights are counted as stored, and where as the numbers that a step computes with."""
+    """Yield where quantised weights are counted as stored, and where dequantised."""
     if not steps.packed:
         return
     sizes = {name: parameter.element_size() for name, parameter in steps.module.named_parameters()}
@@ -307,23 +316,31 @@ def _quantised_note(steps: Steps, units: tuple[UnitSize, ...]) -> Iterator[str]:
     stored = sum(weight.bytes for weight in steps.packed) / 2**30
     kept = any(p.packed for unit in units for p in unit.parameters)
     yield (
-        f"quantised weights are counted as stored, {stored:,.1f} GiB on all ranks, with the largest of them unpacked "
-        f"beside; in the dtype of the others they take {plain:,.1f} GiB"
+        f"quantised weights are counted as stored, {stored:,.1f} GiB on all ranks, plus the largest of them "
+f"dequantised; in the dtype of the others they take {plain:,.1f} GiB"
         if kept else
-        f"trained weights are counted as plain numbers, {plain:,.1f} GiB on all ranks; the quantised checkpoint stores "
-        f"them in {stored:,.1f} GiB"
+        f"trained weights are counted unquantised, {plain:,.1f} GiB on all ranks; the quantised checkpoint takes "
+f"{stored:,.1f} GiB"
     )  # fmt: skip
 
 
 def _size_note(asked: Asked, batch: int, tokens: int, positions: int) -> Iterator[str]:
-    """Where what was priced is not what was asked, or is more than what the config names."""
+    """Yield where the priced size differs from the requested one or exceeds the config's."""
     if 0 < positions < tokens:
-        yield f"{tokens:,} tokens are past the {positions:,} positions that the config names: it runs, untrained there"
+        yield f"{tokens:,} tokens exceed the config's {positions:,} positions: it runs, but was not trained for that"
     if not tokens:
-        yield f"the inputs have no dim of tokens: sequence={asked.sequence} changes nothing, and speed is in samples"
+        yield f"the inputs have no token dim: sequence={asked.sequence} has no effect, and speed is in samples"
     if batch != asked.batch or tokens not in (0, asked.sequence):
-        yield (f"{asked.batch} × {asked.sequence} tokens were asked for; the inputs cannot be made in that size, so "
-               f"all figures are of {batch} × {tokens or 'samples'}")  # fmt: skip
+        yield (f"{asked.batch} × {asked.sequence} tokens were requested, but inputs of that size cannot be made; "
+               f"all figures are for {batch} × {tokens or 'samples'}")  # fmt: skip
+
+
+def _window_note(passing: int) -> Iterator[str]:
+    if passing:
+        yield (
+            f"layers with a sliding window cache its tokens alone; {passing / 2**30:.2f} GiB of those before, of the "
+            "prompts that are read, are held until the next token, and counted as temporary"
+        )
 
 
 def _policy(asked: Asked, steps: Steps) -> MixedPrecisionPolicy | None:

@@ -26,9 +26,9 @@ _LOOPS_HOLD_GRADIENTS = "prepare_reduce_scatter_inputs" not in inspect.signature
 
 @dataclass(frozen=True)
 class DataRanks:
-    """How parameters are sharded over data-parallel ranks. `compute`, `reduce`: bytes of an element when gathered and
+    """The sharding of parameters over data-parallel ranks. `compute`, `reduce`: bytes of an element when gathered and
     when gradients are summed; None: as stored. `reshard`: None frees all units but the last of each stack. `casts`: of
-    what the model returns; the last gather's buffer is held until then. `offload`: pieces of parameters, gradients and
+    what the model returns; the last gather's buffer is held until then. `offload`: shards of parameters, gradients and
     states lie in the host's memory. `exchange`: so many of the ranks hold whole experts, and exchange tokens for them;
     only those that hold the same ones gather them."""
 
@@ -50,7 +50,7 @@ class DataRanks:
         return sum(int(self.padded(p) * (p.packed or self.compute or p.size) * self.part(p)) for p in unit.parameters)
 
     def turned(self, unit: UnitSize) -> int:
-        """Of what is gathered, what FSDP2 copies once more, as it cuts it along another dim than the first."""
+        """Return the gathered bytes that FSDP2 copies again, since they are not sharded along the first dim."""
         inside = (p for p in unit.parameters if p.cut_inside(self.shard))
         return sum(int(p.elements * (p.packed or self.compute or p.size) * self.part(p)) for p in inside)
 
@@ -65,7 +65,7 @@ class DataRanks:
         return int(held.elements * (self.compute or held.size) * self.part(held))
 
     def part(self, held: Held) -> float:
-        """Of a parameter, what a rank has when it is gathered."""
+        """Return the part of a parameter that a rank has when it is gathered."""
         return 1 / self.exchange if held.stack else 1.0
 
     def stored(self, held: Held) -> int:
@@ -93,9 +93,9 @@ def held_bytes(units: tuple[UnitSize, ...], data: DataRanks, *, trained: bool = 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Of a unit, in bytes: see `DataRanks`. `last`: of the last trained parameter; `inside`: of the last one that is
-    cut inside, which may be the `same`; both are held by loops of FSDP2 before torch 2.15, and 0 since. `piece`: of its
-    trained parameters on a rank."""
+    """Sizes of a unit, in bytes: see `DataRanks`. `last`: of the last trained parameter; `inside`: of the last one that
+    is sharded inside, which may be the `same`; both are held by loops of FSDP2 before torch 2.15, and 0 since. `piece`:
+    of its trained parameters on a rank."""
 
     gathered: int
     turned: int
@@ -159,6 +159,7 @@ class Walk:
         self.layers: dict[str, int] = {}  # operations of products in blocks
         self.expert_flops = 0  # of the forward
         self.waiting = 0  # what blocks keep for backward
+        self.lasts = 0  # what a cache holds for later tokens
         self.ours = {unit.name: _ours(unit, data) for unit in units} if data.exchange > 1 else {}
         self.moments: dict[tuple[str, str], int] = {}  # the highest moment in each module
 
@@ -203,6 +204,7 @@ class Walk:
             self.flops[dtype] = self.flops.get(dtype, 0) + int(flops)
             self.ahead += int(flops) if phase == "forward" else 0
         self.moved += int(step.moved)
+        self.lasts += int(step.lasts)
 
     def _check(self, where: str, phase: str) -> None:
         total = sum(self.live.values())
@@ -225,7 +227,7 @@ class Walk:
                 size = self._sizes(unit).gathered
                 turned = self._sizes(unit).turned
                 self._give("unsharded", size + turned)
-                self._check(f"{unit.name} is gathered", "backward")
+                self._check(f"gathering {unit.name}", "backward")
                 self._give("unsharded", -size - turned)
                 self.gathered.add(unit.name)
                 self.prefetched.discard(unit.name)
@@ -246,10 +248,10 @@ class Walk:
             return
         size = self._sizes(unit).gathered
         self._give("unsharded", size)
-        self._check(f"{unit.name or 'the model'} is gathered", "forward")
+        self._check(f"gathering {unit.name or 'the model'}", "forward")
         turned = self._sizes(unit).turned
         self._give("unsharded", size + turned)  # copied out while the last gather's buffer is held: they overlap
-        self._check(f"{unit.name or 'the model'} is gathered", "forward")
+        self._check(f"gathering {unit.name or 'the model'}", "forward")
         self._give("unsharded", -self.pending - turned)
         self.pending = size
         self.gathered.add(unit.name)
@@ -263,7 +265,7 @@ class Walk:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Of the last gather's buffer."""
+        """Free the last gather's buffer."""
         self._give("unsharded", -self.pending)
         self.pending = 0
 
@@ -285,7 +287,7 @@ class Walk:
             return
         turned_last = sizes.inside  # held by the loop that turns gradients; the one that copies them in holds the last
         self._give("unsharded", size - self.held + turned_last)
-        self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
+        self._check(f"reducing gradients of {unit.name or 'the model'}", "backward")
         self.held = size
         turned = 0 if sizes.same else turned_last
         output = size // self.data.shard
@@ -294,7 +296,7 @@ class Walk:
         piece = sizes.piece
         cast = piece if piece != output else 0  # the sum and, in the dtype of the parameters, its copy
         self._give("unsharded", output + cast)
-        self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
+        self._check(f"reducing gradients of {unit.name or 'the model'}", "backward")
         keeps = output if cast and self.data.replicate > 1 else 0  # of each sum over replicas, until backward ends
         self._give("unsharded", keeps - output - cast - turned)
         self.summed += keeps
@@ -328,7 +330,7 @@ class Walk:
         total[1] += size
 
     def messages(self, phase: str = "") -> tuple[Sent, ...]:
-        """Of the step, or of one phase of it."""
+        """Return the messages of the step, or of one phase of it."""
         totals: dict[tuple[str, str], list[int]] = {}
         for (when, dim, kind), (number, size) in self.sent.items():
             if phase in ("", when):
@@ -338,7 +340,7 @@ class Walk:
 
 
 def _ours(unit: UnitSize, data: DataRanks) -> float:
-    """Of the gradients that a recording without exchanges makes, those of experts that a rank holds, and all others."""
+    """Return the gradients of a rank's own experts and of all else, as a share of those without exchanges."""
     alone = replace(data, exchange=1).gradients(unit)
     return data.gradients(unit) / alone if alone else 1.0
 

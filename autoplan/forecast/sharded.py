@@ -42,7 +42,7 @@ def fake_mesh(dims: Mapping[str, int], rank: int = 0, device_type: str = "cpu") 
     """A mesh of these dims ({"dp_shard": 8, "tp": 8}) as rank `rank` sees it."""
     ranks = math.prod(dims.values())
     if not 0 <= rank < ranks:
-        raise AutoplanError(f"there is no rank {rank}: the mesh has {ranks}", hint=f"choose 0 to {ranks - 1}")
+        raise AutoplanError(f"no rank {rank}: the mesh has {ranks}", hint=f"choose 0 to {ranks - 1}")
     enter_first_in_a_lasting_thread()
     with world_per_thread():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -81,7 +81,7 @@ class Held:
         return math.prod(self.shape)
 
     def cut_inside(self, ranks: int) -> bool:
-        """Does FSDP2 cut it along another dim than the first?"""
+        """Return whether FSDP2 shards it along another dim than the first."""
         return self.stack and cut_dim(self.shape, ranks) > 0
 
     def padded(self, ranks: int) -> int:
@@ -93,7 +93,7 @@ class Held:
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What a unit of data parallelism holds itself, without units inside it. `last`: of its stack."""
+    """The parameters of an FSDP unit itself, without units inside it. `last`: of its stack."""
 
     name: str
     parameters: tuple[Held, ...]

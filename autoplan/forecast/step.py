@@ -20,6 +20,7 @@ from autoplan.capture.fold import Folded, fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError, CaptureError
+from autoplan.common.layout import Layout
 from autoplan.common.options import Checkpointing, Request, TensorParallel, Wish, check_argument
 from autoplan.common.random_values import untouched_randomness
 from autoplan.forecast.recording.record import record_step
@@ -31,7 +32,7 @@ from autoplan.hf.inputs.step import check_positions, size_of, step_inputs
 from autoplan.hf.source import Source
 from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
 from autoplan.planning import capture_source, draft_plan
-from autoplan.values import Plan
+from autoplan.values import Exchange, Plan
 from autoplan.values.quantised import PackedWeight
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -41,7 +42,7 @@ _WAYS = tuple((folded, how) for folded in (True, False) for how in ("fake", "kno
 
 @dataclass(frozen=True)
 class Setting:
-    """What a recording depends on. `training`: with labels and backward; else a forward that keeps its cache."""
+    """The settings of a recording. `training`: with labels and backward; else a forward that keeps its cache."""
 
     tp: int = 1
     ep: int = 1
@@ -91,6 +92,7 @@ class Steps:
     lora_rank: int = 0  # of adapters that are put in where nothing of the model is frozen; 0: none are
     lora_targets: tuple[str, ...] | str | None = None  # None: as peft chooses for the type of the model
     lora_dropout: float = 0.0
+    lora_dtype: str = "float32"  # "model": that of the layers beside them
     plans: dict[tuple[int, int, bool, int], Plan] = field(default_factory=dict)
     few: dict[tuple[int, int, int], Plan] = field(default_factory=dict)  # of few blocks, along the sequence too
     known: dict[Setting, Recorded] = field(default_factory=dict)
@@ -101,11 +103,11 @@ class Steps:
 
     def __post_init__(self) -> None:
         if self.given is not None:
-            check_argument("plan", self.given, Plan, "give what autoplan.plan() or load_plan() returned")
+            check_argument("plan", self.given, Plan, "pass the result of autoplan.plan() or load_plan()")
             if self.adapters:
                 raise AutoplanError(
-                    f"the plan is of {self.source.name} without adapters, and nothing of the model is frozen",
-                    hint="leave the plan out, or put the adapters in and plan that model",
+                    f"the plan is for {self.source.name} without adapters, and no parameter of the model is frozen",
+                    hint="omit the plan, or add the adapters and plan that model",
                 )
 
     @cached_property
@@ -115,7 +117,8 @@ class Steps:
             return module
         if self.lora_targets is None:
             self.lora_targets = usual_targets(self.source.model_type, self.source.config)
-        return with_adapters(module, self.lora_rank, self.lora_targets, self.lora_dropout)
+        wide = self.lora_dtype == "float32"
+        return with_adapters(module, self.lora_rank, self.lora_targets, self.lora_dropout, wide=wide)
 
     @cached_property
     def dtype(self) -> str:
@@ -134,14 +137,14 @@ class Steps:
 
     @cached_property
     def packed(self) -> tuple[PackedWeight, ...]:
-        """What the checkpoint holds in place of weights, where it is quantised, by the names that `module` has."""
+        """Return what a quantised checkpoint holds in place of weights, by the names that `module` has."""
         weights = self.source.packed(self.source.module() if self.adapters else self.module)
         inner = {name.replace(".inner.", "."): name for name, _ in self.module.named_parameters()}
         return tuple(replace(one, name=inner.get(one.name, one.name)) for one in weights) if self.adapters else weights
 
     @property
     def adapters(self) -> int:
-        """How many were put in."""
+        """Return how many adapters were added."""
         return sum(isinstance(part, Adapted) for part in self.module.modules()) if self.lora_rank else 0
 
     @cached_property
@@ -204,12 +207,14 @@ class Steps:
         return None if program is None else replace(two, program=program)
 
     def _thinner(self, setting: Setting) -> Recorded | None:
-        """What is cut evenly is a constant and a part of 1 / tp; None where anything is not, or nothing is recorded."""
+        """Extrapolate as a constant and a part of 1 / tp; None if not all is sharded evenly, or nothing is recorded."""
         if setting.tp % 4 or setting.tp < 8 or setting.ep > 1:
             return None
         half, quarter = (self.known.get(replace(setting, tp=setting.tp // n)) for n in (2, 4))
         even = all(setting.tp // n * setting.cp in self.plan(1).legal_tp for n in (1, 2, 4))
         if half is None or quarter is None or not even or half.left_out != quarter.left_out:
+            return None
+        if self._repeats(setting):
             return None
         program = blended(quarter.program, half.program, 2.5)  # 1/t = 1/2t + (1/2t - 1/4t) / 2, for the ranks of `half`
         units = [_cut_again(one, two) for one, two in zip(quarter.units, half.units, strict=True)]
@@ -218,6 +223,14 @@ class Steps:
         if program is None or len(whole) < len(units):
             return None
         return replace(half, program=program, units=whole, buffers=buffers)
+
+    def _repeats(self, setting: Setting) -> bool:
+        """Return whether several ranks hold one piece, as where there are fewer heads of keys than ranks."""
+        runtime = self.split(setting.tp, setting.ep, setting.sequence_parallel, setting.cp).runtime
+        cut = {(rule.layout, setting.tp) for rule in runtime.parameters if rule.layout}
+        cut |= {(one.layout, setting.cp) for one in runtime.of(Exchange)}
+        layouts = ((Layout.parse(layout), ranks) for layout, ranks in cut)
+        return any(one.is_split and sum(one.held(n, ranks) for n in range(ranks)) > one.size for one, ranks in layouts)
 
     def _record(self, setting: Setting) -> Recorded:
         size = (setting.tp, setting.ep, setting.sequence_parallel, setting.cp)
@@ -237,8 +250,8 @@ class Steps:
                 self.worked[setting.training] = folded, how
                 return recorded
         raise CaptureError(
-            f"a step of {self.source.name} cannot be run without storage: {type(problem).__name__}: {problem}"[:400],
-            hint="pass inputs={argument: tensor} with which its forward runs",
+            f"a step of {self.source.name} cannot run without storage: {type(problem).__name__}: {problem}"[:400],
+            hint="pass inputs={argument: tensor} that its forward can run",
         ) from problem
 
     def _recorded(self, setting: Setting, plan: Plan, folded: bool, how: str) -> Recorded:
@@ -297,7 +310,7 @@ def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping
 
 
 def _last(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """What has a step work out the logits and the loss of so many tokens alone."""
+    """Return arguments for a step to compute logits and loss of so many tokens only."""
     known = conventions()
     return {known.last_logits: count, known.targets: inputs[known.targets][:, -count:]}
 

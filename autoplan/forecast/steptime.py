@@ -26,7 +26,7 @@ _OPTIMIZER_PASSES = 7  # read and write of weights and two states, read of gradi
 
 @dataclass(frozen=True)
 class Load:
-    """What a rank does in one micro-batch: operations by dtype, bytes that elementwise work moves, messages, bytes of
+    """The work of a rank in one micro-batch: operations by dtype, bytes that elementwise work moves, messages, bytes of
     trained weights. `forward`: the forward's share of the operations; `sent_forward`: which messages are its.
     `offloaded` and `offloaded_trained`: bytes of weights that lie in the host's memory."""
 
@@ -122,7 +122,7 @@ def _seconds(sent: Sent, device: Device, mesh: tuple[tuple[str, int], ...]) -> f
 
 
 def _place(dim: str, mesh: tuple[tuple[str, int], ...]) -> int:
-    """Of the dim that a message is over, by its name or another that data parallelism has."""
+    """Return the place of the dim that a message is over, by its name or another that data parallelism has."""
     names = [name for name, _ in mesh]
     if dim in names:
         return names.index(dim)
@@ -146,8 +146,8 @@ def one_stage(recorded: Recorded, stages: int) -> Recorded:
     most = most_stages(recorded)
     if stages > most:
         raise AutoplanError(
-            f"a pipeline of {stages} stages cannot be priced: a stage has {len(_blocks(recorded))} blocks at least",
-            hint=f"give up to {most}",
+            f"a pipeline of {stages} stages cannot be priced: a stage has at least {len(_blocks(recorded))} blocks",
+            hint=f"use at most {most}",
         )
     few, left = len(_blocks(recorded)), _left(recorded.left_out)
     keep = -(-(few + left) // stages) - few
@@ -181,10 +181,10 @@ def exchanged(walk: Walk, units: tuple[UnitSize, ...], ranks: int) -> Iterator[S
         return
     stacks = [p for unit in units for p in unit.parameters if p.stack]
     if not stacks or not walk.expert_flops:
-        raise AutoplanError("exchange_experts of a model without stacks of experts", hint="leave it out")
+        raise AutoplanError("exchange_experts for a model without stacked experts", hint="omit it")
     if any(p.shape[0] % ranks for p in stacks):
         raise AutoplanError(f"{stacks[0].shape[0]} experts are not divisible by exchange_experts={ranks}",
-                            hint="give a number that divides them")  # fmt: skip
+                            hint="use a divisor")  # fmt: skip
     layers = [unit for unit in units if any(p.stack for p in unit.parameters)]
     matrices = sum(prod(p.shape[1:]) for p in stacks)
     rows = walk.expert_flops / (2 * matrices)  # of each layer
@@ -202,7 +202,7 @@ def zero_1(units: tuple[UnitSize, ...], trained: int) -> tuple[Sent, ...]:
 def in_float8(walk: Walk, device: Device) -> dict[str, int]:
     """Operations by dtype, with the products of layers in blocks in float8; attention and the head are as they were."""
     if _FLOAT8 not in device.flops:
-        raise AutoplanError(f"{device.name} has no rate of float8", hint="leave matmuls= out, or add flops.float8")
+        raise AutoplanError(f"{device.name} has no float8 rate", hint="omit matmuls=, or add flops.float8")
     left = sum(walk.layers.values())
     flops = {_FLOAT8: left}
     for dtype, count in sorted(walk.flops.items(), key=lambda pair: -pair[1]):

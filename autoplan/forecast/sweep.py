@@ -49,7 +49,7 @@ class Split:
 
     @property
     def shared(self) -> bool:
-        """Do experts lie on the ranks of tp?"""
+        """Return whether experts are placed on the tp ranks."""
         return self.tp == self.ep > 1
 
     @property
@@ -91,7 +91,7 @@ class Sweep:
         return [tp for tp in legal if gpus % tp == 0 and tp <= self._most_ranks(gpus)]
 
     def _most_ranks(self, gpus: int) -> int:
-        """Of one split: a step of training sends too much between nodes, weights to be served may need several."""
+        """Return the most ranks of one split: training stays in a node, weights to be served may need several."""
         return gpus if self.train == "inference" else min(gpus, self.per_node)
 
     def splits(self, gpus: int) -> Iterator[Split]:
@@ -132,7 +132,7 @@ class Sweep:
         for split in self.splits(gpus):
             copies = gpus // split.ranks
             if batch % copies:
-                self.dropped.append(f"{split}: a global batch of {batch} does not divide by {copies}")
+                self.dropped.append(f"{split}: a global batch of {batch} is not divisible by {copies}")
                 continue
             if split.cp > 1 and self._at_least(split) > self.memory:
                 continue
@@ -140,13 +140,13 @@ class Sweep:
         return found
 
     def _at_least(self, split: Split) -> float:
-        """Of its smallest step: twice the ranks need half the bytes at best."""
+        """Return a lower bound for its smallest step: twice the ranks need half the bytes at best."""
         halves = replace(split, cp=split.cp // 2), replace(split, tp=split.tp // 2)
         self.least[split] = max(self.least.get(half, 0.0) / 2 for half in halves)
         return self.least[split]
 
     def _along(self, split: Split) -> tuple[bool, ...]:
-        """Where that can be, cut along the sequence; and not cut."""
+        """Return the options: sharded along the sequence, if possible, and not."""
         cut = split.tp > 1 == split.cp and self.sequence % split.tp == 0 and self.train != "inference"
         try:
             return (True, False) if cut and self.steps.split(split.tp, split.ep, True).sequence_parallel else (False,)
@@ -212,7 +212,7 @@ class Sweep:
         self, copies: int, split: Split, micro: int, checkpointing: bool | str, along: bool, reshard: bool | None,
         each: int,
     ) -> Iterator[Row]:  # fmt: skip
-        """With more and more replicas, as long as it fits and the next is not much slower than the last."""
+        """Yield rows with more and more replicas, while it fits and the next is not much slower than the last."""
         fastest = 0.0
         for mesh in self._meshes(copies, split):
             row = self._row(self._asked(mesh, micro, checkpointing, along, reshard, each, split))
@@ -273,7 +273,7 @@ class Sweep:
         return sorted((row for row in rows if row.fits), key=lambda row: -row.estimate.tokens_per_second)[:most]
 
     def settled(self, rows: list[Row]) -> list[Row]:
-        """In order. The first row is recorded itself, until one that was stays first."""
+        """Return the rows in order. The first is recorded itself, until one that was stays first."""
         exact: set[int] = set()
         while True:
             rows = sorted(rows, key=lambda row: (not row.fits, row.missing, -row.estimate.tokens_per_second))
@@ -326,18 +326,18 @@ def _first_of(numbers: list[int], fits: Callable[[int], bool]) -> int | None:
 
 
 def _may_fit_at_once(row: Row) -> bool:
-    """Does a step of several micro-batches need more by no more than the gradients that wait for the others?"""
+    """Return whether the extra memory of a step of several micro-batches is at most the gradients that wait."""
     return 0 < row.missing <= row.estimate.parts.gradients and row.accumulate > 1
 
 
 def _held(parts: MemoryParts) -> int:
-    """What a step with less checkpointing holds at least."""
+    """Return the least that a step with less checkpointing holds."""
     return parts.weights + parts.optimizer + parts.kept + parts.overhead
 
 
 def _biggest(parts: MemoryParts) -> str:
     name = max(PARTS, key=lambda part: getattr(parts, part))
-    return f"memory: {PARTS[name]} take {getattr(parts, name) / 2**30:.1f} GiB"
+    return f"memory: {getattr(parts, name) / 2**30:.1f} GiB of {PARTS[name]}"
 
 
 def _slowest(found: Estimate) -> str:

@@ -28,16 +28,17 @@ ALL_LINEAR = "all-linear"
 
 class Adapted(nn.Module):
     """A frozen linear layer `inner`, and beside it the low-rank update of what `dropout` leaves. Who reads its weight
-    reads that of `inner`."""
+    reads that of `inner`. `wide`: the update is in float32, as peft casts it, and its input is cast to it."""
 
-    def __init__(self, inner: nn.Module, rank: int, dropout: float = 0.0) -> None:
+    def __init__(self, inner: nn.Module, rank: int, dropout: float = 0.0, *, wide: bool = False) -> None:
         super().__init__()
         self.inner = inner
         own = inner.get_parameter("weight")
         assert own.dim() == 2
-        wide, narrow = own.shape if conventions().is_transposed_linear(inner) else own.shape[::-1]
-        self.down = nn.Linear(wide, rank, bias=False, device="meta", dtype=own.dtype)
-        self.up = nn.Linear(rank, narrow, bias=False, device="meta", dtype=own.dtype)
+        taken, given = own.shape if conventions().is_transposed_linear(inner) else own.shape[::-1]
+        dtype = torch.float32 if wide and own.dtype in (torch.bfloat16, torch.float16) else own.dtype
+        self.down = nn.Linear(taken, rank, bias=False, device="meta", dtype=dtype)
+        self.up = nn.Linear(rank, given, bias=False, device="meta", dtype=dtype)
         self.dropout = dropout
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
@@ -48,13 +49,14 @@ class Adapted(nn.Module):
             return value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        left = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        out: torch.Tensor = self.inner(x) + self.up(self.down(left))
-        return out
+        cast = x.to(self.down.weight.dtype)
+        left = F.dropout(cast, self.dropout, self.training) if self.dropout else cast
+        frozen: torch.Tensor = self.inner(x)
+        return (frozen + self.up(self.down(left))).to(frozen.dtype)
 
 
 def targets_of(given: str | Sequence[str] | None) -> tuple[str, ...] | str | None:
-    """As they are asked for: a text names one layer, several between commas, or all linear ones."""
+    """Parse the targets: a text names one layer, several between commas, or all linear ones."""
     if given is None or given == ALL_LINEAR:
         return given
     names = given.split(",") if isinstance(given, str) else given
@@ -63,16 +65,22 @@ def targets_of(given: str | Sequence[str] | None) -> tuple[str, ...] | str | Non
         or not all(isinstance(name, str) and name.strip() for name in names)
         or not names
     ):
-        raise AutoplanError(f"lora_targets={given!r}", hint=f"endings of names of layers, or {ALL_LINEAR}")
+        raise AutoplanError(f"lora_targets={given!r}", hint=f"suffixes of layer names, or {ALL_LINEAR}")
     return tuple(name.strip() for name in names)
 
 
-def check_adapters(train: str, rank: int, targets: object, dropout: float) -> None:
+LORA_DTYPES = ("float32", "model")
+
+
+def check_adapters(train: str, rank: int, targets: object, dropout: float, dtype: str = LORA_DTYPES[0]) -> None:
     """Refuse what no adapters can have, and adapters for a step that trains something else."""
     check_count("lora_rank", rank)
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise AutoplanError(f"lora_dropout={dropout!r}", hint="give a share, such as 0.05")
-    said = {"lora_rank": rank != LORA_RANK, "lora_targets": targets is not None, "lora_dropout": dropout}
+        raise AutoplanError(f"lora_dropout={dropout!r}", hint="pass a fraction, such as 0.05")
+    if dtype not in LORA_DTYPES:
+        raise AutoplanError(f"lora_dtype={dtype!r}", hint=f"choose one of {', '.join(LORA_DTYPES)}")
+    said = {"lora_rank": rank != LORA_RANK, "lora_targets": targets is not None, "lora_dropout": dropout,
+            "lora_dtype": dtype != LORA_DTYPES[0]}  # fmt: skip
     if train in TRAIN and train != "lora" and any(said.values()):
         named = ", ".join(name for name, given in said.items() if given)
         raise AutoplanError(f"{named} with train={train!r}", hint='adapters are trained by train="lora" (--train lora)')
@@ -83,7 +91,9 @@ def nothing_frozen(model: nn.Module) -> bool:
     return all(parameter.requires_grad for parameter in model.parameters())
 
 
-def with_adapters(model: nn.Module, rank: int, targets: tuple[str, ...] | str, dropout: float = 0.0) -> nn.Module:
+def with_adapters(
+    model: nn.Module, rank: int, targets: tuple[str, ...] | str, dropout: float = 0.0, *, wide: bool = False
+) -> nn.Module:
     """A copy of `model` without storage, frozen, with adapters beside the targets."""
     copy = fold(model, fold=False).module.requires_grad_(False)
     inside = tuple(f"{name}." for stack in layers(copy) for name in stack.fqns) or ("",)
@@ -94,17 +104,17 @@ def with_adapters(model: nn.Module, rank: int, targets: tuple[str, ...] | str, d
             own = not isinstance(part, nn.MultiheadAttention)  # which reads the weight, and calls no layer
             linear = isinstance(child, nn.Linear) and own or conventions().is_transposed_linear(child)
             if linear and (name.startswith(inside) if targets == ALL_LINEAR else _is_target(name, targets)):
-                setattr(part, key, adapted.setdefault(child, Adapted(child, rank, dropout)))
+                setattr(part, key, adapted.setdefault(child, Adapted(child, rank, dropout, wide=wide)))
     if not adapted and targets == ALL_LINEAR:
         raise AutoplanError(
-            f"{type(model).__name__} has no linear layers to put adapters beside, and nothing of it is frozen",
-            hint='freeze what is not trained and pass the model itself, or ask for train="full"',
+            f"{type(model).__name__} has no linear layers to add adapters to, and no parameter of it is frozen",
+            hint='freeze what is not trained and pass the model itself, or use train="full"',
         )
     if not adapted:
         named = targets if isinstance(targets, str) else ", ".join(targets)
         raise AutoplanError(
-            f"{type(model).__name__} has no linear layer called {named}",
-            hint=f"name those that get adapters in lora_targets (--lora-targets), or {ALL_LINEAR}",
+            f"{type(model).__name__} has no linear layer named {named}",
+            hint=f"pass the names of the adapted layers in lora_targets (--lora-targets), or {ALL_LINEAR}",
         )
     return copy.train(model.training)
 
@@ -130,7 +140,7 @@ class Optimizer:
 
 
 def _numbers(count: int) -> Callable[[Held, bool], float]:
-    """As many numbers in the dtype of the parameter."""
+    """Return as many numbers in the dtype of the parameter."""
     return lambda held, inside: count * held.size
 
 
@@ -159,12 +169,12 @@ def _with_master(held: Held, inside: bool) -> float:
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw": Optimizer(_numbers(2), "torch.optim.AdamW"),
     "adam": Optimizer(_numbers(2), "torch.optim.Adam"),
-    "adamw_master": Optimizer(_with_master, "AdamW of Megatron-LM and DeepSpeed, with float32 weights beside"),
+    "adamw_master": Optimizer(_with_master, "AdamW of Megatron-LM and DeepSpeed, with additional float32 weights"),
     "adamw8bit": Optimizer(_eight_bits(2), "bitsandbytes.optim.AdamW8bit"),
     "paged_adamw": Optimizer(_numbers(2), "bitsandbytes.optim.PagedAdamW", paged=True),
     "paged_adamw8bit": Optimizer(_eight_bits(2), "bitsandbytes.optim.PagedAdamW8bit", paged=True),
     "adafactor": Optimizer(_factored, "torch.optim.Adafactor"),
-    "muon": Optimizer(_muon, "torch.optim.Muon, with AdamW outside of blocks"),
+    "muon": Optimizer(_muon, "torch.optim.Muon, with AdamW outside blocks"),
     "lion": Optimizer(_numbers(1), "lion-pytorch"),
     "lion8bit": Optimizer(_eight_bits(1), "bitsandbytes.optim.Lion8bit"),
     "adagrad": Optimizer(_numbers(1), "torch.optim.Adagrad"),

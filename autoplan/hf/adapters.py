@@ -33,7 +33,7 @@ def wrap(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
             wrapped.add_adapter(name, copy.deepcopy(settings[name]))
     except ValueError as error:  # settings may name layers that a tiny clone does not have
         raise SourceError(
-            f"a tiny clone cannot take the adapters of this model: {error}",
+            f"the adapters of this model cannot be added to a tiny clone: {error}",
             hint="plan with prove='none', or verify a small model of the same class with the same adapters",
         ) from error
     return wrapped
@@ -95,14 +95,14 @@ def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -
 
 def usual_targets(model_type: str, config: PretrainedConfig | None) -> tuple[str, ...] | str:
     """Return the layers that peft's LoRA adapts by default in this type of model; raise SourceError without any."""
-    hint = "name them: --lora-targets q_proj,v_proj (lora_targets=), or all-linear"
+    hint = "pass their names: --lora-targets q_proj,v_proj (lora_targets=), or all-linear"
     try:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual
     except ImportError as error:
-        raise SourceError("peft, which knows the usual layers for adapters, is not installed", hint=hint) from error
+        raise SourceError("peft, which knows the default target layers, is not installed", hint=hint) from error
     parts = [] if config is None else all_configs(config)
     types = dict.fromkeys((model_type, *(getattr(part, "model_type", "") for part in parts)))
     targets = next((usual[name] for name in types if name in usual), None)
     if targets is None:
-        raise SourceError(f"peft knows no usual layers for adapters of model type {model_type!r}", hint=hint)
+        raise SourceError(f"peft has no default target layers for model type {model_type!r}", hint=hint)
     return targets if isinstance(targets, str) else tuple(targets)

@@ -98,7 +98,7 @@ def _too_many(data: Mapping[str, Any]) -> str:
     layers = max((value for name, value in whole.items() if is_layer_count(name) == "depth"), default=1)
     experts = max((value for name, value in whole.items() if field_rule(name)[0] == "experts"), default=1)
     if layers * experts > MOST_REGISTERED:
-        return f"{layers:,} layers of {experts:,} experts are {layers * experts:,} modules, which are not built"
+        return f"{layers:,} layers of {experts:,} experts are {layers * experts:,} modules, too many to build"
     return ""
 
 
@@ -113,8 +113,8 @@ def limited_modules(name: str) -> Iterator[None]:
             found += 1
             if found > MOST_REGISTERED:
                 raise SourceError(
-                    f"{name} would be built of more than {MOST_REGISTERED:,} modules and parameters",
-                    hint="look for an absurd count in its config",
+                    f"{name} would have more than {MOST_REGISTERED:,} modules and parameters",
+                    hint="check the counts in its config",
                 )
 
     handles = [
@@ -180,9 +180,9 @@ def settled_dtype(config: PretrainedConfig, where: str) -> tuple[PretrainedConfi
         dtype = _of_checkpoint(Path(where)) if where else None
         origin = "from the checkpoint"
     if dtype is None and quantization_config_of(parts) is not None:
-        dtype, origin = torch.bfloat16, "assumed: a quantised checkpoint whose config says no dtype"
+        dtype, origin = torch.bfloat16, "assumed: a quantised checkpoint whose config sets no dtype"
     if dtype is None:
-        return config, "the library's default: the config says no dtype"
+        return config, "the library's default: the config sets no dtype"
     if getattr(config, "dtype", None) == dtype:
         return config, origin
     settled = copy.deepcopy(config)
@@ -197,8 +197,8 @@ def stored_as(config: PretrainedConfig | None, weights: str) -> PretrainedConfig
         raise AutoplanError(f"weights={weights!r}", hint=f"choose one of {', '.join(choices)}")
     if config is None:
         raise AutoplanError(
-            f"weights={weights!r} is asked of a model that no config describes",
-            hint="give the config or the folder of the model, or the module in the dtype that is meant",
+            f"weights={weights!r} was requested for a model without a config",
+            hint="pass the config or the folder of the model, or the module in that dtype",
         )
     changed = copy.deepcopy(config)
     for part in all_configs(changed):
@@ -227,7 +227,7 @@ def _of_checkpoint(folder: Path) -> torch.dtype | None:
                     sizes[dtype] = sizes.get(dtype, 0) + torch.Size(entry.get_shape()).numel() * dtype.itemsize
     except (SafetensorError, OSError) as error:
         raise SourceError(
-            f"{file} cannot be read, and {folder}/config.json says no dtype: {error}",
-            hint="complete the download, or write the dtype into config.json",
+            f"cannot read {file}, and {folder}/config.json sets no dtype: {error}",
+            hint="complete the download, or set the dtype in config.json",
         ) from error
     return max(sizes, key=lambda dtype: sizes[dtype], default=None)

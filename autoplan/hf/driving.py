@@ -48,7 +48,7 @@ def has_attentions(model: nn.Module) -> bool:
 
 def no_attentions(model: nn.Module) -> str:
     """Say why the attention implementation of a model cannot be chosen."""
-    return _absence(model, ATTENTION) or "the model has one attention implementation"
+    return _absence(model, ATTENTION) or "the model has only one attention implementation"
 
 
 def other_attention(model: nn.Module) -> str:
@@ -86,12 +86,12 @@ def _cache_argument(signature: Collection[str]) -> str:
 
 def no_cache(model: nn.Module) -> str:
     """Say why a model that takes no cache takes none."""
-    return _absence(model, CACHE) or "the model takes no cache"
+    return _absence(model, CACHE) or "the model has no cache argument"
 
 
 def no_targets(model: nn.Module) -> str:
     """Say why a model that takes no labels takes none."""
-    return _absence(model, TARGETS) or "the model takes no labels"
+    return _absence(model, TARGETS) or "the model has no labels argument"
 
 
 def _absence(model: nn.Module, name: ForeignName) -> str:

@@ -46,7 +46,7 @@ def from_string(text: str, *, trust_remote_code: bool = False) -> Found:
     text = text.strip()
     if not text:
         raise SourceError(
-            "the model string is empty", hint="give a folder, 'package.module:builder', a type or a hub id"
+            "the model string is empty", hint="pass a folder, 'package.module:builder', a model type or a hub id"
         )
     if is_folder(text):
         folder = Path(text).expanduser()
@@ -81,7 +81,7 @@ def default_config(model_type: str) -> PretrainedConfig:
     except Exception as error:  # a config class may raise anything
         raise SourceError(
             f"the default config of model type {model_type!r} cannot be made: {error}",
-            hint="give a folder with a config.json, or a config object",
+            hint="pass a folder with a config.json, or a config object",
         ) from error
 
 
@@ -100,9 +100,9 @@ def _from_hub(text: str, trust_remote_code: bool) -> Found:
         near = difflib.get_close_matches(text, list(CONFIG_MAPPING), 3)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         raise SourceError(
-            f"{text!r} is no folder, no 'package.module:builder', no model type, and no hub model that can be reached: "
+            f"{text!r} is not a folder, 'package.module:builder', model type or reachable hub model: "
             f"{_said(error).split('. ')[0]}",
-            hint=f"{meant}offline, give a folder that holds its config.json (weights are not needed)",
+            hint=f"{meant}if offline, pass a folder with its config.json (weights are not needed)",
         ) from error
     _refuse_remote_code(config.to_dict(), text, trust_remote_code)
     return Found(config=config, where=text)
@@ -140,8 +140,8 @@ def _refuse_remote_code(data: Mapping[str, Any], where: str, trust_remote_code: 
 
 def _remote_code_error(where: str) -> SourceError:
     return SourceError(
-        f"{where} brings its own modeling code, which is not run unasked",
-        hint="read that code, then say trust_remote_code=True (--trust-remote-code)",
+        f"{where} ships its own modeling code, which is not run by default",
+        hint="read that code, then pass trust_remote_code=True (--trust-remote-code)",
     )
 
 
@@ -157,7 +157,8 @@ def _from_builder(module_name: str, function_name: str) -> Found:
         )
     if inputs is not None and not isinstance(inputs, Mapping):
         raise SourceError(
-            f"{builder}() returned inputs of type {type(inputs).__name__}", hint="give a dict: argument name -> tensor"
+            f"{builder}() returned a {type(inputs).__name__} as inputs",
+            hint="return a dict: argument name -> tensor",
         )
     return Found(module=module, inputs=inputs)
 
@@ -184,7 +185,7 @@ def _call_of_user(module_name: str, function_name: str, what: str) -> Any:
     except (Exception, SystemExit) as error:  # importing runs the user's code
         raise SourceError(
             f"{what}: importing {module_name!r} raised {type(error).__name__}: {error}",
-            hint="write 'package.module:function'; the module must import from here",
+            hint="write 'package.module:function'; the module must be importable from here",
         ) from error
     builder: Any = module
     for part in function_name.split("."):
@@ -192,11 +193,11 @@ def _call_of_user(module_name: str, function_name: str, what: str) -> Any:
     if not callable(builder):
         if builder is not None:
             kind = type(builder).__name__
-            raise SourceError(f"{what} is a {kind}", hint="name a function")
+            raise SourceError(f"{what} is a {kind}", hint="pass the name of a function")
         near = difflib.get_close_matches(function_name, [n for n in vars(module) if not n.startswith("_")], 3)
         raise SourceError(
             f"{what}: {module_name} has no function {function_name!r}",
-            hint=f"did you mean {', '.join(near)}?" if near else "name a function of that module",
+            hint=f"did you mean {', '.join(near)}?" if near else "pass the name of a function of that module",
         )
     try:
         return builder()
@@ -225,5 +226,5 @@ def transformers_class(name: str, config: PretrainedConfig, where: str, trust_re
     except Exception as error:  # fetching and importing someone's code may raise anything
         raise SourceError(
             f"{reference} of {where} cannot be imported: {type(error).__name__}: {error}",
-            hint="install what it imports, or update it for this transformers",
+            hint="install what it imports, or update it for this transformers version",
         ) from error

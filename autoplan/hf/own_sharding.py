@@ -92,7 +92,7 @@ def slice_of(tensor: Any, whole: Any) -> Any:
 def refuse_old_sharding() -> None:
     """Raise VersionError for versions that shard by older code, which no audit runs."""
     if older_than("transformers", OWN_SHARDING):
-        raise VersionError("transformers", "shards models in an older way, which no audit runs", OWN_SHARDING)
+        raise VersionError("transformers", "shards models in an older way that the audit cannot run", OWN_SHARDING)
 
 
 def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any:

@@ -44,19 +44,19 @@ def script_text(
 
 def _refuse(source: Source, inputs: Mapping[str, Any], training: bool, packed: bool) -> None:
     """Raise AutoplanError for models that no program is written for."""
-    hint = "write your own around choice.mesh() and choice.parallelize(model)"
+    hint = "write your own with choice.mesh() and choice.parallelize(model)"
     if source.config is None or not source.name.startswith("transformers."):
-        raise AutoplanError(f"{source.name} is built by code of yours, which no program can name", hint=hint)
+        raise AutoplanError(f"{source.name} is built by your own code, which a script cannot name", hint=hint)
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     others = [name for name in tensors if name not in _MADE_OF_THEM]
     if others or _IDS not in tensors:
         names = ", ".join(tensors)
-        raise AutoplanError(f"{source.name} takes {names}, and a program is written for ids of tokens alone", hint=hint)
+        raise AutoplanError(f"{source.name} takes {names}; scripts are written only for token ids", hint=hint)
     labels = tensors.get(_LABELS)
     if training and (labels is None or labels.dim() != 2):
-        why = "takes no labels" if labels is None else "learns from one label of a sequence"
-        raise AutoplanError(f"{source.name} {why}, and a program is written for a loss of each token", hint=hint)
+        why = "takes no labels" if labels is None else "has one label per sequence"
+        raise AutoplanError(f"{source.name} {why}; scripts are written only for a loss per token", hint=hint)
     if not training and packed:
-        raise AutoplanError(f"{source.name} has quantised weights, which stay packed in packed_model alone", hint=hint)
+        raise AutoplanError(f"{source.name} has quantised weights, which stay packed only in packed_model", hint=hint)
     if not training and not getattr(source.model_class, "can_generate", bool)():
-        raise AutoplanError(f"{source.name} does not generate, and a program for inference does", hint=hint)
+        raise AutoplanError(f"{source.name} does not generate, which an inference script does", hint=hint)

@@ -86,7 +86,7 @@ def tiny_config(
     if shrink == "nothing":
         return copy.deepcopy(config)
     if not 0 <= variant < len(VARIANTS):
-        raise SourceError(f"there is no tiny variant {variant}", hint=f"use 0 to {len(VARIANTS) - 1}")
+        raise SourceError(f"no tiny variant {variant}", hint=f"use 0 to {len(VARIANTS) - 1}")
     widths = _widths(config) if shrink == "related" else ()
     tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant], shrink == "depth", widths, ranks=ranks), {})
     for section in all_configs(tiny):
@@ -145,8 +145,8 @@ def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any
                 return _built(config, {**keywords, **alike}, layers, work)
         small = {name: value for name, value in keywords.items() if isinstance(value, int | list)}
         raise SourceError(
-            f"{type(config).__name__} refuses the sizes of a tiny clone: {error}",
-            hint=f"tried {small}; say what it needs in rules/inputs/{config.model_type}.toml under [tiny]",
+            f"{type(config).__name__} rejects the sizes of a tiny clone: {error}",
+            hint=f"tried {small}; set what it needs in rules/inputs/{config.model_type}.toml under [tiny]",
         ) from error
 
 

@@ -130,7 +130,7 @@ class Source:
         else:
             raise SourceError(
                 f"{self.name} has {_count(self.module()):,} parameters and no config to shrink",
-                hint=f"give a transformers config, or a builder of the same model with at most {_SMALL:,} parameters",
+                hint=f"pass a transformers config, or a builder of the same model with at most {_SMALL:,} parameters",
             )
         randomise(model, seed)
         return model.eval()
@@ -221,7 +221,7 @@ class Source:
 def resolve(model: Model, *, trust_remote_code: bool = False, inputs: Mapping[str, Any] | None = None) -> Source:
     """Return the source of `model`. Raise SourceError, with what was tried, if no model can be built from it."""
     if inputs is not None:
-        check_argument("inputs", inputs, Mapping, "give a mapping: argument of the forward -> example")
+        check_argument("inputs", inputs, Mapping, "pass a mapping: argument of the forward -> example")
     check_argument("trust_remote_code", trust_remote_code, bool, "choose True or False")
     if isinstance(model, str):
         target = from_string(model, trust_remote_code=trust_remote_code)
@@ -237,7 +237,7 @@ def resolve(model: Model, *, trust_remote_code: bool = False, inputs: Mapping[st
     if isinstance(model, nn.Module):
         return _from_module(model, inputs, trust_remote_code)
     raise SourceError(
-        f"a model is an nn.Module, a transformers config, an exported program or a string, not {type(model).__name__}",
+        "a model is an nn.Module, a transformers config, an exported program or a string, not {type(model).__name__}",
         hint="pass the model itself, its config, a folder, 'package.module:builder', a model type, or a hub id",
     )
 
@@ -272,8 +272,8 @@ def _from_config(
     name = class_name or (config.architectures or [None])[0] or class_name_of(model_type)
     if name is None:
         raise SourceError(
-            f"{type(config).__name__} (model type {model_type!r}) names no class: `architectures` is empty and no "
-            "auto mapping has the type",
+            f"{type(config).__name__} (model type {model_type!r}) names no class: `architectures` is empty and "
+            "no auto mapping has this type",
             hint="set config.architectures, or pass the model itself, built under torch.device('meta')",
         )
     cls = transformers_class(name, config, where, trust_remote_code)

@@ -164,7 +164,7 @@ def layers(model: nn.Module, trace: Trace | None = None, *, causal: frozenset[st
     """
     from torch import nn
 
-    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
+    check_argument("model", model, nn.Module, "pass the model itself, an nn.Module")
     return stacks_of(module_tree(model), trace, causal)
 
 

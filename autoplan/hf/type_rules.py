@@ -131,7 +131,7 @@ def _undescribed(data: dict[str, Any]) -> str:
         if not {"value", "size", "shape", "drop"} & argument.keys():
             return f"{name!r} has no shape"
         if argument.get("kind") == "rows" and not argument.get("row"):
-            return f"{name!r} is made of rows, and has no row"
+            return f"{name!r} is made of rows, but has no row"
     return ""
 
 
@@ -155,4 +155,4 @@ def _checked(path: Path, data: dict[str, Any], keys: set[str]) -> dict[str, Any]
 
 def _refuse_twice(path: Path, model_type: str, found: dict[str, Any]) -> None:
     if model_type in found:
-        raise SourceError(f"{path}: {model_type} is in another file too", hint="one document for a model type")
+        raise SourceError(f"{path}: another file is also for {model_type}", hint="one document for a model type")

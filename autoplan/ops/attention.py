@@ -23,7 +23,7 @@ def _widths(at: SplitOp) -> NotPlaced | None:
 def attended(local: Local) -> Any:
     """Run attention on local heads. Fused kernels need values as wide as the queries, so shards of them are padded."""
     if local.is_split(0, 3):
-        raise ValueError("attention over a split head width")
+        raise ValueError("attention over a sharded head dim")
     query, values = local.args[0], local.args[2]
     width, missing = values.shape[-1], query.shape[-1] - values.shape[-1]
     if missing <= 0 or not local.is_split(2, 3):

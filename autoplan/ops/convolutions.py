@@ -7,7 +7,7 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, is_data, leaf, product
-from autoplan.ops.records.answers import NEVER, Drawn, Linear, Product, Reduction
+from autoplan.ops.records.answers import NEVER, Drawn, Extent, Linear, Product, Reduction
 from autoplan.ops.records.on_shards import Local, SplitOp, as_written
 from autoplan.ops.records.record import kept_whole, op, python_call
 from autoplan.ops.records.site import Answer, Site, told
@@ -61,9 +61,19 @@ def convolved(local: Local) -> Any:
     return local.call()
 
 
+def _under_kernel(op: Op, along: Extent) -> tuple[int, int] | None:
+    """Return the positions under the kernel; None with strides."""
+    stride, padding = (told(op, index, name) for index, name in ((3, "stride"), (4, "padding")))
+    at = along.dim - 2
+    if at < 0 or transposed(op) or stride[at % len(stride)] != 1:
+        return None
+    before: int = padding[at % len(padding)]
+    return -before, along.length - along.result + before
+
+
 @op("convolution", "_convolution", "convolution_overrideable",
     sizes=Groups(8), reduces=_channel_sum, linear=Linear.NO, random=NEVER, runs=convolved,
-    product=Product(0, 1, bias=2, out=(0, 1), inner=1), drawn=Drawn.CONVOLUTION)  # fmt: skip
+    product=Product(0, 1, bias=2, out=(0, 1), inner=1), drawn=Drawn.CONVOLUTION, reads=_under_kernel)  # fmt: skip
 def convolution(site: Site) -> Answer:
     """Relate channels as groups x channels of a group, on both sides; groups pass through independently."""
     x, weight = site.terms(site.inputs[0]), site.terms(site.inputs[1])

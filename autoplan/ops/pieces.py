@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE, Term, concatenation, is_data, leaf
-from autoplan.ops.records.answers import NEVER, Along, Drawn, Linear, Reduction, Shows
+from autoplan.ops.records.answers import NEVER, Along, Drawn, Extent, Linear, Reduction, Shows
 from autoplan.ops.records.on_shards import Local, SplitOp, as_written
 from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call
 from autoplan.ops.records.site import Answer, Dims, Site, told
@@ -79,9 +80,25 @@ def slice_of(site: Site, term: Term, start: int | None, stop: int | None, step: 
     return halves[0]
 
 
+def _from_start(op: Op, along: Extent) -> tuple[int, int] | None:
+    """Return the start; None for a start that is counted from the end, or an end that is not."""
+    if told(op, 1, "dim", 0) % along.dims != along.dim:
+        return 0, 0
+    start, stop = told(op, 2, "start") or 0, told(op, 3, "end")
+    follows = stop is None or stop < 0 or stop == sys.maxsize or stop in along.lengths
+    return (start, start) if start >= 0 and follows and told(op, 4, "step", 1) == 1 else None
+
+
+def _behind_padding(op: Op, along: Extent) -> tuple[int, int] | None:
+    """Return the place behind the padding, which has to be constant."""
+    amounts, at = told(op, 1, "pad"), 2 * (along.dims - 1 - along.dim)
+    before = amounts[at] if at < len(amounts) else 0
+    return (-before, -before) if op.name == "constant_pad_nd" else None
+
+
 @op("slice", "slice_copy",
     sizes=Bounds(1, 2, 3), reduces=nothing, linear=Linear.NO, random=NEVER, runs=sliced,
-    shows=Shows.VIEWED, along=Along("picks"), drawn=Drawn.SPLIT)  # fmt: skip
+    shows=Shows.VIEWED, along=Along("picks"), drawn=Drawn.SPLIT, reads=_from_start)  # fmt: skip
 @op("narrow", "narrow_copy",
     sizes=Bounds(1, 2, 3, length=True), reduces=nothing, linear=Linear.NO, random=NEVER,
     runs=as_written, shows=Shows.VIEWED, along=Along("picks"), drawn=Drawn.SPLIT)  # fmt: skip
@@ -212,7 +229,8 @@ def stack(site: Site) -> Answer:
 
 @op("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
     "replication_pad2d", "replication_pad3d",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
+    reads=_behind_padding)  # fmt: skip
 def pad(site: Site) -> Answer:
     """Concatenate padding before and after: constants belong to no axis of the model. Reflections mix positions."""
     dims = site.terms(site.inputs[0])

@@ -81,7 +81,7 @@ def exchanged(local: Local) -> Any:
 
 def whole_only(local: Local) -> Any:
     if _split_layouts(local):
-        raise ValueError("it reads across a split dimension")
+        raise ValueError("it reads across a sharded dim")
     return local.call()
 
 

@@ -74,10 +74,10 @@ def _canary() -> bool:
 
 CLASSES = Patch(
     name="classes of modules",
-    replaces="the class of each module of a model that holds parameters, by a subclass of it",
-    why="a module's own code reads local tensors where optimizers, FSDP2 and checkpoints see DTensors",
+    replaces="the class of each module that holds parameters, by a subclass of it",
+    why="the module's own code must read local tensors, while optimizers, FSDP2 and checkpoints read DTensors",
     scope="while the model is sharded",
-    undone="the module gets its own class back when the plan is undone, or a later step fails",
+    undone="the original class is restored when the plan is undone or a later step fails",
     canary=_canary,
 )
 
@@ -117,7 +117,7 @@ UNCACHED = Patch(
     replaces="functools.lru_cache and functools.cache around functions of other packages and of the model's classes",
     why="a cache keyed on sizes would mix traced integers of a recording with plain ones",
     scope="while a model is recorded, or a copy of it is tried without storage",
-    undone="the cached function itself is put back, with all that it remembers",
+    undone="the cached function is restored with its cache",
     canary=_recorded_code_canary,
 )
 
@@ -134,10 +134,10 @@ def _canary_of_scripts() -> bool:
 UNSCRIPTED = Patch(
     name="TorchScript functions",
     replaces="torch.jit.ScriptFunction.__call__",
-    why="what a function does that torch.jit has compiled is not seen whole",
-    scope="while a model is recorded, or one lives whose plan rewrites calls in helper functions or whose calls the "
-    "path guard follows; where a torch function mode looks on",
-    undone="the method is put back",
+    why="ops inside a function that torch.jit compiled cannot be observed",
+    scope="while a model is recorded; while a model lives whose plan rewrites calls in helper functions, or "
+    "whose calls the path guard follows; inside a torch function mode",
+    undone="the method is restored",
     canary=_canary_of_scripts,
 )
 

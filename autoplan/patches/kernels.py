@@ -58,9 +58,9 @@ def _takes_reference() -> bool:
 REFERENCE_PATH = Patch(
     name="reference path of optional kernels",
     replaces=f"{_HOME}.{_ASKED}",
-    why="kernels for GPUs cannot run on a CPU or without storage; their reference in plain torch computes the same",
-    scope="while a copy of a model is run on a CPU: recorded, tried, checked on ranks",
-    undone="the function itself is put back",
+    why="GPU kernels do not run on a CPU or without storage; their reference in plain torch computes the same",
+    scope="while a copy of a model runs on a CPU: recording, trial, checks on ranks",
+    undone="the function is restored",
     canary=_takes_reference,
 )
 
@@ -78,9 +78,9 @@ def _stands_in_the_file() -> bool:
 KERNEL_GUARDS = Patch(
     name="kernel guards",
     replaces="optional kernels in the files of a sharded model",
-    why="a fused kernel that takes the weight of a layer would leave out the sum over ranks at that layer",
+    why="a fused kernel that takes a layer's weight would skip the all-reduce of that layer",
     scope="while a sharded model lives whose code may call the kernel",
-    undone="the kernel is put back when the plan is undone, or the model is collected",
+    undone="the kernel is restored when the plan is undone or the model is collected",
     where="autoplan/execute/calls/function_mode.py",
     canary=_stands_in_the_file,
 )
@@ -89,9 +89,9 @@ KERNEL_GUARDS = Patch(
 KERNEL_STAND_INS = Patch(
     name="kernel stand-ins",
     replaces="optional kernels in the files of a model",
-    why="an estimate records what a kernel would keep, not what its reference in plain torch keeps",
-    scope="while a step of a copy without storage is recorded; for other threads and real tensors nothing changes",
-    undone="the function itself is put back",
+    why="an estimate must record what the kernel saves for backward, not what its reference in plain torch saves",
+    scope="while a step is recorded on a copy without storage; other threads and real tensors are unaffected",
+    undone="the function is restored",
     where="autoplan/forecast/recording/kernels.py",
     canary=_stands_in_the_file,
 )
@@ -111,10 +111,10 @@ def _tells_packed_rows() -> bool:
 UNPACKED = Patch(
     name="rows of one sequence",
     replaces=f"{_MASKS}.{_PACKED}",
-    why="of positions without values it cannot be told that a row is one sequence: a mask of all pairs of tokens would "
-    "be recorded, which a GPU never makes, and attention as if it were not causal",
-    scope="while a step of a copy without storage is recorded; for other threads nothing changes",
-    undone="the function itself is put back",
+    why="without values, position ids do not show that a row is one sequence: a mask over all token pairs, "
+    "which a GPU never allocates, and non-causal attention would be recorded",
+    scope="while a step is recorded on a copy without storage; other threads are unaffected",
+    undone="the function is restored",
     where="autoplan/forecast/step.py",
     canary=_tells_packed_rows,
 )
@@ -182,7 +182,7 @@ def kernel_note(model: nn.Module) -> str:
     listed = ", ".join(f"{package} ({', '.join(sorted(functions_of[package]))})" for package in sorted(functions_of))
     missing = sorted({kernel.package for kernel in kernels if not kernel.installed})
     state = f"not installed: {', '.join(missing)}" if missing else "all are installed"
-    outcome = "the reference in plain torch was read and proven, which computes the same"
+    outcome = "the plan was traced and verified with their plain torch reference, which computes the same"
     return f"optional kernels of {listed}: {outcome} ({state})"
 
 

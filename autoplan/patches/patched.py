@@ -82,8 +82,8 @@ class Patch:
 
 def while_split(name: str, replaces: str, why: str, canary: Callable[[], bool], without: str = "") -> Patch:
     """Describe a patch that lasts as long as parameters lie on ranks."""
-    scope = "while a model that `parallelize` has split lives, or one of its parameters"
-    undone = "torch's own comes back when the last such model is collected or undone"
+    scope = "while a model sharded by `parallelize`, or one of its parameters, is alive"
+    undone = "torch's own is restored when the last such model is collected or undone"
     return Patch(name, replaces, why, scope, undone, canary, without, "autoplan/execute/parameters/optimizer.py")
 
 
@@ -268,7 +268,7 @@ def _is_left_out(patch: Patch) -> bool:
         thread.start()
         thread.join()
         if not _asked[patch.canary]:
-            text = f"left out, since the installed version has moved {patch.replaces}: {patch.without}"
+            text = f"disabled, since the installed version changed {patch.replaces}: {patch.without}"
             warnings.warn(f"{patch.name}: {text}; see `autoplan doctor`", UserWarning, stacklevel=2)
     return not _asked[patch.canary]
 
@@ -289,7 +289,7 @@ def _fill(mine: Hold, patch: Patch, places: Iterable[Place | Registered], togeth
             raise
 
     ran = _alone.run(fill)
-    assert ran, "places are found without replacing anything"
+    assert ran, "places are located without replacing anything"
     _clear_up()
 
 
@@ -305,8 +305,8 @@ def _stand(mine: Hold, patch: Patch, place: Place | Registered) -> None:
         original = place.now()
     except KeyError as error:
         raise AutoplanError(
-            f"{patch.name}: {place.holder!r} has no {place.name!r}, which stands for {patch.replaces}",
-            hint="`autoplan doctor` says what the installed versions have moved",
+            f"{patch.name}: {place.holder!r} has no {place.name!r}, which is patched to replace {patch.replaces}",
+            hint="`autoplan doctor` lists what changed in the installed versions",
         ) from error
     standing = _Standing(key, place, original, place.make(original))
     _join(mine, standing)

@@ -117,9 +117,9 @@ def _canary() -> bool:
 SEEDING = Patch(
     name="seeding of ranks",
     replaces=f"{', '.join(_NAMES)} of torch, torch.random, torch.cuda and torch.cuda.random",
-    why="ranks share a stream of random numbers anew when they were seeded, and a generator does not tell",
-    scope="while a model that `parallelize` has split, and that may draw random numbers, lives",
-    undone="torch's own functions come back when the last such model is collected",
+    why="ranks re-synchronise their random stream after seeding, which the state of a generator does not show",
+    scope="while a model sharded by `parallelize` that may draw random numbers is alive",
+    undone="torch's functions are restored when the last such model is collected",
     canary=_canary,
 )
 
@@ -160,8 +160,8 @@ def _double_precision_canary() -> bool:
 DOUBLE_PRECISION = Patch(
     name="double precision",
     replaces="torch.float32 in calls of torch functions, by torch.float64 (a torch function mode)",
-    why="what a float64 model computes in float32 inside would look like an error of the plan",
+    why="float32 computations inside a float64 model would look like errors of the plan",
     scope="while a float64 model is checked",
-    undone="the mode is left",
+    undone="the mode is exited",
     canary=_double_precision_canary,
 )

@@ -78,9 +78,9 @@ SHARDING_RULES = while_split(
     name="sharding rules of ops",
     replaces="entries of DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs and op_to_schema_info, which "
     "torch.distributed.tensor.experimental.register_sharding makes",
-    why="anomaly detection and forward derivatives ask parameters and gradients by ops that DTensor does not know",
+    why="anomaly detection and forward-mode AD run ops on parameters for which DTensor has no rule",
     canary=_canary,
-    without="anomaly detection and forward derivatives of a sharded model end in an error about a missing rule",
+    without="anomaly detection and forward-mode AD of a sharded model fail with a missing sharding rule",
 )
 
 
@@ -134,7 +134,7 @@ def _ops_by_whole_canary() -> bool:
 OPS_BY_WHOLE = while_split(
     name="ops by the whole",
     replaces="entries of DTensor._op_dispatcher._custom_op_handlers",
-    why="a DTensor that is cut gives Python a rank's own number, and draws the same numbers for the parts of all ranks",
+    why="DTensor returns local numbers of sharded values to Python, and draws the same numbers for all shards",
     canary=_ops_by_whole_canary,
 )
 
@@ -201,9 +201,9 @@ def _compiled_loss_canary() -> bool:
 COMPILED_LOSS = while_split(
     name="compiled losses",
     replaces="torch._dynamo.variables.user_defined.UserDefinedClassVariable._call_cross_entropy_loss",
-    why="split logits inside of a compiled model know themselves what their loss is",
+    why="inside a compiled model, sharded logits must dispatch to their own loss",
     canary=_compiled_loss_canary,
-    without="a compiled model needs whole logits: gather_logits=True",
+    without="compiled models need full logits: gather_logits=True",
 )
 
 
@@ -244,10 +244,10 @@ def _untraced_canary() -> bool:
 UNTRACED_LOGITS = Patch(
     name="untraced logits",
     replaces="torch._dynamo.config.nontraceable_tensor_subclasses, to which the classes of split logits are added",
-    why="where a graph is broken between head and loss, split logits are worked on by their own code",
-    scope="while a model whose head gives split logits lives, or a copy of it",
-    undone="each class is taken out when the last such model is collected or undone",
+    why="after a graph break between head and loss, sharded logits run eagerly in their own code",
+    scope="while a model whose head returns sharded logits, or a copy of it, is alive",
+    undone="each class is removed when the last such model is collected or undone",
     where="autoplan/execute/vocabulary/leaving.py",
     canary=_untraced_canary,
-    without="a compiled model needs whole logits: gather_logits=True",
+    without="compiled models need full logits: gather_logits=True",
 )

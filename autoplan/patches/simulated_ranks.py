@@ -47,9 +47,9 @@ def _canary() -> bool:
 PROCESS_GROUP = Patch(
     name="process group",
     replaces="torch.distributed.is_initialized, get_rank, get_world_size and the collectives, for callers in the model",
-    why="a model that exchanges data with other ranks hangs when one rank plans, and is no longer what is planned",
-    scope="while a plan is made and proven",
-    undone="the functions themselves are put back",
+    why="a model that communicates itself hangs if one rank plans, and its own parallelism would be planned too",
+    scope="while a plan is made and verified",
+    undone="the functions are restored",
     canary=_canary,
 )
 
@@ -81,8 +81,8 @@ def _made(name: str) -> Callable[[Any], Any]:
             if name in _NOTHING:
                 return None
             raise CaptureError(
-                f"the model's forward calls torch.distributed.{name} itself, though it was told that there is no group",
-                hint="let it do so only where torch.distributed.is_initialized(), which is False while a plan is made",
+                f"the model's forward calls torch.distributed.{name} itself, although no process group is initialized",
+                hint="call it only if torch.distributed.is_initialized(), which is False while a plan is made",
             )
 
         return instead
@@ -233,10 +233,10 @@ WORLD = Patch(
     name="world of simulated ranks",
     replaces="torch.distributed.distributed_c10d._world, "
     f"torch.distributed.tensor._sharding_prop.ShardingPropagator.{_ASKS}, __getattr__ of torch.ops.aten and of its ops",
-    why="ranks that are threads need a process-group world each, DTensor asks for shapes in one thread only, and two "
-    "threads must not make the Python object of one op",
+    why="each thread-based rank needs its own process-group world; DTensor propagates shapes in one thread "
+    "only; two threads must not create the Python object of one op",
     scope="while simulated ranks run",
-    undone="the world, with any live process group, and the methods are put back",
+    undone="the world, with any live process group, and the methods are restored",
     canary=_world_canary,
 )
 
@@ -255,9 +255,9 @@ def _generator_canary() -> bool:
 GENERATOR = Patch(
     name="generator of simulated ranks",
     replaces="torch.random.default_generator",
-    why="seeding and reading the CPU's randomness in one rank must not touch another's",
+    why="seeding or reading the CPU generator on one rank must not affect another",
     scope="while simulated ranks run",
-    undone="torch's own generator is put back",
+    undone="torch's generator is restored",
     canary=_generator_canary,
 )
 
@@ -277,9 +277,9 @@ def _host_canary() -> bool:
 HOST_GENERATORS = Patch(
     name="host generators of simulated ranks",
     replaces="the functions of random and numpy.random that draw from the generator of the process",
-    why="what a forward draws with Python or numpy must not depend on which rank's thread comes first",
+    why="draws of Python's or numpy's generators must not depend on the order of the ranks' threads",
     scope="while simulated ranks run",
-    undone="the modules' own functions are put back",
+    undone="the modules' functions are restored",
     canary=_host_canary,
 )
 
@@ -304,9 +304,9 @@ def _backend_canary() -> bool:
 
 RANK_BACKEND = Patch(
     name="backend of simulated ranks",
-    replaces="nothing: torch.distributed.Backend.register_backend adds a name of ours",
-    why="ranks that are threads have a kind of process group of their own, which counts what they send",
+    replaces="nothing: torch.distributed.Backend.register_backend adds a backend name",
+    why="thread-based ranks have their own type of process group, which counts messages",
     scope="from the first run of simulated ranks on",
-    undone="it stays: torch cannot forget a backend, and nothing else uses this name",
+    undone="not undone: torch cannot unregister a backend, and nothing else uses this name",
     canary=_backend_canary,
 )

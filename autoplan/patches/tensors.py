@@ -53,7 +53,7 @@ def _full_state_dicts_canary() -> bool:
 FULL_STATE_DICTS = while_split(
     name="full state dicts",
     replaces="torch.distributed._state_dict_utils._distribute_tensors",
-    why="a parameter with rows that several ranks hold is no even piece of the checkpoint's tensor",
+    why="torch would shard it evenly, but a parameter with rows on several ranks has another local size",
     canary=_full_state_dicts_canary,
 )
 
@@ -93,7 +93,7 @@ def _optimizers_canary() -> bool:
 OPTIMIZERS = while_split(
     name="creation of optimizers",
     replaces="torch.optim.Optimizer.__init__",
-    why="optimizer states of packed weights lie in rank order; their state dicts must be in the checkpoint's",
+    why="optimizer states of packed weights are in rank order; their state dicts must be in checkpoint order",
     canary=_optimizers_canary,
 )
 
@@ -143,7 +143,7 @@ def _parameter_data_canary() -> bool:
 PARAMETER_DATA = while_split(
     name="data of parameters",
     replaces="torch.distributed.tensor.DTensor.data",
-    why="an assignment to it changes nothing that is computed with",
+    why="assigning to a DTensor's .data leaves its local tensor unchanged",
     canary=_parameter_data_canary,
 )
 
@@ -194,7 +194,7 @@ PICKED_ROWS = while_split(
     name="picked rows",
     replaces="__getitem__, __setitem__, chunk, diagonal, mean, narrow, norm, select, split, sum and unbind of "
     "torch.distributed.tensor.DTensor",
-    why="what is written into rows of a parameter that lies on ranks is lost, and a penalty cannot be added to a loss",
+    why="writes to indexed rows of a sharded parameter are lost, and a penalty on it cannot be added to a loss",
     canary=_picked_rows_canary,
 )
 
@@ -233,7 +233,7 @@ def _total_norm_canary() -> bool:
 TOTAL_NORM = while_split(
     name="norm of gradients",
     replaces="the function in the closure of torch.nn.utils.get_total_norm",
-    why="rows that several ranks hold count once in the norm by which torch clips",
+    why="torch's gradient norm would count rows that several ranks hold more than once",
     canary=_total_norm_canary,
 )
 
@@ -282,7 +282,7 @@ def _safetensors_storage_canary() -> bool:
 SAFETENSORS_STORAGE = while_split(
     name="memory that safetensors writes",
     replaces="safetensors.torch.storage_ptr",
-    why="a tensor that lies on ranks has no memory of its own; whoever saves it is told how to save a sharded model",
+    why="DTensors have no storage of their own; the error must say how to save a sharded model",
     canary=_safetensors_storage_canary,
-    without="safetensors refuses a sharded model in its own words",
+    without="safetensors fails on a sharded model with its own error",
 )

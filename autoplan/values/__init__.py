@@ -38,6 +38,7 @@ from autoplan.values.instructions import (
     ExchangeToPieces,
     ExchangeToPositions,
     GatherCall,
+    Halo,
     HeldRows,
     Instruction,
     IntegerEdit,

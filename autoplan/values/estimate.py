@@ -138,9 +138,9 @@ class StepTime:
         messages = {f"messages over {dim}": seconds for dim, seconds in self.exposed}
         return {
             "operations": self.compute,
-            "bandwidth of memory": self.memory,
+            "memory bandwidth": self.memory,
             **messages,
-            "waiting for other stages": self.idle,
+            "waiting for other pipeline stages": self.idle,
             "the update": self.optimizer,
         }
 
@@ -279,7 +279,7 @@ class Row:
     def __str__(self) -> str:
         sizes = mesh_text(self.estimate.mesh)
         parts = [
-            f"{sizes}, whole copies" if self.estimate.train == "inference" and "dp_replicate" in self.mesh else sizes
+            f"{sizes}, replicated" if self.estimate.train == "inference" and "dp_replicate" in self.mesh else sizes
         ]
         parts += ["experts apart"] if self.experts else []
         parts += ["sequence parallel"] if self.sequence_parallel else []

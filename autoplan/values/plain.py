@@ -43,7 +43,7 @@ def plain(value: Any, *, brief: bool = False) -> Any:
     if isinstance(value, tuple):
         return [plain(item, brief=brief) for item in value]
     if isinstance(value, dict):
-        assert all(isinstance(key, str) for key in value), f"files need text as keys, not {list(value)}"
+        assert all(isinstance(key, str) for key in value), f"keys in files must be text, not {list(value)}"
         return {key: plain(item, brief=brief) for key, item in value.items()}
     # A list would be read back as a tuple and a tensor not at all, so such a value must not get here.
     assert value is None or isinstance(value, (str, int, float, bool)), f"{value!r} cannot be written to a file"

@@ -170,13 +170,13 @@ class Obstacle:
     def why(self) -> str:
         """Return it as text, for people."""
         if self.kind == "edited":
-            return f"its output is changed in place by {self.by or 'the model'}"
+            return f"{self.by or 'the model'} changes its output in place"
         if self.kind == "read":
-            return f"its weight is read by the code of {self.by or 'the model'}"
+            return f"the code of {self.by or 'the model'} reads its weight"
         if self.kind == "count":
             return f"its code reads {self.attribute}"
-        odd = f"its weight has {self.dims} dims" if self.dims != 2 else "its module does not say how wide it is"
-        return f"{odd}: it is no linear layer"
+        odd = f"its weight has {self.dims} dims" if self.dims != 2 else "its module does not state its width"
+        return f"{odd}: not a linear layer"
 
 
 @dataclass(frozen=True)

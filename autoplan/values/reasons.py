@@ -101,19 +101,19 @@ class TooFewRows(Reason):
     ranks: int
 
     def __str__(self) -> str:
-        return f"{self.rows} rows leave one of {self.ranks} ranks with none"
+        return f"{self.rows} rows are too few for {self.ranks} ranks: each needs at least one"
 
 
 @dataclass(frozen=True)
 class SizeOfInput(Reason):
     def __str__(self) -> str:
-        return "it follows the size of the input"
+        return "its size depends on the input"
 
 
 @dataclass(frozen=True)
 class ResidualStream(Reason):
     def __str__(self) -> str:
-        return "it is the residual stream, which every rank holds whole"
+        return "it is the residual stream, which is replicated"
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class NeedsSums(Reason):
     events: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"each of its ops would need a sum ({', '.join(self.events)})"
+        return f"each of its ops would need an all-reduce ({', '.join(self.events)})"
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class NeverContracted(Reason):
 @dataclass(frozen=True)
 class SingleWeight(Reason):
     def __str__(self) -> str:
-        return "it sits in one weight only, so nothing downstream shares the cut"
+        return "only one weight has this axis, so no other op benefits from sharding it"
 
 
 @dataclass(frozen=True)
@@ -153,19 +153,19 @@ class Narrow(Reason):
     least: int
 
     def __str__(self) -> str:
-        return f"all its dims are narrower than {self.least}: it would save less than it costs"
+        return f"all its dims are smaller than {self.least}: sharding would cost more than it saves"
 
 
 @dataclass(frozen=True)
 class OnBothDims(Reason):
     def __str__(self) -> str:
-        return "one weight has it on both dims"
+        return "both dims of one weight have it"
 
 
 @dataclass(frozen=True)
 class InsideScaledBlock(Reason):
     def __str__(self) -> str:
-        return "it runs inside a block of numbers that share one scale"
+        return "it lies inside a block of numbers that share one scale"
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,8 @@ class AlreadySplit(Reason):
 
     def __str__(self) -> str:
         if self.cheaper:
-            return "its weights are split along another axis, for which ranks exchange less"
-        return "its weights are already split along another axis"
+            return "its weights are sharded along another axis, with less communication"
+        return "its weights are already sharded along another axis"
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class NotPlaced(Reason):
     def __str__(self) -> str:
         """
         >>> print(NotPlaced("across", "sort", "layers.0", op="sort"))
-        sort over a split dimension (sort in layers.0)
+        sort over a sharded dim (sort in layers.0)
         """
         text = SENTENCES[self.what].format(call=self.call, op=self.op, argument=self.argument, count=self.count)
         if self.module is None:
@@ -251,7 +251,7 @@ class AxisWhole(Reason):
     why: Reason
 
     def __str__(self) -> str:
-        return f"an axis of {self.size} stays whole: {self.why}"
+        return f"an axis of {self.size} is not sharded: {self.why}"
 
 
 # Reasons from what was requested
@@ -268,7 +268,7 @@ class KeptWhole(Reason):
     paths = ("parameter",)
 
     def __str__(self) -> str:
-        return f"{self.plan} keeps {self.parameter} whole ({self.line})"
+        return f"{self.plan} replicates {self.parameter} ({self.line})"
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class CutElsewhere(Reason):
     paths = ("parameter",)
 
     def __str__(self) -> str:
-        return f"{self.plan} cuts {self.parameter} along dim {self.dim} ({self.line})"
+        return f"{self.plan} shards {self.parameter} along dim {self.dim} ({self.line})"
 
 
 @dataclass(frozen=True)
@@ -296,19 +296,19 @@ class NotNamed(Reason):
     paths = ("parameter",)
 
     def __str__(self) -> str:
-        return f"{self.plan} does not name {self.parameter}, which therefore stays whole"
+        return f"{self.plan} does not name {self.parameter}, so it is replicated"
 
 
 @dataclass(frozen=True)
 class DifferedOnRanks(Reason):
     def __str__(self) -> str:
-        return "cut, a tiny clone did not give the same on simulated ranks"
+        return "with it sharded, a tiny clone's results differed on simulated ranks"
 
 
 @dataclass(frozen=True)
 class MadeAnewInTraining(Reason):
     def __str__(self) -> str:
-        return "what makes this weight does something else in training (it estimates a norm), which was not recorded"
+        return "this weight is computed differently in training (a norm is estimated), which was not recorded"
 
 
 @dataclass(frozen=True)
@@ -320,13 +320,13 @@ class OnlyExperts(Reason):
 @dataclass(frozen=True)
 class Exchanged(Reason):
     def __str__(self) -> str:
-        return "each rank applies all of it to its own positions, and ranks exchange these for heads"
+        return "each rank applies it to its own positions; ranks then exchange positions for heads"
 
 
 @dataclass(frozen=True)
 class MixesNothing(Reason):
     def __str__(self) -> str:
-        return "no call that mixes positions treats its units apart: each rank runs all of it on its own positions"
+        return "no op that mixes positions treats its units independently: each rank applies it to its own positions"
 
 
 @dataclass(frozen=True)
@@ -336,15 +336,15 @@ class MixedWhole(Reason):
 
     def __str__(self) -> str:
         return (
-            f"{self.size} units, which calls that mix positions treat apart, are not divisible by {self.ranks} ranks: "
-            "those of cp run the same ones, on all positions"
+            f"{self.size} units, which ops that mix positions treat independently, are not divisible by "
+            f"{self.ranks} ranks: the ranks of cp compute the same ones, on all positions"
         )
 
 
 @dataclass(frozen=True)
 class CutOtherwiseOverBoth(Reason):
     def __str__(self) -> str:
-        return "ranks of tp and cp together hold other units, of which a rank of tp holds some"
+        return "its units are sharded over tp and cp together, not over tp alone"
 
 
 # Reasons about experts
@@ -366,7 +366,7 @@ class ExpertsWhole(Reason):
     why: Reason | None = None
 
     def __str__(self) -> str:
-        return "its experts stay on every rank" + (f" ({self.why})" if self.why is not None else "")
+        return "its experts are replicated" + (f" ({self.why})" if self.why is not None else "")
 
 
 # Reasons about one parameter
@@ -380,8 +380,8 @@ class CutOfRecurrent(Reason):
 
     def __str__(self) -> str:
         if self.at_each_step:
-            return "a step needs all of the state before it: ranks compute their hidden units, and gather the new state"
-        return "a step needs all of the state before it: the weights are gathered for the call, which each rank runs"
+            return "a step needs the full previous state: each rank computes its hidden units and gathers the new state"
+        return "a step needs the full previous state: the weights are gathered for the call, which every rank runs"
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ class TableByColumns(Reason):
     """A table is sharded by its columns rather than by its rows."""
 
     def __str__(self) -> str:
-        return "every rank looks up all ids; gathering their columns moves half of what a sum over cut rows would"
+        return "every rank looks up all ids; gathering columns moves half as much as summing sharded rows"
 
 
 @dataclass(frozen=True)
@@ -405,7 +405,7 @@ class OfDim(Reason):
         """
         >>> print(OfDim(0, 16, NeverContracted()), OfDim(1, 8, ResidualStream(), rows=16), sep=chr(10))
         dim 0 (16): no matmul reduces over this dim; sharding it saves no memory
-        dim 1 (a factor 8 of 16): it is the residual stream, which every rank holds whole
+        dim 1 (a factor 8 of 16): it is the residual stream, which is replicated
         """
         size = f"a factor {self.size} of {self.rows}" if self.rows else self.size
         return f"dim {self.dim} ({size}): {self.why}"
@@ -420,13 +420,13 @@ class SingleNumber(Reason):
 @dataclass(frozen=True)
 class Unused(Reason):
     def __str__(self) -> str:
-        return "no run of the model used it"
+        return "it was not used in any recorded run"
 
 
 @dataclass(frozen=True)
 class NothingToSplit(Reason):
     def __str__(self) -> str:
-        return "nothing in it can be split"
+        return "none of its dims can be sharded"
 
 
 @dataclass(frozen=True)

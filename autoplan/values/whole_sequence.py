@@ -35,26 +35,26 @@ WholeWhy = Literal[
 
 _SENTENCES: dict[WholeWhy, str] = {
     "reads-across": "{call} in {place} reads across the sequence",
-    "picks": "{call} in {place} picks positions",
-    "parts": "{call} in {place} parts positions",
-    "places": "{call} in {place} writes positions to places of their own",
-    "two-positions": "{call} in {place} meets two positions at once",
-    "enters-split": "{call} in {place} enters a split region",
-    "told-length": "{call} in {place} is told the length of the sequence",
-    "told-shard": "{call} in {place} is told the length of a shard",
-    "meets-whole": "{call} in {place} meets a whole value",
-    "meets-empty": "{call} in {place} meets a value of {maker} that was recorded empty, of which nothing can be read",
-    "shared-value": "{call} in {place} uses a value that others use whole",
-    "shared-parameter": "{call} in {place} uses {parameter} on the whole sequence, others use it on shards",
-    "merged-at-start": "the stream's sequence is merged with another dim where the first block begins",
-    "merged-taken-in": "the sequence is merged with another dim where {place} takes it in",
-    "merged-returned": "what the model returns has its sequence merged with another dim",
-    "runs-both-ways": "{place} runs on shards and on the whole sequence",
-    "made-whole-for": "{place} runs on shards and on the whole sequence, which {call} in {maker} made",
-    "unsettled": "the boundaries of the stream did not settle",
-    "no-positions": "nothing that {place} takes in has a dim of positions",
-    "no-blocks": "the model has no repeated blocks whose stream could be cut",
-    "blocks-apart": "its blocks are not cut alike, and cannot be recorded one by one: {error}",
+    "picks": "{call} in {place} selects positions",
+    "parts": "{call} in {place} splits the sequence",
+    "places": "{call} in {place} scatters positions",
+    "two-positions": "{call} in {place} combines two positions",
+    "enters-split": "{call} in {place} enters a tensor-parallel region",
+    "told-length": "{call} in {place} is passed the full sequence length",
+    "told-shard": "{call} in {place} is passed the local sequence length",
+    "meets-whole": "{call} in {place} uses a replicated value",
+    "meets-empty": "{call} in {place} uses a value of {maker} that was recorded empty, so its placement is unknown",
+    "shared-value": "{call} in {place} uses a value that other calls need in full",
+    "shared-parameter": "{call} in {place} uses {parameter} on the full sequence, other calls use it on shards",
+    "merged-at-start": "the sequence dim is merged with another dim where the first block begins",
+    "merged-taken-in": "the sequence dim is merged with another dim at the input of {place}",
+    "merged-returned": "the sequence dim is merged with another dim in the model's output",
+    "runs-both-ways": "{place} runs both on shards and on the full sequence",
+    "made-whole-for": "{place} runs on shards, and on the full sequence made by {call} in {maker}",
+    "unsettled": "no consistent boundaries were found for the stream",
+    "no-positions": "no input of {place} has a sequence dim",
+    "no-blocks": "the model has no repeated blocks whose stream could be sharded",
+    "blocks-apart": "its blocks are sharded differently and cannot be recorded one by one: {error}",
 }
 
 
@@ -80,7 +80,7 @@ class WholeSequence:
         place, maker = self.place or "the model", self.maker or "the model"
         details = {"call": self.call, "parameter": self.parameter, "error": self.error}
         text = _SENTENCES[self.why].format(place=place, maker=maker, **details)
-        text += ", and no module boundary lies before it" if self.inside else ""
+        text += ", and no module boundary precedes it" if self.inside else ""
         if self.stack is not None:
-            return f"all of {self.stack or 'the stack'}: {text}"
+            return f"all blocks of {self.stack or 'the stack'}: {text}"
         return text if self.at is None else f"{self.at}: {text}"

@@ -194,7 +194,7 @@ def test_a_branch_that_never_comes_is_an_error() -> None:
         model(IDS)
 
     plan = planned(adding)
-    with pytest.raises((RankError, PlanMismatchError), match="withheld"):
+    with pytest.raises((RankError, PlanMismatchError), match="did not run"):
         run_ranks(rank, 2)
 
 
@@ -214,5 +214,5 @@ def test_reproducible_runs_add_in_the_models_order() -> None:
 
 def test_explain_says_who_shares_the_sum() -> None:
     plan = planned(ORDERS["stream first"])
-    assert "is withheld" in plan.explain("floors.0.glance.say")
-    assert "the branch before it withheld" in plan.explain("floors.0.chew.thin")
+    assert "is left partial" in plan.explain("floors.0.glance.say")
+    assert "the previous branch's partial sum" in plan.explain("floors.0.chew.thin")

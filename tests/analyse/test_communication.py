@@ -90,8 +90,8 @@ def test_what_was_planned_is_what_runs(model_type):
 @pytest.mark.parametrize(
     ("model_type", "sums"),
     [  # each branch has a norm of its own; branches are scaled before they are added
-        ("gpt_neox", "the gradients at input_layernorm, post_attention_layernorm are summed apart"),
-        ("falcon_h1", "mamba.out_proj, self_attn.o_proj are summed apart"),
+        ("gpt_neox", "the gradients at input_layernorm, post_attention_layernorm are all-reduced separately"),
+        ("falcon_h1", "mamba.out_proj, self_attn.o_proj are all-reduced separately"),
     ],
 )
 def test_each_excess_is_explained(model_type, sums):

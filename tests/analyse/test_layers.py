@@ -172,11 +172,11 @@ def test_notes_say_what_was_assumed():
     assert "attributes" in one(Holder(x=Holder(a=Block(), b=Block()))).note
     parts = nn.ModuleList(nn.ModuleList([Attention(), Mlp()]) for _ in range(2))
     assert one(Holder(s=parts)).fqns == ("s.0.0", "s.0.1", "s.1.0", "s.1.1")
-    assert "no block module" in one(Holder(s=parts)).note
+    assert "no block class" in one(Holder(s=parts)).note
     common, sharing = Mlp(), blocks(2)
     for block in sharing:
         block.common = common
-    assert "one module in 2 blocks" in one(Holder(s=nn.ModuleList(sharing))).note
+    assert "one module shared by 2 blocks" in one(Holder(s=nn.ModuleList(sharing))).note
 
 
 def test_parallel_lists_are_taken_alternately():
@@ -187,7 +187,7 @@ def test_parallel_lists_are_taken_alternately():
     }
     stack = one(Holder(m=Holder(**lists)))
     assert stack.fqns == ("m.one.0", "m.two.0", "m.one.1", "m.two.1")
-    assert "no block module: 2 parallel lists" in stack.note
+    assert "no block class: 2 parallel lists" in stack.note
 
 
 KINDS = {
@@ -231,7 +231,7 @@ class Causal(Holder):
 def test_a_triangular_mask_makes_a_decoder_and_its_absence_is_said():
     parts = {"t": nn.Embedding(50, WIDTH), "s": nn.ModuleList(blocks(2))}
     assert (one(Causal(**parts)).kind, one(Causal(**parts)).note) == ("decoder", "")
-    assert "nothing says that it is causal" in one(Holder(**parts)).note
+    assert "no evidence that it is causal" in one(Holder(**parts)).note
 
 
 # ----------------------------------------------------------------------------------------------- models as published

@@ -82,7 +82,7 @@ def test_rows_in_shards_are_exact(name: str, tp: int) -> None:
 def test_the_plan_says_what_is_gathered(name: str, kind: Any, word: str) -> None:
     plan = autoplan.plan(MODELS[name](), tp_size=2, inputs={"ids": IDS}, prove="none")
     assert [type(one) for one in plan.runtime.of(kind)] == [kind]
-    assert "a step needs all of the state before it" in plan.explain("inner") and word in plan.explain("inner")
+    assert "a step needs the full previous state" in plan.explain("inner") and word in plan.explain("inner")
 
 
 def test_what_somebody_keeps_whole_is_whole() -> None:

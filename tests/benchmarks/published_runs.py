@@ -130,6 +130,7 @@ class Run:
             optimizer="adamw_master" if "zero1" in says else "adamw", cpu_offload="offload" in says,
             lora_rank=int(says.get("rank", 8)), lora_targets=says.get("targets", "").replace("+", ",") or None,
             lora_dropout=float(says.get("dropout", 0)),
+            lora_dtype="model" if self.train == "lora" else "float32",  # these engines cast no adapters
         )  # fmt: skip
 
 

@@ -344,7 +344,7 @@ def test_a_weight_reached_from_outside_is_refused_by_name(name: str, device: str
     with torch.device(device):
         model = build()
     for inputs in (ids(), None):
-        with pytest.raises(OutsideError, match=rf"forward of {where} reaches the parameter 'emb\.weight'") as told:
+        with pytest.raises(OutsideError, match=rf"forward of {where} uses the parameter 'emb\.weight'") as told:
             autoplan.plan(model, 2, inputs=inputs)
     assert "self.module.weight" in told.value.hint
 
@@ -443,7 +443,7 @@ def test_a_copy_that_cannot_be_made_says_what_the_function_holds() -> None:
     model = InLambda()
     held = (model.emb, (one for one in ()))
     model.head = lambda x: x @ held[0].weight.t()
-    with pytest.raises(autoplan.AutoplanError, match=r"what one of its functions holds, a tuple, cannot be copied"):
+    with pytest.raises(autoplan.AutoplanError, match=r"a tuple held by one of its functions cannot be copied"):
         copied(model)
 
 

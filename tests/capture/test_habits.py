@@ -100,7 +100,7 @@ def test_a_nested_tensor_is_refused_by_name() -> None:
 
 def test_a_layer_without_a_shape_gets_one_in_a_copy() -> None:
     model = Mlp(nn.LazyLinear(32)).eval()
-    with pytest.raises(CaptureError, match="no shape before its first call") as caught:
+    with pytest.raises(CaptureError, match="is uninitialized until the first call") as caught:
         autoplan.plan(model, 2)
     assert "inputs=" in caught.value.hint
     plan = autoplan.plan(model, 2, inputs={"x": torch.randn(2, 10, 16)})

@@ -43,7 +43,7 @@ def test_a_model_too_large_to_run_is_planned() -> None:
         model = Routed(8192, 65536, 5)  # five billion parameters
     inputs = {"x": torch.randn(6, 8192)}
     captured = capture_any(model, {"main": inputs})
-    assert "supposed" in captured.trace.notes[0]
+    assert "assumed" in captured.trace.notes[0]
     plan = autoplan.plan(model, 2, inputs=inputs, prove="none")
     cut = {rule.pattern: rule.dim for rule in plan.runtime.parameters if rule.dim is not None}
     assert cut["experts.*.up.weight"] == 0 and cut["experts.*.down.weight"] == 1, cut

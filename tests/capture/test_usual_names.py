@@ -47,7 +47,7 @@ def test_a_word_is_added_there_alone(tmp_path: Path) -> None:
         (HEAD + "usually = ['ids batch < 2 3']", "is no kind, sizes, and what ids are below"),
         (HEAD + "usually = 'none'", "usually must be a list"),
         (HEAD.replace("mask", "(mask") + "usually = ['none']", "missing \\), unterminated subpattern"),
-        ("states = 'h'", "is missing"),
+        ("states = 'h'", "missing key"),
     ],
 )
 def test_a_file_that_says_something_else_is_refused(tmp_path: Path, text: str, said: str) -> None:

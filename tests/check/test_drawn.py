@@ -72,8 +72,8 @@ def test_parts_are_drawn_apart_and_whole_values_alike(noise: str) -> None:
 @pytest.mark.parametrize(
     ("noise", "fault", "said"),
     [
-        ("mask in new memory", {"random": ()}, "same numbers for the parts"),
-        ("samples dropped", {"random": ("",), "random_whole": ()}, "other numbers than each other"),
+        ("mask in new memory", {"random": ()}, "same numbers for different shards"),
+        ("samples dropped", {"random": ("",), "random_whole": ()}, "different numbers for a replicated value"),
         ("scaled by a statistic", {"instructions": "calls"}, "with fixed noise"),
     ],
 )
@@ -95,8 +95,8 @@ def _observed(numbers: torch.Tensor, place: int, size: int) -> dict[str, torch.T
     ("made", "said"),
     [
         (lambda one, other: other, ""),
-        (lambda one, other: one, "follows from"),
-        (lambda one, other: 1 - one, "follows from"),
+        (lambda one, other: one, "depend on those on rank 0"),
+        (lambda one, other: 1 - one, "depend on those on rank 0"),
         (lambda one, other: other**3, "distribution"),
     ],
 )

@@ -94,6 +94,6 @@ def test_plans_of_ours_are_not_foreign(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_said_before_anything_is_tried() -> None:
-    for plan, said in (("nowhere.PLAN", "no module 'nowhere'"), ({"embed": "oddwise"}, "oddwise")):
+    for plan, said in (("nowhere.PLAN", "no module named 'nowhere'"), ({"embed": "oddwise"}, "oddwise")):
         with pytest.raises(AutoplanError, match=said):
             refuse_wrong(resolve(model_of("plain")), plan, 2)

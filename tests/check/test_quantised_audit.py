@@ -17,10 +17,10 @@ from autoplan.hf.source import resolve
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes" / "quantised"
 CASES = [
-    ("qwen3-30b-a3b-fp8", 4, 2, "192 of 768", "down_proj_scale_inv is cut to [2, 2, 2, 0]; rank 1 needs 1"),
-    ("qwen3-235b-a22b-fp8", 8, 4, "192 of 1536", "down_proj_scale_inv is cut to [2, 2, 2, 2, 2, 2, 0, 0]"),
-    ("qwen3-coder-480b-a35b-fp8", 8, 4, "320 of 2560", "rank 1 needs 2–4 and holds 3–5"),
-    ("deepseek-r1-fp8", 32, 16, "576 of 18432", f"weight_scale_inv is cut to [{'5, ' * 28}4, 0, 0, 0]"),
+    ("qwen3-30b-a3b-fp8", 4, 2, "192 of 768", "down_proj_scale_inv is sharded to [2, 2, 2, 0]; rank 1 needs 1"),
+    ("qwen3-235b-a22b-fp8", 8, 4, "192 of 1536", "down_proj_scale_inv is sharded to [2, 2, 2, 2, 2, 2, 0, 0]"),
+    ("qwen3-coder-480b-a35b-fp8", 8, 4, "320 of 2560", "rank 1 needs 2–4, holds 3–5"),
+    ("deepseek-r1-fp8", 32, 16, "576 of 18432", f"weight_scale_inv is sharded to [{'5, ' * 28}4, 0, 0, 0]"),
 ]  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def test_our_plans_cut_scales_with_their_weight() -> None:
     assert not [finding for finding in report.findings if finding.check == "quantised"]
 
 
-@pytest.mark.parametrize(("name", "proof"), [("llama-3.3-70b-fp8-dynamic", "weight_scale is cut to [1, 0]"),
+@pytest.mark.parametrize(("name", "proof"), [("llama-3.3-70b-fp8-dynamic", "weight_scale is sharded to [1, 0]"),
                                              ("llama-3.1-8b-bnb-int8", "SCB is [")])  # fmt: skip
 def test_one_scale_for_each_output_is_cut_along_the_inputs(name: str, proof: str) -> None:
     """transformers cuts all that a row-wise layer holds along its last dim: the second rank has no scale."""
@@ -69,7 +69,9 @@ def test_every_size_of_shipped_plans() -> None:
         row.model_type: row for row in audit_quantised("fp8", ["causal_lm"], only=["qwen3_moe", "deepseek_v3", "llama"])
     }
     assert (
-        4 in rows["qwen3_moe"].sizes and 2 not in rows["qwen3_moe"].sizes and "is cut to [" in rows["qwen3_moe"].proof
+        4 in rows["qwen3_moe"].sizes
+        and 2 not in rows["qwen3_moe"].sizes
+        and "is sharded to [" in rows["qwen3_moe"].proof
     )
     assert 32 in rows["deepseek_v3"].sizes and 16 not in rows["deepseek_v3"].sizes
     with pytest.raises(AutoplanError, match="'made up'"):

@@ -137,7 +137,7 @@ def test_ranks_that_wait_for_the_processor_are_not_stuck(monkeypatch: pytest.Mon
 def test_rank_that_loops_is_given_up_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoplan.check.ranks.threads.GRACE", 0.1)
     release = threading.Event()
-    with pytest.raises(RankTimeout, match=r"did not end in 0\.2 s: rank 0 at"):
+    with pytest.raises(RankTimeout, match=r"did not finish in 0\.2 s: rank 0 at"):
         run_ranks(lambda rank: release.wait() if rank == 0 else None, 2, timeout=0.2)
     with pytest.raises(RankTimeout, match="earlier run"):
         run_ranks(lambda rank: rank, 2)
@@ -222,7 +222,7 @@ def test_processes_name_the_rank_that_failed_first() -> None:
 
 
 def test_processes_refuse_what_cannot_travel() -> None:
-    with pytest.raises(AutoplanError, match="cannot be sent to other processes"):
+    with pytest.raises(AutoplanError, match="cannot be pickled for other processes"):
         run_processes(lambda rank: rank, (), 2)
 
 

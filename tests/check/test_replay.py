@@ -131,7 +131,7 @@ def test_a_split_head_is_compared_with_its_output_permuted(study: Study) -> None
 def test_rows_looked_up_by_number_are_left_out(study: Study) -> None:
     rows = study.axes.of(study.trace.by_name["embedding.weight"])[0]
     outcome = check_permutations(study.model, study.feeds, study.trace, study.axes, [rows])
-    assert outcome.left_out == {rows: "its rows are looked up by number"}
+    assert outcome.left_out == {rows: "its rows are looked up by index"}
 
 
 # ------------------------------------------------------------------------------------------------ replay

@@ -62,7 +62,7 @@ def test_checkpointed_blocks_run_again_and_are_counted() -> None:
     frozen = score("xlm", "XLMWithLMHeadModel", How(2, checkpointing="submodule"))
     assert (frozen.verdict, frozen.recomputed) == ("exact", (4, 4)), "a cache in every call"
     text = plain_text(scoreboard_view(Scoreboard("m", 2, "threads", (), (done, frozen), checkpointing="block")), 140)
-    assert "2/2" in text and "all 6 blocks of 2 architectures checkpointed, 6 ran again" in text
+    assert "2/2" in text and "all 6 blocks of 2 architectures checkpointed, 6 recomputed" in text
 
 
 def test_a_block_without_a_checkpoint_is_an_error() -> None:
@@ -89,7 +89,7 @@ def test_position_tables_do_not_count_and_unused_parameters_do() -> None:
     [
         (Report(True, gradients={"w": 1e-9}, forward=0.0), "exact"),
         (Report(False, (ERROR,), {"w": 0.5}, 0.0), "wrong"),
-        (Report(False, (Finding("forward", "error", "", "the sharded model cannot run: oops"),)), "failed"),
+        (Report(False, (Finding("forward", "error", "", "the sharded model fails: oops"),)), "failed"),
         (
             Report(True, (Finding("gradients", "warn", "w", "NaN", kind="not-comparable"),), {"w": 0.0}, 0.0),
             "not comparable",
@@ -159,8 +159,8 @@ def test_a_crash_and_a_hang_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     verdicts = {score.model_type: (score.verdict, score.reason) for score in board.scores}
     assert verdicts == {
-        "bart": ("failed", "its process ended with exit code 7"),
-        "bert": ("failed", "no answer in 15 s"),
+        "bart": ("failed", "its process exited with code 7"),
+        "bert": ("failed", "no result within 15 s"),
         "gpt2": ("exact", ""),
         "llama": ("exact", ""),
     }
@@ -216,9 +216,9 @@ def test_the_table_has_verdicts_reasons_and_totals() -> None:
     text = plain_text(scoreboard_view(BOARD), 140)
     assert "AModel  exact        1.00  10/10                2       2.5         1.50  1e-15" in text
     assert "b.*    1 all_reduce 24 B   nothing  16 B in 1      nothing                1.50" in text
-    assert "0 of 1 move no more" in text
+    assert "0 of 1 communicate no more" in text
     assert "wrong       gradients: w gradient is off by 0.5" in text and "cannot run  no such class" in text
-    assert "1 of 2 split at least 99% of their weights" in text
+    assert "1 of 2 shard at least 99% of their weights" in text
 
 
 CUT = ["--sequence-parallel", "--seq", "8", "--seq", "12", "--checkpointing", "selective", "--mesh", "dp=2,tp=4"]

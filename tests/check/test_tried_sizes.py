@@ -198,7 +198,7 @@ class Halves(nn.Module):
 @pytest.mark.parametrize("how", ["zeros", "new", "compared", "product"])
 def test_every_rank_s_rows_are_read_or_the_plan_says_which_were_not(how: str) -> None:
     plan = autoplan.plan(Halves(how), tp_size=2)
-    said = [finding for finding in plan.findings if "it was not read" in finding.message]
+    said = [finding for finding in plan.findings if "it was not used" in finding.message]
     below = 2 if how == "product" else 64
     assert f"ids below {below} " in plan.fed[0].given and [one.where for one in said] == ["words.weight"] * (below == 2)
     given = autoplan.plan(Halves(how), tp_size=2, inputs={"input_ids": torch.randint(0, 30, (2, 6))})

@@ -75,7 +75,7 @@ def test_what_is_wrong_at_another_size_stays_whole() -> None:
     model = WrongWhereLong().eval()
     plan = autoplan.plan(model, 2)
     assert plan.proof.ok and "down" not in {entry.pattern for entry in plan.entries}
-    assert any("the tiny clone did not give the same" in finding.message for finding in plan.findings)
+    assert any("the tiny clone's results differed" in finding.message for finding in plan.findings)
     assert autoplan.verify(model, plan, 2, checks=("parameters", "forward", "second_shape")).ok
 
 
@@ -90,7 +90,9 @@ def test_a_path_that_was_never_seen_is_an_error_that_names_it() -> None:
             own(short)
             return own(long)
 
-    with pytest.raises(RankError, match=r"PlanMismatchError: the model \(Windows\) cannot make this call") as caught:
+    with pytest.raises(
+        RankError, match=r"PlanMismatchError: the model \(Windows\) fails on a rank's shards in this call"
+    ) as caught:
         run_ranks(rank, 2)
     text = str(caught.value)
     assert "in shifted_attention" in text or "in forward" in text
@@ -120,7 +122,8 @@ def test_a_layer_of_torchs_is_named_with_the_line_that_calls_it() -> None:
         return own[0](x, condition=torch.randn(2, 4, 32))
 
     with pytest.raises(
-        RankError, match=r"PlanMismatchError: down \(Linear\) cannot make this call .*self.down\(inner\)"
+        RankError,
+        match=r"PlanMismatchError: down \(Linear\) fails on a rank's shards in this call: .*self.down\(inner\)",
     ):
         run_ranks(rank, 2)
 

@@ -38,7 +38,7 @@ def test_right_sharding_is_exact(engine) -> None:
     report = check(toy(), engine=engine)
     assert report.ok
     note, advice = report.findings  # the toy's shards are plain parameters, so a rank sees a part of the norm only
-    assert note.level == "note" and "draws in other calls" in note.message  # it draws a seed for its ranks
+    assert note.level == "note" and "draws in different calls" in note.message  # it draws a seed for its ranks
     assert advice.level == "warn" and "clip_grad_norm_" in advice.hint
     assert set(report.gradients) == {name for name, _ in toy().named_parameters()}
     assert max(report.gradients.values()) < 1e-12 and report.forward < 1e-12

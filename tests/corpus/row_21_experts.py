@@ -42,7 +42,7 @@ def model():
 
 CUT = {"layers.*.mlp.experts.up": "colwise", "layers.*.mlp.experts.down": "rowwise"}
 CASE = Case(
-    21, "tpu-inference#3435", "nothing sums the experts' parts", "experts",
+    21, "tpu-inference#3435", "the experts' partial outputs are never summed", "experts",
     bad=Setting(model, said({**TABLES, **ATTENTION, **CUT, "layers.*.mlp.experts": "local_params"})),
     good=Setting(model, said({**TABLES, **ATTENTION, **CUT, "layers.*.mlp.experts": "moe_tp_experts"})),
 )  # fmt: skip

@@ -175,8 +175,8 @@ def test_transformers_expert_plan_is_a_source(mixtral: Any) -> None:
 
 
 def test_whole_experts_need_ranks_to_go_to(mixtral: Any) -> None:
-    since(OWN_SHARDING, "plan of mixtral that places whole experts")
-    with pytest.raises(autoplan.AutoplanError, match="grouped_gemm places whole experts") as caught:
+    since(OWN_SHARDING, "plan of mixtral that places experts")
+    with pytest.raises(autoplan.AutoplanError, match="grouped_gemm places experts") as caught:
         autoplan.plan(mixtral, 2, source=mixtral.config.base_model_ep_plan, prove="none")
     assert "ep_size=" in str(caught.value)
 
@@ -255,24 +255,24 @@ def without(name: str) -> dict[str, str]:
         ({}, "is an empty plan"),
         ({"model.layers.*.mlp.upproj": "colwise"}, "nearest paths: model.layers.\\*.mlp.up_proj"),
         (MLP | {"lm_head": "colwize"}, "did you mean 'colwise'"),
-        (MLP | {"lm_head": Unheard()}, f"{HERE}.Unheard, which is no style"),
+        (MLP | {"lm_head": Unheard()}, f"{HERE}.Unheard, which is not a style"),
         (MLP | {3: "colwise"}, "the key 3"),
         (without("down"), "half of a column/row pair.*\n.*'model.layers.\\*.mlp.down_proj': 'rowwise'"),
         (without("gate"), "'model.layers.\\*.mlp.gate_proj': 'colwise'"),
         (MLP | {"model.layers.*.mlp.down_proj": "colwise"}, "down_proj.weight along dim 0.*half of a column/row pair"),
         ({"model.layers.*.mlp.down_proj": "colwise"}, "residual stream"),
         (MLP | {"model.layers.0.mlp.up_proj": "rowwise"}, "two keys with different styles match"),
-        ("nowhere.at.all", "there is no module 'nowhere'"),
+        ("nowhere.at.all", "no module named 'nowhere'"),
         (f"{HERE}.MISSING", "has no 'MISSING'"),
-        (f"{HERE}.NUMBER", "is a int, which is no plan"),
-        (f"{HERE}.no_plan", r"\(\) returned a int, which is no plan"),
-        (f"{HERE}.wants_more", r"wants \(a, b, c\)"),
+        (f"{HERE}.NUMBER", "is a int, which is not a plan"),
+        (f"{HERE}.no_plan", r"\(\) returned a int, which is not a plan"),
+        (f"{HERE}.wants_more", r"requires \(a, b, c\)"),
         (f"{HERE}.raises", "raises when it is called: KeyError: 'no such cluster'"),
-        ("plans/that/are/not.yaml", "no existing plan file"),
+        ("plans/that/are/not.yaml", "an existing plan file"),
         ("nonsense", "Plan ids: .*llama"),
         ({"layer_specs": [{"patterns": ["upproj"], "partition_type": "column"}]}, "match no parameter"),
         ({"layer_specs": [{"patterns": ["up_proj"], "partition_type": "diagonal"}]}, "partition_type is 'diagonal'"),
-        ({"layer_specs": [{"patterns": ["("], "partition_type": "row"}]}, "is no regular expression"),
+        ({"layer_specs": [{"patterns": ["("], "partition_type": "row"}]}, "is not a regular expression"),
     ],
 )
 def test_what_is_wrong_is_said(source: Any, said: str) -> None:

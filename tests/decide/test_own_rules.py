@@ -122,7 +122,7 @@ def test_a_registered_plan_that_means_nothing_is_refused(name: str, entries: dic
 
 
 def test_a_folder_without_rules_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(AutoplanError, match="no folder of rules"):
+    with pytest.raises(AutoplanError, match="not a folder of rules"):
         small_plan(rules=tmp_path)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "nowhere"))
     with pytest.raises(AutoplanError, match=VARIABLE):

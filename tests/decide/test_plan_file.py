@@ -102,7 +102,7 @@ BROKEN = {
     "the version before": (broken(autoplan=1), ["format 1", "`autoplan plan MODEL --tp 8 -o FILE`"]),
     "version is text": (broken(autoplan="2"), ["format '2'", "make it again"]),
     "version is a truth value": (broken(autoplan=True), ["format True"]),
-    "missing keys": (broken(entries=KeyError, proof=KeyError), ["lacks `entries`, `proof`", "cut short"]),
+    "missing keys": (broken(entries=KeyError, proof=KeyError), ["lacks `entries`, `proof`", "truncated"]),
     "missing field": (broken(entries__1__style=KeyError), ["entries[1]", "'style' is missing"]),
     "misspelt field": (broken(entries__0__unit="8"), ["entries[0]", "unknown key 'unit'", "did you mean 'units'"]),
     "unknown key": (broken(colour="red"), ["unknown key 'colour'", "the keys here are model"]),
@@ -198,13 +198,13 @@ def test_files_from_before_calls_said_what_is_known_of_their_functions_load() ->
 
 
 CORRUPT = {
-    "p.yaml": ("autoplan: 1\nmodel: [unclosed", "cannot be parsed"),
-    "tab.yaml": ("autoplan: 1\n\tmodel: x", "cannot be parsed"),
-    "twice.yaml": ("autoplan: 1\ntp_size: 2\ntp_size: 4", "'tp_size' stands twice"),
-    "twice.json": ('{"autoplan": 1, "tp_size": 2, "tp_size": 4}', "'tp_size' stands twice"),
-    "cut.json": ('{"autoplan": 1, "mod', "cannot be parsed"),
+    "p.yaml": ("autoplan: 1\nmodel: [unclosed", "cannot parse"),
+    "tab.yaml": ("autoplan: 1\n\tmodel: x", "cannot parse"),
+    "twice.yaml": ("autoplan: 1\ntp_size: 2\ntp_size: 4", "duplicate key 'tp_size'"),
+    "twice.json": ('{"autoplan": 1, "tp_size": 2, "tp_size": 4}', "duplicate key 'tp_size'"),
+    "cut.json": ('{"autoplan": 1, "mod', "cannot parse"),
     "empty.yaml": ("", "not an autoplan plan"),
-    "code.yaml": ("autoplan: !!python/object/apply:os.system ['touch executed']", "cannot be parsed"),
+    "code.yaml": ("autoplan: !!python/object/apply:os.system ['touch executed']", "cannot parse"),
 }
 
 

@@ -114,7 +114,7 @@ def test_a_tied_weight_is_planned_where_it_is_looked_up_and_where_it_is_multipli
     [
         ("layers.*.attention.q", "8 query heads in 4 groups; tp=2 gives each rank 4 query heads and 2 key/value heads"),
         ("layers.*.mlp.gate", "56 features; tp=2 gives each rank 28"),
-        ("layers.*.attention.norm", "every rank holds it whole and sees a part of its gradient: the parts are summed"),
+        ("layers.*.attention.norm", "replicated, but each rank has a partial gradient: the gradients are summed"),
         ("table", "96 rows; tp=2 gives each rank 48"),
     ],
 )
@@ -203,7 +203,7 @@ def test_roles_never_decide_what_is_split(name: str) -> None:
     assert with_rules.runtime == without.runtime
     assert {e.rule for e in without.entries} == {"generic"}
     unnamed = [e for e in without.entries if e.style != "replicated_with_grad_allreduce"]
-    assert all(e.reason.startswith("a proven split that no rule names") for e in unnamed)
+    assert all(e.reason.startswith("a verified split that no rule names") for e in unnamed)
 
 
 def test_names_do_not_matter() -> None:
@@ -288,7 +288,7 @@ def test_a_rule_that_expects_another_style_is_a_finding_and_the_facts_win() -> N
     plan = planned(Decoder(), rules=[parse_rule(text, "gated-mlp")])
     assert entry(plan, "layers.*.mlp.down").style == "rowwise"
     assert [(f.check, f.level, f.where) for f in plan.findings] == [("rule-style", "warn", "layers.*.mlp.down")]
-    assert "expects colwise, the facts say rowwise" in plan.findings[0].message
+    assert "expects colwise, analysis derived rowwise" in plan.findings[0].message
 
 
 def test_a_box_that_two_rules_claim_has_one_of_them_and_a_note() -> None:

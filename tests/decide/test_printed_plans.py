@@ -150,7 +150,7 @@ LLAMA_ANSWERS = {
     "model.layers.2": ["self_attn.q_proj: colwise", "mlp.down_proj: rowwise", "layers.2.input_layernorm", "8.0 KiB"],
     "model.norm": ["whole", "model.norm.weight (8.0 KiB): a norm over the whole residual"],
     "model.layers.*.input_layernorm.weight": ["× 4"],
-    "lm_head": ["logits stay split", "16032 of 128256"],
+    "lm_head": ["logits stay sharded", "16032 of 128256"],
     "": ["model.embed_tokens: embedding_rowwise", "lm_head: colwise"],
 }
 
@@ -170,8 +170,8 @@ def test_explain_says_what_runs() -> None:
         "config.sizes[1] 7 → 2, 2, 2, 1 by rank",
         "the gradient of input x[0].k is divided by 4",
         "its gradient is summed over ranks on shared rows",
-        "view at forward:12:8>split_heads:3:20, time 2, where it is given no tensor, where its last dim",
-        "is not 64: sizes made local, gradients of its inputs summed, statistics summed over ranks (norm), output cut",
+        "view at forward:12:8>split_heads:3:20, time 2, where given no tensor, where its last dim",
+        "is not 64: local sizes, gradients of its inputs summed, statistics summed over ranks (norm), output sliced",
         "bias dim 0: each of 4 ranks holds 3 of 12 × 64 | 3 of 12 × 64 | 3 of 12 × 64 = 576 of 2304",
     ):
         assert words in answer
@@ -248,7 +248,7 @@ def test_report_leads_with_the_verdict_and_the_worst_gradient() -> None:
     shown = "\n".join(lines)
     for words in (
         "off by 2.0e-15",
-        "2 compared, the largest error 3.0e-01 at model.norm.weight",
+        "2 compared, largest error 3.0e-01 at model.norm.weight",
         "not checked",
         "cache: no cache",
         "error gradient · model.norm.weight",

@@ -95,7 +95,7 @@ def test_a_module_that_does_not_import() -> None:
     ("config", "says"),
     [
         (None, "has no config.json"),
-        ("{", "cannot be parsed as JSON"),
+        ("{", "as JSON"),
         ("[1]", "holds a list"),
         ('{"model_type": "lama"}', "did you mean"),
         ('{"model_type": "mine", "auto_map": {"AutoConfig": "c.C"}}', "--trust-remote-code"),
@@ -118,7 +118,7 @@ def test_an_unreachable_hub_id_is_one_clear_error(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SourceError) as caught:
         resolve("somebody/some-model")
     assert "couldn't connect to the hub" in caught.value.message and "Second" not in caught.value.message
-    assert "offline, give a folder" in caught.value.hint
+    assert "offline, pass a folder" in caught.value.hint
 
 
 @pytest.mark.parametrize("nothing", ["", "not a model!", 3])
@@ -348,7 +348,7 @@ def test_a_family_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert type_rules("twins").why == ""
     (tmp_path / "inputs" / "two.toml").write_text('why = "y"\n')
     rule_files.cache_clear()
-    with pytest.raises(SourceError, match="two is in another file too"):
+    with pytest.raises(SourceError, match="another file is also for two"):
         type_rules("one")
 
 

@@ -39,7 +39,7 @@ def _toys(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_moved_is_named_with_what_follows() -> None:
     moved = {entry.name: entry for entry in doctor.examine().moved}
     assert moved["a toy"].consequence == "does not work: it is played with"
-    assert moved["a lesser toy"].consequence == "switched off: no play"
+    assert moved["a lesser toy"].consequence == "disabled: no play"
     assert "AttributeError" in moved["torch._gone"].what
     assert "autoplan.nowhere" in moved
 
@@ -59,7 +59,7 @@ def test_the_command_exits_with_1_where_something_moved() -> None:
     said = json.loads(done.stdout)
     assert done.exit_code == 1 and not said["ok"] and len(said["moved"]) == 4
     text = CliRunner().invoke(app, ["doctor"]).stdout
-    assert "4 moved" in text and "torch._gone" in text and "switched off: no play" in text
+    assert "4 moved" in text and "torch._gone" in text and "disabled: no play" in text
 
 
 def test_nothing_moved_in_the_locked_versions() -> None:
@@ -81,7 +81,7 @@ class Target:
 @pytest.mark.usefixtures("_newer")
 def test_only_what_moved_is_left_out() -> None:
     gone = replace(PATCH, without="no play")
-    with pytest.warns(UserWarning, match=r"a toy: left out.*toys\.play: no play; see `autoplan doctor`"):
+    with pytest.warns(UserWarning, match=r"a toy: disabled.*toys\.play: no play; see `autoplan doctor`"):
         held = hold(gone, [Place(Target, "play", lambda _: "ours")])
     assert Target.play == "theirs"
     hold(gone, [Place(Target, "play", lambda _: "ours")]).release()  # it is said once

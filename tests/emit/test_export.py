@@ -144,11 +144,11 @@ def test_reading_back_what_was_written() -> None:
 
 def test_what_a_dialect_cannot_say_is_named_with_its_bytes() -> None:
     with pytest.raises(
-        ExportError, match=r"(?s)transformers cannot say 4 entries.*transformer\.h\.\*\.attn\.c_attn: "
+        ExportError, match=r"(?s)transformers cannot express 4 entries.*transformer\.h\.\*\.attn\.c_attn: "
     ) as e:
         to_hf(plan_of("gpt2"))
     assert "MiB" in str(e.value) and "--drop" in str(e.value)
-    with pytest.raises(ExportError, match="DeepSpeed cannot say 2 entries.*"):
+    with pytest.raises(ExportError, match="DeepSpeed cannot express 2 entries.*"):
         export(plan_of("llama"), "deepspeed")
     with pytest.raises(ExportError, match="old spelling"):
         to_hf(plan_of("mixtral"), old=True)
@@ -192,9 +192,9 @@ def test_vllm_reads_keys_as_expressions() -> None:
     meant = {"layers.*.up_gate": "rowwise", "layers.*.up": "colwise"}
     finds = vllm_finds(meant, names, "model")
     assert all(map(finds, names)) and not finds("lm_head")
-    with pytest.raises(ExportError, match="regular expressions, and would read colwise for layers.0.up_gate"):
+    with pytest.raises(ExportError, match="regular expressions, and would match layers.0.up_gate to colwise"):
         vllm_finds({"layers.*.up": "colwise"}, names, "model")
-    with pytest.raises(ExportError, match="find none of the 2 linear layers"):
+    with pytest.raises(ExportError, match="none of the 2 linear layers"):
         vllm_finds({"model.layers.*.up": "colwise"}, names, "model")
 
 
@@ -245,7 +245,7 @@ def test_transformers_finds_what_is_counted() -> None:
 
 def test_an_export_says_how_many_layers_it_reaches() -> None:
     text = exported("llama", "vllm")
-    assert text.note == f"cuts {text.reached} of {text.linears} linear layers; whole: lm_head"
+    assert text.note == f"shards {text.reached} of {text.linears} linear layers; replicated: lm_head"
     assert exported("llama", "torch").note.endswith("linear layers") and not exported("llama", "accelerate").note
     assert plan_of("llama").export("hf").linears is None  # without a model nobody knows
 

@@ -158,14 +158,16 @@ def test_queries_keys_and_values_stand_side_by_side_and_the_sum_is_marked_with_i
     assert block.times == 32
     assert ["q_proj", "k_proj", "v_proj"] in [[box.name for box in row.boxes] for row in block.rows]
     row = next(row for row in block.rows if row.boxes[0].name == "o_proj")
-    assert [mark.text for mark in row.marks] == ["sum of parts: all-reduce · 32.0 KiB a token"]  # 4096 × 4 bytes, twice
+    assert [mark.text for mark in row.marks] == [
+        "sum of parts: all-reduce · 32.0 KiB per token"
+    ]  # 4096 × 4 bytes, twice
 
 
 @pytest.mark.parametrize("name", KINDS, ids=KINDS.get)
 def test_every_sum_has_its_bytes(name: str) -> None:
     marks = [mark for block in scene_of(plan_of(name), {}).blocks for row in block.rows for mark in row.marks]
     sums = [mark.text for mark in marks if mark.partial and not mark.backward]
-    assert sums and [text for text in sums if "B a token" not in text] == []
+    assert sums and [text for text in sums if "B per token" not in text] == []
 
 
 def test_branches_stand_side_by_side_each_above_what_it_alone_feeds() -> None:

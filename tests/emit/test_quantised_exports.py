@@ -46,7 +46,7 @@ def test_stacks_of_experts() -> None:
     [("awq", "qweight"), _late("gptq", "qweight"), ("fp8 rows", "weight_scale")],
 )
 def test_transformers_is_not_told_what_it_would_cut_otherwise(name: str, told: str) -> None:
-    with pytest.raises(ExportError, match=f"{told} is not cut along the dim of the weight"):
+    with pytest.raises(ExportError, match=f"{told} is not sharded along the dim of the weight"):
         plan(name).to_hf()
     assert not any("layers" in key for key in plan(name).to_hf(drop=True))
 
@@ -58,5 +58,5 @@ def test_vllm_cuts_its_own_modules(name: str) -> None:
 
 
 def test_uneven_cuts_are_refused_by_name() -> None:
-    with pytest.raises(ExportError, match="cut unevenly, between blocks"):
+    with pytest.raises(ExportError, match="sharded unevenly, between blocks"):
         plan("fp8 blocks", intermediate_size=160).to_hf()

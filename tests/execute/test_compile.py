@@ -285,7 +285,8 @@ def in_other_calls(rank: int) -> dict[str, str]:
 @pytest.mark.long
 def test_calls_that_nobody_recorded_are_right_or_refused_in_compiled_code() -> None:
     extra, fill = (
-        f"{name} runs, which no recorded call did, and in compiled code it is unknown whether ranks sum its gradients"
+        f"{name} did not run in any recorded call; in compiled code it is unknown whether its gradients are summed "
+        "over ranks"
         for name in ("extra", "fill")
     )
     for found in run_processes(in_other_calls, (), 2, timeout=300.0):

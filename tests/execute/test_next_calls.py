@@ -117,7 +117,7 @@ def numbers(rank: int) -> None:
     assert torch.equal(logits.argmax(-1).full_tensor(), wanted.argmax(-1))
     assert abs(float(logits.detach().sum()) - float(wanted.detach().sum())) < 1e-6  # not one rank's part of it
     assert copy.deepcopy(logits.detach()).full_tensor().allclose(wanted)
-    with pytest.raises(AutoplanError, match="tolist of logits of shape .* that are split over ranks"):
+    with pytest.raises(AutoplanError, match="tolist of logits of shape .* that are sharded over ranks"):
         logits.detach()[0, 0].tolist()
     with loss_parallel():  # torch's own still gets what it wants
         loss = F.cross_entropy(logits.view(-1, wanted.shape[-1]), LABELS.view(-1))
@@ -222,14 +222,16 @@ def replaced(rank: int) -> None:
         model = autoplan.parallelize(outer, mesh, of_outer)
         torch.testing.assert_close(bare(model)(IDS).logits, built()(IDS).logits)  # its sum goes with it
     block = model.model.layers[1]
-    with pytest.raises(AutoplanError, match=r"layers\.1\.self_attn\.q_proj is wrapped in a Scaled with weights of its"):
+    with pytest.raises(
+        AutoplanError, match=r"layers\.1\.self_attn\.q_proj was wrapped in a Scaled with weights of its"
+    ):
         block.self_attn.q_proj = Scaled(block.self_attn.q_proj, own=True)
-    with pytest.raises(AutoplanError, match="lm_head was sharded, and is to be replaced by another Linear"):
+    with pytest.raises(AutoplanError, match="lm_head was sharded and cannot be replaced by another Linear"):
         model.set_output_embeddings(nn.Linear(2, 2))
     with pytest.raises(AutoplanError, match="resize_token_embeddings of a sharded model: its table of"):
         model.resize_token_embeddings(200)
     model.resize_token_embeddings(model.config.vocab_size)
-    with pytest.raises(AutoplanError, match="DistributedDataParallel around a model that is sharded already"):
+    with pytest.raises(AutoplanError, match="DistributedDataParallel around a sharded model"):
         nn.parallel.DistributedDataParallel(model)
     autoplan.applied(model).undo()
     block.self_attn.q_proj = Scaled(block.self_attn.q_proj, own=True)
@@ -259,7 +261,7 @@ def stopped(rank: int, folder: Path) -> float:
     if rank == 0:
         model.model.layers[1].mlp.register_forward_pre_hook(fails)
     begun = time.monotonic()
-    told = (ValueError, "only here") if rank == 0 else (AutoplanError, "ranks could not communicate inside of LlamaFor")
+    told = (ValueError, "only here") if rank == 0 else (AutoplanError, "communication failed inside LlamaFor")
     with pytest.raises(told[0], match=told[1]):
         model(IDS)
     seconds = time.monotonic() - begun

@@ -47,7 +47,7 @@ def test_gradients_are_averaged_over_context_parallel_ranks_too(sizes: Any, opti
 
 def test_a_context_dim_that_cannot_be_sharded_over_is_refused_unless_flattened_by_the_caller() -> None:
     def rank_body(rank: int) -> None:
-        with pytest.raises(AutoplanError, match="'dp_shard' and 'cp' apart"):
+        with pytest.raises(AutoplanError, match="separate dims 'dp_shard' and 'cp'"):
             read_mesh(mesh_of(dp_shard=1, tp=2, cp=2))
         mesh = mesh_of(dp_shard=2, cp=2)
         mesh[("dp_shard", "cp")]._flatten("both")

@@ -101,7 +101,7 @@ def test_nothing_fits() -> None:
 def test_sizes_that_cannot_be_are_one_error_with_the_nearest() -> None:
     with pytest.raises(autoplan.AutoplanError, match="global batch of 3") as caught:
         choose(_llama(), gpus=16, sequence=128, global_batch=3)
-    assert "nearest that can" in str(caught.value)
+    assert "nearest valid" in str(caught.value)
     with pytest.raises(autoplan.AutoplanError, match="cannot be divided") as caught:
         choose(_llama(), gpus=16, sequence=128, global_batch=5)
     assert "4 or 8" in str(caught.value)
@@ -109,7 +109,7 @@ def test_sizes_that_cannot_be_are_one_error_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("text", ["much", "0GB", "", "-1GB", "nan", "1e3GB", "1GB2", 0, -5])
 def test_what_is_no_size_of_memory(text: Any) -> None:
-    with pytest.raises(autoplan.AutoplanError, match="no size"):
+    with pytest.raises(autoplan.AutoplanError, match="not a size"):
         parse_memory(text)
 
 
@@ -207,7 +207,7 @@ def test_an_audit_says_what_a_rank_needs(tmp_path: Path) -> None:
     _llama(num_hidden_layers=2, hidden_size=256, intermediate_size=512, vocab_size=512).save_pretrained(tmp_path)
     ran = CliRunner().invoke(app, ["audit", str(tmp_path), "--tp", "2", "--memory"])
     assert ran.exit_code == 0, ran.output
-    assert "Memory of a rank [" in ran.stdout and "messages of a block" in ran.stdout
+    assert "Memory per rank [" in ran.stdout and "communication of a block" in ran.stdout
 
 
 def test_adapters_are_chosen_for_and_said() -> None:
@@ -215,7 +215,7 @@ def test_adapters_are_chosen_for_and_said() -> None:
     assert found.fits and "adapters of rank 8" in str(found)
     assert found.best.estimate.parts.optimizer < found.best.estimate.parts.weights / 10
     for carried_out in (lambda: found.plan, found.script):
-        with pytest.raises(autoplan.AutoplanError, match="were put in for the figures"):
+        with pytest.raises(autoplan.AutoplanError, match="was assumed for the estimate"):
             carried_out()
 
 
@@ -250,7 +250,7 @@ def test_weights_that_are_served_may_lie_over_nodes() -> None:
     found = choose(config, gpus=4, per_node=2, memory="1.4GB", sequence=64, global_batch=4, train="inference")
     assert found.best.tp == 4 and "dp_shard" not in str(found)
     copies = choose(config, gpus=4, per_node=2, memory="8GB", sequence=64, global_batch=4, train="inference")
-    assert any("whole copies" in str(row) for row in copies.rows)
+    assert any("replicated" in str(row) for row in copies.rows)
 
 
 def test_inference_on_copies_shards_nothing_over_them() -> None:
@@ -269,9 +269,9 @@ def test_inference_on_copies_shards_nothing_over_them() -> None:
     ("model", "why"),
     [
         (ViTConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2), "pixel_values"),
-        (torch.nn.Sequential(torch.nn.Linear(64, 64)), "code of yours"),
+        (torch.nn.Sequential(torch.nn.Linear(64, 64)), "your own code"),
         (BertConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-                    architectures=["BertForSequenceClassification"]), "one label of a sequence"),
+                    architectures=["BertForSequenceClassification"]), "one label per sequence"),
     ],
     ids=["pictures", "a module", "classes"],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import (
     CLIPVisionConfig,
     DeepseekV3Config,
     FalconConfig,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     LlavaConfig,
@@ -210,6 +212,33 @@ def test_sequences_that_are_served_hold_their_cache_and_are_decoded() -> None:
         autoplan.estimate(llama(num_hidden_layers=2), mesh="tp=2", concurrency=4)
 
 
+def test_a_sliding_window_bounds_what_is_cached() -> None:
+    """Of 3 layers with a window of 128 tokens, and one without, on a rank with two of four heads of keys and values."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    config = Gemma3TextConfig(**sizes, head_dim=16, num_hidden_layers=4, layer_types=kinds, sliding_window=128,
+                              vocab_size=128, dtype="bfloat16")  # fmt: skip
+    keywords: dict[str, Any] = {"mesh": {"tp": 2}, "sequence": 1024, "train": "inference"}
+    alone, many = (autoplan.estimate(config, **keywords, concurrency=held) for held in (0, 9))
+    one = (3 * 127 + 1024) * 2 * 2 * 16 * 2
+    assert alone.parts.cache == pytest.approx(one, rel=0.01)
+    assert many.parts.cache - alone.parts.cache == pytest.approx(8 * one, rel=0.01)
+    assert sum("sliding window" in note for note in alone.notes) == 1
+    config.layer_types = ["full_attention"] * 4
+    whole = autoplan.estimate(config, **keywords)
+    assert alone.decoded_per_second > whole.decoded_per_second > 0 and not any("sliding" in n for n in whole.notes)
+
+
+def test_a_rank_has_a_head_of_keys_at_least() -> None:
+    """Over 16 ranks of tp eight heads of keys are held twice, and cannot be halved from recordings over 4 and 8."""
+    steps = Steps(resolve(llama(num_hidden_layers=2)))
+    for tp in (4, 8):
+        steps.at(Setting(tp=tp, sequence=64, training=False))
+    asked = Asked((("tp", 16),), 4, 64, train="inference", exact=False)
+    scaled, exact = (estimate_with(steps, replace(asked, exact=exact), H100) for exact in (False, True))
+    assert scaled.parts.cache == exact.parts.cache == 2 * 4 * 64 * 128 * 2 * 2
+
+
 def test_a_trained_adapter_needs_states_for_itself_only() -> None:
     config = llama(num_hidden_layers=2)
     with torch.device("meta"):
@@ -242,7 +271,7 @@ def test_every_device_is_whole_and_dense() -> None:
         ({"mesh": "tp=2", "train": "some"}, "train="),
         ({"mesh": "tp=2", "optimizer": "sophia"}, "optimizer="),
         ({"mesh": "tp=2", "batch": 0}, "batch is 0"),
-        ({"mesh": "tp=2", "device": "abacus"}, "no device"),
+        ({"mesh": "tp=2", "device": "abacus"}, "unknown device"),
         ({"mesh": "tp=2", "device": 3}, "the device is 3"),
         ({"mesh": "tp=2", "batch": "2"}, "batch is"),
         ({"mesh": "tp=2", "sequence": 2.5}, "sequence is"),
@@ -264,7 +293,7 @@ def test_what_is_stored_quantised_is_said() -> None:
     config = llama(num_hidden_layers=2)
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (note,) = autoplan.estimate(config, mesh={"tp": 2}, sequence=64).notes
-    assert "0.8 GiB on all ranks; the quantised checkpoint stores them in 0.4 GiB" in note
+    assert "0.8 GiB on all ranks; the quantised checkpoint takes 0.4 GiB" in note
     assert not autoplan.estimate(llama(num_hidden_layers=2), mesh={"tp": 2}, sequence=64, train="inference").notes
 
 
@@ -301,14 +330,16 @@ def test_adapters_are_put_in_where_nothing_is_frozen() -> None:
     """As those that a model brings, and not as training all of it."""
     config = llama(num_hidden_layers=3, hidden_size=512, intermediate_size=1024, vocab_size=1024)
     keywords: dict[str, Any] = {"mesh": "dp_shard=2,tp=2", "sequence": 256}
-    every: dict[str, Any] = {**keywords, "train": "lora", "lora_targets": "all-linear"}
+    every: dict[str, Any] = {**keywords, "train": "lora", "lora_targets": "all-linear", "lora_dtype": "model"}
     full = autoplan.estimate(config, **keywords)
     ours, brought = (autoplan.estimate(model, **every, lora_rank=16) for model in (config, adapted(config)))
     assert ours.parts == brought.parts and ours.messages == brought.messages
     assert ours.parts.optimizer < full.parts.optimizer / 4 and ours.flops < full.flops
-    assert "adapters of rank 16 were put beside 21 linear layers (all-linear)" in "".join(ours.notes)
+    assert "adapters of rank 16 were added to 21 linear layers (all-linear; in the model's dtype)" in "".join(
+        ours.notes
+    )
     assert brought.notes == (
-        "changes nothing: rank, targets and dropout of adapters: what is trained is the model's own",
+        "no effect: rank, targets, dropout and dtype of adapters; the model has trainable parameters of its own",
     )
     wider = autoplan.estimate(config, **every, lora_rank=64)
     assert wider.parts.optimizer == 4 * ours.parts.optimizer
@@ -320,13 +351,29 @@ def test_what_adapters_drop_is_kept_with_its_mask() -> None:
     keywords: dict[str, Any] = {"mesh": "tp=1", "sequence": 256, "train": "lora", "lora_targets": "all-linear"}
     for mesh in ("tp=1", "tp=2"):
         plain, dropped = (
-            autoplan.estimate(config, **keywords | {"mesh": mesh}, lora_dropout=rate) for rate in (0.0, 0.1)
+            autoplan.estimate(config, **keywords | {"mesh": mesh}, lora_dropout=rate, lora_dtype="model")
+            for rate in (0.0, 0.1)
         )
         inputs = 2 * 256 * (6 * 512 + 1024) // plain.mesh[0][1]
         assert inputs < dropped.parts.kept - plain.parts.kept < 6 * inputs
-        assert "; dropout 0.1)" in "".join(dropped.notes)
+        assert "; dropout 0.1;" in "".join(dropped.notes)
     with pytest.raises(autoplan.AutoplanError, match="lora_dropout=1"):
         autoplan.estimate(config, **keywords, lora_dropout=1)
+
+
+def test_adapters_are_in_float32_as_peft_casts_them() -> None:
+    """And so is what goes into them, once more for each layer of half precision."""
+    config = llama(num_hidden_layers=2, hidden_size=512, intermediate_size=1024, vocab_size=128)
+    keywords: dict[str, Any] = {"mesh": "tp=1", "sequence": 256, "train": "lora", "lora_targets": "q_proj"}
+    wide, narrow = (autoplan.estimate(config, **keywords, lora_dtype=dtype) for dtype in ("float32", "model"))
+    number = 2 * 8 * (512 + 32 * 16)
+    assert (wide.parts.optimizer, narrow.parts.optimizer) == (2 * 4 * number, 2 * 2 * number)
+    assert wide.parts.kept - narrow.parts.kept >= 2 * 256 * 512 * (4 - 2)
+    assert "in float32)" in "".join(wide.notes) and "in the model's dtype)" in "".join(narrow.notes)
+    with pytest.raises(autoplan.AutoplanError, match="lora_dtype='fp4'"):
+        autoplan.estimate(config, **keywords, lora_dtype="fp4")
+    with pytest.raises(autoplan.AutoplanError, match="lora_dtype with train='full'"):
+        autoplan.estimate(config, **keywords | {"train": "full", "lora_targets": None}, lora_dtype="model")
 
 
 def test_adapters_stand_beside_linear_layers_of_the_models_own_class() -> None:
@@ -341,7 +388,7 @@ def test_adapters_stand_beside_linear_layers_of_the_models_own_class() -> None:
 
 @pytest.mark.hosts
 def test_adapters_stand_where_peft_puts_them() -> None:
-    """Its own model of the same class trains as many numbers."""
+    """Its own model of the same class trains as many numbers, in the same dtype."""
     peft = pytest.importorskip("peft", reason="NOT TRIED: peft is absent; `make test-hosts` installs it")
     config = llama(num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=4,
                    num_key_value_heads=4, vocab_size=1024)  # fmt: skip
@@ -349,11 +396,11 @@ def test_adapters_stand_where_peft_puts_them() -> None:
     found = autoplan.estimate(config, **keywords)
     with torch.device("meta"):
         theirs = peft.get_peft_model(AutoModelForCausalLM.from_config(config), peft.LoraConfig(task_type="CAUSAL_LM"))
-    trained = sum(p.numel() for p in theirs.parameters() if p.requires_grad)
-    assert found.parts.optimizer == 2 * 2 * trained
-    assert "rank 8 were put beside 4 linear layers (q_proj, v_proj)" in "".join(found.notes)
+    trained = sum(p.nbytes for p in theirs.parameters() if p.requires_grad)
+    assert found.parts.optimizer == 2 * trained
+    assert "rank 8 were added to 4 linear layers (q_proj, v_proj; in float32)" in "".join(found.notes)
     fewer = autoplan.estimate(config, **keywords, lora_targets=["o_proj"], lora_rank=4)
-    assert fewer.parts.optimizer == 2 * 2 * 2 * 2 * 4 * 256
+    assert fewer.parts.optimizer == 2 * 4 * 2 * 2 * 4 * 256
     alone = autoplan.estimate(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128), **keywords)
     assert "2 linear layers (c_attn)" in "".join(alone.notes)
 
@@ -361,9 +408,9 @@ def test_adapters_stand_where_peft_puts_them() -> None:
 @pytest.mark.parametrize(
     ("model", "targets", "said"),
     [
-        (nn.Sequential(nn.Conv1d(4, 4, 3)), "all-linear", "no linear layers to put adapters beside"),
-        pytest.param(nn.Sequential(nn.Linear(4, 4)), None, "no usual layers for adapters", marks=pytest.mark.hosts),
-        (nn.Sequential(nn.Linear(4, 4)), "q_proj", "no linear layer called q_proj"),
+        (nn.Sequential(nn.Conv1d(4, 4, 3)), "all-linear", "no linear layers to add adapters to"),
+        pytest.param(nn.Sequential(nn.Linear(4, 4)), None, "no default target layers", marks=pytest.mark.hosts),
+        (nn.Sequential(nn.Linear(4, 4)), "q_proj", "no linear layer named q_proj"),
         (nn.Sequential(nn.Linear(4, 4)), [3], "lora_targets="),
     ],
 )

@@ -36,7 +36,7 @@ def folder_of(where: Path, config: LlamaConfig, **said: Any) -> str:
         (torch.float16, {"dtype": "bfloat16"}, torch.bfloat16, "from the config"),
         (torch.float16, {}, torch.float16, "from the checkpoint"),
         (None, {"quantization_config": FP8}, torch.bfloat16, "assumed: a quantised checkpoint"),
-        (None, {}, torch.float32, "the library's default: the config says no dtype"),
+        (None, {}, torch.float32, "the library's default: the config sets no dtype"),
     ],
 )
 def test_the_header_says_who_says_the_dtype(
@@ -53,7 +53,7 @@ def test_the_header_says_who_says_the_dtype(
 
 def test_a_checkpoint_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"no header")
-    with pytest.raises(autoplan.AutoplanError, match="cannot be read, and"):
+    with pytest.raises(autoplan.AutoplanError, match="cannot read .*, and"):
         resolve(folder_of(tmp_path, llama()))
 
 
@@ -76,7 +76,7 @@ def test_a_plain_config_is_asked_about_in_other_formats() -> None:
     assert wide == pytest.approx(2 * half, rel=0.01) and half > 1.8 * fp8 > 2.8 * nf4
     with pytest.raises(autoplan.AutoplanError, match="weights='fp7'"):
         autoplan.estimate(config, mesh="tp=1", weights="fp7")
-    with pytest.raises(autoplan.AutoplanError, match="no config describes"):
+    with pytest.raises(autoplan.AutoplanError, match="without a config"):
         autoplan.choose(nn.Linear(8, 8), gpus=1, weights="fp8")
 
 

@@ -137,7 +137,7 @@ ROWS = (
         "not supported",
         "add adapters first, then plan",
         "test_peft.py::test_adapters_that_come_after_sharding_are_refused",
-        error="weights of its own, after the model was sharded",
+        error="weights of its own after the model was sharded",
     ),
     Row(
         "TRL",
@@ -176,7 +176,7 @@ ROWS = (
         "not supported",
         "`torch.autograd.grad`; `torch.compile`",
         f"{_HANDS}test_backward_is_watched_and_functions_of_functions_are_refused",
-        error="lies on ranks, and is called inside of",
+        error="is sharded and cannot be called inside",
     ),
     Row(
         "torch",
@@ -194,18 +194,18 @@ ROWS = (
     ),
     Row(
         "torch",
-        "element-wise optimizers, also fused on GPUs; `LBFGS`, `Muon`",
+        "element-wise optimizers, also fused on GPUs; `LBFGS`, `Muon`, `Adafactor`",
         "unchanged",
-        "`LBFGS` and `Muon` if no row is on two ranks; otherwise an error",
+        "`LBFGS`, `Muon` and `Adafactor` if no row is on two ranks; otherwise an error",
         f"{_HANDS}test_optimizers_of_whole_parameters_step_or_say_why_not",
     ),
     Row(
-        "torch, transformers",
-        "`Adafactor`, `Rprop`",
+        "torch",
+        "`Rprop`",
         "not supported",
         "use an element-wise optimizer",
         f"{_HANDS}test_optimizers_of_whole_parameters_step_or_say_why_not",
-        error="cannot make a step on parameters that lie on ranks",
+        error="cannot step on sharded parameters",
     ),
     Row(
         "torch",
@@ -258,7 +258,7 @@ ROWS = (
         "not supported",
         "use a `dp_replicate` or `dp_shard` dim of the mesh",
         f"{_NEXT}test_a_module_that_is_replaced_takes_the_plan_with_it_or_is_refused",
-        error="DistributedDataParallel around a model that is sharded already",
+        error="DistributedDataParallel around a sharded model",
     ),
     Row(
         "torch",
@@ -266,7 +266,7 @@ ROWS = (
         "not supported",
         "unless the new module wraps the old one without weights of its own, or was inside it",
         f"{_NEXT}test_a_module_that_is_replaced_takes_the_plan_with_it_or_is_refused",
-        error="was sharded, and is to be replaced by another",
+        error="was sharded and cannot be replaced by another",
     ),
     Row(
         "torch",
@@ -274,7 +274,7 @@ ROWS = (
         "not supported",
         "`init_process_group(timeout=...)` ends the wait ([below](#ranks-that-stop-at-different-places))",
         f"{_NEXT}test_a_rank_that_stops_inside_a_block_is_waited_for_no_longer_than_the_timeout",
-        error="ranks could not communicate inside of",
+        error="communication failed inside",
     ),
     Row(
         "torch",
@@ -334,7 +334,7 @@ ROWS = (
         "not supported",
         "`cpu_offload=True` pins memory if there is a GPU; pinned memory itself has not been tested",
         "test_fsdp.py::test_pinned_memory_without_an_accelerator_is_refused_before_anything_is_done",
-        error="pins memory for an accelerator, and torch finds none here",
+        error="pins memory for an accelerator, but torch finds none",
     ),
     Row(
         "torch",
@@ -349,7 +349,7 @@ ROWS = (
         "not supported",
         "put `cp` right after `dp_shard`",
         "test_training_flows.py::test_a_context_dim_that_cannot_be_sharded_over_is_refused_unless_flattened_by_the_caller",
-        error="apart (it has",
+        error="the mesh has separate dims",
     ),
     Row(
         "torch",

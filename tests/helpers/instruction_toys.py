@@ -189,6 +189,8 @@ LLAMA = {
 }  # fmt: skip
 MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
 
+RWKV = {**VOCABULARY, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2}
+
 TOYS: dict[str, Callable[[], Subject]] = {
     "sum": lambda: toy(Between(lambda h: h * torch.sigmoid(h.sum(-1, keepdim=True)))),
     "mean": lambda: toy(Between(lambda h: h * torch.sigmoid(h.mean(-1, keepdim=True)))),
@@ -210,6 +212,7 @@ TOYS: dict[str, Callable[[], Subject]] = {
     "branches": lambda: decoder("gptj", GPTJ),
     "sequence": lambda: decoder("gptj", GPTJ, ["transformer.h.0", "transformer.h.1"]),
     "context": lambda: decoder("llama", LLAMA, ["model.layers.0", "model.layers.1"], context=True),
+    "halo": lambda: decoder("rwkv", RWKV, ["rwkv.blocks.0", "rwkv.blocks.1"], context=True),
     "experts": lambda: decoder("mixtral", MIXTRAL, experts="apart", build={"experts_implementation": "eager"}),
 }
 

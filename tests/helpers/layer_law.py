@@ -130,7 +130,7 @@ def odd_counts(source: Source, model: nn.Module, stacks: tuple[Stack, ...]) -> t
     lengths |= {len({f for s in stacks for f in s.fqns if f.startswith(part)}) for part in _parts(stacks)}
     odd: dict[str, int] = {}
     otherwise: dict[str, int] = {}
-    if any("no block module" in stack.note for stack in stacks):
+    if any("no block class" in stack.note for stack in stacks):
         return odd, otherwise
     for place, config in enumerate(all_configs(model.config)):
         for key, numbers in _said(config).items():

@@ -82,8 +82,11 @@ def test_what_this_version_may_call_otherwise_is_not_known(monkeypatch: pytest.M
 def test_verify_says_that_a_check_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of a version that calls its cache otherwise: the check does not say that the model takes none."""
     model = resolve("bert").tiny()
-    assert (no_cache(model), no_targets(model)) == ("the model takes no cache", "the model takes no labels")
-    assert no_attentions(model) == "the model has one attention implementation"
+    assert (no_cache(model), no_targets(model)) == (
+        "the model has no cache argument",
+        "the model has no labels argument",
+    )
+    assert no_attentions(model) == "the model has only one attention implementation"
     monkeypatch.setattr(names, "untested", lambda: NEWER)
     monkeypatch.setattr(names, "_stands", lambda name: False)
     absent = {check.name: check.absent(Subject(model, {})) for check in checks.CHECKS}

@@ -63,7 +63,7 @@ def test_one_error_at_once(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({**LLAMA, "vocab_size": 0}, "nothing to choose example ids from"),
+        ({**LLAMA, "vocab_size": 0}, "no values to choose example ids from"),
         ({**LLAVA, "text_config": LLAMA, "vision_config": VISION}, "numbers; at most"),
         (GPT2 | {"n_embd": 32_000_000}, "numbers; at most"),
     ],

@@ -68,13 +68,13 @@ SLOW = (*LONG, "qwen3-235b", "qwen3-coder")
 )
 def test_published_sizes_are_refused_with_ways_out(name: str, tp: int, numbers: str) -> None:
     config = published(name)
-    with pytest.raises(IndivisibleError, match="Ways out, in order") as refused:
+    with pytest.raises(IndivisibleError, match="Options, in order") as refused:
         plan(config, tp, strict=True)
     assert numbers in str(refused.value)
     made = plan(config, tp)
     assert tp not in made.legal_tp and tp // 2 in (*made.legal_tp, 1)
     found = [finding for finding in made.findings if finding.check == "quantised" and finding.level == "warn"]
-    assert any(numbers in finding.message and "ways out" in finding.hint for finding in found)
+    assert any(numbers in finding.message and "options, in order" in finding.hint for finding in found)
     whole = [item for item in made.replicated for why in item.why
              if isinstance(why, OfDim) and isinstance(why.why, InsideQuantisedBlock)]  # fmt: skip
     assert bool(whole) == any(finding.bytes for finding in found), "what stays whole says so"
@@ -211,7 +211,7 @@ def test_undescribed_methods_are_refused_by_name(method: str) -> None:
         (GPTQ | {"bits": 5}, "5 bits"),
         (GPTQ | {"group_size": 0}, "group_size is 0"),
         (FP8 | {"weight_block_size": [128]}, "cannot be read"),
-        (FP8 | {"modules_to_not_convert": ["model", "lm_head"]}, "quantises no weight of LlamaForCausalLM"),
+        (FP8 | {"modules_to_not_convert": ["model", "lm_head"]}, "applies to no weight of LlamaForCausalLM"),
         (AWQ | {"version": "gemv"}, "'gemv'"),
     ],
 )

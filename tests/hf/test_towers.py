@@ -118,7 +118,7 @@ def test_what_touches_a_weight_stays_fake() -> None:
         assert not isinstance(mask, FakeTensor) and isinstance(floats, FakeTensor)
         assert int(mask.sum()) == 1 and isinstance(torch.where(mask, floats, 0.0), FakeTensor)
         assert isinstance(torch.zeros(2), FakeTensor) and torch.arange(3).tolist() == [0, 1, 2]
-        with pytest.raises(RuntimeError, match="overwritten with what is not known"):
+        with pytest.raises(RuntimeError, match="overwritten with unknown values"):
             mask.logical_and_(floats > 0)
 
 

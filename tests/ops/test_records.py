@@ -9,7 +9,7 @@ import torch
 
 from autoplan.ops import CALLS, OPS, call_record, op_record
 from autoplan.ops.experts import BOX
-from autoplan.ops.records.answers import Drawn, Linear, Random, Reduction
+from autoplan.ops.records.answers import Drawn, Extent, Linear, Random, Reduction
 from autoplan.ops.records.on_shards import as_written, recorded
 from autoplan.ops.records.record import OpRecord, kept_whole, nothing
 from autoplan.ops.records.sizes import Groups, NoSizes, Sizes
@@ -80,6 +80,42 @@ def test_dims_go_where_torch_puts_them() -> None:
         assert moves is not None
         call = Op(name, "", (None, *args), {}, (), "")
         assert tuple(moves(call, list(x.shape), 1, made.dim())) == tuple(made.shape), name
+
+
+# Ops that make each result of the same few positions of a dim: how they are called on (2, 4, 12), and the dim's result.
+READ: tuple[tuple[str, tuple[object, ...]], ...] = (
+    ("convolution", (torch.ones(4, 1, 3), None, [1], [2], [1], False, [0], 4)),
+    ("convolution", (torch.ones(6, 4, 2), None, [1], [0], [3], False, [0], 1)),
+    ("constant_pad_nd", ([2, -1],)),
+    ("constant_pad_nd", ([0, 0, 1, 1],)),
+    ("slice", (2, 3)),
+    ("slice", (2, 1, -2)),
+    ("slice", (1, 1)),
+)
+READ_OTHERWISE: tuple[tuple[str, tuple[object, ...]], ...] = (
+    ("convolution", (torch.ones(4, 1, 3), None, [2], [2], [1], False, [0], 4)),
+    ("convolution", (torch.ones(4, 1, 3), None, [1], [0], [1], True, [0], 4)),
+    ("reflection_pad1d", ([2, 1],)),
+    ("slice", (2, -3)),
+    ("slice", (2, 0, 5)),
+    ("slice", (2, 0, -1, 2)),
+)
+
+
+@pytest.mark.parametrize(("name", "args"), (*READ, *READ_OTHERWISE))
+def test_positions_are_read_from_where_a_record_says(name: str, args: tuple[object, ...]) -> None:
+    run, reads = getattr(torch.ops.aten, name), OPS[name].reads
+    x = torch.zeros(2, 4, 12)
+    made = run(x, *args)
+    assert reads is not None
+    window = reads(Op(name, "", (None, *args), {}, (), ""), Extent(2, 3, 12, made.shape[2], frozenset()))
+    assert (window is None) == any(args is other for _, other in READ_OTHERWISE)
+    for position in range(4, 8) if window is not None else ():
+        x[..., position] = 1
+        seen = (run(x, *args) != 0).any(0).any(0).nonzero().flatten().tolist()
+        x[..., position] = 0
+        window_at = [j for j in range(made.shape[2]) if j + window[0] <= position <= j + window[1]]
+        assert min(seen, default=0) == min(window_at, default=0) and max(seen, default=0) == max(window_at, default=0)
 
 
 # ------------------------------------------------------------------------------------------------ drift of the past

@@ -81,7 +81,9 @@ def test_what_someone_else_puts_over_ours_stays(library: Any) -> None:
 
 
 def test_a_place_that_is_gone_is_named(library: Any) -> None:
-    with pytest.raises(AutoplanError, match=r"planted: .*library.* has no 'moved', which stands for library\.asked"):
+    with pytest.raises(
+        AutoplanError, match=r"planted: .*library.* has no 'moved', which is patched to replace library\.asked"
+    ):
         hold(PATCH, [Place(library, "moved", lambda original: original)])
 
 

@@ -24,7 +24,7 @@ PROMISES = {
 HOSTS = {  # under examples/frameworks: what each says when it ran, and the libraries without which it cannot
     "plain_torch.py": ("plain torch: the loss went", ""),
     "trl_loop.py": ("TRL-style loop: the reward went", ""),
-    "automodel.py": ("Automodel: cuts", "nemo_automodel"),
+    "automodel.py": ("Automodel: shards", "nemo_automodel"),
     "torchtitan_llama3.py": ("torchtitan's llama3: the loss went", "torchtitan triton"),
     "accelerate_trainer.py": ("accelerate and Trainer: trained, saved and resumed", "accelerate"),
     "fabric.py": ("Lightning Fabric: the loss went", "lightning_fabric"),

@@ -86,7 +86,7 @@ def test_a_type_checker_sees_them() -> None:
 
 def test_replaced_names_work_and_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(autoplan._RENAMED, "read_plan", Renamed("load_plan", "0.2", "0.4"))
-    with pytest.warns(DeprecationWarning, match=r"autoplan.read_plan is autoplan.load_plan since version 0.2.*0.4"):
+    with pytest.warns(DeprecationWarning, match=r"autoplan.read_plan was renamed autoplan.load_plan in 0.2.*0.4"):
         assert autoplan.read_plan is autoplan.load_plan  # type: ignore[attr-defined]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -27,9 +27,9 @@ from autoplan.values.module_tree import Feed, Mask, ModuleTree
 # Guesses beyond structure (a single block, siblings assumed to run in sequence) are recorded in the stack's notes.
 
 OUTSIDE_BLOCKS = 0.1  # a stage holds at most this share of its bytes next to its blocks (down-sampling between stages)
-ALONE = "a single block: taken for a stack of one layer"
-SIBLINGS = "equal modules held as attributes: taken to run one after the other"
-PARTS = "no block module: the parts of a block (attention, feed-forward) are the units"
+ALONE = "a single block, treated as a stack of one layer"
+SIBLINGS = "equal modules held as attributes, assumed to run in sequence"
+PARTS = "no block class: the block's parts (attention, feed-forward) are the units"
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,8 @@ class _Search:
         name = self.tree.nodes[number].name
         keys = "+".join(self.tree.nodes[stack.holder].name.rpartition(".")[2] for stack in same)
         note = (
-            f"no block module: {len(same)} parallel lists of {len(same[0].blocks)} modules each, taken alternately "
-            "as units (norms between them belong to none)"
+            f"no block class: {len(same)} parallel lists of {len(same[0].blocks)} modules each, taken "
+            "alternately as units (the norms between them belong to no unit)"
         )
         joined = Blocks(f"{name}.{keys}" if name else keys, same[0].holder, units, len(units), False, (note,))
         rest = {child: tuple(stack for stack in stacks if stack not in same) for child, stacks in by_child.items()}
@@ -241,7 +241,7 @@ def _sharing(tree: ModuleTree, blocks: tuple[int, ...]) -> tuple[str, ...]:
     shared = [below for below, of in holders.items() if len(of) > 1 and tree.bytes(below)]
     inside = {below for outer in shared for below in tree.subtree(outer)[1:]}
     top = [below for below in shared if below not in inside]
-    return tuple(f"{tree.nodes[below].name} is one module in {len(holders[below])} blocks" for below in top)
+    return tuple(f"{tree.nodes[below].name} is one module shared by {len(holders[below])} blocks" for below in top)
 
 
 # Classify a stack of blocks: vision, audio, text decoder, text encoder, or something else. No names are read.
@@ -271,7 +271,7 @@ def kind_of(
     rest = _left_over(around, tree)
     if rest is None or rest == "text":
         return "other", UNKNOWN
-    return rest, f"taken for {rest}: the model's only input besides text"
+    return rest, f"assumed {rest}: the model's only input besides text"
 
 
 def _text_kind(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> tuple[Kind, str]:
@@ -288,8 +288,8 @@ def _text_kind(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> t
     if any(_attends_to(other, stack, tree) for other in partners):
         return "encoder", ""
     if not causal and any(tree.nodes[number].generates for number in _around(stack, tree)):
-        return "decoder", "" if masks else "taken for a decoder: the model writes text"
-    return "encoder", "" if masks else "taken for an encoder: nothing says that it is causal"
+        return "decoder", "" if masks else "assumed decoder: the model outputs text"
+    return "encoder", "" if masks else "assumed encoder: no evidence that it is causal"
 
 
 def _reads_text(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> bool:

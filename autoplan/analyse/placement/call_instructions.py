@@ -288,7 +288,7 @@ def _rows(call: Call, shards: Shards) -> dict[str, Any]:
 
 def _product(call: Call, shards: Shards) -> dict[str, Any]:
     product = gathered_dim(call, shards)
-    assert product is not None, "other products are refused when sums are placed"
+    assert product is not None, "other products are refused when reductions are placed"
     return {"layout": product[0], "dim": product[1]}
 
 

@@ -12,6 +12,7 @@ a module's own code only if nothing else would do. An implication that every ans
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
 
@@ -63,6 +64,7 @@ class GradientSums(CutProblem):
             for _, tensor in visit.outputs
         }
         super().__init__(shards, flow, reductions, flow.carries)
+        self._tie_runs()
 
     # The problem
 
@@ -79,6 +81,15 @@ class GradientSums(CutProblem):
         for tensor, place in (*reads.items(), *makes.items()):
             self._answer(NO if tensor in factors else YES, "whole", place)
         return True
+
+    def _tie_runs(self) -> None:
+        """Give all runs of a module the same answers before and behind a hook point: a hook acts on each of them."""
+        by_point: dict[object, list[tuple[Place, Place]]] = defaultdict(list)
+        for place, outer, names in self.boundaries:
+            by_point[names[0].module, tuple(one.path for one in names)].append((place, outer))
+        for pairs in by_point.values():
+            for side in zip(*pairs, strict=True):
+                self._alike("whole", side)
 
     def _passes_gradients(self, index: int) -> bool:
         flow, call = self.flow, self.trace.calls[index]
@@ -153,12 +164,28 @@ class GradientSums(CutProblem):
 
     def place(self, result: Placement) -> None:
         """Solve the problem, and add what is done to gradients to the placement."""
-        _, (_, partial) = nx.minimum_cut(self.graph.reverse(copy=False), YES, NO)
-        edges: Iterable[tuple[object, object, int]] = self.graph.edges(data="capacity")
-        broken = [(no, yes) for no, yes, price in edges if price >= HARD and no in partial and yes not in partial]
-        if broken:
-            result.refusals += self._refusals(broken)
+        whole, partial = self._implied(YES, self.graph.pred), self._implied(NO, self.graph.succ)
+        if whole & partial:
+            result.refusals += self._refusals(whole & partial)
             return
+        # Questions with one answer are one node. Of all cheapest answers those with the fewest partial gradients are taken
+        merged: nx.utils.UnionFind = nx.utils.UnionFind()
+        for node in whole:
+            merged.union(YES, node)
+        for node in partial:
+            merged.union(NO, node)
+        hard = {(no, yes) for no, yes, price in self.graph.edges(data="capacity") if price >= HARD}
+        for no, yes in hard:
+            if (yes, no) in hard:
+                merged.union(no, yes)
+        graph: nx.DiGraph[object] = nx.DiGraph()
+        graph.add_nodes_from((merged[NO], merged[YES]))
+        for no, yes, price in self.graph.edges(data="capacity"):
+            start, end = merged[yes], merged[no]
+            if start != end:
+                graph.add_edge(start, end, capacity=price + graph.get_edge_data(start, end, {}).get("capacity", 0))
+        side = nx.minimum_cut(graph, merged[YES], merged[NO])[1][1]
+        partial = {node for node in self.graph if merged[node] in side}
         for version in self.read:
             self._place_value(version, partial, result)
         for place, outer, names in self.boundaries:
@@ -168,6 +195,17 @@ class GradientSums(CutProblem):
         for place, outer in self.inside:
             if self._change(place, outer, partial) is not None:
                 result.inside_copies[place[2]].add(place[0][0])
+
+    def _implied(self, answer: str, further: Mapping[object, Mapping[object, Mapping[str, int]]]) -> set[object]:
+        """Return the questions that have this answer whatever the others are."""
+        implied: set[object] = {answer}
+        waiting: list[object] = [answer]
+        while waiting:
+            for node, edge in further[waiting.pop()].items():
+                if edge["capacity"] >= HARD and node not in implied:
+                    implied.add(node)
+                    waiting.append(node)
+        return implied
 
     def _change(self, behind: Place, before: Place, partial: Collection[object]) -> Kind | None:
         """Return what happens to the gradient between two places."""
@@ -197,9 +235,9 @@ class GradientSums(CutProblem):
             from_end = dim - len(self.trace.tensors[tensor].shape)
             result.at_output(crossing, change, dim=from_end, layout=str(self.shards.layouts(tensor)[dim]))
 
-    def _refusals(self, broken: Iterable[tuple[object, object]]) -> Iterator[Refusal]:
-        """Name the calls at which an implication is broken."""
-        places = [node[1] for pair in broken for node in pair if isinstance(node, tuple)]
+    def _refusals(self, contradicted: Iterable[object]) -> Iterator[Refusal]:
+        """Name the calls at which a gradient would have to be both whole and partial."""
+        places = [node[1] for node in contradicted if isinstance(node, tuple)]
         for index in sorted({place[2] if place[1] == "read" else place[0][1] for place in places} - {OUTSIDE}):
             call = self.trace.calls[index]
             tensors = tuple(t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.shards.is_split(t))

@@ -46,7 +46,7 @@ def combined(tp: Runtime, context: Runtime, tp_size: int, cp_size: int) -> Runti
 
 def _refuse(where: str, why: str) -> NoReturn:
     raise IndivisibleError(
-        f"{where or 'the model'}: {why}", hint="plan it with tp_size= or cp_size= alone, or with other sizes"
+        f"{where or 'the model'}: {why}", hint="plan with tp_size= or cp_size= alone, or with other sizes"
     )
 
 
@@ -75,7 +75,7 @@ class _Combined:
             yield replace(rule, read=replace(self._read(rule, read[name]), pattern="")) if name in read else rule
 
     def _read(self, own: ParameterRule, read: ParameterRule) -> ParameterRule:
-        """What a rank reads of the rows that its rank of tp holds."""
+        """Return the rule for the rows that a cp rank reads of those that its tp rank holds."""
         if read.dim is None or read.layout is None:
             return read
         whole = Layout.parse(read.layout)
@@ -88,13 +88,13 @@ class _Combined:
                 rows = layout.rows(c, self.cp_size) if layout.is_split else tuple(range(layout.size))
                 wanted = whole.rows(t * self.cp_size + c, self.tp_size * self.cp_size)
                 if layout.size != len(held) or tuple(held[row] for row in rows) != wanted:
-                    _refuse(own.pattern, f"a rank of tp has other parts ({own.layout}) than its ranks of cp read")
+                    _refuse(own.pattern, f"the part of a tp rank ({own.layout}) is not what its cp ranks read")
         if not layout.is_split:
             return replace(read, dim=None, layout=None)
         return replace(read, layout=str(layout))
 
     def _within(self, where: str, layout: Layout) -> Layout:
-        """How what a rank of tp holds of a dim lies on its ranks of cp, where the whole lies on both by `layout`."""
+        """Return how the part of a dim on a tp rank lies on its cp ranks, where the whole lies on both by `layout`."""
         if layout.parts:
             parts = tuple(self._within(where, part) for part in layout.parts)
             sizes = [part.size for part in parts]
@@ -103,14 +103,14 @@ class _Combined:
             return layout
         pieces, stride = layout.split[0] or self.tp_size * self.cp_size, layout.split[1]
         if layout.block or layout.size % pieces:
-            _refuse(where, f"{layout} gives ranks unequal parts")
+            _refuse(where, f"{layout} gives ranks parts of different sizes")
         if stride % self.cp_size == 0:  # all ranks of cp have the same
             return Layout("factor", layout.size // pieces)
         if self.cp_size % stride:
-            _refuse(where, f"{layout} is no cut within the parts of ranks of tp")
+            _refuse(where, f"{layout} cannot be sharded again within the part of a tp rank")
         many = self.cp_size // stride
         if pieces % many and many % pieces:
-            _refuse(where, f"{layout} is no cut within the parts of ranks of tp")
+            _refuse(where, f"{layout} cannot be sharded again within the part of a tp rank")
         mine = min(many, pieces)
         return Layout(
             "factor", layout.size * mine // pieces, split=(0, 1) if stride == 1 == many // mine else (mine, stride)
@@ -119,7 +119,7 @@ class _Combined:
     # ------------------------------------------------------------------ instructions
 
     def _instructions(self) -> Iterator[Instruction]:
-        """In the order in which they come at the entry of a module: what makes own positions first."""
+        """Yield them in the order in which they act at the entry of a module: what makes own positions first."""
         kept: dict[tuple[object, ...], Instruction] = {}
         for one in self.tp.instructions:
             kept[_key(one)] = one
@@ -135,7 +135,7 @@ class _Combined:
         if isinstance(one, Exchange):
             return replace(one, over="cp", layout=str(self._within(one.pattern, Layout.parse(one.layout))))
         if isinstance(one, WithholdPartial | JoinPartial):
-            _refuse(one.pattern, "its branches share a sum over ranks of cp")
+            _refuse(one.pattern, "its branches share an all-reduce over cp")
         if isinstance(one, ParallelBlock):
             return own
         if isinstance(one, SequenceBoundary):
@@ -146,7 +146,7 @@ class _Combined:
             return self._call(own if isinstance(own, CallRewrite) else None, one)
         if any(move.collective is not Collective.ALL_REDUCE for move in one.moves):
             if own is not None or not isinstance(one, AllGather):
-                _refuse(one.pattern, f"{type(one).__name__} would be over both")
+                _refuse(one.pattern, f"{type(one).__name__} would span tp and cp")
             return replace(one, over="cp", layout=str(self._within(one.pattern, Layout.parse(one.layout))))
         if own is not None:
             return replace(one, over="all")
@@ -158,13 +158,13 @@ class _Combined:
         """A call of both: numbers and sums are those over all ranks. What only one of them sums is not told apart."""
         where = f"{one.pattern} at {one.site}"
         if any(move.collective is not Collective.ALL_REDUCE for move in one.own_moves):
-            _refuse(where, "its pieces would be gathered over both")
+            _refuse(where, "its pieces would be gathered over tp and cp")
         if own is None:
             if one.moves:
-                _refuse(where, "ranks of cp sum there and ranks of tp do not")
+                _refuse(where, "it is summed over cp but not over tp")
             return replace(one, over="all")
         if type(own) is not type(one) or set(own.copies) != set(one.copies):
-            _refuse(where, "ranks of tp and ranks of both sum other things there")
+            _refuse(where, "it is summed differently over tp and over tp and cp together")
         known = {argument.path for argument in one.arguments}
         more = tuple(
             LiteralArgument(argument.path, *(self._each(numbers) for numbers in (argument.passed, argument.wanted)))
@@ -173,7 +173,7 @@ class _Combined:
         )
         cuts = {(cut.output, cut.dim) for cut in one.cuts}
         if any((cut.output, cut.dim) not in cuts for cut in own.cuts):
-            _refuse(where, "its output is cut over tp and over both")
+            _refuse(where, "its output is sharded both over tp and over tp and cp together")
         return replace(one, over="all", arguments=(*one.arguments, *more), sometimes=own.sometimes or one.sometimes)
 
     def _each(self, numbers: tuple[int, ...]) -> tuple[int, ...]:

@@ -71,8 +71,8 @@ class _Outside:
                 self._check_readers(tensor)
 
     def _find_own_code(self) -> None:
-        """What the model's own code makes of whole values on its way to what it returns, each rank makes alike, and so
-        it does a loss: what modules give it has a whole gradient there, of which each rank takes an equal part."""
+        """Find what the model's own code makes of whole values on the way to the model's output: it is the same on each
+        rank, as is a loss. Module outputs have a whole gradient there, of which each rank takes an equal part."""
         waiting, asked = list(self.flow.final), set[int]()
         while waiting:
             tensor = waiting.pop()
@@ -133,7 +133,7 @@ class _Outside:
                 yield crossing, side
 
     def heads(self) -> Iterator[tuple[Crossing, int]]:
-        """Where a module returns what the model returns cut, alone or after calls that change each number by itself."""
+        """Yield where a module returns sharded what the model returns, alone or after elementwise calls."""
         for (crossing, side), dim in self.cut.gathers.items():
             tensor = self.tensor_at(crossing, side)
             while crossing.module == "":
@@ -148,7 +148,7 @@ class _Outside:
                 tensor = given[0]
 
     def picked(self, heads: Iterable[Crossing]) -> Iterator[tuple[Crossing, int]]:
-        """Where the model's own code takes what it makes logits of from a module, before it may pick positions."""
+        """Yield where the model's own code gets from a module what it makes logits of, and may pick positions."""
         for head in heads:
             for _, tensor in self.trace.visits[head.visit].inputs:
                 maker = self.flow.producer.get(tensor, -1)
@@ -161,7 +161,7 @@ class _Outside:
                     yield from ((c, dims[0]) for c in behind if outer is not None and c.visit == outer.visit)
 
     def _is_sum(self, tensor: int, maker: int) -> bool:
-        """Is it summed over ranks, which wants the whole gradient back? Then that is summed, too."""
+        """Return whether it is summed over ranks, which needs the whole gradient; then the gradient is summed, too."""
         summed = [c for c in self.flow.leaving.get(tensor, ()) if (c, AllReduce) in self.placement.outputs]
         self.cut.summed_back |= set(summed)
         if not summed and maker in self.placement.reductions:
@@ -169,7 +169,7 @@ class _Outside:
         return bool(summed)
 
     def _check_readers(self, tensor: int) -> None:
-        """Do all who read it give parts of its gradient?"""
+        """Check that all who read it give parts of its gradient."""
         parameter = self.trace.tensors[tensor].kind == "parameter"
         summed = parameter and tensor in self.placement.summed_parameters
         for use in self.flow.gradient_uses(tensor) - self.calls if not summed else ():
@@ -183,7 +183,7 @@ class _Outside:
         return use in self.calls or at_cut or self._is_copied(tensor, use)
 
     def _joins(self, call: int, asked: set[int]) -> bool:
-        """Does all that is made of a call's outputs give parts of their gradients? Then the call lies outside, too."""
+        """Return whether all readers of a call's outputs give parts of their gradients: then it lies outside, too."""
         if call in asked:
             return True
         asked.add(call)
@@ -198,7 +198,7 @@ class _Outside:
         return True
 
     def _is_copied(self, tensor: int, use: int) -> bool:
-        """Does this reader give a part, and is the gradient summed on the way? It no longer is."""
+        """Return whether this reader gives a part whose gradient was summed on the way; that sum is dropped."""
         for crossing, side in [(c, "input") for c in self.flow.entering.get(tensor, ()) if c.first <= use < c.last] + [
             (c, "output") for c in self.flow.leaving.get(tensor, ()) if c.last <= use
         ]:

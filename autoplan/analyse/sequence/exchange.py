@@ -12,12 +12,13 @@ ranks, is replaced by the exchange of that input.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Placement
 from autoplan.analyse.sequence.stream import Stream
 from autoplan.analyse.sequence.stream_state import SequencePlacement, integers
+from autoplan.analyse.sequence.windows import parts_of, sizes_of
 from autoplan.common.layout import Layout
 from autoplan.ops import call_record
 from autoplan.ops.records.record import writes_in_place
@@ -39,7 +40,7 @@ def exchange(
 
 @dataclass
 class _Found:
-    """What replaces one gather."""
+    """The replacement of one gather."""
 
     shown: dict[tuple[Crossing, str], int] = field(default_factory=dict)
     own: dict[Crossing, int] = field(default_factory=dict)  # inputs that are a rank's own positions
@@ -100,8 +101,8 @@ class _Exchanges:
         raise _Refused
 
     def _counts_indices(self, index: int) -> bool:
-        """Does a call do more with its indices than look up: change the table, or scale gradients by how many there
-        are? Each rank would do it for its own ones."""
+        """Return whether a call uses its indices for more than a lookup (it changes the table, or scales gradients by
+        their count), which each rank would do for its own indices only."""
         call = self.trace.calls[index]
         written = any(writes_in_place(self.trace.ops[op].name) for op in range(*call.ops))
         return written or any(item is True for item in (*call.args, *call.kwargs.values()))
@@ -176,7 +177,7 @@ class _Exchanges:
                     self._leave_module(made, Crossing(number, visit.module, path, *visit.calls), partial, found)
 
     def _leave_module(self, made: int, crossing: Crossing, partial: bool, found: _Found) -> None:
-        """What a module made on own positions: exchanged, shown as whole, or gathered."""
+        """Place what a module made on own positions: exchanged, shown as whole, or gathered."""
         dim = self._plain(made)
         if self.shards.is_split(made):
             piece, layout = self._pieces(made, dim)
@@ -215,7 +216,7 @@ class _Exchanges:
         return min(found, key=lambda i: (self.trace.visits[i].calls[1] - self.trace.visits[i].calls[0], -i))
 
     def _by_position(self, number: int, given: set[int]) -> bool:
-        """Does a module treat each position of these by itself, and read nothing else that has positions?"""
+        """Return whether a module treats each of these positions by itself, and reads no other positions."""
         visit = self.trace.visits[number]
         known = set(given)
         if any(
@@ -241,7 +242,7 @@ class _Exchanges:
                 return False
             call = self.trace.calls[index]
             for item in integers((call.args, call.kwargs)):
-                if self.positions.depends_on_length(item) and not _sizes_of(item.origin) <= known:
+                if self.positions.depends_on_length(item) and not sizes_of(item.origin) <= known:
                     return False
             known.update(self.flow.outputs[index])
         made = [t for _, t in visit.outputs]
@@ -293,7 +294,7 @@ class _Exchanges:
                     self.cut.names[entry] = name
 
     def _withheld(self) -> bool:
-        """Does a branch still keep a part of a sum back?"""
+        """Return whether a branch still withholds a partial sum."""
         kept = (done for (_, kind), done in self.placement.outputs.items() if kind is WithholdPartial)
         return any(done not in self.cut.undone for done in kept)
 
@@ -321,7 +322,7 @@ class _Exchanges:
         return self.stream.tensor_at(crossing, side)
 
     def _summed_gradients(self, key: tuple[Crossing, str]) -> set[Boundary]:
-        """What sums a gradient there; nothing where another run of the module wants the sum."""
+        """Return the boundaries that sum a gradient there; none if another run of the module needs the sum."""
         crossing, side = key
         done = (self.placement.outputs if side == "output" else self.placement.inputs).get(
             (crossing, AllReduceGradient)
@@ -366,7 +367,7 @@ class _Exchanges:
             outside = index not in calls and any(
                 _is_in(str(part[1]), module)
                 for item in integers((call.args, call.kwargs))
-                for part in _parts(item.origin, "attr")
+                for part in parts_of(item.origin, "attr")
                 for module in modules
             )
             if outside:
@@ -381,15 +382,3 @@ class _Exchanges:
 
 def _is_in(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
-
-
-def _parts(origin: tuple[object, ...], kind: str) -> Iterator[tuple[object, ...]]:
-    if origin[0] == kind:
-        yield origin
-    for part in origin[1:]:
-        if isinstance(part, tuple):
-            yield from _parts(part, kind)
-
-
-def _sizes_of(origin: tuple[object, ...]) -> set[object]:
-    return {part[1] for kind in ("size", "numel") for part in _parts(origin, kind)}

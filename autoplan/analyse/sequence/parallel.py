@@ -21,6 +21,7 @@ from functools import reduce
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.context import leave_partial
 from autoplan.analyse.sequence.exchange import exchange
+from autoplan.analyse.sequence.halo import mixed, take_halos
 from autoplan.analyse.sequence.stream import SequencePlacement, Stream
 from autoplan.analyse.sequence.stream_state import Refused
 from autoplan.analyse.shards import Shards
@@ -34,6 +35,7 @@ from autoplan.values import (
     Boundary,
     ExchangeToPieces,
     ExchangeToPositions,
+    Halo,
     LogitsOfPositions,
     NoteShard,
     OwnPositions,
@@ -86,6 +88,7 @@ def place_sequence(
     if context:
         try:
             leave_partial(flow, placement, result)
+            take_halos(walks, flow, result)
             exchange(walks, flow, placement, result, rewritten)
         except Refused as error:
             return SequencePlacement(refused=(error.reason,))
@@ -97,7 +100,7 @@ def mixed_leaves(shards: Shards, flow: CallFlow, stacks: Iterable[tuple[str, ...
     stacks = [names for names in stacks if names]
     streams = [Stream(shards, flow, Placement(), names, context=True) for names in stacks]
     blocks = {name for names in stacks for name in names}
-    return {leaf for stream in streams if stream.begin() for leaf in stream.mixed(blocks)}
+    return {leaf for stream in streams if stream.begin() for leaf in mixed(stream, blocks)}
 
 
 def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:
@@ -149,6 +152,9 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
             found[ExchangeToPieces(where, "output", path, dim, name, feature, layout)] = None
         else:
             found[ExchangeToPositions(where, "input", path, dim, name, feature, layout)] = None
+    for crossing, halo in cut.halos.items():
+        where, name = crossing.module, cut.names[crossing]
+        found[Halo(where, "input", crossing.path, halo.dim, name, halo.before, halo.output, halo.output_dim)] = None
     for crossing, dim in cut.returned_shards.items():
         add(NoteShard, crossing, "output", dim)
     for kind, crossings in ((LogitsOfPositions, cut.heads), (AllGatherPicked, cut.picked)):

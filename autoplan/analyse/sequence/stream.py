@@ -7,7 +7,7 @@ until nothing is left to add.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
@@ -20,6 +20,7 @@ from autoplan.analyse.sequence.stream_state import (
     coupling_ops,
     integers,
 )
+from autoplan.analyse.sequence.windows import Windows
 from autoplan.analyse.splits.literal_sizes import evaluate
 from autoplan.axes.terms import Term
 from autoplan.ops import call_record
@@ -54,23 +55,13 @@ class Stream(CutStream):
         if not self.starts:
             return False
         self.positions = Positions(self.shards, sequences, self.context)
+        self.windows = Windows(self.shards, self.flow, self.positions)
         self.first_call = min(start.first for start in self.starts)
         self.last_call = max(v.calls[1] for _, v in visits)
         return True
 
-    def mixed(self, blocks: Collection[str]) -> set[Term]:
-        """The split leaves of values whose positions some call in these blocks, of whatever stack, mixes."""
-        found: set[Term] = set()
-        spans = {v.calls for v in self.trace.visits if v.module in blocks and v.calls[0] >= self.first_call}
-        for index in sorted({index for span in spans for index in range(*span)}):
-            values = [t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.positions.dims_of(t)]
-            given = [t for t in self.flow.inputs[index] if t in values]
-            if given and not self.flow.is_identity(index) and self.mixes(index, given) is not None:
-                found |= {leaf for tensor in values for leaf in self.shards.split_leaves(tensor)}
-        return found
-
     def _starts(self, blocks: list[tuple[int, ModuleVisit]]) -> Iterator[tuple[Crossing, int, Term]]:
-        """Where the stack is entered, perhaps again and again: the boundary, the stream's value there, its sequence."""
+        """Yield where the stack is entered, perhaps repeatedly: the boundary, the stream's value, its sequence."""
         first = [(number, visit) for number, visit in blocks if visit.module == blocks[0][1].module]
         returned = {tensor for _, visit in blocks for _, tensor in visit.outputs}
         paths = (p for _, v in first for p, t in v.inputs if t in self.flow.carries and self._axis(t) is not None)
@@ -139,6 +130,7 @@ class Stream(CutStream):
             return
         reason = self._crosses(index, cut)
         if reason is not None:
+            self._gather_for_window(index, reason)
             for tensor in cut:
                 self._make_whole(tensor, index, reason)
             return
@@ -151,7 +143,7 @@ class Stream(CutStream):
         self.cut.update(t for t in outputs if self.positions.dims_of(t))
 
     def _note_draws(self, index: int) -> None:
-        """What draws for a piece of the sequence draws other numbers on each rank."""
+        """Note draws for a piece of the sequence, which differ between ranks."""
         call = self.trace.calls[index]
         if call_record(call.name).random.has_rate(call.args, call.kwargs):
             self.result.random.add(call.module)
@@ -191,7 +183,7 @@ class Stream(CutStream):
         return WholeSequence(why, call.module, call.name)
 
     def _crosses(self, index: int, cut: list[int]) -> WholeSequence | None:
-        """Why a call needs the whole sequence; None if it does not."""
+        """Return why a call needs the whole sequence; None if it does not."""
         mixes = self.mixes(index, cut)
         if mixes is not None:
             return mixes
@@ -202,7 +194,7 @@ class Stream(CutStream):
         return None
 
     def mixes(self, index: int, cut: list[int]) -> WholeSequence | None:
-        """How a call treats positions other than each by itself; None if it does not."""
+        """Return how a call treats positions other than independently; None if it does not."""
         call = self.trace.calls[index]
         for op in range(*call.ops):
             if self.positions.crossed_by(op):
@@ -230,12 +222,12 @@ class Stream(CutStream):
         return [t for t in cut if dim % len(self.trace.tensors[t].shape) in self.positions.dims_of(t)]
 
     def _parts(self, index: int, cut: list[int]) -> bool:
-        """Is a sequence taken apart, into pieces of so many positions, or of one?"""
+        """Return whether a sequence is split into pieces of several positions, or of one."""
         sizes = {self.trace.tensors[t].shape for t in self.flow.outputs[index]}
         return any(sizes != {self.trace.tensors[t].shape} for t in self._along(index, cut))
 
     def _sizes_follow(self, index: int) -> bool:
-        """Do the sizes that Python passes shrink by themselves when the cut inputs do?"""
+        """Return whether the sizes that Python passes shrink with the sharded inputs."""
         call = self.trace.calls[index]
         for tensor in self.flow.outputs[index]:
             shape = self.trace.tensors[tensor].shape
@@ -247,7 +239,7 @@ class Stream(CutStream):
         return True
 
     def _told_a_shard(self, index: int) -> bool:
-        """Does a call on whole values get a length that was read from a cut one?"""
+        """Return whether a call on whole values gets a length that was read from a sharded one."""
         call = self.trace.calls[index]
         return any(
             isinstance(item, Symbolic) and self.positions.depends_on_length(item)
@@ -257,7 +249,7 @@ class Stream(CutStream):
         )  # fmt: skip
 
     def _alike(self, index: int) -> bool:
-        """Does a call make the same for every position, of nothing that has positions? Then a shard of it is one."""
+        """Return whether a call makes the same for every position from nothing that has positions."""
         inputs = self.flow.inputs[index]
         carrying = [t for t in inputs if t in self.flow.carries]
         return (
@@ -295,6 +287,15 @@ class Stream(CutStream):
                 if self.positions.dims_of(source) and self.is_cut(source, maker):
                     self._make_whole(source, maker, reason)
         raise Refused(replace(reason, inside=True))
+
+    def _gather_for_window(self, index: int, reason: WholeSequence) -> None:
+        """Give the whole sequence to a module of which a halo is made (halo.py)."""
+        number = self.windows.around(index, self.names) if self.context else None
+        if number is not None:
+            path, tensor = (visit := self.trace.visits[number]).inputs[0]
+            crossing, dim = Crossing(number, visit.module, path, *visit.calls), self.positions.plain_dim(tensor)
+            if dim is not None and self.is_cut(tensor, *visit.calls):
+                self._add(self.result.gathers, [(crossing, "input")], dim, reason)
 
     def _gather_around(self, index: int, reason: WholeSequence) -> None:
         """Give the whole sequence to the innermost module around a call that takes in a cut value."""
@@ -367,11 +368,11 @@ class Stream(CutStream):
                 self._add(self.result.scatters, [(crossing, "input")], dim, None)
 
     def _all_after(self, crossing: Crossing, tensor: int) -> bool:
-        """Do all read the value behind the boundary, and where the walk sees them?"""
+        """Return whether all readers of the value come after the boundary, where the walk sees them."""
         return all(use >= max(crossing.last, self.first_call) for use in self.flow.uses[tensor])
 
     def _note_gradients(self, index: int, inputs: list[int], cut: list[int]) -> None:
-        """What a call on shards reads besides positions gets a part of its gradient on each rank."""
+        """Note what a call on shards reads besides positions: its gradient is partial on each rank."""
         for tensor in inputs:
             if tensor in cut or self.positions.dims_of(tensor) or tensor not in self.flow.carries:
                 continue

@@ -59,7 +59,7 @@ class Positions:
         return dims[0] - len(terms) if self._major(terms[dims[0]]) is not None else None
 
     def _major(self, term: Term) -> int | None:
-        """What a dim has in front of the sequence, as a size: 1 where it is the sequence; None if it is neither."""
+        """Return the size in front of the sequence in a dim: 1 if the dim is the sequence; None if it has none."""
         inside = tuple(find(leaf) for leaf in leaves(term))
         for whole, size in self.wholes.items():
             before = inside[: len(inside) - len(whole)]
@@ -73,7 +73,7 @@ class Positions:
         return any((self._major(terms[d]) or 1) > 1 for d in self.dims_of(tensor))
 
     def crossed_by(self, op: int) -> bool:
-        """Did this op leave an event that couples positions?"""
+        """Return whether this op left an event that couples positions."""
         return not self._crossing.get(op, set()).isdisjoint(self.sequences)
 
     def picks(self, index: int, cut: list[int]) -> bool:
@@ -108,7 +108,7 @@ class Positions:
 
 
 def coupling_ops(axes: Axes) -> dict[int, set[Term]]:
-    """For every op the axes on which it left an event that couples positions."""
+    """Return for every op the axes on which it left an event that couples positions."""
     found: dict[int, set[Term]] = {}
     for op, event, term in axes.marked_by:
         if event not in _LOCAL:
@@ -137,9 +137,19 @@ def integers(value: Any) -> Iterator[Any]:
 # on shards or on the whole sequence, not on both; and every run of a module needs the same of its hooks.
 
 
+@dataclass(frozen=True)
+class HaloAt:
+    """The dim of positions that a module takes in, how many positions before its own it reads, and what it returns."""
+
+    dim: int
+    before: int
+    output: tuple[Any, ...]
+    output_dim: int
+
+
 @dataclass
 class SequencePlacement:
-    """What changes against plain tensor parallelism. Keys are crossings; values the sequence dim, from the end."""
+    """The changes against plain tensor parallelism. Keys are crossings; values the sequence dim, from the end."""
 
     scatters: dict[tuple[Crossing, str], int] = field(default_factory=dict)  # side "input" or "output"
     gathers: dict[tuple[Crossing, str], int] = field(default_factory=dict)  # whole readers: backward takes a shard
@@ -160,6 +170,7 @@ class SequencePlacement:
     # positions and of pieces, and their layout), what no longer happens, and what is read whole
     shown: dict[tuple[Crossing, str], int] = field(default_factory=dict)
     exchanges: dict[tuple[Crossing, str], tuple[int, int, str]] = field(default_factory=dict)
+    halos: dict[Crossing, HaloAt] = field(default_factory=dict)  # what modules take in (halo.py)
     undone: set[Boundary] = field(default_factory=set)
     whole_parameters: set[int] = field(default_factory=set)
     whole_modules: set[str] = field(default_factory=set)
@@ -227,7 +238,7 @@ class CutStream:
     # ------------------------------------------------------------------ what a value is for a call
 
     def is_cut(self, tensor: int, call: int, last: int | None = None) -> bool:
-        """Does this call (or do all until `last`, taken together) see a shard of the value's positions?"""
+        """Return whether this call (or all until `last`, taken together) sees a shard of the value's positions."""
         last = call + 1 if last is None else last
         if not self.in_stream(tensor, call):
             return False
@@ -236,7 +247,7 @@ class CutStream:
         return not any(b.first <= call and last <= b.last for b in self.gathered_inputs.get(tensor, ()))
 
     def in_stream(self, tensor: int, call: int) -> bool:
-        """Is the value cut when this call runs, unless a boundary made it whole?"""
+        """Return whether the value is sharded when this call runs, unless a boundary made it whole."""
         if tensor in self.starts.values():  # what the first block takes in is whole outside it
             return any(t == tensor and start.first <= call < start.last for start, t in self.starts.items())
         return tensor in self.cut
@@ -292,7 +303,7 @@ class CutStream:
         self._note_shards()
 
     def _note_shards(self) -> None:
-        """What blocks return on shards: transformers collects it for callers that ask for hidden states."""
+        """Note what blocks return on shards: transformers collects it for callers that request hidden states."""
         self.result.returned_shards.clear()
         points: dict[HookPoint, dict[int, Crossing]] = {}
         for number, visit in enumerate(self.trace.visits):
@@ -321,7 +332,7 @@ class CutStream:
                 del self.result.gathers[crossing, side]
 
     def _whole_around(self, crossing: Crossing, tensor: int) -> bool:
-        """Has the value been made whole already where this boundary lies?"""
+        """Return whether the value has already been made whole at this boundary."""
         gathered = [b for b, side in self.result.gathers if side == "output" and self.tensor_at(b, side) == tensor]
         if any(b.last <= crossing.first for b in gathered):
             return True
@@ -358,13 +369,13 @@ class CutStream:
             raise Again
 
     def _maker(self, point: HookPoint, points: dict[HookPoint, set[int]]) -> Call | None:
-        """What made the value that is whole where others are cut."""
+        """Return the call that made a value that is whole where others are sharded."""
         runs = self.flow.runs_through(*point)
         made = (self.flow.producer.get(tensor, -1) for visit, tensor in runs.items() if visit not in points[point])
         return next((self.trace.calls[index] for index in made if index >= 0), None)
 
     def _reaches_shard(self, call: int) -> bool:
-        """Is what a call makes of a parameter used on shards of the positions?"""
+        """Return whether what a call makes of a parameter is used on shards of the positions."""
         seen, waiting = set[int](), [call]
         while waiting:
             index = waiting.pop()

@@ -59,7 +59,7 @@ def audit(
     # Refuse what is of another kind before anything is built
     check_count("tokens", tokens)
     if gradient_norm is not None and not callable(gradient_norm):
-        raise AutoplanError(f"gradient_norm={gradient_norm!r}", hint="give a function (model, mesh) -> number")
+        raise AutoplanError(f"gradient_norm={gradient_norm!r}", hint="pass a function (model, mesh) -> number")
     if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
         raise AutoplanError(f"dtype={dtype!r}", hint=f"choose one of {', '.join(DTYPES)}")
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
@@ -118,12 +118,12 @@ def _ran(subject: Audited) -> str:
         return f"not run: {subject.unproven}"
     by = "an imitation of DeepSpeed's layers" if subject.plan.dialect == "deepspeed" else subject.plan.dialect
     ranks = subject.numbers.tp_size
-    stand_in = f" (tried at tp {ranks} for tp {subject.tp_size})" if ranks != subject.tp_size else ""
-    return f"{subject.outcome} on {ranks} simulated ranks{stand_in}, carried out by {by}"
+    stand_in = f" (tried at tp={ranks} in place of tp={subject.tp_size})" if ranks != subject.tp_size else ""
+    return f"{subject.outcome} on {ranks} simulated ranks{stand_in}, run by {by}"
 
 
 def _findings(subject: Audited) -> Iterable[Finding]:
-    """Of all checks. Hints about rows are marked: a repair replaces them by changes whose plan passed its audit."""
+    """Return all findings. Hints about rows are marked: a repair replaces them by changes that passed an audit."""
     findings: list[Finding] = []
     for check in CHECKS:
         own = check.run(subject, tuple(findings))
@@ -146,7 +146,7 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
     tp_size = ours.ranks
     solution = solve_experts(captured.trace, tp_size, experts=experts_of(ours.tp_size, ours.ep_size, Capabilities()))
     right = _right(source, foreign.plan, module) if foreign.plan is not None else None
-    trial = try_on_ranks(source, foreign, tp_size, right) if run else AuditRun(reason="not asked for")
+    trial = try_on_ranks(source, foreign, tp_size, right) if run else AuditRun(reason="not requested")
     return Audited(
         model=module,
         name=source.name,
@@ -157,7 +157,7 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
         stacks=layers(module),
         settings=settings,
         numbers=trial.numbers,
-        unproven=trial.reason or "the unsharded model's numbers are NaN",
+        unproven=trial.reason or "the unsharded model's outputs or gradients are NaN",
         right=right,
         refused=_refused(foreign.plan, right) if run and trial.numbers is None else "",
         ran_at_full_size=trial.full_size,
@@ -178,13 +178,13 @@ def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
     if foreign.plan is not None and foreign.plan.tp_size != tp_size:
         raise PlanMismatchError(
             f"{foreign.name} is a plan for {foreign.plan.over}, not tp={tp_size}",
-            hint=f"audit it at tp_size={foreign.plan.tp_size}, or plan again",
+            hint=f"audit it at tp_size={foreign.plan.tp_size}, or make a new plan",
         )
     return foreign
 
 
 def _right(source: Any, plan: Plan, module: Any) -> Plan | None:
-    """What the choices of a plan of ours give when everything but the choices is derived again."""
+    """Return what the choices of an autoplan plan give when everything else is derived again."""
     from autoplan.planning import draft_plan
 
     try:
@@ -194,12 +194,12 @@ def _right(source: Any, plan: Plan, module: Any) -> Plan | None:
 
 
 def _refused(plan: Plan | None, right: Plan | None) -> str:
-    """Why `parallelize` would not apply a plan of ours that was not run; "" where it would."""
+    """Return why `parallelize` would not apply an autoplan plan that was not run; "" if it would."""
     if plan is None or right is None or plan.ranks == 1 or plan.runtime == right.runtime:
         return ""
     if not plan.made_for.content or digest(plan) == plan.made_for.content:
         return ""
-    return "the plan was edited since it was made, and is not what follows from its choices: `parallelize` refuses it"
+    return "the plan was edited after it was made and no longer follows from its choices: `parallelize` refuses it"
 
 
 def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
@@ -312,7 +312,7 @@ def held_bytes(subject: Audited) -> tuple[int, int]:
 
 
 def unsplit_share(subject: Audited) -> float:
-    """Of the bytes of matrices that can be split, the share that this plan leaves whole."""
+    """Return the share of the bytes of shardable matrices that this plan replicates."""
     able = [weight for weight in subject.weights if weight.is_matrix and weight.fact.dim is not None]
     total = sum(weight.bytes for weight in able)
     return round(sum(weight.bytes for weight in able if weight.said.dim is None) / total, 4) if total else 0.0
@@ -339,8 +339,8 @@ def gathers(said: Said) -> bool:
 
 
 def cut_text(said: Said) -> str:
-    """What is done to a weight, for people."""
+    """Return how a weight is sharded, for people."""
     if said.dim is None:
         return "whole"
     gathered = ", output gathered" if gathers(said) else ""
-    return f"cut along dim {said.dim}, {len(said.rows[0])} rows on rank 0, from {said.rows[0][0]}{gathered}"
+    return f"sharded along dim {said.dim}, {len(said.rows[0])} rows on rank 0, from {said.rows[0][0]}{gathered}"

@@ -24,7 +24,7 @@ _ALLOWED = 1e-5
 
 
 class Verdict(StrEnum):
-    """What became of a claim, as tables and --json say it."""
+    """The outcome of a claim, as in tables and --json."""
 
     HOLDS = "holds"
     WRONG = "wrong"
@@ -82,7 +82,7 @@ def _plan(source: Any, plan: Any, tp_size: int) -> Iterator[Finding]:
     try:
         report = audit_source(source, dict(plan), tp_size)
     except AutoplanError as error:
-        yield Finding("", "warn", "", f"not tried: {error.message}")
+        yield Finding("", "warn", "", f"not run: {error.message}")
         return
     about = [f for f in report.findings if f.level == "error" or f.check in ("dead-keys", "overlaps")]
     yield from (finding for finding in about if finding.kind != "follows")
@@ -100,7 +100,7 @@ def _pipeline(clone: Any, plan: Any, module: Any) -> Iterator[Finding]:
     known = {name for name, _ in module.named_modules()}
     for key in plan:
         if key not in known and not any(name.endswith(f".{key}") for name in known):
-            yield Finding("", "error" if plan else "note", key, f"pp_plan names {key!r}, which the model has not")
+            yield Finding("", "error" if plan else "note", key, f"pp_plan names {key!r}, which the model does not have")
     if not splits_pipelines():
         return
     base, _, feed = _called(clone)
@@ -110,14 +110,14 @@ def _pipeline(clone: Any, plan: Any, module: Any) -> Iterator[Finding]:
         worst = _on_stages(clone.model, feed, base)
     except Exception as error:  # what splitting or running it raises is the finding
         cause = getattr(error, "cause", error)
-        text = f"it cannot be split over {_STAGES} stages: {said(cause)}"
+        text = f"it cannot be split into {_STAGES} pipeline stages: {said(cause)}"
         yield Finding("", "error" if plan else "note", "", text, kind="cannot-run" if plan else "")
         return
     if worst > _ALLOWED:
         again = unsplit_children(clone.model)
-        why = f"; each stage runs {', '.join(again)} again" if again else ""
-        claimed = "" if plan else " (no pp_plan is claimed, and pp_size=2 is not refused)"
-        text = f"split over {_STAGES} stages, it computes something else{why}{claimed}"
+        why = f"; each stage also runs {', '.join(again)}" if again else ""
+        claimed = "" if plan else " (no pp_plan is claimed, yet pp_size=2 is accepted)"
+        text = f"split into {_STAGES} pipeline stages, its results are wrong{why}{claimed}"
         proof = f"on {_STAGES} simulated ranks, logits are off by {worst:.2g} (allowed {_ALLOWED:g})"
         yield Finding("", "error", ", ".join(again), text, "run it with pp_size=1", proof=proof, kind="wrong-numbers")
 
@@ -180,25 +180,25 @@ def _context(source: Any, model: Any, is_claimed: bool | None) -> Iterator[Findi
         return
     if context_hooks() is None:
         if is_claimed:
-            yield Finding("", "warn", "", "not tried: no accelerate is installed that cuts sequences")
+            yield Finding("", "warn", "", "not run: no installed accelerate version supports context parallelism")
         return
     feed: dict[str, Any] = next(iter(feeds_at(source, model, batch=2, length=LENGTH).values()), {})
     found = outcome_of(model, feed)
     if found is None:
         if is_claimed:
-            yield Finding("", "warn", "", f"not tried: no call of {LENGTH} tokens returns logits")
+            yield Finding("", "warn", "", f"not run: no call with {LENGTH} tokens returns logits")
         return
     over = f"over {RANKS} ranks of accelerate's context parallelism"
     if found.error is None and is_claimed:
         yield Finding("", "error", "", f"it cannot run {over}: {found.why}", kind="cannot-run")
     elif found.error is not None and found.error > ALLOWED and is_claimed:
-        why = "" if found.attends else ", and attention is never called as scaled_dot_product_attention"
+        why = "" if found.attends else ", and attention never calls scaled_dot_product_attention"
         off = f"logits are off by {found.error:.2g} (allowed {ALLOWED:g})"
         proof = f"{off}; the first value that differs: {found.first}"
-        text = f"{over}, it computes something else without an error{why}"
+        text = f"{over}, its results are wrong without an error{why}"
         yield Finding("", "error", "", text, "autoplan.plan(model, cp_size=2)", proof=proof, kind="wrong-numbers")
     elif found.error is not None and found.error <= ALLOWED and not is_claimed:
-        yield Finding("", "note", "", f"{over}, it computes what it does on one device, and it is not claimed")
+        yield Finding("", "note", "", f"{over}, its results match one device, but support is not claimed")
 
 
 def _blocks(module: Any, names: tuple[str, ...]) -> Iterator[Finding]:
@@ -213,12 +213,12 @@ def _blocks(module: Any, names: tuple[str, ...]) -> Iterator[Finding]:
     if absent:
         blocks = ", ".join(dict.fromkeys(classes[stack.fqns[0]] for stack in stacks))
         level: Level = "error" if len(absent) == len(names) else "note"
-        text = f"the classes not to be split are {', '.join(absent)}, which this model has not"
+        text = f"no_split_modules names {', '.join(absent)}, which this model does not have"
         yield Finding("", level, "", text, f"its blocks are {blocks}" if blocks else "")
     for stack in stacks if len(absent) < len(names) else ():
         split = [b for b in stack.fqns if not {classes[n] for n in (b, *holders(b)) if n in classes} & {*names}]
         if split:
-            text = f"{len(split)} of {len(stack.fqns)} blocks of {stack.name} are of no class that is not to be split"
+            text = f"{len(split)} of {len(stack.fqns)} blocks of {stack.name} are not covered by no_split_modules"
             yield Finding("", "warn", split[0], text, f"add {classes[split[0]]}")
 
 
@@ -234,7 +234,7 @@ def _checkpointing(clone: Any, is_claimed: bool | None) -> Iterator[Finding]:
         want, _ = _step(clone.model, feed, False)
         got, runs = _step(clone.model, feed, True)
     except Exception as error:  # what a claimed feature raises is the finding
-        yield Finding("", "error", "", f"with gradient checkpointing it cannot run: {said(error)}", kind="cannot-run")
+        yield Finding("", "error", "", f"it fails with gradient checkpointing: {said(error)}", kind="cannot-run")
         return
     largest = max((largest_of(tensor) for tensor in want.values()), default=0.0)
     errors = {name: error_of(got[name], want[name], largest) if name in got else float("inf") for name in want}

@@ -52,26 +52,26 @@ _HELD = "_sharded_by_autotp"
 
 
 def autotp_sharding(config: Mapping[str, Any]) -> Sharding:
-    """How AutoTP would carry out a config."""
+    """Return how AutoTP would carry out a config."""
     return Sharding(partial(_shard, config=config), _gather)
 
 
 def not_imitated(model: nn.Module, config: Mapping[str, Any], tp_size: int) -> str:
-    """Why a config cannot be tried on this model, or an empty string."""
+    """Return why a config cannot be tried on this model, or an empty string."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
     for name, module, spec in _chosen(model, config):
         if not isinstance(module, nn.Linear):
-            return f"{name} is of class {type(module).__name__}, which AutoTP cuts in a way that is not imitated"
+            return f"AutoTP shards {type(module).__name__} {name} in a way that is not emulated"
         if len(owners[id(module.weight)]) > 1:
-            return f"the weight of {name} is tied, which AutoTP handles in a way that is not imitated"
+            return f"the weight of {name} is tied, and AutoTP's handling of it is not emulated"
         if kind_of(spec) == "row" and name.rpartition(".")[2] in heads_of(config):
-            return f"{name} is a head cut along its input, which is not imitated"
+            return f"{name} is a head sharded along its input, which is not emulated"
         sizes = _parts(module.weight.shape[_dim(spec)], spec)
         if sizes is None or any(size % tp_size for size in sizes):
             sizes = sizes or spec["shape"]
-            return f"{name}: {sizes} are not divisible by {tp_size}; AutoTP cuts them by rules that are not imitated"
+            return f"{name}: {sizes} are not divisible by {tp_size}; AutoTP's rules for that are not emulated"
     return ""
 
 
@@ -86,7 +86,7 @@ def _chosen(model: nn.Module, config: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 
 def is_cut_by_autotp(module: nn.Module | None) -> bool:
-    """Is a module of a class for which AutoTP looks a spec up?"""
+    """Return whether AutoTP looks up a spec for a module of this class."""
     return isinstance(module, (nn.Linear, nn.Embedding)) or (
         module is not None and conventions().is_transposed_linear(module)
     )
@@ -296,12 +296,12 @@ class _Run(TorchFunctionMode):
         given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
         query, key, value = (given[name] for name in _ARGUMENTS[:3])
         if given.get("attn_mask") is not None:
-            raise _NotExchanged("attention is given a mask, which torch's ring does not take")
+            raise _NotExchanged("attention is given a mask, which torch's ring attention does not support")
         if not given.get("is_causal"):
-            raise _NotExchanged("attention is not causal, which torch refuses where it balances the load")
+            raise _NotExchanged("attention is not causal, which torch's load balancing does not support")
         assert self.positions is not None
         if query.shape[-2] != key.shape[-2] or key.shape[-2] != self.positions.shape[1]:
-            raise _NotExchanged("queries and keys are of other lengths than a rank has positions")
+            raise _NotExchanged("queries and keys have a different length than a rank's positions")
         keys, values = (_of_all_ranks(one) for one in (key, value))
         mask = self.positions[self.rank][:, None] >= self.positions.flatten()[None, :]
         more = {name: given[name] for name in ("scale", "enable_gqa") if name in given}
@@ -327,8 +327,8 @@ def _place() -> str:
 
 
 def outcome_of(model: nn.Module, feed: Mapping[str, Any]) -> Outcome | None:
-    """What logits come to on ranks that each have some of the positions; None where the call does not run, or the model
-    returns none. `feed`: of sequences of `LENGTH`."""
+    """Return the error of the logits on ranks that each hold some of the positions; None if the call does not run or
+    the model returns none. `feed`: of sequences of `LENGTH`."""
     model = copied(model).eval()
     cast_numbers(model, torch.float32)  # which models are written for
     feed = with_all_positions(model, inputs_in(torch.float32, feed), LENGTH)
@@ -349,7 +349,7 @@ def outcome_of(model: nn.Module, feed: Mapping[str, Any]) -> Outcome | None:
 
     def on_rank(rank: int) -> tuple[torch.Tensor, _Run]:
         attach = context_hooks()
-        assert attach is not None, "asked for before"
+        assert attach is not None, "also requested earlier"
         attach(copies[rank])
         run = _Run(copies[rank], rank, own)
         cut = {name: _own(value, own[rank]) for name, value in feed.items()}

@@ -41,8 +41,8 @@ def refuse_wrong(source: Any, plan: Any, tp_size: int) -> tuple[Finding, ...]:
     raise PlanRefusedError(
         f"{foreign.name} is wrong for {source.name} at tp={tp_size} ({report.details['ran']}); nothing was applied:"
         f"{''.join(lines)}{more}",
-        hint="fix it (autoplan.audit(model, plan, tp_size) says all), or give check=False: then only its choice of "
-        "what is cut is taken, and sums, integers and segments come from analysis",
+        hint="fix it (autoplan.audit(model, plan, tp_size) lists all), or pass check=False: then only its choice "
+        "of what to shard is used, and sums, integers and segments come from analysis",
     )
 
 
@@ -54,15 +54,15 @@ def refuse_disproven(plan: Plan) -> None:
         raise PlanRefusedError(
             f"the plan for {plan.model} at {plan.over} failed verification when it was made; nothing was applied:"
             + "".join(f"\n    {_line(finding)}" for finding in errors[:_SHOWN]),
-            hint="keep the modules named here whole (overrides={pattern: 'replicate'}), or give check=False",
+            hint="replicate the modules named here (overrides={pattern: 'replicate'}), or pass check=False",
         )
 
 
 def refuse_unproven(plan: Plan) -> None:
-    """For who wants proven plans only."""
+    """Raise if the plan is unproven (`strict=True`)."""
     if plan.ranks > 1 and not plan.proof.ok:
         why, hint = _why_unproven(plan)
-        text = f"the plan for {plan.model} at {plan.over} is not proven, and strict=True was given: {why}"
+        text = f"the plan for {plan.model} at {plan.over} is unproven, and strict=True was given: {why}"
         raise PlanRefusedError(f"{text}; nothing was applied", hint=hint)
 
 
@@ -70,7 +70,7 @@ def warn_unproven(plan: Plan) -> None:
     """Warn that a plan is unproven, unless nobody asked to prove it (`prove="none"`)."""
     if plan.ranks > 1 and plan.proof.was_asked and not (plan.proof.ok or plan.proof.failed):
         why, hint = _why_unproven(plan)
-        text = f"the plan for {plan.model} at {plan.over} is not proven: {why}"
+        text = f"the plan for {plan.model} at {plan.over} is unproven: {why}"
         warnings.warn(
             f"{text}\n  → {hint}; check=False applies it without this warning", UnprovenPlanWarning, stacklevel=3
         )
@@ -81,9 +81,9 @@ def _why_unproven(plan: Plan) -> tuple[str, str]:
     if trial.outcome == "skipped":
         return f"not verified on simulated ranks: {trial.why}", f"to verify it: {trial.hint}"
     if not plan.proof.was_asked:
-        return "nobody asked for a proof when it was made", 'make it with prove="graph" (the default) or "ranks"'
-    why = trial.why or plan.proof.text or "nothing says how it did"
-    return why, 'see its findings; autoplan.plan(…, prove="ranks") tries more'
+        return 'it was made with prove="none"', 'plan with prove="graph" (the default) or "ranks"'
+    why = trial.why or plan.proof.text or "the reason was not recorded"
+    return why, 'see its findings; autoplan.plan(…, prove="ranks") verifies more'
 
 
 def _line(finding: Finding) -> str:
@@ -109,13 +109,13 @@ def held_against_model(model: nn.Module, plan: Plan, source: Source | None = Non
         derived = proven_plan(source, wish_of_plan(plan), choices_of_plan(plan), source.module())
     except AutoplanError as error:
         raise PlanMismatchError(
-            f"{changed}, and it cannot be derived once more: {error.message}", hint=_remedy(plan, error.hint)
+            f"{changed}, and it cannot be planned again: {error.message}", hint=_remedy(plan, error.hint)
         ) from error
     apart = list(_apart(_comparable(plan), _comparable(derived)))
     if apart:
         more = f" (and {len(apart) - _SHOWN_PLACES} more)" if len(apart) > _SHOWN_PLACES else ""
         raise PlanMismatchError(
-            f"{changed}, and it is not what follows from {type(model).__name__}: "
+            f"{changed}, and planning {type(model).__name__} again gives another plan: "
             f"{'; '.join(apart[:_SHOWN_PLACES])}{more} ({made_with(plan)})",
             hint=_remedy(plan),
         )
@@ -123,42 +123,42 @@ def held_against_model(model: nn.Module, plan: Plan, source: Source | None = Non
 
 
 def _changed(model: nn.Module, plan: Plan) -> str:
-    """What is not as it was; "" if nothing."""
+    """Return what has changed; "" if nothing."""
     if digest(plan) != plan.made_for.content:
-        return f"the plan for {plan.model} was edited since it was made"
+        return f"the plan for {plan.model} was edited after it was made"
     if plan.made_for.model != model_hash(model) and not plan.packed:  # which its library builds of other modules
-        return f"the plan for {plan.model} was made for other code or other numbers than {type(model).__name__} has"
+        return f"the plan for {plan.model} was made for other code or other sizes than {type(model).__name__} has"
     return ""
 
 
 def _remedy(plan: Plan, hint: str = "") -> str:
     told = f"{hint}; or " if hint else ""
     return (
-        f"{told}make it anew: {made_anew(plan)}; another choice of what is cut is overrides={{pattern: style}} of "
-        "autoplan.plan; check=False applies the plan as it is"
+        f"{told}plan again: {made_anew(plan)}; to shard differently, pass overrides={{pattern: style}} to "
+        "autoplan.plan; check=False applies the plan unchanged"
     )
 
 
 def _comparable(plan: Plan) -> dict[str, Any]:
-    """What steers the model, without what says how it was made."""
+    """Return what steers the model, without how it was made."""
     return {name: value for name, value in steering(plan).items() if name != "made_for"}
 
 
 def _apart(one: Any, other: Any, where: str = "") -> Iterator[str]:
-    """Where two pieces of plain data differ, each place once."""
+    """Yield where two pieces of plain data differ, each place once."""
     if isinstance(one, dict) and isinstance(other, dict):
         for name in dict.fromkeys((*one, *other)):
             path = f"{where}.{name}" if where else str(name)
             if name not in one:
-                yield f"{path} is left out, where {other[name]!r:.80} follows"
+                yield f"{path} is missing, should be {other[name]!r:.80}"
             elif name not in other:
-                yield f"{path} is {one[name]!r:.80}, where nothing follows"
+                yield f"{path} is {one[name]!r:.80}, should be absent"
             else:
                 yield from _apart(one[name], other[name], path)
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for number, (mine, its) in enumerate(zip(one, other, strict=True)):
             yield from _apart(mine, its, f"{where}[{number}]")
     elif isinstance(one, list) and isinstance(other, list):
-        yield f"{where} has {len(one)} items, where {len(other)} follow"
+        yield f"{where} has {len(one)} items, should have {len(other)}"
     elif one != other or type(one) is not type(other):
-        yield f"{where} is {one!r:.80}, where {other!r:.80} follows"
+        yield f"{where} is {one!r:.80}, should be {other!r:.80}"

@@ -64,7 +64,7 @@ class ForeignPlan:
         return lines[-1] if self.dialect == "torch" else lines[0]
 
     def reaches(self, line: Line, name: str) -> bool:
-        """Does a key mean this module or parameter?"""
+        """Return whether a key names this module or parameter."""
         if self.dialect == "transformers":
             return line.pattern == numbers_starred(name)  # a layer's own number is never looked up
         if self.dialect == "torch":
@@ -108,13 +108,13 @@ def read_foreign(source: Any, model: Any, name: str) -> ForeignPlan | str:
         if isinstance(data, Mapping) and "autoplan" in data:
             return foreign_of(load_plan(path), str(path))
         if not isinstance(data, Mapping):
-            raise WrittenPlanError(f"{path} holds no plan but a {type(data).__name__}", hint="write pattern: style")
+            raise WrittenPlanError(f"{path} holds a {type(data).__name__}, not a plan", hint="write pattern: style")
         return _of_mapping(data, str(path), model)
     if plan_by_id(text) is not None:
         return text
     if not looks_dotted(text):
         raise WrittenPlanError(
-            f"plan {text!r} is no existing file, no plan id and no dotted path",
+            f"plan {text!r} is not an existing file, plan id or dotted path",
             hint="give 'hf', 'inferred', a plan file, package.module:attribute, or a dict",
         )
     value = plan_at(text, model)
@@ -125,7 +125,7 @@ def plan_as_written(source: Any, model: Any, name: str) -> Any:
     """The plan itself, in its own dialect. One that must be made first is not written by anybody."""
     foreign = read_foreign(source, model, name)
     if isinstance(foreign, str):
-        raise WrittenPlanError(f"{foreign!r} is no written plan", hint="`autoplan plan MODEL -o FILE` writes it")
+        raise WrittenPlanError(f"{foreign!r} is not a saved plan", hint="`autoplan plan MODEL -o FILE` writes one")
     return foreign.plan or foreign.raw
 
 
@@ -144,7 +144,7 @@ def _of_mapping(data: Mapping[str, Any], name: str, model: Any) -> ForeignPlan:
         check_key(key, name)
     if any(type(style).__name__ == "PlannedModel" for style in data.values()):
         raise WrittenPlanError(
-            f"{name} is the export of an autoplan Plan", hint="audit the Plan itself, or its plan file"
+            f"{name} is an export of an autoplan Plan", hint="audit the Plan itself, or its plan file"
         )
     objects = any(not isinstance(style, str) for style in data.values())
     lines = tuple(_line(key, style, name) for key, style in data.items())

@@ -28,7 +28,7 @@ Level = Literal["error", "warn", "note"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What belongs to a training setup besides its plan; None: not given, and not looked at."""
+    """The parts of a training setup besides its plan; None: not given and not checked."""
 
     tokens: int = 8192
     layers: Any = None
@@ -38,7 +38,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Said:
-    """What a plan does to one parameter: the dim it cuts (None: whole), in how many packed parts, by which line."""
+    """The effect of a plan on a parameter: the sharded dim (None: replicated), its packed parts, the line."""
 
     line: Line | None
     dim: int | None = None
@@ -155,7 +155,7 @@ class Audited:
 
     @property
     def outcome(self) -> Literal["untried", "exact", "wrong"]:
-        """What running the plan showed, in a word."""
+        """Return the outcome of running the plan, in a word."""
         return "untried" if self.numbers is None else "wrong" if self.is_wrong else "exact"
 
     @cached_property
@@ -174,7 +174,7 @@ class Audited:
 
     @property
     def level(self) -> Level:
-        """How much a suspicion weighs, in the light of the run."""
+        """Return the level of a suspicion, given the outcome of the run."""
         return "error" if self.is_wrong else "warn" if self.numbers is None else "note"
 
     def suspect(
@@ -185,7 +185,7 @@ class Audited:
         level: Level = "note" if self.is_wrong and self._cleared(names) else self.level
         text = {
             "error": message,
-            "warn": f"{message} (not tried on ranks: {self.unproven})",
+            "warn": f"{message} (not run on ranks: {self.unproven})",
             "note": f"{message}; yet it is exact on simulated ranks",
         }[level]
         proof = self.proof(names) if level == "error" else ""
@@ -194,7 +194,7 @@ class Audited:
         return Finding(check, level, few(where), text, hint, proof=proof, places=where)
 
     def _cleared(self, names: Iterable[str]) -> bool:
-        """Did the run show that these tensors are right, although others are wrong?"""
+        """Return whether the run showed that these tensors are right, although others are wrong."""
         if self.numbers is None:
             return False
         errors = [finding for finding in self.numbers.findings if finding.level == "error"]
@@ -228,7 +228,7 @@ def few(patterns: Sequence[str]) -> str:
 def said_by(
     plan: ForeignPlan, line: Line, name: str, shape: tuple[int, ...], modules: Mapping[str, Any], tp: int
 ) -> Said:
-    """What a line of a foreign plan does to a parameter of this shape."""
+    """Return what a line of a foreign plan does to a parameter of this shape."""
     dim, parts = _dim(plan, line, name, shape, modules)
     if dim is None:
         return Said(line)
@@ -238,7 +238,7 @@ def said_by(
 def _dim(
     plan: ForeignPlan, line: Line, name: str, shape: tuple[int, ...], modules: Mapping[str, Any]
 ) -> tuple[int | None, int]:
-    """Which dim a style of this dialect cuts of this parameter, and in how many packed parts."""
+    """Return the dim that a style of this dialect shards of this parameter, and in how many packed parts."""
     cut, rank = CUTS.get(line.style, "whole"), len(shape)
     parts = 2 if line.style.startswith("packed_") and rank > 1 else 1
     is_bias = rank == 1

@@ -21,8 +21,8 @@ _CHECKS = ("forward",)
 
 @dataclass(frozen=True)
 class AuditRun:
-    """What the ranks showed, or why there is no report. `full_size`: the clone has the model's sizes; `thawed`: frozen
-    parameters that ask for gradients after sharding."""
+    """The results on ranks, or why there are none. `full_size`: the clone has the model's sizes; `thawed`: frozen
+    parameters that require grad after sharding."""
 
     report: Report | None = None
     reason: str = ""
@@ -75,7 +75,7 @@ def run_on(clone: Any, model: Any, plan: ForeignPlan, tp_size: int) -> AuditRun:
 
 
 def sharding_for(plan: ForeignPlan) -> Sharding:
-    """How the plan's own library carries it out."""
+    """Return how the plan's own library carries it out."""
     if plan.plan is not None:
         return sharding_of(plan.plan)
     return _LIBRARIES[plan.dialect](plan.raw)
@@ -107,7 +107,7 @@ def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: 
         report = check_sharding(clone.model, clone.feeds, sharding_for(foreign), plan.ranks, **how)
         return AuditRun(report, tiny=clone)
     if right is not None and right.runtime != plan.runtime:
-        return AuditRun(reason="the clone has other sizes than the plan", tiny=clone)
+        return AuditRun(reason="the clone's sizes differ from the plan's", tiny=clone)
     report = verify_source(source, plan, _TINY_TP, checks=("parameters", *_CHECKS))
     return AuditRun(report, tiny=clone)
 

@@ -42,8 +42,8 @@ class RankLost(AutoplanError):
         killed = exit_code is not None and exit_code < 0
         how = f"was killed by {signal.Signals(-exit_code).name}" if killed and exit_code else f"ended with {exit_code}"
         super().__init__(
-            f"rank {rank} of {world_size} {how} before it had an answer, so nothing is known of the plan",
-            hint="was there memory enough? A script that starts ranks needs `if __name__ == '__main__':`, too",
+            f"rank {rank} of {world_size} {how} before it returned a result",
+            hint="did it run out of memory? A script that starts ranks needs `if __name__ == '__main__':`",
         )
         self.rank, self.exit_code = rank, exit_code
 
@@ -98,8 +98,8 @@ class Budget:
     def check(self, when: str) -> None:
         """Raise if nothing is left."""
         if self.spent:
-            hint = f"give it more: trial_seconds={10 * self.seconds:g} (--trial-seconds)"
-            raise BudgetSpent(f"the {self.seconds:g} s of the trial ran out {when}", hint=hint)
+            hint = f"raise the limit: trial_seconds={10 * self.seconds:g} (--trial-seconds)"
+            raise BudgetSpent(f"the trial exceeded its limit of {self.seconds:g} s {when}", hint=hint)
 
 
 # State that a model's code keeps outside of the model: lists and counters of its Python modules and classes.

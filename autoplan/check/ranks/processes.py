@@ -46,13 +46,13 @@ def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_s
         job = packed((target, args))
     except CANNOT_TRAVEL as error:
         raise AutoplanError(
-            f"{getattr(target, '__qualname__', target)!r} cannot be sent to other processes: {error}",
-            hint="use functions at the top of a module (a lambda in a model cannot be sent), or engine='threads'",
+            f"{getattr(target, '__qualname__', target)!r} cannot be pickled for other processes: {error}",
+            hint="use module-level functions (a lambda in a model cannot be pickled), or engine='threads'",
         ) from error
     if multiprocessing.current_process().daemon:  # Python forbids such a process to start others
         raise AutoplanError(
-            "ranks that are processes cannot be started from a daemonic process",
-            hint="plan in the main process, or in one that is no daemon, and hand the plan on",
+            "a daemonic process cannot start rank processes",
+            hint="plan in the main process or in a non-daemonic one, and pass the plan on",
         )
     context, places = process_context(_PRELOADED), from_here()
     with tempfile.TemporaryDirectory(prefix="autoplan-ranks-") as folder:
@@ -87,7 +87,7 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> l
         if not ready:
             missing = [rank for rank in range(len(pipes)) if rank not in results]
             raise RankTimeout(
-                f"ranks {missing} of {len(pipes)} did not end in {timeout:g} s",
+                f"ranks {missing} of {len(pipes)} did not finish in {timeout:g} s",
                 hint="every rank must issue the same collectives in the same order",
             )
         failed: list[tuple[float, int, Any]] = []
@@ -196,8 +196,8 @@ def _taken_over(job: bytes) -> Any:
     except Exception as error:  # an import may raise anything
         name = f" {error.name!r}" if isinstance(error, ImportError) and error.name else ""
         raise RankNotStarted(
-            f"a rank's process cannot import{name} what the model is made of: {type(error).__name__}: {error}",
-            hint="the module must import in a new process (put its folder on PYTHONPATH), or use engine='threads'",
+            f"a rank's process cannot import{name}, which the model needs: {type(error).__name__}: {error}",
+            hint="make the module importable in a new process (add its folder to PYTHONPATH), or use engine='threads'",
         ) from error
 
 

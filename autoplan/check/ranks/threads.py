@@ -169,7 +169,7 @@ def _wait(ranks: list[_Rank], timeout: float) -> str:
         seen = places
         stuck = still * _LOOK_EVERY > STUCK_AFTER
         if stuck or time.monotonic() - start > timeout:
-            why = "wait in collectives that the others never enter" if stuck else f"did not end in {timeout:g} s"
+            why = "wait in collectives that the others never enter" if stuck else f"did not finish in {timeout:g} s"
             text = f"simulated ranks {why}: {_whereabouts(alive)}"
             _stop(ranks)
             return text

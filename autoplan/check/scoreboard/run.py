@@ -67,11 +67,11 @@ def scoreboard(
     if checks not in CHECK_SETS:
         raise AutoplanError(f"checks={checks!r}", hint=f"choose one of {', '.join(CHECK_SETS)}")
     if max(tp_size, cp_size) < 2 or jobs < 1:
-        raise AutoplanError(f"tp_size={tp_size}, jobs={jobs}", hint="at least 2 ranks and 1 job")
+        raise AutoplanError(f"tp_size={tp_size}, jobs={jobs}", hint="use at least 2 ranks and 1 job")
     if not 0 < timeout < float("inf"):
         raise AutoplanError(f"timeout={timeout!r}", hint="give a number of seconds above 0")
     if any(length < 2 for length in lengths):
-        raise AutoplanError(f"lengths={tuple(lengths)}", hint="sequences of at least 2 positions")
+        raise AutoplanError(f"lengths={tuple(lengths)}", hint="use sequences of at least 2 positions")
     check_expert_size(tp_size, ep_size)
     check_context_size(cp_size, tp_size, ep_size)
     if checkpointing and checkpointing not in MODES:
@@ -200,10 +200,10 @@ def _result(one: _Running, model_type: str, class_name: str, timeout: float) -> 
             result: Score = one.pipe.recv()
             one.process.join(_GRACE)
             return result
-        return replace(failed, reason=f"no answer in {timeout:g} s")
+        return replace(failed, reason=f"no result within {timeout:g} s")
     except EOFError:
         one.process.join(_GRACE)
-        return replace(failed, reason=f"its process ended with exit code {one.process.exitcode}")
+        return replace(failed, reason=f"its process exited with code {one.process.exitcode}")
     finally:
         _end(one.process)
         one.pipe.close()

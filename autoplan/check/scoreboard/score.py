@@ -135,7 +135,7 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
         return replace(scored, reason=_said(error))
     verdict, reason = verdict_of(report)
     if cut and not context and verdict in ("wrong", "failed"):  # `autoplan plan` then drops it, too
-        uncut = f"with it the tiny clone did not give the same on simulated ranks: {reason}"
+        uncut = f"with it the tiny clone's results differed on simulated ranks: {reason}"
         return replace(score_clone(clone, blank, replace(how, sequence_parallel=False), runs), uncut=uncut)
     return replace(
         scored,
@@ -176,7 +176,7 @@ def verdict_of(report: Report) -> tuple[Verdict, str]:
         return "wrong", _text(worst) + more
     unclear = [finding for finding in report.findings if finding.kind == "not-comparable"]
     if unclear:
-        return "not comparable", f"{len(unclear)} tensors of the unsharded model are NaN, {unclear[0].where} first"
+        return "not comparable", f"{len(unclear)} tensors of the unsharded model are NaN, first {unclear[0].where}"
     if report.forward is None or not report.gradients:
         return "not comparable", "the model returned nothing that has a gradient"
     return "exact", ""

@@ -18,6 +18,7 @@ from autoplan.capture.called import calls_the_model, has_training_paths
 from autoplan.capture.copies import copied
 from autoplan.check.verify.compare import Tolerance, compare
 from autoplan.check.verify.drawn import RUNS, Draws, FixedNoise, laws_of_draws
+from autoplan.check.verify.state import state_kept
 from autoplan.check.verify.subject import CANNOT_RUN, SAME, Group, Observation, Subject, plain, tensors_in
 from autoplan.common.code.ways import uncompared
 from autoplan.common.conventions import conventions
@@ -39,7 +40,7 @@ LOSS_LIMIT = 1e-4  # models compute losses in float32, whatever their dtype
 _RAISED = 0.2  # rate of dropout
 DRAWS = Group("draw", drawn=True)
 NORM = Group("norm of all gradients")
-ADVICE = {NORM: "clip_grad_norm_ clips by another norm than unsharded: sharded parameters must be DTensors, rows once"}
+ADVICE = {NORM: "clip_grad_norm_ clips by another norm than unsharded: parameters must be DTensors, rows counted once"}
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def _drawn(subject: Subject) -> Observation:
 def _training(subject: Subject) -> Iterator[None]:
     subject.model.train()
     try:
-        with buffers_kept(subject.model):
+        with state_kept(subject.model):
             yield
     finally:
         subject.model.eval()
@@ -190,18 +191,6 @@ def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return full buffers as a checkpoint holds them."""
     names = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return {name: plain(tensor).clone() for name, tensor in model.state_dict().items() if name in names}
-
-
-@contextmanager
-def buffers_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Undo a run's changes of buffers: a rank's model is used for other checks, its unsharded twin is not."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
 
 
 @contextmanager
@@ -303,7 +292,7 @@ def _one_attention(subject: Subject) -> str:
             _each(subject, subject.feeds, backward=False)
     except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
         other = other_attention(subject.model)
-        return f"the unsharded model has no {other} attention: {str(error).splitlines()[0]}"
+        return f"the unsharded model does not support {other} attention: {str(error).splitlines()[0]}"
     return ""
 
 
@@ -313,7 +302,7 @@ def _no_cache(subject: Subject) -> str:
     try:
         cache(subject)
     except (AttributeError, ValueError, RuntimeError, TypeError, IndexError, NotImplementedError) as error:
-        return f"the unsharded model does not decode from a cache: {(str(error) or repr(error)).splitlines()[0]}"
+        return f"the unsharded model cannot decode with a cache: {(str(error) or repr(error)).splitlines()[0]}"
     return ""
 
 
@@ -335,26 +324,26 @@ def _trains_alike(subject: Subject) -> str:
 
 
 def _no_dropout(subject: Subject) -> str:
-    return "" if _rates(subject.model) else "the model has no dropout that can be turned up"
+    return "" if _rates(subject.model) else "the model has no adjustable dropout"
 
 
 def _sparse(subject: Subject) -> str:
     tables = (module for module in subject.model.modules() if getattr(module, "sparse", False) is True)
-    return "its tables have sparse gradients, which AdamW does not take" if next(tables, None) is not None else ""
+    return "its tables have sparse gradients, which AdamW does not support" if next(tables, None) is not None else ""
 
 
 # The state dict comes early: a forward may write into weights, and only ranks go on with what it wrote. Later checks
 # run on the state that was loaded back.
 CHECKS = (
-    Check("parameters", "every rank's parameters, gathered, are the original's", parameters),
+    Check("parameters", "every rank's parameters, gathered, equal the original's", parameters),
     Check("state_dict", "saved names, shapes and values; a plain checkpoint loads back", state_dict),
     Check("forward", "outputs and every gradient, in eval mode", forward),
-    Check("second_shape", "the same with another batch and length", second_shape, _no_second_shape),
-    Check("training", "training mode without dropout, and buffers after it", training, _trains_alike, if_it_runs=True),
+    Check("second_shape", "the same at another batch size and length", second_shape, _no_second_shape),
+    Check("training", "training mode without dropout, buffers afterwards", training, _trains_alike, if_it_runs=True),
     Check("loss", "the loss that the model computes from labels, and its gradients", loss, _no_labels),
     Check("attention", "the same with the other attention implementation", attention, _one_attention),
-    Check("cache", "decoding token by token from a cache", cache, _no_cache),
-    Check("dropout", "training mode with dropout and a seed for each rank", dropout, _no_dropout, if_it_runs=True),
+    Check("cache", "decoding token by token with a cache", cache, _no_cache),
+    Check("dropout", "training mode with dropout and a seed per rank", dropout, _no_dropout, if_it_runs=True),
     Check("optimizer", "parameters after three steps; AdamW over all of them", optimizer, _sparse),
 )
 

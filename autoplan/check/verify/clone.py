@@ -70,20 +70,20 @@ def _clone_at_size(source: Any) -> Clone:
             with KeptOutside(model) as outside:
                 lifted = _needs_lifting(model, feeds)
             if lifted and not _traced(source, model, feeds):
-                raise TypeError("some of its paths can be traced in single precision only")
+                raise TypeError("some of its paths can be traced only in single precision")
         except CANNOT_RUN as error:
             refusal = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
             continue
         others = {} if source.inputs is not None else feeds_at(source, model, batch=3, length=12)
         if dtype != torch.float64:
-            note += f"; in {str(dtype).removeprefix('torch.')}, because in others it does not run ({refusal})"
+            note += f"; in {str(dtype).removeprefix('torch.')}, because it does not run in other dtypes ({refusal})"
         unfamiliar = others if source.recipe is not None else {}
         planned = with_other_paths(model, feeds, unfamiliar).feeds
         return Clone(model, feeds, others, note, planned, outside.changed, source.ranks)
     raise AutoplanError(
         f"the tiny clone of {source.name} cannot run unsharded: {refusal}",
-        hint="pass inputs= that the model accepts, and let its code take dtypes from its inputs or weights: clones "
-        "compute in float64, float32 or the dtype of the model's own weights",
+        hint="pass inputs= that the model accepts, and let its code take dtypes from its inputs or weights: clones run "
+        "in float64, float32 or the dtype of the model's weights",
     )
 
 
@@ -294,11 +294,11 @@ def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
         raise AutoplanError(f"mesh {text!r} names a dim twice", hint="write it as dp=2,tp=2")
     for name, size in pairs.items():
         if name not in NAMES or not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise AutoplanError(f"mesh {text!r}: {name}={size}", hint=f"sizes from 1 on, for {', '.join(NAMES)}")
+            raise AutoplanError(f"mesh {text!r}: {name}={size}", hint=f"sizes from 1, for {', '.join(NAMES)}")
     if pairs.get("tp", 1) > 1 and pairs.get("ep", 1) > 1:
         raise AutoplanError(
-            f"mesh {text!r} has tp and ep: experts live on the ranks of tp, or on ranks of their own",
-            hint="leave ep out and pass ep_size, or leave tp out",
+            f"mesh {text!r} has tp and ep: experts use the tp ranks, or a dim of their own",
+            hint="omit ep and pass ep_size, or omit tp",
         )
     check_context_size(pairs.get("cp", 1), pairs.get("tp", 1), pairs.get("ep", 1))
     order = sorted(pairs, key=lambda name: (name in ("tp", "ep"), name == "cp", name != "dp_replicate"))
@@ -308,5 +308,5 @@ def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
 def _pair(part: str, text: Any) -> tuple[str, int]:
     name, _, size = part.partition("=")
     if not size.strip().isdecimal() or len(size) > 9:
-        raise AutoplanError(f"mesh {text!r} is not understood at {part!r}", hint="write it as dp=2,tp=2")
+        raise AutoplanError(f"cannot parse {part!r} in mesh {text!r}", hint="write it as dp=2,tp=2")
     return name.strip(), int(size)

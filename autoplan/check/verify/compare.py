@@ -141,9 +141,9 @@ def _wrong(
 
 def _shapes(got: torch.Tensor | None, want: torch.Tensor | None) -> str:
     if got is None:
-        return ", where it is missing"
+        return ", which has none"
     if want is None:
-        return ", and the unsharded model has none"
+        return ", the unsharded model has none"
     return "" if got.shape == want.shape else f", shape {list(got.shape)} instead of {list(want.shape)}"
 
 

@@ -82,17 +82,17 @@ def laws_of_draws(alone: Mapping[str, torch.Tensor], ranks: list[Mapping[str, to
     names = list(alone)
     if any(list(rank) != names for rank in ranks):
         if any(list(rank) != list(ranks[0]) for rank in ranks):
-            return [Finding("dropout", "error", "", "ranks draw random numbers in other calls than each other")]
-        text = "the sharded model draws in other calls than the unsharded one: the laws of draws were not checked"
+            return [Finding("dropout", "error", "", "ranks draw random numbers in different calls")]
+        text = "the sharded model draws in different calls than the unsharded one: its distributions were not checked"
         return [Finding("dropout", "note", "", text)]
     findings = []
     for name in names:
         places, counts = ([int(rank[name][at]) for rank in ranks] for at in (0, 1))
         whole = all(count == int(alone[name][1]) for count in counts)
         if whole and len(set(places)) > 1:
-            findings.append(_broken(name, "ranks draw other numbers than each other of a value that each has whole"))
+            findings.append(_broken(name, "ranks draw different numbers for a replicated value"))
         if not whole and len(set(places)) < len(places):
-            findings.append(_broken(name, "ranks draw the same numbers for the parts that they hold"))
+            findings.append(_broken(name, "ranks draw the same numbers for different shards"))
     return findings[:1] or list(_distributed(alone, ranks))
 
 
@@ -108,13 +108,13 @@ def _distributed(alone: Mapping[str, torch.Tensor], ranks: list[Mapping[str, tor
         for number, numbers in enumerate(of_ranks[1:], 1):
             related = _agreement(of_ranks[0], numbers)
             if abs(related) > _FAR:
-                text = f"what rank {number} draws follows from what rank 0 draws ({related:.0f} standard errors)"
+                text = f"draws on rank {number} depend on those on rank 0 ({related:.0f} standard errors)"
                 yield _broken(site, text)
                 return
         want = torch.cat([alone[name][2:] for name in names])
         away = _distance(want, torch.cat([part.flatten() for part in of_ranks]))
         if away > _FAR:
-            yield _broken(site, f"the distribution is {away:.0f} standard errors off the unsharded model's")
+            yield _broken(site, f"the distribution is {away:.0f} standard errors from the unsharded model's")
             return
 
 
@@ -149,7 +149,7 @@ def _distance(want: torch.Tensor, have: torch.Tensor) -> float:
 
 
 def _broken(draw: str, what: str) -> Finding:
-    hint = "random numbers of a value that is cut must be drawn apart on each rank, those of a whole one alike"
+    hint = "draw random numbers independently per rank for sharded values, identically for replicated ones"
     return Finding("dropout", "error", "", f"draw {draw}: {what}", hint)
 
 

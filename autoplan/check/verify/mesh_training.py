@@ -143,7 +143,7 @@ def _mean_loss(subject: Subject, batches: Sequence[Inputs]) -> torch.Tensor:
 def _loss(subject: Subject, batch: Inputs) -> torch.Tensor:
     loss = weighted_sum(tensors_in(subject.forward(batch)))
     if loss is None:
-        raise AutoplanError("no output of the model carries gradient", hint="pass inputs= of a call that trains")
+        raise AutoplanError("no output of the model requires grad", hint="pass inputs= of a training call")
     return loss
 
 

@@ -23,7 +23,8 @@ from autoplan.capture.copies import copied
 from autoplan.capture.outside import refusing_outsiders, replacing
 from autoplan.check.ranks.common import Budget
 from autoplan.check.ranks.run import Engine, RankError, RankTimeout, run_processes, run_ranks
-from autoplan.check.verify.checks import CHECKS, buffers_kept
+from autoplan.check.verify.checks import CHECKS
+from autoplan.check.verify.state import state_kept
 from autoplan.check.verify.traffic import measured_traffic
 from autoplan.common.code.ways import Recorder, has_own_code, tracing
 from autoplan.common.errors import AutoplanError, OutsideError
@@ -157,12 +158,12 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
             try:
                 together, follow = fail_together(voters_here(), check.name), tracing(ways if follows else None)
                 # unsharded, each check has a fresh copy
-                with together, attentively(check, model), buffers_kept(model), follow:
+                with together, attentively(check, model), state_kept(model), follow:
                     seen[check.name] = check.run(subject)
             except OutsideError as error:
                 raise CheckFailed(check.name, error.message) from error
             except Exception as error:  # as above: any failure of the sharded forward is a finding
-                text = f"the sharded model cannot run: {said(error)}"
+                text = f"the sharded model fails: {said(error)}"
                 raise CheckFailed(check.name, text, refused=isinstance(error, AutoplanError)) from error
             if check.name == "forward":
                 collectives = {**subject.collectives, "blocks": _measured(job, subject), "noted": _noted(job, subject)}
@@ -250,7 +251,7 @@ def recomputed(model: Any, stacks: tuple[Stack, ...]) -> tuple[int, int]:
             )
         for part, run in inside:
             if run.again > run.kept:
-                raise AutoplanError(f"{part} was called {run.kept} times, and ran again {run.again} times")
+                raise AutoplanError(f"{part} was called {run.kept} times but recomputed {run.again} times")
         again += any(run.again for _, run in inside)
     return len(blocks), again
 

@@ -49,13 +49,13 @@ def measure_rounding(
             layers = _spread(_Job(model, feeds, plan, names), engine, mesh)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         why = (str(error) or repr(error)).splitlines()[0]
-        return {"verdict": "bug" if not exact else "not measured", "why": f"no run in bfloat16: {why}", "layers": {}}
+        return {"verdict": "bug" if not exact else "not measured", "why": f"not run in bfloat16: {why}", "layers": {}}
     return {**_verdict(layers, exact), "layers": layers}
 
 
 def _verdict(layers: Mapping[str, Mapping[str, float]], exact: bool) -> dict[str, str]:
     if not exact:
-        return {"verdict": "bug", "why": "results differ in float64, where rounding is a billion times smaller"}
+        return {"verdict": "bug", "why": "results differ in float64, where rounding errors are a billion times smaller"}
     if not layers:
         return {"verdict": "not measured", "why": "no layer returned a comparable tensor"}
     ratios = {name: errors["sharded"] / max(errors["unsharded"], 1e-12) for name, errors in layers.items()}
@@ -65,10 +65,13 @@ def _verdict(layers: Mapping[str, Mapping[str, float]], exact: bool) -> dict[str
     if errors["sharded"] > _FAR * errors["unsharded"] + 1e-6:
         return {
             "verdict": "unclear",
-            "why": f"exact in float64, but {worst} strays {ratios[worst]:.1f} times as far in bfloat16 ({numbers}); "
-            "a choice such as a router's top-k may have tipped",
+            "why": f"exact in float64, but in bfloat16 the error of {worst} is {ratios[worst]:.1f} times the unsharded "
+            f"model's ({numbers}); a choice such as a router's top-k may have flipped",
         }
-    return {"verdict": "rounding", "why": f"exact in float64; at most {worst} strays further in bfloat16 ({numbers})"}
+    return {
+        "verdict": "rounding",
+        "why": f"exact in float64; largest bfloat16 error ratio: {worst} ({numbers})",
+    }
 
 
 # The three runs

@@ -175,8 +175,8 @@ def _run_unsharded(check: Any, subject: Any) -> Any:
     except OutsideError:
         raise
     except CANNOT_RUN as error:
-        text = f"the unsharded model cannot go through check {check.name!r}: {said(error)}"
-        raise CheckFailed(check.name, text, "pass inputs= that it runs with, or leave the check out") from error
+        text = f"the unsharded model fails check {check.name!r}: {said(error)}"
+        raise CheckFailed(check.name, text, "pass inputs= that it can run, or omit the check") from error
 
 
 def _gradients(reference: Mapping[str, Any]) -> list[Any]:
@@ -221,8 +221,8 @@ def tolerance_of(
     if error > _MARGIN * moved:
         return usual, []
     text = (
-        f"off by {error:.1e}, but the unsharded model moves by {moved:.1e} when its weights change in the last bit: "
-        f"{_MARGIN:g} times that is allowed"
+        f"off by {error:.1e}, but the unsharded model changes by {moved:.1e} when its weights change in the last "
+        f"bit: {_MARGIN:g} times that is allowed"
     )
     return replace(usual, limit=max(usual.limit, _MARGIN * moved)), [Finding(check.name, "note", "", text)]
 

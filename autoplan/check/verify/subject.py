@@ -29,7 +29,7 @@ from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.vocabulary.own_positions import whole_logits
 from autoplan.patches.seeding import Lifted
 
-SAME = "in training mode it computes the same as in eval mode"  # why there is nothing to check
+SAME = "computes the same in training and eval mode"  # why there is nothing to check
 
 # Exceptions of a model's own code that does not run on its inputs.
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)

@@ -25,7 +25,7 @@ from autoplan.check.verify.on_ranks import cut_together, mesh_of, sharding_of, w
 from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
 from autoplan.check.verify.traffic import against_the_least
 from autoplan.common.code.ways import others_of, recording
-from autoplan.common.errors import AutoplanError
+from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import Wish, check_argument
 from autoplan.common.patterns import best_match, matches
 from autoplan.common.random_values import plain_surroundings, untouched_randomness
@@ -78,12 +78,12 @@ def verify(
         # Check types before anything is built.
         switches = {"sequence_parallel": sequence_parallel, "rounding": rounding}
         if plan is not None:
-            hint = "give what autoplan.plan returned, or autoplan.load_plan(path)"
+            hint = "pass the result of autoplan.plan or autoplan.load_plan(path)"
             check_argument("plan", plan, Plan, hint)
         if mesh is not None:
-            check_argument("mesh", mesh, (str, Mapping, DeviceMesh), 'give a device mesh, or "dp=2,tp=2"')
+            check_argument("mesh", mesh, (str, Mapping, DeviceMesh), 'pass a device mesh, or "dp=2,tp=2"')
         if checks is not None:
-            check_argument("checks", checks, (list, tuple, set, frozenset), f"give some of {', '.join(CHECK_NAMES)}")
+            check_argument("checks", checks, (list, tuple, set, frozenset), f"choose from {', '.join(CHECK_NAMES)}")
         for name, value in switches.items():
             check_argument(name, value, bool, "choose True or False")
         source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
@@ -99,7 +99,7 @@ def verify(
     if tried == sizes:
         return report
     text = f"verified at {tried}; the plan is for {sizes}"
-    return replace(report, findings=(*report.findings, Finding("plan", "note", "", text, "give a tp_size")))
+    return replace(report, findings=(*report.findings, Finding("plan", "note", "", text, "pass a tp_size")))
 
 
 def _without_ways(report: Report) -> Report:
@@ -131,16 +131,18 @@ def verify_source(
     budget: Budget | None = None,
     clone: Clone | None = None,
     traffic: bool = True,
+    idle: bool = False,
 ) -> Report:
     """Run `verify` on a resolved source; without a plan, with the choices of a written one.
 
-    `clone`: a clone of the source, if there is one already. `traffic`: measure what each block moves.
+    `clone`: a clone of the source, if there is one already. `traffic`: measure what each block moves. `idle`: where
+    nothing can be split, or all that is split is wrong, try a plan that splits nothing.
 
     Raise BudgetSpent if the time runs out before anything is known; errors found by then are reported.
     """
     if isinstance(mesh, (str, Mapping)):
         if rounding:
-            raise AutoplanError("rounding is measured on tensor-parallel ranks", hint=f"leave mesh={mesh!r} out")
+            raise AutoplanError("rounding is measured on tensor-parallel ranks only", hint=f"omit mesh={mesh!r}")
         return _verify_mesh(source, plan, parse_mesh(mesh), engine, checks, sequence_parallel, ep_size)
     sizes = Sizes.of(tp_size, ep_size, plan, cp_size) if mesh is None else Sizes.of_mesh(mesh, ep_size, plan)
     budget = Budget() if budget is None else budget
@@ -149,12 +151,18 @@ def verify_source(
     if clone.outside and mesh is None and engine == "threads":
         engine = _engine_for(clone)
     report: Report | None = None
-    for wanted in capabilities_of(plan, sequence_parallel, sizes):
+    idle = idle and plan is None and sizes.cp == 1
+    ways = capabilities_of(plan, sequence_parallel, sizes)
+    ways = (*ways, Capabilities(False, idle=True)) if idle else ways
+    for wanted in ways:
+        if wanted.idle and report is not None:
+            break
         budget.check("before a clone was run on ranks")
         try:
             drawn, differences = _plan_for(clone, source, plan, sizes, wanted, choices)
-        except AutoplanError:
-            if report is None:
+        except AutoplanError as error:
+            nothing = isinstance(error, IndivisibleError) and idle and wanted != ways[-1]
+            if report is None and not nothing:
                 raise
             continue  # with fewer capabilities nothing is left to split: the last report holds
         capabilities, applied, findings = wanted, drawn, differences
@@ -164,7 +172,7 @@ def verify_source(
     assert report is not None
     if plan is None and _decisively_wrong(report) and not budget.spent:
         capabilities, report, applied = _narrowed(
-            clone, source, applied, capabilities, report, engine, checks, choices, how
+            clone, source, applied, replace(capabilities, idle=idle), report, engine, checks, choices, how
         )
     details = {
         **report.details,
@@ -278,9 +286,9 @@ def _engine_for(clone: Clone) -> Engine:
         return "gloo"
     if GENERATORS in clone.outside:
         raise AutoplanError(
-            "the model draws from the generator of numpy or Python past numpy.random's and random's functions (scipy's "
-            "distributions do); simulated ranks that are threads would share it, and to processes it cannot be sent",
-            hint="define the model's classes in a module that can be imported, so that its ranks can be processes",
+            "the model draws from numpy's or Python's generator through functions other than those of numpy.random and "
+            "random (as scipy does); thread-based ranks would share it, and the model cannot be pickled for processes",
+            hint="define the model's classes in an importable module, so that ranks can run as processes",
         )
     return "threads"
 
@@ -320,7 +328,7 @@ def _narrowed(
         return set() if plan is None else {entry.pattern for entry in plan.entries}
 
     def is_wrong(cut: tuple[str, ...]) -> bool:
-        how["budget"].check("while what is wrong was looked for")
+        how["budget"].check("while locating the error")
         plan = planned(tuple(name for name in modules if name not in cut))
         return plan is not None and _decisively_wrong(run(plan, narrowing))
 
@@ -328,6 +336,8 @@ def _narrowed(
         whole = wrong_cuts(cut_together(modules, still_cut), is_wrong, _MOST_TRIALS)
         narrower = planned(whole)
         narrowed = run(narrower, checks) if narrower is not None else report
+        if capabilities.idle and _decisively_wrong(narrowed) and (narrower := planned(modules)) is not None:
+            whole, narrowed = modules, run(narrower, checks)
     except BudgetSpent as error:
         late = Finding("sharding", "note", "", error.message, error.hint)
         return capabilities, replace(report, findings=(*report.findings, late)), applied
@@ -399,8 +409,8 @@ def _correspondence(plan: Plan, derived: Plan, model: Any) -> list[Finding]:
         theirs = "whole" if other is None else f"{other.style} ({other.role})"
         if other is None or (other.style, other.role) != (entry.style, entry.role):
             message = (
-                f"{entry.style} ({entry.role}) in the plan for tp={plan.tp_size}, but {theirs} in the plan of the "
-                f"clone for tp={derived.tp_size}: the proof does not speak about it"
+                f"{entry.style} ({entry.role}) in the plan for tp={plan.tp_size}, but {theirs} in the "
+                f"clone's plan for tp={derived.tp_size}: the proof does not cover it"
             )
             findings.append(Finding("plan", "warn", entry.pattern, message))
     return findings

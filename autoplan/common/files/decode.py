@@ -146,7 +146,7 @@ def inconsistencies(plan: Plan) -> Iterator[str]:
 def _of_pattern(where: str, pattern: str) -> Iterator[str]:
     """Yield the problem of a pattern that is no dotted path. The model itself is ""."""
     if pattern and not (all(pattern.split(".")) and pattern == pattern.strip() and matches(pattern, pattern)):
-        yield f"{where}.pattern: {pattern!r} is no dotted path"
+        yield f"{where}.pattern: {pattern!r} is not a dotted path"
 
 
 def _of_layout(where: str, text: str | None, ranks: int) -> Iterator[str]:
@@ -158,7 +158,7 @@ def _of_layout(where: str, text: str | None, ranks: int) -> Iterator[str]:
     for part in _over_groups(layout):
         pieces, stride = part.split or (1, 1)
         if ranks % (pieces * stride):
-            yield f"{where}: {text!r} shards {part} over groups of ranks, which {ranks} ranks do not make"
+            yield f"{where}: {text!r} shards {part} over groups of ranks, but {ranks} ranks do not form such groups"
 
 
 def _over_groups(layout: Layout) -> Iterator[Layout]:
@@ -175,9 +175,9 @@ def _of_shapes(where: str, dim: int, text: str, shapes: tuple[tuple[int, ...], .
         return
     for shape in shapes:
         if not -len(shape) <= dim < len(shape):
-            yield f"{where}: dim {dim} of a parameter of shape {list(shape)}"
+            yield f"{where}: the parameter of shape {list(shape)} has no dim {dim}"
         elif shape[dim] != size:
-            yield f"{where}: layout {text!r} is for {size} rows, dim {dim} of the parameter has {shape[dim]}"
+            yield f"{where}: layout {text!r} is for {size} rows, but dim {dim} of the parameter has {shape[dim]}"
 
 
 # Check that plain values have the types that their reader expects. A shape looks like what it describes: `str`;
@@ -190,7 +190,7 @@ def misshapen(value: Any, shape: Any, where: str = "") -> str:
     >>> misshapen({"where": ["a", 1]}, {"where": [str]})
     'where[1] must be text, not 1'
     >>> misshapen({}, {"flow!": str})
-    "the key 'flow' is missing"
+    "missing key 'flow'"
     """
     if isinstance(shape, tuple):
         results = [misshapen(value, option, where) for option in shape]
@@ -209,7 +209,7 @@ def misshapen(value: Any, shape: Any, where: str = "") -> str:
 def _misshapen_mapping(value: Mapping[str, Any], shape: dict[str, Any], where: str) -> str:
     prefix = f"{where}." if where else ""
     if missing := next((key[:-1] for key in shape if key.endswith("!") and key[:-1] not in value), ""):
-        return f"{where + ': ' if where else ''}the key {missing!r} is missing"
+        return f"{where + ': ' if where else ''}missing key {missing!r}"
     shapes = {key.removesuffix("!"): inner for key, inner in shape.items()}
     problems = (
         misshapen(item, shapes.get(key, shapes.get("*")), f"{prefix}{key}")

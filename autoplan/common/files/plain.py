@@ -89,16 +89,16 @@ def read_text(path: str | PathLike[str], refusal: NotPlain, limit: int) -> str:
     name = refusal.name(path)
     try:
         if Path(path).exists() and not Path(path).is_file():
-            refusal.refuse(f"{name} cannot be read: it is no file", "check the path")
+            refusal.refuse(f"cannot read {name}: not a file", "check the path")
         with open(path, "rb") as file:
             content = file.read(limit + 1)
     except (OSError, ValueError) as error:
         if isinstance(error, AutoplanError):
             raise
         reason = getattr(error, "strerror", None) or error
-        raise refusal.error(f"{name} cannot be read: {reason}", hint="check the path") from error
+        raise refusal.error(f"cannot read {name}: {reason}", hint="check the path") from error
     if len(content) > limit:
-        refusal.refuse(f"{name} is larger than {limit:,} bytes, which is more than such a file needs")
+        refusal.refuse(f"{name} is larger than the limit of {limit:,} bytes for such a file")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -117,9 +117,7 @@ def parse_plain(text: str, notation: Notation, name: str, refusal: NotPlain, *, 
         raise refusal.error(f"{name}: nested deeper than {MOST_DEPTH} levels", hint=refusal.hint) from error
     except (yaml.YAMLError, ValueError) as error:  # the parsers' own errors, with line and column
         reason = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
-        raise refusal.error(
-            f"{name} cannot be parsed as {notation.upper()}: {reason[:500]}", hint=refusal.hint
-        ) from error
+        raise refusal.error(f"cannot parse {name} as {notation.upper()}: {reason[:500]}", hint=refusal.hint) from error
     return value
 
 
@@ -133,7 +131,7 @@ def _parse_json(text: str, repeated: bool) -> Any:
         if len(values) != len(pairs) and not repeated:
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise json.JSONDecodeError(f"key {twice[:80]!r} stands twice", text, max(text.find(f'"{twice}"'), 0))
+            raise json.JSONDecodeError(f"duplicate key {twice[:80]!r}", text, max(text.find(f'"{twice}"'), 0))
         return values
 
     if text.count("[") + text.count("{") > MOST_COLLECTIONS:
@@ -192,8 +190,8 @@ def _check_plain(value: Any) -> None:
                 _check_text(item, (path, key))
             elif item is not None and not isinstance(item, (bool, int, float)):
                 raise _Odd(
-                    f"{_place((path, key))}: a {type(item).__name__} ({str(item)[:40]}) is no plain value; "
-                    "put it in quotes if it is text"
+                    f"{_place((path, key))}: a {type(item).__name__} ({str(item)[:40]}) is not plain data; "
+                    "quote it if it is text"
                 )
 
 
@@ -202,7 +200,7 @@ def _check_text(text: str, path: tuple[Any, ...]) -> None:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            raise _Odd(f"{_place(path)}: {text[:40]!r} holds half a character") from None
+            raise _Odd(f"{_place(path)}: {text[:40]!r} contains an unpaired surrogate") from None
 
 
 def _place(path: tuple[Any, ...]) -> str:
@@ -227,7 +225,7 @@ def write_whole(path: Path, text: str, error: type[AutoplanError] = AutoplanErro
         _replace(path.resolve(), text)
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
-        raise error(f"{path} cannot be written: {reason}", hint="choose another path") from problem
+        raise error(f"cannot write {path}: {reason}", hint="choose another path") from problem
 
 
 def _replace(place: Path, text: str) -> None:

@@ -45,7 +45,7 @@ class YamlReader:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    _refuse(event, "a second document begins here; a file holds one")
+                    _refuse(event, "a second document begins here; only one is allowed")
             elif isinstance(event, yaml.NodeEvent):
                 self._node(event)
             elif isinstance(event, yaml.CollectionEndEvent):
@@ -57,11 +57,11 @@ class YamlReader:
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self.named:
                 inside = any(collection.anchor == event.anchor for collection in self.stack)
-                _refuse(event, f"*{event.anchor} {'is inside of itself' if inside else 'names nothing before it'}")
+                _refuse(event, f"*{event.anchor} {'contains itself' if inside else 'is not defined before it'}")
             self._place(*self.named[event.anchor], None, event)
             return
         if event.tag is not None and event.tag != "!":
-            _refuse(event, f"the tag {event.tag[:60]} asks for more than a plain value")
+            _refuse(event, f"the tag {event.tag[:60]} is not allowed for plain data")
         if isinstance(event, yaml.ScalarEvent):
             self._place(self._scalar(event), 1, event.anchor, event)
             return
@@ -75,7 +75,7 @@ class YamlReader:
         """Put a value into the innermost open collection, or make it the result."""
         self.values += size
         if self.values > MOST_VALUES:
-            _refuse(event, f"more than {MOST_VALUES:,} values, aliases counted as what they name")
+            _refuse(event, f"more than {MOST_VALUES:,} values, counting aliases by what they refer to")
         if anchor is not None:
             self.named[anchor] = (value, size)
         if not self.stack:
@@ -93,9 +93,9 @@ class YamlReader:
     def _key(self, value: Any, known: dict[str, Any], event: Any) -> str:
         if not isinstance(value, str):
             kind = type(value).__name__
-            _refuse(event, f"a key of a mapping must be text, and {str(value)[:40]!r} is read as a {kind}: quote it")
+            _refuse(event, f"a key of a mapping must be text, but {str(value)[:40]!r} is read as a {kind}: quote it")
         if value in known and not self.repeated:
-            _refuse(event, f"key {value[:80]!r} stands twice")
+            _refuse(event, f"duplicate key {value[:80]!r}")
         return value
 
     def _scalar(self, event: Any) -> Any:
@@ -107,7 +107,7 @@ class YamlReader:
             return event.value
         if kind is None:
             tag_name = tag.rpartition(":")[2]
-            _refuse(event, f"{event.value[:40]!r} is read as a {tag_name}, which is no plain value: quote it")
+            _refuse(event, f"{event.value[:40]!r} is read as a {tag_name}, which is not plain data: quote it")
         if len(event.value) > self.most_digits:
             _refuse(event, f"a number of {len(event.value):,} digits: at most {self.most_digits} are read")
         node = yaml.ScalarNode(tag, event.value)

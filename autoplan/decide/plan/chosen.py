@@ -50,10 +50,10 @@ class WayOut:
 
     def __str__(self) -> str:
         texts = {
-            "experts apart": f"ep_size={self.size} (whole experts on different ranks)",
+            "experts apart": f"ep_size={self.size} (experts on different ranks)",
             "smaller tp": f"tp_size={self.size}",
-            "uneven": 'uneven="blocks" (cut between blocks, some ranks hold one more)',
-            "whole": "leave them whole or gather (strict=False)",
+            "uneven": 'uneven="blocks" (sharded between blocks; some ranks hold one more)',
+            "whole": "replicate or gather them (strict=False)",
         }
         return f"{texts[self.kind]}: {self.bytes / 2**20:,.1f} MiB of them per rank"
 
@@ -185,7 +185,7 @@ def refuse_parted_blocks(name: str, solution: Solution, packed: tuple[PackedWeig
         alike = [fact for fact, other in parted if other.weight == why.weight]
         legal = ", ".join(map(str, solution.legal_tp))
         ways = "; ".join(map(str, ways_out(alike, solution, packed)))
-        raise IndivisibleError(f"{name}: {why}", hint=f"sizes that part no block: {legal}. Ways out, in order: {ways}")
+        raise IndivisibleError(f"{name}: {why}", hint=f"sizes that split no block: {legal}. Options, in order: {ways}")
 
 
 def _packed_findings(
@@ -200,10 +200,12 @@ def _packed_findings(
         weights = [name for member in members for name in names.expand(member)]
         options = ways_out(facts, solution, packed)
         whole = _bytes_whole(facts, solution, packed)
-        text = f"{why}; " + ("it stays whole with what shares its cut" if whole else "products are cut and gathered")
+        text = f"{why}; " + (
+            "it is replicated, with all that shares its axis" if whole else "its product is sharded and gathered"
+        )
         ways = "; ".join(str(way) for way in options if way.kind != "whole")
         for pattern in fold_names(weights, names.parameters):
-            yield Finding(_PACKED_CHECK, "warn", pattern, text, f"ways out, in order: {ways}", whole)
+            yield Finding(_PACKED_CHECK, "warn", pattern, text, f"options, in order: {ways}", whole)
 
 
 def _bytes_whole(facts: Sequence[ClassFact], solution: Solution, packed: tuple[PackedWeight, ...]) -> int:
@@ -267,8 +269,8 @@ def solve_chosen(
         choice = choices.of(name)
         if choice is not None and choice.cut not in ("whole", "nothing"):
             raise WrittenPlanError(
-                f"{choices.name}: {choice} cuts {name}, and so the tiny clone did not give the same on simulated ranks",
-                hint=f"write {choice.pattern!r}: 'replicate'; prove='none' plans it untried",
+                f"{choices.name}: {choice} shards {name}, and the tiny clone's results differed on simulated ranks",
+                hint=f"write {choice.pattern!r}: 'replicate'; prove='none' plans it unverified",
             )
     names = Names(trace)
     notes = choices.notes + choices.check_keys(names.modules, names.parameters)
@@ -287,7 +289,7 @@ def fitting(
         if requested == choices:
             raise
         why = error.message
-    text = f"the hand-written plan of this class does not fit here, and analysis decides in its place: {why}"
+    text = f"the hand-written plan of this class does not fit; using analysis instead: {why}"
     return solved(choices=requested), requested, (Finding("written plan", "warn", "", text),)
 
 
@@ -337,7 +339,7 @@ def choices_of_plan(plan: Plan, name: str = "") -> ChosenCuts | None:
 # Expert parallelism as an option of a plan: the sizes that make sense, and findings where it cannot be applied.
 
 _CHECK = "experts"
-_HINT = "ep_size must divide the number of experts, and no written plan may cut them otherwise"
+_HINT = "ep_size must divide the number of experts, and a written plan must not shard them differently"
 
 
 def experts_of(tp_size: int, ep_size: int, capabilities: Capabilities) -> Experts:
@@ -365,8 +367,8 @@ def _findings(plan: Plan, solution: Solution) -> Iterator[Finding]:
         owner = entry.pattern if entry.pattern in names.modules else entry.pattern.rpartition(".")[0]
         inside = (rule := rule_named(entry.rule)) is not None and rule.holds_experts
         if inside and not any(matches(owner, module) for module in inside_experts):
-            text = "these experts are no stack of weights that is told by number who goes where: each is cut inside"
+            text = "these experts are not stacked weights indexed by expert number: each expert is sharded"
             yield Finding(_CHECK, "warn", entry.pattern, text)
     if not plan.runtime.of(LocalExperts) and not inside_experts:
-        text = "expert parallelism was asked for and is not applied: no module holds its experts in a stack of weights"
+        text = "expert parallelism was requested but is not applied: no module stores its experts in stacked weights"
         yield Finding(_CHECK, "warn", "", text)

@@ -230,20 +230,20 @@ def units_text(fact: ParameterFact, naming: Naming | None) -> tuple[str, str]:
 def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
     """Return one sentence: the units, what each rank gets, and for attention the heads that read them."""
     if fact.dim is None:
-        return "every rank holds it whole and sees a part of its gradient: the parts are summed"
+        return "replicated, but each rank has a partial gradient: the gradients are summed"
     assert fact.layout is not None
     layout = Layout.parse(fact.layout)
     unit = _unit_of_gates(layout) if isinstance(fact.how, CutOfRecurrent) else _unit(naming, layout)
     parts = [_heads_text(layout, naming, tp) or _shards_text(layout, unit, tp)]
     replicated_rows = _held_by_all(layout)
     if replicated_rows:
-        parts.append(f"{replicated_rows} of its {layout.size} rows are held by every rank, their gradients summed")
+        parts.append(f"{replicated_rows} of its {layout.size} rows are replicated, their gradients summed")
     if layout.kind == "concatenation":
-        parts.append(f"each of its {len(layout.parts)} segments is cut by itself")
+        parts.append(f"its {len(layout.parts)} segments are sharded separately")
     if fact.how is not None:
         return "; ".join([*parts, str(fact.how)])
     text = "; ".join(parts)
-    return text if naming is not None else f"a proven split that no rule names: {text}"
+    return text if naming is not None else f"a verified split that no rule names: {text}"
 
 
 def whole_text(said: Iterable[tuple[str, tuple[Reason, ...]]]) -> str:

@@ -157,8 +157,8 @@ def whole_blocks(plan: Plan) -> tuple[Finding, ...]:
         return ()
     split = ", ".join(entry.pattern for entry in plan.entries[:3])
     legal = ", ".join(map(str, plan.legal_tp))
-    hint = f"sizes that divide every axis: {legal}" if plan.legal_tp else "choose another size"
-    text = f"no block is split at tp={plan.ranks}, only {split}: every rank computes all {len(blocks)} blocks"
+    hint = f"valid sizes: {legal}" if plan.legal_tp else "choose another size"
+    text = f"no block is sharded at tp={plan.ranks}, only {split}: every rank computes all {len(blocks)} blocks"
     return (Finding(BLOCKS, "warn", "", text, hint),)
 
 

@@ -250,17 +250,17 @@ def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Name
     seen: dict[tuple[str, str], list[str]] = {}
     for draft in drafts:
         if draft.rule is not None and draft.entry.style not in draft.allowed and not desk.sequence_parallel:
-            text = f"rule {draft.rule.id!r} expects {' or '.join(draft.allowed)}, the facts say {draft.entry.style}"
+            text = f"rule {draft.rule.id!r} expects {' or '.join(draft.allowed)}, analysis derived {draft.entry.style}"
             seen.setdefault(("rule-style", text), []).append(draft.entry.pattern)
     for (check, text), patterns in seen.items():
         for pattern in names.fold(list(dict.fromkeys(patterns))):
             yield Finding(check, "warn", pattern, text)
     for rule_id in desk.matching.given_up:
-        text = f"the search for rule {rule_id!r} was ended after {MOST_STEPS:,} steps: its roles may be missing"
+        text = f"the search for rule {rule_id!r} stopped after {MOST_STEPS:,} steps: its roles may be missing"
         yield Finding("rule-search", "note", "", text)
     contested: dict[str, list[str]] = {}
     for contest in desk.matching.contests:
-        text = f"rules {contest.winner!r} and {contest.loser!r} both claim it; {contest.winner!r} says more of it"
+        text = f"rules {contest.winner!r} and {contest.loser!r} both match; {contest.winner!r} is more specific"
         for several in desk.read.values():
             for reading in several:
                 if reading.box == contest.box:

@@ -140,7 +140,7 @@ def draw(text: str) -> Flow:
 
 def _example_node(box: _Box) -> Node:
     if len(box.kinds) != 1:
-        raise AutoplanError(f"box {box.name!r} of an example needs one kind where it first appears")
+        raise AutoplanError(f"box {box.name!r} of an example needs exactly one kind where it first appears")
     kind = next(iter(box.kinds))
     parameter = box.shared or box.name
     texts = [text.strip() for text in (box.dims or "").split(",") if text.strip()]

@@ -24,8 +24,8 @@ GENERIC = "generic"
 STYLES = {
     "colwise": "output features sharded; replicated input, sharded output",
     "rowwise": "input features sharded; sharded input, output summed over ranks",
-    "packed_colwise": "as colwise, for a weight whose rows on a rank are not contiguous: segments, or replicated parts",
-    "packed_rowwise": "as rowwise, likewise",
+    "packed_colwise": "like colwise, for weights whose rows on a rank are not contiguous: segments, replicated parts",
+    "packed_rowwise": "like rowwise, likewise",
     "colwise_gather_output": "output features sharded; the output is gathered",
     "embedding_rowwise": "rows of a table sharded; ids of other ranks give zero, and the outputs are summed over ranks",
     "embedding_colwise": "columns of a table sharded; sharded output",
@@ -33,9 +33,9 @@ STYLES = {
     "distributed_norm": "a norm over a sharded width: sharded weight, statistics summed over ranks",
     "expert_parallel": "experts of a stack on different ranks; each rank runs its experts, the outputs are summed",
     "replicate": "replicated",
-    "replicated_with_grad_allreduce": "replicated; each rank has a partial gradient, which is summed",
-    "rowwise_scatter": "sequence parallel: as rowwise, with the sum scattered along the sequence",
-    "embedding_rowwise_scatter": "sequence parallel: as embedding_rowwise, with the sum scattered along the sequence",
+    "replicated_with_grad_allreduce": "replicated; each rank has a partial gradient; the gradients are summed",
+    "rowwise_scatter": "sequence parallel: like rowwise, with a reduce-scatter along the sequence",
+    "embedding_rowwise_scatter": "sequence parallel: like embedding_rowwise, with a reduce-scatter along the sequence",
     "sequence_parallel": "sequence parallel: replicated weight on values sharded along the sequence",
 }
 
@@ -157,7 +157,7 @@ def exported_as(name: str) -> str:
 def _refuse_circles(rules: Iterable[Rule]) -> None:
     circle = next(iter(nx.simple_cycles(nx.DiGraph((rule.id, other) for rule in rules for other in rule.beats))), None)
     if circle:
-        raise RuleError(f"rules beat each other in a circle: {' beats '.join([*circle, circle[0]])}")
+        raise RuleError(f"rules beat each other in a cycle: {' beats '.join([*circle, circle[0]])}")
 
 
 def _id(path: Path) -> str:
@@ -178,7 +178,7 @@ def _parse(data: Mapping[str, Any], text: str, stem: str) -> Rule:
     if unknown:
         raise RuleError(f"unknown key {unknown[0]!r}", hint=f"keys are {', '.join(sorted(_KEYS))}")
     if data.get("id") != stem:
-        raise RuleError(f"id is {data.get('id')!r}, but the file is called {stem!r}")
+        raise RuleError(f"id is {data.get('id')!r}, but the file is named {stem!r}")
     if problem := misshapen(data, _SHAPE):
         raise RuleError(problem)
     match = _match(data["match"]) if "match" in data else None
@@ -192,7 +192,7 @@ def _parse(data: Mapping[str, Any], text: str, stem: str) -> Rule:
         raise RuleError("it has `seen_in` and `unseen`", hint="keep `seen_in`: an architecture shows the rule")
     value = data.get("exported_as", "")
     if value and value not in EXPORTS:
-        raise RuleError(f"{value!r} is nothing that exports know", hint=f"exported_as is one of {', '.join(EXPORTS)}")
+        raise RuleError(f"{value!r} is not known to any export", hint=f"exported_as is one of {', '.join(EXPORTS)}")
     return Rule(
         id=stem,
         summary=_text(data, "summary"),
@@ -216,7 +216,7 @@ def _parse(data: Mapping[str, Any], text: str, stem: str) -> Rule:
 def _text(data: Mapping[str, Any], key: str) -> str:
     value = data.get(key)
     if not isinstance(value, str) or not value.strip():
-        raise RuleError(f"{key!r} is missing: a rule is a document")
+        raise RuleError(f"{key!r} is missing")
     return " ".join(value.split())
 
 

@@ -47,7 +47,7 @@ def _test_rule(rule: Rule) -> Iterator[RuleResult]:
         ("an example that is refused", any(not example.expect for example in rule.examples)),
     ):
         if not present:
-            yield RuleResult(rule.id, wanted, False, f"rule {rule.id!r} has not {wanted}")
+            yield RuleResult(rule.id, wanted, False, f"rule {rule.id!r} lacks {wanted}")
 
 
 def problem_with(rule: Rule, example: Example) -> str:

@@ -128,7 +128,7 @@ class ChosenCuts:
                     if other.cut != first.cut:
                         raise WrittenPlanError(
                             f"{self.name}: two keys with different styles match {name!r}: {first} and {other}",
-                            hint="keep one of them, or narrow the other's pattern",
+                            hint="keep one, or narrow the other's pattern",
                         )
                 return first
         return None
@@ -143,10 +143,10 @@ class ChosenCuts:
             more = f" (and {len(dead) - 1} more: {', '.join(c.pattern for c in dead[1:4])})" if len(dead) > 1 else ""
             raise WrittenPlanError(
                 f"{self.name}: the key {first.pattern!r} matches no module and no parameter of the model{more}",
-                hint=f"nearest paths: {', '.join(close)}" if close else "autoplan plan MODEL shows the model's paths",
+                hint=f"nearest paths: {', '.join(close)}" if close else "autoplan plan MODEL lists the model's paths",
             )
         below = self.under.check_keys(modules, parameters) if self.under else ()
-        return tuple(f"{self.name}: {c.pattern!r} matches nothing and was left out" for c in dead) + below
+        return tuple(f"{self.name}: {c.pattern!r} matches nothing and was ignored" for c in dead) + below
 
 
 _LONGEST_KEY = 500
@@ -155,7 +155,7 @@ _LONGEST_KEY = 500
 def check_key(key: object, plan: str) -> None:
     """Raise on a key of a plan that cannot be the path of a module."""
     if not isinstance(key, str):
-        raise WrittenPlanError(f"{plan} has the key {key!r}, which is no path", hint="keys are module paths with *")
+        raise WrittenPlanError(f"{plan} has the key {key!r}, which is not a path", hint="keys are module paths with *")
     if len(key) > _LONGEST_KEY:
         raise WrittenPlanError(
             f"{plan} has a key of {len(key):,} characters: {key[:60]}…", hint="keys are module paths"
@@ -166,14 +166,14 @@ def check_style(style: str, pattern: str, plan: str, aliases: dict[str, str] | N
     """Return the canonical name of a style. Raises with the known ones."""
     if not isinstance(style, str):
         raise WrittenPlanError(
-            f"{plan}: {pattern!r} has the style {str(style)[:80]!r}, which is no style's name",
+            f"{plan}: {pattern!r} has the style {str(style)[:80]!r}, which is not a style name",
             hint=f"known styles: {', '.join(CUTS)}",
         )
     name = (aliases or {}).get(style, style)
     if name not in CUTS:
         close = nearest(style, (*CUTS, *(aliases or {})))
         raise WrittenPlanError(
-            f"{plan}: {pattern!r} has the style {style!r}, which is unknown",
+            f"{plan}: {pattern!r} has the unknown style {style!r}",
             hint=f"did you mean {close[0]!r}?" if close else f"known styles: {', '.join(CUTS)}",
         )
     return name

@@ -52,7 +52,7 @@ def _choice(choices: ChosenCuts, info: TensorInfo | ParameterFact) -> ChosenCut 
         first, second = list(by_cut.values())[:2]
         raise WrittenPlanError(
             f"{choices.name}: {' and '.join(info.names)} are one tied parameter, but {first} and {second} differ",
-            hint="give both the same cut: embedding_rowwise for the table is colwise for the head",
+            hint="give both the same sharding: embedding_rowwise for the table is colwise for the head",
         )
     return next(iter(by_cut.values()), None)
 
@@ -138,10 +138,10 @@ def check_choices(choices: ChosenCuts, solution: Solution) -> tuple[str, ...]:
                 and "@" not in fact.layout
             ):
                 right = choice.style.removeprefix("packed_") if says_packed else f"packed_{choice.style}"
-                contents = "one run of units" if says_packed else "several segments, each cut by itself"
+                contents = "one run of units" if says_packed else "several segments, sharded separately"
                 raise WrittenPlanError(
-                    f"{choices.name}: {choice} cuts {fact.names[0]} as {'packed' if says_packed else 'plain'}, but dim "
-                    f"{fact.dim} holds {contents}: {fact.layout}",
+                    f"{choices.name}: {choice} shards {fact.names[0]} as {'packed' if says_packed else 'plain'}, but "
+                    f"dim {fact.dim} holds {contents}: {fact.layout}",
                     hint=f"write {choice.pattern!r}: '{right}'",
                 )
     return tuple(dict.fromkeys(notes))
@@ -151,28 +151,28 @@ def _missed(choices: ChosenCuts, choice: ChosenCut, fact: ParameterFact, wanted:
     """Report a requested sharding that was not made: raise with the reason, or return it if the plan is tolerant."""
     name, size = fact.names[0], fact.shape[wanted]
     reasons = [c.reason for c in solution.classes if (name, wanted) in c.parameters and c.reason is not None]
-    otherwise = "nothing in it can be split" if fact.dim is None else f"it is cut along dim {fact.dim}"
+    otherwise = "none of its dims can be sharded" if fact.dim is None else f"it is sharded along dim {fact.dim}"
     reason = sentence(reasons) or otherwise
     if choices.trial or (choices.tolerant and fact.dim is None):
-        return f"{choices.name}: {choice} does not cut {name}: {reason}"
+        return f"{choices.name}: {choice} does not shard {name}: {reason}"
     if any(isinstance(reason, DoesNotDivide) for reason in reasons):
         legal = ", ".join(map(str, solution.legal_tp))
-        problem = f"{choices.name}: {choice} cannot cut dim {wanted} of {name}: {reason}"
-        raise IndivisibleError(problem, hint=f"sizes that divide every axis: {legal}")
-    problem = f"{choices.name}: {choice} would cut dim {wanted} ({size}) of {name}, but {reason}"
+        problem = f"{choices.name}: {choice} cannot shard dim {wanted} of {name}: {reason}"
+        raise IndivisibleError(problem, hint=f"valid tp: {legal}")
+    problem = f"{choices.name}: {choice} would shard dim {wanted} ({size}) of {name}, but {reason}"
     free = solve(solution.trace, solution.tp_size)
     same = next((f for f in free.parameters if f.names == fact.names), None)
     if same is None or same.dim != wanted:
         raise WrittenPlanError(problem, hint=_keep_whole(choice, same))
     others = ", ".join(dict.fromkeys(_lines_for(same, free)))
-    hint = f"add {others}; or keep it whole: {choice.pattern!r}: 'replicate'"
+    hint = f"add {others}; or replicate it: {choice.pattern!r}: 'replicate'"
     raise WrittenPlanError(f"{problem} (half of a column/row pair)", hint=hint)
 
 
 def _keep_whole(choice: ChosenCut, free: ParameterFact | None) -> str:
     """Return the line to write instead, and what analysis alone does with the parameter."""
     cut = free is not None and free.dim is not None
-    other = f"; analysis would cut dim {free.dim} ({free.layout})" if free is not None and cut else ""
+    other = f"; analysis would shard dim {free.dim} ({free.layout})" if free is not None and cut else ""
     return f"write {choice.pattern!r}: 'replicate'{other}"
 
 

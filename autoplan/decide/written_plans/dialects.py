@@ -41,7 +41,7 @@ def plan_at(path: str, model: Any, sequence_parallel: bool = False) -> Mapping[s
     if isinstance(value, (Mapping, Plan)):
         return value
     raise WrittenPlanError(
-        f"{path}{called or ' is'} {_described(value)}, which is no plan",
+        f"{path}{called or ' is'} {_described(value)}, which is not a plan",
         hint="it must be a dict of pattern: style, an autoplan Plan, or a function that returns one",
     )
 
@@ -60,7 +60,7 @@ def _value_at(path: str) -> Any:
             raise WrittenPlanError(f"{path} raises on import: {_said(error)}", hint=f"fix {name} first") from error
         return _attribute(value, name, parts[length:], path)
     raise WrittenPlanError(
-        f"{path}: there is no module {parts[0]!r}", hint="check the spelling, and that its folder is on PYTHONPATH"
+        f"{path}: no module named {parts[0]!r}", hint="check the spelling, and that its folder is on PYTHONPATH"
     )
 
 
@@ -86,7 +86,7 @@ def _called(function: Callable[..., Any], path: str, model: Any, sequence_parall
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise WrittenPlanError(f"{path} cannot be called: {error}", hint="give a plain function") from error
+        raise WrittenPlanError(f"{path} cannot be called: {error}", hint="pass a plain function") from error
     offered = {"model": model, "sequence_parallel": sequence_parallel}
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if any(p.name in offered for p in places):
@@ -97,7 +97,7 @@ def _called(function: Callable[..., Any], path: str, model: Any, sequence_parall
     required = [p for p in places if p.default is p.empty]
     if len(required) > 2:
         names = ", ".join(p.name for p in required)
-        raise WrittenPlanError(f"{path} wants ({names})", hint="it may take (), (model) or (model, sequence_parallel)")
+        raise WrittenPlanError(f"{path} requires ({names})", hint="allowed: (), (model) or (model, sequence_parallel)")
     return function(*list(offered.values())[: len(required)])
 
 
@@ -145,7 +145,7 @@ def _style_of(style: Any, pattern: str, name: str) -> str:
         return "local_params"
     cls = type(style)
     raise WrittenPlanError(
-        f"{name}: {pattern!r} has a {cls.__module__}.{cls.__qualname__}, which is no style that autoplan knows",
+        f"{name}: {pattern!r} has a {cls.__module__}.{cls.__qualname__}, which is not a style that autoplan knows",
         hint="use ColwiseParallel, RowwiseParallel or SequenceParallel, a subclass of them, or a style's name "
         "such as 'packed_colwise'",
     )

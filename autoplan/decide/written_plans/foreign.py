@@ -82,8 +82,8 @@ def read_deepspeed(data: Any, name: str, parameters: Iterable[str], tolerant: bo
             choices.append(ChosenCut(str(spec["patterns"][0]), style, where, kind_of(spec)))
         elif not matched:
             raise WrittenPlanError(
-                f"{where}: {spec.get('patterns')} match no parameter of the model that is still free",
-                hint="DeepSpeed matches from the start of a name (begin with '.*'); parameters look like "
+                f"{where}: {spec.get('patterns')} match no parameter that is not yet matched",
+                hint="DeepSpeed matches from the start of a name (begin with '.*'); names look like "
                 f"{', '.join(fold_names(names)[:3])}",
             )
         taken.update(matched)
@@ -110,11 +110,11 @@ _MOST_REPEATS = 6
 def _refuse_slow(expression: Any, where: str) -> None:
     """Raise on an expression that could take forever on a name."""
     if not isinstance(expression, str):
-        raise WrittenPlanError(f"{where}: {expression!r} is no regular expression", hint="write the pattern as text")
+        raise WrittenPlanError(f"{where}: {expression!r} is not a regular expression", hint="write the pattern as text")
     bare = re.sub(r"\\.|\[(?:\\.|[^\]])*\]", "x", expression)
     if len(expression) > 500 or _NESTED.search(bare) or len(re.findall(_REPEAT, bare)) > _MOST_REPEATS:
         raise WrittenPlanError(
-            f"{where}: {expression[:80]!r} may take for ever: it is long, or repeats within or after repeats",
+            f"{where}: {expression[:80]!r} may take too long: it is too long, or repeats within or after repeats",
             hint=f"use at most {_MOST_REPEATS} repeats, none inside another",
         )
 
@@ -124,7 +124,7 @@ def _matches(expression: str, parameter: str, where: str) -> bool:
     try:
         return re.match(expression, parameter) is not None
     except re.error as error:
-        problem = f"{where}: {expression!r} is no regular expression: {error}"
+        problem = f"{where}: {expression!r} is not a regular expression: {error}"
         raise WrittenPlanError(problem, hint="fix the pattern") from error
 
 

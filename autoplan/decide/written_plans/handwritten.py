@@ -73,17 +73,17 @@ def register_plan(
     `sequence_parallel` holds the entries that differ under it, or says why there are none. A second plan for the same
     class replaces the first. Returns a function that removes the plan again.
     """
-    check_argument("model_class", model_class, (str, type), 'give the class, or "package.module.Class"')
+    check_argument("model_class", model_class, (str, type), 'pass the class, or "package.module.Class"')
     name = model_class if isinstance(model_class, str) else f"{model_class.__module__}.{model_class.__qualname__}"
     where = f"the plan registered for {name}"
     for value in (entries, sequence_parallel):
         plain = isinstance(value, Mapping) and all(isinstance(text, str) for pair in value.items() for text in pair)
         if "." not in name or not plain and (value is entries or not isinstance(value, str)):
-            raise WrittenPlanError(f"{where} is {value!r}", hint='give "package.module.Class" and {"pattern": "style"}')
+            raise WrittenPlanError(f"{where} is {value!r}", hint='pass "package.module.Class" and {"pattern": "style"}')
     if not entries:
-        raise WrittenPlanError(f"{where} is empty: it names no module", hint='give {"pattern": "style"}')
+        raise WrittenPlanError(f"{where} is empty", hint='pass {"pattern": "style"}')
     variant = sequence_parallel if isinstance(sequence_parallel, str) else _entries(sequence_parallel, where)
-    made = HandwrittenPlan(name, (name,), "registered at run time", "", _entries(entries, where), variant, where=where)
+    made = HandwrittenPlan(name, (name,), "registered at runtime", "", _entries(entries, where), variant, where=where)
     _registered[:] = [made, *(plan for plan in _registered if plan.id != name)]
 
     def take_away() -> None:
@@ -112,7 +112,7 @@ def _of_folder(folder: Path) -> tuple[HandwrittenPlan, ...]:
     for plan in plans:
         for key in (*plan.qualnames, *plan.aliases):
             if key in seen:
-                raise AutoplanError(f"{seen[key]}.toml and {plan.id}.toml both are for {key}", hint="keep one")
+                raise AutoplanError(f"{seen[key]}.toml and {plan.id}.toml are both for {key}", hint="keep one")
             seen[key] = plan.id
     return plans
 
@@ -122,7 +122,7 @@ def read_plan(path: Path) -> HandwrittenPlan:
     data = read_plain(path, NotPlain(hint="fix the file"), notation="toml")
     wrong = sorted(data.keys() - _KEYS) + sorted(f"no {key}" for key in _KEYS - {"aliases"} - data.keys())
     if wrong or data["id"] != path.stem:
-        problem = ", ".join(wrong) or f"id is {data['id']!r}, the file's name {path.stem!r}"
+        problem = ", ".join(wrong) or f"id is {data['id']!r}, but the file is named {path.stem!r}"
         raise AutoplanError(f"{path}: {problem}", hint=f"a plan has the keys {', '.join(sorted(_KEYS))}")
     if problem := misshapen(data, _SHAPE):
         raise AutoplanError(f"{path}: {problem}", hint="compare it with another file of rules/plans")
@@ -153,9 +153,9 @@ def find_plan(ancestors: Sequence[tuple[str, str]]) -> tuple[HandwrittenPlan, st
         full = f"{module}.{qualname}"
         plan, how = by_name.get(full), ""
         if plan is None and module.startswith(_REMOTE):
-            plan, how = by_bare.get(qualname.rpartition(".")[2]), f"{full} is remote code, found by its bare name"
+            plan, how = by_bare.get(qualname.rpartition(".")[2]), f"{full} is remote code, matched by its bare name"
         if plan is not None:
-            return plan, how if full == own else f"{own} descends from {full}, whose plan this is"
+            return plan, how if full == own else f"{own} inherits from {full}, whose plan this is"
     return None
 
 

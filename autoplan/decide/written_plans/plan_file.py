@@ -66,7 +66,7 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
     if missing:
         raise PlanFileError(
             f"{where} lacks {', '.join(f'`{key}`' for key in missing)}",
-            hint="the file may be cut short; make the plan again, or take the file from its source once more",
+            hint="the file may be truncated; make the plan again, or copy it again",
         )
     data = {**data, "runtime": _with_facts_of_calls(data.get("runtime", {}))}
     plan: Plan = decode(Plan, {key: value for key, value in data.items() if key != "autoplan"}, where)
@@ -129,7 +129,7 @@ def check_suffix(path: str | PathLike[str]) -> None:
 
 def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
     """Write `plan` to `path`, as YAML or JSON by its suffix."""
-    check_argument("the plan file", path, (str, PathLike), "give its path")
+    check_argument("the plan file", path, (str, PathLike), "pass its path")
     target = Path(path)
     write = _writer_for(target)
     write_whole(target, write(plan_to_dict(plan)), PlanFileError)
@@ -137,7 +137,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
 
 def load_plan(path: str | PathLike[str]) -> Plan:
     """Read a plan file. Nothing in it is executed."""
-    check_argument("the plan file", path, (str, PathLike), "give its path")
+    check_argument("the plan file", path, (str, PathLike), "pass its path")
     source = Path(path)
     _writer_for(source)  # raises if no plan file can have this name
     data = read_plain(source, _REFUSAL)

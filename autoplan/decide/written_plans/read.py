@@ -57,7 +57,7 @@ def read_source(
     if overrides is None:
         return written
     if not isinstance(overrides, Mapping) or not overrides:
-        raise WrittenPlanError(f"overrides={overrides!r} say nothing", hint="give {pattern: style}, or leave them out")
+        raise WrittenPlanError(f"overrides={overrides!r} is empty", hint="pass {pattern: style}, or omit it")
     under = choices_of_plan(written, f"the plan of {written.model}") if isinstance(written, Plan) else written
     return replace(reader.of_dict(overrides, "overrides", by_position=False), complete=False, under=under)
 
@@ -93,8 +93,8 @@ class _Reader:
         if not looks_dotted(text) or text.endswith((".yaml", ".yml", ".json")):
             ids = ", ".join(plan.id for plan in load_plans())
             raise WrittenPlanError(
-                f"source={text!r} is no reserved word, no existing plan file, no plan id and no dotted path",
-                hint=f"give {_NEXT}. Plan ids: {ids}",
+                f"source={text!r} is not a reserved word, an existing plan file, a plan id or a dotted path",
+                hint=f"pass {_NEXT}. Plan ids: {ids}",
             )
         value = plan_at(text, self.model, self.sequence_parallel)
         return self._for_size(value, text) if isinstance(value, Plan) else self._of_mapping(value, text)
@@ -116,8 +116,8 @@ class _Reader:
         apart = next((line for line in lines if line.cut == "experts"), None)
         if apart is not None and self.ep_size == 1:
             raise WrittenPlanError(
-                f"{name}: {apart} places whole experts on different ranks, and ep_size is 1",
-                hint="pass ep_size=, the number of ranks that experts go to: that of tp, or any with tp_size=1",
+                f"{name}: {apart} places experts on different ranks, but ep_size is 1",
+                hint="pass ep_size=, the number of those ranks: the tp size, or any number with tp_size=1",
             )
         return self._as_asked(with_prefix(cuts, *_paths(self.model)))
 
@@ -126,7 +126,7 @@ class _Reader:
 
     def _of_mapping(self, data: Mapping[str, Any], name: str) -> ChosenCuts:
         if not data:
-            raise WrittenPlanError(f"{name} is an empty plan: it names no module", hint=f"use {_NEXT}")
+            raise WrittenPlanError(f"{name} is an empty plan", hint=f"use {_NEXT}")
         if is_deepspeed(data):
             return self._as_asked(ChosenCuts(name, "user", read_deepspeed(data, name, _paths(self.model)[1])))
         return self.of_dict(data, name, by_position=True)

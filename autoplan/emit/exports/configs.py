@@ -58,16 +58,16 @@ def to_deepspeed(plan: Plan, *, drop: bool = False) -> dict[str, Any]:
 
 def _not_for_deepspeed(part: Part) -> str:
     if part.kind == "end":
-        return "AutoTP splits neither the token table nor the head"
+        return "AutoTP shards neither the token table nor the head"
     packed_only = part.needs and all(need.packed for need in part.needs)
     if part.needs and not packed_only:
         return str(part.needs[0])
     if len(part.gathered) < len(part.entries):
-        return "AutoTP splits linear layers only, and sums no gradient of whole parameters"
+        return "AutoTP shards only linear layers, and does not sum gradients of replicated parameters"
     if any(e.style not in ("colwise", "rowwise", "packed_colwise") for e in part.entries):
-        return "AutoTP knows column and row layers only"
+        return "AutoTP supports only column and row layers"
     if any(e.style == "packed_colwise" and packed_shape(e) is None for e in part.entries):
-        return "AutoTP packs whole segments only"
+        return "AutoTP supports only packing in whole segments"
     return ""
 
 
@@ -76,7 +76,7 @@ def _divides_too_much(plan: Plan, part: Part) -> str:
     for obstacle in plan.obstacles:
         above = f"{starred(obstacle.pattern)}."
         if obstacle.attribute in COUNTS and any(starred(e.pattern).startswith(above) for e in part.entries):
-            return f"AutoTP would divide {obstacle.attribute} of {obstacle.pattern}, which must keep its value"
+            return f"AutoTP would divide {obstacle.attribute} of {obstacle.pattern}, which must not change"
     return ""
 
 
@@ -122,8 +122,8 @@ def to_vllm(plan: Plan, *, shipped: Iterable[str] = (), base: str = "", drop: bo
 
 def _not_for_vllm(pattern: str, style: str, outside: Container[str]) -> str:
     if pattern in outside:
-        return "it is no part of the model without its head, which is what vLLM builds"
-    return f"vLLM has no {style}, for it or for its partner"
+        return "it is not part of the headless base model, which vLLM builds"
+    return f"vLLM has no {style}, for it or its partner"
 
 
 def to_accelerate(plan: Plan, classes: Iterable[str]) -> dict[str, Any]:
@@ -166,13 +166,13 @@ _STOCK = {
 def needs_autoplan(plan: Plan) -> str:
     """Return why stock styles do not suffice, or an empty string."""
     if plan.sequence_parallel:
-        return "sequence parallelism is placed on other modules than those that are split"
+        return "sequence parallelism is applied to other modules than those that are sharded"
     if elsewhere := _held_elsewhere(plan):
-        return f"{elsewhere} is one parameter with a planned one, and stock styles would part them"
+        return f"{elsewhere} is tied to a planned parameter, and stock styles would untie them"
     for part in parts_of(plan):
         for entry in part.entries:
             if entry.style not in _STOCK:
-                return f"{entry.pattern} is {entry.style}, which no stock style does"
+                return f"{entry.pattern} is {entry.style}, which no stock style implements"
         if not part.is_plain:
             return str(part.needs[0]) if part.needs else f"{part.container} is more than column and row layers"
     return ""

@@ -45,9 +45,9 @@ class Exported(str):
         """Return a line of text for people."""
         if self.linears is None:
             return ""
-        rest = f"; whole: {', '.join(self.whole)}" if self.whole else ""
+        rest = f"; replicated: {', '.join(self.whole)}" if self.whole else ""
         besides = f"; {self.besides}" if self.besides else ""
-        return f"cuts {self.reached} of {self.linears} linear layers{rest}{besides}"
+        return f"shards {self.reached} of {self.linears} linear layers{rest}{besides}"
 
 
 def exported(text: str, linears: Iterable[str], finds: Finds | None, besides: str = "") -> Exported:
@@ -97,13 +97,13 @@ def vllm_finds(written: Mapping[str, str], linears: Iterable[str], base: str) ->
         meant, reads = written.get(starred(name), "replicate"), vllm_style(written, name)
         if meant != reads:
             raise ExportError(
-                f"vLLM takes keys for regular expressions, and would read {reads} for {name}, not {meant}",
-                hint="say which of the keys may go with overrides={key: 'replicate'}",
+                f"vLLM treats keys as regular expressions, and would match {name} to {reads}, not {meant}",
+                hint="choose which of the keys to drop with overrides={key: 'replicate'}",
             )
     cut = any(style not in _WHOLE for style in written.values())
     if names and cut and all(vllm_style(written, name) in _WHOLE for name in names):
         raise ExportError(
-            f"vLLM would find none of the {len(names)} linear layers of the base model by the keys of this plan",
+            f"none of the {len(names)} linear layers of vLLM's base model match the keys of this plan",
             hint=f"keys begin inside the base model, {base!r}",
         )
     return lambda name: name.startswith(inside) and vllm_style(written, name.removeprefix(inside)) not in _WHOLE
@@ -117,7 +117,7 @@ def vllm_besides(written: Mapping[str, str], linears: Iterable[str], base: str, 
     differ = {name.partition(".")[0] for name in names if vllm_style(both, name) != vllm_style(written, name)}
     if not differ:
         return ""
-    return f"empty the plans in the configs of {', '.join(sorted(differ))} too: they would win over these keys"
+    return f"also empty the plans in the configs of {', '.join(sorted(differ))}, which take precedence over these keys"
 
 
 # `autoplan export MODEL --to …`: a plan in the format of another system, as text for a file.

@@ -31,7 +31,7 @@ def cut_otherwise(plan: Plan, entry: Entry) -> str:
         other = next((t for t in weight.tensors if t.dims and t.dim != dim), None)
         if dim is not None and (first.name != weight.parameter or other is not None):
             wrong = first if first.name != weight.parameter or other is None else other
-            return f"it is stored as {weight.scheme.title}: {wrong.name} is not cut along the dim of the weight"
+            return f"it is stored as {weight.scheme.title}: {wrong.name} is not sharded along the dim of the weight"
     return ""
 
 
@@ -160,7 +160,7 @@ def _with_neighbours(part: Part, parts: list[Part]) -> Part:
         if other is not part and part.axes & other.axes and (other.kind == "end") == (part.kind == "end"):
             if other.needs:
                 theirs = other.needs[0]
-                text = f"it goes with {other.container or 'the model'}: {theirs}"
+                text = f"it is coupled to {other.container or 'the model'}: {theirs}"
                 return replace(part, needs=(Need(text, theirs.packed),))
             if part.kind != "other" and other.kind == "other" or part.kind == "plain" != other.kind:
                 return replace(part, needs=(Need(f"it shares its axis with {other.entries[0].pattern}"),))
@@ -211,7 +211,7 @@ def _needs(
         if kind in ("plain", "latent") and entry.style in _COLUMN + _ROW and not _one_run(entry, plan.tp_size):
             yield Need(f"{entry.pattern} is packed", packed=True)
         if _is_uneven(entry):
-            yield Need(f"{entry.pattern} is cut unevenly, between blocks")
+            yield Need(f"{entry.pattern} is sharded unevenly, between blocks")
 
 
 def _home(pattern: str, containers: Iterable[str]) -> str | None:
@@ -251,7 +251,7 @@ def check_nothing_lost(refused: list[Refused], dialect: str, drop: bool) -> None
         lost = sum(item.bytes for item in refused)
         lines = "\n".join(f"    {r.pattern}: {bytes_text(r.bytes)} ({r.why})" for r in refused)
         raise ExportError(
-            f"{dialect} cannot say {len(refused)} entries of the plan; {bytes_text(lost)} would stay whole on every "
-            f"rank:\n{lines}",
-            hint="export with drop=True (--drop) to leave them whole, or to torch, where the plan itself is applied",
+            f"{dialect} cannot express {len(refused)} entries of the plan; {bytes_text(lost)} would be "
+            f"replicated:\n{lines}",
+            hint="export with drop=True (--drop) to replicate them, or to torch, where the plan itself is applied",
         )

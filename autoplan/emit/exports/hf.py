@@ -58,7 +58,7 @@ def _as_stored(plan: Plan, found: dict[str, str], refused: list[Refused]) -> tup
     why = {entry.pattern: problem for entry in plan.entries if (problem := cut_otherwise(plan, entry))}
     containers = {starred(pattern).rpartition(".")[0]: pattern for pattern in why}
     gone = [e for e in plan.entries if _home(e) in containers and starred(e.pattern) in found]
-    more = [Refused(e.pattern, e.bytes, why.get(e.pattern) or f"it goes with {containers[_home(e)]}") for e in gone]
+    more = [Refused(e.pattern, e.bytes, why.get(e.pattern) or f"it is coupled to {containers[_home(e)]}") for e in gone]
     return {key: style for key, style in found.items() if key.rpartition(".")[0] not in containers}, [*refused, *more]
 
 
@@ -76,13 +76,13 @@ def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[
             styles |= lines
             hindered = dict(part.hindered)
             refused += [
-                Refused(e.pattern, e.bytes, hindered.get(e.pattern, "no style of transformers cuts it in this place"))
+                Refused(e.pattern, e.bytes, hindered.get(e.pattern, "no style of transformers shards it here"))
                 for e in part.entries
                 if lines.get(starred(e.pattern), "mla_kv_a_proj") == "mla_kv_a_proj"
                 and e.style != "replicated_with_grad_allreduce"
             ]
         else:
-            why = str(part.needs[0]) if part.needs else f"no style of transformers does it ({part.entries[0].style})"
+            why = str(part.needs[0]) if part.needs else f"no transformers style does it ({part.entries[0].style})"
             refused += part.refused(why)
     return styles, refused
 
@@ -109,11 +109,11 @@ def _merged(parts: Iterable[Part], kept_whole: Container[str]) -> Iterator[Part]
             styles.setdefault(starred(entry.pattern), set()).add(entry.style)
         kind = kinds.pop() if len(kinds) == 1 else "other"
         if any(len(style) > 1 for style in styles.values()):
-            kind, needs = "mixed", (Need("layers are planned differently, and a key means every layer"),)
+            kind, needs = "mixed", (Need("layers are planned differently, and a key applies to every layer"),)
         elif any(entry.pattern.rpartition(".")[2] in ("*", *_DIGITS) for entry in entries):
-            kind, needs = "mixed", (Need("modules that have only numbers for names cannot be distinguished by a key"),)
+            kind, needs = "mixed", (Need("a key cannot distinguish modules whose names are only numbers"),)
         elif any(starred(entry.pattern) in kept_whole for entry in entries):
-            needs = (*needs, Need("a key means every layer, and in some of them the plan keeps the weight whole"))
+            needs = (*needs, Need("a key applies to every layer, and the plan replicates the weight in some of them"))
         yield Part(container, entries, kind, needs, hindered)
 
 
@@ -210,7 +210,7 @@ def _in_old_spelling(found: dict[str, str], plan: Plan) -> tuple[dict[str, str],
     containers = {key.rpartition(".")[0] for key in missing if found[key] != "embedding_rowwise"}
     dropped = {key for key in found if key in missing or key.rpartition(".")[0] in containers - {""}}
     refused = [
-        Refused(e.pattern, e.bytes, "the old spelling has no name for it or for its partner")
+        Refused(e.pattern, e.bytes, "the old spelling has no name for it or its partner")
         for e in plan.entries
         if starred(e.pattern) in dropped and e.style != "replicated_with_grad_allreduce"
     ]

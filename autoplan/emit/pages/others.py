@@ -44,7 +44,7 @@ def scene_of_side(
                 placed = (_box(name or path, path, side, other, words or {}, findings) for name, path in named)
                 boxes.append(tuple(placed))
             rows.append(BoxRow(parent, tuple(boxes)))
-        blocks.append(Block(part.block or "outside of blocks", part.blocks, tuple(rows)))
+        blocks.append(Block(part.block or "outside blocks", part.blocks, tuple(rows)))
     return Scene(tuple(blocks), ())
 
 
@@ -95,7 +95,7 @@ def report_page(report: Report) -> str:
 
 def audit_parts(report: Report) -> list[Content]:
     findings = cause_first(report.findings)
-    outcome = str(report.details.get("verdict") or ("nothing wrong was found" if report.ok else "wrong"))
+    outcome = str(report.details.get("verdict") or ("no problems were found" if report.ok else "wrong"))
     ran = str(report.details.get("ran", ""))
     bar = el("p", f"{outcome}. {ran}", class_=f"verdict {'ok' if report.ok else 'bad'}", role="status")
     return [bar, _facts(report), *_drawing(report), findings_section(findings), _verdicts(report), _numbers(report)]
@@ -106,11 +106,11 @@ def _facts(report: Report) -> Safe:
     texts = [str(details["plan"])] if "plan" in details else []
     if "bytes_per_rank" in details:
         held, least = details["bytes_per_rank"], details["bytes_per_rank_inferred"]
-        texts.append(f"{bytes_text(held)} of weights on a rank ({bytes_text(least)} if all that can is split)")
+        texts.append(f"{bytes_text(held)} of weights per rank ({bytes_text(least)} if fully sharded)")
     for side in ("a", "b"):
         if side in details:
             one = details[side]
-            texts.append(f"{side}: {one['plan']}, {one['ran']}, {bytes_text(one['bytes_per_rank'])} on a rank")
+            texts.append(f"{side}: {one['plan']}, {one['ran']}, {bytes_text(one['bytes_per_rank'])} per rank")
     return el("ul", *(el("li", one) for one in texts), class_="facts")
 
 
@@ -131,9 +131,9 @@ def _drawing(report: Report) -> Iterable[Safe]:
     for place in range(len(drawn.flow)):
         pair = [block_figure(scene.blocks[place], side) for scene, side in zip(scenes, names, strict=True)]
         figures.append(el("div", *pair, class_="blocks pair"))
-    about = "Blue boxes are cut along dim 0, orange ones along 1, green ones along 2, grey ones are whole; a finding's "
-    more = "number stands in the box that it is about." + (
-        " Where the plans differ, the box has a thick edge." if len(sides) == 2 else ""
+    about = "Blue boxes are sharded along dim 0, orange along 1, green along 2, grey ones are replicated; a finding's "
+    more = "number is shown in the box that it is about." + (
+        " Where the plans differ, the box has a thick border." if len(sides) == 2 else ""
     )
     title = "Side by side" if len(sides) == 2 else "What the plan does"
     yield section(title, "drawing", *figures, about=about + more)
@@ -143,7 +143,7 @@ def _verdicts(report: Report) -> Safe | None:
     rows = [(el("code", pattern), word) for pattern, word in report.details.get("verdicts", {}).items()]
     if not rows:
         return None
-    return section("Entries", "entries", table(("entry", "verdict"), rows, "What came of each"))
+    return section("Entries", "entries", table(("entry", "verdict"), rows, "Results of each"))
 
 
 def _numbers(report: Report) -> Safe | None:
@@ -153,7 +153,7 @@ def _numbers(report: Report) -> Safe | None:
     rows += [(f"gradient of {name}", f"{error:.1e}") for name, error in worst]
     if not rows:
         return None
-    return section("Numbers", "numbers", table(("of", "error"), rows, "The largest errors"))
+    return section("Numbers", "numbers", table(("of", "error"), rows, "Largest errors"))
 
 
 def choice_page(choice: Any, plan: Plan | None, known: Mapping[int, WhatIf] = MappingProxyType({})) -> str:
@@ -172,7 +172,7 @@ def _looked_at(choice: Any, known: Mapping[int, WhatIf]) -> Safe:
     labels = {_CASE + n: f"{n}. {choice.rows[n - 1]}" for n in known}
     memory = {_CASE + n: memory_section(case.estimate, choice.memory, alone=False) for n, case in known.items()}
     drawn = pictures({_CASE + n: case.plan for n, case in known.items()}, numbers, numbers[0], {})
-    about = el("p", "Rows that cut along the sequence too are drawn without.", class_="soft")
+    about = el("p", "Rows that also shard the sequence are drawn without that.", class_="soft")
     look = chooser(labels, numbers[0], "Look at")
     return section("What if: a row", "row", look, cases(memory, numbers, numbers[0]), about, drawn)
 
@@ -188,13 +188,13 @@ def choice_parts(choice: Any, most: int = _MOST) -> list[Content]:
         shown.append(choice.nearest)
     scale = max((row.estimate.peak for row in shown), default=1)
     details = [_row(choice, row, scale) for row in shown]
-    return [bar, reasons, section("Ways to run it", "ways", *details)]
+    return [bar, reasons, section("Configurations", "ways", *details)]
 
 
 def _row(choice: Any, row: Row, scale: int) -> Safe:
     """Return one configuration: its memory as a bar, and all details on demand."""
     speed = (
-        f"{row.estimate.tokens_per_second:,.0f} tokens a second"
+        f"{row.estimate.tokens_per_second:,.0f} tokens per second"
         if row.fits
         else f"needs {bytes_text(row.missing)} more"
     )

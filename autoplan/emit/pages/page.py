@@ -100,7 +100,7 @@ def whole_page(title: str, *parts: Content, held: dict[str, Any], sizes: tuple[i
     skip = el("a", "To the drawing", href="#drawing", class_="skip")
     top = el("header", el("h1", title))
     footer = el(
-        "footer", el("p", f"Made by autoplan {__version__}. The data of this page stand in it as JSON.", class_="soft")
+        "footer", el("p", f"Made by autoplan {__version__}. The data of this page are embedded as JSON.", class_="soft")
     )
     body = el("body", skip, top, el("main", *parts), footer, data("data", finite(held)), script())
     return written_here("<!DOCTYPE html>\n") + el("html", head, body, lang="en") + "\n"
@@ -120,7 +120,7 @@ def links_of(plan: Plan) -> dict[str, str]:
 def explanations(plan: Plan, links: dict[str, str]) -> Safe:
     """Return what `explain` says about each entry and each replicated parameter."""
     details = [_explained(plan, path, link) for path, link in links.items()]
-    return section("Explained, one by one", "explained", *details)
+    return section("Details", "explained", *details)
 
 
 def _explained(plan: Plan, path: str, link: str) -> Safe:

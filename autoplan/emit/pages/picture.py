@@ -50,7 +50,7 @@ def marks_at(plan: Plan, path: str, entries: tuple[Entry, ...]) -> tuple[Mark, .
 def _mark(one: Instruction, move: Move, before: bool, size: int) -> Mark:
     twice = 2 if move.collective is Collective.ALL_REDUCE else 1
     sized = size and not move.of.is_statistic and move.collective is not Collective.ALL_GATHER
-    weight = f" · {bytes_text(size * twice)} a token" if sized and not move.backward else ""
+    weight = f" · {bytes_text(size * twice)} per token" if sized and not move.backward else ""
     collective = _WORDS[move.collective]
     if move.backward:
         return Mark(f"gradient: {collective}", True, before, move.sums)
@@ -181,7 +181,7 @@ def scene_of(plan: Plan, links: dict[str, str], findings: Sequence[Finding] = ()
     axes = axes_of(plan.entries)
     boxes = _Boxes(plan, axes, links, findings)
     blocks = tuple(
-        Block(part.block or "outside of blocks", part.blocks, tuple(boxes.rows(part))) for part in flow_parts(plan)
+        Block(part.block or "outside blocks", part.blocks, tuple(boxes.rows(part))) for part in flow_parts(plan)
     )
     return Scene(blocks, tuple(dict.fromkeys(axes.values())))
 
@@ -292,7 +292,7 @@ class _Boxes:
         whole = self._whole(path)
         size = bytes_text(sum(item.bytes for item in whole)) if whole else ""
         link = next((self.links[item.fqn] for item in whole if item.fqn in self.links), "")
-        return Box(name, path, (f"whole · {size} in all" if size else "whole",), None, link, numbers)
+        return Box(name, path, (f"replicated · {size} total" if size else "whole",), None, link, numbers)
 
     def _found(self, path: str) -> tuple[int, ...]:
         """Return the numbers of the findings that are about the module or a parameter of it."""

@@ -24,14 +24,14 @@ def memory_section(found: Estimate | None, memory: int = 0, *, alone: bool = Tru
     head = el("h2", "Memory of a rank", id="memory") if alone else None
     if found is None:
         return el("section", head, el("p", NO_ESTIMATE, class_="soft"), aria_labelledby="memory")
-    where = f"The peak, {bytes_text(found.peak)}, is reached in the {found.phase}, at {found.where}."
+    where = f"Peak: {bytes_text(found.peak)}, in {found.phase}, at {found.where}."
     on = f"{mesh_text(found.mesh)}: micro-batch {found.batch} × {tokens_text(found)}, {found.train}"
     limit = f" The line is the GPU's {bytes_text(memory)}: {_room(found.peak, memory)}." if memory else ""
     rows = [(el("span", f"{n + 1}", class_=f"chip {tone_of(n)}"), PARTS[name], bytes_text(size),
              f"{size / max(found.peak, 1):.0%}") for n, name, size in _parts(found)]  # fmt: skip
-    parts = table(("", "part", "size", "share"), rows, "What fills it at the peak")
+    parts = table(("", "part", "size", "share"), rows, "Composition of the peak")
     bars = [f"{name} ± {bar:.0%} ({against})" for name, bar, against in found.bars]
-    sure = el("p", f"How sure: {'; '.join(bars)}.", class_="soft") if bars else None
+    sure = el("p", f"Uncertainty: {'; '.join(bars)}.", class_="soft") if bars else None
     peak = el("p", where + limit)
     content = (el("p", on, class_="soft"), stack(found, memory), peak, parts, sure, _step_messages(found))
     return el("section", head, *content, aria_labelledby="memory" if alone else None)
@@ -73,7 +73,7 @@ def _step_messages(found: Estimate) -> Safe:
     if found.time is None:
         return join([sent])
     bar = next((f" ± {bar:.0%}" for name, bar, _ in found.bars if name == "time"), "")
-    speed = f"{found.tokens_per_second:,.0f} tokens a second"
+    speed = f"{found.tokens_per_second:,.0f} tokens per second"
     sentence = f"A step takes about {found.time.total:.3g} s{bar} on {found.device}: {speed}."
     return join([sent, el("p", sentence)])
 
@@ -86,8 +86,8 @@ def verdict(proof: Proof) -> Safe:
     """Return what was proven, how, at which size; and what was not tried."""
     state = "bad" if proof.failed else "ok" if proof.ok else "open"
     tried = {
-        "passed": "A tiny clone ran on simulated ranks and gave the same.",
-        "unasked": "No trial on simulated ranks was asked for.",
+        "passed": "A tiny clone gave the same results on simulated ranks.",
+        "unasked": "No trial on simulated ranks was requested.",
     }.get(proof.trial.outcome, "")
     return el("p", _sentence(proof_text(proof).plain), " ", tried, class_=f"verdict {state}", role="status")
 
@@ -104,17 +104,17 @@ def facts(plan: Plan) -> Safe:
     ]
     texts += ["sequence parallel" if plan.sequence_parallel else "", *valid_sizes(plan)]
     size, whole = rank_weights(plan)
-    texts.append(f"{bytes_text(size)} of weights on a rank, {bytes_text(whole)} of them replicated")
+    texts.append(f"{bytes_text(size)} of weights per rank, {bytes_text(whole)} of it replicated")
     return el("ul", *(el("li", text) for text in texts if text), class_="facts")
 
 
 def drawing_section(scene: Scene, drawn: Safe | None = None) -> Safe:
     """Return blocks beside each other, in the order in which they run. `drawn`: pictures of several cases."""
     about = (
-        "From top to bottom as data flows, branches side by side. A box's colour and letter say which axis cuts it; "
-        "grey is whole on every rank. A dashed red edge carries parts of a sum, which ranks add up where it says so."
+        "Data flow from top to bottom, branches side by side. A box's colour and letter name its sharded axis; grey is "
+        "replicated. A dashed red edge carries partial sums, all-reduced where it says so."
     )
-    turned = el("label", el("input", type="checkbox", id="gradients"), " show what moves for gradients")
+    turned = el("label", el("input", type="checkbox", id="gradients"), " show communication of gradients")
     search = el("label", "Search ", el("input", type="search", id="search"))
     searching = el("span", search, " ", el("span", id="hits", aria_live="polite"), id="searching", hidden=True)
     tools = el("p", turned, searching, class_="noprint explore")
@@ -128,7 +128,7 @@ def picture(scene: Scene) -> Safe:
 
 def legend(axes: Iterable[Axis]) -> Safe:
     items = [el("li", el("span", axis.letter, class_=f"chip {tone_of(axis.number)}"), " ", axis.units) for axis in axes]
-    return el("ul", *items, class_="legend", aria_label="Axes that are cut")
+    return el("ul", *items, class_="legend", aria_label="Sharded axes")
 
 
 def block_figure(block: Block, side: str = "") -> Safe:
@@ -141,7 +141,7 @@ def block_figure(block: Block, side: str = "") -> Safe:
 def switch(plans: Mapping[int, Plan], own: int) -> Safe:
     """Return the sizes between which the page can be switched, by style alone."""
     sizes = [
-        el("span", f"{bytes_text(rank_weights(plan)[0])} of weights on a rank", class_=f"tp tp-{n}")
+        el("span", f"{bytes_text(rank_weights(plan)[0])} of weights per rank", class_=f"tp tp-{n}")
         for n, plan in plans.items()
     ]
     return join([chooser({n: f"tp {n}" for n in plans}, own, "What if: a rank at"), el("p", *sizes)])
@@ -155,36 +155,36 @@ def weights_section(plans: Mapping[int, Plan], own: int) -> Safe:
         figures = [weight_figure(weight, axes.get(weight.entry.pattern), longest, (n,)) for weight in weights]
         drawn[n] = el("div", *figures, class_="weights")
     about = (
-        "Shaded is what rank 0 holds; a line parts packed pieces, each of which is cut by itself. Sides are drawn "
-        "as the root of their rows."
+        "Shaded: what rank 0 holds; lines separate packed segments, which are sharded separately. Side lengths are "
+        "square roots of the sizes."
     )
     return section("Weights, to scale", "weights", cases(drawn, list(plans), own), about=about)
 
 
 def messages_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> Safe:
     tables = {n: _messages(plan.communication) for n, plan in plans.items()}
-    return section("Messages of a block, and the least needed", "messages", cases(tables, sizes, own))
+    return section("Communication of a block, and the minimum", "messages", cases(tables, sizes, own))
 
 
 def _messages(traffic: Sequence[Traffic]) -> Safe:
     if not traffic:
-        return el("p", "No block sends messages.", class_="soft")
+        return el("p", "No block communicates.", class_="soft")
     most = max((max(_bytes(block.forward, block.backward), _least(block)) for block in traffic), default=1)
     alike: dict[str, list[Traffic]] = {}
     for block in traffic:
         alike.setdefault(repr(replace(block, block="")), []).append(block)
     rows = [_traffic_row(replace(ones[0], block=_blocks(ones)), most) for ones in alike.values()]
-    return table(("block", "forward", "backward", "moved", "least", ""), rows, "Bytes for each token")
+    return table(("block", "forward", "backward", "moved", "least", ""), rows, "Bytes per token")
 
 
 def _blocks(alike: Sequence[Traffic]) -> str:
     """Return the first of the blocks that move the same, and their number."""
-    return f"{alike[0].block} and {len(alike) - 1} like it" if len(alike) > 1 else alike[0].block
+    return f"{alike[0].block} and {len(alike) - 1} equal blocks" if len(alike) > 1 else alike[0].block
 
 
 def _traffic_row(one: Traffic, most: int) -> list[Content]:
     moved, least = _bytes(one.forward, one.backward), _least(one)
-    ratio = "" if one.ratio is None else f"{one.ratio:.2f} of the least"
+    ratio = "" if one.ratio is None else f"{one.ratio:.2f} × the minimum"
     bars = [
         el("rect", x=0, y=y, width=f"{size / max(most, 1) * 160:.1f}", height=8, class_=f"bar {tone}")
         for y, size, tone in ((1, moved, "a1"), (11, least, "a2"))
@@ -192,7 +192,7 @@ def _traffic_row(one: Traffic, most: int) -> list[Content]:
     svg = el(
         "svg", *bars, viewBox="0 0 160 20", width=160, height=20, role="img", aria_label=f"{moved} of {least} bytes"
     )
-    once = f"; once a step {bytes_text(one.once)} of whole parameters' gradients" if one.once else ""
+    once = f"; once per step {bytes_text(one.once)} of gradients of replicated parameters" if one.once else ""
     return [one.block, _kinds(one.forward), _kinds(one.backward) + once, bytes_text(moved),
             join([bytes_text(least), el("br"), ratio]), svg]  # fmt: skip
 
@@ -212,7 +212,7 @@ def _least(one: Traffic) -> int:
 def whole_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> Safe:
     """Return replicated parameters, largest first; after some, the rest on demand."""
     tables = cases({n: _whole(plan) for n, plan in plans.items()}, sizes, own)
-    return section("What stays whole", "whole", tables)
+    return section("Replicated", "whole", tables)
 
 
 def _whole(plan: Plan) -> Safe:
@@ -222,7 +222,7 @@ def _whole(plan: Plan) -> Safe:
     head = ("parameter", "bytes", "why")
     shown = table(head, rows[:_SHOWN], f"{total} on every rank") if rows else el("p", "Nothing.", class_="soft")
     rest = rows[_SHOWN:]
-    more = el("details", el("summary", f"{len(rest)} lighter ones"), table(head, rest, "the rest")) if rest else None
+    more = el("details", el("summary", f"{len(rest)} smaller ones"), table(head, rest, "the rest")) if rest else None
     return join([shown, more])
 
 
@@ -238,9 +238,15 @@ def sizes_section(plans: Mapping[int, Plan], own: int, what_if: Mapping[int, Wha
         share = f"{bytes_text(whole)}, {whole / max(size, 1):.0%}"
         rows.append((label, bytes_text(size), share, messages_of_a_block(plan), *peak))
     others = [str(n) for n in plans[own].legal_tp if n not in plans]
-    more = el("p", f"Valid too: {', '.join(others)}.", class_="soft") if others else None
-    heads = ("size", "weights of a rank", "replicated", "messages of a block", *(["peak of a step"] if peaks else []))
-    return section("What if", "sizes", table(heads, rows, "Valid sizes of tp"), more)
+    more = el("p", f"Also valid: {', '.join(others)}.", class_="soft") if others else None
+    heads = (
+        "size",
+        "weights per rank",
+        "replicated",
+        "communication of a block",
+        *(["peak of a step"] if peaks else []),
+    )
+    return section("What if", "sizes", table(heads, rows, "Valid tp sizes"), more)
 
 
 def findings_section(findings: Sequence[Finding]) -> Safe:
@@ -254,5 +260,5 @@ def findings_section(findings: Sequence[Finding]) -> Safe:
            *([el("br"), f"→ {finding.hint}"] if finding.hint else []), class_=finding.level)
         for finding in findings
     ]  # fmt: skip
-    about = f"{count(len(findings), 'finding')}, what is wrong before what follows from it."
+    about = f"{count(len(findings), 'finding')}, causes before consequences."
     return section("Findings", "findings", el("ol", *items, class_="findings"), about=about)

@@ -81,7 +81,7 @@ def _sentence(text: str) -> str:
 def _summary(report: Report) -> str:
     details = report.details
     held, possible = bytes_text(details["bytes_per_rank"]), bytes_text(details["bytes_per_rank_inferred"])
-    return f"{details['plan']}: {details['ran']}; {held} of parameters on a rank ({possible} if all that can is split)"
+    return f"{details['plan']}: {details['ran']}; {held} of parameters per rank ({possible} if fully sharded)"
 
 
 def markdown(report: Report) -> str:
@@ -137,7 +137,7 @@ def _line_of(finding: Finding, lines: Mapping[str, int]) -> int:
 
 
 def _result(finding: Finding, names: list[str], artifact: str, line: int) -> dict[str, Any]:
-    text = ". ".join(filter(None, (finding.message, finding.proof, finding.hint and f"To fix: {finding.hint}")))
+    text = ". ".join(filter(None, (finding.message, finding.proof, finding.hint and f"Fix: {finding.hint}")))
     places = [{"physicalLocation": {"artifactLocation": {"uri": artifact}, "region": {"startLine": line}}}]
     if finding.where:
         places[0]["logicalLocations"] = [{"fullyQualifiedName": finding.where}]  # type: ignore[assignment]

@@ -19,7 +19,7 @@ _LONG_PATH = 28
 _LEAST = 10  # the narrowest that a column becomes
 _STYLES = {"module": "cyan", "cut": "dim"}
 _HEADINGS = {"sums": "sums over ranks"}
-_LEGEND = "cut is dim:layout; ! is sharded over the ranks, * multiplies, | parts segments that are cut each by itself"
+_LEGEND = "cut is dim:layout; ! is sharded over the ranks, * multiplies, | separates independently sharded segments"
 
 Cells = dict[str, str]
 
@@ -143,10 +143,10 @@ def traffic_lines(traffic: Iterable[Traffic]) -> list[str]:
     lines = []
     for moved in traffic:
         block, forward, backward, least_forward, least_backward, ratio = traffic_row(moved)
-        once = f"; {moved.once} B of whole parameters' gradients once a step" if moved.once else ""
+        once = f"; {moved.once} B of gradients of replicated parameters once per step" if moved.once else ""
         lines.append(
-            f"{block}: forward {forward} (least {least_forward}), backward {backward} (least {least_backward})"
-            f"{f', {ratio} of the least' if ratio else ''}{once}"
+            f"{block}: forward {forward} (minimum {least_forward}), backward {backward} (minimum "
+            f"{least_backward}){f', {ratio} × the minimum' if ratio else ''}{once}"
         )
     return lines
 

@@ -16,8 +16,8 @@ from autoplan.values import Plan
 from autoplan.values.estimate import TIE, Estimate, MemoryParts, Row, Sent, mesh_text
 
 PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states",
-          "kept": "activations kept for backward", "temporary": "temporary buffers",
-          "unsharded": "units gathered, and their buffers", "communication": "messages",
+          "kept": "activations saved for backward", "temporary": "temporary buffers",
+          "unsharded": "gathered units and their buffers", "communication": "messages",
           "cache": "keys and values", "overhead": "context, libraries, communicators"}  # fmt: skip
 _LETTERS = {"W": ("weights",), "G": ("gradients",), "O": ("optimizer",), "A": ("kept", "cache"),
             "T": ("temporary", "unsharded", "communication"), "C": ("overhead",)}  # fmt: skip
@@ -43,7 +43,7 @@ def tokens_text(found: Estimate) -> str:
 def estimate_view(found: Estimate) -> RenderableType:
     """Return the peak by parts, its place, the messages and the time."""
     bars = {name: (bar, against) for name, bar, against in found.bars}
-    table = Table("on one rank, at the peak", "", "", box=None, pad_edge=False)
+    table = Table("per rank, at the peak", "", "", box=None, pad_edge=False)
     for part in fields(MemoryParts):
         size = getattr(found.parts, part.name)
         if size:
@@ -61,13 +61,13 @@ def estimate_view(found: Estimate) -> RenderableType:
         shares = ", ".join(f"{seconds:.2f} s {part}" for part, seconds in found.time.parts.items() if seconds)
         bar = f" ± {bars['time'][0]:.0%}" if bars else ""
         unit = "tokens" if found.sequence else "samples"
-        step = f"a step: {found.flops / 1e12:.1f} TFLOP a rank, {found.time.total:.2f} s{bar} on {found.device}"
-        lines += [Text(""), Text(f"{step} ({shares}): {found.tokens_per_second:,.0f} {unit} a second")]
+        step = f"a step: {found.flops / 1e12:.1f} TFLOP per rank, {found.time.total:.2f} s{bar} on {found.device}"
+        lines += [Text(""), Text(f"{step} ({shares}): {found.tokens_per_second:,.0f} {unit} per second")]
     if found.decoded_per_second:
-        held = f"{found.concurrency} sequences a rank, {found.sequence} tokens held of each"
-        lines += [Text(f"decoding: {found.decoded_per_second:,.0f} tokens a second ({held})")]
+        held = f"{found.concurrency} sequences per rank, {found.sequence} cached tokens each"
+        lines += [Text(f"decoding: {found.decoded_per_second:,.0f} tokens per second ({held})")]
     if found.run_by:
-        lines += [Text(f"run by others: {found.run_by}; autoplan plans the tp and data-parallel part")]
+        lines += [Text(f"run with: {found.run_by}; autoplan plans the tp and data-parallel part")]
     lines += [Text(f"note: {text}") for text in found.notes]
     return Group(*lines)
 
@@ -81,11 +81,11 @@ def memory_bar(found: Estimate, memory: int, width: int = 36) -> Text:
     fits = "" if found.peak <= memory else ", does not fit"
     of = f"{found.peak / 2**30:.1f} of {memory / 2**30:.1f} GiB{fits}"
     step = f"a step of {found.batch}" + (f" × {found.sequence:,} tokens" if found.sequence else " samples")
-    return Text(f"Memory of a rank [{stack:·<{width}}] {of} ({step})\n  {legend}")
+    return Text(f"Memory per rank [{stack:·<{width}}] {of} ({step})\n  {legend}")
 
 
 def sent_table(sent: Iterable[Sent]) -> Table:
-    table = Table("messages of a step over", "", "number", "GiB", box=None, pad_edge=False)
+    table = Table("communication of a step over", "", "number", "GiB", box=None, pad_edge=False)
     for message in sent:
         table.add_row(message.dim, message.kind, str(message.number), f"{message.bytes / 2**30:.2f}")
     return table
@@ -106,7 +106,7 @@ def choice_view(choice: Any) -> RenderableType:
         variant = (", experts apart" if row.experts else "") + (", no reshard" if row.reshard is False else "")
         speed = f"{priced.tokens_per_second:,.0f}{'?' * row.narrow(choice.memory)}" if row.fits else "does not fit"
         cells = (mesh_text(priced.mesh) + variant, f"{priced.batch} × {row.accumulate}", again)
-        cut = f"{priced.own_tokens} a rank" if "cp" in row.mesh else "cut" if row.sequence_parallel else ""
+        cut = f"{priced.own_tokens} per rank" if "cp" in row.mesh else "cut" if row.sequence_parallel else ""
         tie = "=" if row.fits and ties > 1 and row.ties(choice.rows[0]) else ""
         table.add_row(f"{place}{tie}", *cells, cut, f"{priced.peak / 2**30:.1f}", speed, row.binds)
     fitting = sum(row.fits for row in choice.rows)
@@ -133,22 +133,22 @@ def choice_reasons(choice: Any) -> Iterable[str]:
         first = choice.rows[0]
         yield f"recommended: {first}; the fastest that fits ({first.binds})"
     else:
-        more = f"{choice.enough} such GPUs would do" if choice.enough else "no number of such GPUs would do"
+        more = f"{choice.enough} such GPUs would suffice" if choice.enough else "no number of such GPUs suffices"
         yield f"nothing fits; {more}"
     ties = sum(row.ties(choice.rows[0]) for row in choice.rows) if choice.fits else 0
     if ties > 1:
-        yield f"=: {ties} configurations are within {TIE:.0%} of the fastest, closer than the estimate tells apart"
+        yield f"=: {ties} configurations are within {TIE:.0%} of the fastest, less than the accuracy of the estimate"
     if any(row.narrow(choice.memory) for row in choice.rows):
-        yield "?: it fits by less than what the estimate of its memory may be off"
+        yield "?: it fits by less than the uncertainty of its estimated memory"
     for row in choice.elsewhere:
         speed = f"{row.estimate.tokens_per_second:,.0f} tokens/s, {row.estimate.peak / 2**30:.1f} GiB"
-        yield f"run by others: {row}: {speed} ({row.estimate.run_by})"
+        yield f"run with: {row}: {speed} ({row.estimate.run_by})"
     near = choice.nearest
     if near is not None:
-        yield f"nearest that does not fit: {near}; it needs {_more(near.missing)} more ({near.binds})"
-    yield from (f"left out: {text}" for text in choice.dropped)
+        yield f"closest that does not fit: {near}; it needs {_more(near.missing)} more ({near.binds})"
+    yield from (f"excluded: {text}" for text in choice.dropped)
     yield from (f"note: {text}" for text in choice.notes)
-    yield "memory is within 5 % of what torch tracks; seconds are a roofline, for the order of rows (± 40 %)"
+    yield "memory is within 5 % of what torch tracks; times are a roofline, for ranking (± 40 %)"
 
 
 def against_view(place: int, row: Row, more: dict[str, float]) -> str:
@@ -158,7 +158,7 @@ def against_view(place: int, row: Row, more: dict[str, float]) -> str:
     parts = ", ".join(f"{share:+.0%} {name}" for name, share in sorted(more.items(), key=lambda pair: -abs(pair[1]))
                       if abs(share) >= 0.005)  # fmt: skip
     verdict = f"a step takes {sum(more.values()):+.0%} ({parts})" if row.fits else f"it does not fit ({row.binds})"
-    return f"row {place} is {row}: against the first, {verdict}"
+    return f"row {place} is {row}: compared with the first, {verdict}"
 
 
 def row_view(row: Row) -> RenderableType:
@@ -265,8 +265,8 @@ def sizes_view(
     missing = [Text(f"a training step was not estimated{': ' if not priced else ' '}{why}")] if why else []
     if not plan.entries or len(plan.legal_tp) < 2 or plan.cp_size > 1:
         return Group(bar) if bar is not None else None
-    heads = ("tp", "weights of a rank", "replicated", "messages of a block")
-    table = Table(*heads, *(("of a step", "memory of a step") if priced else ()), box=None, pad_edge=False)
+    heads = ("tp", "weights per rank", "replicated", "communication of a block")
+    table = Table(*heads, *(("of a step", "memory per rank") if priced else ()), box=None, pad_edge=False)
     for tp, planned in sorted({**(plans or {}), plan.tp_size: plan}.items()):
         size, whole = rank_weights(planned)
         mark = " (this plan)" if tp == plan.tp_size else ""

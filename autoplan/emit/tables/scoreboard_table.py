@@ -38,9 +38,9 @@ def scoreboard_view(board: Scoreboard) -> RenderableType:
         sections += [heading("Why not"), _reasons(spoken)]
     uncut = [(score, score.uncut) for score in board.scores if score.uncut]
     if uncut:
-        sections += [heading("Not cut along the sequence"), _reasons(uncut)]
+        sections += [heading("Not sharded along the sequence"), _reasons(uncut)]
     if any(score.communication for score in board.scores):
-        sections += [heading("Communication of a block, in bytes for each token"), _communication(board)]
+        sections += [heading("Communication of a block, in bytes per token"), _communication(board)]
     return Group(*sections, heading("Totals"), *_totals(board))
 
 
@@ -48,7 +48,7 @@ def score_line(score: Score) -> str:
     """Return one architecture in one line, for logs."""
     share = "" if score.share is None else f" share {score.share:.2f}"
     reason = f" · {score.reason}" if score.reason else ""
-    reason += f" · sequence not cut: {score.uncut}" if score.uncut else ""
+    reason += f" · sequence not sharded: {score.uncut}" if score.uncut else ""
     return f"{score.model_type} {score.verdict}{share} {score.seconds:.1f} s{reason}"
 
 
@@ -102,19 +102,19 @@ def _totals(board: Scoreboard) -> list[RenderableType]:
     full = sum(share >= _GOOD_SHARE for share in shares)
     lines: list[RenderableType] = [table]
     if shares:
-        lines.append(Text(f"{full} of {len(shares)} split at least {_GOOD_SHARE:.0%} of their weights"))
+        lines.append(Text(f"{full} of {len(shares)} shard at least {_GOOD_SHARE:.0%} of their weights"))
     ratios = [score.ratio for score in board.scores if score.ratio is not None]
     if ratios:
         least = sum(ratio < _NO_MORE for ratio in ratios)
-        lines.append(Text(f"{least} of {len(ratios)} move no more between ranks than their split needs"))
+        lines.append(Text(f"{least} of {len(ratios)} communicate no more than the minimum for their split"))
     if board.sequence_parallel:
         cut = [score for score in board.scores if score.regions is not None]
         exact = sum(score.verdict == "exact" for score in cut)
-        lines.append(Text(f"{len(cut)} cut along the sequence, {exact} of them exact"))
+        lines.append(Text(f"{len(cut)} sharded along the sequence, {exact} of them exact"))
     done = [score.recomputed for score in board.scores if score.recomputed]
     if done:
         blocks, again = (sum(counts) for counts in zip(*done, strict=True))
-        lines.append(Text(f"all {blocks} blocks of {len(done)} architectures checkpointed, {again} ran again"))
+        lines.append(Text(f"all {blocks} blocks of {len(done)} architectures checkpointed, {again} recomputed"))
     versions = ", ".join(f"{name} {version}" for name, version in board.versions.items())
     lines.append(Text(f"{len(board.scores)} architectures in {board.seconds:.0f} s ({versions})"))
     return lines

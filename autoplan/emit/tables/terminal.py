@@ -42,7 +42,7 @@ def plan_view(plan: Plan) -> RenderableType:
     if plan.layers:
         sections += [heading("Layers"), _layers(plan)]
     if plan.communication:
-        sections += [heading("Communication of a block, in bytes for each token"), _communication(plan.communication)]
+        sections += [heading("Communication of a block, in bytes per token"), _communication(plan.communication)]
     if plan.fed:
         # The inputs of two calls of the forward, and the reasons for them.
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
@@ -67,7 +67,7 @@ def report_view(report: Report, title: str = "") -> RenderableType:
         facts.add_row("forward", f"off by {report.forward:.1e}")
     if report.gradients:
         worst = max(report.gradients, key=lambda name: report.gradients[name])
-        largest = f"the largest error {report.gradients[worst]:.1e} at {worst}"
+        largest = f"largest error {report.gradients[worst]:.1e} at {worst}"
         facts.add_row("gradients", f"{len(report.gradients)} compared, {largest}")
     for name, value in report.details.items():
         if name not in ("verdict", "ranks") and (value or value == 0) and (text := _detail(value)):
@@ -202,7 +202,7 @@ def proof_text(proof: Proof) -> Text:
         text.append(f"; {proof.trial.hint}" if proof.trial.hint else "")
         return text if proof.method == "none" else text.append(f". On the graph: {proof.text}")
     if proof.method == "none":
-        same = "; on simulated ranks the tiny clone gave the same" if proof.trial.outcome == "passed" else ""
+        same = "; on simulated ranks the tiny clone's results were equal" if proof.trial.outcome == "passed" else ""
         return Text(f"Not proven{same}.", "yellow")
     where = {"graph": "on the graph", "ranks": f"on {count(proof.tp_size, 'simulated rank')}"}
     verdict = Text.assemble(("Proven", "bold green") if proof.ok else ("Proof failed", "bold red"))

@@ -85,7 +85,7 @@ class _PlannedCall:
         if have in (wanted, -1):  # torch infers -1
             return have
         if not passed or have * wanted % passed:
-            raise other_branch(f"{self.at.where}: {self.site} passes {have} where the plan was made for {passed}")
+            raise other_branch(f"{self.at.where}: {self.site} passes {have}, but the plan was made for {passed}")
         return have * wanted // passed
 
 
@@ -218,9 +218,9 @@ class _Guard:
             return self.function(*args, **kwargs)
         if self.kernel.reference is None:
             raise PlanMismatchError(
-                f"the kernel {self.kernel.name!r} of {self.kernel.package} takes a weight of {type(layer).__name__}, "
-                "whose sums over ranks it would leave out",
-                hint=f"make the model run without {self.kernel.package}",
+                f"the kernel {self.kernel.name!r} of {self.kernel.package} takes a weight of "
+                f"{type(layer).__name__} and would skip its sums over ranks",
+                hint=f"run the model without {self.kernel.package}",
             )
         parameters = inspect.signature(self.kernel.reference).parameters
         return self.kernel.reference(*args, **{name: value for name, value in kwargs.items() if name in parameters})

@@ -125,7 +125,7 @@ def _pieces(planned: EqualPieces, at: At) -> Run:
         x = args[0] if args else kwargs["input"]
         if x.shape[dim] != sum(lengths):
             raise other_branch(
-                f"{at.where}: {planned.site} parts {x.shape[dim]} where the plan was made for {sum(lengths)}"
+                f"{at.where}: {planned.site} splits {x.shape[dim]}, but the plan was made for {sum(lengths)}"
             )
         return x.split(lengths, dim)
 

@@ -98,7 +98,7 @@ def install_checkpoints(model: nn.Module, wanted: Mapping[str, str], running: Ru
     for name, mode in wanted.items():
         module = modules[name]
         if is_checkpointed(module):
-            raise AutoplanError(f"{name} is checkpointed already", hint="build a fresh model")
+            raise AutoplanError(f"{name} is already checkpointed", hint="build a fresh model")
         undo.append(_install(module, mode == "selective", running))
     for name, module in modules.items():
         inside = any(other.startswith(f"{name}." if name else "") for other in wanted)

@@ -56,8 +56,8 @@ def choose_checkpoints(
             notes.append(f"{stack.name}: {frozen} of {len(stack.fqns)} blocks are frozen and not checkpointed")
     if not wanted:
         raise AutoplanError(
-            f"activation_checkpointing={_said(request)} was asked for, but no block of {type(model).__name__} was "
-            "wrapped",
+            f"activation_checkpointing={_said(request)} was requested, but no block of {type(model).__name__} "
+            "was wrapped",
             hint="; ".join(notes) or "autoplan.layers(model) finds no repeated blocks: checkpoint the model by hand",
         )
     refuse_libraries_own(model)
@@ -101,7 +101,7 @@ def _modules_of(fqn: str, block: nn.Module, mode: str, notes: list[str]) -> dict
         return {fqn: mode}
     parts = {f"{fqn}.{name}": "block" for name, part in _parts(block) if _keeps_activations(part)}
     if not parts:
-        notes.append(f"{fqn} has no parts that keep activations: it is checkpointed whole")
+        notes.append(f"{fqn} has no submodules that save activations: it is checkpointed as a whole")
         return {fqn: "block"}
     return parts
 
@@ -129,7 +129,8 @@ def refuse_libraries_own(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, switch, False) is True:
             raise AutoplanError(
-                f"{name or 'the model'} has {switch} on already", hint=f"call model.{ending}() before parallelize"
+                f"{name or 'the model'} already has {switch} on",
+                hint=f"call model.{ending}() before parallelize",
             )
 
 

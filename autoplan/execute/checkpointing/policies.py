@@ -155,7 +155,7 @@ class CacheCopies:
         """Return the arguments with copies of the original caches, which stay unused for yet another run."""
         if any(tensor._version != version for tensor, version in self.versions):
             raise AutoplanError(
-                "a cache was changed in place after a checkpointed block had read it: the block cannot be run again",
+                "a cache was changed in place after a checkpointed block read it, so the block cannot be recomputed",
                 hint=f"train without a cache ({conventions().cache_switch}=False)",
             )
         fresh = self._copied([])

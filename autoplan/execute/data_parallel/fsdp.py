@@ -123,7 +123,7 @@ class Places:
             if self.places[first].problem:
                 raise AutoplanError(
                     f"some ranks skip {self.places[first].names[0]}: {self.places[first].problem}",
-                    hint="run it on every rank, on zeros where a rank has nothing for it",
+                    hint="run it on every rank, with zeros where a rank has no input for it",
                 )
             if first == here:
                 self.accompanied = True
@@ -203,7 +203,7 @@ def _blocks(model: nn.Module, stack: Stack, blocks: set[str], inner: set[str]) -
     for name in stack.fqns:
         if name in blocks:
             units_inside = sorted(unit for unit in inner if unit.startswith(f"{name}."))
-            problem = f"{units_inside[0]} in it is an FSDP2 unit of its own" if units_inside else ""
+            problem = f"{units_inside[0]} inside it is an FSDP2 unit of its own" if units_inside else ""
             kind = type(model.get_submodule(name))
             yield Place((name,), kind is not before, problem, block=True)  # cross-attention may be skipped alone
             before = kind
@@ -233,7 +233,7 @@ def _offload(options: DataParallel) -> OffloadPolicy:
     policy = options.offload_policy if options.offload_policy is not None else OffloadPolicy()
     if getattr(policy, "pin_memory", False) and not torch.accelerator.is_available():
         raise AutoplanError(
-            f"offload_policy={policy!r} pins memory for an accelerator, and torch finds none here",
+            f"offload_policy={policy!r} pins memory for an accelerator, but torch finds none",
             hint="CPUOffloadPolicy(pin_memory=False), or cpu_offload=True, which pins where there is a GPU",
         )
     return policy
@@ -261,7 +261,7 @@ def shard_data_parallel(
     integers = next((name for name, p in model.named_parameters() if not (p.is_floating_point() or p.is_complex())), "")
     if integers and TorchVersion(torch.__version__) < (2, 12):
         raise AutoplanError(
-            f"{integers} holds integers, and FSDP2 of torch {torch.__version__} shards parameters of floats only",
+            f"{integers} holds integers, but FSDP2 of torch {torch.__version__} shards only floating-point parameters",
             hint="install torch 2.12 or later, or leave data parallelism out",
         )
     casts = _precision(options, model).param_dtype

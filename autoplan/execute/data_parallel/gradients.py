@@ -32,7 +32,7 @@ def unshard(model: nn.Module) -> Iterator[nn.Module]:
 
     Parameters that tensor parallelism shards stay so: the model's code reads them as it does in its forward.
     """
-    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
+    check_argument("model", model, nn.Module, "pass the model itself, an nn.Module")
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     with ExitStack() as stack:
         for unit in units:
@@ -45,7 +45,7 @@ def unshard(model: nn.Module) -> Iterator[nn.Module]:
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor; any other tensor unchanged."""
-    check_argument("tensor", tensor, torch.Tensor, "give a tensor")
+    check_argument("tensor", tensor, torch.Tensor, "pass a tensor")
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -58,9 +58,9 @@ def global_norm(source: Source, norm_type: float = 2.0) -> torch.Tensor:
 
     It is collective over every mesh that the parameters lie on. Without any gradient it is 0.
     """
-    check_argument("norm_type", norm_type, (int, float), "give a positive number, or float('inf')")
+    check_argument("norm_type", norm_type, (int, float), "pass a positive number, or float('inf')")
     if not norm_type > 0:
-        raise AutoplanError(f"norm_type={norm_type!r}", hint="give a positive number, or float('inf')")
+        raise AutoplanError(f"norm_type={norm_type!r}", hint="pass a positive number, or float('inf')")
     parameters = list(_parameters(_given(source)))
     meshes: dict[DeviceMesh | None, list[tuple[torch.Tensor, Held | None]]] = {}
     for parameter, held in parameters:
@@ -84,9 +84,9 @@ def clip_gradients(
 
     Return the norm before clipping. It is collective, like `global_norm`.
     """
-    check_argument("max_norm", max_norm, (int, float, torch.Tensor), "give a number")
+    check_argument("max_norm", max_norm, (int, float, torch.Tensor), "pass a number")
     if not isinstance(max_norm, torch.Tensor) and not max_norm >= 0:
-        raise AutoplanError(f"max_norm={max_norm!r}", hint="give a number from 0 on")
+        raise AutoplanError(f"max_norm={max_norm!r}", hint="pass a number ≥ 0")
     parameters = _given(source)
     norm = global_norm(parameters, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
@@ -114,8 +114,8 @@ def _given(source: Source) -> nn.Module | list[torch.Tensor]:
     if tensors is None or odd:
         holding = "" if tensors is None else f" holding {type(odd[0]).__name__}"
         raise AutoplanError(
-            f"the source of gradients is {type(source).__name__}{holding}, not a model and no parameters",
-            hint="give the model, one parameter, or a list of parameters, such as model.parameters()",
+            f"the source of gradients is {type(source).__name__}{holding}, not a model or parameters",
+            hint="pass the model, one parameter, or a list of parameters, such as model.parameters()",
         )
     return tensors
 

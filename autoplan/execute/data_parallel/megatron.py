@@ -98,8 +98,8 @@ class MegatronCall:
         accepted = inspect.signature(getattr(library, self.function)).parameters
         if unknown := sorted(set(self.arguments) - set(accepted)):
             raise AutoplanError(
-                f"the installed megatron-fsdp takes no {', '.join(unknown)}; the model was not touched",
-                hint="leave it out, or install another version",
+                f"the installed megatron-fsdp does not support {', '.join(unknown)}; the model was not touched",
+                hint="omit it, or install another version",
             )
         return library
 
@@ -115,18 +115,18 @@ def megatron_call(
     **options: Any,
 ) -> MegatronCall:
     """Return the call that shards `model` with Megatron-FSDP. Its own options pass by name; unknown ones raise."""
-    check_argument("model", model, nn.Module, "give the model that is to be sharded")
+    check_argument("model", model, nn.Module, "pass the model to shard")
     check_argument("mesh", mesh, DeviceMesh, "make one with torch.distributed.device_mesh.init_device_mesh")
-    check_argument("plan", plan, Plan, "give what autoplan.plan() or load_plan() returned")
+    check_argument("plan", plan, Plan, "pass the result of autoplan.plan() or load_plan()")
     if unknown := sorted(set(options) - set(OPTIONS)):
         raise AutoplanError(
-            f"{', '.join(unknown)}: no option of Megatron-FSDP that autoplan knows",
-            hint=f"known are {', '.join(OPTIONS)}; mesh, units and tp follow from the mesh and the plan",
+            f"autoplan knows no Megatron-FSDP option {', '.join(unknown)}",
+            hint=f"known: {', '.join(OPTIONS)}; mesh, units and tp follow from the mesh and the plan",
         )
     if optimizer is not None and plan.ranks > 1:
         raise AutoplanError(
-            "an optimizer that exists already holds parameters that tensor parallelism replaces",
-            hint="leave it out, make it from the returned model, and pass it to megatron_fsdp.fully_shard_optimizer",
+            "an existing optimizer holds parameters that tensor parallelism replaces",
+            hint="omit it, create it from the returned model, and pass it to megatron_fsdp.fully_shard_optimizer",
         )
     dims = read_mesh(mesh, mesh_dims)
     if dims.data is None:

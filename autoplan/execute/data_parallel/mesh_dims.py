@@ -74,18 +74,18 @@ class MeshDims:
             ranks = f"mesh has {self.ep_size} ranks in" if self.names["ep"] == "ep" else "mesh_dims names 'ep' as"
             raise PlanMismatchError(
                 f"the {ranks} {self.names['ep']!r}, but the plan {placement}",
-                hint=f"plan with tp_size=1, ep_size={self.ep_size}, or leave that dim out of the mesh",
+                hint=f"plan with tp_size=1, ep_size={self.ep_size}, or remove that dim from the mesh",
             )
 
 
 def read_mesh(mesh: DeviceMesh, mesh_dims: Mapping[str, str] | None = None) -> MeshDims:
     """Return the dims of `mesh` by purpose. `mesh_dims={"tp": name}` overrides the usual names."""
     if not isinstance(mesh, DeviceMesh):
-        raise AutoplanError(f"mesh={mesh!r} is no device mesh", hint=_MADE_WITH)
+        raise AutoplanError(f"mesh={mesh!r} is not a device mesh", hint=_MADE_WITH)
     if mesh_dims is not None and not (
         isinstance(mesh_dims, Mapping) and all(isinstance(part, str) for pair in mesh_dims.items() for part in pair)
     ):
-        raise AutoplanError(f"mesh_dims={mesh_dims!r}", hint='give {"tp": name of a mesh dim}')
+        raise AutoplanError(f"mesh_dims={mesh_dims!r}", hint='pass {"tp": name of a mesh dim}')
     dims = mesh.mesh_dim_names
     if not dims:
         raise AutoplanError("the device mesh has no dim names, so the purpose of its dims is unknown", hint=_MADE_WITH)
@@ -95,12 +95,12 @@ def read_mesh(mesh: DeviceMesh, mesh_dims: Mapping[str, str] | None = None) -> M
         if mesh[replicate].size() > 1:
             raise AutoplanError(
                 f"the mesh has {replicate!r} but no dim to shard over: FSDP2 replicates only shards",
-                hint="name that dim dp_shard, or add a dp_shard dim (of size 1 will do)",
+                hint="name that dim dp_shard, or add a dp_shard dim (size 1 is enough)",
             )
         replicate = None
     data, context = _with_context(mesh, dims, shard, replicate)
     left = [name for name in dims if name in LEFT_ALONE and name not in names.values()]
-    notes = tuple(f"mesh dim {name!r} is left alone: its parallelism is set up elsewhere" for name in left)
+    notes = tuple(f"mesh dim {name!r} is ignored: its parallelism is set up elsewhere" for name in left)
     tp, ep = (mesh[names[purpose]] if purpose in names else None for purpose in ("tp", "ep"))
     stages = mesh["pp"].size() if "pp" in left else 1
     return MeshDims(tp, data, names, (*notes, *context), ep, stages)
@@ -116,7 +116,7 @@ def _with_context(
     joined = ("cp",) if shard is None else (shard, "cp")
     if dims.index(joined[0]) + len(joined) - 1 != dims.index("cp"):
         raise AutoplanError(
-            f"the mesh has {joined[0]!r} and 'cp' apart (it has {list(dims)}), and gradients are summed over both",
+            f"the mesh has separate dims {joined[0]!r} and 'cp' ({list(dims)}), but gradients are summed over both",
             hint=f"put 'cp' right after {joined[0]!r}, or flatten the dims and name the result: "
             'mesh_dims={"dp_shard": name}',
         )
@@ -130,7 +130,7 @@ def _with_context(
 def _by_purpose(mesh: DeviceMesh, dims: tuple[str, ...], wanted: dict[str, str]) -> dict[str, str]:
     if unknown := sorted(set(wanted) - set(ALIASES)):
         raise AutoplanError(
-            f"mesh_dims names {', '.join(map(repr, unknown))}, which is nothing that parallelize does",
+            f"mesh_dims names {', '.join(map(repr, unknown))}, which parallelize does not support",
             hint=f"choose from {', '.join(ALIASES)}",
         )
     names: dict[str, str] = {}

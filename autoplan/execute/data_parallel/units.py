@@ -92,7 +92,7 @@ def choose_units(model: nn.Module, stacks: tuple[Stack, ...], *, frozen: str = "
             chosen.scalars.append((name, parameter))
     if chosen.scalars:
         names = ", ".join(name for name, _ in chosen.scalars)
-        chosen.notes.append(f"{names}: single numbers stay whole on every rank")
+        chosen.notes.append(f"{names}: scalar parameters are replicated")
     ends = search.ends(blocks)
     inner = search.shared(blocks, chosen)
     done = {name for unit in inner for name in unit.names}
@@ -129,7 +129,7 @@ class _Search:
             names = [n for n in stack.fqns if self._parameters(n) and id(self.modules[n]) not in seen]
             seen.update(id(self.modules[n]) for n in names)
             if frozen != "units" and not any(p.requires_grad for n in names for p in self._parameters(n)):
-                where = "are left to the model's own unit" if frozen == "root" else "stay whole on every rank"
+                where = "belong to the model's own unit" if frozen == "root" else "are replicated"
                 chosen.notes.append(f"{stack.name}: {len(names)} frozen blocks {where}")
                 if frozen == "ignore":
                     chosen.ignored.update(p for n in names for p in self._parameters(n))
@@ -161,7 +161,7 @@ class _Search:
         below_shared = {id(b) for m in several for b in m.modules() if b is not m}
         units = [Unit((self.first_name[id(m)],)) for m in several if id(m) not in below_shared]
         for unit in units:
-            chosen.notes.append(f"{unit.names[0]} is one module of several blocks: a unit of its own")
+            chosen.notes.append(f"{unit.names[0]} is shared by several blocks: a unit of its own")
         in_units = {id(b) for m in several for b in m.modules()}
         groups: dict[frozenset[str], None] = {}
         for owners in self.owners.values():
@@ -169,7 +169,7 @@ class _Search:
             if len(where) > 1 and not any(id(o) in in_units for o in owners):
                 groups[self._climbed(frozenset(self.first_name[id(o)] for o in owners))] = None
         for names in _merged(list(groups)):
-            chosen.notes.append(f"{', '.join(names)} share a parameter across units: one unit together")
+            chosen.notes.append(f"{', '.join(names)} share a parameter: one unit together")
             units.append(Unit(tuple(names)))
         return units
 
@@ -200,7 +200,7 @@ class _Search:
         for name in unit.names:
             self._split(name, main, elsewhere, chosen.ignored, units)
         for part in units:
-            chosen.notes.append(f"{part.names[0]} is kept in its own dtype: a unit of its own")
+            chosen.notes.append(f"{part.names[0]} keeps its own dtype: a unit of its own")
         return units
 
     def packed(self, unit: Unit, others: list[Unit]) -> list[Unit]:
@@ -221,7 +221,7 @@ class _Search:
             full = ", ".join(f"{name}.{k}" if name else k for k in odd)
             raise AutoplanError(
                 f"FSDP2 gathers parameters of one dtype at once, but {full} "
-                f"({', '.join(sorted({str(module._parameters[k].dtype) for k in odd}))}) lie in one module with {main}",
+                f"({', '.join(sorted({str(module._parameters[k].dtype) for k in odd}))}) are in one module with {main}",
                 hint="cast them to one dtype (model.to), or freeze the odd ones",
             )
         for key, child in module.named_children():
@@ -236,7 +236,7 @@ class _Search:
         if odd and len(dtypes) == 1:
             if not name:
                 raise AutoplanError(
-                    f"the model's own parameters {', '.join(odd)} are not of {main} as the rest is",
+                    f"the model's own parameters {', '.join(odd)} are not {main} like the rest",
                     hint="cast them to one dtype",
                 )
             found.append(Unit((name,), kept_dtype=True))

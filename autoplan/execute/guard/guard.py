@@ -53,17 +53,17 @@ from autoplan.values import Plan
 
 _SHOWN = 3
 _HINT = (
-    "plan with inputs= that reach it (several calls: inputs={'usual': {…}, 'other': {…}}), or, if you know that it "
-    'computes the same on a part of the values, path_guard="warn" or "off"'
+    "plan with inputs= that cover it (several calls: inputs={'usual': {…}, 'other': {…}}), or, if it computes the "
+    'same on a shard, path_guard="warn" or "off"'
 )
 
 _SIZES_HINT = (
-    "compare a size of a whole value (the input's), keep the module whole (overrides={name: 'replicate'}), or, if both "
-    'ways compute the same, path_guard="warn" or "off"'
+    "compare a size of a full value (the input's), replicate the module (overrides={name: 'replicate'}), or, if "
+    'both branches compute the same, path_guard="warn" or "off"'
 )
 
 _BY_ITSELF = (
-    "call the model itself, or the nearest module around it that returns whole values; or keep it whole: "
+    "call the model itself, or the nearest enclosing module that returns full values; or replicate it: "
     "overrides={name: 'replicate'}"
 )
 
@@ -136,7 +136,7 @@ class PathGuard:
             if kind:
                 shown = ONE_PART if kind == PART else PARTS_OF_GRADIENT
                 called = ".".join(filter(None, (self.name_of(module), method))) or "the model"
-                self._say(f"{called} ({type(module).__name__}) was called by itself and returns {shown}", _BY_ITSELF)
+                self._say(f"{called} ({type(module).__name__}) was called directly and returns {shown}", _BY_ITSELF)
             elif watch.strays or watch.sizes or watch.exits:
                 self._refuse(watch)
             self._add(watch)
@@ -161,8 +161,8 @@ class PathGuard:
         for state, key, value, words in self.counts:
             if state.get(key) is not value and state.get(key) != value:
                 raise PlanMismatchError(
-                    f"{words} is {state.get(key)}; sharding had set it to {value}, this rank's own count",
-                    hint="set it before the model is sharded, and plan again",
+                    f"{words} is {state.get(key)}; sharding had set it to {value}, the count on this rank",
+                    hint="set it before sharding the model, and plan again",
                 )
         put_in = self._has_others()
         if self.running is not None or not (hooks or self.compares or by_itself or put_in):  # a traced method calls it
@@ -181,7 +181,7 @@ class PathGuard:
         if sys.gettrace() is not None:
             if not self.told_unguarded:
                 self.told_unguarded = True
-                text = "a trace function is set (a debugger, coverage): calls of the sharded model are not guarded"
+                text = "a trace function is set (debugger, coverage): calls of the sharded model are not guarded"
                 warnings.warn(text, UnprovenPlanWarning, stacklevel=2)
             return
         self.kept.note_given(given)
@@ -248,25 +248,28 @@ class PathGuard:
             kept_parts = self.kept.note(self.model, watch.marks)
         if kept_parts and self.action != "refuse":
             self.kept.places.clear()
-            self._say(f"what modules keep is of one rank: {', '.join(kept_parts)}", "")
+            self._say(f"modules keep values that are local to a rank: {', '.join(kept_parts)}", "")
 
     def _refuse(self, watch: Watch) -> None:
         if watch.exits:
             self._say("; ".join(watch.exits), next(iter(watch.exits.values())))
             return
         if watch.sizes:
-            self._say(f"{'; '.join(watch.sizes)} goes the way of a rank's part, not of the whole value", _SIZES_HINT)
+            self._say(
+                f"{'; '.join(watch.sizes)} takes the branch of the local shard, not of the full value",
+                _SIZES_HINT,
+            )
             return
         strays = watch.strays
         shown = "; ".join(list(strays)[:_SHOWN]) or "another rank"
         more = f" (and {len(strays) - _SHOWN} more)" if len(strays) > _SHOWN else ""
-        self._say(f"{shown}{more} took a way that this plan never saw, with values that lie on several ranks", _HINT)
+        self._say(f"{shown}{more} ran on sharded values but was not traced", _HINT)
 
     def _say(self, text: str, hint: str) -> None:
         if self.action == "refuse":
             self.situations.kinds.pop(self.asked[0], None)  # so that it is refused the next time, too
             raise PlanMismatchError(text, hint=hint)
-        warnings.warn(f"{text}: what comes of it is unproven", UnprovenPlanWarning, stacklevel=2)
+        warnings.warn(f"{text}: its results are unverified", UnprovenPlanWarning, stacklevel=2)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PathGuard:
         copied = memo[id(self)] = object.__new__(PathGuard)

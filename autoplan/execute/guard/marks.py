@@ -124,8 +124,8 @@ class HeldPart(torch.Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         held = next(tensor for _, tensor in flatten_tensors((args, kwargs)) if isinstance(tensor, cls))
         raise PlanMismatchError(
-            f"{held.words} is of one rank: a part of the value, or of its gradient",
-            hint="return it from forward: what the model returns is whole on every rank",
+            f"{held.words} is local to a rank: a shard of the value, or part of its gradient",
+            hint="return it from forward: the model's outputs are full on every rank",
         )
 
     def __repr__(self, **_: Any) -> str:

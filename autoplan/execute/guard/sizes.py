@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autoplan.common.code.code_place import call_name
+from autoplan.common.nested import changed_inside
 from autoplan.ops.questions import literals_say
 
 Shape = tuple[int, ...]
@@ -114,6 +115,15 @@ def whole_shape(function: Any, args: Any, kwargs: Any, result: Any, shapes: Whol
     return found if fits(result, found) else None
 
 
+def plain_sizes(value: Any) -> Any:
+    """Return a model's output with plain ints in place of such sizes, which its caller may compare with anything."""
+    if isinstance(value, PartSize | torch.Size):
+        return torch.Size(map(int, value)) if isinstance(value, torch.Size) else int(value)
+    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    same = all(isinstance(item, torch.Tensor) or plain_sizes(item) is item for item in items)
+    return value if same else changed_inside(value, plain_sizes)
+
+
 def fits(part: torch.Tensor, whole: Shape) -> bool:
-    """Can the tensor be a part of one of that shape?"""
+    """Return whether the tensor can be a part of one of that shape."""
     return part.dim() == len(whole) and all(size <= all_of for size, all_of in zip(part.shape, whole, strict=True))

@@ -35,10 +35,10 @@ _VALUES_READ = frozenset(
 _COUNTS = ("nelement", "numel")
 _SIZES = frozenset({"__get__", "size", *_COUNTS})
 HOOKS = (
-    "hook a module that returns whole values, detach what the hook is given, or keep the module whole: "
-    "overrides={name: 'replicate'}"
+    "hook a module that returns full values, detach the hook's arguments, or replicate the module: overrides={name: "
+    "'replicate'}"
 )
-ONE_PART, PARTS_OF_GRADIENT = "one rank's part of a value", "a value of whose gradient each rank makes a part"
+ONE_PART, PARTS_OF_GRADIENT = "a rank's shard of a value", "a value with a partial gradient"
 
 
 class _Every(set[str]):
@@ -131,7 +131,7 @@ class Watch(Tracer):
         code, loads = frame.f_code, loads_of(frame.f_code)
         module = frame.f_back.f_locals.get("self") if frame.f_back is not None else None
         name = self.guard.name_of(module) if isinstance(module, nn.Module) else ""
-        words = f"a hook on {name or 'the model'} ({source_line(code, None)}) is given"
+        words = f"a hook on {name or 'the model'} ({source_line(code, None)}) receives"
         for argument in loads:
             value = frame.f_locals.get(argument)
             kind = self.marks.kind_in(value)
@@ -155,8 +155,8 @@ class Watch(Tracer):
         for name in outer_stores(frame.f_code):
             made_here = any(name in running.frame.f_code.co_cellvars for running in self.frames.values())
             if not made_here and self.marks.any_in(frame.f_locals.get(name)):
-                self.exits[f"{source_line(frame.f_code, None)}: keeps {ONE_PART} in {name!r}, a variable outside"] = (
-                    "return it from forward: what the model returns is whole on every rank"
+                self.exits[f"{source_line(frame.f_code, None)}: stores {ONE_PART} in {name!r}, a variable outside"] = (
+                    "return it from forward: the model's outputs are full on every rank"
                 )
 
     def on_module_call(self, frame: FrameType) -> Any:
@@ -167,9 +167,9 @@ class Watch(Tracer):
             name = self.guard.name_of(module) if module not in planned else ""  # unless the forward made the module
             if name and planned.isdisjoint(module.modules()) and self.marks.kind_in(given) == PART:  # else a wrapper
                 text = (
-                    f"{name} ({type(module).__name__}) was put in after the model was sharded, and is given {ONE_PART}"
+                    f"{name} ({type(module).__name__}) was added after the model was sharded, and receives {ONE_PART}"
                 )
-                self.exits[text] = "put it in before, and plan again"
+                self.exits[text] = "add it before sharding, and plan again"
         if not self.guard.compares or id(frame.f_locals.get("self")) not in self.guard.listeners.backward:
             return None
         frame.f_trace_lines = frame.f_trace_opcodes = False
@@ -182,7 +182,7 @@ class Watch(Tracer):
             given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
             if any(x.requires_grad and memory_of(x) in places for _, x in flatten_tensors((given, value))):
                 name = self.guard.name_of(module) or "the model"
-                self.exits[f"a backward hook on {name} is given gradients of which each rank makes a part"] = HOOKS
+                self.exits[f"a backward hook on {name} receives partial gradients"] = HOOKS
         return partial(self._backward_hook, module)
 
     def _stray(self, follower: Follower, offset: int | None) -> None:
@@ -216,7 +216,7 @@ class Watch(Tracer):
             whole = whole_shape(function, args, kwargs, result, self.marks.shape_of) if kind == PART else None
             self.marks.add(result, kind, whole)
             if name == "register_hook" and len(args) > 1 and (code := keeping_code(args[1])) is not None:
-                self.exits[f"{source_line(code, None)}: a hook keeps a gradient, {ONE_PART}"] = HOOKS
+                self.exits[f"{source_line(code, None)}: a hook stores a gradient, {ONE_PART}"] = HOOKS
             asks = kind == PART or any(tensor.requires_grad for _, tensor in flatten_tensors(result))
             if self.escaping and not asks:  # a hook that computes without a gradient is right
                 for _, tensor in flatten_tensors((args, kwargs)):
@@ -249,7 +249,7 @@ class Watch(Tracer):
         if follower is None or dis.opname[frame.f_code.co_code[frame.f_lasti]] != "COMPARE_OP":
             return
         if here[0] != here[1] or not self.guard.edited:  # else it is held against a rank's own count
-            compared = f"compares {here[0]} with {here[1]}; of the whole value, {whole[0]} with {whole[1]}"
+            compared = f"compares {here[0]} with {here[1]}; for the full value, {whole[0]} with {whole[1]}"
             self.sizes[f"{source_line(frame.f_code, frame.f_lasti)} ({compared})"] = None
 
     def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:

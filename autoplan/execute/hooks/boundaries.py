@@ -168,8 +168,8 @@ class ExpertsOfARank:
         change_input(args, kwargs, self.names, path, read, self.where)
         if not tensors:
             raise PlanMismatchError(
-                f"{self.where} was called without {'.'.join(map(str, path))}, which says what goes to which expert",
-                hint="the model ran in a way the plan's trace never saw; plan again with inputs= that show it",
+                f"{self.where} was called without {'.'.join(map(str, path))}, which routes tokens to experts",
+                hint="this call takes a path that was not traced; plan again with inputs= that cover it",
             )
         return tensors[0]
 
@@ -240,6 +240,6 @@ def _set(state: dict[str, Any], key: str, name: str, edit: IntegerEdit, rank: in
 
 def _mismatch(name: str, edit: IntegerEdit, found: str) -> PlanMismatchError:
     return PlanMismatchError(
-        f"the plan turns {name or 'the model'}.{edit.name} from {edit.old} into {edit.new}, but {found}",
-        hint="the plan was made for another model or the model is already sharded; plan this one again",
+        f"the plan changes {name or 'the model'}.{edit.name} from {edit.old} to {edit.new}, but {found}",
+        hint="the plan was made for another model, or the model is already sharded; plan this one again",
     )

@@ -2,5 +2,6 @@
 
 import autoplan.execute.calls.reductions
 import autoplan.execute.hooks.boundaries
+import autoplan.execute.hooks.halo
 import autoplan.execute.hooks.sequence
 import autoplan.execute.vocabulary.leaving  # noqa: F401

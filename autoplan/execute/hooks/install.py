@@ -37,6 +37,7 @@ from autoplan.execute.dropout import may_draw
 from autoplan.execute.executors import Around, At, Running, copied_with_closure, execute, unwatched
 from autoplan.execute.guard.guard import PathGuard
 from autoplan.execute.guard.marks import as_given, looking_on
+from autoplan.execute.guard.sizes import plain_sizes
 from autoplan.execute.hooks.sequence import SequenceShard, gather_shard, shards_in
 from autoplan.execute.hooks.unseen import UnseenOutputs
 from autoplan.execute.vocabulary.leaving import leaving
@@ -226,6 +227,8 @@ def _turn_of(planned: Boundary) -> int:
 def _at_boundary(planned: Boundary, at: At) -> Around:
     """Wrap the executor of one tensor as a function of all that a module takes or returns."""
     done, path, names, where = execute(planned, at), planned.path, at.names, at.where
+    if isinstance(done, Around):
+        return done
 
     def change(x: torch.Tensor) -> Any:
         result = done(x)
@@ -321,8 +324,7 @@ class Root:
             for name in arguments if self.running.context else self.unsummed:
                 if any(tensor.requires_grad for _, tensor in flatten_tensors(arguments.get(name))):
                     raise PlanMismatchError(
-                        f"argument {name!r} asks for a gradient, of which each rank makes a part, and the plan sums "
-                        "none",
+                        f"argument {name!r} requires grad, but the plan does not sum its partial gradients",
                         hint=f"pass {name}.detach()"
                         if self.running.context
                         else f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
@@ -347,9 +349,9 @@ class Root:
         name = next((name for name, value in numbers.items() if value != self.counts[name]), "")
         if name and (torch.is_grad_enabled() or not self.may_pick):
             raise PlanMismatchError(
-                f"{name}={numbers[name]} may pick positions, of which each rank has its own, in a call "
-                + ("with gradients" if self.may_pick else "that the plan has not seen"),
-                hint=f"leave {name} out" + (", or call it under torch.no_grad()" if self.may_pick else ""),
+                f"{name}={numbers[name]} may select positions, which are sharded over ranks, in a call "
+                + ("with gradients" if self.may_pick else "that was not traced"),
+                hint=f"omit {name}" + (", or call it under torch.no_grad()" if self.may_pick else ""),
             )
         return name
 
@@ -367,6 +369,7 @@ class Root:
         if self.running.depth > 1:
             return output
         if self.guard is not None and not torch.compiler.is_compiling():
+            output = plain_sizes(output) if self.guard.running is not None else output
             self.guard.end(mesh_device(self.running.mesh))
         return self.unseen.check(output)
 

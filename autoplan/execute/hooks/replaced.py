@@ -101,9 +101,9 @@ def _replaced(where: str, old: nn.Module, new: nn.Module) -> None:
         own = {id(parameter) for parameter in old.parameters()}
         if any(id(parameter) not in own for parameter in new.parameters()):
             raise AutoplanError(
-                f"{where} is wrapped in a {type(new).__name__} with weights of its own, after the model was sharded",
-                hint=f"wrap it first (get_peft_model, {conventions().adding[0][0]}), then autoplan.plan and "
-                "autoplan.parallelize: adapters are cut as the layers that they belong to",
+                f"{where} was wrapped in a {type(new).__name__} with weights of its own after the model was sharded",
+                hint=f"wrap it first (get_peft_model, {conventions().adding[0][0]}), then call autoplan.plan and "
+                "autoplan.parallelize: adapters are sharded like their layers",
             )
         return
     if any(module is new for module in old.modules()):
@@ -112,15 +112,15 @@ def _replaced(where: str, old: nn.Module, new: nn.Module) -> None:
         for worker in list(workers.values()):
             if not worker.can_move:
                 raise AutoplanError(
-                    f"{where}: the plan changes calls inside of this {type(old).__name__}, which is to be taken off",
-                    hint="merge in place (model.merge_adapter()), or save the adapter and merge it into the whole one",
+                    f"{where}: the plan rewrites calls inside this {type(old).__name__}, which is being removed",
+                    hint="merge in place (model.merge_adapter()), or save the adapter and merge it unsharded",
                 )
             worker.stop()
             worker.handles = listen(new, worker)
         return
     raise AutoplanError(
-        f"{where} was sharded, and is to be replaced by another {type(new).__name__}",
-        hint="replace it before autoplan.parallelize; autoplan.applied(model).undo() gives the whole model back",
+        f"{where} was sharded and cannot be replaced by another {type(new).__name__}",
+        hint="replace it before autoplan.parallelize; autoplan.applied(model).undo() restores the unsharded model",
     )
 
 

@@ -10,8 +10,9 @@ import torch
 from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
 from autoplan.common.nested import flatten_tensors
-from autoplan.execute.collectives import RankGroup, Recorded, index_of, sent, take_rows, whole_order
+from autoplan.execute.collectives import RankGroup, Recorded, sent
 from autoplan.execute.executors import At, Running, executes
+from autoplan.execute.hooks.exchange import pad, positions_of_a_rank, to_pieces, to_positions
 from autoplan.execute.vocabulary.own_positions import OwnStream, leave_positions, own_of, own_stream
 from autoplan.values import (
     AllGatherPicked,
@@ -78,27 +79,13 @@ def shards_in(output: Any) -> list[tuple[tuple[Any, ...], SequenceShard]]:
 _NAMED = torch.ops._c10d_functional
 
 
-def _piece(length: int, group: RankGroup) -> int:
-    return -(-length // group.size)
-
-
-def _pad(rows: torch.Tensor, length: int, values: bool) -> torch.Tensor:
-    """Pad rows (dim 0) to `length`: gradients with zeros, `values` with the last row, since a model's result for zeros
-    may have no gradient (a root of their squares)."""
-    missing = length - rows.size(0)
-    if missing == 0:
-        return rows
-    more = rows[-1:].expand(missing, *rows.shape[1:]) if values else rows.new_zeros(missing, *rows.shape[1:])
-    return torch.cat([rows, more])
-
-
 class _Scatter(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup, values: bool) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.group = dim, x.size(dim), group
         rows = x.movedim(dim, 0)
-        piece = _piece(rows.size(0), group)
-        own = _pad(rows, piece * group.size, values).narrow(0, group.rank * piece, piece)
+        piece = positions_of_a_rank(rows.size(0), group)
+        own = pad(rows, piece * group.size, values).narrow(0, group.rank * piece, piece)
         return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -130,7 +117,7 @@ class _ReduceScatter(Recorded):
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup, values: bool) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.group = dim, x.size(dim), group
         rows = x.movedim(dim, 0)
-        padded = _pad(rows, _piece(rows.size(0), group) * group.size, values).contiguous()
+        padded = pad(rows, positions_of_a_rank(rows.size(0), group) * group.size, values).contiguous()
         own = sent(_NAMED.reduce_scatter_tensor, padded, "sum", group.size, group.name)
         return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
@@ -157,67 +144,6 @@ def gather_sum(x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torc
 def reduce_scatter(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
     """Return this rank's positions of a sum over ranks."""
     return _ReduceScatter.apply(x, dim, group, True)
-
-
-# The all-to-all of context parallelism, which exchanges positions for pieces of another dim.
-#
-#     to_pieces        own positions of all pieces            backward: to_positions, added where several ranks hold one
-#                      → all positions of own pieces
-#     to_positions     the reverse                            backward: to_pieces
-
-Rows = tuple[tuple[int, ...], ...]  # of each rank's piece
-
-
-def _exchanged(parts: list[torch.Tensor], sizes: list[int], group: RankGroup) -> list[torch.Tensor]:
-    """Send one part to each rank, and return the flat part received from each, of the given size."""
-    sent_sizes = [part.numel() for part in parts]
-    whole = sent(_NAMED.all_to_all_single, torch.cat([part.flatten() for part in parts]), sizes, sent_sizes, group.name)
-    return list(whole.split(sizes))
-
-
-class _ToPieces(Recorded):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dims: tuple[int, int], length: int, group: RankGroup, rows: Rows) -> Any:
-        ctx.how = dims, x.size(dims[1]), group, rows
-        own = x.movedim(dims, (0, 1))  # positions, pieces, the rest
-        mine, rest = rows[group.rank], own.shape[2:]
-        size = own.size(0) * len(mine) * rest.numel()
-        received = _exchanged([take_rows(own, 1, held) for held in rows], [size] * group.size, group)
-        whole = torch.cat([part.view(own.size(0), len(mine), *rest) for part in received])
-        return whole.narrow(0, 0, length).movedim((0, 1), dims).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _ToPositions.apply(gradient, *ctx.how, False), None, None, None, None
-
-
-class _ToPositions(Recorded):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, dims: tuple[int, int], width: int, group: RankGroup, rows: Rows, values: bool
-    ) -> Any:
-        ctx.how = dims, x.size(dims[0]), group, rows
-        pieces = x.movedim(dims, (0, 1))
-        piece, rest = _piece(pieces.size(0), group), pieces.shape[2:]
-        padded = _pad(pieces, piece * group.size, values).contiguous()
-        sizes = [piece * len(held) * rest.numel() for held in rows]
-        received = [
-            part.view(piece, len(held), *rest)
-            for part, held in zip(_exchanged(list(padded.split(piece)), sizes, group), rows, strict=True)
-        ]
-        if sum(map(len, rows)) == width:
-            order = whole_order(rows)
-            whole = torch.cat(received, 1)
-            whole = whole if order is None else take_rows(whole, 1, order)
-        else:
-            whole = x.new_zeros(piece, width, *rest)
-            for part, held in zip(received, rows, strict=True):
-                whole.index_add_(1, index_of(held, x.device), part)
-        return whole.movedim((0, 1), dims).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _ToPieces.apply(gradient, *ctx.how), None, None, None, None, None
 
 
 def deals_out(node: Any) -> bool:
@@ -258,8 +184,8 @@ def _own(planned: OwnPositions, at: At) -> Change:
     running, group, dim, sequence = at.running, at.group, planned.dim, planned.sequence
 
     def own(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        rows, piece = x.movedim(dim, 0), _piece(length, group)
-        return _pad(rows, piece * group.size, True).narrow(0, group.rank * piece, piece).movedim(0, dim).contiguous()
+        rows, piece = x.movedim(dim, 0), positions_of_a_rank(length, group)
+        return pad(rows, piece * group.size, True).narrow(0, group.rank * piece, piece).movedim(0, dim).contiguous()
 
     def cut(x: torch.Tensor) -> torch.Tensor:
         held = own_of(x)
@@ -319,8 +245,8 @@ def _exchange(planned: Exchange, at: At) -> Change:
     running, group, dims, layout = at.running, at.group, (planned.dim, planned.feature), Layout.parse(planned.layout)
     rows = layout.rows_of_all(group.size)
     if isinstance(planned, ExchangeToPositions):
-        return lambda x: _ToPositions.apply(x, dims, layout.size, group, rows, True)
-    return lambda x: _ToPieces.apply(x, dims, running.lengths[planned.sequence.name], group, rows)
+        return lambda x: to_positions(x, dims, layout.size, group, rows)
+    return lambda x: to_pieces(x, dims, running.lengths[planned.sequence.name], group, rows)
 
 
 @executes(NoteShard)

@@ -92,8 +92,8 @@ def _give_parts(idle: _Idle, module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _compiled(idle: _Idle) -> PlanMismatchError:
     return PlanMismatchError(
-        f"{idle.name} runs, which no recorded call did, and in compiled code it is unknown whether ranks sum its "
-        "gradients",
+        f"{idle.name} did not run in any recorded call; in compiled code it is unknown whether its gradients are "
+        "summed over ranks",
         hint=f"plan with inputs= that reach {idle.name}, or run this call without torch.compile",
     )
 
@@ -106,8 +106,8 @@ def _watch(module: nn.Module, name: str, constant: Constant, group: RankGroup) -
             return copy_to_ranks(x, group)
         place = "".join(f"[{step!r}]" for step in path)
         raise PlanMismatchError(
-            f"what {name} {'takes' if side == 'input' else 'returns'}{' at ' * bool(place)}{place} has a gradient, of "
-            "which each rank makes a part: it was a constant in every recorded call",
+            f"the {side} of {name}{' at ' * bool(place)}{place} has a partial gradient, but was a constant in every "
+            "recorded call",
             hint="plan with inputs= in which it is not (several calls: inputs={'usual': {…}, 'other': {…}})",
         )
 
@@ -165,9 +165,9 @@ class UnseenOutputs:
             if self.partial and tensor.requires_grad:
                 name = ".".join(map(str, path))
                 raise PlanMismatchError(
-                    f"output {name!r}, which was not returned when the plan was made, carries a gradient, of which "
-                    "each rank may make a part",
-                    hint="plan with inputs= in which the model returns it, or call it under torch.no_grad()",
+                    f"output {name!r} requires grad, but was not returned in any recorded call, so its gradient "
+                    "may be partial",
+                    hint="plan with inputs= for which the model returns it, or call it under torch.no_grad()",
                 )
             compared = (alike, path, strange)
             if compared not in self.whole:
@@ -207,15 +207,15 @@ def _refusal(path: Path, tensor: torch.Tensor, strange: tuple[tuple[int, int, in
     name = ".".join(map(str, path)) or "output"
     for dim, now, size in strange:
         return PlanMismatchError(
-            f"the sharded model returns {name!r} of shape {list(tensor.shape)}: its dim {dim} has {now} features, and "
-            f"had {size} when it was planned",
-            hint="where this call takes another path, plan with inputs= that show it; else the plan does not "
-            "fit this model: make it again, and try it with autoplan.verify(model, plan)",
+            f"the sharded model returns {name!r} of shape {list(tensor.shape)}: its dim {dim} has {now} "
+            f"features, but had {size} when planned",
+            hint="if this call takes another path, plan with inputs= that cover it; else the plan does not fit this "
+            "model: plan again, and check with autoplan.verify(model, plan)",
         )
     return PlanMismatchError(
-        f"output {name!r} of shape {list(tensor.shape)} is not the same on all ranks: each has a part of it, and the "
-        "plan knows nothing of it, since the model did not return it when it was planned",
-        hint="plan with inputs= in which the arguments that ask for it are those of this call, or do without",
+        f"output {name!r} of shape {list(tensor.shape)} differs between ranks: each holds a part of it, and it "
+        "was not returned in any recorded call",
+        hint="plan with inputs= that request it like this call, or do not request it",
     )
 
 
@@ -230,17 +230,17 @@ def refuse_transforms(module: nn.Module) -> None:
     if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and not torch.compiler.is_exporting()):
         return  # compilers use transforms internally; that of torch 2.11 reports an export
     if torch._C._are_functorch_transforms_active():
-        how, instead = "a transform of torch.func (grad, vjp, jvp, vmap)", "torch.autograd.grad, with create_graph"
+        how, instead = "a torch.func transform (grad, vjp, jvp, vmap)", "torch.autograd.grad, with create_graph"
     elif forward_ad._current_level >= 0:
         how, instead = "a forward derivative", "torch.autograd.grad"
     elif torch.compiler.is_exporting():
-        how, instead = "torch.export", "torch.compile; or export the model that is not sharded"
+        how, instead = "torch.export", "torch.compile, or exporting the unsharded model"
     else:
         return
     raise AutoplanError(
-        f"{type(module).__name__} lies on ranks, and is called inside of {how}, which cannot see what ranks send each "
-        "other",
-        hint=f"what works: {instead}",
+        f"{type(module).__name__} is sharded and cannot be called inside {how}, which does not see communication "
+        "between ranks",
+        hint=f"use {instead} instead",
     )
 
 
@@ -261,8 +261,8 @@ _COLLECTIVES = os.path.abspath(collectives.__file__)
 _CALLS = nn.modules.module.__file__  # where a module calls its forward
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _HINT = (
-    "if the unsharded model runs on this call, it takes a path here that the plan was not made for: plan again and "
-    "show it this call beside the usual one, inputs={'usual': {argument: value}, 'other': {argument: value}}"
+    "if the unsharded model can run this call, it takes a path that was not traced: plan again with it besides the "
+    "usual call, inputs={'usual': {argument: value}, 'other': {argument: value}}"
 )
 
 
@@ -274,16 +274,16 @@ def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
     inside = files[len(files) - files[::-1].index(_COLLECTIVES) :] if _COLLECTIVES in files else []
     if bool(inside) and all(file.startswith(_TORCH) for file in inside):
         return AutoplanError(
-            f"ranks could not communicate inside of {type(model).__name__}: {str(error).strip()}",
-            hint="another rank stopped or ran something else; look for its error first. "
-            "init_process_group(timeout=...) says how long ranks wait for each other",
+            f"communication failed inside {type(model).__name__}: {str(error).strip()}",
+            hint="another rank stopped or ran something else; look for its error first. The timeout is set by "
+            "init_process_group(timeout=...)",
         )
     if not steps or not _is_of_shapes(error, steps[-1]):
         return None
     running = [candidate for step in steps if isinstance(candidate := step.tb_frame.f_locals.get("self"), nn.Module)]
     if running and running[-1]._parameters and record_of(running[-1]) is None:
-        message = f"{type(running[-1]).__name__} was not there when the model was sharded: {str(error).strip()}"
-        return PlanMismatchError(message, hint="put it in before autoplan.parallelize, and plan again")
+        message = f"{type(running[-1]).__name__} was added after the model was sharded: {str(error).strip()}"
+        return PlanMismatchError(message, hint="add it before autoplan.parallelize, and plan again")
     own = [at for at, step in enumerate(steps) if _runs_on_shards(step)]
     if not own or any(step.tb_frame.f_code.co_filename.startswith(_DISTRIBUTED) for step in steps[own[-1] :]):
         return None
@@ -303,7 +303,7 @@ def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
     name = next((name for name, part in root.named_modules() if part is module), "")
     message = (str(error).strip() or "no message").splitlines()[0]
     return PlanMismatchError(
-        f"{name or 'the model'} ({type(module).__name__}) cannot make this call on a rank's shards: "
+        f"{name or 'the model'} ({type(module).__name__}) fails on a rank's shards in this call: "
         f"{_place(place)}: {type(error).__name__}: {message}",
         hint=_HINT,
     )

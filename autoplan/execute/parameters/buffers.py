@@ -54,7 +54,7 @@ def rebuild_buffers(model: nn.Module) -> None:
     parameters get their marks back. Call it after `model.to_empty(device=...)`, before the weights are loaded and the
     optimizer is made.
     """
-    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
+    check_argument("model", model, nn.Module, "pass the model itself, an nn.Module")
     mark_parameters(model)
     # One parameter under all its names, as before `to_empty`.
     first: dict[int, nn.Parameter] = {}
@@ -94,9 +94,9 @@ def new_adapters(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tens
             raise _cannot_rebuild([name])
         if value.is_floating_point() and value.isnan().any():
             raise AutoplanError(
-                f"{name} is computed from weights of the model, which were on meta when the adapter was made",
-                hint="put the adapter on a model that has its weights, or choose an adapter that begins without them "
-                "(LoRA's matrices do)",
+                f"{name} is computed from the model's weights, which were on meta when the adapter was created",
+                hint="add the adapter to a model with real weights, or use one whose initialisation does not need them "
+                "(such as LoRA's)",
             )
         adapters[name] = value.detach()
     return adapters
@@ -137,7 +137,7 @@ def _passing_meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 def _cannot_rebuild(names: list[str]) -> AutoplanError:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return AutoplanError(
-        f"no checkpoint holds {', '.join(names[:5])}{more}, and they were made on the meta device",
+        f"{', '.join(names[:5])}{more} are in no checkpoint, and were created on the meta device",
         hint="set these buffers to real tensors before load_weights, or build the model with real buffers",
     )
 
@@ -213,7 +213,7 @@ def full_tensors(model: nn.Module, grads: bool = False) -> dict[str, torch.Tenso
 
     Collective: every rank of the mesh must call it. A gradient that only some ranks have counts as zero on the others.
     """
-    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
+    check_argument("model", model, nn.Module, "pass the model itself, an nn.Module")
     with fail_together(voters_of(model), "full_tensors"):
         parameters = list(held_parameters(model))
         meet(same_model(model))

@@ -26,10 +26,12 @@ from torch.distributed.tensor.placement_types import Placement
 from autoplan.common.layout import Layout, chunk
 from autoplan.execute.collectives import (
     RankGroup,
-    copies_to_ranks,
+    Recorded,
+    all_reduce,
     copy_to_ranks,
     part_of_sum,
     scale_gradient,
+    sum_over_ranks,
     take_rows,
     whole_order,
 )
@@ -141,6 +143,15 @@ class Held:
 def memory_of(tensor: torch.Tensor) -> int:
     """Return a number that tensors with the same storage share. No data pointer is read: a fake tensor has none."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
+
+
+def is_local_of(tensor: torch.Tensor, parameter: Any) -> bool:
+    """Return whether a plain tensor is this rank's local tensor of a parameter: the same memory."""
+    if not isinstance(parameter, DTensor) or isinstance(tensor, DTensor):
+        return False
+    local = parameter._local_tensor
+    same = (tensor.shape, tensor.stride()) == (local.shape, local.stride())
+    return same and memory_of(tensor) == memory_of(local)
 
 
 @lru_cache(maxsize=4096)
@@ -280,5 +291,56 @@ def summed_together(module: nn.Module, view: Callable[[nn.Parameter, Held], torc
                 groups.add(held.read.group)
     if not views:
         return {}
-    copies = copies_to_ranks(list(views.values()), groups.pop())
+    copies = _CopyAll.apply(groups.pop(), *views.values())
     return dict(zip(views, copies, strict=True))
+
+
+_MESSAGE = 1 << 22  # numbers; a larger gradient is summed by itself
+
+
+class _CopyAll(Recorded):
+    """Copies of many tensors, whose gradients are summed over ranks together, at the end of a backward: a missing
+    gradient counts as zeros, and a gradient that no rank has is not summed."""
+
+    @staticmethod
+    def forward(ctx: Any, group: RankGroup, *many: torch.Tensor) -> Any:
+        ctx.group, ctx.like = group, [(x.shape, x.dtype, x.device) for x in many]
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in many)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        present = torch.tensor([gradient is not None for gradient in gradients], device=ctx.like[0][2])
+        anywhere = all_reduce(present.to(torch.int32), ctx.group, "max").tolist()
+        parts = [
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None and wanted else gradient
+            for gradient, (shape, dtype, device), wanted in zip(gradients, ctx.like, anywhere, strict=True)
+        ]
+        summed: list[torch.Tensor | None] = [None] * len(parts)
+        for places in _messages(parts):
+            together = [part for part in (parts[place] for place in places) if part is not None]
+            for place, part in zip(places, _summed(together, ctx.group), strict=True):
+                summed[place] = part
+        return None, *summed
+
+
+def _messages(parts: Sequence[torch.Tensor | None]) -> Iterator[list[int]]:
+    """Yield the places of those that are summed in one message."""
+    waiting: dict[torch.dtype, list[int]] = {}
+    sizes = Counter[torch.dtype]()
+    for place, part in enumerate(parts):
+        if part is not None:
+            if sizes[part.dtype] + part.numel() > _MESSAGE and part.dtype in waiting:
+                yield waiting.pop(part.dtype)
+                sizes[part.dtype] = 0
+            waiting.setdefault(part.dtype, []).append(place)
+            sizes[part.dtype] += part.numel()
+    yield from waiting.values()
+
+
+def _summed(parts: Sequence[torch.Tensor], group: RankGroup) -> Sequence[torch.Tensor]:
+    if len(parts) == 1:
+        return [sum_over_ranks(parts[0], group)]
+    whole = sum_over_ranks(torch.cat([part.flatten() for part in parts]), group)
+    pieces = whole.split([part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]

@@ -48,7 +48,7 @@ from autoplan.execute.collectives import (
 )
 from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
 from autoplan.execute.hooks.unseen import SHAPE_ERRORS, refuse_transforms, unseen_path
-from autoplan.execute.parameters.held import NOTHING, Held, part_of_whole, record_of, summed_together
+from autoplan.execute.parameters.held import NOTHING, Held, is_local_of, part_of_whole, record_of, summed_together
 from autoplan.execute.parameters.state_dict import gathered, local_piece
 from autoplan.patches.classes import subclass_of
 
@@ -244,6 +244,7 @@ def view_class(cls: Any, names: tuple[str, ...]) -> type:
         "_call_impl": _reading_call(cls),
         "_apply": _keeping_attributes(cls),
         "get_parameter": _reading_by_name(cls),
+        "__setattr__": _tying(cls),
         "__reduce_ex__": _reduce_to(cls, names),
     }
     # Public methods whose code reads one of the parameters (`get_image_features`) compute with local tensors too when
@@ -325,6 +326,19 @@ def _reading_by_name(cls: type) -> Callable[..., Any]:
     return get_parameter
 
 
+def _tying(cls: type) -> Callable[..., Any]:
+    """Wrap `__setattr__`: a tied parameter that a forward assigns again (`head.weight = table.weight`) is a local
+    tensor, which torch does not accept."""
+    base: Any = cls.__setattr__
+
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+        present = self.__dict__.get("_parameters", {}).get(name) if type(value) is torch.Tensor else None
+        if not is_local_of(value, present):
+            base(self, name, value)
+
+    return __setattr__
+
+
 def _reading_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def read(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -397,9 +411,9 @@ def _unrecorded(module: nn.Module, name: str, parameter: Any) -> Any:
     """Return a parameter of a module that has our class but no record of its own; refuse a DTensor."""
     if isinstance(parameter, DTensor):
         raise AutoplanError(
-            f"a {type(module).__name__} was made during the forward with the parameter {name!r} of one that lies on "
-            f"ranks ({list(parameter.shape)} in all), and does not know how it lies",
-            hint="call the module itself, or copy it with copy.copy; or keep it whole: overrides={name: 'replicate'}",
+            f"a {type(module).__name__} was created in the forward from the sharded parameter {name!r} "
+            f"({list(parameter.shape)} in full), without its sharding",
+            hint="call the module itself, or copy it with copy.copy; or replicate it: overrides={name: 'replicate'}",
         )
     return parameter
 

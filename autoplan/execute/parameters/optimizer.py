@@ -11,14 +11,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Muon, Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.execute.collectives import index_of, like
 from autoplan.execute.parameters.held import Held, Mark, held_by, held_parameters, mark_of
+from autoplan.execute.parameters.mixed import in_place, mixed, ordered
 from autoplan.execute.parameters.picked import draw, note_marked, number_in, pick, set_item, total, with_mark
 from autoplan.execute.parameters.state_dict import as_held, in_checkpoint_order
+from autoplan.patches.mixed_ops import mixed_by
 from autoplan.patches.sharding_rules import asked_of_all, heard_by_classes, numbers_and_draws
 from autoplan.patches.tensors import (
     data_assigned,
@@ -103,10 +105,10 @@ def assign_data(parameter: DTensor, value: Any, held: Held) -> None:
     if parameter.device_mesh.ndim > 1:
         _refuse(parameter, value, held, "which FSDP2 gathers from memory of its own")
     if not isinstance(value, torch.Tensor):
-        _refuse(parameter, value, held, "which takes tensors")
+        _refuse(parameter, value, held, "which must be a tensor")
     if isinstance(value, DTensor):
         if (value.device_mesh, value.placements, value.shape) != _how(parameter):
-            _refuse(parameter, value, held, "which lies otherwise")
+            _refuse(parameter, value, held, "which has another mesh, placement or shape")
     elif tuple(value.shape) != held.shape:
         _refuse(parameter, value, held, "which has another shape")
     else:
@@ -126,8 +128,8 @@ def _refuse(parameter: DTensor, value: Any, held: Held, why: str) -> None:
         shown += f" of shape {list(value.shape)}{placed}"
     raise AutoplanError(
         f"parameter.data = {shown} for a parameter of {list(held.shape)}, {parameter.placements}, {why}",
-        hint="write into it: with torch.no_grad(): parameter.copy_(x), x a DTensor that lies as the parameter does; "
-        "or load it: model.load_state_dict({name: x}, strict=False)",
+        hint="write in place: with torch.no_grad(): parameter.copy_(x), x a DTensor with the same placements; or load "
+        "it: model.load_state_dict({name: x}, strict=False)",
     )
 
 
@@ -138,19 +140,20 @@ def _refuse(parameter: DTensor, value: Any, held: Held, why: str) -> None:
 # the middle of a step an error about its own operators. And where a parameter has more rows than the checkpoint (some
 # lie on several ranks), they would silently count twice.
 
-_OF_WHOLE_PARAMETERS = (LBFGS, Muon)
+_OF_WHOLE_PARAMETERS = frozenset(("LBFGS", "Muon", "Adafactor"))  # by name: transformers has an Adafactor, too
 
 
 def watch_steps(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Refuse optimizers that would count rows twice, and explain errors of a step."""
-    for parameter in parameters if isinstance(optimizer, _OF_WHOLE_PARAMETERS) else ():
+    of_whole = not _OF_WHOLE_PARAMETERS.isdisjoint(cls.__name__ for cls in type(optimizer).__mro__)
+    for parameter in parameters if of_whole else ():
         held = held_by(parameter)
         if held is not None and tuple(parameter.shape) != held.shape:
             raise AutoplanError(
-                f"{type(optimizer).__name__} on a parameter of {list(held.shape)}, of which some rows lie on several "
-                f"ranks ({list(parameter.shape)} in all): it would count them more than once",
-                hint="an optimizer that goes element by element, such as AdamW; or keep the parameter whole: "
-                "overrides={name: 'replicate'}",
+                f"{type(optimizer).__name__} on a parameter of {list(held.shape)}, some of whose rows are on "
+                f"several ranks ({list(parameter.shape)} with the copies): it would count them more than once",
+                hint="use an elementwise optimizer, such as AdamW; or replicate the parameter: overrides={name: "
+                "'replicate'}",
             )
     plain = optimizer.step
 
@@ -166,8 +169,8 @@ def watch_steps(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> Non
             if isinstance(error, (AutoplanError, torch.OutOfMemoryError)) or error is closure.error:
                 raise
             raise AutoplanError(
-                f"{type(self).__name__} cannot make a step on parameters that lie on ranks: {error}",
-                hint="an optimizer that goes element by element, such as AdamW or SGD, works",
+                f"{type(self).__name__} cannot step on sharded parameters: {error}",
+                hint="use an elementwise optimizer, such as AdamW or SGD",
             ) from error
         finally:
             closure.forget()
@@ -269,8 +272,8 @@ def _saved(name: str, value: torch.Tensor, parameter: DTensor, held: Held) -> to
         return value
     if not isinstance(value, DTensor) or value.shape != parameter.shape:
         raise AutoplanError(
-            f"the optimizer keeps {name!r} of shape {list(value.shape)} for a packed parameter of {list(held.shape)}",
-            hint="only states of the parameter's own shape can be put in checkpoint order; keep that parameter whole",
+            f"the optimizer state {name!r} has shape {list(value.shape)}, its packed parameter {list(held.shape)}",
+            hint="only states of the parameter's shape can be converted to checkpoint order; replicate that parameter",
         )
     return in_checkpoint_order(value, held)
 
@@ -306,6 +309,7 @@ class _Following:
             data_assigned(_assigned, with_mark),
             picked(pick, set_item, total),
             numbers_and_draws(number_in, draw),
+            *mixed_by(mixed, ordered, in_place),
             left_whole(_lies_otherwise),
             told_of_stored(_refuse_stored),
             heard_by_classes(),
@@ -359,6 +363,6 @@ def _lies_otherwise(parameter: torch.Tensor, whole: torch.Tensor) -> bool:
 def _refuse_stored(tensor: torch.Tensor) -> None:
     if isinstance(tensor, DTensor):
         raise AutoplanError(
-            f"safetensors writes plain tensors, and one of shape {list(tensor.shape)} lies on ranks",
+            f"safetensors writes plain tensors, but one of shape {list(tensor.shape)} is sharded",
             hint="autoplan.save_weights(model, folder), called on every rank, writes the checkpoint",
         )

@@ -34,6 +34,11 @@ def note_marked(model: nn.Module) -> None:
     _marked.update(module for module in model.modules() if any(map(_held, module._parameters.values())))
 
 
+def marked_modules() -> list[nn.Module]:
+    """Return the live modules that own marked parameters."""
+    return list(_marked)
+
+
 def _held(parameter: torch.Tensor | None) -> Held | None:
     return held_by(parameter) if isinstance(parameter, DTensor) else None
 

@@ -60,7 +60,7 @@ def prepare_parameters(
         if not any(True for _ in module.parameters()) and not any(True for _ in module.buffers(recurse=False)):
             continue
         if isinstance(module, torch.jit.ScriptModule):
-            raise AutoplanError(f"{path or 'the model'} is a TorchScript module: its code cannot be run on shards")
+            raise AutoplanError(f"{path or 'the model'} is a TorchScript module: its code cannot run on shards")
         record = ModuleRecord(reading, type(module))
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -141,13 +141,13 @@ class _Builder:
     def parameter(self, fqn: str, parameter: nn.Parameter, *, fused: bool) -> tuple[nn.Parameter, Held]:
         if id(parameter) not in self.made:
             if isinstance(parameter, DTensor):
-                raise AutoplanError(f"{fqn} is a DTensor already", hint="shard the model once, before fully_shard")
+                raise AutoplanError(f"{fqn} is already a DTensor", hint="shard the model once, before fully_shard")
             if torch.nn.parameter.is_lazy(parameter):
-                raise AutoplanError(f"{fqn} has no shape yet", hint="run the lazy module once")
+                raise AutoplanError(f"{fqn} is uninitialized", hint="run the lazy module once")
             if type(parameter) is not nn.Parameter and not is_fake(parameter):
                 raise AutoplanError(
-                    f"{fqn} is a {type(parameter).__name__}: only plain parameters can be laid on ranks",
-                    hint="where it is a quantised weight: autoplan.packed_model gives a plain model on meta the packed "
+                    f"{fqn} is a {type(parameter).__name__}: only plain parameters can be sharded",
+                    hint="if it is a quantised weight: autoplan.packed_model gives a plain model on meta the packed "
                     "tensors of its plan, and load_weights fills them from the checkpoint",
                 )
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -157,8 +157,8 @@ class _Builder:
             held = self._held(fqn, parameter)
             if held.dim is not None and fused:
                 raise AutoplanError(
-                    f"{fqn} cannot be split: a recurrent network computes all gates in one fused call",
-                    hint="keep its parameters whole, or let autoplan plan it: the call then gets gathered weights",
+                    f"{fqn} cannot be sharded: a recurrent network computes all gates in one fused call",
+                    hint="replicate its parameters, or let autoplan plan it: the call then gets gathered weights",
                 )
             self.made[id(parameter)] = (
                 (parameter, Held(held.shape, self.group, read=replace(held, averaged=self.whole == "averaged")))
@@ -189,7 +189,7 @@ class _Builder:
         if rule.dim is None or rule.layout is None or not Layout.parse(rule.layout).is_split:
             return Held(shape, group, gradient=rule.gradient, divide=rule.divide)
         if not -len(shape) <= rule.dim < len(shape):
-            raise PlanMismatchError(f"{fqn} has {len(shape)} dims; the plan cuts dim {rule.dim}")
+            raise PlanMismatchError(f"{fqn} has {len(shape)} dims, but the plan shards dim {rule.dim}")
         dim = rule.dim % len(shape)
         held = Held(shape, group, dim, rule.layout, rule.gradient, rule.divide)
         # The layout must fit the tensor, cover it, and be as even as an ordinary `Shard`.
@@ -197,17 +197,15 @@ class _Builder:
         assert held.dim is not None
         where, size = f"{fqn}, dim {held.dim}", held.shape[held.dim]
         if layout.size != size:
-            raise PlanMismatchError(f"{where} has {size} rows; its layout {layout} is about {layout.size}")
+            raise PlanMismatchError(f"{where} has {size} rows, but its layout {layout} is for {layout.size}")
         counts = [len(rows) for rows in held.rows]
         missing = size - len({row for rows in held.rows for row in rows})
         if missing:
-            raise IndivisibleError(f"{where}: layout {layout} leaves {missing} of {size} rows to no rank at tp {tp}")
+            raise IndivisibleError(f"{where}: layout {layout} assigns {missing} of {size} rows to no rank at tp {tp}")
         if not layout.is_uneven and counts != [len(chunk(sum(counts), tp, rank)) for rank in range(tp)]:
-            raise IndivisibleError(
-                f"{where}: layout {layout} gives the ranks {counts} rows at tp {tp}, which is uneven"
-            )
+            raise IndivisibleError(f"{where}: layout {layout} gives ranks {counts} rows at tp {tp}, which is uneven")
         if held.gradient == "sum" and tp > 1 and not held.shared.count:
-            raise PlanMismatchError(f"{where}: every row of {layout} has one holder, so no gradient can be summed")
+            raise PlanMismatchError(f"{where}: every row of {layout} is on one rank only: no gradient to sum")
         return held
 
     def _distribute(self, parameter: nn.Parameter, held: Held) -> nn.Parameter:
@@ -247,7 +245,7 @@ def _by_tensor(model: nn.Module, rules: Rules) -> dict[int, ParameterRule]:
             continue
         other, first = rules_of.setdefault(id(tensors[fqn]), (fqn, rule))
         if _meaning(first) != _meaning(rule):
-            raise PlanMismatchError(f"{other} and {fqn} are one tensor, but the plan lays them out differently")
+            raise PlanMismatchError(f"{other} and {fqn} are one tensor, but the plan shards them differently")
     return {key: rule for key, (_, rule) in rules_of.items()}
 
 
@@ -271,9 +269,9 @@ def _refuse_differing_ranks(builder: _Builder) -> None:
     numbers = torch.tensor([[len(real), sum(map(len, samples))]], device=builder.device)
     counts = all_gather_rows(numbers, group, 0, each).tolist()
     if any(count != counts[0] for count in counts):
-        shown = ", ".join(f"rank {rank} of {group.size} in {count}" for rank, (count, _) in enumerate(counts))
+        shown = ", ".join(f"rank {rank} of {group.size}: {count}" for rank, (count, _) in enumerate(counts))
         raise AutoplanError(
-            f"the ranks of tp do not have numbers in the same ones of {len(builder.originals)} parameters: {shown}",
+            f"the tp ranks hold weights in different subsets of the {len(builder.originals)} parameters: {shown}",
             hint="build the model with its weights on every rank of a tp group, or on meta on every one",
         )
     if not real:
@@ -286,7 +284,7 @@ def _refuse_differing_ranks(builder: _Builder) -> None:
     flags = wrong.split([len(sample) for sample in samples])
     names = [fqn for (fqn, _), flag in zip(real, flags, strict=True) if bool(flag.any())]
     raise AutoplanError(
-        f"the ranks hold different weights in {len(names)} of {len(real)} parameters, first {names[0]}",
+        f"the ranks hold different values in {len(names)} of {len(real)} parameters, first {names[0]}",
         hint="build the model from one seed or one checkpoint on every rank of a tp group",
     )
 

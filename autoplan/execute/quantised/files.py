@@ -43,8 +43,7 @@ class _Files(CheckpointFiles):
         state = next((key for key in known if key.startswith(f"{weight}.quant_state.")), None)
         if state is None:
             raise SourceError(
-                f"{self.folder}: {weight}.absmax is stored in blocks of its own; {weight}.quant_state…, which says "
-                "where these begin, is absent",
+                f"{self.folder}: {weight}.absmax is quantised, but {weight}.quant_state… with its offset is missing",
                 hint="complete the download, or save the checkpoint again with its package",
             )
         largest, values, kept = read(f"{weight}{_NESTED}"), read(f"{weight}.nested_quant_map"), read(state)
@@ -102,8 +101,8 @@ class DequantisedFiles(_Files):
         odd = next(((key, dtype) for key, dtype in plain if dtype.is_floating_point and dtype.itemsize == 1), None)
         if odd is not None:
             raise SourceError(
-                f"{self.folder}: {odd[0]} holds {str(odd[1]).removeprefix('torch.')}, and there are none of its scales "
-                "that the config announces",
+                f"{self.folder}: {odd[0]} holds {str(odd[1]).removeprefix('torch.')}, but the scales that the "
+                "config announces are missing",
                 hint="complete the download, or fetch the config.json that belongs to these files",
             )
 

@@ -43,8 +43,8 @@ class QuantisedTwice:
         right = torch.stack([self.numbers(codes, places) == numbers for codes in tried])
         if not right.any(0).all():
             raise AutoplanError(
-                "largest numbers of blocks are not those that were loaded, and have no codes",
-                hint="save the weights plain: load the folder with dequantise=True",
+                "the block maxima changed since they were loaded, and have no codes",
+                hint="save the weights unquantised: load the folder with dequantise=True",
             )
         return tried.gather(0, right.int().argmax(0, keepdim=True))[0].to(torch.uint8)
 
@@ -81,7 +81,7 @@ def dequantise(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> to
     decode = _decoder(weight.scheme)
     if decode is None:
         raise AutoplanError(
-            f"{weight.name}: there is no way yet to dequantise {weight.scheme.title}", hint="load it as it is stored"
+            f"{weight.name}: dequantising {weight.scheme.title} is not supported yet", hint="load it as stored"
         )
     own = {tensor.name: parts[tensor.name] for tensor in weight.tensors}
     if weight.rows < weight.contracted:

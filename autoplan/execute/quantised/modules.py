@@ -31,8 +31,8 @@ _PLAIN = "_autoplan_plain"  # stacks dequantised in the running call
 
 def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
     """Replace weights of the plain `model` by the packed tensors of `plan`, on meta; `load_weights` fills them."""
-    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
-    check_argument("plan", plan, Plan, "give a plan that autoplan.plan made of a quantised model")
+    check_argument("model", model, nn.Module, "pass the model itself, an nn.Module")
+    check_argument("plan", plan, Plan, "pass a plan that autoplan.plan made for a quantised model")
     chosen = _chosen(model, plan)
     for module, weights in chosen:
         stored: dict[str, tuple[PackedWeight, torch.dtype]] = {}
@@ -84,12 +84,12 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
 def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWeight]]]:
     """Return the modules with their packed weights. Raise before anything is changed."""
     if not plan.packed:
-        raise PlanMismatchError("the plan knows of no quantised weights", hint="plan a config with quantization_config")
+        raise PlanMismatchError("the plan has no quantised weights", hint="plan a config with quantization_config")
     chosen = []
     unknown = next((weight for weight in plan.packed if not can_dequantise(weight.scheme)), None)
     if unknown is not None:
         raise PlanMismatchError(
-            f"{unknown.name} is stored as {unknown.scheme.title}, which only its own package computes with",
+            f"{unknown.name} is stored as {unknown.scheme.title}, which needs its own package for computing",
             hint="build the model with that package, or fill a plain one with load_weights(…, dequantise=True)",
         )
     for path, module in model.named_modules():
@@ -101,7 +101,7 @@ def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWe
                 continue
             if tuple(parameter.shape) != weight.shape:
                 raise PlanMismatchError(
-                    f"{path}.{name} has the shape {list(parameter.shape)}, where the plan has {list(weight.shape)}"
+                    f"{path}.{name} has shape {list(parameter.shape)}, but the plan has {list(weight.shape)}"
                 )
             weights.append(weight)
         if weights:

@@ -61,8 +61,8 @@ class LeavingLogits(DTensor):
             logits = args[0]
             if any(not placed.is_replicate() for placed in logits.placements):
                 raise AutoplanError(
-                    f"{func.__name__} of logits of shape {list(logits.shape)} that are split over ranks",
-                    hint="gather them on every rank first: logits.full_tensor(), or autoplan.gather_logits(model)",
+                    f"{func.__name__} of logits of shape {list(logits.shape)} that are sharded over ranks",
+                    hint="gather them first: logits.full_tensor(), or autoplan.gather_logits(model)",
                 )
         if func.__name__ in _WRITTEN_WHOLE and isinstance(args[0], LeavingLogits):
             return _write_whole(func, args, kwargs)
@@ -134,8 +134,8 @@ def _warn_once(func: Any) -> None:
     if func.__name__ not in _warned:
         _warned.add(func.__name__)
         warnings.warn(
-            f"{func.__name__} of logits that are split over ranks needs whole rows: they were gathered for it on every "
-            "rank. With autoplan.gather_logits(model, True) they leave the model whole. This is said once",
+            f"{func.__name__} of logits sharded over ranks needs full rows, so they were gathered on every rank. "
+            "autoplan.gather_logits(model, True) makes the model return full logits. This warning is shown once",
             stacklevel=4,
         )
 
@@ -170,7 +170,7 @@ class Excerpt(torch.Tensor):
         kwargs = kwargs or {}
         if writes_in_place(func.__name__) and args and isinstance(args[0], Excerpt):
             raise AutoplanError(
-                f"{func.__name__} of a part of logits that are split over ranks: the part is a copy",
+                f"{func.__name__} of a slice of logits that are sharded over ranks: the slice is a copy",
                 hint="write into the logits themselves (z[..., 0] = value), or autoplan.gather_logits(model)",
             )
         result = func(*_plain(args), **_plain(kwargs))

@@ -20,6 +20,7 @@ from autoplan.execute.executors import Running
 from autoplan.execute.parameters.held import record_of
 from autoplan.execute.parameters.local_views import local_view
 from autoplan.execute.tensor_parallel import applied
+from autoplan.execute.vocabulary.own_positions import whole_logits
 from autoplan.execute.vocabulary.sampling import check_filters, floor_of
 from autoplan.execute.vocabulary.shards import Columns, Ranks, columns_of, plain, row_sums
 
@@ -41,7 +42,7 @@ class gather_logits:  # noqa: N801 - called as a function, as torch.no_grad is
     def __init__(self, model: nn.Module, gather: bool | None = True) -> None:
         if gather not in (None, True, False):
             raise AutoplanError(f"gather={gather!r}", hint="choose True, False or None")
-        check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
+        check_argument("model", model, nn.Module, "pass the model itself, an nn.Module")
         records = [record_found for module in model.modules() if (record_found := applied(module)) is not None]
         if not records:
             raise AutoplanError(f"{type(model).__name__} was not sharded", hint="call autoplan.parallelize first")
@@ -98,8 +99,9 @@ def vocab_parallel_logprobs(
     dim, as many on each rank), and the result those positions' ([batch, positions], 0 without a next token). With
     `sequence_group` all positions are gathered in order, and the result is the same as without context parallelism.
     """
+    logits = whole_logits(logits)  # a rank of a plan with cp_size has those of its positions
     columns = columns_of(logits, group, vocabulary)
-    check_argument("tokens", tokens, torch.Tensor, "give token ids [batch, sequence]")
+    check_argument("tokens", tokens, torch.Tensor, "pass token ids [batch, sequence]")
     tokens = plain(tokens).to(logits.device)
     check_filters(temperature, top_k, top_p, columns.size)
     rows = _Rows(tokens, shift, _last_tokens(tokens, shift, cu_seqlens, position_ids), sequence_index, sequence_group)
@@ -134,9 +136,9 @@ def vocab_parallel_logprobs_from_hidden(
     alive at a time: they are recomputed in the backward. `change` is what the model does to each logit after its head,
     element by element: `lambda x: 30 * torch.tanh(x / 30)`, a scale.
     """
-    check_argument("hidden", hidden, torch.Tensor, "give hidden states [batch, sequence, width]")
-    check_argument("head", head, (nn.Module, torch.Tensor), "give the model's head, or its weight [vocabulary, width]")
-    check_argument("tokens", tokens, torch.Tensor, "give token ids [batch, sequence]")
+    check_argument("hidden", hidden, torch.Tensor, "pass hidden states [batch, sequence, width]")
+    check_argument("head", head, (nn.Module, torch.Tensor), "pass the model's head, or its weight [vocabulary, width]")
+    check_argument("tokens", tokens, torch.Tensor, "pass token ids [batch, sequence]")
     check_count("chunk_tokens", chunk_tokens)
     rows_of, tokens = _head_rows(head, bias, group, vocabulary), plain(tokens).to(hidden.device)
     hidden = plain(hidden)
@@ -197,7 +199,7 @@ def _head_rows(
     if weight.dim() != 2 or isinstance(weight, DTensor) or (group is None) != (vocabulary is None):
         raise AutoplanError(
             f"a head of shape {list(weight.shape)}, group={group!r}, vocabulary={vocabulary}",
-            hint="give the head itself, its weight [vocabulary, width], or a rank's rows with group= and vocabulary=",
+            hint="pass the head itself, its weight [vocabulary, width], or a rank's rows with group= and vocabulary=",
         )
     ranks = alone if group is None else RankGroup.of(group)
     columns_of(weight.detach().T, None if group is None else ranks, vocabulary)  # checks the number of rows
@@ -209,7 +211,7 @@ def _of_dtensor(weight: DTensor) -> tuple[torch.Tensor, Ranks | None, int | None
     if weight.device_mesh.ndim != 1 or not (placed.is_replicate() or placed == Shard(0)):
         raise AutoplanError(
             f"the head's weight is placed {weight.placements} over the mesh dims {weight.device_mesh.mesh_dim_names}",
-            hint="only its rows may be split, over one mesh dim; where FSDP2 split it too, call this inside "
+            hint="only its rows may be sharded, over one mesh dim; if FSDP2 sharded it too, call this inside "
             "autoplan.unshard(model)",
         )
     if placed.is_replicate():
@@ -268,12 +270,12 @@ def _last_tokens(
         return None
     for argument in (cu_seqlens, position_ids):
         if argument is not None:
-            check_argument("where packed sequences begin", argument, torch.Tensor, "give a tensor of whole numbers")
+            check_argument("packed sequence boundaries", argument, torch.Tensor, "pass an integer tensor")
     if not shift or (cu_seqlens is not None and position_ids is not None):
         raise AutoplanError(
-            "cu_seqlens and position_ids say where a next token belongs to another sequence"
-            + ("" if shift else ", and with shift=False no row speaks of a next token"),
-            hint="give one of them, and leave shift as it is",
+            "cu_seqlens and position_ids mark where the next token belongs to another sequence"
+            + ("" if shift else ", but with shift=False no row predicts the next token"),
+            hint="pass one of them, without shift=False",
         )
     length = tokens.shape[-1]
     if cu_seqlens is not None:

@@ -38,15 +38,15 @@ def shard_batch(batch: _Batch, mesh: DeviceMesh, *, length: int | None = None, d
     dims = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
     if "cp" not in dims:
         raise PlanMismatchError(
-            f"the mesh has no dim named 'cp' (it has {list(dims)})",
-            hint='give the mesh that the model was parallelised on, with a dim "cp"',
+            f"the mesh has no dim named 'cp' (dims: {list(dims)})",
+            hint='pass the mesh on which the model was parallelised, with a dim "cp"',
         )
     group = RankGroup.of(mesh["cp"])
     lengths: dict[int, str] = {}
 
     def own(value: Any, path: str) -> Any:
         if isinstance(value, PositionLogits):
-            raise AutoplanError(f"{path or 'the batch'} is cut already", hint="shard a batch once, before the model")
+            raise AutoplanError(f"{path or 'the batch'} is already sharded", hint="shard it once, before the model")
         if isinstance(value, Mapping):
             return type(value)({key: own(item, f"{path}.{key}".strip(".")) for key, item in value.items()})  # type: ignore[call-arg]
         if type(value) in (tuple, list):
@@ -57,16 +57,16 @@ def shard_batch(batch: _Batch, mesh: DeviceMesh, *, length: int | None = None, d
         if len(lengths) > 1:
             (size, first), (other, second) = lengths.items()
             raise AutoplanError(
-                f"dim {dim} is {size} long in {first or 'the batch'}, and {other} in {second}",
-                hint="shard only tensors that lie along one sequence; pass the others to the model as they are",
+                f"dim {dim} has size {size} in {first or 'the batch'}, but {other} in {second}",
+                hint="shard only tensors along one sequence; pass the others to the model unchanged",
             )
         whole = value.shape[dim] if length is None else length
         mine = chunk(whole, group.size, group.rank)
         if length is not None and value.shape[dim] != len(mine):
             raise AutoplanError(
-                f"{path or 'the batch'} has {value.shape[dim]} positions, where rank {group.rank} of {group.size} has "
-                f"{len(mine)} of {length}",
-                hint="leave length out if the batch is whole",
+                f"{path or 'the batch'} has {value.shape[dim]} positions, but rank {group.rank} of "
+                f"{group.size} has {len(mine)} of {length}",
+                hint="omit length if the batch is not sharded",
             )
         part = value if length is not None else value.narrow(dim, mine.start, len(mine)).contiguous()
         return position_logits(part, dim - value.dim(), whole, group, OwnBatch)

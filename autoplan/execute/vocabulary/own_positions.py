@@ -40,7 +40,7 @@ class PositionLogits(torch.Tensor):
     base: Kind
     columns: type[SplitLogits] | None  # with tensor parallelism: the class of the columns
     rules: ClassVar[dict[Any, Rule]]  # what can be done on own rows
-    what, way_out = "logits", ", or ask for whole ones: autoplan.gather_logits(model, True)"
+    what, way_out = "logits", ", or request full ones: autoplan.gather_logits(model, True)"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,8 +51,8 @@ class PositionLogits(torch.Tensor):
             return result
         if writes_in_place(func.__name__) and isinstance(args[0], PositionLogits):
             raise PlanMismatchError(
-                f"{func.__name__} changes {cls.what} in place of which each rank has its own positions",
-                hint=f"make a new tensor of them{cls.way_out}",
+                f"{func.__name__} changes {cls.what} in place, of which each rank holds only its own positions",
+                hint=f"create a new tensor instead{cls.way_out}",
             )
         return func(*_whole(args), **_whole(kwargs))
 

@@ -28,17 +28,17 @@ from autoplan.execute.vocabulary.shards import Columns, Ranks, chunk_size, chunk
 
 def check_filters(temperature: float, top_k: int | None, top_p: float | None, vocabulary: int) -> None:
     """Raise if the filters are malformed or keep nothing."""
-    check_argument("temperature", temperature, (int, float), "give a positive number")
+    check_argument("temperature", temperature, (int, float), "pass a positive number")
     if top_k is not None:
-        check_argument("top-k", top_k, int, f"give a whole number from 1 to {vocabulary}, the vocabulary")
+        check_argument("top-k", top_k, int, f"pass an integer from 1 to {vocabulary}, the vocabulary size")
     if top_p is not None:
-        check_argument("top-p", top_p, (int, float), "give a number above 0, up to 1, which keeps all")
+        check_argument("top-p", top_p, (int, float), "pass a number above 0, up to 1, which keeps all")
     if not temperature > 0:
-        raise AutoplanError(f"temperature={temperature}", hint="give a positive number; argmax is its limit")
+        raise AutoplanError(f"temperature={temperature}", hint="pass a positive number; use argmax for 0")
     if top_k is not None and not 1 <= top_k <= vocabulary:
-        raise AutoplanError(f"top_k={top_k}", hint=f"give a whole number from 1 to {vocabulary}, the vocabulary")
+        raise AutoplanError(f"top_k={top_k}", hint=f"pass an integer from 1 to {vocabulary}, the vocabulary size")
     if top_p is not None and not 0 < top_p <= 1:
-        raise AutoplanError(f"top_p={top_p}", hint="give a number above 0, up to 1, which keeps all")
+        raise AutoplanError(f"top_p={top_p}", hint="pass a number above 0, up to 1, which keeps all")
 
 
 @torch.no_grad()
@@ -128,14 +128,14 @@ def vocab_parallel_gather(
 ) -> torch.Tensor:
     """Return the logits [..., n] of given tokens [..., n], out of logits [..., vocabulary]."""
     columns = columns_of(logits, group, vocabulary)
-    check_argument("tokens", tokens, torch.Tensor, "give token ids, any number of them for each row of logits")
+    check_argument("tokens", tokens, torch.Tensor, "pass token ids, any number for each row of logits")
     tokens = plain(tokens).to(logits.device)
     if tokens.shape[:-1] != columns.local.shape[:-1]:
         raise AutoplanError(
             f"tokens of shape {list(tokens.shape)} for logits of shape {list(logits.shape)}",
-            hint="any number of tokens for each row of logits, in the last dim",
+            hint="any number of tokens per row of logits, in the last dim",
         )
-    torch._assert_async(((tokens >= 0) & (tokens < columns.size)).all(), "a token is not in the vocabulary")
+    torch._assert_async(((tokens >= 0) & (tokens < columns.size)).all(), "a token id is outside the vocabulary")
     return _gathered(columns, tokens.reshape(-1, tokens.shape[-1])).view(tokens.shape)
 
 
@@ -149,9 +149,9 @@ def vocab_parallel_topk(
 ) -> TopLogits:
     """Return the `k` largest logits of each row of logits [..., vocabulary], with gradients, and their tokens."""
     columns = columns_of(logits, group, vocabulary)
-    check_argument("k", k, int, f"give a whole number from 1 to {columns.size}, the vocabulary")
+    check_argument("k", k, int, f"pass an integer from 1 to {columns.size}, the vocabulary size")
     if not 1 <= k <= columns.size:
-        raise AutoplanError(f"k={k}", hint=f"give a whole number from 1 to {columns.size}, the vocabulary")
+        raise AutoplanError(f"k={k}", hint=f"pass an integer from 1 to {columns.size}, the vocabulary size")
     rows = columns.rows.detach()
     widest = len(chunk(columns.size, columns.group.size, 0))
     steps = chunks(rows, chunk_size(chunk_tokens, widest))
@@ -231,10 +231,10 @@ def _of_columns(logits: torch.Tensor, group: Ranks | None, vocabulary: int | Non
         return group, vocabulary
     if group is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise AutoplanError(
-            f"from whole logits of shape {list(logits.shape)} each of {dist.get_world_size()} ranks would draw its own "
-            "tokens",
-            hint="pass group=, the ranks that draw the same, or keep the logits split: "
-            "`with autoplan.gather_logits(model, False)`",
+            f"from full logits of shape {list(logits.shape)} each of {dist.get_world_size()} ranks would draw "
+            "its own tokens",
+            hint="pass group=, the ranks that must draw the same, or keep the logits sharded: `with "
+            "autoplan.gather_logits(model, False)`",
         )
     return None, None
 

@@ -58,10 +58,10 @@ class Columns:
 def columns_of(logits: torch.Tensor, group: Ranks | None = None, vocabulary: int | None = None) -> Columns:
     """Return the columns of logits as they leave a model (a DTensor or a plain tensor), or of a rank's with group and
     size."""
-    check_argument("logits", logits, torch.Tensor, "give logits as they leave a model, or one rank's columns of them")
+    check_argument("logits", logits, torch.Tensor, "pass logits as the model returns them, or one rank's columns")
     if not logits.ndim or not logits.is_floating_point():
         shown = f"logits of shape {list(logits.shape)} in {logits.dtype}"
-        raise AutoplanError(shown, hint="give floating point numbers, [..., vocabulary]")
+        raise AutoplanError(shown, hint="pass floating-point numbers, [..., vocabulary]")
     if isinstance(logits, DTensor):
         return _of_dtensor(logits)
     if vocabulary is None and group is None:
@@ -69,13 +69,13 @@ def columns_of(logits: torch.Tensor, group: Ranks | None = None, vocabulary: int
     if group is None or vocabulary is None:
         raise AutoplanError(
             f"plain logits of shape {list(logits.shape)} with only one of group= and vocabulary=",
-            hint="pass both for one rank's columns, neither for whole logits",
+            hint="pass both for one rank's columns, neither for full logits",
         )
     ranks = RankGroup.of(group)
     wanted = len(chunk(vocabulary, ranks.size, ranks.rank))
     if logits.shape[-1] != wanted:
         raise AutoplanError(
-            f"rank {ranks.rank} of {ranks.size} holds {wanted} of {vocabulary} columns, the logits have "
+            f"rank {ranks.rank} of {ranks.size} holds {wanted} of {vocabulary} columns, but the logits have "
             f"{logits.shape[-1]}",
             hint="vocabulary= is the size over all ranks; columns are sharded by ceiling, as DTensor does",
         )
@@ -88,8 +88,8 @@ def _of_dtensor(logits: DTensor) -> Columns:
     others = [placed for at, placed in enumerate(logits.placements) if at not in split and not placed.is_replicate()]
     if len(split) > 1 or others:
         raise AutoplanError(
-            f"logits are placed {logits.placements}: only a split of the vocabulary, over one mesh dim, is understood",
-            hint="pass logits.to_local() with group= and vocabulary=; the result then speaks of these rows",
+            f"logits have placements {logits.placements}: only the vocabulary may be sharded, over one mesh dim",
+            hint="pass logits.to_local() with group= and vocabulary=; the result then covers these rows",
         )
     if not split:
         return Columns(logits.to_local(), RankGroup("", 1, 0), logits.shape[-1])
@@ -140,7 +140,7 @@ def chunk_size(chunk_tokens: int | None, width: int) -> int | None:
     """Return the number of rows per chunk; None for all. Compiled code fuses what would need the memory, and would
     unroll a loop for one number of rows only."""
     if chunk_tokens is not None and chunk_tokens < 1:
-        raise AutoplanError(f"chunk_tokens={chunk_tokens}", hint="give a whole number from 1 on, or None")
+        raise AutoplanError(f"chunk_tokens={chunk_tokens}", hint="pass an integer from 1, or None")
     if chunk_tokens is None and torch.compiler.is_compiling():
         return None
     return max(1, _CHUNK // max(1, width) if chunk_tokens is None else chunk_tokens)
@@ -340,7 +340,7 @@ def cross_entropy(
         raise AutoplanError(f"reduction={reduction!r}", hint="choose 'mean', 'sum' or 'none'")
     tokens = target.reshape(-1).to(columns.local.device)
     counted = tokens != ignore_index
-    torch._assert_async(((tokens >= 0) & (tokens < columns.size) | ~counted).all(), "a target is not in the vocabulary")
+    torch._assert_async(((tokens >= 0) & (tokens < columns.size) | ~counted).all(), "target outside the vocabulary")
     tokens = torch.where(counted, tokens, 0)
     smooth = _own_weights(columns, weight) if label_smoothing else None
     whole, chosen, weighted = row_sums(columns, tokens, weight=smooth, chunk_tokens=chunk_tokens)

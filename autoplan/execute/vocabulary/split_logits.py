@@ -53,8 +53,8 @@ class SplitLogits(torch.Tensor):
         name = func.__name__
         if (writes_in_place(name) and isinstance(args[0], SplitLogits)) or isinstance(kwargs.get("out"), SplitLogits):
             raise PlanMismatchError(
-                f"the model changes its logits in place ({name}) while they are split over the vocabulary",
-                hint="call it without labels and compute the loss by autoplan.vocab_parallel_cross_entropy",
+                f"the model changes its logits in place ({name}) while they are sharded over the vocabulary",
+                hint="call it without labels and compute the loss with autoplan.vocab_parallel_cross_entropy",
             )
         return func(*_gathered(cls, args), **_gathered(cls, kwargs))
 

@@ -22,7 +22,7 @@ class CheckpointFiles:
 
     def __init__(self, folder: str | Path) -> None:
         if not isinstance(folder, str | PathLike):
-            raise SourceError(f"{folder!r} is no folder", hint="give the folder that holds the .safetensors files")
+            raise SourceError(f"{folder!r} is no folder", hint="pass the folder that holds the .safetensors files")
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
         self._file_of = _find(self.folder)
@@ -32,9 +32,9 @@ class CheckpointFiles:
         absent = [key for key, file in self._file_of.items() if key not in keys_in[file]]
         if absent:
             raise SourceError(
-                f"the index of {self.folder} lists {absent[0]} in {self._file_of[absent[0]]}, which does not hold it"
+                f"the index of {self.folder} lists {absent[0]} in {self._file_of[absent[0]]}, which does not contain it"
                 + (f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""),
-                hint="the files and the index are not of one download",
+                hint="the files and the index belong to different downloads",
             )
 
     @property
@@ -126,7 +126,7 @@ def _find(folder: Path) -> dict[str, str]:
     """Map tensors to files as transformers does: model.safetensors alone, else what an index says, else all files
     (`save.py` relies on that order)."""
     if not folder.is_dir():
-        raise SourceError(f"no folder {folder}", hint="give the folder that holds the .safetensors files")
+        raise SourceError(f"no folder {folder}", hint="pass the folder that holds the .safetensors files")
     indexes, single = sorted(folder.glob("*.safetensors.index.json")), folder / "model.safetensors"
     if single.is_file() and _stands_alone(single, indexes):
         return _from_files([single])
@@ -158,7 +158,7 @@ def _opened(file: Path) -> Any:
         return safe_open(str(file), framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as error:  # OSError: an empty file cannot be mapped
         raise SourceError(
-            f"{file} is damaged, or no safetensors file: {error}", hint="complete the download, or save it again"
+            f"{file} is damaged or not a safetensors file: {error}", hint="complete the download, or save it again"
         ) from error
 
 
@@ -166,16 +166,16 @@ def _from_index(index: Path) -> dict[str, str]:
     files = _weight_map(index)
     for key, file in files.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
-            raise SourceError(f"{index} says that {key} is in {file!r}, which is no .safetensors file")
+            raise SourceError(f"{index} lists {key} in {file!r}, which is not a .safetensors file")
         if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file or "\0" in file:
             raise SourceError(
-                f"{index} says that {key} is in {file!r}, which is outside of its folder",
-                hint="a checkpoint is one folder; do not load this one unless you know who made it",
+                f"{index} lists {key} in {file!r}, outside its folder",
+                hint="a checkpoint is one folder; load this one only if you trust its source",
             )
     absent = sorted({file for file in files.values() if not (index.parent / file).is_file()})
     if absent:
         raise SourceError(
-            f"{index.name} lists {len(set(files.values()))} files, of which {len(absent)} are absent: {absent[0]}",
+            f"{index.name} lists {len(set(files.values()))} files, of which {len(absent)} are missing: {absent[0]}",
             hint="complete the download",
         )
     return files
@@ -187,7 +187,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         weight_map = dict(pairs)
         if len(weight_map) != len(pairs):
-            raise ValueError("a key stands twice")
+            raise ValueError("duplicate key")
         return weight_map
 
     try:
@@ -209,7 +209,7 @@ def _from_files(files: list[Path]) -> dict[str, str]:
             raise SourceError(f"{twice} is in both {file_of[twice]} and {file.name}", hint="keep one, or add an index")
         file_of.update((key, file.name) for key in keys)
     if not file_of:
-        raise SourceError(f"{', '.join(file.name for file in files)}: no tensor is in there")
+        raise SourceError(f"{', '.join(file.name for file in files)}: contains no tensors")
     return file_of
 
 
@@ -217,7 +217,7 @@ def _no_files(folder: Path) -> SourceError:
     pickles = sorted(path.name for suffix in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{suffix}"))
     if pickles:
         return SourceError(
-            f"{folder} holds only pickle files ({pickles[0]}), which run code when opened",
+            f"{folder} holds only pickle files ({pickles[0]}), which can run code when opened",
             hint=f"convert them to safetensors, for instance with {conventions().saving}",
         )
     return SourceError(f"{folder} holds no .safetensors files")

@@ -87,8 +87,8 @@ class Joined:
         absent = [pattern for pattern in self.join.patterns if pattern not in self._entries]
         if absent:
             raise AutoplanError(
-                f"{self.name} is made of {len(self.join.patterns)} kinds of tensors, of which the checkpoint has no "
-                f"{', '.join(absent)} (it has {self.keys[0]})",
+                f"{self.name} is built from {len(self.join.patterns)} kinds of tensors, but the checkpoint has "
+                f"no {', '.join(absent)} (it has {self.keys[0]})",
                 hint="is the checkpoint complete?",
             )
         return [self._entries[pattern] for pattern in self.join.patterns]
@@ -99,7 +99,7 @@ class Joined:
         odd = next((entries for entries in parts if len(entries) != wanted), None)
         if odd is not None:
             raise AutoplanError(
-                f"{self.name} is made of {wanted} tensors like {odd[0].key}, of which the checkpoint has {len(odd)}",
+                f"{self.name} is built from {wanted} tensors like {odd[0].key}, but the checkpoint has {len(odd)}",
                 hint="is the checkpoint complete, and does its config belong to it?",
             )
         unlike = next((e for entries in parts for e in entries if e.shape != entries[0].shape), None)
@@ -107,8 +107,8 @@ class Joined:
         if places is None:
             wrong = unlike or parts[0][0]
             raise AutoplanError(
-                f"{wrong.key} is {list(wrong.shape)}: {len(self.keys)} such tensors do not make {self.name} of "
-                f"{list(shape)}",
+                f"{wrong.key} is {list(wrong.shape)}: {len(self.keys)} such tensors do not form {self.name} "
+                f"of {list(shape)}",
                 hint="does the config belong to these files?",
             )
         return places
@@ -254,7 +254,7 @@ def refuse_unmatched(matched: Matched, wrong_shapes: Sequence[str], where: str) 
     if matched.unexpected:
         texts.append(_listed("unexpected", matched.unexpected, matched.missing))
     if wrong_shapes:
-        texts.append(f"{len(wrong_shapes)} of other shapes or numbers: " + "; ".join(wrong_shapes[:_SHOWN]))
+        texts.append(f"{len(wrong_shapes)} with other shapes or dtypes: " + "; ".join(wrong_shapes[:_SHOWN]))
     if texts:
         raise PlanMismatchError(
             f"{where} is not this model's checkpoint: " + ". ".join(texts),

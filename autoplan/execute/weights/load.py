@@ -46,9 +46,9 @@ def load_weights(
     `strict` makes these an error. Shapes must agree in any case. Existing adapters are unchanged. `dequantise` fills a
     plain model from a quantised checkpoint.
     """
-    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
+    check_argument("model", model, nn.Module, "pass the model itself, an nn.Module")
     with fail_together(voters_of(model), "load_weights"):
-        check_argument("folder", folder, (str, PathLike), "give the folder that holds the .safetensors files")
+        check_argument("folder", folder, (str, PathLike), "pass the folder that holds the .safetensors files")
         return _load(model, folder, strict, dequantise)
 
 
@@ -248,7 +248,7 @@ def _refuse_joins(matched: Matched, owner: dict[str, _Saved], form: Callable[[st
         for form_joined in joined.forms(saved.shape, form):
             if misfit := _misfit(joined.name, form_joined, saved):
                 raise AutoplanError(
-                    f"{misfit}, out of {len(joined.keys)} tensors ({joined.keys[0]}, …)",
+                    f"{misfit}, built from {len(joined.keys)} tensors ({joined.keys[0]}, …)",
                     hint="does the checkpoint belong to this model?",
                 )
 
@@ -314,17 +314,17 @@ def _conversions(
     promised = {name for conversion in matched.converted for name in conversion.targets()} & set(owner)
     forgotten = sorted(name for name in promised if id(owner[name]) not in done)
     if forgotten:
-        raise AutoplanError(f"transformers' conversions did not make {', '.join(forgotten[:5])}")
+        raise AutoplanError(f"transformers' conversions did not produce {', '.join(forgotten[:5])}")
     return conversions
 
 
 def _misfit(name: str, found: torch.Tensor, wanted: _Saved) -> str:
     """Return why a tensor of the checkpoint does not fit one of the model; "" if it does."""
     if tuple(found.shape) != wanted.shape:
-        return f"{name} is {list(found.shape)}, the model wants {list(wanted.shape)}"
+        return f"{name} is {list(found.shape)}, but the model expects {list(wanted.shape)}"
     if not _becomes(found.dtype, wanted.tensor.dtype):
-        plain = "" if found.dtype.itemsize > 1 else " (dequantise=True makes plain numbers of packed ones)"
-        return f"{name} holds {_said(found.dtype)}, the model wants {_said(wanted.tensor.dtype)}{plain}"
+        plain = "" if found.dtype.itemsize > 1 else " (dequantise=True dequantises it)"
+        return f"{name} holds {_said(found.dtype)}, but the model expects {_said(wanted.tensor.dtype)}{plain}"
     return ""
 
 

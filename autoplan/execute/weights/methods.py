@@ -64,7 +64,7 @@ class _NoReplicas:
 
     def __iter__(self) -> Iterator[str]:
         raise AutoplanError(
-            "DistributedDataParallel around a model that is sharded already: its ranks hold different parts",
+            "DistributedDataParallel around a sharded model: its ranks hold different shards",
             hint="data parallelism is a dim of the mesh (dp_shard, dp_replicate); for a Trainer or an Accelerator, "
             "autoplan.hand_over",
         )
@@ -96,7 +96,7 @@ def _save_together(
     if unsupported := sorted(name for name, value in options.items() if value and name not in _NOTHING_TO_US):
         raise AutoplanError(
             f"a sharded model cannot be saved with {', '.join(unsupported)}",
-            hint="save it, and do that with the folder; autoplan.full_tensors(model) gives whole tensors",
+            hint="save it without, and apply that to the folder; autoplan.full_tensors(model) returns full tensors",
         )
     parts = conventions().parts_to_save(model, {})
     if parts is not None:
@@ -127,7 +127,7 @@ def _save_adapters(model: nn.Module, save_directory: str | os.PathLike[str], *_:
         if unsupported := sorted(options.keys() - {*_CHOICES, *_NOTHING_TO_US, "is_main_process", "state_dict"}):
             raise AutoplanError(
                 f"adapters of a sharded model cannot be saved with {', '.join(unsupported)}",
-                hint="save them, and do that with the folder",
+                hint="save them without, and apply that to the saved folder",
             )
         chosen = {name: value for name, value in options.items() if name in _CHOICES}
         parts = conventions().parts_to_save(model, chosen)
@@ -154,8 +154,8 @@ def _resize(model: nn.Module, *args: Any, **options: Any) -> Any:
         padded = len(args) > 1 or options.get("pad_to_multiple_of") is not None
         if padded or wanted not in (None, len(table.weight)):
             raise AutoplanError(
-                f"{name} of a sharded model: its table of {len(table.weight)} rows is cut over ranks",
-                hint="resize first, then autoplan.plan and autoplan.parallelize",
+                f"{name} of a sharded model: its table of {len(table.weight)} rows is sharded over ranks",
+                hint="resize first, then call autoplan.plan and autoplan.parallelize",
             )
         return getattr(type(model), name)(model, *args, **options)
 
@@ -168,7 +168,7 @@ def _fill_adapter(model: nn.Module, method: str, at: int, *args: Any, **options:
         if wanted not in adapters:
             raise AutoplanError(
                 f"{method} of a sharded model: adapter {wanted!r} was not planned (it has {', '.join(adapters)})",
-                hint="add it first, then autoplan.plan and autoplan.parallelize",
+                hint="add it first, then call autoplan.plan and autoplan.parallelize",
             )
         meet()
         return getattr(type(model), method)(model, *args, **options)
@@ -185,7 +185,7 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
         state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         files = dcp.FileSystemWriter(folder, overwrite=True)
         meet()
-        with _as_our_error(f"{folder} could not be written", "is the disk full, and may every rank write there?"):
+        with _as_our_error(f"{folder} could not be written", "is the disk full, or not writable?"):
             dcp.save(state, storage_writer=files)
 
 
@@ -195,7 +195,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
         meet(same_model(model))
         state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         meet()
-        with _as_our_error(f"{folder} could not be read", "is it what save_optimizer wrote, and whole?"):
+        with _as_our_error(f"{folder} could not be read", "is it a complete folder written by save_optimizer?"):
             dcp.load(state, checkpoint_id=folder)
         meet()
         set_optimizer_state_dict(model, optimizer, state["optimizer"])

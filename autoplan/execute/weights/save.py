@@ -52,7 +52,7 @@ def told_as_unwritten(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError, LookupError, SafetensorError) as error:
         raise AutoplanError(
             f"{folder} could not be written: {type(error).__name__}: {error}",
-            hint="is the disk full, and may this process write there? What the folder held before is as it was",
+            hint="is the disk full, or not writable? The folder's previous contents are unchanged",
         ) from error
 
 
@@ -207,8 +207,8 @@ def save_weights(
     layouts of the model's published checkpoints, where its library changes them on loading.
     """
     with fail_together(Voters.everyone(model), "save_weights"):
-        check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
-        check_argument("folder", folder, (str, os.PathLike), "give the folder to write into")
+        check_argument("model", model, nn.Module, "pass the model itself, an nn.Module")
+        check_argument("folder", folder, (str, os.PathLike), "pass the folder to write to")
         model = getattr(model, "_orig_mod", model)
         writer = conventions().checkpoint_writer(model, original_names, stored_tensors(model))
         headers, twice = kept_beside(model)
@@ -267,5 +267,5 @@ def _bytes(size: int | str) -> int:
         return size
     match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]i?B)\s*", size, re.IGNORECASE)
     if match is None:
-        raise AutoplanError(f"max_shard_size={size!r}", hint='give a number of bytes, or "200MB", "5GB", "2GiB"')
+        raise AutoplanError(f"max_shard_size={size!r}", hint='pass a number of bytes, or "200MB", "5GB", "2GiB"')
     return int(float(match[1]) * _UNITS[match[2].upper()])

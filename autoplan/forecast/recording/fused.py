@@ -146,7 +146,7 @@ def _dtype(name: str, there: Mapping[str, torch.Tensor]) -> torch.dtype:
 
 
 def _fits(forms: str, shape: torch.Size, dims: dict[str, int]) -> bool:
-    """Does a tensor have one of these forms? What its dims are is then known."""
+    """Return whether a tensor has one of these forms; if so, what its dims are is known."""
     for form in forms.split(" or "):
         names = form.split()
         if len(names) == len(shape) and all(dims.get(n, size) == size for n, size in zip(names, shape, strict=True)):
@@ -171,11 +171,11 @@ def _worked_out(node: ast.expr, dims: Dims) -> int:
         return dims[node.id]
     if isinstance(node, ast.BinOp) and type(node.op) in _NUMBERS:
         return _NUMBERS[type(node.op)](_worked_out(node.left, dims), _worked_out(node.right, dims))
-    raise AutoplanError(f"a dim of a kernel is {ast.unparse(node)}", hint="write products, sums and quotients of names")
+    raise AutoplanError(f"a kernel dim is {ast.unparse(node)}", hint="write products, sums and quotients of names")
 
 
 def kernel_files() -> Mapping[tuple[str, str], KernelFile]:
-    """By package and function; a folder of one's own counts before ours."""
+    """Return the files by package and function; the user's folder takes precedence."""
     return _read(rules_folders())
 
 
@@ -197,7 +197,7 @@ def _of_file(path: Path) -> KernelFile:
             flops=tuple(data.pop("flops", ())), **several, **data,
         )  # fmt: skip
     except (KeyError, TypeError) as error:
-        what = f"the kernel file {path} is not whole: {error}"
+        what = f"the kernel file {path} is incomplete: {error}"
         raise AutoplanError(what, hint="see rules/kernels/README.md") from error
 
 

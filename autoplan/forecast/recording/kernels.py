@@ -121,7 +121,7 @@ def _fused(
 def _dropped(
     input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
 ) -> torch.Tensor | None:
-    """As CUDA does it; None where that is what a CPU does. `train`: as torch.dropout calls `training`."""
+    """Drop out as CUDA does; None if a CPU does the same. `train`: as torch.dropout calls `training`."""
     if inplace or not (training and train) or not 0 < p < 1:
         return None
     if isinstance(input, DTensor) or not (input.is_meta or is_fake(input)) or not input.numel():
@@ -141,7 +141,7 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
 
 @dataclass
 class _Recording:
-    """Who records in this thread. `whole`: no layer is cut, so kernels that take weights of layers run too."""
+    """The recording of this thread. `whole`: no layer is sharded, so kernels that take weights of layers run too."""
 
     whole: bool
     work: Callable[[int, str], None] | None
@@ -229,12 +229,12 @@ _MORE = {"_grouped_mm": _grouped, "grouped_mm_fallback": _grouped}
 
 
 def is_attention(func: Any) -> bool:
-    """Is it a fused kernel of attention, forward or backward?"""
+    """Return whether it is a fused kernel of attention, forward or backward."""
     return bool(func._schema.name.partition("::")[2].startswith(_SCORES))
 
 
 def layer_of(func: Any, result: Any) -> Literal["", "linear", "experts"]:
-    """Of an op that has operations: is it a product of layers? Their rows make a matrix; attention's have more dims."""
+    """Return the kind of layer of an op with operations: their products are of matrices, attention's have more dims."""
     if func._schema.name.partition("::")[2] in _MORE:
         return "experts"
     return "linear" if isinstance(result, torch.Tensor) and result.dim() == 2 else ""

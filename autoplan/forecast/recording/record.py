@@ -64,11 +64,12 @@ class _Living:
     gradient: bool = False
     output: bool = False  # of a forward that nothing follows
     freed: bool | None = None  # in the forward?
+    lasts: int = 0  # bytes that a cache in the result holds of it
 
 
 @dataclass
 class _Log:
-    """What has been written so far."""
+    """The log of a recording so far."""
 
     items: list[Item] = field(default_factory=list)
     storages: list[_Living] = field(default_factory=list)
@@ -129,8 +130,27 @@ class _Log:
             if number >= 0:
                 self.storages[number].output = True
 
+    def cached(self, value: Any, seen: set[int]) -> None:
+        """What an object in the result holds of storages: views of the last tokens hold few."""
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            value = _local(value)
+            storage = value.untyped_storage()
+            number = self.known.get(storage._cdata, -1)
+            if number >= 0:
+                held = self.storages[number]
+                held.lasts = min(held.bytes, held.lasts + value.numel() * value.element_size())
+        elif isinstance(value, (Mapping, list, tuple)):
+            for item in value.values() if isinstance(value, Mapping) else value:
+                self.cached(item, seen)
+        elif not isinstance(value, (type, nn.Module)):
+            for item in list(getattr(value, "__dict__", {}).values()):
+                self.cached(item, seen)
+
     def rounds(self, work: Round, parts: Sequence[slice]) -> None:
-        """Of a loop whose rounds do the same: what the first did is written down for all, unless something is left."""
+        """Record a loop whose rounds do the same: the first round stands for all, unless something is left."""
         first = len(self.items)
         work(parts[0])
         did = self.items[first:]
@@ -153,7 +173,7 @@ def _storage(living: _Living) -> Storage:
     if living.output:
         return Storage(living.bytes, "temporary")
     if living.forward and living.freed is not True:
-        return Storage(living.bytes, "kept")
+        return Storage(living.bytes, "kept", living.lasts)
     return Storage(living.bytes, "communication" if living.collective else "temporary")
 
 
@@ -212,13 +232,13 @@ class _Watching(TorchDispatchMode):
 
 
 def _about_shapes(tensor: torch.Tensor) -> bool:
-    """Is it on meta, where somebody asks about shapes? `is_meta` of a fake tensor would be an op of its own."""
+    """Return whether it is on meta, as where only shapes are computed. `is_meta` of a fake tensor would be an op."""
     device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
     return device.type == "meta"
 
 
 def _group_name(value: Any) -> str:
-    """Of a process group as functional collectives name it, and as others hand it on."""
+    """Return a process group's name, as functional collectives and others pass it."""
     if isinstance(value, torch.ScriptObject):
         try:
             return str(ProcessGroup.unbox(value).group_name)
@@ -228,7 +248,7 @@ def _group_name(value: Any) -> str:
 
 
 class _Passing(torch.autograd.Function):
-    """What goes into a module, as it is; when all its gradients are there, backward has left the module."""
+    """An identity on a module's inputs; when all its gradients are there, backward has left the module."""
 
     @staticmethod
     def forward(ctx: Any, after: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -350,6 +370,7 @@ def record_step(
         loss = None if loss_of is None else loss_of(result)
         if loss_of is None:
             log.returned(result)
+            log.cached(result, set())
         log.ended, log.forward = len(log.items), False
         if loss is not None:
             del log.modules[1:]

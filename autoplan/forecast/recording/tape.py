@@ -17,10 +17,12 @@ Phase = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One piece of memory. `gradient`: of a parameter; `kept`: made forward and freed later than its forward."""
+    """One piece of memory. `gradient`: of a parameter; `kept`: made forward and freed later than its forward. `lasts`:
+    of what is kept without a backward, bytes that later tokens read: of a sliding window, the last ones."""
 
     bytes: int
     kind: Literal["kept", "temporary", "gradient", "communication"]
+    lasts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ Numbers = Mapping[str, float]
 class Stretch:
     """`net`: bytes that stay or go, by kind. `at`: bytes by kind at the highest moment, in `module`. `flops` by dtype,
     `layers`: those of them that products of linear layers and of experts take. `moved`: bytes of what only moves or
-    works element by element. `sent`: number and bytes by (dim, kind)."""
+    works element by element. `sent`: number and bytes by (dim, kind). `lasts`: see `Storage`."""
 
     net: Numbers
     at: Numbers
@@ -117,6 +119,7 @@ class Stretch:
     moved: float
     sent: Mapping[tuple[str, str], tuple[int, float]]
     layers: Numbers = field(default_factory=dict)
+    lasts: float = 0.0
 
 
 Step = Stretch | UnitEvent | Block | Place
@@ -133,26 +136,28 @@ class Program:
 def program_of(tape: Tape) -> Program:
     sizes = np.array([one.bytes for one in tape.storages], dtype=np.int64)
     kinds = np.array([KINDS.index(one.kind) for one in tape.storages], dtype=np.int64)
-    forward = tuple(_steps(tape.items[: tape.end_of_forward], sizes, kinds))
-    backward = tuple(_steps(tape.items[tape.end_of_forward :], sizes, kinds))
+    lasts = [one.lasts for one in tape.storages]
+    forward = tuple(_steps(tape.items[: tape.end_of_forward], sizes, kinds, lasts))
+    backward = tuple(_steps(tape.items[tape.end_of_forward :], sizes, kinds, lasts))
     return Program((*forward, *backward), len(forward))
 
 
-def _steps(items: Iterable[Item], sizes: np.ndarray, kinds: np.ndarray) -> Iterator[Step]:
+def _steps(items: Iterable[Item], sizes: np.ndarray, kinds: np.ndarray, lasts: list[int]) -> Iterator[Step]:
     """One stretch before each event and one at the end, empty or not: so recordings of two batches stay in step."""
     between: list[Item] = []
     for item in items:
         if isinstance(item, UnitEvent | Block | Place):
-            yield _measured(between, sizes, kinds)
+            yield _measured(between, sizes, kinds, lasts)
             yield item
             between = []
         else:
             between.append(item)
-    yield _measured(between, sizes, kinds)
+    yield _measured(between, sizes, kinds, lasts)
 
 
-def _measured(items: list[Item], sizes: np.ndarray, kinds: np.ndarray) -> Stretch:
-    net, at, module = _memory([item for item in items if isinstance(item, Changed)], sizes, kinds)
+def _measured(items: list[Item], sizes: np.ndarray, kinds: np.ndarray, lasts: list[int]) -> Stretch:
+    changes = [item for item in items if isinstance(item, Changed)]
+    net, at, module = _memory(changes, sizes, kinds)
     flops: dict[str, float] = {}
     layers: dict[str, float] = {}
     moved = 0.0
@@ -167,7 +172,8 @@ def _measured(items: list[Item], sizes: np.ndarray, kinds: np.ndarray) -> Stretc
         elif isinstance(item, Message):
             number, size = sent.get((item.dim, item.kind), (0, 0.0))
             sent[item.dim, item.kind] = number + 1, size + max(item.sent, item.received)
-    return Stretch(net, at, module, flops, moved, sent, layers)
+    stay = sum(change.sign * lasts[change.storage] for change in changes)
+    return Stretch(net, at, module, flops, moved, sent, layers, stay)
 
 
 def _memory(changes: list[Changed], sizes: np.ndarray, kinds: np.ndarray) -> tuple[Numbers, Numbers, str]:
@@ -205,7 +211,8 @@ def _between(one: Stretch, two: Stretch, more: float) -> Stretch:
     moved = one.moved + more * (two.moved - one.moved)
     numbers = (_line(getattr(one, name), getattr(two, name), more) for name in ("net", "at", "flops", "layers"))
     net, at, flops, layers = numbers
-    return Stretch(net, at, two.module, flops, moved, sent, layers)
+    lasts = one.lasts + more * (two.lasts - one.lasts)
+    return Stretch(net, at, two.module, flops, moved, sent, layers, lasts)
 
 
 def _line(one: Numbers, two: Numbers, more: float) -> Numbers:

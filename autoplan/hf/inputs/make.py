@@ -47,7 +47,7 @@ def make_feeds(
         return {"forward": {**inputs, **maker.without_cache()}}, []
     if not main:
         raise CaptureError(
-            f"no inputs known for {type(model).__name__}: its main input is {maker.main!r}",
+            f"cannot make inputs for {type(model).__name__}: its main input is {maker.main!r}",
             hint="pass inputs={argument: tensor} for its forward",
         )
     main = maker.with_what_text_needs(main) if "input_ids" in main else maker.as_it_runs(main)
@@ -57,7 +57,7 @@ def make_feeds(
         try:
             feeds[feed] = maker.prompt_feed(feed, modality, main)
         except CaptureError as error:
-            notes.append(f"no feed with {modality.argument}: {error.message}; pass one in inputs= to plan more")
+            notes.append(f"no feed with {modality.argument}: {error.message}; pass one in inputs= to cover it")
     if {"image", "audio"} <= feeds.keys():
         feeds |= together(model, {kind: feeds[kind] for kind in ("image", "audio")})
     argument = maker.states_argument() if name == "text" else None
@@ -65,7 +65,7 @@ def make_feeds(
         crossed = {**main, argument: maker.encoded()}
         with_states = tried(model, crossed, main)
         if with_states.failure is not None and getattr(config, "is_decoder", True):
-            notes.append(f"no feed with an encoder's states: {' '.join(str(with_states.failure).split())[:200]}")
+            notes.append(f"no feed with encoder states: {' '.join(str(with_states.failure).split())[:200]}")
         elif with_states.failure is None and with_states.used:
             feeds["cross"] = crossed
     if len(maker.configs) > 1 or config.is_encoder_decoder:  # else there is only a text model
@@ -329,7 +329,7 @@ def users_feeds(inputs: Mapping[str, Any], arguments: Collection[str] = ()) -> d
     if not isinstance(inputs, Mapping) or not inputs:
         raise CaptureError(
             f"inputs= is {'empty' if isinstance(inputs, Mapping) else type(inputs).__name__}",
-            hint="give {argument: tensor}, or {feed name: {argument: tensor}}",
+            hint="pass {argument: tensor}, or {feed name: {argument: tensor}}",
         )
     wrong = [name for name in inputs if not isinstance(name, str)]
     if wrong:

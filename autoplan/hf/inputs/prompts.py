@@ -69,9 +69,9 @@ def prompt_feed(
                 return feed
             first = first or feed
     if first is None:
-        raise CaptureError(f"nothing is known about {modality.argument!r}")
+        raise CaptureError(f"no rule for making {modality.argument!r}")
     reason = " ".join(str(first).split())[:200]
-    raise CaptureError(f"the {modality.name}'s path does not run: {type(first).__name__}: {reason}") from first
+    raise CaptureError(f"the {modality.name} path does not run: {type(first).__name__}: {reason}") from first
 
 
 def together(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

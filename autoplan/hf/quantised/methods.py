@@ -21,13 +21,13 @@ def compressed_tensors(data: Mapping[str, Any]) -> Method:
     """Read a config of compressed-tensors. A checkpoint that is not compressed holds plain weights, and is refused."""
     if data.get("quantization_status", "compressed") != "compressed":
         raise SourceError(
-            f"compressed-tensors with quantization_status {data['quantization_status']!r} holds weights as they are",
+            f"compressed-tensors with quantization_status {data['quantization_status']!r} stores weights unquantised",
             hint="compress the checkpoint, or delete its quantization_config",
         )
     if (data.get("sparsity_config") or {}).get("format", "dense") not in ("dense", None):
         raise SourceError(
-            f"compressed-tensors in the sparse format {data['sparsity_config']['format']!r} is not described",
-            hint="dense ones are",
+            f"compressed-tensors in the sparse format {data['sparsity_config']['format']!r} is not supported",
+            hint="dense formats are",
         )
     groups = []
     for entry in data["config_groups"].values():
@@ -48,7 +48,7 @@ def _compressed_scheme(said: Mapping[str, Any], given: str | None) -> Scheme:
     format = given or ("pack-quantized" if bits == 4 and kind == "int" else "naive-quantized")
     if format not in _KNOWN:
         raise SourceError(
-            f"compressed-tensors in the format {format!r} is not described", hint=f"described are {', '.join(_KNOWN)}"
+            f"compressed-tensors in the format {format!r} is not supported", hint=f"supported: {', '.join(_KNOWN)}"
         )
     if format == "nvfp4-pack-quantized":
         return _of(format, activations=bool(inputs))
@@ -86,7 +86,7 @@ def _blocks(strategy: str, weights: Mapping[str, Any]) -> tuple[int, int]:
         return 1, int(weights["group_size"])
     if strategy in ("channel", "tensor"):
         return (1, 0) if strategy == "channel" else (0, 0)
-    raise SourceError(f"compressed-tensors with the strategy {strategy!r} is not described")
+    raise SourceError(f"compressed-tensors with the strategy {strategy!r} is not supported")
 
 
 # torchao: the name of a configuration class with its fields, or one for each module.
@@ -126,8 +126,8 @@ def _torchao_scheme(said: Mapping[str, Any]) -> Scheme:
         packing = str(packing["_data"] if isinstance(packing, Mapping) else packing).lower().rpartition(".")[2]
         if packing != "plain":
             raise SourceError(
-                f"torchao's int4 in the packing {packing!r} is not described",
-                hint="that of one device's kernel is cut nowhere; save the checkpoint in the plain packing",
+                f"torchao's int4 in the packing {packing!r} is not supported",
+                hint="a packing for one device's kernel cannot be sharded; save the checkpoint in the plain packing",
             )
         return scheme_of("torchao", "int4", group=int(fields.get("group_size", 128)), scale="bfloat16")
     if kind in ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"):
@@ -137,8 +137,8 @@ def _torchao_scheme(said: Mapping[str, Any]) -> Scheme:
         packing = str(fields.get("intx_packing_format") or "unpacked_to_int8").lower()
         if "unpacked_to_int8" not in packing:
             raise SourceError(
-                f"torchao's {kind} in the packing {packing!r} is not described",
-                hint="that of one device's kernel is cut nowhere; save the checkpoint unpacked to int8",
+                f"torchao's {kind} in the packing {packing!r} is not supported",
+                hint="a packing for one device's kernel cannot be sharded; save the checkpoint unpacked to int8",
             )
         said_of = fields.get("weight_granularity") or fields.get("granularity")
         rows, columns = _scaled(said_of, 0 if kind == "IntxWeightOnlyConfig" else 32)
@@ -148,8 +148,8 @@ def _torchao_scheme(said: Mapping[str, Any]) -> Scheme:
         rows = 0 if per_tensor and kind.startswith("Float8Dynamic") else 1
         return scheme_of("torchao", "plain", dtype="float8_e4m3fn", scale="float32", rows=rows, columns=0)
     raise SourceError(
-        f"torchao's {kind} is not described",
-        hint="described are Int4WeightOnlyConfig, and weights of int8, fewer bits in int8, or float8",
+        f"torchao's {kind} is not supported",
+        hint="supported: Int4WeightOnlyConfig, and weights of int8, fewer bits in int8, or float8",
     )
 
 
@@ -202,8 +202,8 @@ def method_of(data: Mapping[str, Any]) -> Method:
     )
     if name not in _METHODS:
         raise SourceError(
-            f"quantization method {name!r} is not one whose packed tensors are described",
-            hint=f"described are {', '.join(_METHODS)}; without `quantization_config` the model is planned dequantised",
+            f"quantization method {name!r} is not supported",
+            hint=f"supported: {', '.join(_METHODS)}; without `quantization_config` the model is planned dequantised",
         )
     try:
         return _METHODS[name](data)
@@ -229,7 +229,7 @@ def _fp8(data: Mapping[str, Any]) -> Method:
     else:
         rows, columns = (int(size) for size in blocks)
         if rows < 1 or columns < 1:
-            raise SourceError(f"weight_block_size is {list(blocks)}", hint="blocks have at least one row and column")
+            raise SourceError(f"weight_block_size is {list(blocks)}", hint="sizes must be at least 1")
         scheme = scheme_of("fp8", "blocks", rows=rows, columns=columns, scale=scale, static=static)
     experts = scheme_of("fp8", "fp4", scale=scale) if data.get("expert_dtype") == "fp4" else scheme
     return Method("fp8", (Group(scheme, experts=experts),), _names(skipped), default_skips=skipped is None)
@@ -260,9 +260,7 @@ def _awq(data: Mapping[str, Any]) -> Method:
     bits, group = _bits(data, (4,)), _group(data)
     layout = str(data.get("version") or data.get("format") or "gemm").lower()
     if layout != "gemm":
-        raise SourceError(
-            f"AWQ checkpoints in the layout {layout!r} are not described", hint="those of version 'gemm' are"
-        )
+        raise SourceError(f"AWQ checkpoints of version {layout!r} are not supported", hint="version 'gemm' is")
     scheme = scheme_of("awq", bits=bits, group=group, pack=32 // bits)
     skipped = _names(data.get("modules_to_not_convert"))
     return Method("awq", (Group(scheme),), skipped, default_skips=True)
@@ -300,8 +298,8 @@ def _auto_round(data: Mapping[str, Any]) -> Method:
     if "gptq" in packing or packing in ("auto_round", "auto_round:gptqmodel"):
         return _gptq(data)
     raise SourceError(
-        f"auto-round checkpoints packed as {packing!r} are not described",
-        hint="those in the layouts of GPTQ or AWQ are",
+        f"auto-round checkpoints packed as {packing!r} are not supported",
+        hint="the layouts of GPTQ and AWQ are",
     )
 
 
@@ -334,7 +332,7 @@ def _names(said: Any) -> tuple[str, ...]:
 def _bits(data: Mapping[str, Any], known: tuple[int, ...]) -> int:
     bits = int(data["w_bit"] if "w_bit" in data else data["bits"])
     if bits not in known:
-        raise SourceError(f"weights of {bits} bits are not described", hint=f"those of {known} bits are")
+        raise SourceError(f"weights of {bits} bits are not supported", hint=f"supported: {known} bits")
     return bits
 
 
@@ -342,7 +340,7 @@ def _group(data: Mapping[str, Any]) -> int:
     """Return the number of inputs that share a scale; 0 = all of them."""
     group = int(data["q_group_size"] if "q_group_size" in data else data["group_size"])
     if group < 1 and group != -1:
-        raise SourceError(f"group_size is {group}", hint="a group has at least one input; -1: all of them")
+        raise SourceError(f"group_size is {group}", hint="a group has at least one input; -1: all inputs")
     return max(group, 0)
 
 

@@ -50,9 +50,9 @@ def quantised_weights(config: PretrainedConfig | None, model: nn.Module) -> tupl
     weights = tuple(packed_weight(plain, scheme) for plain, scheme in _weights(model, method))
     if not weights:
         raise SourceError(
-            f"quantization method {method.name!r} (from the config, or asked by weights=) quantises no weight of "
+            f"quantization method {method.name!r} (from the config or weights=) applies to no weight of "
             f"{type(model).__name__}",
-            hint="are its patterns those of another model? Without the method it is planned as plain",
+            hint="are its patterns for another model? Without the method it is planned unquantised",
         )
     return weights
 
@@ -67,8 +67,8 @@ def refuse_packed_by_others(model: nn.Module) -> None:
             packer, package = packers[0], type(packers[0]).__module__.partition(".")[0]
             where = path if packer is module else f"{path}.{name}"
             raise SourceError(
-                f"{where} is a {type(packer).__name__} of {package}: it holds its weight as its own kernel wants it",
-                hint="plan the plain model on meta (with its adapters), whose config has the quantization_config; "
+                f"{where} is a {type(packer).__name__} of {package}, which packs its weight for its own kernel",
+                hint="plan the plain model on meta (with its adapters), with the quantization_config in its config; "
                 "autoplan.packed_model gives it packed tensors, and load_weights fills them from the checkpoint",
             )
 
@@ -199,8 +199,8 @@ def stored_weights(
     weights = tuple(_checkpoint_weights(folder, method, keys, shape, read))
     if not weights:
         raise SourceError(
-            f"the config.json in {folder} says quantization method {method.name!r}, but its files hold none of its "
-            "tensors",
+            f"the config.json in {folder} says quantization method {method.name!r}, but its files contain none "
+            "of its tensors",
             hint="fetch the files that belong to this config.json, or delete its quantization_config",
         )
     return weights
@@ -228,17 +228,15 @@ def _quantization_config(folder: Path) -> dict[str, Any] | None:
     path = folder / "config.json"
     if not path.is_file():
         raise SourceError(
-            f"{folder} has no config.json, which says how its weights are quantised", hint="copy it there"
+            f"{folder} has no config.json, which describes how its weights are quantised", hint="copy it there"
         )
     config = read_plain(path, NotPlain(error=SourceError, hint="fetch it again"), notation="json")
     if not isinstance(config, dict):
-        raise SourceError(f"{path} holds a {type(config).__name__}, no settings by name", hint="fetch it again")
+        raise SourceError(f"{path} holds a {type(config).__name__}, not a mapping", hint="fetch it again")
     parts = (config, *(value for value in config.values() if isinstance(value, dict)))
     quantisation = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
     if quantisation is not None and not isinstance(quantisation, dict):
-        raise SourceError(
-            f"{path}: quantization_config is {quantisation!r}, no settings by name", hint="fetch it again"
-        )
+        raise SourceError(f"{path}: quantization_config is {quantisation!r}, not a mapping", hint="fetch it again")
     return quantisation
 
 
@@ -275,7 +273,7 @@ def _plain(
         return Plain(name, tuple(state_data["shape"]))
     if packed_weight(Plain(name, (1, 1)), scheme).is_flat:
         raise SourceError(
-            f"{name} is stored as {scheme.title}, row after row; {name}.quant_state…, which says its shape, is absent",
+            f"{name} is stored as {scheme.title} in one dimension, but {name}.quant_state… with its shape is missing",
             hint="complete the download, or save the checkpoint again with its package",
         )
     sizes, transposed = plain_shape(name, scheme, stacked, lambda own: shape(f"{name.rpartition('.')[0]}.{own}"))
@@ -291,14 +289,14 @@ def _checked(folder: Path, weight: PackedWeight, key: str, known: set[str], shap
             if tensor.name.endswith(_OPTIONAL):
                 continue
             raise SourceError(
-                f"{folder}: {key} belongs to a weight stored as {weight.scheme.title}, but {own} is absent",
+                f"{folder}: {key} belongs to a weight stored as {weight.scheme.title}, but {own} is missing",
                 hint="complete the download, or fetch the config.json that belongs to these files",
             )
         actual = shape(own)
         if actual != tensor.shape and not (prod(actual) == prod(tensor.shape) == 1):
             raise SourceError(
-                f"{folder}: {own} has the shape {list(actual)}, where {list(tensor.shape)} belongs to a weight of "
-                f"{list(weight.shape)} stored as {weight.scheme.title}",
+                f"{folder}: {own} has shape {list(actual)}, but a weight of {list(weight.shape)} stored as "
+                f"{weight.scheme.title} needs {list(tensor.shape)}",
                 hint="does the config.json belong to these files?",
             )
         tensors.append(tensor)

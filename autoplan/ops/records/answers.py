@@ -137,6 +137,18 @@ class Along:
     dim: int = 1
 
 
+@dataclass(frozen=True)
+class Extent:
+    """A dim of an op's first input, of `dims`: its length there and in the result. `lengths`: the numbers in the call
+    that are such a length, read off a tensor."""
+
+    dim: int
+    dims: int
+    length: int
+    result: int
+    lengths: frozenset[int]
+
+
 class Drawn(StrEnum):
     """The way an op is drawn in the picture of a block (`analyse/picture`)."""
 

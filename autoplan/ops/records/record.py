@@ -15,6 +15,7 @@ from autoplan.ops.records.answers import (
     NEVER,
     Along,
     Drawn,
+    Extent,
     Linear,
     Product,
     Random,
@@ -33,6 +34,7 @@ Dims = Callable[[Site], Answer]
 Reduces = Callable[[SplitOp], Reduction | NotPlaced | None]
 Runs = Callable[[Local], Any]
 Over = Callable[[Op, int], list[int]]  # (the op, the number of dims of its first input)
+Reads = Callable[[Op, Extent], tuple[int, int] | None]  # the first and last position, relative to that of the result
 Moves = Callable[[Op, list[Any], Any, int], list[Any]]  # (op, a value per dim, one for new dims, dims after)
 
 
@@ -54,6 +56,7 @@ class OpRecord:
     drawn: Drawn = Drawn.PASSED
     over: Over | None = None  # the dims over which it takes a statistic
     moves: Moves | None = None  # for a view that keeps dims intact: where each goes
+    reads: Reads | None = None  # the positions of its first input that a result is made of, alike for every position
     detaches: bool = False  # no gradient comes back
     overwrites: bool = False  # overwrites its first input with its second
     tells: bool = False  # Python learns values from it: another run may branch differently
@@ -110,6 +113,7 @@ class _OfOp(_OfBoth, total=False):
     drawn: Drawn
     over: Over
     moves: Moves
+    reads: Reads
     overwrites: bool
     tells: bool
     supposed: Supposed
@@ -170,7 +174,7 @@ def python_call(*names: str, becomes: str = "", **said: Unpack[_OfCall]) -> None
     give sizes, linear and random."""
     for name in names:
         assert name not in CALLS, f"two records of the call {name}"
-        assert becomes in OPS or {"sizes", "linear", "random"} <= said.keys(), f"{name}: no op answers for it"
+        assert becomes in OPS or {"sizes", "linear", "random"} <= said.keys(), f"{name}: no record handles it"
         CALLS[name] = replace(_of_op(becomes) if becomes else _UNKNOWN, name=name, **said)
     _forget()
 

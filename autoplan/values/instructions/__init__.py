@@ -18,6 +18,7 @@ from autoplan.values.instructions.boundaries import (
     Exchange,
     ExchangeToPieces,
     ExchangeToPositions,
+    Halo,
     JoinPartial,
     LogitsOfPositions,
     MeanOverRanks,

@@ -45,6 +45,7 @@ class Amount(StrEnum):
     ROWS = "rows"  # one number for each row of the value
     LENGTHS = "lengths"  # the lengths of vectors that the call takes
     MEAN_AND_VARIANCE = "mean and variance"  # of each rank, for each number that the call returns
+    OF_NEIGHBOUR = "some positions of the rank before"  # as many in a sequence of any length
     ARGUMENT = "argument"  # the call's argument at `path`
 
     @property
@@ -137,8 +138,8 @@ def instruction(kind: type[Kind]) -> type[Kind]:
     if "__dataclass_params__" not in vars(kind):
         missing.append("@dataclass(frozen=True)")
     if missing:
-        raise TypeError(f"the instruction {kind.__name__} lacks {', '.join(missing)}")
+        raise TypeError(f"instruction {kind.__name__} lacks {', '.join(missing)}")
     if kind.__name__ in INSTRUCTIONS:
-        raise TypeError(f"there are two instructions named {kind.__name__}")
+        raise TypeError(f"two instructions are named {kind.__name__}")
     INSTRUCTIONS[kind.__name__] = kind
     return kind

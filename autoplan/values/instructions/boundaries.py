@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from autoplan.values.estimate import Cost
-from autoplan.values.instructions.base import Collective, Instruction, Move, Spread, instruction
+from autoplan.values.instructions.base import Amount, Collective, Instruction, Move, Spread, instruction
 
 # Instructions for one tensor where it enters or leaves a module, on every call.
 
@@ -41,7 +41,9 @@ class Boundary(Instruction):
 
     def said(self, ranks: int) -> str:
         place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).removeprefix(".")
-        return f"{self.pattern}: {self.says.format(what=f'{self.side} {place}'.strip(), tp=ranks)}"
+        return (
+            f"{self.pattern}: {self.says.format(**vars(self) | {'what': f'{self.side} {place}'.strip(), 'tp': ranks})}"
+        )
 
     @property
     def communicates(self) -> bool:
@@ -99,7 +101,7 @@ class ScaleGradient(Boundary):
 
     takes = Spread.PARTIAL_GRADIENT
     gives = Spread.REPLICATE
-    says = "the gradient of {what} is divided by {tp} where every rank holds the value (backward)"
+    says = "the gradient of {what} is divided by {tp} where the value is replicated (backward)"
     cost = None
     turn = 5
     gradients_only = True
@@ -116,7 +118,7 @@ class AllGather(Boundary):
 
     takes = Spread.SHARD
     gives = Spread.REPLICATE
-    says = "{what} is gathered from all ranks (forward), its gradient sliced (backward)"
+    says = "{what} is all-gathered (forward), its gradient sliced (backward)"
     cost = Cost("gather")
     turn = 2
     at_exit = True
@@ -134,7 +136,7 @@ class WithholdPartial(Boundary):
 
     takes = Spread.PARTIAL
     gives = Spread.REPLICATE
-    says = "{what} is withheld (forward), and summed together with the branch that follows"
+    says = "{what} is left partial (forward), and summed together with the next branch"
     cost = Cost("sum", with_next_branch=True)
     turn = 1
     collectives = ()  # the branch that joins it is reduced
@@ -147,7 +149,7 @@ class JoinPartial(Boundary):
 
     takes = Spread.PARTIAL
     gives = Spread.PARTIAL
-    says = "to {what} is added what the branch before it withheld (forward)"
+    says = "the previous branch's partial sum is added to {what} (forward)"
     cost = None
     turn = 0
     collectives = ()
@@ -171,7 +173,7 @@ class ScatterSequence(SequenceBoundary):
 
     takes = Spread.REPLICATE
     gives = Spread.SEQUENCE_SHARD
-    says = "{what} is cut along the sequence (forward), its gradient gathered (backward)"
+    says = "{what} is sharded along the sequence (forward), its gradient gathered (backward)"
     cost = None
     turn = 3
     stream_end = "input"
@@ -186,7 +188,7 @@ class OwnPositions(SequenceBoundary):
 
     takes = Spread.PARTIAL_GRADIENT
     gives = Spread.SEQUENCE_SHARD
-    says = "of {what} a rank keeps its own positions (forward), its gradient is zero at the others (backward)"
+    says = "{what} is reduced to the rank's own positions (forward), its gradient is zero elsewhere (backward)"
     cost = None
     turn = 3
     stream_end = "input"
@@ -200,7 +202,7 @@ class AllGatherSequence(SequenceBoundary):
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.REPLICATE
-    says = "the whole sequence of {what} is gathered (forward), its gradient cut (backward)"
+    says = "{what} is gathered along the sequence (forward), its gradient sliced (backward)"
     cost = None
     turn = 2
     at_exit = True
@@ -216,7 +218,7 @@ class AllGatherSequenceSumGradient(SequenceBoundary):
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.PARTIAL_GRADIENT
-    says = "the whole sequence of {what} is gathered (forward), its gradient summed and cut (backward)"
+    says = "{what} is gathered along the sequence (forward), its gradient reduce-scattered (backward)"
     cost = None  # reported at each module that reads the value
     turn = 2
     collectives = (Move(Collective.ALL_GATHER), Move(Collective.REDUCE_SCATTER, backward=True))
@@ -229,7 +231,7 @@ class ReduceScatterSequence(SequenceBoundary):
 
     takes = Spread.PARTIAL
     gives = Spread.SEQUENCE_SHARD
-    says = "{what} is summed over ranks and cut along the sequence (forward), its gradient gathered (backward)"
+    says = "{what} is reduce-scattered along the sequence (forward), its gradient gathered (backward)"
     cost = Cost("sum", as_sequence_shard=True)
     turn = 1
     collectives = (Move(Collective.REDUCE_SCATTER), Move(Collective.ALL_GATHER, backward=True))
@@ -243,7 +245,7 @@ class WholeLength(SequenceBoundary):
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.SEQUENCE_SHARD
-    says = "{what} has a rank's own positions and the length of the whole sequence"
+    says = "{what} holds the rank's own positions and reports the full sequence length"
     cost = None
     turn = 6
     collectives = ()
@@ -269,7 +271,7 @@ class ExchangeToPieces(Exchange):
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.SHARD
-    says = "{what} is exchanged, own positions for own pieces (forward), its gradient back (backward)"
+    says = "{what} is exchanged from own positions to own pieces (forward), its gradient back (backward)"
 
 
 @instruction
@@ -280,7 +282,29 @@ class ExchangeToPositions(Exchange):
 
     takes = Spread.SHARD
     gives = Spread.SEQUENCE_SHARD
-    says = "{what} is exchanged, own pieces for own positions (forward), its gradient back (backward)"
+    says = "{what} is exchanged from own pieces to own positions (forward), its gradient back (backward)"
+
+
+@instruction
+@dataclass(frozen=True)
+class Halo(SequenceBoundary):
+    """A module that reads `before` positions before each one gets a rank's own and as many before them, sent by the
+    rank before; of what it returns at `output` a rank keeps its own. Backward their gradient goes the other way and is
+    added. In a call that gives the module something else, all positions are gathered (and gradients reduced)."""
+
+    before: int
+    output: tuple[Any, ...]
+    output_dim: int
+
+    takes = Spread.SEQUENCE_SHARD
+    gives = Spread.SEQUENCE_SHARD
+    says = "before {what} come the last {before} positions of the rank before (forward), their gradient back (backward)"
+    cost = None
+    turn = 2
+    collectives = (
+        Move(Collective.ALL_TO_ALL, Amount.OF_NEIGHBOUR),
+        Move(Collective.ALL_TO_ALL, Amount.OF_NEIGHBOUR, backward=True),
+    )
 
 
 @instruction
@@ -290,7 +314,7 @@ class LogitsOfPositions(SequenceBoundary):
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.SEQUENCE_SHARD
-    says = "of {what} a rank has its own positions, and a loss is made of those"
+    says = "{what} holds the rank's own positions, and the loss is computed on those"
     cost = None
     turn = 6
     collectives = ()
@@ -303,7 +327,7 @@ class AllGatherPicked(SequenceBoundary):
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.SEQUENCE_SHARD
-    says = "the whole sequence of {what} is gathered in calls without gradients that ask for some positions only"
+    says = "{what} is gathered along the sequence in calls without gradients that request only some positions"
     cost = None
     turn = 5
     collectives = ()  # there is none in the calls that a plan covers
@@ -316,7 +340,7 @@ class NoteShard(SequenceBoundary):
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.SEQUENCE_SHARD
-    says = "{what} is a shard of the sequence, gathered where the model returns it"
+    says = "{what} is sharded along the sequence, and gathered where the model returns it"
     cost = None
     turn = 6
     collectives = ()

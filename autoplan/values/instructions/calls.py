@@ -33,7 +33,7 @@ class CallSite:
         """
         more = [f"time {self.time}"] if self.time is not None else []
         shape = "no tensor" if self.dims == -1 else f"{self.dims} dims"
-        more += [f"where it is given {shape}"] if self.dims is not None else []
+        more += [f"where given {shape}"] if self.dims is not None else []
         more += [f"where its last dim is not {self.width}"] if self.width is not None else []
         return ", ".join([f"{self.function} at {self.place}", *more])
 
@@ -94,15 +94,15 @@ class CallRewrite(Instruction):
 
     def said(self, ranks: int) -> str:
         done = [
-            *(["sizes made local"] if self.arguments else []),
+            *(["local sizes"] if self.arguments else []),
             *(["gradients of its inputs summed"] if self.copies else []),
             *([self.says] if self.says else []),
-            *(["output cut to the rank's shard"] if self.cuts else []),
+            *(["output sliced to the rank's shard"] if self.cuts else []),
         ]
         return f"{self.pattern}: {self.site}: {', '.join(done) or 'changed'}"
 
     def beyond_styles(self) -> str:
-        return f"the call of {self.site.function} in {self.pattern} must be changed"
+        return f"calls of {self.site.function} in {self.pattern} must be rewritten"
 
     def layouts(self) -> Iterator[str]:
         yield from super().layouts()
@@ -185,12 +185,12 @@ class VarianceCall(CallRewrite):
 
     takes = Spread.SHARD
     gives = Spread.REPLICATE
-    says = "each rank's mean and variance gathered"
+    says = "mean and variance of each rank gathered"
     cost = Cost("variance", "call")
     collectives = (Move(Collective.ALL_GATHER, Amount.MEAN_AND_VARIANCE),)
 
     def problem(self, ranks: int) -> str:
-        short = f"it says what {len(self.held)} ranks hold, not {ranks}" if len(self.held) != ranks else ""
+        short = f"it lists shards of {len(self.held)} ranks, not {ranks}" if len(self.held) != ranks else ""
         return short or super().problem(ranks)
 
 
@@ -206,7 +206,7 @@ class LengthCall(CallRewrite):
 
     takes = Spread.SHARD
     gives = Spread.REPLICATE
-    says = "squares summed over ranks (length)"
+    says = "squares summed over ranks (vector norm)"
     cost = Cost("length", "call")
     collectives = (Move(Collective.ALL_REDUCE, Amount.LENGTHS),)
 
@@ -225,7 +225,7 @@ class EmbeddingCall(CallRewrite):
 
     takes = Spread.REPLICATE
     gives = Spread.REPLICATE
-    says = "ids of other ranks masked, rows summed over ranks"
+    says = "out-of-range ids masked, rows summed over ranks"
     cost = Cost("embedding", "call")
     collectives = (Move(Collective.ALL_REDUCE),)
 
@@ -239,7 +239,7 @@ class RowCall(CallRewrite):
 
     takes = Spread.SHARD
     gives = Spread.REPLICATE
-    says = "row of the rank that has it summed over ranks"
+    says = "the row is summed over ranks (zero except on its owner)"
     cost = Cost("row", "call")
     collectives = (Move(Collective.ALL_REDUCE),)
 
@@ -254,7 +254,7 @@ class GatherCall(CallRewrite):
 
     takes = Spread.REPLICATE
     gives = Spread.REPLICATE
-    says = "output gathered from all ranks"
+    says = "output all-gathered"
     cost = Cost("gather", "call")
     collectives = (Move(Collective.ALL_GATHER),)
 
@@ -281,7 +281,7 @@ class EqualPieces(CallRewrite):
 
     takes = Spread.SHARD
     gives = Spread.SHARD
-    says = "cut into the rank's own pieces"
+    says = "sliced to the rank's own pieces"
     cost = None
     collectives = ()
 
@@ -297,7 +297,7 @@ class DrawOnShards(CallRewrite):
 
     takes = Spread.SHARD
     gives = Spread.SHARD
-    says = "drawn from the rank's own random numbers"
+    says = "random numbers drawn per rank"
     cost = None
     collectives = ()
 
@@ -323,7 +323,7 @@ class RecurrentCall(CallRewrite):
 
     takes = Spread.REPLICATE
     gives = Spread.REPLICATE
-    says = "weights gathered from all ranks for this call, all steps computed on each"
+    says = "weights gathered for this call, every rank runs all steps"
     cost = Cost("gather of the weights", "call")
     collectives = (Move(Collective.ALL_GATHER, Amount.ARGUMENT),)
 
@@ -352,7 +352,7 @@ class CellCall(CallRewrite):
 
     takes = Spread.PARTIAL_GRADIENT
     gives = Spread.REPLICATE
-    says = "computed for the rank's rows of the gates, the new state gathered"
+    says = "computed for the rank's rows of the gates, new state gathered"
     cost = Cost("gather of the state", "call")
     collectives = (Move(Collective.ALL_GATHER),)
 

@@ -30,7 +30,7 @@ class VocabularyTable(AroundModule):
 
     takes = Spread.REPLICATE
     gives = Spread.REPLICATE
-    says = "ids of other ranks are masked, rows summed"
+    says = "out-of-range ids are masked, rows summed"
     cost = Cost("sum")
     in_styles = True
     turn = -1
@@ -51,7 +51,7 @@ class SplitLogits(AroundModule):
 
     takes = Spread.SHARD
     gives = Spread.SHARD
-    says = "logits stay split"
+    says = "logits stay sharded"
     cost = None
     in_styles = True
     turn = 7
@@ -81,7 +81,7 @@ class LocalExperts(AroundModule):
 
     takes = Spread.REPLICATE
     gives = Spread.PARTIAL
-    says = "a rank computes for {held} of {experts} experts"
+    says = "each rank computes {held} of {experts} experts"
     cost = None
     in_styles = False
     turn = -2
@@ -95,7 +95,7 @@ class LocalExperts(AroundModule):
         return f"{self.pattern}: {self.says.format(held=self.experts // ranks, experts=self.experts)}"
 
     def beyond_styles(self) -> str:
-        return f"{self.pattern} places whole experts on different ranks, which tensor-parallel styles do not say"
+        return f"{self.pattern} places experts on different ranks, which tensor-parallel styles cannot express"
 
     def problem(self, ranks: int) -> str:
         return f"its {self.experts} experts are not divisible by {ranks} ranks" if self.experts % ranks else ""
@@ -108,7 +108,7 @@ class ParallelBlock(AroundModule):
 
     takes = Spread.ANY
     gives = Spread.ANY
-    says = "what one of its branches withholds, the next one adds to its own before it is summed"
+    says = "the partial sum that one branch leaves is added by the next branch before the all-reduce"
     cost = None
     in_styles = True
     collectives = ()
@@ -156,7 +156,7 @@ class IntegerEdit(Instruction):
         return f"{self.pattern}: {self.says.format(what=name, old=self.old, new=new)}"
 
     def beyond_styles(self) -> str:
-        return f"{self.name} of {self.pattern} must be {self.new} instead of {self.old} on a rank"
+        return f"{self.name} of {self.pattern} must be {self.old} instead of {self.new} on a rank"
 
     def problem(self, ranks: int) -> str:
         if self.per_rank is not None and len(self.per_rank) != ranks:
@@ -232,18 +232,19 @@ class Capabilities:
     """The features that a plan may use: the scoped function mode, and sharding the stream along the sequence.
 
     `whole`: patterns of modules whose parameters are replicated, because sharded they gave other results. `experts`:
-    experts may be distributed over ranks, if requested.
+    experts may be distributed over ranks, if requested. `idle`: a plan may split nothing.
     """
 
     scoped: bool = True
     sequence: bool = False
     whole: tuple[str, ...] = ()
     experts: bool = True
+    idle: bool = False
 
     def __str__(self) -> str:
         """Return what differs from the usual."""
-        parts = ("the stream is cut along the sequence" if self.sequence else "",
-                "" if self.scoped else "no call inside a module's forward is changed",
-                f"left whole: {', '.join(self.whole)}" if self.whole else "",
+        parts = ("the stream is sharded along the sequence" if self.sequence else "",
+                "" if self.scoped else "no call inside a module's forward is rewritten",
+                f"replicated: {', '.join(self.whole)}" if self.whole else "",
                 "" if self.experts else "experts are not placed on different ranks")  # fmt: skip
         return "; ".join(filter(None, parts))

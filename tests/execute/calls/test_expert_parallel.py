@@ -129,7 +129,7 @@ def test_what_only_looks_like_experts_is_found_out_on_ranks() -> None:
     plan = autoplan.plan(model, tp_size=2, ep_size=2, inputs=inputs)
     assert not plan.runtime.of(LocalExperts)
     told = [finding.message for finding in plan.findings if finding.check == "experts" and finding.level == "warn"]
-    assert told and "did not give the same on simulated ranks" in told[0]
+    assert told and "results differed on simulated ranks" in told[0]
     assert autoplan.verify(model, plan, tp_size=2, inputs=inputs, checks=CHECKS).ok
 
 
@@ -178,7 +178,7 @@ def test_experts_in_a_list_are_cut_inside() -> None:
 
 @pytest.mark.parametrize(
     ("tp_size", "ep_size", "why"),
-    [(4, 2, "legal are ep_size=1"), (2, 4, "legal are ep_size=1"), (2, 0, "from 1 to"), (2, 1.5, "from 1 to")],
+    [(4, 2, "valid: ep_size=1"), (2, 4, "valid: ep_size=1"), (2, 0, "from 1 to"), (2, 1.5, "from 1 to")],
 )
 def test_odd_sizes_are_refused(tp_size: int, ep_size: Any, why: str) -> None:
     with pytest.raises(AutoplanError, match=why):
@@ -250,7 +250,7 @@ def test_files_differences_and_text(tmp_path: Path) -> None:
     changes = {(change.pattern, change.what) for change in plan.diff(inside)}
     assert ("", "ep_size") in changes and ("model.layers.*.mlp.experts", "LocalExperts") in changes
     assert "ep 2" in str(plan) and "ep=2 gives each rank 6" in str(plan)
-    assert "a rank computes for 6 of 12 experts" in plan.explain("model.layers.0.mlp.experts")
+    assert "each rank computes 6 of 12 experts" in plan.explain("model.layers.0.mlp.experts")
     text = (tmp_path / "plan.yaml").read_text().replace("ep_size: 2", "ep_size: 3")
     (tmp_path / "odd.yaml").write_text(text)
     with pytest.raises(PlanFileError, match="ep_size=3"):
@@ -283,7 +283,7 @@ def test_written_plans_that_cut_experts_inside_stay_so() -> None:
     how: Any = {"inputs": clone.feeds, "prove": "none", "overrides": chosen}
     plan = autoplan.plan(clone.model, 2, ep_size=2, **how)
     (told,) = [finding for finding in plan.findings if finding.check == "experts" and finding.level == "warn"]
-    assert not plan.runtime.of(LocalExperts) and "overrides cuts" in told.message
+    assert not plan.runtime.of(LocalExperts) and "overrides shards" in told.message
 
 
 def test_rounding_is_measured_too() -> None:

@@ -95,7 +95,7 @@ def test_a_gradient_of_an_input_is_summed_where_it_was_asked_for_and_refused_els
     plain = autoplan.plan(model, 2, inputs={"places": places})
     assert plain.runtime.unsummed == ("places",) and autoplan.verify(model, plain, inputs={"places": places}).ok
     (refused,) = {f.message for f in autoplan.verify(model, plain, inputs=asking).findings if f.check == "forward"}
-    assert "'places' asks for a gradient" in refused
+    assert "'places' requires grad" in refused
     plan = autoplan.plan(model, 2, inputs=asking)
     assert plan.runtime.unsummed == ()
     report = autoplan.verify(model, plan, inputs=asking)
@@ -130,7 +130,7 @@ def test_a_constant_that_nothing_sums_is_refused_where_it_has_a_gradient(side: S
     (handle,) = watch_unrecorded({"up": up, "down": up}, seen, RankGroup("none", size=2, rank=0))
     x = torch.ones(2, 4)
     assert torch.equal(up(x), up(x.clone()))
-    with pytest.raises(PlanMismatchError, match=f"what up {'takes at' if path else 'returns has'}"):
+    with pytest.raises(PlanMismatchError, match=f"the {'input of up at' if path else 'output of up has'}"):
         up(x.requires_grad_())
     with torch.no_grad():
         up(x)
@@ -151,7 +151,7 @@ def test_what_stands_in_a_constants_place_may_be_something_else() -> None:
     list(watch_unrecorded({"one": module}, seen, RankGroup("none", size=2, rank=0)))
     for masks in (None, object(), [x], x, 5):
         assert module(x, masks) is x
-    with pytest.raises(PlanMismatchError, match=r"one takes at \['masks'\]\['full'\]\[0\]"):
+    with pytest.raises(PlanMismatchError, match=r"input of one at \['masks'\]\['full'\]\[0\]"):
         module(x, {"full": [x]})
 
 

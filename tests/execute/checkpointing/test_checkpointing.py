@@ -338,7 +338,7 @@ def test_scope_chooses_among_stacks() -> None:
         (True, "vision", "no block of Deep was wrapped"),
         (lambda name, block: False, "all", "no block of Deep was wrapped"),
         ("blocks", "all", "activation_checkpointing='blocks'"),
-        (True, "pictures", "no kind of stack"),
+        (True, "pictures", "not a kind of stack"),
         (lambda name, block: "all of it", "all", "activation_checkpointing='all of it'"),
     ],
 )

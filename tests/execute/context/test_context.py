@@ -123,7 +123,7 @@ def test_a_batch_of_own_positions_is_that_of_one_device(model: Any, plan: autopl
         else:
             first, last = ((0, 6), (6, 11))[mesh.get_local_rank()]
             own = autoplan.shard_batch({k: v[:, first:last] for k, v in batch.items()}, mesh, length=length)
-        with pytest.raises(AutoplanError, match="input_ids is cut already"):
+        with pytest.raises(AutoplanError, match="input_ids is already sharded"):
             autoplan.shard_batch(own, mesh)
         assert own["input_ids"].shape == (2, length)
         return step(of, own)
@@ -139,9 +139,9 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
 
     def rank(_: int) -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        with pytest.raises(AutoplanError, match="has 8 positions, where rank . of 2 has 4 of 8"):
+        with pytest.raises(AutoplanError, match="has 8 positions, but rank . of 2 has 4 of 8"):
             autoplan.shard_batch(ids, mesh, length=8)
-        with pytest.raises(AutoplanError, match="8 long in ids, and 3 in pixels"):
+        with pytest.raises(AutoplanError, match="has size 8 in ids, but 3 in pixels"):
             autoplan.shard_batch({"ids": ids, "pixels": torch.ones(2, 3, 4)}, mesh)
         with pytest.raises(PlanMismatchError, match="no dim named 'cp'"):
             autoplan.shard_batch(ids, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
@@ -457,7 +457,7 @@ def test_a_mesh_without_the_dim_is_refused(model: Any, plan: autoplan.Plan) -> N
 
 def test_a_model_without_positions_is_refused() -> None:
     blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU()) for _ in range(3)))
-    with pytest.raises(IndivisibleError, match="the sequence cannot be cut over 2 ranks"):
+    with pytest.raises(IndivisibleError, match="the sequence cannot be sharded over 2 ranks"):
         autoplan.plan(blocks, cp_size=2, inputs={"input": torch.randn(4, 16)})
 
 
@@ -523,3 +523,16 @@ def test_a_loss_over_all_routers_is_that_of_one_device() -> None:
         assert other == pytest.approx(loss, rel=1e-5)
         for name, gradient in gradients.items():
             assert torch.allclose(found[name], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max())), name
+
+
+def test_log_probabilities_are_those_of_one_device(model: Any, plan: autoplan.Plan) -> None:
+    ids = torch.randint(3, CONFIG.vocab_size, (2, 11))
+
+    def run(of: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found = autoplan.vocab_parallel_logprobs(of(ids).logits, ids)
+        found.sum().backward()
+        return found.detach(), of.model.layers[0].mlp.up_proj.weight.grad
+
+    alone = run(copy.deepcopy(model))
+    for found in on_ranks(model, plan, run):
+        assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(found, alone, strict=True))

@@ -106,7 +106,7 @@ def test_a_tower_that_cannot_be_cut_is_whole_on_every_rank() -> None:
     plan = autoplan.plan(model, cp_size=2, inputs=feeds)
     cut = {one.pattern.partition(".")[0] for one in plan.runtime.of(OwnPositions)}
     assert "layers" in cut and "tower" not in cut
-    assert any("all of tower" in finding.message for finding in plan.findings)
+    assert any("all blocks of tower" in finding.message for finding in plan.findings)
     for length in (14, 11):
         assert autoplan.verify(model, plan, inputs=feeds_of("picture", length)).ok
 
@@ -115,5 +115,5 @@ def test_what_failed_in_the_trial_is_refused_by_name() -> None:
     board = scoreboard("causal_lm", 1, cp_size=2, only=["xlm", "xmod"], lengths=(16,))
     assert [score.verdict for score in board.scores] == ["refused", "refused"]
     masked, adapted = (score.reason for score in board.scores)
-    assert "mul_ in transformer meets a whole value, and no module boundary lies before it" in masked
+    assert "mul_ in transformer uses a replicated value, and no module boundary precedes it" in masked
     assert "adapter_modules.de_DE.dense2 that was recorded empty" in adapted

@@ -81,7 +81,7 @@ def test_a_missing_average_over_data_parallel_ranks_is_found(monkeypatch: pytest
 def test_pinned_memory_without_an_accelerator_is_refused_before_anything_is_done() -> None:
     def rank_body(rank: int) -> bool:
         model = deep()
-        with pytest.raises(AutoplanError, match="pins memory for an accelerator, and torch finds none") as caught:
+        with pytest.raises(AutoplanError, match="pins memory for an accelerator, but torch finds none") as caught:
             autoplan.parallelize(model, mesh_of(dp_shard=2), layers_only(model), offload_policy=CPUOffloadPolicy())
         assert "pin_memory=False" in str(caught.value)
         return any(isinstance(module, FSDPModule) for module in model.modules())
@@ -189,7 +189,7 @@ def test_single_numbers_stay_whole_and_are_averaged() -> None:
         expected.append(model.scale.grad)
     for gradient, notes in on_two_ranks(scaled, check):
         torch.testing.assert_close(gradient, (expected[0] + expected[1]) / 2)
-        assert notes == ("scale: single numbers stay whole on every rank",)
+        assert notes == ("scale: scalar parameters are replicated",)
 
 
 @pytest.mark.parametrize(("option", "kept"), [(None, [False, False, True]), (True, [False] * 3), (False, [True] * 3)])
@@ -269,12 +269,12 @@ def test_mesh_dims_by_name(sizes: Any, mesh_dims: Any, tp: int, data: Any) -> No
         ({"dp": 1, "fsdp": 2}, {}, "could all be 'dp_shard'"),
         ({"dp": 2}, {"mesh_dims": {"ep": "dp"}}, "mesh_dims names 'ep'"),
         ({"dp": 2}, {"mesh_dims": {"tp": "model"}}, "no dim named 'model'"),
-        ({"tp": 2}, {"mp_policy": "bf16", "cpu_offload": True}, "mp_policy, cpu_offload was asked for, but the mesh"),
+        ({"tp": 2}, {"mp_policy": "bf16", "cpu_offload": True}, "mp_policy, cpu_offload was requested, but the mesh"),
         ({"dp": 2}, {"mp_policy": "fp8"}, "mp_policy='fp8'"),
         ({"dp": 2}, {"prefetch": -1}, "prefetch=-1"),
         ({"dp": 2}, {"frozen": "melt"}, "frozen='melt'"),
         ({"dp": 2}, {"activation_checkpointing": "all"}, "activation_checkpointing='all'"),
-        ({"dp": 2}, {"reshard_after_forward": 3}, "no groups of 3"),
+        ({"dp": 2}, {"reshard_after_forward": 3}, "cannot form groups of 3"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_nothing_is_touched(sizes: Any, options: Any, said: str) -> None:

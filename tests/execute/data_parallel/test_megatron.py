@@ -69,13 +69,16 @@ def test_what_is_called_and_with_what(monkeypatch: pytest.MonkeyPatch) -> None:
     call = call_on_one_rank(optimizer=optimizer, nccl_ub=True)
     assert call.run() == (call.model, optimizer)
     assert seen == [(call.model, optimizer, "dp", [Block], True)]
-    with pytest.raises(AutoplanError, match="takes no disable_bucketing"):
+    with pytest.raises(AutoplanError, match="does not support disable_bucketing"):
         call_on_one_rank(optimizer=optimizer, disable_bucketing=True).run()
 
 
 def test_unknown_options_and_useless_calls_are_refused() -> None:
     from autoplan.check.ranks.run import RankError
 
-    for options, said in (({"zero": 3}, "zero: no option"), ({"mesh_dims": {"dp_shard": "x"}}, "no dim named 'x'")):
+    for options, said in (
+        ({"zero": 3}, "no Megatron-FSDP option zero"),
+        ({"mesh_dims": {"dp_shard": "x"}}, "no dim named 'x'"),
+    ):
         with pytest.raises(RankError, match=said):
             call_on_one_rank(**options)

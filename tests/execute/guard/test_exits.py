@@ -79,7 +79,7 @@ def test_a_kept_part_is_refused_where_it_is_used(read: str) -> None:
         model(X)
         return eval(f"block.{read}", {"block": model.block}).sum()
 
-    refused(Keeping, run, rf"block\.{read.split('[')[0]}.* is of one rank")
+    refused(Keeping, run, rf"block\.{read.split('[')[0]}.* is local to a rank")
 
 
 class KeepingElsewhere(Keeping):
@@ -103,7 +103,7 @@ def test_a_part_is_refused_wherever_it_is_kept(read: str) -> None:
         model(X)
         return eval(f"block.{read}", {"block": model.block}).sum()
 
-    refused(KeepingElsewhere, run, rf"block\.{read.split('[')[0]} is of one rank")
+    refused(KeepingElsewhere, run, rf"block\.{read.split('[')[0]} is local to a rank")
 
 
 LATEST: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def test_a_part_that_is_kept_around_the_code_is_refused(read: str, words: str) -
         model(X)
         return eval(read, {"block": model.block, "LATEST": LATEST}).sum()
 
-    refused(KeepingAround, run, rf"{words} is of one rank")
+    refused(KeepingAround, run, rf"{words} is local to a rank")
 
 
 class Telling(Mlp):
@@ -146,7 +146,7 @@ def test_a_part_that_a_callback_keeps_is_refused() -> None:
         model.block(X, found.append)
         return found[0].sum()
 
-    refused(Telling, run, "argument 1 is of one rank")
+    refused(Telling, run, "argument 1 is local to a rank")
 
 
 def replacing(model: nn.Module) -> Any:
@@ -166,7 +166,7 @@ class TellingByAttribute(Telling):
 
 
 def test_a_part_that_a_new_function_is_given_is_refused() -> None:
-    refused(TellingByAttribute, replacing, "took a way that this plan never saw")
+    refused(TellingByAttribute, replacing, "ran on sharded values but was not traced")
 
 
 class Rebinding(Mlp):
@@ -187,7 +187,7 @@ class Rebinding(Mlp):
 
 
 def test_a_part_that_is_bound_to_an_outer_variable_is_refused() -> None:
-    refused(Rebinding, lambda model: model(X), "keeps one rank's part of a value in 'latest'")
+    refused(Rebinding, lambda model: model(X), "stores a rank's shard of a value in 'latest'")
 
 
 def test_kept_whole_values_and_names_of_parts_can_be_read() -> None:
@@ -210,7 +210,7 @@ def test_a_state_is_carried_from_call_to_call_and_into_copies() -> None:
 
 
 def test_kept_parts_are_warned_of() -> None:
-    with pytest.warns(UnprovenPlanWarning, match=r"of one rank: .*block\.part"):
+    with pytest.warns(UnprovenPlanWarning, match=r"local to a rank: .*block\.part"):
         on_ranks(Keeping, lambda model: model(X).sum(), path_guard="warn")
 
 
@@ -240,7 +240,7 @@ BAD_HOOKS: dict[str, tuple[str, Callable[..., Any], str]] = {
 @pytest.mark.parametrize("name", BAD_HOOKS)
 def test_a_hook_that_is_given_a_part_is_refused(name: str) -> None:
     place, hook, register = BAD_HOOKS[name]
-    refused(Mlp, hooked(place, hook, register), rf"a (backward )?hook on {place.replace('.', '[.]')} .*is given")
+    refused(Mlp, hooked(place, hook, register), rf"a (backward )?hook on {place.replace('.', '[.]')} .*receives")
 
 
 GOOD_HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -264,8 +264,8 @@ def test_a_module_called_by_itself_is_whole_or_refused() -> None:
 
     got, want = on_ranks(Mlp, whole)
     torch.testing.assert_close(got, want)
-    refused(Mlp, lambda model: model.block.up(X), r"block\.up \(Linear\) was called by itself")
-    refused(Mlp, lambda model: (model(X), model.encode(X)), r"block\.up \(Linear\) was called by itself")
+    refused(Mlp, lambda model: model.block.up(X), r"block\.up \(Linear\) was called directly")
+    refused(Mlp, lambda model: (model(X), model.encode(X)), r"block\.up \(Linear\) was called directly")
 
 
 class Scoring(Net):
@@ -342,7 +342,7 @@ def test_modules_of_trusted_code_called_by_themselves() -> None:
         autoplan.parallelize(sharded, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
         with torch.no_grad():
             states = sharded.model(ids).last_hidden_state
-            with pytest.raises(AutoplanError, match="mlp[.]up_proj .*was called by itself"):
+            with pytest.raises(AutoplanError, match="mlp[.]up_proj .*was called directly"):
                 sharded.model.layers[0].mlp.up_proj(states)
             return states, sharded.get_input_embeddings()(ids)
 
@@ -372,5 +372,5 @@ def test_a_module_that_is_put_in_later_is_refused_where_it_is_given_a_part(own_c
         made[1] = nn.Softmax(-1)
         return made(X)
 
-    with pytest.raises(RankError, match=r"1 \(Softmax\) was put in after|took a way that this plan never saw"):
+    with pytest.raises(RankError, match=r"1 \(Softmax\) was added after|ran on sharded values but was not traced"):
         run_ranks(sharded, 2)

@@ -187,7 +187,7 @@ def test_units_inside_of_skipped_blocks_are_refused_on_every_rank() -> None:
     def rank_body(rank: int) -> str:
         model: Any = autoplan.parallelize(odd(), mesh_of(dp_shard=2), plan)
         model.set_reduce_scatter_unused_params(True)
-        with pytest.raises(AutoplanError, match="some ranks skip first.0: first.0.norm in it") as caught:
+        with pytest.raises(AutoplanError, match="some ranks skip first.0: first.0.norm inside it") as caught:
             model("a" if rank else "", IDS)
         return str(caught.value)
 

@@ -98,12 +98,12 @@ def test_parts_are_refused_by_name() -> None:
         plan = autoplan.plan(build(), 2, prove="none", sequence_parallel=sequence_parallel)
         assert plan.sequence_parallel == sequence_parallel
         for found in ask(plan, output_attentions=True):
-            assert "output 'attentions" in found and "the arguments that ask for it" in found
+            assert "output 'attentions" in found and "inputs= that request it" in found
 
 
 def test_explain_says_what_is_done_along_the_sequence() -> None:
     text = autoplan.plan(build(), 2, sequence_parallel=True, prove="none").explain("model.layers.0")
-    assert "cut along the sequence" in text and "is a shard of the sequence" in text
+    assert "sharded along the sequence (forward)" in text and "gathered where the model returns it" in text
 
 
 def test_what_was_planned_with_is_whole_in_every_block() -> None:
@@ -169,7 +169,7 @@ def test_results_of_another_kind_are_right_or_refused(ask: str, wide: bool) -> N
     report = autoplan.verify(model, plan, inputs={**given, "ask": ask})
     if wide and ask != "first":
         refused = [finding.message for finding in report.findings if finding.level == "error"]
-        assert refused and all("is not the same on all ranks" in said for said in refused)
+        assert refused and all("differs between ranks" in said for said in refused)
     else:
         assert report.ok, report.findings
 

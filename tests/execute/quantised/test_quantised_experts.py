@@ -265,9 +265,9 @@ def test_pieces_of_what_is_joined(shapes: list[tuple[int, ...]], count: int, who
 @pytest.mark.parametrize(
     ("shapes", "count", "whole", "said"),
     [
-        ([(6, 4), (6, 4)], 3, (4, 12, 4), "4 tensors like a0, of which the checkpoint has 3"),
-        ([(6, 4), (6, 4)], 3, (3, 12, 5), r"a0 is \[6, 4\]: 6 such tensors do not make whole of \[3, 12, 5\]"),
-        ([(6, 4), (5, 4)], 3, (3, 12, 4), "do not make whole"),
+        ([(6, 4), (6, 4)], 3, (4, 12, 4), "4 tensors like a0, but the checkpoint has 3"),
+        ([(6, 4), (6, 4)], 3, (3, 12, 5), r"a0 is \[6, 4\]: 6 such tensors do not form whole of \[3, 12, 5\]"),
+        ([(6, 4), (5, 4)], 3, (3, 12, 4), "do not form whole"),
     ],
 )
 def test_what_does_not_make_the_whole(
@@ -282,8 +282,8 @@ def test_what_does_not_make_the_whole(
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
-        (".experts.2.up_proj.", "is made of 4 tensors like .*up_proj.*, of which the checkpoint has 3"),
-        (".up_proj.", "is made of 2 kinds of tensors, of which the checkpoint has no .*up_proj"),
+        (".experts.2.up_proj.", "is built from 4 tensors like .*up_proj.*, but the checkpoint has 3"),
+        (".up_proj.", "is built from 2 kinds of tensors, but the checkpoint has no .*up_proj"),
     ],
 )
 def test_an_expert_is_absent(lost: str, said: str, dequantise: bool, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_adapters_train_on_a_sharded_packed_base(
     config = tiny(METHODS[name], intermediate_size=160)
     made = autoplan.plan(adapted(config, "meta"), tp_size=tp, prove="none", uneven="blocks")
     if name == "awq" and TorchVersion(torch.__version__) < (2, 12):
-        pytest.skip("FSDP2 of torch 2.11 shards parameters of floats only")
+        pytest.skip("FSDP2 of torch 2.11 shards only floating-point parameters")
     assert made.uneven == ("blocks" if tp > 1 else "never")
     torch.manual_seed(3)
     whole = autoplan.packed_model(adapted(config, "meta"), made)

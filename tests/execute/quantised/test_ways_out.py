@@ -93,7 +93,7 @@ def shrunken(name: str) -> Any:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "3.6" in n else n for n in OF])
 def test_the_arithmetic_is_as_published(name: str) -> None:
     tp, numbers, _ = OF[name]
-    with pytest.raises(IndivisibleError, match="Ways out, in order") as refused:
+    with pytest.raises(IndivisibleError, match="Options, in order") as refused:
         autoplan.plan(shrunken(name), tp_size=tp, prove="none", strict=True)
     assert numbers in str(refused.value)
 

@@ -169,7 +169,7 @@ def test_misuse_is_explained(call: Callable[[torch.Tensor], Any], said: str) -> 
 
 
 def test_a_target_outside_the_vocabulary_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="not in the vocabulary"):
+    with pytest.raises(RuntimeError, match="outside the vocabulary"):
         vocab_parallel_cross_entropy(random(2, 8), torch.tensor([1, 8]), group=RankGroup("", 1, 0), vocabulary=8)
 
 

@@ -226,7 +226,7 @@ def outcome(operation: Operation, split: bool) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.filterwarnings("ignore:.*they were gathered for it")
+@pytest.mark.filterwarnings("ignore:.*they were gathered on every rank")
 def test_every_operation_is_exact_or_refused(name: str) -> None:
     operation = OPERATIONS[name]
     wanted, gradient = outcome(operation, split=False)

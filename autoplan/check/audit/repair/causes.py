@@ -51,7 +51,7 @@ def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -
         obstacle = next((change.obstacle for change in group if change.obstacle), "")
         if not shared and obstacle:
             shared = [
-                Finding("pairing", "error", "", f"{obstacle}, which no style does", proof=_proof(findings, repair))
+                Finding("pairing", "error", "", f"{obstacle}, which no style can do", proof=_proof(findings, repair))
             ]
         if len(group) > 1 and shared and all(_gives_up(change, repair) for change in group):
             first = min(shared, key=lambda finding: _SURE.index(finding.check))
@@ -92,7 +92,7 @@ def _as_one(causes: Sequence[Finding]) -> Finding:
 
 
 def _gives_up(change: Change, repair: Repair) -> bool:
-    """Is the row right only with less split than it wanted: gathered at once, or whole?"""
+    """Return whether the row is right only with less sharding than it requested: gathered at once, or replicated."""
     return (
         change.new is None
         or "gather" in repair.dialect.text(change.new)
@@ -134,7 +134,7 @@ def _cause(
     check, message = ("pairing", "") if reason is None else (reason.check, reason.message)
     if change.renames is not None:
         check, key = "dead-keys", change.renames if isinstance(change.renames, str) else change.renames[0]
-        message = f"{key!r} matches no module and no parameter, so that {few(change.patterns)} has no row"
+        message = f"{key!r} matches no module and no parameter, so {few(change.patterns)} has no row"
         places = (key, *change.patterns)
     elif not message:
         check, message = _told(repair, change)
@@ -152,32 +152,32 @@ def _proof(findings: Iterable[Finding], repair: Repair) -> str:
 
 
 def _told(repair: Repair, change: Change) -> tuple[str, str]:
-    """Why a change is needed where no check named its row."""
+    """Return why a change is needed where no check named its row."""
     names = few(change.patterns)
     if change.old is None:
-        return "pairing", f"the plan has no row for {names}, and the rows around it need one"
+        return "pairing", f"the plan has no row for {names}, which the rows around it require"
     text = repair.dialect.text(change.old)
     if change.new is None:
-        return "layouts", f"{names} must stay as it is on every rank, and the plan gives it {text}"
-    return "edges", f"{text} is not what {names} needs: the layouts of its neighbours do not match"
+        return "layouts", f"{names} must be replicated, but the plan gives it {text}"
+    return "edges", f"{text} does not fit {names}: the layouts of its neighbours do not match"
 
 
 def _fix(repair: Repair, change: Change) -> str:
-    """What to write, in the dialect's words. The plan that has it passed its audit."""
+    """Return what to write, in the dialect's words. The plan that has it passed its audit."""
     if change.new is None or change.covered:
         key = change.key if isinstance(change.key, str) else few(change.patterns)
         return (
             f"remove {key!r}"
             if set(change.names) >= set(repair.names_of(change.key))
-            else f"take {few(change.patterns)} out of {key!r}"
+            else f"remove {few(change.patterns)} from {key!r}"
         )
     rows = ", ".join(repair.dialect.row(pattern, change.new) for pattern in change.patterns[:3])
     if change.renames is not None:
-        return f"write {rows} in place of {change.renames!r}" if isinstance(change.renames, str) else f"write {rows}"
+        return f"replace {change.renames!r} by {rows}" if isinstance(change.renames, str) else f"write {rows}"
     if change.key is None:
         return f"add {rows}"
     rest = set(repair.names_of(change.key)) - set(change.names)
-    return f"write {rows}" + (f", and name the others of {change.key!r} by themselves" if rest else "")
+    return f"write {rows}" + (f", and add separate rows for the others that {change.key!r} matches" if rest else "")
 
 
 def candidates(subject: Audited, source: Any) -> tuple[Plan, ...]:
@@ -218,7 +218,7 @@ def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
         if (mine and mine.style) != (its and its.style):
             says, must = mine.style if mine else "whole", its.style if its else "whole"
             fix = f"write `style: {must}`" if mine and its else f"add an entry of style {must}" if its else "remove it"
-            apart[name] = Difference(f"the plan says {says}, and {must} follows from the model", fix)
+            apart[name] = Difference(f"the plan says {says}, but the model requires {must}", fix)
     by_entry = set(apart)
     for name in subject.parameters:
         mine_rule, its_rule = (best_match(p.runtime.parameters, name) for p in (plan, other))
@@ -227,7 +227,7 @@ def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
             cuts = [_cut(rule) for rule in (mine_rule, its_rule)]
             says, must = cuts if cuts[0] != cuts[1] else (str(row) for row in rows)
             fix = "remove it" if its_rule is None else f"{'add' if mine_rule is None else 'write'} {_row(its_rule)}"
-            apart[name] = Difference(f"the plan cuts it as {says}, and {must} follows from the model", fix)
+            apart[name] = Difference(f"the plan shards it as {says}, but the model requires {must}", fix)
     for name in subject.modules:
         done, needed = (
             Counter(_row(one) for one in p.runtime.instructions if matches(one.pattern, name)) for p in (plan, other)
@@ -243,7 +243,7 @@ def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
         drawn, wanted = (getattr(p.runtime, field) for p in (plan, other))
         if drawn != wanted:
             rows = [_row({field: value}) for value in (drawn, wanted)]
-            text = f"random numbers are drawn otherwise than the split needs: the plan has {rows[0]}"
+            text = f"random numbers are not drawn as the sharding requires: the plan has {rows[0]}"
             apart[f"runtime.{field}"] = Difference(text, f"write {rows[1]}")
     return apart
 

@@ -75,11 +75,11 @@ def parts_of(subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...
 
 
 def _obstacle(part: expressible.Part) -> str:
-    """What no style does that a plain split of the part needs; "" where nothing is known."""
+    """Return what a plain split of the part needs and no style does; "" if unknown."""
     if part.needs:
         return str(part.needs[0])
     own = [f"{e.pattern}.{name}" for e in part.entries if e.pattern == part.container for name in e.parameters]
-    return f"{few(own)} would have to be cut with the layers" if own and part.kind == "other" else ""
+    return f"{few(own)} would have to be sharded with the layers" if own and part.kind == "other" else ""
 
 
 def _joined(parts: list[Part], subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...]:
@@ -112,7 +112,7 @@ def _place(name: str, containers: Mapping[str, Any]) -> str:
 
 
 def _ways(subject: Audited, plan: Plan, part: expressible.Part, dialect: Dialect) -> Iterator[Values]:
-    """How the dialect can say the split of a part, the one that moves least first."""
+    """Yield how the dialect can express the split of a part, the one that moves least first."""
     summed = dict.fromkeys(_with_summed_gradients(subject, starred(part.container)), "replicated_with_grad_allreduce")
     stars = {starred(entry.pattern): entry for entry in part.entries}
     if isinstance(dialect, (Torch, DeepSpeed)):
@@ -156,7 +156,7 @@ def _with_summed_gradients(subject: Audited, container: str) -> Iterator[str]:
 
 
 def is_sequence_parallel(plan: ForeignPlan) -> bool:
-    """Does a plan of torch's styles cut the sequence anywhere?"""
+    """Return whether a plan of torch's styles shards the sequence anywhere."""
     return plan.dialect == "torch" and any(_cuts_sequence(style) for style in plan.raw.values())
 
 
@@ -243,7 +243,7 @@ def _gathered_input(keyword: str) -> Any:
 
 
 def _keywords(clone: Any, containers: Iterable[str]) -> dict[str, str]:
-    """By which keyword each of these is given the stream when the clone runs; "" by position."""
+    """Return the keyword by which each of these gets the stream when the clone runs; "" if by position."""
     import torch
 
     from autoplan.capture.copies import copied

@@ -33,7 +33,7 @@ class Dialect:
     plan: ForeignPlan
 
     def value_at(self, name: str) -> Any:
-        """What the plan says of a module or parameter; None where no row reaches it."""
+        """Return what the plan says of a module or parameter; None if no row matches it."""
         line = self.plan.line_at(name)
         return None if line is None else self.plan.raw.get(line.pattern)
 
@@ -298,7 +298,7 @@ def covered_by(rows: Iterable[PlanRow], change: Change, subject: Audited, dialec
 
 
 def overlapping(rows: Iterable[PlanRow], subject: Audited) -> tuple[Change, ...]:
-    """Of rows that mean the same modules (torch applies them all), the wider ones without these."""
+    """Return changes that remove from a row the modules that a narrower one matches too (torch applies both)."""
     rows = tuple(rows)
     changes = []
     for row in rows:
@@ -385,5 +385,5 @@ def _module(plan: Mapping[str, Any], title: str, has_objects: bool) -> str:
     except Exception as error:  # a class that no import reaches, or that takes other arguments
         raise AutoplanError(f"a style cannot be written as Python: {error}", hint="correct the rows by hand") from error
     if not same:
-        raise AutoplanError("a style cannot be written as Python: it comes back otherwise", hint="correct it by hand")
+        raise AutoplanError("a style cannot be written as Python: it is read back differently", hint="edit it by hand")
     return heading + code

@@ -49,7 +49,7 @@ class Trials:
     proof: str = ""  # what the first plan that failed showed
 
     def passes(self, rows: Iterable[tuple[Any, Any]]) -> bool:
-        """Is a plan of these rows (key, value) without errors? A plan of no rows is."""
+        """Return whether a plan of these rows (key, value) has no errors; a plan without rows has none."""
         rows = tuple(rows)
         name = repr([(key, repr(self.dialect.key_of(value))) for key, value in rows])
         if not rows:
@@ -63,7 +63,7 @@ class Trials:
         return self.known[name]
 
     def findings(self, raw: Mapping[str, Any]) -> tuple[Finding, ...]:
-        """What an audit of this plan finds; an error where it cannot be tried."""
+        """Return the findings of an audit of this plan; an error if it cannot be tried."""
         try:
             plan = read_foreign(raw, self.subject.model, self.subject.plan.name)
         except AutoplanError as error:
@@ -72,7 +72,7 @@ class Trials:
         plan = replace(plan, dialect=self.subject.plan.dialect)
         run = run_on(self.subject.extra["clone"], self.subject.model, plan, self.subject.tp_size)
         if run.numbers is None:
-            return (Finding("numbers", "error", "", f"not tried: {run.reason}"),)
+            return (Finding("numbers", "error", "", f"not run: {run.reason}"),)
         extra = {**self.subject.extra, "thawed": run.thawed}
         subject = replace(self.subject, plan=plan, numbers=run.numbers, ran_at_full_size=run.full_size, extra=extra)
         found: list[Finding] = []
@@ -98,7 +98,7 @@ class Repair:
 
 
 def needs_repair(subject: Audited, findings: Iterable[Finding]) -> bool:
-    """Is anything wrong, or written for modules that the model has not? Or for blocks that the tiny clone has not?"""
+    """Return whether anything is wrong, or written for modules that the model, or blocks that the tiny clone, lacks."""
     if any(finding.level == "error" or finding.check == "dead-keys" for finding in findings):
         return True
     clone = subject.extra.get("clone")
@@ -145,7 +145,7 @@ def repair(subject: Audited, source: Any) -> Repair | None:
 
 
 def _inferred(subject: Audited, source: Any) -> Plan | None:
-    """What analysis alone would do."""
+    """Return what analysis alone would do."""
     from autoplan.planning import draft_plan
 
     try:
@@ -188,7 +188,7 @@ def _differs(dialect: Dialect, one: Any, other: Any) -> bool:
 def _needed(
     says: Mapping[str, Any], way: Mapping[str, Any], names: list[str], trials: Trials, dialect: Dialect
 ) -> list[str]:
-    """Of the changes that make a way of what a plan says, those without which it is wrong."""
+    """Return a subset of these names, none of which can be left at what the plan says."""
     needed = list(names)
     for name in sorted(names, key=lambda name: (name in says, name not in way)):  # new rows are dropped first
         fewer = [other for other in needed if other != name]
@@ -198,7 +198,7 @@ def _needed(
 
 
 def _mixed(says: Mapping[str, Any], way: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """What the plan says, but for these names."""
+    """Return what the plan says, with the values of `way` for these names."""
     mixed = dict(says)
     for name in names:
         mixed.pop(name, None)

@@ -27,6 +27,6 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             frozen = [p for p in below if not subject.parameters[p].requires_grad]
             size = sum(w.bytes for w in subject.weights if w.name in below)
             text = f"{line} matches {subject.folded(hollow)}, which has no weight of its own: "
-            text += f"they are {subject.folded(below)}" + (", some of them frozen" if frozen else "")
+            text += f"its weights are {subject.folded(below)}" + (", some of them frozen" if frozen else "")
             hint = f"plan the wrapped model: {subject.folded(p.rpartition('.')[0] for p in frozen or below)!r}"
             yield Finding(NAME, "warn", line.pattern, text, hint, size)

@@ -30,8 +30,8 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             continue
         if weight.fact.dim is not None and weight.said.dim is None:
             extra = weight.bytes * (subject.tp_size - 1) // subject.tp_size
-            text = f"the table stays whole: {bytes_text(weight.bytes)} on every rank"
+            text = f"the table is replicated: {bytes_text(weight.bytes)} on every rank"
             yield Finding(NAME, "note", weight.module, text, f"{weight.module!r}: 'embedding_rowwise'", extra)
         elif weight.fact.dim is None and weight.said.dim == 0 and weight.said.line is not None:
-            text = f"{weight.name} is cut by rows: {weight.fact.reason}"
-            yield subject.suspect(NAME, weight.said.line.pattern, text, "leave it out", names=weight.names)
+            text = f"{weight.name} is sharded by rows: {weight.fact.reason}"
+            yield subject.suspect(NAME, weight.said.line.pattern, text, "remove its row", names=weight.names)

@@ -24,8 +24,8 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             groups.setdefault("" if line is None else line.pattern, []).append(name)
     for pattern, names in groups.items():
         size = sum(subject.parameters[name].nbytes for name in names)
-        text = f"{subject.folded(names)} was frozen and asks for gradients once the plan is carried out"
+        text = f"{subject.folded(names)} was frozen, but requires grad once the plan is applied"
         proof = f"{names[0]}: requires_grad is False before and True after, on simulated ranks"
-        hint = "let the style hand on requires_grad, or freeze again after sharding"
+        hint = "preserve requires_grad in the style, or freeze again after sharding"
         places = (pattern,) if pattern else subject.patterns(names)
         yield Finding(NAME, "error", few(places), text, hint, size, proof, places=places)

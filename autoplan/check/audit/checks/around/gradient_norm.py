@@ -22,14 +22,14 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if function is None:
         return
     if clone is None or subject.numbers is None:
-        yield Finding(NAME, "note", "", f"the norm was not tried: {subject.unproven}")
+        yield Finding(NAME, "note", "", f"the norm function was not run: {subject.unproven}")
         return
     want, got = _norms(subject, clone, function)
     if not all(math.isclose(norm, want, rel_tol=_ALLOWED) for norm in got):
         worst = max(got, key=lambda norm: abs(norm - want))
-        text = f"the function gives {worst:.6g} on {len(got)} ranks, and the gradients' norm is {want:.6g} "
+        text = f"on {len(got)} ranks the function returns {worst:.6g}; the norm of the gradients is {want:.6g} "
         text += f"({worst / want:.3f} times)"
-        hint = "count each value once: autoplan.global_norm does, from placements"
+        hint = "count each value once: autoplan.global_norm does this from placements"
         proof = f"on {len(got)} simulated ranks: {', '.join(f'{norm:.6g}' for norm in got)}"
         yield Finding(NAME, "error", "", text, hint, proof=proof)
 

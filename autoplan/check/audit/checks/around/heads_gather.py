@@ -25,7 +25,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         if weight is None or (subject.plan.plan is not None and weight.said.dim is not None):
             continue
         if line is not None and "gather" in line.style:
-            hint = "split logits need a loss that takes them so, which no row of the plan says"
+            hint = "sharded logits need a loss that accepts them, and no row of the plan says so"
             text, more = _gathered(subject, head.columns), gather_bytes(subject, head.columns)[1]
             yield Finding(NAME, "warn", line.pattern, text, hint, more)
         elif weight.said.dim is None:
@@ -33,7 +33,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
 
 
 def gather_bytes(subject: Audited, rows: int) -> tuple[int, int]:
-    """What gathering costs a rank more than keeping split: in the head's forward, and by the end of backward."""
+    """Return the extra bytes on a rank if logits are gathered: in the head's forward, and by the end of backward."""
     item = 2
     whole = subject.settings.tokens * rows
     saved = (subject.tp_size - 1) / subject.tp_size
@@ -43,18 +43,18 @@ def gather_bytes(subject: Audited, rows: int) -> tuple[int, int]:
 def _gathered(subject: Audited, rows: int) -> str:
     forward, step = gather_bytes(subject, rows)
     return (
-        f"logits [{subject.settings.tokens}, {rows}] are gathered on every rank: {bytes_text(forward)} more in the "
-        f"head's forward, about {bytes_text(step)} more by the end of a step with a float32 loss"
+        f"logits [{subject.settings.tokens}, {rows}] are gathered on every rank: {bytes_text(forward)} more in "
+        f"the head's forward, about {bytes_text(step)} more by the end of a step with a float32 loss"
     )
 
 
 def _whole(subject: Audited, pattern: str, weight: Weight) -> Finding:
-    text = f"the head stays whole: {bytes_text(weight.bytes)} on every rank, and logits of full width"
+    text = f"the head is replicated: {bytes_text(weight.bytes)} on every rank, and logits of full width"
     return Finding(
         NAME,
         "warn",
         pattern,
         text,
-        "`autoplan plan` splits it",
+        "`autoplan plan` shards it",
         weight.bytes * (subject.tp_size - 1) // subject.tp_size,
     )

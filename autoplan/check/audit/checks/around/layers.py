@@ -52,14 +52,14 @@ def _selects(entry: Any, name: str, module: Any) -> bool:
         return isinstance(module, entry)
     if hasattr(entry, "parameters"):
         return entry is module
-    raise AutoplanError(f"layers: {entry!r} is no class name, path or module", hint="give names, paths or modules")
+    raise AutoplanError(f"layers: {entry!r} is not a class name, path or module", hint="pass names, paths or modules")
 
 
 def _unknown(subject: Audited, purpose: str, name: str) -> Finding:
     classes = {type(module).__name__ for module in subject.modules.values()}
     close = nearest(name, [*classes, *subject.modules])
     hint = f"the model has {', '.join(close)}" if close else _blocks_hint(subject)
-    return Finding(NAME, "error", purpose, f"{purpose}: {name} is no class and no path of this model", hint)
+    return Finding(NAME, "error", purpose, f"{purpose}: {name} is not a class or path of this model", hint)
 
 
 def _compared(subject: Audited, purpose: str, chosen: list[str]) -> Iterator[Finding]:
@@ -70,12 +70,12 @@ def _compared(subject: Audited, purpose: str, chosen: list[str]) -> Iterator[Fin
     if not taken:
         level: Level = "warn" if inside else "error"
         what = f"{len(inside)} parts of blocks" if inside else ", ".join(around[:3]) or "no block"
-        text = f"{purpose}: selects {what}, and none of the {len(blocks)} blocks"
+        text = f"{purpose}: selects {what}, but none of the {len(blocks)} blocks"
         yield Finding(NAME, level, purpose, text, _blocks_hint(subject), _bytes(subject, list(blocks)))
         return
     if inside:
-        text = f"{purpose}: {len(inside)} modules inside blocks are selected as well ({subject.folded(inside)})"
-        yield Finding(NAME, "warn", purpose, text, "select the blocks alone", _bytes(subject, inside))
+        text = f"{purpose}: selects {len(inside)} modules inside blocks too ({subject.folded(inside)})"
+        yield Finding(NAME, "warn", purpose, text, "select only the blocks", _bytes(subject, inside))
     for stack in subject.stacks:
         missed = [block for block in stack.fqns if block not in chosen and not _above(block, dict.fromkeys(chosen))]
         if missed:
@@ -91,9 +91,9 @@ def _mixed_dtypes(subject: Audited, purpose: str, blocks: list[str]) -> Iterator
         for name, parameter in subject.modules[block].named_parameters():
             dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), name)
         if len(dtypes) > 1:
-            held_in = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
-            text = f"{purpose}: the unit {block} holds parameters of {len(dtypes)} dtypes ({held_in})"
-            yield Finding(NAME, "warn", purpose, text, "give each dtype a unit of its own, or one dtype to all")
+            held_in = ", ".join(f"{name} in {dtype}" for dtype, name in dtypes.items())
+            text = f"{purpose}: the unit {block} mixes {len(dtypes)} dtypes ({held_in})"
+            yield Finding(NAME, "warn", purpose, text, "make a unit for each dtype, or use one dtype")
             return
 
 

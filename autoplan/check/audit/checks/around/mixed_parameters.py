@@ -23,7 +23,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     cut = [w for w in subject.weights if w.said.dim is not None or (styled and _has_style(w.said.line))]
     plain = [w for w in subject.weights if w not in cut and subject.parameters[w.name].requires_grad]
     if plain and cut:
-        text = f"{len(plain)} parameters ({subject.folded(w.name for w in plain)}) stay plain tensors next to "
+        text = f"{len(plain)} parameters ({subject.folded(w.name for w in plain)}) are plain tensors next to "
         text += f"{len(cut)} DTensors: clip_grad_norm_ and foreach optimizers refuse the mixture"
         hint = "distribute the rest as Replicate(), or use autoplan.parallelize and autoplan.clip_gradients"
         yield Finding(NAME, "warn", "", text, hint, sum(w.bytes for w in plain))

@@ -44,7 +44,7 @@ def partings(
 
 
 def parting(weight: PackedWeight, said: Said, tp: int) -> Parting | None:
-    """What is wrong with the stored tensors of a weight that is cut so; None: they follow it."""
+    """Return what is wrong with the stored tensors of a weight that is sharded so; None if they follow it."""
     if said.dim is None or said.line is None:
         return None
     for tensor in weight.tensors:
@@ -53,12 +53,12 @@ def parting(weight: PackedWeight, said: Said, tp: int) -> Parting | None:
         place = said.dim if len(tensor.dims) >= len(weight.shape) else -1
         dim = tensor.dims[place]
         if dim.of and dim.of != (said.dim,):
-            text = f"{tensor.name} has its dims in another order: dim {said.dim} of it is not that of the weight"
+            text = f"the dims of {tensor.name} are in another order: its dim {said.dim} is not that of the weight"
             return Parting(weight.name, said.line, text, f"{tensor.name} is {list(tensor.shape)}")
         if not dim.of and len(tensor.dims) <= len(weight.shape):
-            text = f"{tensor.name} has {dim.size} for all of dim {said.dim}, which every rank needs"
+            text = f"{tensor.name} has {dim.size} entries for the whole of dim {said.dim}, which every rank needs"
             held = ", ".join(str(len(rows)) for rows in plain_rows(dim.size, 1, tp))
-            return Parting(weight.name, said.line, text, f"{tensor.name} is cut to [{held}]")
+            return Parting(weight.name, said.line, text, f"{tensor.name} is sharded to [{held}]")
         if dim.of and dim.factor > 1:
             found = _apart(weight, tensor, dim, said, tp)
             if found is not None:
@@ -67,7 +67,7 @@ def parting(weight: PackedWeight, said: Said, tp: int) -> Parting | None:
 
 
 def _apart(weight: PackedWeight, tensor: PackedTensor, dim: PackedDim, said: Said, tp: int) -> Parting | None:
-    """Does each rank hold exactly the blocks of its rows?"""
+    """Return a finding if a rank does not hold exactly the blocks of its rows."""
     assert said.dim is not None and said.line is not None
     held = plain_rows(dim.size, said.parts, tp)
     segments = weight.segments if said.dim == weight.rows else ()
@@ -77,12 +77,12 @@ def _apart(weight: PackedWeight, tensor: PackedTensor, dim: PackedDim, said: Sai
         if wanted != mine:
             size, local = weight.shape[said.dim], len(rows) // said.parts
             text = (
-                f"a rank holds {local} of {size // said.parts} along dim {said.dim}, {local / dim.factor:g} blocks of "
-                f"{dim.factor}"
+                f"a rank holds {local} of {size // said.parts} along dim {said.dim}, {local / dim.factor:g} "
+                f"blocks of {dim.factor}"
             )
             counts = ", ".join(str(len(one) // dim.each) for one in held)
             proof = (
-                f"{tensor.name} is cut to [{counts}]; rank {rank} needs {_said(wanted)} and holds {_said(held[rank])}"
+                f"{tensor.name} is sharded to [{counts}]; rank {rank} needs {_said(wanted)}, holds {_said(held[rank])}"
             )
             return Parting(weight.name, said.line, text, proof)
     return None
@@ -106,7 +106,7 @@ def _said(rows: Any) -> str:
 
 
 NAME = "quantised"
-_WAYS_OUT = "place experts whole on different ranks, use fewer ranks, or leave it whole: autoplan.plan says which"
+_WAYS_OUT = "place experts on different ranks, use fewer ranks, or replicate it: see autoplan.plan"
 
 
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
@@ -130,12 +130,12 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
                 groups.setdefault(key, []).append(module)
     for (pattern, problem, other), modules in groups.items():
         text = f"{modules[0]}: {problem}"
-        yield Finding(NAME, _level(subject), pattern, text, f"cut the weight and {other} as one unit, between blocks",
+        yield Finding(NAME, _level(subject), pattern, text, f"shard the weight and {other} together, between blocks",
                       proof=subject.proof() if subject.is_wrong else "")  # fmt: skip
 
 
 def _parted(subject: Audited) -> Iterator[Finding]:
-    """What the config says is stored, held against what the plan cuts."""
+    """Compare what the config says is stored with what the plan shards."""
     if subject.plan.plan is not None:
         return  # ours cuts stored tensors with their weight
     alike: dict[tuple[str, str, str], list[str]] = {}
@@ -161,18 +161,18 @@ def _blocks(weight: Any, scale: Any) -> tuple[int, int] | None:
 def _problem(subject: Audited, weight: str, scale: str, tensor: Any, blocks: tuple[int, int]) -> str:
     cut, other = _cut(subject, weight), _cut(subject, scale)
     if cut is None or cut.dim is None:
-        return "the scales are cut and the weight is whole" if other is not None and other.dim is not None else ""
+        return "the scales are sharded, but the weight is not" if other is not None and other.dim is not None else ""
     block = blocks[cut.dim]
     local = len(cut.rows[0])
     if local % block and block < tensor.shape[cut.dim]:
         return f"a rank holds {local} of {tensor.shape[cut.dim]} along dim {cut.dim}, inside a block of {block}"
     if block < tensor.shape[cut.dim] and (other is None or other.dim != cut.dim):
-        return f"the weight is cut along dim {cut.dim} and {scale.rpartition('.')[2]} is not"
+        return f"the weight is sharded along dim {cut.dim} but {scale.rpartition('.')[2]} is not"
     return ""
 
 
 def _cut(subject: Audited, name: str) -> Said | None:
-    """What happens to a parameter, or to a buffer (of which no library cuts any, unless a plan of ours says so)."""
+    """Return how a parameter or a buffer is sharded (no library shards buffers, unless an autoplan plan says so)."""
     if name in subject.by_name:
         return subject.by_name[name].said
     if subject.plan.plan is None:

@@ -31,8 +31,8 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             groups.setdefault((starred(giver.module), starred(taker.module), gives, takes), []).append((giver, taker))
     for (_, _, gives, takes), pairs in groups.items():
         givers, takers = zip(*pairs, strict=True)
-        text = f"hands on {gives}, and {takers[0].module} takes it for {takes}"
-        hint = f"cut both, or none: {subject.folded(t.module for t in takers)} reads it"
+        text = f"outputs {gives}, but {takers[0].module} expects {takes}"
+        hint = f"shard both or neither: {subject.folded(t.module for t in takers)} reads it"
         where = subject.patterns(giver.module for giver in givers)
         yield subject.suspect(NAME, where, text, hint, names=[w.name for w in (*givers, *takers)])
 
@@ -94,7 +94,7 @@ def _takes(subject: Audited, weight: Weight) -> Lies:
 
 
 def _stated(subject: Audited, weight: Weight, side: str) -> Lies:
-    """What a style object of torch says of one side itself."""
+    """Return what a style object of torch itself says about one side."""
     assert weight.said.line is not None
     layouts = getattr(subject.plan.raw.get(weight.said.line.pattern), side, None)
     layout = layouts[0] if isinstance(layouts, (list, tuple)) and layouts else layouts

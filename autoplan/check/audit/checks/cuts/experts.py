@@ -33,13 +33,13 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if silent:
         names = [weight.name for weights in silent.values() for weight in weights]
         where = tuple(dict.fromkeys(w.said.line.pattern for ws in silent.values() for w in ws if w.said.line))
-        text = f"{names[0]} is cut, and nothing sums the parts of the experts' output"
+        text = f"{names[0]} is sharded, but the experts' partial outputs are never summed"
         hint = f"{subject.folded(silent)!r}: 'moe_tp_experts'"
         yield subject.suspect(NAME, where, text, hint, names=names)
 
 
 def _holds(subject: Audited, line: object, module: str) -> bool:
-    """Is a line about the module itself, or one that holds it?"""
+    """Return whether a line is about the module itself or one that holds it."""
     parts = module.split(".")
     return any(subject.plan.reaches(line, ".".join(parts[:n])) for n in range(1, len(parts) + 1))  # type: ignore[arg-type]
 
@@ -51,5 +51,5 @@ def _routers(subject: Audited) -> Iterator[Finding]:
         for name, dim in axis.parameters:
             weight = subject.by_name.get(name)
             if weight is not None and weight.is_matrix and weight.said.dim == dim and weight.said.line is not None:
-                text = f"{name} scores {axis.size} choices, and each rank would see a part of the scores"
-                yield subject.suspect(NAME, weight.said.line.pattern, text, "leave the router whole", names=[name])
+                text = f"{name} scores {axis.size} choices; sharded, each rank would see only some of the scores"
+                yield subject.suspect(NAME, weight.said.line.pattern, text, "replicate the router", names=[name])

@@ -37,11 +37,11 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         elif weight.fact.gradient == "local" and pays and weight.fact.dim is None:
             twice.setdefault(starred(weight.name), []).append(weight)
     for weights in missing.values():
-        yield _finding(subject, weights, "is whole on every rank, sees only this rank's part, and nobody sums its "
-                       "gradient", _SUMMED.get(subject.plan.dialect, f"give it the style {_PAYS!r}"))  # fmt: skip
+        yield _finding(subject, weights, "is replicated, but its partial gradients are never summed",
+                       _SUMMED.get(subject.plan.dialect, f"give it the style {_PAYS!r}"))  # fmt: skip
     for weights in twice.values():
-        yield _finding(subject, weights, "has its whole gradient on every rank, and the plan sums it again",
-                       "leave its row out")  # fmt: skip
+        yield _finding(subject, weights, "has its full gradient on every rank, but the plan sums it again",
+                       "remove its row")  # fmt: skip
 
 
 def _finding(subject: Audited, weights: list[Weight], text: str, hint: str) -> Finding:

@@ -32,8 +32,8 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         if (attribute, old) not in told:  # once, at the first line that splits what the number counts
             told.add((attribute, old))
             module = weights[0].module.rpartition(".")[0]
-            text = f"{module} computes with {attribute}={old}, while a rank holds {new}"
-            hint = f"set {attribute} to {new} on this module when it is split"
+            text = f"{module} computes with {attribute}={old}, but a rank holds {new}"
+            hint = f"set {new} to {attribute} on this module when sharding it"
             yield subject.suspect(NAME, pattern, text, hint, names=[weight.name for weight in weights])
 
 
@@ -47,8 +47,8 @@ def _ours(subject: Audited) -> Iterator[Finding]:
         if mine == right:
             continue
         module, attribute, _ = place
-        says = "leaves it as it is" if mine is None else f"makes it {mine}"
-        must = "it must stay" if right is None else f"it must be {right}"
+        says = "leaves it unchanged" if mine is None else f"sets it to {mine}"
+        must = "it must stay unchanged" if right is None else f"it must be {right}"
         yield subject.suspect(NAME, module, f"{attribute} of {module}: the plan {says}; {must}", "plan again")
 
 

@@ -25,7 +25,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             groups.setdefault((line.pattern, reason), []).append(weight)
     for (pattern, reason), weights in groups.items():
         names = [weight.name for weight in weights]
-        yield subject.suspect(NAME, pattern, f"cuts dim {weights[0].said.dim} of {names[0]}: {reason}",
+        yield subject.suspect(NAME, pattern, f"shards dim {weights[0].said.dim} of {names[0]}: {reason}",
                               _fix(weights[0]), names=names)  # fmt: skip
 
 
@@ -36,14 +36,14 @@ def _wrong_cut(subject: Audited, weight: Weight) -> str:
     if said.dim != fact.dim:
         held = [c for c in subject.solution.classes if (fact.names[0], said.dim) in c.parameters]
         whys = sentence(c.reason for c in held if c.reason is not None)
-        other = f"its neighbours are cut along dim {fact.dim}" if fact.dim is not None else ""
-        return "; ".join(filter(None, [whys, other])) or "nothing shares that cut"
+        other = f"its neighbours are sharded along dim {fact.dim}" if fact.dim is not None else ""
+        return "; ".join(filter(None, [whys, other])) or "no neighbour is sharded that way"
     if subject.wanted_rows(weight) != said.rows and Layout.parse(fact.layout or "1").contiguous(subject.tp_size):
         rows = len(subject.wanted_rows(weight)[0])
-        return f"rank 0 holds other rows than its neighbours, whose pieces are {rows} of {fact.shape[said.dim]}"
+        return f"rank 0 holds other rows than its neighbours, whose shards have {rows} of {fact.shape[said.dim]}"
     return ""
 
 
 def _fix(weight: Weight) -> str:
     fact = weight.fact
-    return f"cut dim {fact.dim}" if fact.dim is not None else "keep it whole"
+    return f"shard dim {fact.dim}" if fact.dim is not None else "replicate it"

@@ -28,9 +28,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
                 cut_here += along
                 modules.append(subject.solution.trace.calls[call].module)
     for cut, modules in groups.values():
-        text = (
-            f"{modules[0]} takes a statistic over an axis that {cut[0]} is cut along: each rank takes it of its shard"
-        )
+        text = f"{modules[0]} normalises over an axis along which {cut[0]} is sharded: each rank sees only its shard"
         hint = "sum the statistic over ranks (autoplan does), or gather the output first"
         names = [*cut, *(name for name in subject.parameters if name.rpartition(".")[0] in modules)]
         yield subject.suspect(NAME, subject.patterns(subject.folds.expand_all(modules)), text, hint, names=names)

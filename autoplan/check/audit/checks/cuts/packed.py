@@ -28,8 +28,8 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         first = weights[0]
         how = "in two equal halves" if first.said.parts > 1 else "as one run of rows"
         names = [weight.name for weight in weights]
-        text = f"{first.name} holds {_segments(layout)} along dim {first.fact.dim} and is cut {how}"
-        hint = "cut segment by segment (autoplan's packed_colwise does), or keep it whole"
+        text = f"{first.name} holds {_segments(layout)} along dim {first.fact.dim}, but is sharded {how}"
+        hint = "shard each segment separately (autoplan's packed_colwise does), or replicate it"
         if first.said.line is not None and first.said.line.style == "colwise_gather_output":
             continue
         yield subject.suspect(NAME, pattern, text, hint, names=names)

@@ -26,9 +26,9 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         cut = [w for w in weights if w.said.dim == places.get(w.name, w.fact.dim) and _keeps_split(w)]
         whole = [w for w in weights if w.said.dim is None]
         if cut and whole:
-            text = f"cuts an axis of {axis.size} that {', '.join(w.name for w in whole[:3])} keeps whole"
+            text = f"shards an axis of {axis.size} along which {', '.join(w.name for w in whole[:3])} is replicated"
             names = [w.name for w in (*cut, *whole)]
-            hint = f"cut {subject.folded(w.module for w in whole)} too, or gather the output"
+            hint = f"shard {subject.folded(w.module for w in whole)} too, or gather the output"
             yield subject.suspect(NAME, subject.patterns(w.module for w in cut), text, hint, names=names)
 
 

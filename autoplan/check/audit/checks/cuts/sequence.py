@@ -19,7 +19,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if plan is not None:
         cuts = bool(plan.runtime.of(SequenceBoundary))
         if plan.sequence_parallel and not cuts:
-            text = "the plan promises sequence parallelism and cuts no sequence"
+            text = "the plan sets sequence_parallel but shards no sequence"
             yield Finding(NAME, "warn", "", text, "plan again with sequence_parallel=True")
         return
     lines = list(subject.lines_with("sequence_parallel"))
@@ -32,10 +32,10 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     stacks = tuple(stack.fqns for stack in subject.stacks)
     solution = solve(subject.solution.trace, subject.tp_size, sequence_stacks=stacks)
     reason = "; ".join(map(str, solution.whole_sequence[:2]))
-    text = f"{len(reached)} modules take their input for a part of the sequence"
+    text = f"{len(reached)} modules expect an input sharded along the sequence"
     if reason:
-        text += f"; the whole sequence is needed: {reason}"
+        text += f", but the full sequence is needed: {reason}"
     where = tuple(line.pattern for line in lines)
-    hint = "sequence_parallel=True cuts the stream only where every consumer is known"
+    hint = "sequence_parallel=True shards the stream only where every consumer is known"
     names = [name for line in lines for weight in subject.of_line(line) for name in weight.names]
     yield subject.suspect(NAME, where, text, hint, names=names)

@@ -26,13 +26,13 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         both = " and ".join(weight.names[:2])
         where = tuple(dict.fromkeys(line.pattern for line in lines.values()))
         if lines and subject.plan.dialect == "torch":
-            text = f"{both} are one parameter, and parallelize_module makes two of it"
+            text = f"{both} are one tied parameter, and parallelize_module makes two of it"
             yield subject.suspect(
                 NAME, where, text, "tie them again after it, before the optimizer", names=weight.names
             )
         elif len(cuts) > 1 or (cuts - {"whole", "nothing"} and whole):
-            text = f"{both} are one parameter, and the plan says {', '.join(map(str, lines.values()))}"
-            hint = "give both one cut: embedding_rowwise for the table is colwise for the head"
+            text = f"{both} are one tied parameter, but the plan gives {', '.join(map(str, lines.values()))}"
+            hint = "give both the same sharding: embedding_rowwise for the table is colwise for the head"
             yield subject.suspect(NAME, where, text, hint, names=weight.names)
 
 

@@ -30,8 +30,8 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             groups.setdefault((weight.said.line.pattern, *unit), []).append(weight)
     for (pattern, count, width), weights in groups.items():
         tp = subject.tp_size
-        text = f"{weights[0].name} has {count} units of {width} rows, which tp={tp} does not divide"
-        hint = f"legal sizes: {legal}; or keep it whole"
+        text = f"{weights[0].name} has {count} units of {width} rows, not divisible by tp={tp}"
+        hint = f"valid tp: {legal}; or replicate it"
         names = [weight.name for weight in weights]
         if subject.ran_at_full_size:
             yield subject.suspect(NAME, pattern, text, hint, names=names)
@@ -60,7 +60,7 @@ def _broken_unit(subject: Audited, weight: Weight) -> tuple[int, int] | None:
 
 
 def _width(subject: Audited, parameter: str, dim: int, units: int) -> int:
-    """How many rows one of the units has: what stands after it in the segments of this dim."""
+    """Return the rows of one unit: what follows it in the segments of this dim."""
     term = subject.solution.axes.of(subject.solution.trace.by_name[parameter])[dim]
     for segment in segments(find(term)):
         sizes = [find(part).size for part in factors(find(segment))]

@@ -36,7 +36,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             same = replace(obstacle, pattern=lines[obstacle.pattern].pattern, by=starred(obstacle.by))
             groups.setdefault(same, []).append(obstacle.pattern)
     for same, modules in groups.items():
-        hint = f"leave {subject.folded(modules)} whole, or let autoplan.parallelize carry the plan out: its hooks can"
+        hint = f"replicate {subject.folded(modules)}, or use autoplan.parallelize, whose hooks can do this"
         names = [f"{module}.weight" for module in modules]
         why = f"{modules[0]} cannot be wrapped: {same.why}"
         yield subject.suspect(NAME, same.pattern, why, hint, names=names)

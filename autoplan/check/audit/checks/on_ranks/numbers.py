@@ -38,7 +38,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     else:
         names = [finding.where for finding in errors]
         places = tuple(fold_names(names))
-        text = f"outputs are exact and {len(names)} gradients are wrong {ranks}"
+        text = f"outputs are exact, but {len(names)} gradients are wrong {ranks}"
         hint, proof = "see the other findings", _worst(errors)
         where = ", ".join(places[:6])
         yield Finding(NAME, "error", where, text, hint, proof=proof, kind="wrong-numbers", places=places)

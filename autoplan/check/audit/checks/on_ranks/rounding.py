@@ -22,15 +22,15 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if dtype is None:
         return
     if clone is None or subject.numbers is None:
-        yield Finding(NAME, "note", "", f"not tried in {dtype}: {subject.unproven}")
+        yield Finding(NAME, "note", "", f"not run in {dtype}: {subject.unproven}")
         return
     forward, gradient = _spread(subject, clone, dtype)
-    seen = f"in {dtype} outputs differ by up to {forward:.1e} and gradients by up to {gradient:.1e}"
+    seen = f"in {dtype}, outputs differ by up to {forward:.1e} and gradients by up to {gradient:.1e}"
     if subject.is_wrong:
-        text = f"{seen}, and that is not rounding: the plan is wrong in double precision too"
+        text = f"{seen}, which is not rounding: the plan is wrong in double precision too"
         yield Finding(NAME, "error", "", text, "see the other findings", proof=subject.proof())
     else:
-        text = f"{seen}: that is rounding, for in double precision the plan is exact"
+        text = f"{seen}: this is rounding, since the plan is exact in double precision"
         yield Finding(NAME, "note", "", text)
 
 
@@ -44,7 +44,7 @@ def _spread(subject: Audited, clone: Any, dtype: str) -> tuple[float, float]:
 
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype):
-        raise AutoplanError(f"dtype={dtype!r} is no torch dtype", hint="give 'bfloat16' or 'float16'")
+        raise AutoplanError(f"dtype={dtype!r} is not a torch dtype", hint="use 'bfloat16' or 'float16'")
     assert subject.numbers is not None
     model = copied(clone.model)
     cast_numbers(model, wanted)

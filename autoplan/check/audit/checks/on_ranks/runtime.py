@@ -25,12 +25,12 @@ from autoplan.values import (
 
 NAME = "runtime"
 _SAID: dict[type[Any], str] = {
-    ParameterRule: "lies on ranks otherwise than its choices need",
-    Boundary: "sums at module boundaries differ",
-    ParallelBlock: "branches of a block are summed otherwise",
-    VocabularyTable: "the vocabulary's table or head is treated otherwise",
-    SplitLogits: "the vocabulary's table or head is treated otherwise",
-    CallRewrite: "calls inside the module are treated otherwise",
+    ParameterRule: "its layout on ranks does not follow from the plan's choices",
+    Boundary: "different collectives at module boundaries",
+    ParallelBlock: "branches of a block are summed differently",
+    VocabularyTable: "the vocabulary's table or head is handled differently",
+    SplitLogits: "the vocabulary's table or head is handled differently",
+    CallRewrite: "calls inside the module are rewritten differently",
 }  # integers have a check of their own (head_counts.py)
 
 
@@ -39,7 +39,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if plan is None:
         return
     if right is None:
-        yield Finding(NAME, "warn", "", "the plan's own choices cannot be planned again on this model", "plan again")
+        yield Finding(NAME, "warn", "", "no plan can be made from this plan's own choices on this model", "plan again")
         return
     for kind, text in _SAID.items():
         names = subject.parameters if kind is ParameterRule else subject.modules
@@ -57,7 +57,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     for field in ("random", "random_whole", "draws"):
         have, need = getattr(plan.runtime, field), getattr(right.runtime, field)
         if have != need and (field == "draws" or _modules(subject, have) != _modules(subject, need)):
-            yield subject.suspect(NAME, "", "random numbers are drawn otherwise than the split needs", "plan again")
+            yield subject.suspect(NAME, "", "random numbers are not drawn as the sharding requires", "plan again")
 
 
 def _items(runtime: Runtime, kind: type[Any]) -> tuple[Any, ...]:
@@ -69,7 +69,7 @@ def _buffers(subject: Audited) -> dict[str, Any]:
 
 
 def _expanded(items: tuple[Any, ...], names: dict[str, Any]) -> dict[str, set[Any]]:
-    """What is said of each name, by whatever pattern."""
+    """Return what is said of each name, by whatever pattern."""
     said: dict[str, set[Any]] = {}
     for item in items:
         for name in names if "*" in item.pattern else (item.pattern,):

@@ -21,8 +21,8 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     matrices = [weight for weight in subject.weights if weight.is_matrix]
     if subject.tp_size > 1 and not any(weight.said.dim is not None for weight in matrices):
         total = sum(weight.bytes for weight in subject.weights)
-        text = f"the plan shards nothing: {bytes_text(total)} per rank stay whole"
-        yield Finding(NAME, "warn", "", text, "see `autoplan plan` for what can be split", total)
+        text = f"the plan shards nothing: {bytes_text(total)} are replicated"
+        yield Finding(NAME, "warn", "", text, "see `autoplan plan` for what can be sharded", total)
         return
     able = [weight for weight in matrices if weight.fact.dim is not None]
     missed = [weight for weight in able if weight.said.dim is None]
@@ -31,7 +31,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         return
     share = 1 - sum(weight.bytes for weight in missed) / total
     held = sum(weight.bytes for weight in missed) * (subject.tp_size - 1) // subject.tp_size
-    text = f"{share:.0%} of the bytes that can be split are split; {_largest(subject, missed)} stay whole"
+    text = f"{share:.0%} of the shardable bytes are sharded; {_largest(subject, missed)} are replicated"
     # The stack whose blocks are split least, where that is less than half.
     said = []
     for stack in subject.stacks:
@@ -39,12 +39,12 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         whole = sum(weight.bytes for weight in mine if weight in missed)
         total = sum(weight.bytes for weight in mine)
         if total and whole / total > 0.5:
-            said.append(f"blocks of {stack.name} are split by {1 - whole / total:.0%}")
+            said.append(f"blocks of {stack.name} are sharded by {1 - whole / total:.0%}")
     blocks = "; ".join(said)
     level: Level = "warn" if share < _ENOUGH or blocks else "note"
     hint = f"{blocks}; " if blocks else ""
     first = subject.folded(_alike(missed, missed[0]))
-    yield Finding(NAME, level, first, text, f"{hint}`autoplan plan` splits them", held)
+    yield Finding(NAME, level, first, text, f"{hint}`autoplan plan` shards them", held)
 
 
 def _largest(subject: Audited, missed: list[Weight]) -> str:

@@ -24,22 +24,22 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             close = nearest(line.pattern, fold_names(_takers(subject, line, known)))
             if subject.plan.dialect == "deepspeed":
                 shown = ", ".join(fold_names(subject.parameters)[:3])
-                hint = f"DeepSpeed matches from the start of a name (begin with '.*'); parameters look like {shown}"
-                yield Finding(NAME, "warn", line.pattern, f"{line} matches no parameter that is still free", hint)
+                hint = f"DeepSpeed matches from the start of a name (begin with '.*'); names look like {shown}"
+                yield Finding(NAME, "warn", line.pattern, f"{line} matches no parameter that is not yet matched", hint)
                 continue
-            hint = f"did you mean {close[0]!r}?" if close else "remove it: no path like it is without a row"
+            hint = f"did you mean {close[0]!r}?" if close else "remove it: no similar path is missing a row"
             size = sum(w.bytes for w in subject.weights if close and _under(close[0], w.name))
             yield Finding(NAME, "warn", line.pattern, f"{line} matches no module and no parameter", hint, size)
         elif subject.plan.dialect == "deepspeed" and CUTS.get(line.style, "whole") != "whole":
             weights = subject.of_line(line)
             if weights and all(weight.said.dim is None for weight in weights):
                 owner = type(subject.modules[weights[0].module]).__name__
-                text = f"{line} matches {weights[0].name} of {owner}, and AutoTP cuts linear layers and tables alone"
-                yield Finding(NAME, "warn", line.pattern, text, "remove it: every rank holds it whole")
+                text = f"{line} matches {weights[0].name} of {owner}, but AutoTP shards only linear layers and tables"
+                yield Finding(NAME, "warn", line.pattern, text, "remove it: it is replicated")
 
 
 def _takers(subject: Audited, line: Line, known: Iterable[str]) -> list[str]:
-    """What a key may have been meant for: names that no row reaches, and for a style that cuts, that can be cut."""
+    """Return what a key may have been meant for: names without a row that, for a sharding style, can be sharded."""
     able = {name for weight in subject.weights if weight.fact.dim is not None for name in weight.names}
     able |= {name.rpartition(".")[0] for name in able}
     cuts = CUTS.get(line.style, "any") not in ("whole", "nothing")

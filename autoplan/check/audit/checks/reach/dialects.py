@@ -31,7 +31,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             text = f"{line}: the installed transformers has no style {written!r}"
             yield Finding(NAME, _level(subject), line.pattern, text, f"write {line.style!r}", proof=_proof(subject))
         elif subject.plan.dialect == "transformers" and written != line.style:
-            text = f"{line}: {written!r} is an old name of {line.style!r}"
+            text = f"{line}: {written!r} is a deprecated name of {line.style!r}"
             yield Finding(NAME, "note", line.pattern, text, f"write {line.style!r}")
 
 
@@ -40,8 +40,8 @@ def _surviving(subject: Audited) -> Iterator[Finding]:
     shipped = conventions().shipped_plan(subject.model)
     kept = [f"{key}: {style}" for key, style in shipped.items() if key not in subject.plan.raw]
     if subject.plan.dialect == "transformers" and subject.plan.lines and kept:
-        text = f"DistributedConfig(tp_plan=…) would keep {len(kept)} shipped rules besides these: {', '.join(kept[:3])}"
-        yield Finding(NAME, "note", "", text, "write 'replicate' for those that you do not want")
+        text = f"DistributedConfig(tp_plan=…) would also apply {len(kept)} shipped rules: {', '.join(kept[:3])}"
+        yield Finding(NAME, "note", "", text, "write 'replicate' for the ones to disable")
 
 
 def _level(subject: Audited) -> Level:

@@ -24,7 +24,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         if fixed:
             yield Finding(
                 NAME, "warn", ", ".join(fixed[:3]), f"{len(fixed)} of {len(dead)} dead keys exist under {prefix!r}",
-                f"write them as {prefix}.{fixed[0]} and so on",
+                f"write them as {prefix}.{fixed[0]} etc.",
             )  # fmt: skip
             return
     stripped = {key: key.partition(".")[2] for key in dead if starred(key.partition(".")[2]) in shapes}
