@@ -168,7 +168,7 @@ class GradientSums(CutProblem):
         if whole & partial:
             result.refusals += self._refusals(whole & partial)
             return
-        # Questions with one answer are one node. Of all cheapest answers those with the fewest partial gradients are taken
+        # Questions with one answer are one node. Of the cheapest answers those with the fewest partial gradients count
         merged: nx.utils.UnionFind = nx.utils.UnionFind()
         for node in whole:
             merged.union(YES, node)
