@@ -44,7 +44,7 @@ class Windows:
         return next((i for i in around if self.trace.visits[i].module not in blocks and self.before(i)), None)
 
     def _before(self, number: int) -> int | None:
-        """How many positions before its own a run of a module reads; None if it reads others, or something else."""
+        """Return how many positions before its own a run of a module reads; None if it reads anything else."""
         visit = self.trace.visits[number]
         if len(visit.inputs) != 1 or len(visit.outputs) != 1:
             return None
@@ -110,7 +110,7 @@ def _leaves(term: Term) -> set[Term]:
 
 
 def parts_of(origin: tuple[object, ...], kind: str) -> Iterator[tuple[object, ...]]:
-    """Every part of this kind in the origin of an integer."""
+    """Yield every part of this kind in the origin of an integer."""
     if origin[0] == kind:
         yield origin
     for part in origin[1:]:
@@ -119,5 +119,5 @@ def parts_of(origin: tuple[object, ...], kind: str) -> Iterator[tuple[object, ..
 
 
 def sizes_of(origin: tuple[object, ...]) -> set[object]:
-    """The tensors that an integer was read off."""
+    """Return the tensors that an integer was read off."""
     return {part[1] for kind in ("size", "numel") for part in parts_of(origin, kind)}

@@ -12,7 +12,7 @@ from ..case import call, case, floats, ids
 from ..parts import Attention, Mlp
 
 X = floats(2, 6, 16)
-I = floats(2, 3, 8, 8)  # noqa: E741
+IMAGE = floats(2, 3, 8, 8)
 T = torch.tensor([3.0, 7.0])
 
 
@@ -58,7 +58,7 @@ class TimeBlock(nn.Module):
         return self.skip(x) + self.c2(F.silu(self.n2(h) * (1 + scale) + shift))
 
 
-@case(call(I, T), inputs={"x": I, "t": T})
+@case(call(IMAGE, T), inputs={"x": IMAGE, "t": T})
 class TimedResidual(nn.Module):
     """diffusers: sinusoids of a time, a scale and shift of group-normed channels, down, up, concatenated skips."""
 
