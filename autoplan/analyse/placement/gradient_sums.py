@@ -169,25 +169,27 @@ class GradientSums(CutProblem):
             result.refusals += self._refusals(whole & partial)
             return
         # Questions with one answer are one node. Of the cheapest answers those with the fewest partial gradients count
-        merged: nx.utils.UnionFind = nx.utils.UnionFind()
+        merged: nx.utils.UnionFind[object] = nx.utils.UnionFind()
         for node in whole:
             merged.union(YES, node)
         for node in partial:
             merged.union(NO, node)
-        hard = {(no, yes) for no, yes, price in self.graph.edges(data="capacity") if price >= HARD}
+        prices: dict[tuple[object, object], int] = nx.get_edge_attributes(self.graph, "capacity")
+        hard = {pair for pair, price in prices.items() if price >= HARD}
         for no, yes in hard:
             if (yes, no) in hard:
                 merged.union(no, yes)
         graph: nx.DiGraph[object] = nx.DiGraph()
         graph.add_nodes_from((merged[NO], merged[YES]))
-        for no, yes, price in self.graph.edges(data="capacity"):
+        for (no, yes), price in prices.items():
             start, end = merged[yes], merged[no]
             if start != end:
                 graph.add_edge(start, end, capacity=price + graph.get_edge_data(start, end, {}).get("capacity", 0))
         side = nx.minimum_cut(graph, merged[YES], merged[NO])[1][1]
         partial = {node for node in self.graph if merged[node] in side}
-        for version in self.read:
-            self._place_value(version, partial, result)
+        for version, reads in self.read.items():
+            if reads:
+                self._place_value(version, partial, result)
         for place, outer, names in self.boundaries:
             if (change := self._change(place, outer, partial)) is not None:
                 for crossing in names:
