@@ -41,7 +41,6 @@ Unplaceable = Literal[
     "no-product-to-gather",
     "bias-of-others",
     "mixed-gradients",
-    "mixed-inside",
     "differs-between-runs",
     "sizes-compared",
     "several-values",
@@ -87,7 +86,6 @@ SENTENCES: dict[Unplaceable, str] = {
     "no-product-to-gather": "the output to gather is not from a matmul or a convolution",
     "bias-of-others": "a bias added to a partial sum that is not a parameter of its own",
     "mixed-gradients": "replicated rows of a partly sharded value with both partial and full gradients",
-    "mixed-inside": "replicated rows of a partly sharded value, inside a module",
     "ready-made": "a constant made outside the trace is used along a sharded axis",
     "logits-not-returned": "the head's product is not a module's output, so it could not be gathered for a loss",
     # the model's own Python

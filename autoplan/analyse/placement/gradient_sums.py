@@ -5,7 +5,7 @@ whole or partial. From a partial gradient below a boundary to a whole one above 
 other way round the gradient is divided by the number of ranks, for free. Which calls pass partial gradients on, and
 which values need a whole one, are the implications of `minimum_cut.py`, with the forward sums as they were placed.
 
-Prices are whole numbers: the elements of a sum, and far below them what breaks ties. A sum is placed where the value
+Prices are whole numbers: the elements of a sum and one for the message, and far below them what breaks ties. A sum is placed where the value
 leaves its module rather than where another module takes it, at the outermost of these rather than inside, and inside
 a module's own code only if nothing else would do. An implication that every answer breaks is a refusal.
 """
@@ -116,14 +116,14 @@ class GradientSums(CutProblem):
         if not self._asked("whole", made):
             return
         mixed, parameter = self.shards.is_mixed(tensor), self.trace.tensors[tensor].kind == "parameter"
-        price = 2 * prod(self.trace.tensors[tensor].shape) * ELEMENT
+        price = (2 * prod(self.trace.tensors[tensor].shape) + 1) * ELEMENT  # of equal volumes the fewest messages
         uses = self.flow.gradient_uses(tensor)
         reads = {place[2]: place for place in self.read[version] if place[2] in uses or place[2] == OUTSIDE}
         branching = any(self.trace.calls[use].module in self.flow.branching for use in uses)
-        leaving = None if index == OUTSIDE or branching or mixed else self.hook_points.leaving(tensor, index)
+        leaving = None if index == OUTSIDE or branching else self.hook_points.leaving(tensor, index)
         at_output = price * _COLLECTED if tensor in self.collected else price + self._handed_up(version)
-        self._edge("whole", root, made, 1 if parameter else HARD if leaving is None else at_output)
-        self._edge("whole", made, root, _DIVIDED if mixed else HARD)
+        self._edge("whole", root, made, 1 if parameter else HARD if leaving is None or mixed else at_output)
+        self._edge("whole", made, root, _DIVIDED if mixed and (parameter or leaving is not None) else HARD)
         if not parameter:
             self._answer(YES, "whole", made, HARD if tensor in self.collected else _PASSED)
         inner: list[tuple[range, Place, int]] = [(range(-1, len(self.trace.calls)), root, 0)]
@@ -225,17 +225,14 @@ class GradientSums(CutProblem):
             (result.shared_parameters if self.shards.is_mixed(tensor) else result.summed_parameters).add(tensor)
             return
         crossing = self.hook_points.leaving(tensor, index)
+        assert crossing is not None
         if change is AllReduceGradient:
-            assert crossing is not None
             result.at_output(crossing, change)
             return
         # Every rank has the whole gradient of the replicated rows: parts of it can be summed with those of the others
         dim = next(d for d, layout in enumerate(self.shards.layouts(tensor)) if layout is not None)
-        if crossing is None:
-            result.inside_scales[index] = tensor
-        else:
-            from_end = dim - len(self.trace.tensors[tensor].shape)
-            result.at_output(crossing, change, dim=from_end, layout=str(self.shards.layouts(tensor)[dim]))
+        from_end = dim - len(self.trace.tensors[tensor].shape)
+        result.at_output(crossing, change, dim=from_end, layout=str(self.shards.layouts(tensor)[dim]))
 
     def _refusals(self, contradicted: Iterable[object]) -> Iterator[Refusal]:
         """Name the calls at which a gradient would have to be both whole and partial."""
