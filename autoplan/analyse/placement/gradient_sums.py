@@ -5,9 +5,10 @@ whole or partial. From a partial gradient below a boundary to a whole one above 
 other way round the gradient is divided by the number of ranks, for free. Which calls pass partial gradients on, and
 which values need a whole one, are the implications of `minimum_cut.py`, with the forward sums as they were placed.
 
-Prices are whole numbers: the elements of a sum and one for the message, and far below them what breaks ties. A sum is placed where the value
-leaves its module rather than where another module takes it, at the outermost of these rather than inside, and inside
-a module's own code only if nothing else would do. An implication that every answer breaks is a refusal.
+Prices are whole numbers: the elements of a sum and one for the message, and far below them what breaks ties. A sum is
+placed where the value leaves its module rather than where another module takes it, at the outermost of these rather
+than inside, and inside a module's own code only if nothing else would do. An implication that every answer breaks is a
+refusal.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
 
 import networkx as nx
+from networkx.algorithms.flow import boykov_kolmogorov
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoints, Kind, Placement, Refusal
 from autoplan.analyse.placement.delayed_sums import Way
@@ -185,7 +187,7 @@ class GradientSums(CutProblem):
             start, end = merged[yes], merged[no]
             if start != end:
                 graph.add_edge(start, end, capacity=price + graph.get_edge_data(start, end, {}).get("capacity", 0))
-        side = nx.minimum_cut(graph, merged[YES], merged[NO])[1][1]
+        side = nx.minimum_cut(graph, merged[YES], merged[NO], flow_func=boykov_kolmogorov)[1][1]
         partial = {node for node in self.graph if merged[node] in side}
         for version, reads in self.read.items():
             if reads:

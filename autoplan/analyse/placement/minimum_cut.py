@@ -23,6 +23,7 @@ from math import prod
 from typing import TypeAlias
 
 import networkx as nx
+from networkx.algorithms.flow import boykov_kolmogorov
 
 from autoplan.analyse.placement.call_instructions import row_bias_of
 from autoplan.analyse.placement.callflow import CallFlow
@@ -118,7 +119,7 @@ class CutProblem:
                     self._edge("whole", factor, self.calls[index][1][0])
                 else:
                     self._answer(YES, "whole", factor)
-        _, (_, yes) = nx.minimum_cut(self.graph, NO, YES)
+        _, (_, yes) = nx.minimum_cut(self.graph, NO, YES, flow_func=boykov_kolmogorov)
         self.graph = free
         return set(yes)
 
