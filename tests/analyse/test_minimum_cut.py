@@ -14,6 +14,7 @@ from torch import nn
 import autoplan
 from autoplan.analyse.placement import minimum_cut
 from autoplan.hf.source import resolve
+from autoplan.values import AllReduceGradient
 
 
 def _blocks(model_type):
@@ -65,6 +66,45 @@ def test_every_algorithm_finds_the_same_sums(algorithm, monkeypatch):
     monkeypatch.setattr("autoplan.analyse.moved.least_sums", noted)
     _blocks("qwen2_moe")
     assert found[0] == found[1] and len(found[0]) > 4
+
+
+@pytest.mark.parametrize("algorithm", [boykov_kolmogorov, dinitz])
+def test_every_algorithm_places_the_same_sums(algorithm, monkeypatch):
+    model = resolve("qwen2_moe").tiny()
+    usual = autoplan.plan(model, 2, prove="none").to_dict()
+    monkeypatch.setattr(nx, "minimum_cut", functools.partial(nx.minimum_cut, flow_func=algorithm))
+    assert autoplan.plan(model, 2, prove="none").to_dict() == usual
+
+
+class Block(nn.Module):
+    """Two norms read the stream, so a gradient that stayed partial all the way up would need one sum less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other_norm = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.gate, self.up, self.down = nn.Linear(16, 48), nn.Linear(16, 48), nn.Linear(48, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.gate(self.norm(x))) * self.up(self.other_norm(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(50, 16), nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_what_blocks_return_has_a_whole_gradient():
+    """Callers collect it with hooks, and compute losses from it."""
+    plan = autoplan.plan(Stack(), 2, inputs={"ids": torch.arange(14).view(2, 7)}, prove="none")
+    sums = {one.pattern for one in plan.runtime.instructions if isinstance(one, AllReduceGradient)}
+    assert sums == {"layers.*.norm", "layers.*.other_norm"}, sums
 
 
 class Scaled(nn.Module):

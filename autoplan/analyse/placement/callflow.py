@@ -276,7 +276,6 @@ class Placement:
     embeddings: dict[int, Crossing] = field(default_factory=dict)
     inside_reductions: dict[int, Reduction] = field(default_factory=dict)
     inside_copies: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    inside_scales: dict[int, int] = field(default_factory=dict)
     reductions: dict[int, Reduction] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
 

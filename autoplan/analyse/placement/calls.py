@@ -208,9 +208,6 @@ def _wanted(
         | draws
         | set(pieces)
     )
-    for index in placement.inside_scales:
-        call = shards.trace.calls[index]
-        result.refusals.append((NotPlaced("mixed-inside", call.name, call.module), _split_in(index, flow, shards)))
     rewrites = {}
     for index in sorted(indices):
         call = shards.trace.calls[index]

@@ -16,13 +16,14 @@ second one takes from it which products multiply parts. If it is cheaper to sum 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import TypeAlias
 
 import networkx as nx
+from networkx.algorithms.flow import boykov_kolmogorov
 
 from autoplan.analyse.placement.call_instructions import row_bias_of
 from autoplan.analyse.placement.callflow import CallFlow
@@ -35,9 +36,10 @@ from autoplan.ops.records.answers import Reduction
 from autoplan.values import Ref, refs
 
 LEAVES_PARTS = frozenset({Reduction.SUM, Reduction.MEAN, Reduction.EMBEDDING, Reduction.ROW})
-_NUMBER = 1 << 20  # the price of one element; a sum costs 1 more, so of equal volumes fewer sums are taken
-_OUTSIDE = -1  # instead of a call: the caller of the model provides a value, or reads it
-_NO, _YES = "no", "yes"
+ELEMENT = 1 << 20  # the price of one element; a sum costs 1 more, so of equal volumes fewer sums are taken
+HARD = 1 << 90  # the price of two answers that exclude each other: more than all sums
+OUTSIDE = -1  # instead of a call: the caller of the model provides a value, or reads it
+NO, YES = "no", "yes"
 
 Version: TypeAlias = tuple[int, int]  # a tensor and the call that made it, or wrote into it
 Place: TypeAlias = tuple[Version, str, int]  # of a value: "made", "summed" for its readers, or "read" by a call
@@ -58,7 +60,7 @@ class Payment:
 
 def least_sums(shards: Shards, flow: CallFlow, reductions: Mapping[int, Reduction]) -> tuple[Payment, ...]:
     """Return all sums of the cheapest placement, assuming that every call could do them."""
-    problem = _Problem(shards, flow, reductions)
+    problem = CutProblem(shards, flow, reductions, flow.with_gradients() & flow.carries)
     yes = problem.cut({})
     least = tuple(problem.payments(yes))
     delayed = {index: ("part", part) in yes for index, (part, _) in problem.products.items()}
@@ -74,15 +76,17 @@ def _weight(paid: Iterable[Payment]) -> int:
     return sum(payment.weight for payment in paid)
 
 
-class _Problem:
-    """A graph of questions. An edge from a to b has the price of "no" to a with "yes" to b; without a capacity, both
-    together are impossible."""
+class CutProblem:
+    """A graph of questions. An edge from a to b has the price of "no" to a with "yes" to b."""
 
-    def __init__(self, shards: Shards, flow: CallFlow, reductions: Mapping[int, Reduction]) -> None:
+    def __init__(
+        self, shards: Shards, flow: CallFlow, reductions: Mapping[int, Reduction], reached: Collection[int]
+    ) -> None:
+        """`reached`: the values that get a gradient."""
         self.shards, self.flow, self.reductions, self.trace = shards, flow, reductions, shards.trace
-        self.reached = flow.with_gradients() & flow.carries
+        self.reached = frozenset(reached)
         self.graph: nx.DiGraph[object] = nx.DiGraph()
-        self.graph.add_nodes_from((_NO, _YES))
+        self.graph.add_nodes_from((NO, YES))
         self.partial: set[Version] = set()  # values that can be a part of a sum
         self.latest: dict[int, Version] = {}
         self.read: dict[Version, list[Place]] = {}
@@ -95,8 +99,8 @@ class _Problem:
             if not flow.is_identity(index):
                 self._add_call(index)
         for tensor in sorted(flow.final):
-            self._answer(_NO, "part", place := self._read(tensor, _OUTSIDE))
-            self._answer(_YES, "whole", place)
+            self._answer(NO, "part", place := self._read(tensor, OUTSIDE))
+            self._answer(YES, "whole", place)
         for version, reads in self.read.items():
             if reads:
                 self._add_sum(version)
@@ -107,15 +111,15 @@ class _Problem:
         self.graph = free.copy()
         for index, is_delayed in delayed.items():
             part, factors = self.products[index]
-            self._answer(_YES if is_delayed else _NO, "part", part)
+            self._answer(YES if is_delayed else NO, "part", part)
             for factor in factors:
                 if is_delayed:
-                    self._answer(_NO, "whole", factor)
+                    self._answer(NO, "whole", factor)
                 elif self._passes_gradients(index):
                     self._edge("whole", factor, self.calls[index][1][0])
                 else:
-                    self._answer(_YES, "whole", factor)
-        _, (_, yes) = nx.minimum_cut(self.graph, _NO, _YES)
+                    self._answer(YES, "whole", factor)
+        _, (_, yes) = nx.minimum_cut(self.graph, NO, YES, flow_func=boykov_kolmogorov)
         self.graph = free
         return set(yes)
 
@@ -128,14 +132,19 @@ class _Problem:
             return version in self.partial
         return version[0] in self.reached and self.shards.has_whole_part(version[0])
 
-    def _edge(self, question: str, no: Place, yes: Place, **capacity: int) -> None:
+    def _edge(self, question: str, no: Place, yes: Place, capacity: int = HARD) -> None:
         if self._asked(question, no) and self._asked(question, yes):
-            self.graph.add_edge((question, no), (question, yes), **capacity)
+            self._price((question, no), (question, yes), capacity)
 
-    def _answer(self, answer: str, question: str, place: Place) -> None:
+    def _answer(self, answer: str, question: str, place: Place, price: int = HARD) -> None:
         if self._asked(question, place):
             node = question, place
-            self.graph.add_edge(*((node, _YES) if answer == _YES else (_NO, node)))
+            no, yes = (node, YES) if answer == YES else (NO, node)
+            self._price(no, yes, price)
+
+    def _price(self, no: object, yes: object, price: int) -> None:
+        """Set the price of two answers together; the highest that is set counts."""
+        self.graph.add_edge(no, yes, capacity=max(price, self.graph.get_edge_data(no, yes, {}).get("capacity", 0)))
 
     def _alike(self, question: str, places: Iterable[Place]) -> None:
         for a, b in pairwise(place for place in places if self._asked(question, place)):
@@ -155,7 +164,7 @@ class _Problem:
 
     def _read(self, tensor: int, index: int) -> Place:
         if tensor not in self.latest:
-            self._answer(_YES, "whole", self._make(tensor, _OUTSIDE, False))
+            self._answer(YES, "whole", self._make(tensor, OUTSIDE, False))
         version = self.latest[tensor]
         read = version, "read", index
         self.read[version].append(read)
@@ -167,7 +176,7 @@ class _Problem:
         """Add one sum of a value, or of its gradient, for all readers: it is paid if any of them answers "no"."""
         made, served, reads = (version, "made", version[1]), self._served(version), self.read[version]
         elements = prod(self.trace.tensors[version[0]].shape)
-        price = 1 if version[0] in self.weights else 2 * elements * _NUMBER + 1
+        price = 1 if version[0] in self.weights else 2 * elements * ELEMENT + 1
         for question in ("part", "whole"):
             self._edge(question, served, made, capacity=price)
             for read in reads if len(reads) > 1 else ():
@@ -178,7 +187,7 @@ class _Problem:
 
     def _whole_gradient_of_parts(self, place: Place) -> None:
         if self._asked("part", place) and self._asked("whole", place):
-            self.graph.add_edge(("whole", place), ("part", place))
+            self._price(("whole", place), ("part", place), HARD)
 
     # Calls
 
@@ -193,17 +202,16 @@ class _Problem:
         self.calls[index] = [*reads.values()], [*makes.values()]
         for made in makes.values():
             if kind in LEAVES_PARTS:
-                self._answer(_YES, "part", made)
+                self._answer(YES, "part", made)
             for tensor in passing:  # a full value can be added to a part: one rank adds it
                 self._edge("part", made, reads[tensor])
                 if not adds(call):
                     self._edge("part", reads[tensor], made)
         for tensor in reads.keys() - passing:
-            self._answer(_NO, "part", reads[tensor])
+            self._answer(NO, "part", reads[tensor])
         if not flow.passes_gradients(index) or self.reached.isdisjoint(outputs):
             return
-        if kind or any(map(self.shards.is_split, outputs)):
-            self._enter_split(index, reads, makes)
+        if self._enters_split(index, reads, makes):
             return
         factors = [] if adds(call) or not passing else [reads[t] for t in reads.keys() - passing]
         factors = [place for place in factors if self._asked("whole", place)]
@@ -217,7 +225,7 @@ class _Problem:
                     self._edge("whole", made, factor)
         else:
             for place in others:
-                self._answer(_YES, "whole", place)
+                self._answer(YES, "whole", place)
 
     def _passing(self, index: int, reads: Mapping[int, Place]) -> list[int]:
         """Return the inputs that can be partial if the one result is: terms of a sum, or one factor."""
@@ -240,31 +248,36 @@ class _Problem:
             return False
         if any(map(self.shards.is_mixed, (*inputs, *self.flow.outputs[index]))):
             return True
-        shapes = [self.trace.tensors[t].shape for t in inputs if t in self.weights and not self.shards.is_split(t)]
-        matrix = any(sum(size > 1 for size in shape) > 1 for shape in shapes)
+        matrix = any(self._is_matrix(t) for t in inputs if not self.shards.is_split(t))
         return not matrix or thin_matrix(index, self.flow, self.shards) is not None
 
-    def _enter_split(self, index: int, reads: Mapping[int, Place], makes: Mapping[int, Place]) -> None:
+    def _is_matrix(self, tensor: int) -> bool:
+        return tensor in self.weights and sum(size > 1 for size in self.trace.tensors[tensor].shape) > 1
+
+    def _enters_split(self, index: int, reads: Mapping[int, Place], makes: Mapping[int, Place]) -> bool:
         """Give replicated values that go into split results a partial gradient. Replicated rows, in split values or as
         results of their own, all have the same kind of gradient."""
         call, kind, shards = self.trace.calls[index], self.reductions.get(index), self.shards
+        if not kind and not any(map(shards.is_split, makes)):
+            return False
         bias, entering = row_bias_of(call, kind), False
         for tensor, place in reads.items():
             if tensor == bias or shards.is_split(tensor) or not self._asked("whole", place):
                 continue
             if kind or all(map(shards.is_split, made_of(call, tensor, shards) & self.flow.carries)):
-                self._answer(_NO, "whole", place)
+                self._answer(NO, "whole", place)
                 entering = True
         replicated = [place for tensor, place in (*reads.items(), *makes.items()) if shards.is_mixed(tensor)]
         for place in makes.values():
             if kind:
-                self._answer(_YES, "whole", place)
+                self._answer(YES, "whole", place)
             elif place not in replicated:
                 replicated.append(place)
         self._alike("whole", replicated)
         if entering:
             for place in replicated:
-                self._answer(_NO, "whole", place)
+                self._answer(NO, "whole", place)
+        return True
 
     # The answer
 
@@ -281,7 +294,7 @@ class _Problem:
 
     def _is_partial(self, read: Place, yes: set[object]) -> bool:
         """Return whether a call contributes a part of the gradient of what it reads."""
-        return ("whole", read) not in yes and read[2] != _OUTSIDE and self.flow.passes_gradients(read[2])
+        return ("whole", read) not in yes and read[2] != OUTSIDE and self.flow.passes_gradients(read[2])
 
     def _parts(self, version: Version, yes: set[object]) -> set[int]:
         """Return the calls whose sums a value is a part of."""

@@ -3,15 +3,7 @@
 Forward: a call that sums over a split axis leaves a partial value. The sum sits where the value leaves a module, at
 once or after linear steps.
 
-Backward: an edge value → call is *partial* when the value (or its replicated rows) enters a call whose result is split:
-each rank computes only a part of that gradient. All partial edges of a value need one sum. When all gradient readers of
-a value are partial it can be pushed upstream through the call that made it, merging with its siblings, until it sits on
-a parameter, a module output or a module input. Those of a partly split value (a fused projection whose shared key is
-replicated) are always pushed through the projection: its input needs a sum, too, and its replicated rows get theirs
-summed in the parameter. Where that is impossible the gradient is scaled by 1/tp instead.
-
-In a module whose Python branches on the values of tensors (a loop over the experts that were hit) another run may have
-other readers: there partial gradients stay on their edges.
+Backward: what is done to gradients is one minimum cut (`gradient_sums.py`), given the forward sums.
 
 Whatever hooks cannot do is left to the scoped function mode; whatever that cannot do either is refused.
 """
@@ -23,21 +15,19 @@ from collections import defaultdict
 from autoplan.analyse.placement.call_instructions import gathered_dim, reduction_of, row_bias_of
 from autoplan.analyse.placement.callflow import CallFlow, HookPoint, HookPoints, Placement, Refusal
 from autoplan.analyse.placement.delayed_sums import Way, follow_down, shared_sums
+from autoplan.analyse.placement.gradient_sums import GradientSums
 from autoplan.analyse.placement.inside_calls import made_of
 from autoplan.analyse.placement.parallel_branches import pairs_of_branches
-from autoplan.analyse.placement.partial_gradients import PartialGradients, join_gradients
 from autoplan.analyse.shards import Shards
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Drawn, Reduction
 from autoplan.values import (
     AllGather,
     AllReduce,
-    AllReduceGradient,
     Boundary,
     JoinPartial,
     MeanOverRanks,
     Ref,
-    ScaleGradient,
     WithholdPartial,
     replace,
 )
@@ -79,7 +69,7 @@ class _Placer:
         self.trace = shards.trace
         self.reductions: dict[int, Reduction] = {}
         self.hook_points = HookPoints(flow, closed)
-        self.gradients = PartialGradients(shards, flow, self.hook_points, self.reductions)
+        self.ways: list[Way] = []
         self._shared: dict[int, Way] = {}
         for index in range(len(self.trace.calls)):
             self._read_call(index, gathered)
@@ -104,18 +94,15 @@ class _Placer:
         if not (splits or reduction) or not self.flow.passes_gradients(index):
             return
         for tensor in inputs:
-            if shards.is_split(tensor) or tensor == bias or tensor not in self.flow.carries:
-                continue
-            if reduction or self._goes_into_shards(index, tensor):
-                self.gradients.partial[tensor].add(index)
+            if not reduction and not shards.is_split(tensor) and tensor != bias and tensor in self.flow.carries:
+                self._check_results(index, tensor)
 
-    def _goes_into_shards(self, index: int, tensor: int) -> bool:
-        """Return whether all results that a replicated input of the call flows into are sharded."""
+    def _check_results(self, index: int, tensor: int) -> None:
+        """Refuse a call in which a replicated input flows into both sharded and replicated results."""
         results = made_of(self.trace.calls[index], tensor, self.shards) & self.flow.carries
         whole = {result for result in results if not self.shards.is_split(result)}
         if whole and whole != results:
             self._refuse(index, NotPlaced("into-whole-and-cut"))
-        return not whole
 
     def _refuse(self, index: int, why: NotPlaced) -> None:
         tensors = tuple(t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.shards.is_split(t))
@@ -137,11 +124,8 @@ class _Placer:
             self.result.at_output(pair.first, WithholdPartial)
             self.result.at_output(pair.last, JoinPartial)
             self.result.blocks.add(pair.block)
-        self._push_out_of_mixed()
-        self.gradients.push_inside()
-        for crossing in join_gradients(self.gradients):
-            self.result.at_input(crossing, ScaleGradient)
-        self._place_gradient_sums()
+        gradients = GradientSums(self.shards, self.flow, self.reductions, self.hook_points, self.ways)
+        gradients.place(self.result)
         return self.result
 
     # Forward sums
@@ -152,9 +136,9 @@ class _Placer:
             if kind is Reduction.NORM:
                 self.result.inside_reductions[index] = kind
                 # A distributed norm sums its statistics itself; its replicated inputs need no further sum
-                for tensor in self.flow.inputs[index]:
-                    if not self.shards.is_split(tensor) and index in self.gradients.partial.get(tensor, ()):
-                        self._refuse(index, NotPlaced("norm-weight-whole"))
+                inputs = self.flow.carries.intersection(self.flow.inputs[index])
+                if self.flow.passes_gradients(index) and not all(map(self.shards.is_split, inputs)):
+                    self._refuse(index, NotPlaced("norm-weight-whole"))
                 continue
             output = next((t for t in self.flow.outputs[index]), None)
             if output is None:
@@ -228,14 +212,11 @@ class _Placer:
         )
 
     def _multiplied(self, way: Way | None) -> None:
-        """Mark gradients of factors on a partial value's way as partial; divide the biases added to it."""
+        """Note the way of a partial value, which multiplies the gradients of factors; divide the biases added to it."""
         if way is None:
             return
         self.result.divided_biases.update(way.biases)
-        for step in way.path:
-            for tensor in self.flow.inputs[step]:
-                if tensor in self.flow.carries and tensor not in way.values and tensor not in way.added:
-                    self.gradients.partial[tensor].add(step)
+        self.ways.append(way)
 
     def _place_bias(self, index: int) -> None:
         """Divide a bias added to partial sums if all its readers are such sums (one module, run several times)."""
@@ -260,80 +241,3 @@ class _Placer:
         if index in self.result.inside_reductions:
             return None
         return row_bias_of(self.trace.calls[index], self.reductions.get(index))
-
-    def _push_out_of_mixed(self) -> None:
-        """Handle the replicated rows of partly sharded tensors, in reverse order."""
-        mixed = sorted(
-            ((p, t) for t, p in self.flow.producer.items() if self.shards.is_mixed(t) and t in self.flow.carries),
-            reverse=True,
-        )
-        for producer, tensor in mixed:
-            if tensor in self.gradients.pushed:
-                continue
-            outputs = [t for t in self.flow.outputs[producer] if not self.gradients.settled(t)]
-            if not self.gradients.uses.get(tensor) or not any(
-                t in self.flow.carries for t in self.flow.inputs[producer]
-            ):
-                continue
-            if self.gradients.call_passes(producer) and all(
-                self.gradients.can_be_partial(t, producer) for t in outputs
-            ):
-                self.gradients.push(producer)
-            else:
-                self._scale_mixed(producer, tensor)
-
-    def _scale_mixed(self, producer: int, tensor: int) -> None:
-        """Scale the full gradient that every rank has of the replicated rows by 1/tp: such parts can be summed."""
-        uses = self.gradients.uses[tensor]
-        if any(u in self.gradients.partial.get(tensor, ()) for u in uses):
-            self._refuse(producer, NotPlaced("mixed-gradients"))
-            return
-        for use in uses:  # a partial gradient pushed up to this value would stay unsummed
-            if any(t in self.gradients.pushed for t in self.flow.outputs[use]):
-                self._refuse(producer, NotPlaced("partial-cannot-pass"))
-                return
-        crossing = self.hook_points.leaving(tensor, producer)
-        dim = next(d for d, each in enumerate(self.shards.layouts(tensor)) if each is not None)
-        layout = str(self.shards.layouts(tensor)[dim])
-        if crossing is None:
-            self.result.inside_scales[producer] = tensor
-        else:
-            dim -= len(self.trace.tensors[tensor].shape)
-            self.result.at_output(crossing, ScaleGradient, dim=dim, layout=layout)
-        for other in self.flow.inputs[producer]:
-            if other in self.flow.carries and self.shards.has_whole_part(other):
-                self.gradients.partial[other].add(producer)
-
-    def _place_gradient_sums(self) -> None:
-        for tensor, calls in self.gradients.partial.items():
-            if not calls:
-                continue
-            if self.trace.tensors[tensor].kind == "parameter":
-                self._place_on_parameter(tensor, calls)
-                continue
-            where = self.gradients.where(tensor)
-            if where == "output":
-                crossing = self.hook_points.made_at(tensor)
-                assert crossing is not None
-                self.result.at_output(crossing, AllReduceGradient)
-            elif where == "input":
-                for crossing in self.gradients.cover(tensor):
-                    self.result.at_input(crossing, AllReduceGradient)
-            elif self.shards.is_mixed(tensor):
-                self._refuse(min(calls), NotPlaced("partial-nowhere"))
-            else:
-                for call in calls:
-                    self.result.inside_copies[call].add(tensor)
-
-    def _place_on_parameter(self, tensor: int, calls: set[int]) -> None:
-        uses = self.gradients.uses.get(tensor, set())
-        if self.shards.is_mixed(tensor):
-            if uses <= calls:
-                self.result.shared_parameters.add(tensor)
-            else:
-                self._refuse(min(calls), NotPlaced("parameter-mixed-gradients"))
-        elif uses <= calls:
-            self.result.summed_parameters.add(tensor)
-        else:
-            for call in calls:
-                self.result.inside_copies[call].add(tensor)
