@@ -64,8 +64,14 @@ class Stream(CutStream):
         """Yield where the stack is entered, perhaps repeatedly: the boundary, the stream's value, its sequence."""
         first = [(number, visit) for number, visit in blocks if visit.module == blocks[0][1].module]
         returned = {tensor for _, visit in blocks for _, tensor in visit.outputs}
-        paths = (p for _, v in first for p, t in v.inputs if t in self.flow.carries and self._axis(t) is not None)
-        path = next(paths, None)
+        alike = [set(v.inputs) for _, v in blocks if v.module != blocks[0][1].module] if blocks else []
+        paths = (
+            p
+            for _, v in first
+            for p, t in v.inputs
+            if t in self.flow.carries and self._axis(t) is not None and not any((p, t) in given for given in alike)
+        )
+        path = next(paths, None)  # not of what every block is given (an encoder's output)
         for number, visit in first:
             tensor = dict(visit.inputs).get(path) if path is not None else None
             axis = None if tensor is None or tensor in returned else self._axis(tensor)
