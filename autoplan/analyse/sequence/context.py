@@ -31,6 +31,7 @@ def leave_partial(flow: CallFlow, placement: Placement, cut: SequencePlacement) 
     cut.heads = dict(walk.heads())
     cut.picked = dict(walk.picked(cut.heads))
     cut.scaled = set(walk.scaled)
+    cut.summed_back |= set(walk.given_alone())
 
 
 class _Outside:
@@ -135,6 +136,13 @@ class _Outside:
                     raise Refused(WholeSequence("runs-both-ways", crossing.module))
                 yield crossing, side
 
+    def given_alone(self) -> Iterator[tuple[Crossing, str]]:
+        """Yield what a module that is called by itself takes in: others, outside the model, wait for its gradient."""
+        for number, visit in enumerate(self.trace.visits):
+            for path, tensor in visit.inputs if visit.parent is None and visit.module else ():
+                if tensor in self.seen:
+                    yield Crossing(number, visit.module, path, *visit.calls), "input"
+
     def heads(self) -> Iterator[tuple[Crossing, int]]:
         """Yield where a module returns sharded what the model returns, alone or after elementwise calls."""
         for (crossing, side), dim in self.cut.gathers.items():
@@ -166,7 +174,7 @@ class _Outside:
     def _is_sum(self, tensor: int, maker: int) -> bool:
         """Return whether it is summed over ranks, which needs the whole gradient; then the gradient is summed, too."""
         summed = [c for c in self.flow.leaving.get(tensor, ()) if (c, AllReduce) in self.placement.outputs]
-        self.cut.summed_back |= set(summed)
+        self.cut.summed_back |= {(c, "output") for c in summed}
         if not summed and maker in self.placement.reductions:
             raise Refused(self._reason("shared-value", maker))
         return bool(summed)

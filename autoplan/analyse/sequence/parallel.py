@@ -161,8 +161,9 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
         for crossing, dim in crossings.items():
             name = next(cut.names[c] for c, _ in cut.gathers if c.module == "")
             found[kind(crossing.module, "output", crossing.path, dim, name)] = None
-    for done_whole, places in ((AllReduceGradient, cut.summed_back), (ScaleGradient, cut.scaled)):
-        found.update((done_whole(c.module, "output", c.path), None) for c in sorted(places, key=str))
+    for crossing, side in sorted(cut.summed_back, key=str):
+        found[AllReduceGradient(crossing.module, "input" if side == "input" else "output", crossing.path)] = None
+    found.update((ScaleGradient(c.module, "output", c.path), None) for c in sorted(cut.scaled, key=str))
     return tuple(done for done in found if done not in dropped)
 
 
