@@ -154,7 +154,8 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
             found[ExchangeToPositions(where, "input", path, dim, name, feature, layout)] = None
     for crossing, halo in cut.halos.items():
         where, name = crossing.module, cut.names[crossing]
-        found[Halo(where, "input", crossing.path, halo.dim, name, halo.before, halo.output, halo.output_dim)] = None
+        made = halo.output, halo.output_dim
+        found[Halo(where, "input", crossing.path, halo.dim, name, halo.reach[0], *made, after=halo.reach[1])] = None
     for crossing, dim in cut.returned_shards.items():
         add(NoteShard, crossing, "output", dim)
     for kind, crossings in ((LogitsOfPositions, cut.heads), (AllGatherPicked, cut.picked)):

@@ -139,10 +139,10 @@ def integers(value: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class HaloAt:
-    """The dim of positions that a module takes in, how many positions before its own it reads, and what it returns."""
+    """The dim of positions that a module takes in, how many before and after its own it reads, and what it returns."""
 
     dim: int
-    before: int
+    reach: tuple[int, int]
     output: tuple[Any, ...]
     output_dim: int
 
