@@ -43,11 +43,11 @@ def _around(length: int, reach: tuple[int, int], group: RankGroup) -> _Around:
 def _passed(parts: tuple[torch.Tensor, torch.Tensor], received: tuple[int, int], group: RankGroup) -> Any:
     """Send rows to the ranks before and after, and return those that came from them."""
     rest = parts[0].shape[1:]
-    sizes = [[0] * group.size for _ in range(2)]
+    came, went = [0] * group.size, [0] * group.size
     for step, part, many in ((-1, parts[0], received[0]), (1, parts[1], received[1])):
         if len(part) or many:
-            sizes[0][group.rank + step], sizes[1][group.rank + step] = many * rest.numel(), part.numel()
-    flat = exchanged(torch.cat(parts).reshape(-1), *sizes, group)
+            came[group.rank + step], went[group.rank + step] = many * rest.numel(), part.numel()
+    flat = exchanged(torch.cat(parts).reshape(-1), came, went, group)
     return flat.view(sum(received), *rest).split(received)
 
 
