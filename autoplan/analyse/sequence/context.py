@@ -31,6 +31,7 @@ def leave_partial(flow: CallFlow, placement: Placement, cut: SequencePlacement) 
     cut.heads = dict(walk.heads())
     cut.picked = dict(walk.picked(cut.heads))
     cut.scaled = set(walk.scaled)
+    cut.summed_back |= set(walk.given_alone())
 
 
 class _Outside:
@@ -51,6 +52,7 @@ class _Outside:
             for tensor in () if flow.is_identity(index) else outputs:
                 self.makers[tensor].append(index)
         self.cut_at: dict[int, list[range]] = defaultdict(list)  # the calls that see it cut
+        self.made_whole = {self.tensor_at(*key) for key in cut.scatters if key[1] == "output"}
         for crossing, side in cut.scatters:
             behind = (crossing.first, crossing.last) if side == "input" else (crossing.last, len(self.trace.calls))
             self.cut_at[self.tensor_at(crossing, side)].append(range(*behind))
@@ -84,7 +86,8 @@ class _Outside:
                 c for c in self.flow.leaving.get(tensor, ()) if c.module and any(c.first <= m < c.last for m in makers)
             ]
             if given and tensor not in self.cut.values:
-                self.scaled[max(given, key=lambda c: c.last - c.first)] = tensor
+                outer = max(given, key=lambda c: c.last - c.first)
+                self.scaled |= {c: tensor for c in given if c.visit == outer.visit}  # under several names, perhaps
             elif not given:
                 self.own_code.update(makers)
                 waiting += [t for maker in makers for t in self.flow.inputs[maker]]
@@ -109,11 +112,12 @@ class _Outside:
             tensor = self.waiting.pop()
             if tensor in self.seen or tensor not in self.flow.carries:
                 continue
-            if tensor in self.cut.values and tensor not in self.cut_at:  # whole behind a gather
+            if tensor in self.cut.values:
+                self.gathered |= {key for key in self.gathers[tensor] if key[0].module}
                 if tensor in self.kept:
                     raise Refused(self._reason("shared-value", self.makers[tensor][0]))
-                self.gathered |= {key for key in self.gathers[tensor] if key[0].module}
-                continue
+                if tensor not in self.made_whole:  # it is whole behind a gather
+                    continue
             self.seen.add(tensor)
             if self.trace.tensors[tensor].kind == "parameter":
                 self.parameters.add(tensor)
@@ -131,6 +135,13 @@ class _Outside:
                 if not alike and self.flow.gradient_uses(self.tensor_at(crossing, side)):
                     raise Refused(WholeSequence("runs-both-ways", crossing.module))
                 yield crossing, side
+
+    def given_alone(self) -> Iterator[tuple[Crossing, str]]:
+        """Yield what a module that is called by itself takes in: others, outside the model, wait for its gradient."""
+        for number, visit in enumerate(self.trace.visits):
+            for path, tensor in visit.inputs if visit.parent is None and visit.module else ():
+                if tensor in self.seen:
+                    yield Crossing(number, visit.module, path, *visit.calls), "input"
 
     def heads(self) -> Iterator[tuple[Crossing, int]]:
         """Yield where a module returns sharded what the model returns, alone or after elementwise calls."""
@@ -163,7 +174,7 @@ class _Outside:
     def _is_sum(self, tensor: int, maker: int) -> bool:
         """Return whether it is summed over ranks, which needs the whole gradient; then the gradient is summed, too."""
         summed = [c for c in self.flow.leaving.get(tensor, ()) if (c, AllReduce) in self.placement.outputs]
-        self.cut.summed_back |= set(summed)
+        self.cut.summed_back |= {(c, "output") for c in summed}
         if not summed and maker in self.placement.reductions:
             raise Refused(self._reason("shared-value", maker))
         return bool(summed)

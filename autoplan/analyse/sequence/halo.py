@@ -1,5 +1,5 @@
-"""Context parallelism: what is gathered for a module that reads a few positions before its own, and cut again behind
-it, becomes a halo: the last few positions of the rank before (`windows.py` finds such modules)."""
+"""Context parallelism: what is gathered for a module that reads a few positions around its own, and cut again behind
+it, becomes a halo: a few positions of the ranks before and after (`windows.py` finds such modules)."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def take_halos(streams: Iterable[Stream], flow: CallFlow, cut: SequencePlacement
     for stream in streams:
         for (module, path), crossings in points.items():
             visits = {crossing.visit for crossing in crossings}
-            before = {stream.windows.before(visit) for visit in visits}
+            reach = {stream.windows.reach(visit) for visit in visits}
             ends = [end for crossing in crossings for end in _cut_again(crossing, stream, cut)]
             everywhere = {(end.module, "output", end.path) for end in ends} | {(module, "input", path)}
             runs = [set(flow.runs_through(*point)) for point in everywhere]
-            if len(before) == 1 and len(ends) == len(crossings) and all(len(run) == len(visits) for run in runs):
-                _replace(crossings, ends, before.pop() or 0, stream, cut)
+            if len(reach) == 1 and len(ends) == len(crossings) and all(len(run) == len(visits) for run in runs):
+                _replace(crossings, ends, reach.pop() or (0, 0), stream, cut)
 
 
 def _cut_again(crossing: Crossing, stream: Stream, cut: SequencePlacement) -> list[Crossing]:
@@ -59,9 +59,9 @@ def _cut_again(crossing: Crossing, stream: Stream, cut: SequencePlacement) -> li
 
 
 def _replace(
-    crossings: list[Crossing], ends: list[Crossing], before: int, stream: Stream, cut: SequencePlacement
+    crossings: list[Crossing], ends: list[Crossing], reach: tuple[int, int], stream: Stream, cut: SequencePlacement
 ) -> None:
-    if not before:
+    if not any(reach):
         return
     for end in ends:
         del cut.scatters[end, "output"]
@@ -70,6 +70,6 @@ def _replace(
         ((path, made),) = stream.trace.visits[crossing.visit].outputs
         dim = cut.gathers.pop((crossing, "input"))
         cut.partial_gathers.discard((crossing, "input"))
-        cut.halos[crossing] = HaloAt(dim, before, path, stream.positions.plain_dim(made) or 0)
+        cut.halos[crossing] = HaloAt(dim, reach, path, stream.positions.plain_dim(made) or 0)
     gone = {crossing.module for crossing in crossings}
     cut.whole = [why for why in cut.whole if why.at not in gone]

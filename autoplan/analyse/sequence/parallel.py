@@ -154,15 +154,17 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
             found[ExchangeToPositions(where, "input", path, dim, name, feature, layout)] = None
     for crossing, halo in cut.halos.items():
         where, name = crossing.module, cut.names[crossing]
-        found[Halo(where, "input", crossing.path, halo.dim, name, halo.before, halo.output, halo.output_dim)] = None
+        made = halo.output, halo.output_dim
+        found[Halo(where, "input", crossing.path, halo.dim, name, halo.reach[0], *made, after=halo.reach[1])] = None
     for crossing, dim in cut.returned_shards.items():
         add(NoteShard, crossing, "output", dim)
     for kind, crossings in ((LogitsOfPositions, cut.heads), (AllGatherPicked, cut.picked)):
         for crossing, dim in crossings.items():
             name = next(cut.names[c] for c, _ in cut.gathers if c.module == "")
             found[kind(crossing.module, "output", crossing.path, dim, name)] = None
-    for done_whole, places in ((AllReduceGradient, cut.summed_back), (ScaleGradient, cut.scaled)):
-        found.update((done_whole(c.module, "output", c.path), None) for c in sorted(places, key=str))
+    for crossing, side in sorted(cut.summed_back, key=str):
+        found[AllReduceGradient(crossing.module, "input" if side == "input" else "output", crossing.path)] = None
+    found.update((ScaleGradient(c.module, "output", c.path), None) for c in sorted(cut.scaled, key=str))
     return tuple(done for done in found if done not in dropped)
 
 

@@ -64,8 +64,9 @@ class Stream(CutStream):
         """Yield where the stack is entered, perhaps repeatedly: the boundary, the stream's value, its sequence."""
         first = [(number, visit) for number, visit in blocks if visit.module == blocks[0][1].module]
         returned = {tensor for _, visit in blocks for _, tensor in visit.outputs}
-        paths = (p for _, v in first for p, t in v.inputs if t in self.flow.carries and self._axis(t) is not None)
-        path = next(paths, None)
+        alike = {given for _, v in blocks if v.module != blocks[0][1].module for given in v.inputs}  # encoders' outputs
+        given = (one for _, v in first for one in v.inputs if one not in alike and one[1] in self.flow.carries)
+        path = next((p for p, t in given if self._axis(t) is not None), None)
         for number, visit in first:
             tensor = dict(visit.inputs).get(path) if path is not None else None
             axis = None if tensor is None or tensor in returned else self._axis(tensor)
@@ -111,8 +112,7 @@ class Stream(CutStream):
         return result
 
     def _visit(self, index: int, scattered_in: list[tuple[int, Crossing]]) -> None:
-        flow = self.flow
-        inputs, outputs = flow.inputs[index], flow.outputs[index]
+        flow, inputs, outputs = self.flow, self.flow.inputs[index], self.flow.outputs[index]
         cut = [t for t in inputs if self._cut_here(t, index, scattered_in)]
         if not cut:
             if self._told_a_shard(index) and self._alike(index):

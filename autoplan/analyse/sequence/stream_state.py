@@ -139,10 +139,10 @@ def integers(value: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class HaloAt:
-    """The dim of positions that a module takes in, how many positions before its own it reads, and what it returns."""
+    """The dim of positions that a module takes in, how many before and after its own it reads, and what it returns."""
 
     dim: int
-    before: int
+    reach: tuple[int, int]
     output: tuple[Any, ...]
     output_dim: int
 
@@ -163,7 +163,7 @@ class SequencePlacement:
     partial_gathers: set[tuple[Crossing, str]] = field(default_factory=set)
     scaled: set[Crossing] = field(default_factory=set)
     dropped: set[tuple[Crossing, str]] = field(default_factory=set)
-    summed_back: set[Crossing] = field(default_factory=set)  # sums whose gradient must be summed, too
+    summed_back: set[tuple[Crossing, str]] = field(default_factory=set)  # gradients that must be summed, too
     heads: dict[Crossing, int] = field(default_factory=dict)  # where modules return what the model returns cut
     picked: dict[Crossing, int] = field(default_factory=dict)  # and where it comes from, before positions are picked
     # and where projections run on own positions (exchange.py): what is shown as whole, what is exchanged (the dims of

@@ -1,9 +1,9 @@
-"""Modules that read a few positions before each one, and nothing else of the sequence.
+"""Modules that read a few positions before and after each one, and nothing else of the sequence.
 
-A token shift or a short causal convolution needs only the last few positions of the rank before (a halo). So a run of a
-module is followed op by op: a record that says where results are made from moves a window along the sequence, and every
-other op must treat positions apart. What the window covers before a position is the halo. A window that reaches beyond
-a position, or is not the same for each of them, is none.
+A token shift or a short convolution needs only the last few positions of the rank before and the first few of the rank
+after (a halo). So a run of a module is followed op by op: a record that says where results are made from moves a window
+along the sequence, and every other op must treat positions apart. What the window covers around a position is the halo.
+A window that is not the same for each position is none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Windows:
         self.trace, self.axes, self.flow, self.positions = shards.trace, shards.axes, flow, positions
         self.coupled = coupling_ops(shards.axes)
         self.read: dict[int, Window] = {}
-        self.before = cache(self._before)
+        self.reach = cache(self._reach)
 
     def around(self, call: int, blocks: Collection[str]) -> int | None:
         """Return the innermost run of a module around a call, within a block, that needs a halo only."""
@@ -41,10 +41,10 @@ class Windows:
             i for i, v in enumerate(self.trace.visits) if v.calls[0] <= call < v.calls[1] and v.parent is not None
         ]
         around.sort(key=lambda i: (self.trace.visits[i].calls[1] - self.trace.visits[i].calls[0], -i))
-        return next((i for i in around if self.trace.visits[i].module not in blocks and self.before(i)), None)
+        return next((i for i in around if self.trace.visits[i].module not in blocks and any(self.reach(i) or ())), None)
 
-    def _before(self, number: int) -> int | None:
-        """Return how many positions before its own a run of a module reads; None if it reads anything else."""
+    def _reach(self, number: int) -> tuple[int, int] | None:
+        """Return how many positions before and after its own a run of a module reads; None if it reads others."""
         visit = self.trace.visits[number]
         if len(visit.inputs) != 1 or len(visit.outputs) != 1:
             return None
@@ -56,8 +56,8 @@ class Windows:
         self.read = {given: (axis, 0, 0)}
         if not all(self._follow(self.trace.calls[index], index) for index in range(*visit.calls)):
             return None
-        end, first, last = self.read.get(made, (axis, 0, 1))
-        return -first if end is axis and last <= 0 else None
+        end, first, last = self.read.get(made, (None, 0, 0))
+        return (max(0, -first), max(0, last)) if end is axis else None
 
     def _follow(self, call: Call, index: int) -> bool:
         if self.flow.is_identity(index):
@@ -84,7 +84,7 @@ class Windows:
         (axis,) = axes
         first, last = min(self.read[t][1] for t in given), max(self.read[t][2] for t in given)
         if record.reads is not None:
-            return lengths is not None and self._slide(op, given[0], outputs[0], lengths)
+            return lengths is not None and len(given) == 1 and self._slide(op, given[0], outputs[0], lengths)
         picks = record.along is not None and record.along.what != "parts"
         if picks or self.coupled.get(number, set()) & _leaves(axis):
             return False

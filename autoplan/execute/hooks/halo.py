@@ -1,16 +1,17 @@
-"""A halo: the last positions of the rank before, in front of a rank's own.
+"""A halo: the last positions of the rank before, and the first of the rank after, around a rank's own.
 
-    with_before      own positions → those before, own      backward: returned
-    returned         the reverse, where those before are    backward: with_before
-                     added to what the rank before has
+    with_others      own positions → those before, own,     backward: returned
+                     those after
+    returned         the reverse, where those around are    backward: with_others
+                     added to what the other ranks have
 
-Where a module begins (the first rank) nothing comes before, so what it does at its own edge is done there alone. What
-the other ranks compute at theirs is dropped.
+Where a sequence begins (the first rank) nothing comes before, and where it ends nothing comes after, so what a module
+does at its own edges is done there alone. What ranks compute at the edges between them is dropped.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,22 +24,41 @@ from autoplan.execute.hooks.sequence import SequenceShard, gather_sum, mark_shar
 from autoplan.values import Halo
 
 
-def _passed(rows: torch.Tensor, many: int, step: int, group: RankGroup) -> torch.Tensor:
-    """Send rows to the rank `step` away, if there is one, and return the `many` rows from the other side."""
-    to, come = group.rank + step, group.rank - step
-    sent = [rows.numel() if rank == to else 0 for rank in range(group.size)]
-    received = [many * rows.shape[1:].numel() if rank == come else 0 for rank in range(group.size)]
-    flat = (rows if 0 <= to < group.size else rows[:0]).reshape(-1)
-    return exchanged(flat, received, sent, group).view(many, *rows.shape[1:])
+class _Around(NamedTuple):
+    """The positions of a rank: how many are its own and no padding, and how many of the ranks before and after it reads
+    and they read of it."""
+
+    own: int
+    received: tuple[int, int]  # from the rank before, and from the one after
+    sent: tuple[int, int]  # to the rank before, and to the one after
 
 
-class _WithBefore(Recorded):
+def _around(length: int, reach: tuple[int, int], group: RankGroup) -> _Around:
+    piece = positions_of_a_rank(length, group)
+    (before, after), first, last = reach, group.rank == 0, group.rank == group.size - 1
+    received, sent = (0 if first else before, 0 if last else after), (0 if first else after, 0 if last else before)
+    return _Around(min(piece, length - group.rank * piece), received, sent)
+
+
+def _passed(parts: tuple[torch.Tensor, torch.Tensor], received: tuple[int, int], group: RankGroup) -> Any:
+    """Send rows to the ranks before and after, and return those that came from them."""
+    rest = parts[0].shape[1:]
+    came, went = [0] * group.size, [0] * group.size
+    for step, part, many in ((-1, parts[0], received[0]), (1, parts[1], received[1])):
+        if len(part) or many:
+            came[group.rank + step], went[group.rank + step] = many * rest.numel(), part.numel()
+    flat = exchanged(torch.cat(parts).reshape(-1), came, went, group)
+    return flat.view(sum(received), *rest).split(received)
+
+
+class _WithOthers(Recorded):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, before: int, group: RankGroup) -> torch.Tensor:
-        ctx.how = dim, before, group
-        rows = x.movedim(dim, 0)
-        come = _passed(rows[-before:], before if group.rank else 0, 1, group)
-        return torch.cat([come, rows]).movedim(0, dim).contiguous()
+    def forward(ctx: Any, x: torch.Tensor, dim: int, around: _Around, group: RankGroup) -> torch.Tensor:
+        ctx.how = dim, around, x.size(dim), group
+        rows = x.movedim(dim, 0)[: around.own]
+        parts = rows[: around.sent[0]], rows[len(rows) - around.sent[1] :]
+        front, back = _passed(parts, around.received, group)
+        return torch.cat([front, rows, back]).movedim(0, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -47,27 +67,27 @@ class _WithBefore(Recorded):
 
 class _Returned(Recorded):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, before: int, group: RankGroup) -> torch.Tensor:
-        ctx.how = dim, before, group
-        rows = x.movedim(dim, 0)
-        first, last = group.rank == 0, group.rank == group.size - 1
-        own = rows[0 if first else before :].clone()
-        come = _passed(rows[: 0 if first else before], 0 if last else before, -1, group)
-        own[len(own) - len(come) :] += come
+    def forward(ctx: Any, x: torch.Tensor, dim: int, around: _Around, piece: int, group: RankGroup) -> torch.Tensor:
+        ctx.how = dim, around, group
+        front, own, back = x.movedim(dim, 0).split((around.received[0], around.own, around.received[1]))
+        of_first, of_last = _passed((front, back), around.sent, group)
+        own = pad(own, piece, False).clone()
+        own[: around.sent[0]] += of_first
+        own[around.own - around.sent[1] : around.own] += of_last
         return own.movedim(0, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _WithBefore.apply(gradient, *ctx.how), None, None, None
+        return _WithOthers.apply(gradient, *ctx.how), None, None, None, None
 
 
 @executes(Halo)
 def _halo(planned: Halo, at: At) -> Around:
-    """Run the module on a rank's own positions and those before; on all of them where it is given anything else (a
+    """Run the module on a rank's own positions and those around; on all of them where it is given anything else (a
     mask, a cache), which has all positions, or where a rank has fewer than it reads."""
-    running, group, dim, before, names = at.running, at.group, planned.dim, planned.before, at.names
+    running, group, dim, reach, names = at.running, at.group, planned.dim, (planned.before, planned.after), at.names
     shard = SequenceShard(planned.output_dim, planned.sequence)
-    fronts: list[int] = []  # the number of positions in front of own ones in the run that goes on
+    places: list[tuple[int, int]] = []  # where own positions begin, and how many there are, in the run that goes on
 
     def marked(x: torch.Tensor) -> torch.Tensor:
         return x if torch.compiler.is_compiling() or looking_on() is None else as_given(planned, x)
@@ -78,20 +98,21 @@ def _halo(planned: Halo, at: At) -> Around:
         del given[planned.path[0]]
         alone = len(args) <= len(names) and all(isinstance(x, bool | str | None) for x in given.values())
         piece = positions_of_a_rank(length, group)
-        whole = not alone or before > piece
-        fronts.append(group.rank * piece if whole else before if group.rank else 0)
+        fewest = length - piece * (group.size - 1)  # of the last rank
+        whole, around = not alone or max(reach) > fewest, _around(length, reach, group)
+        places.append((group.rank * piece, piece) if whole else (around.received[0], around.own))
 
         def take(x: torch.Tensor) -> torch.Tensor:
-            return marked(gather_sum(x, dim, length, group) if whole else _WithBefore.apply(x, dim, before, group))
+            return marked(gather_sum(x, dim, length, group) if whole else _WithOthers.apply(x, dim, around, group))
 
         return change_input(args, kwargs, names, planned.path, take, at.where)
 
     def leave(output: Any) -> Any:
-        front, piece = fronts.pop(), positions_of_a_rank(running.lengths[planned.sequence.name], group)
+        (front, many), piece = places.pop(), positions_of_a_rank(running.lengths[planned.sequence.name], group)
 
         def keep(x: torch.Tensor) -> torch.Tensor:
             rows = x.movedim(planned.output_dim, 0)
-            rows = pad(rows, max(len(rows), front + piece), True).narrow(0, front, piece)
+            rows = pad(pad(rows, max(len(rows), front + many), True).narrow(0, front, many), piece, True)
             return marked(mark_shard(rows.movedim(0, planned.output_dim).contiguous(), shard))
 
         return change_output(output, planned.output, keep, at.where)

@@ -45,7 +45,7 @@ class Amount(StrEnum):
     ROWS = "rows"  # one number for each row of the value
     LENGTHS = "lengths"  # the lengths of vectors that the call takes
     MEAN_AND_VARIANCE = "mean and variance"  # of each rank, for each number that the call returns
-    OF_NEIGHBOUR = "some positions of the rank before"  # as many in a sequence of any length
+    OF_NEIGHBOUR = "some positions of the ranks next to it"  # as many in a sequence of any length
     ARGUMENT = "argument"  # the call's argument at `path`
 
     @property

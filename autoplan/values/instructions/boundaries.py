@@ -288,17 +288,22 @@ class ExchangeToPositions(Exchange):
 @instruction
 @dataclass(frozen=True)
 class Halo(SequenceBoundary):
-    """A module that reads `before` positions before each one gets a rank's own and as many before them, sent by the
-    rank before; of what it returns at `output` a rank keeps its own. Backward their gradient goes the other way and is
-    added. In a call that gives the module something else, all positions are gathered (and gradients reduced)."""
+    """A module that reads `before` positions before each one and `after` behind it gets a rank's own and as many around
+    them, sent by the ranks before and after; of what it returns at `output` a rank keeps its own. Backward their
+    gradient goes the other way and is added. In a call that gives the module something else, all positions are
+    gathered (and gradients reduced)."""
 
     before: int
     output: tuple[Any, ...]
     output_dim: int
+    after: int = 0
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.SEQUENCE_SHARD
-    says = "before {what} come the last {before} positions of the rank before (forward), their gradient back (backward)"
+    says = (
+        "before {what} come the last {before} positions of the rank before, behind it the first {after} of the rank "
+        "after (forward), their gradient back (backward)"
+    )
     cost = None
     turn = 2
     collectives = (

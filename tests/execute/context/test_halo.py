@@ -29,6 +29,10 @@ def shifted(mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
     return x * mixer.share + F.pad(x, (0, 0, 2, -2)) * (1 - mixer.share)
 
 
+def from_behind(mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
+    return x * mixer.share + F.pad(x, (0, 0, -2, 2)) * (1 - mixer.share)
+
+
 def both(mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
     return convolved(mixer, shifted(mixer, x))
 
@@ -37,6 +41,15 @@ def centred(mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
     """It reads positions that come later, too."""
     found: torch.Tensor = mixer.kernel(x.transpose(1, 2))[..., 1:-2].transpose(1, 2)
     return found
+
+
+def around(mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
+    return shifted(mixer, centred(mixer, x)) + from_behind(mixer, x)
+
+
+def rolled(mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
+    """The first position reads the last."""
+    return x + x.roll(1, 1) * mixer.share
 
 
 def first_eight(mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +61,14 @@ def cumulated(mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
     return shifted(mixer, x) + x.cumsum(1)
 
 
-HALOS: dict[Mixes, int] = {convolved: 3, shifted: 2, both: 5}
+HALOS: dict[Mixes, tuple[int, int]] = {
+    convolved: (3, 0),
+    shifted: (2, 0),
+    both: (5, 0),
+    from_behind: (0, 2),
+    centred: (2, 1),
+    around: (4, 2),
+}
 
 
 class Mixer(nn.Module):
@@ -125,7 +145,8 @@ def on_ranks(model: nn.Module, plan: autoplan.Plan, run: Callable[[Any], Any], r
 def test_a_step_is_that_of_one_device(mixes: Mixes, ranks: int) -> None:
     """Also where a rank has fewer positions than the module reads."""
     model, plan = planned(mixes, ranks)
-    assert {(one.pattern, one.before) for one in plan.runtime.of(Halo)} == {("layers.*.mixer", HALOS[mixes])}
+    found = {(one.pattern, (one.before, one.after)) for one in plan.runtime.of(Halo)}
+    assert found == {("layers.*.mixer", HALOS[mixes])}
     assert not any("all_gather" in one.forward for one in plan.communication)
     for length in (16, 13, 5):
         alone = step(copy.deepcopy(model), length)
@@ -133,9 +154,10 @@ def test_a_step_is_that_of_one_device(mixes: Mixes, ranks: int) -> None:
             assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(found, alone, strict=True)), length
 
 
-def test_what_else_is_given_has_all_positions() -> None:
+@pytest.mark.parametrize("mixes", (both, around))
+def test_what_else_is_given_has_all_positions(mixes: Mixes) -> None:
     """Then the module runs on all of them."""
-    model, plan = planned(both, 2)
+    model, plan = planned(mixes, 2)
     mask = torch.ones(2, 13, dtype=torch.float64)
     mask[0, 5:8] = 0
     alone = step(copy.deepcopy(model), 13, mask=mask)
@@ -143,7 +165,7 @@ def test_what_else_is_given_has_all_positions() -> None:
         assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(found, alone, strict=True))
 
 
-@pytest.mark.parametrize("mixes", (centred, first_eight, cumulated))
+@pytest.mark.parametrize("mixes", (rolled, first_eight, cumulated))
 def test_what_reads_more_gets_the_whole_sequence(mixes: Mixes) -> None:
     model, plan = planned(mixes, 2)
     assert not plan.runtime.of(Halo)

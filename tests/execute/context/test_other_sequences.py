@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -82,6 +83,51 @@ class WithPicture(torch.nn.Module):
         return self.head(x), y
 
 
+class ReturnedTwice(torch.nn.Module):
+    """A module in it returns the tower's stream under two names."""
+
+    class Inner(WithPicture):
+        def forward(self, input_ids: torch.Tensor, pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+            logits, y = super().forward(input_ids, pixels)
+            return logits, y, y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, input_ids: torch.Tensor, pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found: tuple[torch.Tensor, ...] = self.inner(input_ids, pixels)
+        return found
+
+
+class Collected(EncoderDecoder):
+    """The model's own code reads across what the first block made, which the next block takes in."""
+
+    def forward(self, input_ids: torch.Tensor, decoder_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.encoder[0](self.table(input_ids))
+        encoded, x = self.norm(self.encoder[1](first) + first.cumsum(1)), self.table(decoder_ids)
+        for block in self.decoder:
+            x = block(x, encoded)
+        return self.head(x), encoded
+
+
+class Queries(EncoderDecoder):
+    """Learned queries go through the second stack, each block of which is given all of the first one's stream; and a
+    module that the model does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.spare = torch.nn.Parameter(torch.randn(1, 4, 32)), torch.nn.Linear(32, 32)
+
+    def forward(self, input_ids: torch.Tensor, decoder_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        encoded, x = self.table(input_ids), self.queries.expand(len(input_ids), -1, -1)
+        for block in self.encoder:
+            encoded = block(encoded)
+        for block in self.decoder:
+            x = block(x, encoded)
+        return self.head(encoded), x
+
+
 def feeds_of(kind: str, length: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(4, 40, (2, length))
     if kind == "encoder":
@@ -109,6 +155,17 @@ def test_a_tower_that_cannot_be_cut_is_whole_on_every_rank() -> None:
     assert any("all blocks of tower" in finding.message for finding in plan.findings)
     for length in (14, 11):
         assert autoplan.verify(model, plan, inputs=feeds_of("picture", length)).ok
+
+
+@pytest.mark.parametrize(("kind", "feed"), ((ReturnedTwice, "picture"), (Collected, "encoder"), (Queries, "encoder")))
+def test_what_several_read_is_counted_once(kind: type[torch.nn.Module], feed: str) -> None:
+    torch.manual_seed(3)
+    model = kind().double()
+    plan = autoplan.plan(model, cp_size=2, inputs=feeds_of(feed, 14), prove="none")
+    assert plan.runtime.of(OwnPositions)
+    for length in (14, 11):
+        report = autoplan.verify(model, plan, inputs=feeds_of(feed, length), checks=["forward"])
+        assert report.ok, report
 
 
 def test_what_failed_in_the_trial_is_refused_by_name() -> None:
