@@ -95,9 +95,9 @@ def answered_for(held: Held, gradient: DTensor) -> list[int]:
 
 # `parameter.data = x` for a sharded parameter: the model computes with the local shard of x from then on.
 #
-# x may be a DTensor with the parameter's placements (`parameter.data * 0.9`), or a full plain tensor in the
-# checkpoint's order. Anything else is refused, since it would be ignored. So is an assignment to a parameter that FSDP2
-# shards, since FSDP2 gathers from memory of its own.
+# x may be a DTensor on the parameter's mesh (`parameter.data * 0.9`, a piece of one vector of all parameters), or a
+# full plain tensor in the checkpoint's order. Anything else is refused, since it would be ignored. So is an assignment
+# to a parameter that FSDP2 shards, since FSDP2 gathers from memory of its own.
 
 
 def assign_data(parameter: DTensor, value: Any, held: Held) -> None:
@@ -107,18 +107,15 @@ def assign_data(parameter: DTensor, value: Any, held: Held) -> None:
     if not isinstance(value, torch.Tensor):
         _refuse(parameter, value, held, "which must be a tensor")
     if isinstance(value, DTensor):
-        if (value.device_mesh, value.placements, value.shape) != _how(parameter):
-            _refuse(parameter, value, held, "which has another mesh, placement or shape")
+        if (value.device_mesh, value.shape) != (parameter.device_mesh, parameter.shape):
+            _refuse(parameter, value, held, "which has another mesh or shape")
+        value = value.detach().redistribute(placements=parameter.placements)
     elif tuple(value.shape) != held.shape:
         _refuse(parameter, value, held, "which has another shape")
     else:
         value = as_held(value, parameter, held)
     torch.Tensor.data.__set__(parameter, value.detach())
     parameter._local_tensor, parameter._spec = value._local_tensor.detach(), value._spec
-
-
-def _how(parameter: DTensor) -> Any:
-    return parameter.device_mesh, parameter.placements, parameter.shape
 
 
 def _refuse(parameter: DTensor, value: Any, held: Held, why: str) -> None:
