@@ -1,7 +1,7 @@
 """Refuse what FSDP2 loses without a word: changes of gathered parameters, and hooks on parameters. And copies.
 
 FSDP2 gathers the parameters of a unit into memory of its own, and frees it after the forward: what a forward writes
-into a parameter (a clamp, a moving average, the rows of a table with `max_norm`) is gone. It cannot be carried back,
+into a parameter (a clamp, a moving average) is gone. It cannot be carried back,
 since data-parallel ranks write what their own data says. And FSDP2 sets gradients itself, so that hooks on parameters
 never run.
 """
