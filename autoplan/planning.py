@@ -42,7 +42,7 @@ from autoplan.decide.written_plans.constraints import same_in_folded_blocks
 from autoplan.execute.fits import with_made_for
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source, without_namesakes
-from autoplan.hf.stacks import calls_causal, layers
+from autoplan.hf.stacks import calls_causal, layers, without_idle
 from autoplan.ops.questions import literals_say
 from autoplan.patches.kernels import kernel_note
 from autoplan.values import Capabilities, ClassFact, Finding, LocalExperts, Plan, SeenCode, Stack, Trace
@@ -83,7 +83,7 @@ def draft_plan(
             captured = capture_source(source, module, choices)
     stage("deciding what to shard")
     packed = source.packed(module)
-    stacks = layers(module, causal=calls_causal(captured.trace))
+    stacks = without_idle(layers(module, causal=calls_causal(captured.trace)), captured.trace)
     solved = partial(
         solve_source,
         source,

@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from types import FunctionType
 
@@ -171,6 +172,18 @@ def stacks_of(tree: ModuleTree, trace: Trace | None = None, causal: frozenset[st
             notes.append(f"{blocks.listed} calls of {len(names)} modules")
         stacks.append(Stack(blocks.name, kind, tuple(names), "; ".join(filter(None, notes))))
     return tuple(stacks)
+
+
+def without_idle(stacks: tuple[Stack, ...], trace: Trace) -> tuple[Stack, ...]:
+    """Return the stacks without blocks that never ran while their parts did (`self.cross.q(x)`): hooks on such a block
+    would not run."""
+    ran = {visit.module for visit in trace.visits}
+
+    def runs(block: str) -> bool:
+        return block in ran or not any(name.startswith(f"{block}.") for name in ran)
+
+    kept = (replace(stack, fqns=tuple(filter(runs, stack.fqns))) for stack in stacks)
+    return tuple(stack for stack in kept if stack.fqns)
 
 
 def calls_causal(trace: Trace) -> frozenset[str]:

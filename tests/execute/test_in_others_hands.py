@@ -214,7 +214,10 @@ def assigned(rank: int) -> None:
         one.transformer.h[0].attn.c_attn.weight.data = values.clone()  # whole, in the checkpoint's order
     assert away(whole, model, grads=False) < 1e-12
     torch.testing.assert_close(loss_of(model), loss_of(whole))
-    for odd in (torch.zeros(3), 3, table.data.redistribute(placements=[Replicate()])):
+    for one, value in ((whole, values), (model, table.data.redistribute(placements=[Replicate()]) * 0.5)):
+        one.transformer.h[0].attn.c_attn.weight.data = value if one is model else value * 0.5
+    assert away(whole, model, grads=False) < 1e-12
+    for odd in (torch.zeros(3), 3):
         with pytest.raises(AutoplanError, match=r"parameter\.data = a .* for a parameter of"):
             table.data = odd
     single = model.float()  # a cast keeps what was noted on parameters: states are in the checkpoint's order

@@ -30,29 +30,34 @@ class Call:
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of the mesh, and whether the stream is cut along the sequence too: "tp2", "tp4+sp", "cp2", "tp2+cp2"."""
+    """Sizes of the mesh, and whether the stream is cut along the sequence too: "tp2", "tp4+sp", "tp2+cp2", "tp2+dp2".
+
+    Ranks of a data-parallel dim are given the same data, so that means over them are what one process has.
+    """
 
     tp: int = 2
     sequence: bool = False
     cp: int = 1
+    dp: int = 1
 
     @classmethod
     def parse(cls, told: str) -> Setting:
         sizes = {part[:2]: int(part[2:]) for part in told.split("+") if part != "sp"}
-        return cls(sizes.get("tp", 1), "sp" in told.split("+"), sizes.get("cp", 1))
+        return cls(sizes.get("tp", 1), "sp" in told.split("+"), sizes.get("cp", 1), sizes.get("dp", 1))
 
     def __str__(self) -> str:
-        sizes = [f"{name}{size}" for name, size in (("tp", self.tp), ("cp", self.cp)) if size > 1]
+        sizes = [f"{name}{size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("dp", self.dp)) if size > 1]
         return "+".join([*sizes, "sp"] if self.sequence else sizes)
 
     @property
     def mesh(self) -> dict[str, int]:
         """Its dims, outermost first."""
-        return {name: size for name, size in (("cp", self.cp), ("tp", self.tp)) if size > 1}
+        sizes = (("dp_shard", self.dp), ("cp", self.cp), ("tp", self.tp))
+        return {name: size for name, size in sizes if size > 1}
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.cp
+        return self.tp * self.cp * self.dp
 
 
 @dataclass(frozen=True)

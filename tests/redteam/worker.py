@@ -108,7 +108,7 @@ def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: s
         mesh = init_device_mesh("cpu", tuple(setting.mesh.values()), mesh_dim_names=tuple(setting.mesh))
         unguarded = {"path_guard": "off"} if fault else {}  # a planted fault is code that the plan never saw
         sharded = autoplan.parallelize(build(case), mesh, made, **case.options, **unguarded)
-        split = sum(isinstance(p, DTensor) and not p.placements[0].is_replicate() for p in sharded.parameters())
+        split = sum(isinstance(p, DTensor) and not p.placements[-1].is_replicate() for p in sharded.parameters())
         with _planted(fault, sharded):
             worst, at, names = 0.0, "", iter([*(step.name for step in steps), "end"])
             compared = _compared(case, sharded, steps)
@@ -171,9 +171,12 @@ def _with_whole_buffers(expected: dict[str, Any], found: dict[str, Any]) -> dict
         if len(dims) != 1:
             continue
         parts = [value]
-        if value.shape[dims[0]] * dist.get_world_size() == wanted.shape[dims[0]]:
-            parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+        number, ranks = wanted.shape[dims[0]] // max(1, value.shape[dims[0]]), dist.get_world_size()
+        if value.shape[dims[0]] * number == wanted.shape[dims[0]] and number > 1 and ranks % number == 0:
+            parts = [torch.empty_like(value) for _ in range(ranks)]
             dist.all_gather(parts, value.contiguous())
+            first = dist.get_rank() // number * number  # tensor-parallel ranks are neighbours
+            parts = parts[first : first + number]
         whole[name] = torch.cat(parts, dims[0])
         # Ranks may have rows of several pieces each, or all of them some rows: are they those of the whole?
         rows, all_rows = (

@@ -92,9 +92,9 @@ def answered_for(held: Held, gradient: DTensor) -> list[int]:
 
 # `parameter.data = x` for a sharded parameter: the model computes with the local shard of x from then on.
 #
-# x may be a DTensor with the parameter's placements (`parameter.data * 0.9`), or a full plain tensor in the
-# checkpoint's order. Anything else is refused, since it would be ignored. So is an assignment to a parameter that FSDP2
-# shards, since FSDP2 gathers from memory of its own.
+# x may be a DTensor on the parameter's mesh (`parameter.data * 0.9`, a piece of one vector of all parameters), or a
+# full plain tensor in the checkpoint's order. Anything else is refused, since it would be ignored. So is an assignment
+# to a parameter that FSDP2 shards, since FSDP2 gathers from memory of its own.
 
 
 def assign_data(parameter: DTensor, value: Any) -> bool:
@@ -107,9 +107,9 @@ def assign_data(parameter: DTensor, value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
         _refuse(parameter, value, held, "which must be a tensor")
     if isinstance(value, DTensor):
-        own = (parameter.device_mesh, parameter.placements, parameter.shape)
-        if (value.device_mesh, value.placements, value.shape) != own:
-            _refuse(parameter, value, held, "which has another mesh, placement or shape")
+        if (value.device_mesh, value.shape) != (parameter.device_mesh, parameter.shape):
+            _refuse(parameter, value, held, "which has another mesh or shape")
+        value = value.detach().redistribute(placements=parameter.placements)
     elif tuple(value.shape) != held.shape:
         _refuse(parameter, value, held, "which has another shape")
     else:

@@ -57,9 +57,9 @@ class WholeWeightGenerated(nn.Module):
         return x + self.down(torch.bmm(x, w).relu())
 
 
-@case(call(X, C), inputs=XC, tp=BOTH)
+@case(call(X, C), inputs=XC, tp=BOTH, allowed=HOSTILE)
 class MixtureOfWeights(nn.Module):
-    """CondConv: weights are mixed for each row, before they are used."""
+    """CondConv: three weights are mixed for each row, before they are used; three ranks would hold one each."""
 
     def __init__(self):
         super().__init__()

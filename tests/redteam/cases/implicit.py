@@ -214,9 +214,9 @@ class NewtonOnHidden(nn.Module):
         return self.down(z)
 
 
-@case(call(X))
+@case(call(X), allowed=HOSTILE)
 class ContinuousDepth(nn.Module):
-    """The weights of a layer are a polynomial of its depth."""
+    """The weights of a layer are a polynomial of its depth, whose three terms two ranks do not divide."""
 
     def __init__(self):
         super().__init__()

@@ -1,0 +1,87 @@
+"""Refuse what FSDP2 loses silently: changes of gathered parameters, and hooks on parameters. And copies.
+
+FSDP2 gathers the parameters of a unit into memory of its own, and frees it after the forward: what a forward writes
+into a parameter (a clamp, a moving average) is gone. It cannot be carried back, since data-parallel ranks write what
+their own data says. And FSDP2 sets gradients itself, so that hooks on parameters never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.common.errors import AutoplanError
+
+
+def watch_lost(units: Iterable[tuple[str, nn.Module]], ignored: Container[nn.Parameter]) -> None:
+    """Check units, inner ones first, at each forward. FSDP2 has wrapped all of them already: these hooks run while
+    parameters are gathered. `ignored`: parameters that FSDP2 leaves alone."""
+    inside: set[nn.Module] = set()
+    for name, unit in units:
+        own = [(f"{name}.{path}".strip("."), module) for path, module in unit.named_modules() if module not in inside]
+        inside.update(module for _, module in own)
+        watched = [
+            (f"{path}.{key}".lstrip("."), module, key, parameter)
+            for path, module in own
+            for key, parameter in module._parameters.items()
+            if parameter is not None and parameter not in ignored
+        ]
+        if watched:
+            watch = _Watch(watched)
+            unit.register_forward_pre_hook(watch.begin)
+            unit.register_forward_hook(watch.end, prepend=True)
+
+
+class _Watch:
+    """The parameters of one unit: name, module and key, and the parameter as it lies on ranks."""
+
+    def __init__(self, watched: list[tuple[str, nn.Module, str, nn.Parameter]]) -> None:
+        self.watched = watched
+        self.versions: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def begin(self, unit: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return
+        self.versions.clear()
+        for name, module, key, on_ranks in self.watched:
+            if any(not _is_own(hook) for hook in (on_ranks._backward_hooks or {}).values()):
+                raise AutoplanError(
+                    f"a hook on the parameter {name} would never run: FSDP2 sets its gradient without it",
+                    hint="register_post_accumulate_grad_hook, or change gradients after backward",
+                )
+            gathered = module._parameters.get(key)
+            if gathered is not None and gathered is not on_ranks and not gathered.is_inference():
+                self.versions[name] = gathered, gathered._version
+
+    def end(self, unit: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for name, (gathered, version) in self.versions.items():
+            if gathered._version != version:
+                raise AutoplanError(
+                    f"the forward of {type(unit).__name__} changes the parameter {name} in place: FSDP2 gathers it "
+                    "for the forward and loses the change",
+                    hint="change it outside of the forward, after the optimizer's step; or leave dp_shard out of the "
+                    "mesh",
+                )
+        self.versions.clear()
+
+
+def _is_own(hook: Any) -> bool:
+    """Return whether a hook is autoplan's: it serves gradients that do not come from the forward."""
+    return type(hook).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """Say what to do instead of `copy.deepcopy(model)`, which FSDP2 does not support."""
+    vars(model)["__deepcopy__"] = _no_copy
+
+
+def _no_copy(memo: Any) -> Any:
+    raise AutoplanError(
+        "a model in FSDP2 units cannot be copied: each unit gathers parameters into memory of its own",
+        hint="copy the model before autoplan.parallelize and shard the copy too; or average state_dict()s",
+    )

@@ -1,0 +1,103 @@
+"""What FSDP2 would lose without a word is refused: writes of a forward into parameters, hooks on them, copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mesh_toys import Block, Deep, deep, ids, layers_only, mesh_of
+from torch import nn
+
+import autoplan
+from autoplan.check.ranks.run import run_ranks
+from autoplan.common.errors import AutoplanError
+
+
+class Clamped(Block):
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        with torch.no_grad():
+            self.norm.weight.clamp_(max=0.5)
+        return super().forward(x, cache)
+
+
+class Crossed(nn.Module):
+    """Two equal blocks, of which one never runs by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (
+            nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)),
+            nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two[1](self.two[0](self.one(x)))
+
+
+def clamping() -> Deep:
+    model = deep()
+    model.blocks[1] = Clamped().double()
+    return model
+
+
+def renormed() -> Deep:
+    model = deep()
+    model.table.max_norm = 0.1
+    return model
+
+
+def run(model: Any) -> None:
+    model(ids(2)).sum().backward()
+
+
+def hooked(model: Any) -> None:
+    model.blocks[0].first.up.weight.register_hook(lambda gradient: gradient * 0.5)
+    run(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "do", "said"),
+    [
+        (clamping, run, "parameter blocks.1.norm.weight in place"),
+        (renormed, run, "parameter table.weight in place"),
+        (deep, hooked, "hook on the parameter blocks.0.first.up.weight would never run"),
+        (deep, copy.deepcopy, "cannot be copied"),
+    ],
+)
+def test_it_is_refused_by_name(make: Callable[[], Deep], do: Callable[[Any], Any], said: str) -> None:
+    def rank_body(rank: int) -> None:
+        model = make()
+        autoplan.parallelize(model, mesh_of(dp=2), layers_only(model))
+        with pytest.raises(AutoplanError, match=said):
+            do(model)
+
+    run_ranks(rank_body, 2)
+
+
+def test_what_is_not_lost_is_left_alone() -> None:
+    """Inference mode, hooks that FSDP2 calls, writes between steps."""
+
+    def rank_body(rank: int) -> int:
+        model = deep()
+        autoplan.parallelize(model, mesh_of(dp=2), layers_only(model))
+        sizes: list[float] = []
+        weight = model.blocks[0].first.up.weight
+        weight.register_post_accumulate_grad_hook(lambda p: sizes.append(float(p.grad.full_tensor().norm())))
+        with torch.no_grad():
+            weight.mul_(0.5)
+        for _ in range(2):
+            run(model)
+        with torch.inference_mode():
+            model(ids(2))
+        return len(sizes)
+
+    assert run_ranks(rank_body, 2) == [2, 2]
+
+
+def test_blocks_that_never_run_by_themselves_are_no_units() -> None:
+    torch.manual_seed(0)
+    plan = autoplan.plan(Crossed(), tp_size=2)
+    assert not any("two" in stack.fqns for stack in plan.layers)
