@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
 
@@ -54,7 +55,8 @@ class _Watch:
                 )
             gathered = module._parameters.get(key)
             if gathered is not None and gathered is not on_ranks and not gathered.is_inference():
-                self.versions[name] = gathered, gathered._version
+                local = gathered._local_tensor if isinstance(gathered, DTensor) else gathered  # what is written into
+                self.versions[name] = local, local._version
 
     def end(self, unit: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():

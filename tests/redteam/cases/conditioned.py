@@ -57,9 +57,9 @@ class WholeWeightGenerated(nn.Module):
         return x + self.down(torch.bmm(x, w).relu())
 
 
-@case(call(X, C), inputs=XC, tp=BOTH, allowed=HOSTILE)
+@case(call(X, C), inputs=XC, tp=BOTH)
 class MixtureOfWeights(nn.Module):
-    """CondConv: three weights are mixed for each row, before they are used; three ranks would hold one each."""
+    """CondConv: weights are mixed for each row, before they are used."""
 
     def __init__(self):
         super().__init__()

@@ -80,9 +80,9 @@ class HookOnUp(Net):
     """A forward hook on a layer whose output is split."""
 
 
-@case(call(X, _do=hooked(lambda m: m.block)), allowed=HOSTILE)
+@case(call(X, _do=hooked(lambda m: m.block)))
 class HookOnBlock(Net):
-    """A forward hook on a whole block, whose gradient ranks sum only behind the hook."""
+    """A forward hook on a whole block: sound."""
 
 
 @case(call(X, _do=hooked(lambda m: m.block.down)))

@@ -214,9 +214,9 @@ class NewtonOnHidden(nn.Module):
         return self.down(z)
 
 
-@case(call(X), allowed=HOSTILE)
+@case(call(X))
 class ContinuousDepth(nn.Module):
-    """The weights of a layer are a polynomial of its depth, whose three terms two ranks do not divide."""
+    """The weights of a layer are a polynomial of its depth."""
 
     def __init__(self):
         super().__init__()

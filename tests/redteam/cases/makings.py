@@ -172,9 +172,9 @@ def halve(module, given, gave):
     return tuple(g * 0.5 if g is not None else None for g in given)
 
 
-@case(call(X), inputs={"x": ASKING}, input_gradients=True, allowed=HOSTILE)
+@case(call(X), inputs={"x": ASKING}, input_gradients=True)
 class ScaledByBackwardHook(nn.Module):
-    """A hook made in the constructor halves what flows back into a block, on ranks a part of a sum."""
+    """A hook made in the constructor halves what flows back into a block."""
 
     def __init__(self):
         super().__init__()
