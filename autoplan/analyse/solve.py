@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 
 from autoplan.analyse.infer import Axes, infer_axes
@@ -114,9 +115,8 @@ def solve(
     positions treat independently (heads).
     """
     trace = without_own_loss(trace)
-    flow = CallFlow(trace)
-    axes = infer_axes(trace)
-    refusals: list[AxisWhole] = []
+    flow = CallFlow(trace, blocks=chain.from_iterable(sequence_stacks or ()))
+    axes, refusals = infer_axes(trace), list[AxisWhole]()
     if context:
         demands = demands.and_also(_whole_but_mixed(trace, flow, axes, tp, scoped, demands, sequence_stacks or ()))
     done = _settle(trace, flow, axes, tp, refusals, scoped, demands)

@@ -35,9 +35,11 @@ class CallFlow:
     calls whose values others read without receiving them as arguments, with the tensors of their ops.
     """
 
-    def __init__(self, trace: Trace, asking: Iterable[int] = ()) -> None:
-        """`asking`: inputs that get a gradient, besides those that required one when recorded."""
+    def __init__(self, trace: Trace, asking: Iterable[int] = (), blocks: Iterable[str] = ()) -> None:
+        """`asking`: inputs that get a gradient, besides those that required one when recorded. `blocks`: modules between
+        which the sequence is sharded, so that the gradients of their inputs stay whole."""
         self.trace = trace
+        self.blocks = frozenset(blocks)
         self.inputs: list[list[int]] = []
         self.outputs: list[list[int]] = []
         self.producer: dict[int, int] = {}

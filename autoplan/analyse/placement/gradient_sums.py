@@ -135,7 +135,7 @@ class GradientSums(CutProblem):
                 known for known in reversed(inner) if span.start in known[0] and span.stop <= known[0].stop
             )
             self._edge("whole", place, outer, price * len(names) + depth + 1)
-            self._edge("whole", outer, place, _DIVIDED)
+            self._edge("whole", outer, place, HARD if names[0].module in self.flow.blocks else _DIVIDED)
             inner.append((span, place, depth + 1))
             self.boundaries.append((place, outer, names))
         for use, place in reads.items():
