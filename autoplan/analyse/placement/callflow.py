@@ -36,8 +36,8 @@ class CallFlow:
     """
 
     def __init__(self, trace: Trace, asking: Iterable[int] = (), blocks: Iterable[str] = ()) -> None:
-        """`asking`: inputs that get a gradient, besides those that required one when recorded. `blocks`: modules between
-        which the sequence is sharded, so that the gradients of their inputs stay whole."""
+        """`asking`: inputs that get a gradient, besides those that required one when recorded. `blocks`: modules with
+        the sequence sharded between them, so that the gradients of their inputs stay whole."""
         self.trace = trace
         self.blocks = frozenset(blocks)
         self.inputs: list[list[int]] = []
