@@ -26,7 +26,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import change_at, flatten_tensors
 from autoplan.common.options import DataParallel
 from autoplan.execute.collectives import all_reduce_over, in_backward, like, mesh_device
-from autoplan.execute.data_parallel.lost import refuse_copies, watch_lost
+from autoplan.execute.data_parallel.lost import list_sharded, refuse_copies, watch_lost
 from autoplan.execute.data_parallel.units import Units, choose_units, cut_dim, is_stack
 from autoplan.execute.quantised.modules import compute_in, is_packed
 from autoplan.execute.tensor_parallel import applied, record
@@ -287,6 +287,7 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
     if places is not None:
         places.watch_rest()
     watch_lost([*((name, modules[name]) for unit in units.units for name in unit.names), ("", model)], units.ignored)
+    list_sharded(model)
     refuse_copies(model)
     if _writes_text(model) and any(_writes_text(module) for module in model.modules() if module is not model):
         register_fsdp_forward_method(model, "generate")  # a wrapper's generate calls the inner model's forward only

@@ -3,15 +3,20 @@
 FSDP2 gathers the parameters of a unit into memory of its own, and frees it after the forward: what a forward writes
 into a parameter (a clamp, a moving average) is gone. It cannot be carried back, since data-parallel ranks write what
 their own data says. And FSDP2 sets gradients itself, so that hooks on parameters never run.
+
+Gathered parameters stay in place after a forward without a backward (an evaluation). `parameters()` frees them first:
+an optimizer that is made then would update copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
@@ -75,6 +80,32 @@ class _Watch:
 def _is_own(hook: Any) -> bool:
     """Return whether a hook is autoplan's: it serves gradients that do not come from the forward."""
     return type(hook).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def list_sharded(model: nn.Module) -> None:
+    """Let `model.parameters()` and `named_parameters()` return sharded parameters also after an evaluation."""
+    running: set[nn.Module] = set()
+    model.register_forward_pre_hook(partial(_begin, running))
+    model.register_forward_hook(partial(_end, running), always_call=True)
+    vars(model)["named_parameters"] = partial(_named_parameters, model, running)
+
+
+def _begin(running: set[nn.Module], model: nn.Module, args: tuple[Any, ...]) -> None:
+    running.add(model)
+
+
+def _end(running: set[nn.Module], model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    running.discard(model)
+
+
+def _named_parameters(
+    model: nn.Module, running: set[nn.Module], *args: Any, **options: Any
+) -> Iterator[tuple[str, nn.Parameter]]:
+    if model not in running and not torch.compiler.is_compiling():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+    return type(model).named_parameters(model, *args, **options)
 
 
 def refuse_copies(model: nn.Module) -> None:

@@ -224,6 +224,7 @@ def held_by(parameter: torch.Tensor) -> Held | None:
 
 def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Held | None]]:
     """Yield (checkpoint name, parameter, how it is held or None) for every name (tied parameters repeat)."""
+    model.named_parameters()  # frees what FSDP2 gathered for a forward without a backward
     for path, module in model.named_modules(remove_duplicate=False):
         record = record_of(module)
         for name, parameter in module._parameters.items():

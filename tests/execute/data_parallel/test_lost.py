@@ -97,6 +97,29 @@ def test_what_is_not_lost_is_left_alone() -> None:
     assert run_ranks(rank_body, 2) == [2, 2]
 
 
+def test_an_optimizer_made_after_an_evaluation_updates_the_model() -> None:
+    """FSDP2 leaves what it gathered for a forward without a backward."""
+
+    def trained(model: Any) -> None:
+        with torch.no_grad():
+            model(ids(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run(model)
+        optimizer.step()
+
+    def rank_body(rank: int) -> dict[str, torch.Tensor]:
+        model = deep()
+        autoplan.parallelize(model, mesh_of(dp=2), layers_only(model))
+        trained(model)
+        return autoplan.full_tensors(model)
+
+    unsharded = deep()
+    trained(unsharded)
+    for found in run_ranks(rank_body, 2):
+        for name, parameter in unsharded.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach(), msg=name)
+
+
 def test_blocks_that_never_run_by_themselves_are_no_units() -> None:
     torch.manual_seed(0)
     plan = autoplan.plan(Crossed(), tp_size=2)
