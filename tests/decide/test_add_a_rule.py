@@ -97,6 +97,7 @@ def test_one_document_is_all_it_takes(my_rules: Path) -> None:
     (my_rules / "roles" / "bilinear-mlp.toml").write_text(DOCUMENT, "utf-8")
     read._load.cache_clear()
     assert rules_of_entries() == {
+        "norm": ("generic", "generic"),  # its gradients are summed: nobody asks for those of x
         "a": ("bilinear-mlp", "left factor"),
         "b": ("bilinear-mlp", "right factor"),
         "c": ("bilinear-mlp", "down"),

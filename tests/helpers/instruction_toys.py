@@ -63,6 +63,21 @@ class OwnTable(nn.Module):
         return F.linear(F.embedding(ids, self.table).tanh(), self.table)
 
 
+class Gated(nn.Module):
+    """Two split MLPs and a whole gate read one value: one sum serves all, and the gate's gradient is divided for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.gate = nn.Embedding(40, 16), nn.LayerNorm(16), nn.Linear(16, 3)
+        self.one, self.two = (nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        y = self.norm(x)
+        weights = self.gate(y).softmax(-1)
+        return x + self.one(y) * weights[..., :1] + self.two(y) * weights[..., 1:2]
+
+
 class OneRow(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -201,6 +216,7 @@ TOYS: dict[str, Callable[[], Subject]] = {
     "constant": lambda: toy(Between(lambda h: h * torch.arange(32).to(h))),
     "own table": lambda: toy(OwnTable(), IDS),
     "one row": lambda: toy(OneRow(), IDS),
+    "gated": lambda: toy(Gated(), IDS),
     "own product": lambda: toy(OwnProduct()),
     "sorted": lambda: toy(Sorted()),
     "half split": lambda: toy(HalfSplit()),

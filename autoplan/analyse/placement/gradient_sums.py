@@ -81,7 +81,7 @@ class GradientSums(CutProblem):
         if factors is None:
             return super()._enters_split(index, reads, makes)
         for tensor, place in (*reads.items(), *makes.items()):
-            self._answer(NO if tensor in factors else YES, "whole", place)
+            self.answer(NO if tensor in factors else YES, "whole", place)
         return True
 
     def _tie_runs(self) -> None:
@@ -91,7 +91,7 @@ class GradientSums(CutProblem):
             by_point[names[0].module, tuple(one.path for one in names)].append((place, outer))
         for pairs in by_point.values():
             for side in zip(*pairs, strict=True):
-                self._alike("whole", side)
+                self.alike("whole", side)
 
     def _passes_gradients(self, index: int) -> bool:
         flow, call = self.flow, self.trace.calls[index]
@@ -124,24 +124,24 @@ class GradientSums(CutProblem):
         branching = any(self.trace.calls[use].module in self.flow.branching for use in uses)
         leaving = None if index == OUTSIDE or branching else self.hook_points.leaving(tensor, index)
         at_output = price * _COLLECTED if tensor in self.collected else price + self._handed_up(version)
-        self._edge("whole", root, made, 1 if parameter else HARD if leaving is None or mixed else at_output)
-        self._edge("whole", made, root, _DIVIDED if mixed and (parameter or leaving is not None) else HARD)
+        self.edge("whole", root, made, 1 if parameter else HARD if leaving is None or mixed else at_output)
+        self.edge("whole", made, root, _DIVIDED if mixed and (parameter or leaving is not None) else HARD)
         if not parameter:
-            self._answer(YES, "whole", made, HARD if tensor in self.collected else _PASSED)
+            self.answer(YES, "whole", made, HARD if tensor in self.collected else _PASSED)
         inner: list[tuple[range, Place, int]] = [(range(-1, len(self.trace.calls)), root, 0)]
         for span, names in () if branching or mixed else self._entering(version, reads):
             place = version, "input", names[0].visit
             _, outer, depth = next(
                 known for known in reversed(inner) if span.start in known[0] and span.stop <= known[0].stop
             )
-            self._edge("whole", place, outer, price * len(names) + depth + 1)
-            self._edge("whole", outer, place, HARD if names[0].module in self.flow.blocks else _DIVIDED)
+            self.edge("whole", place, outer, price * len(names) + depth + 1)
+            self.edge("whole", outer, place, HARD if names[0].module in self.flow.blocks else _DIVIDED)
             inner.append((span, place, depth + 1))
             self.boundaries.append((place, outer, names))
         for use, place in reads.items():
             outer = next(known[1] for known in reversed(inner) if use in known[0])
-            self._edge("whole", place, outer, HARD if mixed or use == OUTSIDE else price * _INSIDE)
-            self._edge("whole", outer, place)
+            self.edge("whole", place, outer, HARD if mixed or use == OUTSIDE else price * _INSIDE)
+            self.edge("whole", outer, place)
             self.inside.append((place, outer))
 
     def _entering(self, version: Version, reads: Mapping[int, Place]) -> Iterator[tuple[range, list[Crossing]]]:

@@ -99,8 +99,8 @@ class CutProblem:
             if not flow.is_identity(index):
                 self._add_call(index)
         for tensor in sorted(flow.final):
-            self._answer(NO, "part", place := self._read(tensor, OUTSIDE))
-            self._answer(YES, "whole", place)
+            self.answer(NO, "part", place := self._read(tensor, OUTSIDE))
+            self.answer(YES, "whole", place)
         for version, reads in self.read.items():
             if reads:
                 self._add_sum(version)
@@ -111,14 +111,14 @@ class CutProblem:
         self.graph = free.copy()
         for index, is_delayed in delayed.items():
             part, factors = self.products[index]
-            self._answer(YES if is_delayed else NO, "part", part)
+            self.answer(YES if is_delayed else NO, "part", part)
             for factor in factors:
                 if is_delayed:
-                    self._answer(NO, "whole", factor)
+                    self.answer(NO, "whole", factor)
                 elif self._passes_gradients(index):
-                    self._edge("whole", factor, self.calls[index][1][0])
+                    self.edge("whole", factor, self.calls[index][1][0])
                 else:
-                    self._answer(YES, "whole", factor)
+                    self.answer(YES, "whole", factor)
         _, (_, yes) = nx.minimum_cut(self.graph, NO, YES, flow_func=boykov_kolmogorov)
         self.graph = free
         return set(yes)
@@ -132,11 +132,11 @@ class CutProblem:
             return version in self.partial
         return version[0] in self.reached and self.shards.has_whole_part(version[0])
 
-    def _edge(self, question: str, no: Place, yes: Place, capacity: int = HARD) -> None:
+    def edge(self, question: str, no: Place, yes: Place, capacity: int = HARD) -> None:
         if self._asked(question, no) and self._asked(question, yes):
             self._price((question, no), (question, yes), capacity)
 
-    def _answer(self, answer: str, question: str, place: Place, price: int = HARD) -> None:
+    def answer(self, answer: str, question: str, place: Place, price: int = HARD) -> None:
         if self._asked(question, place):
             node = question, place
             no, yes = (node, YES) if answer == YES else (NO, node)
@@ -146,10 +146,10 @@ class CutProblem:
         """Set the price of two answers together; the highest that is set counts."""
         self.graph.add_edge(no, yes, capacity=max(price, self.graph.get_edge_data(no, yes, {}).get("capacity", 0)))
 
-    def _alike(self, question: str, places: Iterable[Place]) -> None:
+    def alike(self, question: str, places: Iterable[Place]) -> None:
         for a, b in pairwise(place for place in places if self._asked(question, place)):
-            self._edge(question, a, b)
-            self._edge(question, b, a)
+            self.edge(question, a, b)
+            self.edge(question, b, a)
 
     # Values
 
@@ -164,12 +164,12 @@ class CutProblem:
 
     def _read(self, tensor: int, index: int) -> Place:
         if tensor not in self.latest:
-            self._answer(YES, "whole", self._make(tensor, OUTSIDE, False))
+            self.answer(YES, "whole", self._make(tensor, OUTSIDE, False))
         version = self.latest[tensor]
         read = version, "read", index
         self.read[version].append(read)
         self._whole_gradient_of_parts(read)
-        self._edge("part", (version, "made", version[1]), read)
+        self.edge("part", (version, "made", version[1]), read)
         return read
 
     def _add_sum(self, version: Version) -> None:
@@ -178,9 +178,9 @@ class CutProblem:
         elements = prod(self.trace.tensors[version[0]].shape)
         price = 1 if version[0] in self.weights else 2 * elements * ELEMENT + 1
         for question in ("part", "whole"):
-            self._edge(question, served, made, capacity=price)
+            self.edge(question, served, made, capacity=price)
             for read in reads if len(reads) > 1 else ():
-                self._edge(question, read, served)
+                self.edge(question, read, served)
 
     def _served(self, version: Version) -> Place:
         return self.read[version][0] if len(self.read[version]) == 1 else (version, "summed", version[1])
@@ -202,13 +202,13 @@ class CutProblem:
         self.calls[index] = [*reads.values()], [*makes.values()]
         for made in makes.values():
             if kind in LEAVES_PARTS:
-                self._answer(YES, "part", made)
+                self.answer(YES, "part", made)
             for tensor in passing:  # a full value can be added to a part: one rank adds it
-                self._edge("part", made, reads[tensor])
+                self.edge("part", made, reads[tensor])
                 if not adds(call):
-                    self._edge("part", reads[tensor], made)
+                    self.edge("part", reads[tensor], made)
         for tensor in reads.keys() - passing:
-            self._answer(NO, "part", reads[tensor])
+            self.answer(NO, "part", reads[tensor])
         if not flow.passes_gradients(index) or self.reached.isdisjoint(outputs):
             return
         if self._enters_split(index, reads, makes):
@@ -219,13 +219,13 @@ class CutProblem:
             self.products[index] = reads[passing[0]], factors
         others = [place for place in (*reads.values(), *makes.values()) if place not in factors]
         if self._passes_gradients(index):
-            self._alike("whole", others)
+            self.alike("whole", others)
             for made in makes.values():
                 for factor in factors:
-                    self._edge("whole", made, factor)
+                    self.edge("whole", made, factor)
         else:
             for place in others:
-                self._answer(YES, "whole", place)
+                self.answer(YES, "whole", place)
 
     def _passing(self, index: int, reads: Mapping[int, Place]) -> list[int]:
         """Return the inputs that can be partial if the one result is: terms of a sum, or one factor."""
@@ -265,18 +265,18 @@ class CutProblem:
             if tensor == bias or shards.is_split(tensor) or not self._asked("whole", place):
                 continue
             if kind or all(map(shards.is_split, made_of(call, tensor, shards) & self.flow.carries)):
-                self._answer(NO, "whole", place)
+                self.answer(NO, "whole", place)
                 entering = True
         replicated = [place for tensor, place in (*reads.items(), *makes.items()) if shards.is_mixed(tensor)]
         for place in makes.values():
             if kind:
-                self._answer(YES, "whole", place)
+                self.answer(YES, "whole", place)
             elif place not in replicated:
                 replicated.append(place)
-        self._alike("whole", replicated)
+        self.alike("whole", replicated)
         if entering:
             for place in replicated:
-                self._answer(NO, "whole", place)
+                self.answer(NO, "whole", place)
         return True
 
     # The answer

@@ -53,7 +53,7 @@ class _Watch:
             return
         self.versions.clear()
         for name, module, key, on_ranks in self.watched:
-            if any(not _is_own(hook) for hook in (on_ranks._backward_hooks or {}).values()):
+            if any(not _is_known(hook) for hook in (on_ranks._backward_hooks or {}).values()):
                 raise AutoplanError(
                     f"a hook on the parameter {name} would never run: FSDP2 sets its gradient without it",
                     hint="register_post_accumulate_grad_hook, or change gradients after backward",
@@ -77,9 +77,9 @@ class _Watch:
         self.versions.clear()
 
 
-def _is_own(hook: Any) -> bool:
-    """Return whether a hook is autoplan's: it serves gradients that do not come from the forward."""
-    return type(hook).__module__.partition(".")[0] == __name__.partition(".")[0]
+def _is_known(hook: Any) -> bool:
+    """Return whether a hook is autoplan's (for gradients that do not come from the forward) or a tool's of torch."""
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in ("autoplan", "torch")
 
 
 def list_sharded(model: nn.Module) -> None:
