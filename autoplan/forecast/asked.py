@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,7 +19,7 @@ from autoplan.common.options import (
     check_count,
 )
 from autoplan.execute.data_parallel.mesh_dims import ALIASES, LEFT_ALONE
-from autoplan.forecast.step import Loss
+from autoplan.forecast.step import Loss, Setting, Steps, size_priced
 from autoplan.forecast.trained import OPTIMIZERS
 from autoplan.values.estimate import TRAIN
 
@@ -289,3 +289,32 @@ class Asked:
     def data_parallel(self) -> bool:
         known = ("dp_shard", "dp", "fsdp", "dp_shard_cp")
         return self.train != "inference" and any(name in known for name, _ in self.mesh)
+
+
+# Where the question that is priced differs from the one that was asked
+
+
+def not_applied(steps: Steps, setting: Setting) -> dict[str, str]:
+    """Return what of the requested parallelism the plan does not apply, with its sentence."""
+    plan = steps.split(setting.tp, setting.ep, setting.sequence_parallel, setting.cp)
+    asked = {"experts": "experts apart", "sequence": "sequence parallel"}
+    return {asked[one.check]: one.message for one in plan.findings if one.level == "warn" and one.check in asked}
+
+
+def how_priced(steps: Steps, asked: Asked, setting: Setting) -> tuple[str, ...]:
+    """Return what was requested besides sizes, dtypes and the optimizer, as far as the plan applies it."""
+    missing = not_applied(steps, setting)
+    return tuple(text for text in asked.how if text not in missing)
+
+
+def notes_on_question(steps: Steps, asked: Asked, setting: Setting) -> Iterator[str]:
+    """Yield where the priced question differs from the requested one, or its size exceeds the config's."""
+    positions, (batch, tokens) = steps.check_length(asked.sequence), size_priced(steps, setting)
+    if 0 < positions < tokens:
+        yield f"{tokens:,} tokens exceed the config's {positions:,} positions: it runs, but was not trained for that"
+    if not tokens:
+        yield f"the inputs have no token dim: sequence={asked.sequence} has no effect, and speed is in samples"
+    if batch != asked.batch or tokens not in (0, asked.sequence):
+        yield (f"{asked.batch} × {asked.sequence} tokens were requested, but inputs of that size cannot be made; "
+               f"all figures are for {batch} × {tokens or 'samples'}")  # fmt: skip
+    yield from (f"no effect: {text}" for text in (*asked.unused, *not_applied(steps, setting).values()))

@@ -15,9 +15,9 @@ from autoplan.capture.known_values import KnownValues
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.options import check_argument, check_expert_size
 from autoplan.common.random_values import untouched_randomness
-from autoplan.forecast.asked import Asked, mesh_sizes
+from autoplan.forecast.asked import Asked, how_priced, mesh_sizes, notes_on_question
 from autoplan.forecast.devices import load_device
-from autoplan.forecast.estimate import estimate_with, how_priced, notes_on_question
+from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.recording.record import Marks, record_step
 from autoplan.forecast.recording.tape import Message
 from autoplan.forecast.sharded import as_on_a_gpu, fake_mesh, faker, group_names, local_piece

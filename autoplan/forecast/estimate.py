@@ -19,7 +19,7 @@ from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.common.options import Request, check_expert_size
 from autoplan.common.random_values import working_dtype
 from autoplan.execute.data_parallel.fsdp import default_precision
-from autoplan.forecast.asked import CACHE_DTYPES, Asked, mesh_sizes
+from autoplan.forecast.asked import CACHE_DTYPES, Asked, how_priced, mesh_sizes, notes_on_question
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.memory import DataRanks, Walk, alike, held_bytes
 from autoplan.forecast.sharded import UnitSize
@@ -322,32 +322,6 @@ f"dequantised; in the dtype of the others they take {plain:,.1f} GiB"
         f"trained weights are counted unquantised, {plain:,.1f} GiB on all ranks; the quantised checkpoint takes "
 f"{stored:,.1f} GiB"
     )  # fmt: skip
-
-
-def not_applied(steps: Steps, setting: Setting) -> dict[str, str]:
-    """Return what of the requested parallelism the plan does not apply, with its sentence."""
-    plan = steps.split(setting.tp, setting.ep, setting.sequence_parallel, setting.cp)
-    asked = {"experts": "experts apart", "sequence": "sequence parallel"}
-    return {asked[one.check]: one.message for one in plan.findings if one.level == "warn" and one.check in asked}
-
-
-def how_priced(steps: Steps, asked: Asked, setting: Setting) -> tuple[str, ...]:
-    """Return what was requested besides sizes, dtypes and the optimizer, as far as the plan applies it."""
-    missing = not_applied(steps, setting)
-    return tuple(text for text in asked.how if text not in missing)
-
-
-def notes_on_question(steps: Steps, asked: Asked, setting: Setting) -> Iterator[str]:
-    """Yield where the priced question differs from the requested one, or its size exceeds the config's."""
-    positions, (batch, tokens) = steps.check_length(asked.sequence), size_priced(steps, setting)
-    if 0 < positions < tokens:
-        yield f"{tokens:,} tokens exceed the config's {positions:,} positions: it runs, but was not trained for that"
-    if not tokens:
-        yield f"the inputs have no token dim: sequence={asked.sequence} has no effect, and speed is in samples"
-    if batch != asked.batch or tokens not in (0, asked.sequence):
-        yield (f"{asked.batch} × {asked.sequence} tokens were requested, but inputs of that size cannot be made; "
-               f"all figures are for {batch} × {tokens or 'samples'}")  # fmt: skip
-    yield from (f"no effect: {text}" for text in (*asked.unused, *not_applied(steps, setting).values()))
 
 
 def _window_note(passing: int) -> Iterator[str]:
