@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
@@ -195,7 +194,9 @@ def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     raw, shape = _raw(x), list(shape)
     if -1 in shape:
-        elements = prod(size for size in shape if size != -1)
+        elements = 1  # torch.compile cannot trace prod() of a generator
+        for size in shape:
+            elements *= 1 if size == -1 else size
         shape[shape.index(-1)] = _whole_shape(cls, x).numel() // elements if elements else -1
     if shape[-1] != cls.vocabulary:
         return NotImplemented
