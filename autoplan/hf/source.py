@@ -237,7 +237,7 @@ def resolve(model: Model, *, trust_remote_code: bool = False, inputs: Mapping[st
     if isinstance(model, nn.Module):
         return _from_module(model, inputs)
     raise SourceError(
-        "a model is an nn.Module, a transformers config, an exported program or a string, not {type(model).__name__}",
+        f"a model is an nn.Module, a transformers config, an exported program or a string, not {type(model).__name__}",
         hint="pass the model itself, its config, a folder, 'package.module:builder', a model type, or a hub id",
     )
 
