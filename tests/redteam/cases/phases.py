@@ -12,21 +12,11 @@ from torch.utils.checkpoint import checkpoint
 import autoplan
 
 from ..case import HOSTILE, call, case, floats, ids
-from ..parts import Attention, Mlp
+from ..parts import Attention, Mlp, Net
 
 X = floats(2, 6, 16)
 Y = floats(2, 6, 16, seed=1)
 BOTH = (2, 4)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mix, self.feed, self.norm, self.out = Attention(), Mlp(), nn.LayerNorm(16), nn.Linear(16, 16)
-        self.mix.k = nn.Linear(16, 16, bias=False)
-
-    def forward(self, x):
-        return self.out(self.norm(self.feed(self.mix(x))))
 
 
 def trained(model, x, y, turns=2, lr=0.05):

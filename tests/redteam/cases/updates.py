@@ -14,23 +14,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import autoplan
 
 from ..case import HOSTILE, call, case, floats
-from ..parts import Attention, Mlp
+from ..parts import Net
 
 X = floats(2, 6, 16)
 Y = floats(2, 6, 16, seed=1)
 BOTH = (2, 4)
-
-
-class Net(nn.Module):
-    """No gradient is 0 but for rounding: signs and ratios of such values mean nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.mix, self.feed, self.norm, self.out = Attention(), Mlp(), nn.LayerNorm(16), nn.Linear(16, 16)
-        self.mix.k = nn.Linear(16, 16, bias=False)
-
-    def forward(self, x):
-        return self.out(self.norm(self.feed(self.mix(x))))
 
 
 def whole(model):
