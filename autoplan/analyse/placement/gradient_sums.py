@@ -34,7 +34,9 @@ _INSIDE = 8  # a sum in a module's own code costs as much as so many at a bounda
 _COLLECTED = 3  # and one where callers collect the value, for whom it should be whole, too
 _PASSED = 64  # to leave a gradient partial where a value is made; a boundary further in costs 1
 _HANDED_UP = 32  # a sum at the output of a module whose value another module returns: its callers may read it, too
+_BLOCK = 16  # a sum at the input of a block, whose sequence is whole behind it; further in it moves the same
 _DIVIDED = 256
+_CUT = HARD >> 16  # a partial gradient of what a block takes in, where its stream is to be cut along the sequence
 
 
 class GradientSums(CutProblem):
@@ -56,6 +58,7 @@ class GradientSums(CutProblem):
             for step in way.path
         }
         self.boundaries: list[tuple[Place, Place, list[Crossing]]] = []  # behind, before, and under which names
+        self.entries: list[tuple[Place, list[Crossing]]] = []  # before the inputs of blocks
         self.inside: list[tuple[Place, Place]] = []  # where a call reads, and the place before
         # What modules with sums in their submodules return (blocks, stacks). Callers collect it, and may compute losses
         self.collected = {
@@ -134,8 +137,12 @@ class GradientSums(CutProblem):
             _, outer, depth = next(
                 known for known in reversed(inner) if span.start in known[0] and span.stop <= known[0].stop
             )
-            self.edge("whole", place, outer, price * len(names) + depth + 1)
-            self.edge("whole", outer, place, HARD if names[0].module in self.flow.blocks else _DIVIDED)
+            enters_block = names[0].module in self.flow.blocks
+            self.edge("whole", place, outer, price * len(names) + depth + 1 + _BLOCK * enters_block)
+            self.edge("whole", outer, place, HARD if enters_block else _DIVIDED)
+            if enters_block:
+                self.answer(YES, "whole", outer, _CUT)
+                self.entries.append((outer, names))
             inner.append((span, place, depth + 1))
             self.boundaries.append((place, outer, names))
         for use, place in reads.items():
@@ -196,6 +203,9 @@ class GradientSums(CutProblem):
             if (change := self._change(place, outer, partial)) is not None:
                 for crossing in names:
                     result.at_input(crossing, change)
+        for outer, names in self.entries:
+            if ("whole", outer) in partial:
+                result.partial_entries.update(names)
         for place, outer in self.inside:
             if self._change(place, outer, partial) is not None:
                 result.inside_copies[place[2]].add(place[0][0])

@@ -173,8 +173,10 @@ class _Outside:
 
     def _is_sum(self, tensor: int, maker: int) -> bool:
         """Return whether it is summed over ranks, which needs the whole gradient; then the gradient is summed, too."""
-        summed = [c for c in self.flow.leaving.get(tensor, ()) if (c, AllReduce) in self.placement.outputs]
-        self.cut.summed_back |= {(c, "output") for c in summed}
+        leaving, entering = self.flow.leaving.get(tensor, ()), self.flow.entering.get(tensor, ())
+        summed = {(c, "output") for c in leaving if (c, AllReduce) in self.placement.outputs}
+        summed |= {(c, "input") for c in entering if (c, AllReduce) in self.placement.inputs}
+        self.cut.summed_back |= summed
         if not summed and maker in self.placement.reductions:
             raise Refused(self._reason("shared-value", maker))
         return bool(summed)
