@@ -51,7 +51,6 @@ from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import DoesNotDivide, MixedWhole
 from autoplan.values.whole_sequence import WholeSequence
 
-
 HowMany = Literal["all", "most", "one"]  # stacks that are cut along their sequences
 
 
@@ -223,23 +222,22 @@ def _cut(
     solved: Callable[..., Solution], trace: Trace, stacks: tuple[tuple[str, ...], ...] | None, how_many: HowMany
 ) -> Solution:
     """The solution with stacks cut along their sequences. "all": all of them, or none. "most": those that it fails for
-    (a tower in front of the text) stay whole on every rank. "one": so do all but one. The last ones are tried first."""
+    (a tower in front of the text) stay whole on every rank; the last ones are tried first. "one": the last one."""
+    if stacks is not None and how_many == "one":
+        solution = solved(trace, sequence_stacks=stacks[-1:])
+        others = [WholeSequence("differed", stack=names[0].rpartition(".")[0]) for names in stacks[:-1] if names]
+        return replace(solution, whole_sequence=(*solution.whole_sequence, *others))
     solution = solved(trace, sequence_stacks=stacks)
-    stacks = tuple(filter(None, stacks or ()))
-    if how_many == "all" or len(stacks) < 2 or (solution.sequence_parallel and how_many == "most"):
+    if stacks is None or solution.sequence_parallel or how_many == "all":
         return solution
     kept: tuple[tuple[str, ...], ...] = ()
     whole: list[WholeSequence] = []
-    for names in reversed(stacks):
-        stack = names[0].rpartition(".")[0]
-        if kept and how_many == "one":
-            whole.append(WholeSequence("differed", stack=stack))
-            continue
-        tried = solved(trace, sequence_stacks=(names, *kept))
-        if tried.sequence_parallel:
+    for names in reversed(stacks) if len(stacks) > 1 else ():
+        tried = solved(trace, sequence_stacks=(names, *kept)) if names else None
+        if tried is not None and tried.sequence_parallel:
             solution, kept = tried, (names, *kept)
-        else:
-            whole += [replace(why, stack=stack) for why in tried.whole_sequence]
+        elif tried is not None:
+            whole += [replace(why, stack=names[0].rpartition(".")[0]) for why in tried.whole_sequence]
     return replace(solution, whole_sequence=(*solution.whole_sequence, *whole)) if kept else solution
 
 

@@ -13,7 +13,7 @@ refusal.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
 
@@ -25,9 +25,10 @@ from autoplan.analyse.placement.delayed_sums import Way
 from autoplan.analyse.placement.minimum_cut import ELEMENT, HARD, NO, OUTSIDE, YES, CutProblem, Place, Version
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.special import thin_matrix
+from autoplan.common.patterns import holders
 from autoplan.ops import call_record
 from autoplan.ops.records.answers import Reduction
-from autoplan.values import AllReduceGradient, ScaleGradient
+from autoplan.values import AllReduceGradient, ScaleGradient, Trace
 from autoplan.values.reasons import NotPlaced
 
 _INSIDE = 8  # a sum in a module's own code costs as much as so many at a boundary
@@ -61,11 +62,13 @@ class GradientSums(CutProblem):
         self.entries: list[tuple[Place, list[Crossing]]] = []  # before the inputs of blocks
         self.inside: list[tuple[Place, Place]] = []  # where a call reads, and the place before
         # What modules with sums in their submodules return (blocks, stacks). Callers collect it, and may compute losses
+        parts = _parts_of_blocks(shards.trace)
         self.collected = {
             tensor
             for visit in shards.trace.visits
             for first, last in (visit.calls,)
-            if any(first <= index < last and shards.trace.calls[index].module != visit.module for index in reductions)
+            if visit.module not in parts
+            and any(first <= index < last and shards.trace.calls[index].module != visit.module for index in reductions)
             for _, tensor in visit.outputs
         }
         super().__init__(shards, flow, reductions, flow.carries)
@@ -253,3 +256,18 @@ class GradientSums(CutProblem):
             call = self.trace.calls[index]
             tensors = tuple(t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.shards.is_split(t))
             yield Refusal(index, NotPlaced("mixed-gradients", call=call.name, module=call.module), tensors)
+
+
+def _parts_of_blocks(trace: Trace) -> set[str]:
+    """Return the modules that are part of a repeated block, and are none themselves nor hold any."""
+    alike = Counter((*_numbered(name), kind) for name, kind in trace.module_classes.items() if _numbered(name)[1])
+    blocks = {name for name, kind in trace.module_classes.items() if alike[(*_numbered(name), kind)] > 1}
+    holding = {holder for name in blocks for holder in holders(name)}
+    within = {name for name in trace.module_classes if not blocks.isdisjoint(holders(name))}
+    return within - blocks - holding
+
+
+def _numbered(name: str) -> tuple[str, bool]:
+    """Return what holds a module, and whether it is one of a list there."""
+    holder, _, last = name.rpartition(".")
+    return holder, last.isdigit()

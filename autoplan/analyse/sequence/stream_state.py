@@ -39,7 +39,9 @@ class Positions:
     @staticmethod
     def of(terms: tuple[Term, ...], in_blocks: Collection[Term], anywhere: Collection[Term]) -> Term | None:
         """The sequence among the dims of a stream of shape (batch, sequence, …, features), which may have others in
-        front: the first one whose positions some op couples, in the blocks if possible. There the batch may be second."""
+        front: the first one whose positions some op couples, in the blocks if possible. There the batch may come
+        second.
+        """
         dims = [find(term) for term in (*terms[1:-1], *(terms[:1] if len(terms) > 2 else ()))]
         found = [axis for axis in dims if axis.size > 1 and any(find(leaf).data for leaf in leaves(axis))]
         inner = [axis for axis in found if axis in dims[: len(terms) - 2]]

@@ -89,8 +89,10 @@ def _scored(blank: Score, how: How) -> Score:
 def score_clone(
     clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | None = None, one_stack: bool = False
 ) -> Score:
-    """Plan and verify a tiny model that runs; return the filled-in score. `runs` replace the clone's feeds. `one_stack`:
-    of several stacks of blocks one is sharded along its sequence, as `autoplan plan` does where all of them fail."""
+    """Plan and verify a tiny model that runs; return the filled-in score. `runs` replace the clone's feeds.
+
+    `one_stack`: of several stacks of blocks one is sharded along its sequence, as `plan` does where all of them fail.
+    """
     from autoplan.check.verify.verify import verify_clone
     from autoplan.common.options import Wish
     from autoplan.decide.plan.planner import make_plan

@@ -233,7 +233,7 @@ class Capabilities:
 
     `whole`: patterns of modules whose parameters are replicated, because sharded they gave other results. `experts`:
     experts may be distributed over ranks, if requested. `idle`: a plan may split nothing. `one_stack`: of all stacks of
-    blocks only the last that can be is sharded along the sequence (the text's, behind towers).
+    blocks only the last is sharded along its sequence (the text's, behind towers).
     """
 
     scoped: bool = True
