@@ -128,6 +128,20 @@ class Queries(EncoderDecoder):
         return self.head(encoded), x
 
 
+class Counted(WithPicture):
+    """The model's own code looks up how many positions the tower's stream has."""
+
+    def forward(self, input_ids: torch.Tensor, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, x = self.patches(pixels), self.table(input_ids)
+        for block in self.tower:
+            y = block(y)
+        y = y * {4: 2.0, 5: 0.5}[y.shape[1]]
+        x = x.masked_scatter((input_ids == 3)[..., None], y)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x), x
+
+
 def feeds_of(kind: str, length: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(4, 40, (2, length))
     if kind == "encoder":
@@ -153,6 +167,17 @@ def test_a_tower_that_cannot_be_cut_is_whole_on_every_rank() -> None:
     cut = {one.pattern.partition(".")[0] for one in plan.runtime.of(OwnPositions)}
     assert "layers" in cut and "tower" not in cut
     assert any("all blocks of tower" in finding.message for finding in plan.findings)
+    for length in (14, 11):
+        assert autoplan.verify(model, plan, inputs=feeds_of("picture", length)).ok
+
+
+def test_where_a_cut_tower_fails_in_the_trial_the_text_alone_is_cut() -> None:
+    torch.manual_seed(3)
+    model, feeds = Counted().double(), feeds_of("picture", 14)
+    plan = autoplan.plan(model, cp_size=2, inputs=feeds)
+    assert {one.pattern.partition(".")[0] for one in plan.runtime.of(OwnPositions)} <= {"layers", "table"}
+    assert any("all blocks of tower: sharded along their sequence as well" in f.message for f in plan.findings)
+    assert plan.proof.ok
     for length in (14, 11):
         assert autoplan.verify(model, plan, inputs=feeds_of("picture", length)).ok
 
