@@ -129,14 +129,21 @@ class Queries(EncoderDecoder):
 
 
 class Counted(WithPicture):
-    """The model's own code looks up how many positions the tower's stream has."""
+    """A module that treats positions apart looks up how many there are."""
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, y: torch.Tensor) -> torch.Tensor:
+            return super().forward(y) * {4: 2.0, 5: 0.5}[y.shape[1]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = self.Scaled(32, 32)
 
     def forward(self, input_ids: torch.Tensor, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y, x = self.patches(pixels), self.table(input_ids)
         for block in self.tower:
             y = block(y)
-        y = y * {4: 2.0, 5: 0.5}[y.shape[1]]
-        x = x.masked_scatter((input_ids == 3)[..., None], y)
+        x = x.masked_scatter((input_ids == 3)[..., None], self.pool(y))
         for layer in self.layers:
             x = layer(x)
         return self.head(x), x
