@@ -75,22 +75,16 @@ class _Outside:
     def _find_own_code(self) -> None:
         """Find what the model's own code makes of whole values on the way to the model's output: it is the same on each
         rank, as is a loss. Module outputs have a whole gradient there, of which each rank takes an equal part."""
-        waiting, asked = list(self.flow.final), set[int]()
-        while waiting:
-            tensor = waiting.pop()
-            if tensor in asked or tensor not in self.flow.carries:
-                continue
-            asked.add(tensor)
-            makers = self.makers.get(tensor, [])
-            given = [
-                c for c in self.flow.leaving.get(tensor, ()) if c.module and any(c.first <= m < c.last for m in makers)
-            ]
-            if given and tensor not in self.cut.values:
-                outer = max(given, key=lambda c: c.last - c.first)
-                self.scaled |= {c: tensor for c in given if c.visit == outer.visit}  # under several names, perhaps
-            elif not given:
-                self.own_code.update(makers)
-                waiting += [t for maker in makers for t in self.flow.inputs[maker]]
+        asked, alone = set[int](), set[int]()  # `alone`: divided where the model returns it, since modules read it, too
+        while True:
+            self.own_code.clear()
+            self.scaled.clear()
+            made = {tensor: self._back_to_modules(tensor, asked) for tensor in self.flow.final - alone}
+            read = {t for t, own in made.items() if any(self.flow.gradient_uses(one) - self.own_code for one in own)}
+            if not read:
+                break
+            alone |= read
+            asked.clear()
         for tensor in asked & self.cut.values:
             gathers = [key for key in self.gathers.get(tensor, ()) if key[0].module]
             for use in self.flow.gradient_uses(tensor) - self.own_code if gathers else ():
@@ -105,7 +99,30 @@ class _Outside:
                 raise Refused(self._reason("shared-value", min(behind - self.own_code)))
             else:  # modules read it, and it is returned as it is
                 del self.scaled[crossing]
-                self.scaled |= {c: tensor for c in self.flow.leaving[tensor] if not c.module}
+                alone.add(tensor)
+        self.scaled |= {c: tensor for tensor in alone for c in self.flow.leaving[tensor] if not c.module}
+
+    def _back_to_modules(self, final: int, asked: set[int]) -> set[int]:
+        """Note what modules hand to the model's own code for a value that it returns; return what that makes of it."""
+        waiting, own, seen = [final], set[int](), set[int]()
+        while waiting:
+            tensor = waiting.pop()
+            if tensor in seen or tensor not in self.flow.carries:
+                continue
+            seen.add(tensor)
+            makers = self.makers.get(tensor, [])
+            given = [
+                c for c in self.flow.leaving.get(tensor, ()) if c.module and any(c.first <= m < c.last for m in makers)
+            ]
+            if given and tensor not in self.cut.values:
+                outer = max(given, key=lambda c: c.last - c.first)
+                self.scaled |= {c: tensor for c in given if c.visit == outer.visit}  # under several names, perhaps
+            elif not given:
+                self.own_code.update(makers)
+                own |= {tensor} if makers and tensor not in self.cut.values else set()
+                waiting += [t for maker in makers for t in self.flow.inputs[maker]]
+        asked |= seen
+        return own
 
     def _walk(self) -> None:
         while self.waiting:
