@@ -145,10 +145,9 @@ class _Outside:
 
     def gathered_in_all_runs(self) -> Iterator[tuple[Crossing, str]]:
         """A hook acts on every run of its module; in those without gradients it does not matter how."""
-        inside = {key for tensor, keys in self.gathers.items() if tensor in self.seen - self.cut.values for key in keys}
-        self.gathered |= {
-            key for key in inside if key[0].module and self._reads_outside(*key)
-        }  # of what a block takes in
+        taken_in = self.seen - self.cut.values  # by blocks, and gathered in these
+        inside = (key for tensor in taken_in & self.gathers.keys() for key in self.gathers[tensor] if key[0].module)
+        self.gathered |= {key for key in inside if self._is_read_outside(*key)}
         points = {(crossing.module, side, crossing.path) for crossing, side in self.gathered}
         for crossing, side in self.cut.gathers:
             if (crossing.module, side, crossing.path) in points:
@@ -157,14 +156,11 @@ class _Outside:
                     raise Refused(WholeSequence("runs-both-ways", crossing.module))
                 yield crossing, side
 
-    def _reads_outside(self, crossing: Crossing, side: str) -> bool:
-        """Return whether a call behind a gather lies outside, where its gradients are parts of a sum."""
-        behind = (
-            range(crossing.first, crossing.last) if side == "input" else range(crossing.last, len(self.trace.calls))
-        )
-        return any(
-            use in behind and use in self.calls for use in self.flow.gradient_uses(self.tensor_at(crossing, side))
-        )
+    def _is_read_outside(self, crossing: Crossing, side: str) -> bool:
+        """Return whether a call behind a gather lies outside, where gradients are parts of a sum."""
+        first, last = (crossing.first, crossing.last) if side == "input" else (crossing.last, len(self.trace.calls))
+        uses = self.flow.gradient_uses(self.tensor_at(crossing, side))
+        return any(first <= use < last for use in uses & self.calls)
 
     def given_alone(self) -> Iterator[tuple[Crossing, str]]:
         """Yield what a module that is called by itself takes in: others, outside the model, wait for its gradient."""
