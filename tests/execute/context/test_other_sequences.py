@@ -128,6 +128,51 @@ class Queries(EncoderDecoder):
         return self.head(encoded), x
 
 
+class Placed(WithPicture):
+    """The model's own code turns features, places them in the text, and returns them."""
+
+    def forward(self, input_ids: torch.Tensor, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, x = self.patches(pixels), self.table(input_ids)
+        for block in self.tower:
+            y = block(y)
+        features = self.pool(y).reshape(-1, 32)
+        x = x.masked_scatter((input_ids == 3)[..., None], features)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x), features
+
+
+class Gate(torch.nn.Module):
+    """Shares of two streams, of which two calls read one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = torch.nn.Parameter(torch.rand(32))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        share = torch.sigmoid(self.share)
+        return x * share + y * (1 - share)
+
+
+class GatedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.norm(x)
+        found: torch.Tensor = self.gate(x, self.mixer(y, y))
+        return found
+
+
+class Gated(EncoderDecoder):
+    """What the first block takes in is read whole in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = torch.nn.ModuleList(GatedBlock() for _ in range(2))
+
+
 class Counted(WithPicture):
     """A module that treats positions apart looks up how many there are."""
 
@@ -189,7 +234,16 @@ def test_where_a_cut_tower_fails_in_the_trial_the_text_alone_is_cut() -> None:
         assert autoplan.verify(model, plan, inputs=feeds_of("picture", length)).ok
 
 
-@pytest.mark.parametrize(("kind", "feed"), ((ReturnedTwice, "picture"), (Collected, "encoder"), (Queries, "encoder")))
+@pytest.mark.parametrize(
+    ("kind", "feed"),
+    (
+        (ReturnedTwice, "picture"),
+        (Collected, "encoder"),
+        (Queries, "encoder"),
+        (Placed, "picture"),
+        (Gated, "encoder"),
+    ),
+)
 def test_what_several_read_is_counted_once(kind: type[torch.nn.Module], feed: str) -> None:
     torch.manual_seed(3)
     model = kind().double()
