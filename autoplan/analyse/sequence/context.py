@@ -75,12 +75,13 @@ class _Outside:
     def _find_own_code(self) -> None:
         """Find what the model's own code makes of whole values on the way to the model's output: it is the same on each
         rank, as is a loss. Module outputs have a whole gradient there, of which each rank takes an equal part."""
-        asked, alone = set[int](), set[int]()  # `alone`: divided where the model returns it, since modules read it, too
+        asked, reached = set[int](), self.flow.with_gradients()
+        alone = set[int]()  # what is divided where the model returns it, since modules read it, too
         while True:
             self.own_code.clear()
             self.scaled.clear()
             made = {tensor: self._back_to_modules(tensor, asked) for tensor in self.flow.final - alone}
-            read = {t for t, own in made.items() if any(self.flow.gradient_uses(one) - self.own_code for one in own)}
+            read = {t for t, own in made.items() if any(self._others_read(one, reached) for one in own)}
             if not read:
                 break
             alone |= read
@@ -101,6 +102,11 @@ class _Outside:
                 del self.scaled[crossing]
                 alone.add(tensor)
         self.scaled |= {c: tensor for tensor in alone for c in self.flow.leaving[tensor] if not c.module}
+
+    def _others_read(self, tensor: int, reached: set[int]) -> bool:
+        """Return whether a call other than the model's own code passes it a gradient."""
+        others = self.flow.gradient_uses(tensor) - self.own_code
+        return any(not reached.isdisjoint(self.flow.outputs[use]) for use in others)
 
     def _back_to_modules(self, final: int, asked: set[int]) -> set[int]:
         """Note what modules hand to the model's own code for a value that it returns; return what that makes of it."""
