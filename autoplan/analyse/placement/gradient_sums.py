@@ -35,9 +35,10 @@ _INSIDE = 8  # a sum in a module's own code costs as much as so many at a bounda
 _COLLECTED = 3  # and one where callers collect the value, for whom it should be whole, too
 _PASSED = 64  # to leave a gradient partial where a value is made; a boundary further in costs 1
 _HANDED_UP = 32  # a sum at the output of a module whose value another module returns: its callers may read it, too
-_BLOCK = 16  # a sum at the input of a block, whose sequence is whole behind it; further in it moves the same
 _DIVIDED = 256
-_CUT = HARD >> 16  # a partial gradient of what a block takes in, where its stream is to be cut along the sequence
+_CUT = (
+    HARD >> 16
+)  # where the stream of blocks is to be cut along its sequence: a sum at the input of a block, or before
 
 
 class GradientSums(CutProblem):
@@ -135,15 +136,17 @@ class GradientSums(CutProblem):
         if not parameter:
             self.answer(YES, "whole", made, HARD if tensor in self.collected else _PASSED)
         inner: list[tuple[range, Place, int]] = [(range(-1, len(self.trace.calls)), root, 0)]
+        blocks = {one.module for one in self.flow.entering.get(tensor, ())} & self.flow.blocks
         for span, names in () if branching or mixed else self._entering(version, reads):
             place = version, "input", names[0].visit
             _, outer, depth = next(
                 known for known in reversed(inner) if span.start in known[0] and span.stop <= known[0].stop
             )
             enters_block = names[0].module in self.flow.blocks
-            self.edge("whole", place, outer, price * len(names) + depth + 1 + _BLOCK * enters_block)
+            as_stream = enters_block and len(blocks) == 1
+            self.edge("whole", place, outer, _CUT if as_stream else price * len(names) + depth + 1)
             self.edge("whole", outer, place, HARD if enters_block else _DIVIDED)
-            if enters_block:
+            if as_stream:
                 self.answer(YES, "whole", outer, _CUT)
                 self.entries.append((outer, names))
             inner.append((span, place, depth + 1))
