@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autoplan
-from autoplan.values import OwnPositions, ReduceScatterSequence, ScatterSequence
+from autoplan.values import AllGatherSequenceSumGradient, OwnPositions, ReduceScatterSequence, ScatterSequence
 
 
 class Mixer(nn.Module):
@@ -85,6 +85,8 @@ def test_sequence_parallelism_cuts_the_sequence(kind: str) -> None:
     assert plan.sequence_parallel
     assert {one.dim for one in plan.runtime.of(ScatterSequence)} == {-3}
     assert {one.dim for one in plan.runtime.of(ReduceScatterSequence)} == {-3}
+    gathered = {one.pattern for one in plan.runtime.of(AllGatherSequenceSumGradient)}
+    assert gathered.isdisjoint({"blocks.*", "blocks.0", "blocks.1"})  # or a whole block would run on all positions
     for length in (12, 9):
         report = autoplan.verify(copy.deepcopy(model), plan, inputs=ids_of(length), checks=["forward"])
         assert report.ok, report
