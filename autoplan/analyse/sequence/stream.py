@@ -45,8 +45,8 @@ class Stream(CutStream):
     def begin(self) -> bool:
         """Find where runs of the model enter the stack with a sequence; False if none does."""
         visits = [(i, v) for i, v in enumerate(self.trace.visits) if v.module in self.names]
-        inside = [range(*call.ops) for _, v in visits for call in self.trace.calls[slice(*v.calls)]]
-        coupling, in_blocks = coupling_ops(self.shards.axes), {op for ops in inside for op in ops}
+        calls = (call for _, v in visits for call in self.trace.calls[slice(*v.calls)])
+        coupling, in_blocks = coupling_ops(self.shards.axes), {op for call in calls for op in range(*call.ops)}
         self.coupled = set().union(*(coupling.get(op, set()) for op in in_blocks)), set().union(*coupling.values())
         sequences = []
         for root in (v for v in self.trace.visits if v.parent is None):

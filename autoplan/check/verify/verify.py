@@ -364,8 +364,9 @@ def capabilities_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) ->
         scoped = bool(plan.runtime.of(CallRewrite)) or not plan.runtime.of(Boundary)
         return (Capabilities(scoped, plan.sequence_parallel, one_stack=plan.cp_size > 1 and _cuts_one_stack(plan)),)
     cut = (Capabilities(True, True),) if sequence_parallel or sizes.cp > 1 else ()
-    cut += (Capabilities(True, True, one_stack=True),) if sizes.cp > 1 else ()
-    outer = (*cut, Capabilities(False, True)) if sizes.cp > 1 else (*cut, Capabilities(True), Capabilities(False))
+    outer = (*cut, Capabilities(True), Capabilities(False))
+    if sizes.cp > 1:
+        outer = (*cut, Capabilities(True, True, one_stack=True), Capabilities(False, True))
     inside = (
         tuple(replace(capabilities, experts=False) for capabilities in outer) if sizes.ep > 1 and sizes.tp > 1 else ()
     )
