@@ -186,6 +186,12 @@ def without_idle(stacks: tuple[Stack, ...], trace: Trace) -> tuple[Stack, ...]:
     return tuple(stack for stack in kept if stack.fqns)
 
 
+def text_last(stacks: tuple[Stack, ...]) -> tuple[Stack, ...]:
+    """Return the stacks with those of text behind the others, and of these the decoder last."""
+    texts = "encoder", "decoder"
+    return tuple(sorted(stacks, key=lambda stack: texts.index(stack.kind) if stack.kind in texts else -1))
+
+
 def calls_causal(trace: Trace) -> frozenset[str]:
     """Return the modules that called attention with its causal flag on."""
     modules = set()
