@@ -36,9 +36,7 @@ _COLLECTED = 3  # and one where callers collect the value, for whom it should be
 _PASSED = 64  # to leave a gradient partial where a value is made; a boundary further in costs 1
 _HANDED_UP = 32  # a sum at the output of a module whose value another module returns: its callers may read it, too
 _DIVIDED = 256
-_CUT = (
-    HARD >> 16
-)  # where the stream of blocks is to be cut along its sequence: a sum at the input of a block, or before
+_CUT = HARD >> 16  # a sum at the input of a block, or before: there its stream may be cut along the sequence
 
 
 class GradientSums(CutProblem):
