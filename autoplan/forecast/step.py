@@ -195,10 +195,8 @@ class Steps:
         if setting in self.known:
             return self.known[setting]
         if setting not in self.derived:
-            if setting.batch > 2:
-                derived = self._thicker(setting)
-            else:
-                derived = self._thinner(setting) or self._longer(setting)
+            told = (self._thicker,) if setting.batch > 2 else (self._thinner, self._longer)
+            derived = next((found for way in told if (found := way(setting)) is not None), None)
             if derived is None:
                 return self.at(setting)
             self.derived[setting] = derived

@@ -37,7 +37,7 @@ _HEAD = """# Published runs, by error
 
 Written by published_runs.py: GiB and tokens a second of a GPU, as published, and the errors of the estimates.
 
-| source | model | gpu | mesh | tokens | checkpointing | train | weights | GiB | off | speed | off | engine | otherwise |
+| source | model | gpu | mesh | tokens | again | train | weights | GiB | off | speed | off | engine | otherwise |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
