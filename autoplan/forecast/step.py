@@ -125,6 +125,8 @@ class Steps:
         """That most weights have."""
         sizes: dict[str, int] = {}
         for parameter in self.module.parameters():
+            if self.adapters and parameter.requires_grad:
+                continue  # of an adapter
             name = str(parameter.dtype).removeprefix("torch.")
             sizes[name] = sizes.get(name, 0) + parameter.nbytes
         return max(sizes, key=lambda name: sizes[name], default="")
