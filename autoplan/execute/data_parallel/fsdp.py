@@ -286,7 +286,8 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
     fully_shard(model, reshard_after_forward=False, mp_policy=policy, **shared)
     if places is not None:
         places.watch_rest()
-    watch_lost([*((name, modules[name]) for unit in units.units for name in unit.names), ("", model)], units.ignored)
+    wrapped = [*((name, modules[name]) for unit in units.units for name in unit.names), ("", model)]
+    watch_lost(model, wrapped, units.ignored)
     list_sharded(model)
     refuse_copies(model)
     if _writes_text(model) and any(_writes_text(module) for module in model.modules() if module is not model):

@@ -1,15 +1,17 @@
-"""Refuse what FSDP2 loses silently: changes of gathered parameters, and hooks on parameters. And copies.
+"""Refuse what FSDP2 loses silently: changes of gathered parameters, hooks on parameters, gradients by them. And copies.
 
 FSDP2 gathers the parameters of a unit into memory of its own, and frees it after the forward: what a forward writes
 into a parameter (a clamp, a moving average) is gone. It cannot be carried back, since data-parallel ranks write what
-their own data says. And FSDP2 sets gradients itself, so that hooks on parameters never run.
+their own data says. And FSDP2 sets gradients itself, so that hooks on parameters never run, and gradients that are
+asked for by parameters (`torch.autograd.grad`) are those of gathered ones, which the caller has not.
 
 Gathered parameters stay in place after a forward without a backward (an evaluation). `parameters()` frees them first:
-an optimizer that is made then would update copies.
+an optimizer that is made then would update copies. So does loading a state dict.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Container, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -20,9 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
+from autoplan.patches.tensors import told_of_inputs
 
 
-def watch_lost(units: Iterable[tuple[str, nn.Module]], ignored: Container[nn.Parameter]) -> None:
+def watch_lost(model: nn.Module, units: Iterable[tuple[str, nn.Module]], ignored: Container[nn.Parameter]) -> None:
     """Check units, inner ones first, at each forward. FSDP2 has wrapped all of them already: these hooks run while
     parameters are gathered. `ignored`: parameters that FSDP2 leaves alone."""
     inside: set[nn.Module] = set()
@@ -35,10 +38,32 @@ def watch_lost(units: Iterable[tuple[str, nn.Module]], ignored: Container[nn.Par
             for key, parameter in module._parameters.items()
             if parameter is not None and parameter not in ignored
         ]
+        for path, _, _, parameter in watched:
+            number = id(parameter)
+            _names[number] = weakref.ref(parameter, partial(_forget, number)), path
         if watched:
             watch = _Watch(watched)
             unit.register_forward_pre_hook(watch.begin)
             unit.register_forward_hook(watch.end, prepend=True)
+    told_of_inputs(_refuse_inputs).until_gone(model)
+
+
+_names: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}  # of parameters that FSDP2 shards, by id
+
+
+def _forget(number: int, _: weakref.ref[nn.Parameter]) -> None:
+    _names.pop(number, None)
+
+
+def _refuse_inputs(inputs: list[Any]) -> None:
+    """Refuse gradients that are asked for by parameters: the graph holds what was gathered."""
+    for x in inputs:
+        parameter, name = _names.get(id(x), (None, ""))
+        if parameter is not None and parameter() is x:
+            raise AutoplanError(
+                f"a gradient is asked for by the parameter {name}, which FSDP2 shards: the graph holds gathered copies",
+                hint="call backward() without inputs= and read .grad; or leave dp_shard out of the mesh",
+            )
 
 
 class _Watch:
@@ -46,7 +71,7 @@ class _Watch:
 
     def __init__(self, watched: list[tuple[str, nn.Module, str, nn.Parameter]]) -> None:
         self.watched = watched
-        self.versions: dict[str, tuple[torch.Tensor, int]] = {}
+        self.versions: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
 
     def begin(self, unit: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
@@ -60,14 +85,13 @@ class _Watch:
                 )
             gathered = module._parameters.get(key)
             if gathered is not None and gathered is not on_ranks and not gathered.is_inference():
-                local = gathered._local_tensor if isinstance(gathered, DTensor) else gathered  # what is written into
-                self.versions[name] = local, local._version
+                self.versions[name] = gathered, _versions(gathered)
 
     def end(self, unit: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         for name, (gathered, version) in self.versions.items():
-            if gathered._version != version:
+            if _versions(gathered) != version:
                 raise AutoplanError(
                     f"the forward of {type(unit).__name__} changes the parameter {name} in place: FSDP2 gathers it "
                     "for the forward and loses the change",
@@ -75,6 +99,11 @@ class _Watch:
                     "mesh",
                 )
         self.versions.clear()
+
+
+def _versions(x: torch.Tensor) -> tuple[int, ...]:
+    """Return the versions of a tensor and of a DTensor's shard: a write to one is not counted by the other."""
+    return (x._version, x._local_tensor._version) if isinstance(x, DTensor) else (x._version,)
 
 
 def _is_known(hook: Any) -> bool:
@@ -88,6 +117,14 @@ def list_sharded(model: nn.Module) -> None:
     model.register_forward_pre_hook(partial(_begin, running))
     model.register_forward_hook(partial(_end, running), always_call=True)
     vars(model)["named_parameters"] = partial(_named_parameters, model, running)
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            handle = module.register_load_state_dict_pre_hook(partial(_free, model))
+            module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)  # before what reads the placements
+
+
+def _free(model: nn.Module, *loaded: Any) -> None:
+    model.named_parameters()
 
 
 def _begin(running: set[nn.Module], model: nn.Module, args: tuple[Any, ...]) -> None:

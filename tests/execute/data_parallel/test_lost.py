@@ -37,6 +37,22 @@ class Crossed(nn.Module):
         return self.two[1](self.two[0](self.one(x)))
 
 
+class Following(Block):
+    """A block that reads its parameters as DTensors, and changes them."""
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        with torch.no_grad():
+            for parameter in self.first.parameters():
+                parameter.mul_(0.9)
+        return super().forward(x, cache)
+
+
+def following() -> Deep:
+    model = deep()
+    model.blocks[1] = Following().double()
+    return model
+
+
 def clamping() -> Deep:
     model = deep()
     model.blocks[1] = Clamped().double()
@@ -58,6 +74,14 @@ def hooked(model: Any) -> None:
     run(model)
 
 
+def differentiated(model: Any) -> None:
+    torch.autograd.grad(model(ids(2)).sum(), list(model.parameters()))
+
+
+def named_in_backward(model: Any) -> None:
+    model(ids(2)).sum().backward(inputs=list(model.parameters()))
+
+
 @pytest.mark.parametrize(
     ("make", "do", "said"),
     [
@@ -65,6 +89,8 @@ def hooked(model: Any) -> None:
         (renormed, run, "parameter table.weight in place"),
         (deep, hooked, "hook on the parameter blocks.0.first.up.weight would never run"),
         (deep, copy.deepcopy, "cannot be copied"),
+        (deep, differentiated, "asked for by the parameter .*, which FSDP2 shards"),
+        (deep, named_in_backward, "asked for by the parameter .*, which FSDP2 shards"),
     ],
 )
 def test_it_is_refused_by_name(make: Callable[[], Deep], do: Callable[[Any], Any], said: str) -> None:
@@ -118,6 +144,33 @@ def test_an_optimizer_made_after_an_evaluation_updates_the_model() -> None:
     for found in run_ranks(rank_body, 2):
         for name, parameter in unsharded.named_parameters():
             torch.testing.assert_close(found[name], parameter.detach(), msg=name)
+
+
+def test_a_change_through_a_dtensor_is_seen_under_tensor_parallelism() -> None:
+    def rank_body(rank: int) -> None:
+        model = following()
+        autoplan.parallelize(model, mesh_of(dp=2, tp=2), autoplan.plan(following(), tp_size=2))
+        with pytest.raises(AutoplanError, match=r"parameter blocks.1.first.* in place"):
+            run(model)
+
+    run_ranks(rank_body, 4)
+
+
+def test_a_state_dict_is_loaded_after_a_forward_without_a_backward() -> None:
+    def rank_body(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        model = deep()
+        autoplan.parallelize(model, mesh_of(dp=2, tp=2), autoplan.plan(deep(), tp_size=2))
+        kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        before = model(ids(2)).detach()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        model(ids(2))
+        model.load_state_dict(kept)
+        return before, model(ids(2)).detach()
+
+    for before, after in run_ranks(rank_body, 4):
+        torch.testing.assert_close(after, before)
 
 
 def test_blocks_that_never_run_by_themselves_are_no_units() -> None:
