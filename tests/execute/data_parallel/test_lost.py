@@ -10,6 +10,7 @@ import pytest
 import torch
 from mesh_toys import Block, Deep, deep, ids, layers_only, mesh_of
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import autoplan
 from autoplan.check.ranks.run import run_ranks
@@ -173,7 +174,27 @@ def test_a_state_dict_is_loaded_after_a_forward_without_a_backward() -> None:
         torch.testing.assert_close(after, before)
 
 
-def test_blocks_that_never_run_by_themselves_are_no_units() -> None:
-    torch.manual_seed(0)
-    plan = autoplan.plan(Crossed(), tp_size=2)
-    assert not any("two" in stack.fqns for stack in plan.layers)
+class NeverBlocks(Crossed):
+    """Neither of the equal blocks runs by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two[1](self.two[0](self.one[1](self.one[0](x))))
+
+
+@pytest.mark.parametrize("kind", [Crossed, NeverBlocks])
+def test_blocks_that_never_run_by_themselves_are_no_units(kind: type[Crossed]) -> None:
+    def made() -> Crossed:
+        torch.manual_seed(0)
+        return kind().double()
+
+    x = torch.ones(2, 16, dtype=torch.float64)
+
+    def rank_body(rank: int) -> tuple[set[str], torch.Tensor]:
+        model = autoplan.parallelize(made(), mesh_of(dp=2, tp=2), autoplan.plan(made(), tp_size=2))
+        units = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        return units, model(x).detach()
+
+    expected = {"", "one"} if kind is Crossed else {""}
+    for units, output in run_ranks(rank_body, 4):
+        assert units == expected
+        torch.testing.assert_close(output, made()(x).detach())
