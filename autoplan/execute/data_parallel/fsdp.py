@@ -255,7 +255,16 @@ def shard_data_parallel(
     record(model, record_before.plan, units=names, data_parallel=sizes, notes=notes)
 
 
+@torch.no_grad()
+def _make_contiguous(model: nn.Module) -> None:
+    """Lay parameters out as FSDP2 requires: those of `torch.linalg.qr` or a transposed tensor are in column order."""
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
 def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParallel, places: Places | None) -> None:
+    _make_contiguous(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     policy = _precision(options, model)
     inner = replace(policy, output_dtype=None)  # cast the model's outputs, not those of its units

@@ -5,8 +5,9 @@ into a parameter (a clamp, a moving average) is gone. It cannot be carried back,
 their own data says. And FSDP2 sets gradients itself, so that hooks on parameters never run, and gradients that are
 asked for by parameters (`torch.autograd.grad`) are those of gathered ones, which the caller has not.
 
-Gathered parameters stay in place after a forward without a backward (an evaluation). `parameters()` frees them first:
-an optimizer that is made then would update copies. So does loading a state dict.
+Gathered parameters stay in place after a forward without a backward (an evaluation). `parameters()` of any module frees
+them first: an optimizer that is made then would update copies, whose memory FSDP2 may have freed. So do attributes
+(`model.head.weight`) and loading a state dict.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
+from autoplan.execute.collectives import in_backward
+from autoplan.execute.parameters.held import record_of
 from autoplan.patches.tensors import told_of_inputs
 
 
@@ -112,37 +115,50 @@ def _is_known(hook: Any) -> bool:
 
 
 def list_sharded(model: nn.Module) -> None:
-    """Let `model.parameters()` and `named_parameters()` return sharded parameters also after an evaluation."""
-    running: set[nn.Module] = set()
-    model.register_forward_pre_hook(partial(_begin, running))
-    model.register_forward_hook(partial(_end, running), always_call=True)
-    vars(model)["named_parameters"] = partial(_named_parameters, model, running)
+    """Let `parameters()`, `named_parameters()` and attributes return sharded parameters also after an evaluation."""
+    gathered = _Gathered(model)
     for module in model.modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            handle = module.register_load_state_dict_pre_hook(partial(_free, model))
+        vars(module)["named_parameters"] = partial(gathered.named_parameters, module)
+        record = record_of(module)
+        if record is not None:
+            record.reading.free = gathered.free
+        if module._parameters:
+            handle = module.register_load_state_dict_pre_hook(gathered.before_load)
             module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)  # before what reads the placements
 
 
-def _free(model: nn.Module, *loaded: Any) -> None:
-    model.named_parameters()
+class _Gathered:
+    """Frees what FSDP2 has gathered, unless a unit runs."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self.units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.running: set[nn.Module] = set()
+        for unit in self.units:
+            unit.register_forward_pre_hook(self.begin)
+            unit.register_forward_hook(self.end, always_call=True)
 
-def _begin(running: set[nn.Module], model: nn.Module, args: tuple[Any, ...]) -> None:
-    running.add(model)
+    def begin(self, unit: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling():
+            self.running.add(unit)
 
+    def end(self, unit: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.running.discard(unit)
 
-def _end(running: set[nn.Module], model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    running.discard(model)
+    def free(self) -> None:
+        if self.running or torch.compiler.is_compiling() or in_backward():
+            return
+        self.running.update(self.units)  # torch reads attributes meanwhile
+        for unit in self.units:
+            unit.reshard()
+        self.running.clear()
 
+    def before_load(self, *loaded: Any) -> None:
+        self.free()
 
-def _named_parameters(
-    model: nn.Module, running: set[nn.Module], *args: Any, **options: Any
-) -> Iterator[tuple[str, nn.Parameter]]:
-    if model not in running and not torch.compiler.is_compiling():
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-    return type(model).named_parameters(model, *args, **options)
+    def named_parameters(self, module: nn.Module, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self.free()
+        return type(module).named_parameters(module, *args, **options)
 
 
 def refuse_copies(model: nn.Module) -> None:

@@ -168,13 +168,15 @@ def fsdp_placements(placements: Sequence[Placement], held: Held | None) -> Seque
 class Reading:
     """The reading state of one model: whether its code is running (`inside`), so that parameters read as local tensors.
     `guard`: is notified of each outermost call of a module (a `PathGuard`). `new_forward`: whether a library replaced
-    the forward of the called module. `summed`: by id, parameters whose gradients are summed together at the end."""
+    the forward of the called module. `summed`: by id, parameters whose gradients are summed together at the end.
+    `free`: frees the parameters that FSDP2 has gathered, if it shards the model."""
 
     inside: bool = False
     guard: Any = None
     new_forward: bool = False
     summing: bool = False  # whether any gradients are summed so
     summed: dict[int, torch.Tensor] = field(default_factory=dict)
+    free: Callable[[], None] | None = None
 
 
 @dataclass

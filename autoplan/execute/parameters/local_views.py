@@ -387,6 +387,9 @@ def _parameter_property(name: str, computed: Any = None) -> property:
                 )
             return parameters[name]
         if not record.reading.inside:
+            stored = parameters[name]
+            if record.reading.free is not None and isinstance(stored, DTensor) and stored.device_mesh.ndim == 1:
+                record.reading.free()
             return parameters[name]
         if isinstance(computed, property) and computed.fget is not None:
             return computed.fget(self)

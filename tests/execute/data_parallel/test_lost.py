@@ -11,6 +11,7 @@ import torch
 from mesh_toys import Block, Deep, deep, ids, layers_only, mesh_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import autoplan
 from autoplan.check.ranks.run import run_ranks
@@ -79,6 +80,10 @@ def differentiated(model: Any) -> None:
     torch.autograd.grad(model(ids(2)).sum(), list(model.parameters()))
 
 
+def differentiated_in_a_part(model: Any) -> None:
+    torch.autograd.grad(model(ids(2)).sum(), list(model.head.parameters()))
+
+
 def named_in_backward(model: Any) -> None:
     model(ids(2)).sum().backward(inputs=list(model.parameters()))
 
@@ -91,6 +96,7 @@ def named_in_backward(model: Any) -> None:
         (deep, hooked, "hook on the parameter blocks.0.first.up.weight would never run"),
         (deep, copy.deepcopy, "cannot be copied"),
         (deep, differentiated, "asked for by the parameter .*, which FSDP2 shards"),
+        (deep, differentiated_in_a_part, "asked for by the parameter head.weight, which FSDP2 shards"),
         (deep, named_in_backward, "asked for by the parameter .*, which FSDP2 shards"),
     ],
 )
@@ -179,6 +185,69 @@ class NeverBlocks(Crossed):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.two[1](self.two[0](self.one[1](self.one[0](x))))
+
+
+class Turned(nn.Module):
+    """Its weights are transposed: in column order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.mix = nn.Parameter(torch.randn(16, 16).t())
+        for part in (self.up, self.down):
+            part.weight = nn.Parameter(part.weight.detach().t().contiguous().t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x @ self.mix)))
+
+
+def test_parameters_in_column_order_are_sharded() -> None:
+    def made() -> Turned:
+        torch.manual_seed(0)
+        return Turned().double()
+
+    x = torch.ones(2, 16, dtype=torch.float64)
+
+    def rank_body(rank: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        model = autoplan.parallelize(made(), mesh_of(dp=2, tp=2), autoplan.plan(made(), tp_size=2))
+        output = model(x)
+        output.sum().backward()
+        return output.detach(), autoplan.full_tensors(model, grads=True)
+
+    unsharded = made()
+    unsharded(x).sum().backward()
+    for output, gradients in run_ranks(rank_body, 4):
+        torch.testing.assert_close(output, unsharded(x).detach())
+        for name, parameter in unsharded.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+def full(x: Any) -> torch.Tensor:
+    whole: torch.Tensor = x.full_tensor() if isinstance(x, DTensor) else x
+    return whole
+
+
+def test_an_attribute_is_written_after_an_evaluation() -> None:
+    """And what a part of the model lists: FSDP2 has both gathered."""
+
+    def halved(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            model(ids(2))
+            model.head.weight.mul_(0.5)
+            model(ids(2))
+            for parameter in model.table.parameters():
+                parameter.mul_(0.5)
+        run(model)
+        output: torch.Tensor = model(ids(2)).detach()
+        return output
+
+    def rank_body(rank: int) -> torch.Tensor:
+        model = deep()
+        autoplan.parallelize(model, mesh_of(dp=2, tp=2), autoplan.plan(deep(), tp_size=2))
+        return full(halved(model))
+
+    for output in run_ranks(rank_body, 4):
+        torch.testing.assert_close(output, halved(deep()))
 
 
 @pytest.mark.parametrize("kind", [Crossed, NeverBlocks])
