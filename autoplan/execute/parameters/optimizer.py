@@ -111,7 +111,7 @@ def assign_data(parameter: DTensor, value: Any) -> bool:
     """Assign `parameter.data = value` for a parameter on ranks; return whether it is one."""
     held, in_units = held_by(parameter), parameter.device_mesh.ndim > 1
     if held is None:
-        if _owners(parameter):
+        if _modules_with(parameter):
             raise AutoplanError(
                 f"parameter.data = … in a forward, for a parameter of {list(parameter.shape)}: FSDP2 has gathered it "
                 "and loses the change",
@@ -134,12 +134,12 @@ def assign_data(parameter: DTensor, value: Any) -> bool:
     parameter._local_tensor, parameter._spec = value._local_tensor.detach(), value._spec
     if in_units:
         parameter._local_tensor = parameter._local_tensor.contiguous()
-        for module in _owners(parameter):
+        for module in _modules_with(parameter):
             renew_units(module)
     return True
 
 
-def _owners(parameter: DTensor) -> list[nn.Module]:
+def _modules_with(parameter: DTensor) -> list[nn.Module]:
     """Return the modules of sharded models that hold a parameter now."""
     return [module for module in marked_modules() if any(one is parameter for one in module._parameters.values())]
 
