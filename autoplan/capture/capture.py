@@ -34,6 +34,7 @@ from autoplan.values import Fold, Trace
 _MOST_REAL = 4_000_000_000  # most parameters of a model that is run on hollow real tensors
 _LISTED = 3  # fewest tensors in a returned list that may be the outputs of blocks
 _MODEL_COPIES = (True, False)  # first folded, then with all blocks
+_NO_GRADIENT = "does not require grad"  # in an error of torch
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ def _capture_any(model: nn.Module, feeds: dict[str, dict[str, Any]], notes: tupl
         return _with_notes(capture_fake(model, feeds), notes)
     except CaptureError as error:
         fake_error = error
+    if _NO_GRADIENT in str(fake_error.__cause__):
+        with suppress(CaptureError):
+            note = "traced with parameters that require gradients, since the forward asks for gradients by them"
+            return _with_notes(capture_fake(model, feeds, requiring=True), (*notes, note))
     try:
         captured = capture_hollow(model, feeds)
     except CaptureError as error:
@@ -138,11 +143,16 @@ def _hollow(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def capture_fake(
-    model: nn.Module, feeds: dict[str, dict[str, Any]], *, folded: bool = True, supposing: bool = False
+    model: nn.Module,
+    feeds: dict[str, dict[str, Any]],
+    *,
+    folded: bool = True,
+    supposing: bool = False,
+    requiring: bool = False,
 ) -> Captured:
     """Record a copy of `model` without storage. Raise CaptureError when its Python needs more than shapes.
 
-    `supposing` makes up the outcome of branches on values.
+    `supposing` makes up the outcome of branches on values. `requiring`: parameters require gradients.
     """
     problem: CaptureError | None = None
     unfolded = counted = False
@@ -157,6 +167,8 @@ def capture_fake(
             break  # nothing to fold: all blocks have been tried already
         _settle_experts(copy.module)
         copy.module.eval()
+        for parameter in copy.module.parameters() if requiring else ():
+            parameter.requires_grad_(parameter.is_floating_point())
         try:
             with untouched_randomness(), quiet():
                 fake = KnownValues(mode, supposing=supposing) if knowing else mode
