@@ -5,9 +5,10 @@ into a parameter (a clamp, a moving average) is gone. It cannot be carried back,
 their own data says. And FSDP2 sets gradients itself, so that hooks on parameters never run, and gradients that are
 asked for by parameters (`torch.autograd.grad`) are those of gathered ones, which the caller has not.
 
-Gathered parameters stay in place after a forward without a backward (an evaluation). `parameters()` of any module frees
-them first: an optimizer that is made then would update copies, whose memory FSDP2 may have freed. So do attributes
-(`model.head.weight`) and loading a state dict.
+Gathered parameters stay in place after a forward, until its backward (after an evaluation: for good). `parameters()` of
+any module and attributes (`model.head.weight`) return the sharded ones in their place: an optimizer would update
+copies, whose memory FSDP2 frees. If the sharded ones are changed, they are gathered anew. Reading frees nothing, since
+one rank may read alone, and ranks must gather together.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.collectives import in_backward
-from autoplan.execute.parameters.held import record_of
+from autoplan.execute.parameters.held import FREE, record_of
 from autoplan.patches.tensors import told_of_inputs
 
 
@@ -106,6 +107,8 @@ class _Watch:
 
 def _versions(x: torch.Tensor) -> tuple[int, ...]:
     """Return the versions of a tensor and of a DTensor's shard: a write to one is not counted by the other."""
+    if x.is_inference():
+        return ()
     return (x._version, x._local_tensor._version) if isinstance(x, DTensor) else (x._version,)
 
 
@@ -115,50 +118,81 @@ def _is_known(hook: Any) -> bool:
 
 
 def list_sharded(model: nn.Module) -> None:
-    """Let `parameters()`, `named_parameters()` and attributes return sharded parameters also after an evaluation."""
+    """Let `parameters()`, `named_parameters()` and attributes return sharded parameters also after a forward."""
     gathered = _Gathered(model)
+    vars(model)[FREE] = gathered.free
     for module in model.modules():
         vars(module)["named_parameters"] = partial(gathered.named_parameters, module)
         record = record_of(module)
         if record is not None:
-            record.reading.free = gathered.free
+            record.reading.as_sharded = gathered.as_sharded
         if module._parameters:
             handle = module.register_load_state_dict_pre_hook(gathered.before_load)
             module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)  # before what reads the placements
 
 
 class _Gathered:
-    """Frees what FSDP2 has gathered, unless a unit runs."""
+    """What FSDP2 leaves gathered after a forward (`left`, by id), with the sharded parameter in whose place it is."""
 
     def __init__(self, model: nn.Module) -> None:
         self.units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.running: set[nn.Module] = set()
+        self.sharded = {
+            (module, key): parameter
+            for module in model.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        self.left: dict[int, tuple[torch.Tensor, nn.Parameter, tuple[int, ...]]] = {}
         for unit in self.units:
-            unit.register_forward_pre_hook(self.begin)
+            unit.register_forward_pre_hook(self.begin, prepend=True)
             unit.register_forward_hook(self.end, always_call=True)
 
     def begin(self, unit: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling():
-            self.running.add(unit)
+        if torch.compiler.is_compiling():
+            return
+        if not self.running:
+            if any(_versions(sharded) != versions for _, sharded, versions in self.left.values()):
+                self.free()
+            for (module, key), before in self.sharded.items():
+                now = module._parameters.get(key)
+                if now is not None and now is not before and _mesh_dims(now) == _mesh_dims(before):
+                    self.sharded[module, key] = now  # replaced, as by `model.to`
+        self.running.add(unit)
 
     def end(self, unit: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.running.discard(unit)
+        if torch.compiler.is_compiling():
+            return
+        self.running.discard(unit)
+        if not self.running:
+            self.left.clear()
+            for (module, key), sharded in self.sharded.items():
+                now = module._parameters.get(key)
+                if now is not None and now is not sharded:
+                    self.left[id(now)] = now, sharded, _versions(sharded)
 
     def free(self) -> None:
-        if self.running or torch.compiler.is_compiling() or in_backward():
-            return
-        self.running.update(self.units)  # torch reads attributes meanwhile
-        for unit in self.units:
-            unit.reshard()
-        self.running.clear()
+        """Free what is gathered. All ranks must do so, since they gather it again together."""
+        if not self.running and not torch.compiler.is_compiling() and not in_backward():
+            self.left.clear()
+            for unit in self.units:
+                unit.reshard()
 
     def before_load(self, *loaded: Any) -> None:
         self.free()
 
+    def as_sharded(self, parameter: Any) -> Any:
+        """Return the sharded parameter in whose place one was gathered, outside of a forward or backward."""
+        gathered, sharded, _ = self.left.get(id(parameter), (None, None, ()))
+        return sharded if gathered is parameter is not None and not self.running and not in_backward() else parameter
+
     def named_parameters(self, module: nn.Module, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        self.free()
-        return type(module).named_parameters(module, *args, **options)
+        for name, parameter in type(module).named_parameters(module, *args, **options):
+            yield name, self.as_sharded(parameter)
+
+
+def _mesh_dims(parameter: torch.Tensor) -> int:
+    return parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
 
 
 def refuse_copies(model: nn.Module) -> None:

@@ -134,6 +134,7 @@ def assign_data(parameter: DTensor, value: Any) -> bool:
     parameter._local_tensor, parameter._spec = value._local_tensor.detach(), value._spec
     if in_units:
         parameter._local_tensor = parameter._local_tensor.contiguous()
+        torch.autograd.graph.increment_version(parameter)
         for module in _modules_with(parameter):
             renew_units(module)
     return True

@@ -187,6 +187,30 @@ class NeverBlocks(Crossed):
         return self.two[1](self.two[0](self.one[1](self.one[0](x))))
 
 
+def test_one_rank_may_read_parameters_alone() -> None:
+    """Ranks gather together: what one of them reads between a forward and its backward changes nothing."""
+
+    def rank_body(rank: int) -> torch.Tensor:
+        model = deep()
+        autoplan.parallelize(model, mesh_of(dp=2, tp=2), autoplan.plan(deep(), tp_size=2))
+        with torch.no_grad():
+            model(ids(2))
+        for _ in range(2):
+            if rank == 0:
+                assert all(p.device_mesh.ndim == 2 for p in [*model.head.parameters(), model.head.weight])
+            loss = model(ids(2)).sum()
+            if rank == 0:
+                assert all(p.device_mesh.ndim == 2 for p in model.parameters())
+            loss.backward()
+        return autoplan.full_tensors(model, grads=True)["head.weight"]
+
+    unsharded = deep()
+    for _ in range(2):
+        run(unsharded)
+    for gradient in run_ranks(rank_body, 4):
+        torch.testing.assert_close(gradient, unsharded.head.weight.grad)
+
+
 class Turned(nn.Module):
     """Its weights are transposed: in column order."""
 
