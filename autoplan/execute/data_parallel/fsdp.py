@@ -259,8 +259,18 @@ def shard_data_parallel(
 def _make_contiguous(model: nn.Module) -> None:
     """Lay parameters out as FSDP2 requires: those of `torch.linalg.qr` or a transposed tensor are in column order."""
     for parameter in model.parameters():
-        if not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        if parameter.is_contiguous() and local.is_contiguous():
+            continue
+        local = local.detach().contiguous()
+        if not isinstance(parameter, DTensor):
+            parameter.data = local
+            continue
+        mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+        stride = torch.empty(shape, device="meta").stride()
+        made = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        torch.Tensor.data.__set__(parameter, made)
+        parameter._local_tensor, parameter._spec = made._local_tensor, made._spec
 
 
 def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParallel, places: Places | None) -> None:

@@ -14,12 +14,14 @@ one rank may read alone, and ranks must gather together.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -76,11 +78,16 @@ class _Watch:
     def __init__(self, watched: list[tuple[str, nn.Module, str, nn.Parameter]]) -> None:
         self.watched = watched
         self.versions: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
+        self.sums: dict[str, int] = {}
+        self.modes = Counter[tuple[bool, bool]]()
 
     def begin(self, unit: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return
         self.versions.clear()
+        self.sums.clear()
+        self.modes[unit.training, torch.is_grad_enabled()] += 1
+        summed = self.modes[unit.training, torch.is_grad_enabled()] <= _SUMMED
         for name, module, key, on_ranks in self.watched:
             if any(not _is_known(hook) for hook in (on_ranks._backward_hooks or {}).values()):
                 raise AutoplanError(
@@ -90,12 +97,14 @@ class _Watch:
             gathered = module._parameters.get(key)
             if gathered is not None and gathered is not on_ranks and not gathered.is_inference():
                 self.versions[name] = gathered, _versions(gathered)
+                if summed and not gathered.is_meta and not is_fake(gathered):
+                    self.sums[name] = _sum_of_bits(gathered)
 
     def end(self, unit: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         for name, (gathered, version) in self.versions.items():
-            if _versions(gathered) != version:
+            if _versions(gathered) != version or (name in self.sums and _sum_of_bits(gathered) != self.sums[name]):
                 raise AutoplanError(
                     f"the forward of {type(unit).__name__} changes the parameter {name} in place: FSDP2 gathers it "
                     "for the forward and loses the change",
@@ -103,6 +112,17 @@ class _Watch:
                     "mesh",
                 )
         self.versions.clear()
+        self.sums.clear()
+
+
+_SUMMED = 2  # forwards of a unit in each mode in which writes are found that torch does not count (`weight.data.mul_`)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sum_of_bits(x: torch.Tensor) -> int:
+    local = (x._local_tensor if isinstance(x, DTensor) else x).detach()
+    local = torch.view_as_real(local) if local.is_complex() else local
+    return int(local.contiguous().view(_BITS[local.element_size()]).sum())
 
 
 def _versions(x: torch.Tensor) -> tuple[int, ...]:

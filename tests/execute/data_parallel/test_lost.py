@@ -39,6 +39,20 @@ class Crossed(nn.Module):
         return self.two[1](self.two[0](self.one(x)))
 
 
+class Initialised(Block):
+    """A block that writes past the version counter."""
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        self.norm.bias.data.copy_(x.mean((0, 1)).detach())
+        return super().forward(x, cache)
+
+
+def initialised() -> Deep:
+    model = deep()
+    model.blocks[1] = Initialised().double()
+    return model
+
+
 class Following(Block):
     """A block that reads its parameters as DTensors, and changes them."""
 
@@ -92,6 +106,7 @@ def named_in_backward(model: Any) -> None:
     ("make", "do", "said"),
     [
         (clamping, run, "parameter blocks.1.norm.weight in place"),
+        (initialised, run, "parameter blocks.1.norm.bias in place"),
         (renormed, run, "parameter table.weight in place"),
         (deep, hooked, "hook on the parameter blocks.0.first.up.weight would never run"),
         (deep, copy.deepcopy, "cannot be copied"),
@@ -217,7 +232,7 @@ class Turned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.mix = nn.Parameter(torch.randn(16, 16).t())
+        self.mix = nn.Parameter(torch.linalg.qr(torch.randn(16, 16))[0])
         for part in (self.up, self.down):
             part.weight = nn.Parameter(part.weight.detach().t().contiguous().t())
 
