@@ -47,7 +47,7 @@ SPOILT = {
     "gates": "Capacity",
     "graphs": "Isomorphism",
     "habits": "MadeByClassMethod",
-    "hazards": "UnitDecoder",
+    "hazards": "CapacityExperts",
     "heads": "CappedScores",
     "hosts": "LogsOfOutput",
     "idioms": "Matched",
