@@ -34,7 +34,6 @@ from autoplan.values import Fold, Trace
 _MOST_REAL = 4_000_000_000  # most parameters of a model that is run on hollow real tensors
 _LISTED = 3  # fewest tensors in a returned list that may be the outputs of blocks
 _MODEL_COPIES = (True, False)  # first folded, then with all blocks
-_NO_GRADIENT = "does not require grad"  # in an error of torch
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,12 @@ def _capture_any(model: nn.Module, feeds: dict[str, dict[str, Any]], notes: tupl
         return _with_notes(capture_fake(model, feeds), notes)
     except CaptureError as error:
         fake_error = error
-    if _NO_GRADIENT in str(fake_error.__cause__):
-        with suppress(CaptureError):
-            note = "traced with parameters that require gradients, since the forward asks for gradients by them"
-            return _with_notes(capture_fake(model, feeds, requiring=True), (*notes, note))
     try:
         captured = capture_hollow(model, feeds)
     except CaptureError as error:
+        with suppress(CaptureError):
+            note = f"traced with parameters that require gradients, since it fails without: {fake_error.message}"
+            return _with_notes(capture_fake(model, feeds, requiring=True), (*notes, note))
         with suppress(CaptureError):
             supposed = capture_fake(model, feeds, supposing=True)
             note = f"traced with assumed branch outcomes, since its Python code asks for them: {fake_error.message}"
