@@ -59,6 +59,7 @@ _WORDS = re.compile(
     r"(?<![,\w])(?P<name>[a-z_]+)=(?P<value>\{(?:[^{}]|\{[^{}]*\})*\}|'[\w-]+'|\"[\w-]+\"|True|False|[\d.]*\d)?(?![\w=]|,\w)"
     r"(?: \(--[a-z-]+\))?"
 )
+_SIZES = frozenset(("tp", "ep", "cp"))  # "14336 is not divisible by tp=3" is a fact, not an argument
 _OTHERWISE = {"tp_size": "--tp", "ep_size": "--ep", "cp_size": "--cp"}
 _options: ContextVar[frozenset[str]] = ContextVar("_options", default=frozenset())
 
@@ -78,11 +79,12 @@ def as_options(text: str) -> str:
 
 
     >>> with speaking_of(frozenset(("--prove", "--inputs", "--tp", "--sequence-parallel"))):
-    ...     for text in ("prove='none' plans it", "with inputs={'x': tensor}", "tp_size=3", "pass inputs= if", "a=1"):
+    ...     for text in ("prove='none' plans it", "with inputs={'x': tensor}", "tp_size=3", "at tp=3", "pass inputs= if", "a=1"):
     ...         print(as_options(text))
     --prove none plans it
     with --inputs MODULE:FUNCTION (it returns {'x': tensor})
     --tp 3
+    at tp=3
     pass --inputs if
     a=1
     """
@@ -91,7 +93,7 @@ def as_options(text: str) -> str:
 
 def _as_option(match: re.Match[str]) -> str:
     option = _OTHERWISE.get(match["name"], f"--{match['name'].replace('_', '-')}")
-    if option not in _options.get():
+    if match["name"] in _SIZES or option not in _options.get():
         return match[0]
     match match["value"]:
         case None | "True":

@@ -151,11 +151,12 @@ def total(plain: Callable[..., Any], x: DTensor, *args: Any, **kwargs: Any) -> A
     if any(placed.is_partial() for placed in x.placements):  # DTensor adds up norms of shards like sums
         x = x.redistribute(placements=[Replicate() if one.is_partial() else one for one in x.placements])
     result = plain(x, *args, **kwargs)
-    penalty = isinstance(result, DTensor) and result.requires_grad and result.dim() == 0
+    penalty = type(x) is DTensor and isinstance(result, DTensor) and result.requires_grad and result.dim() == 0
     if not penalty or not any(_lies_on(x, module) for module in list(_marked)):
         return result
     scalar = result.full_tensor()
-    scalar.full_tensor = weakref.ref(scalar)  # for callers that expect a DTensor: returns the tensor itself
+    alias: Any = weakref.ref(scalar)
+    scalar.full_tensor = lambda: alias().view(())  # for callers that expect a DTensor; a tensor without `full_tensor`
     return scalar
 
 

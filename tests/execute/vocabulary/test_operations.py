@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from mesh_toys import mesh_of
+from mesh_toys import mesh_of, model_of, plan_of
+from torch.distributed.tensor import DTensor
 
+import autoplan
 from autoplan.check.ranks.run import run_ranks
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.vocabulary import leaving as leaving_module
@@ -244,6 +246,19 @@ def test_every_operation_is_exact_or_refused(name: str) -> None:
         return "exact"
 
     assert set(run_ranks(rank_body, 2)) == {"refused" if name in REFUSED else "exact"}
+
+
+def test_a_sum_of_logits_beside_a_sharded_model_is_as_without_it() -> None:
+    """Sums of its parameters are plain tensors; logits on the same mesh are none of them."""
+
+    def rank_body(rank: int) -> bool:
+        mesh = mesh_of(tp=2)
+        model = autoplan.parallelize(model_of("gpt2"), mesh, plan_of("gpt2", 2))
+        columns = X[..., 8 * rank : 8 * rank + 8].clone().requires_grad_()
+        total = leaving(columns, mesh, -1, V).pow(2).sum()
+        return isinstance(total, DTensor) and model is not None
+
+    assert run_ranks(rank_body, 2) == [True, True]
 
 
 def test_a_gather_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
