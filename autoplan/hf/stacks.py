@@ -90,6 +90,7 @@ def module_tree(model: nn.Module) -> ModuleTree:
             generates=generates,
             reads=reads,
             writes=writes,
+            runs=kind is not nn.Module and not isinstance(module, nn.ParameterList | nn.ParameterDict),
         )
         nodes.append(node)
     return ModuleTree(tuple(nodes))
