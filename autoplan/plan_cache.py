@@ -24,9 +24,9 @@ from torch import nn
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.plain import read_plain, write_whole
+from autoplan.common.files.rule_files import rules_folders
 from autoplan.common.options import check_argument
 from autoplan.common.requirements import installed_versions
-from autoplan.common.rules_folder import rules_folders
 from autoplan.decide.written_plans.handwritten import load_plans
 from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict
 from autoplan.execute.fits import VERSIONED, model_hash

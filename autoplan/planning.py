@@ -20,7 +20,7 @@ from autoplan.analyse.shards import Shards
 from autoplan.analyse.solve import Solution
 from autoplan.analyse.splits.packed import divides_one_only, split_otherwise
 from autoplan.capture.capture import Captured, capture_any, capture_fake
-from autoplan.capture.feeding.other_paths import with_other_paths
+from autoplan.capture.feeding.resize import with_other_paths
 from autoplan.capture.forward_hooks import made_anew_in_training
 from autoplan.common.code.ways import Recorder, Ways, recording, seen_code
 from autoplan.common.errors import CaptureError, IndivisibleError
@@ -43,13 +43,13 @@ from autoplan.execute.fits import with_made_for
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source, without_namesakes
 from autoplan.hf.stacks import calls_causal, layers, without_idle
-from autoplan.ops.questions import literals_say
+from autoplan.ops.elementwise import literals_say
 from autoplan.patches.kernels import kernel_note
 from autoplan.values import Capabilities, ClassFact, Finding, LocalExperts, Plan, SeenCode, Stack, Trace
+from autoplan.values.not_placed import WholeSequence
 from autoplan.values.plan import digest
 from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import DoesNotDivide, MixedWhole
-from autoplan.values.whole_sequence import WholeSequence
 
 
 @dataclass(frozen=True)

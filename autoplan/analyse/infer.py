@@ -17,7 +17,7 @@ from autoplan.axes.algebra import Conflict
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, is_data, leaf, leaves, segments, show
 from autoplan.ops import op_record
-from autoplan.ops.questions import asks
+from autoplan.ops.elementwise import asks
 from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.site import Dims, Inference, Site
 from autoplan.values import Op, Ref, Trace, refs

@@ -46,6 +46,7 @@ from autoplan.values import (
     Runtime,
     Trace,
 )
+from autoplan.values.not_placed import WholeSequence
 from autoplan.values.reasons import (
     AxisWhole,
     Exchanged,
@@ -60,7 +61,6 @@ from autoplan.values.reasons import (
     TableByColumns,
     Unused,
 )
-from autoplan.values.whole_sequence import WholeSequence
 
 _ROUNDS = 24
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from autoplan.capture.capture import Captured, capture_real
 from autoplan.capture.copies import copied
-from autoplan.capture.feeding.other_paths import with_other_paths
+from autoplan.capture.feeding.resize import with_other_paths
 from autoplan.check.permute import check_permutations
 from autoplan.check.ranks.common import Budget
 from autoplan.check.replay import replay

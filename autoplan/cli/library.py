@@ -53,7 +53,7 @@ rules_app = typer.Typer(help="List, show and test the rules that name roles and 
 def rules_list(as_json: AsJson = False, output: Output = None) -> None:
     """All rules, a line each."""
     from autoplan.decide.rulebook.read import load_rules
-    from autoplan.emit.tables.rule_pages import rule_to_dict, rules_view
+    from autoplan.emit.tables.terminal import rule_to_dict, rules_view
 
     rules = load_rules()
     emit(rules_view(rules), [rule_to_dict(rule) for rule in rules], as_json, output)
@@ -68,7 +68,7 @@ def rules_show(
     """One rule: what it recognises, why, where it stops, examples."""
     from autoplan.common.patterns import nearest
     from autoplan.decide.rulebook.read import load_rules
-    from autoplan.emit.tables.rule_pages import rule_to_dict, rule_view
+    from autoplan.emit.tables.terminal import rule_to_dict, rule_view
 
     rules = {rule.id: rule for rule in load_rules()}
     if rule_id not in rules:
@@ -87,7 +87,7 @@ def rules_test(
 ) -> None:
     """Check that each rule does what its examples say."""
     from autoplan.decide.rulebook.rule_tests import test_rules
-    from autoplan.emit.tables.rule_pages import results_view
+    from autoplan.emit.tables.terminal import results_view
     from autoplan.values.plain import plain
 
     results = test_rules(strict=strict)

@@ -77,7 +77,7 @@ def copied_with_closure(value: Any, memo: dict[int, Any]) -> Any:
 
 # Parallel branches of a block that share one all-reduce: one withholds its partial sum, and the next one adds it.
 #
-# analyse/placement/parallel_branches.py finds these branches.
+# analyse/placement/sums.py finds these branches.
 #
 # A value is withheld only while its block runs. A branch that runs by itself is all-reduced by itself; the result of a
 # branch that activation checkpointing recomputes by itself is never read.

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.files.rule_files import rules_folder
 from autoplan.common.options import check_argument
-from autoplan.common.rules_folder import rules_folder
 
 _NUMBERS = ("memory", "bandwidth", "per_node", "efficiency")
 _WHOLE = ("memory", "per_node")

@@ -25,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autoplan.common.errors import SourceError
 from autoplan.common.files.plain import NotPlain, is_folder, read_plain
-from autoplan.common.rules_folder import importable_here
+from autoplan.common.files.rule_files import importable_here
 from autoplan.hf.configs import check_config
 from autoplan.hf.type_rules import open_fields
 

@@ -13,7 +13,7 @@ from transformers.models.auto import modeling_auto
 from autoplan.common.errors import SourceError
 from autoplan.common.files.decode import misshapen
 from autoplan.common.files.plain import NotPlain, read_plain
-from autoplan.common.rules_folder import rules_folders
+from autoplan.common.files.rule_files import rules_folders
 
 # The architectures of transformers, by task.
 

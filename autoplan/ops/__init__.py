@@ -11,13 +11,10 @@ from autoplan.ops import (
     convolutions,
     creation,
     elementwise,
-    experts,
     indexing,
     norms,
     pieces,
     products,
-    questions,
-    recurrent,
     reductions,
     views,
 )

@@ -1,16 +1,18 @@
-"""Attention as one op, and calls that do more at once."""
+"""Calls that do more at once, each as one op: attention; recurrent networks (all steps of all layers in one call, or
+one step of a cell); a module that holds a stack of experts, whose op replaces the ops of its runs
+(analyse/splits/experts.py).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from autoplan.axes.events import Event
-from autoplan.axes.terms import find
-from autoplan.ops.records.answers import NEVER, Drawn, Linear, Reduction, by_rate
-from autoplan.ops.records.on_shards import Local, SplitOp
+from autoplan.axes.terms import find, product
+from autoplan.ops.records.answers import NEVER, Drawn, Linear, Recurrent, Reduction, by_rate
+from autoplan.ops.records.on_shards import NO_SIZES, Local, SplitOp, recorded
 from autoplan.ops.records.record import op, python_call
 from autoplan.ops.records.site import Answer, Dims, Site
-from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
 from autoplan.values.reasons import NotPlaced
 
@@ -89,3 +91,52 @@ python_call("multi_head_attention_forward", sizes=NO_SIZES, linear=Linear.NO, ra
 for _name in ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"):
     python_call(_name, sizes=NO_SIZES, linear=Linear.NO, random=NEVER,
                 pays=NotPlaced("told-its-heads"))  # fmt: skip
+
+
+for _name, _gates, _states in (("lstm", 4, 2), ("gru", 3, 1), ("rnn_tanh", 1, 1), ("rnn_relu", 1, 1)):
+    python_call(_name, sizes=NO_SIZES, linear=Linear.NO, random=by_rate(-1, "dropout"),  # between layers
+                recurrent=Recurrent(_gates, _states, one_step=False))  # fmt: skip
+    python_call(f"{_name}_cell", sizes=NO_SIZES, linear=Linear.NO, random=NEVER,
+                recurrent=Recurrent(_gates, _states, one_step=True))  # fmt: skip
+
+
+BOX = "experts"  # args: (stacked weights, tokens, (indices, routing weights) or (), other tensors that are read)
+
+
+def _expert_sum(at: SplitOp) -> Reduction | None:
+    """Return SUM for routed tokens, whose results are summed over all experts; sorted ones stay apart by expert."""
+    stack, _, routing, _ = at.op.args
+    sharded = at.shards.layout_of(at.shards.axes.of(stack[0].id)[0]) is not None
+    return Reduction.SUM if routing and sharded else None
+
+
+# Each rank's experts get other tokens than the recorded ones, so only simulated ranks can verify their results.
+@op(BOX,
+    sizes=NO_SIZES, reduces=_expert_sum, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
+def experts(site: Site) -> Answer:
+    """Unify the leading axis of all stacked weights. Dims inside an expert are opaque."""
+    stack, tokens, routing, others = site.op.args
+    first = site.terms(stack[0])[0]
+    for ref in stack:
+        leading, *inner = site.terms(ref)
+        site.unify(first, leading)
+        _close(site, inner)
+    for ref in others:
+        _close(site, site.terms(ref))
+    site.mark(first, Event.BATCH_W)
+    site.mark(first, Event.EXPERTS)
+    return [site.terms(tokens) if routing else _sorted(site, tokens, first.size)]
+
+
+def _close(site: Site, dims: Dims) -> None:
+    for term in dims:
+        site.mark(term, Event.OPAQUE)
+
+
+def _sorted(site: Site, tokens: Ref, count: int) -> Dims | None:
+    """Split the tokens by expert: inside, a rank has those of its experts; outside every rank has all."""
+    major, *rest = site.terms(tokens)
+    halves = site.algebra.split(major, count, major.size // count)
+    if halves is None:
+        return None
+    return [product([site.terms(site.op.args[0][0])[0], halves[1]]), *rest]

@@ -8,10 +8,9 @@ from typing import Any
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, is_data, leaf, product
 from autoplan.ops.records.answers import NEVER, Drawn, Extent, Linear, Product, Reduction
-from autoplan.ops.records.on_shards import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import NO_SIZES, Groups, Local, SplitOp, as_written
 from autoplan.ops.records.record import kept_whole, op, python_call
 from autoplan.ops.records.site import Answer, Site, told
-from autoplan.ops.records.sizes import NO_SIZES, Groups
 from autoplan.values import Op
 from autoplan.values.reasons import NotPlaced
 

@@ -6,10 +6,9 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import leaf
 from autoplan.ops.elementwise import elementwise
 from autoplan.ops.records.answers import ALWAYS, NEVER, Linear, Random, Supposed, by_rate
-from autoplan.ops.records.on_shards import as_written, recorded
+from autoplan.ops.records.on_shards import NO_SIZES, Filled, Identity, MadeWhole, as_written, recorded
 from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call, unknown
 from autoplan.ops.records.site import Answer, Site
-from autoplan.ops.records.sizes import NO_SIZES, Filled, Identity, MadeWhole
 from autoplan.values import Ref, Trace, refs
 
 # Ops without tensor inputs: a constant fill puts no constraint on an axis, a ramp does.

@@ -1,13 +1,16 @@
-"""Elementwise ops: dims of all tensor arguments are unified by broadcasting."""
+"""Elementwise ops: dims of all tensor arguments are unified by broadcasting. Ops that only query a tensor and touch
+none of its dims; and how literals of a call affect its result.
+"""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from autoplan.axes.events import Event
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Shows, Supposed
-from autoplan.ops.records.on_shards import as_written
-from autoplan.ops.records.record import kept_whole, nothing, op, python_call
+from autoplan.ops.records.on_shards import NO_SIZES, Lengths, PieceCount, as_written
+from autoplan.ops.records.record import call_record, kept_whole, nothing, op, op_record, python_call, unknown
 from autoplan.ops.records.site import Answer, Site
-from autoplan.ops.records.sizes import NO_SIZES
 
 # Ops by which Python code inside a torch call uses a number of positions that it counted.
 COUNTING = frozenset({"add", "sub", "rsub", "mul", "div", "pow", "scalar_tensor", "full"})
@@ -144,3 +147,28 @@ python_call("__truediv__", "__itruediv__", becomes="div")
 python_call("__neg__", becomes="neg")
 python_call("attr:data", sizes=NO_SIZES, linear=Linear.NO, random=NEVER, detaches=True)
 python_call("type", "float", "half", "bfloat16", "double", becomes="_to_copy")
+
+
+@op("_assert_tensor_metadata", "sym_size", "sym_numel", "sym_stride", "sym_storage_offset",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+def asks(_: Site) -> Answer:
+    """Return no tensors, and mark nothing."""
+    return []
+
+
+op("_local_scalar_dense",
+   sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, tells=True)(unknown)  # fmt: skip
+
+
+def literals_say(name: str) -> Literal["nothing", "elementwise", "function", "numbers", "pieces", "all"]:
+    """Return which literals of a call affect its result on a shard. Elementwise ops behave alike for any number; rates
+    are tried in both modes. "pieces": the first number is the number or the length of the pieces, and a dim may
+    follow."""
+    record = call_record(name)
+    if isinstance(record.sizes, Lengths) or (isinstance(record.sizes, PieceCount) and record.sizes.dim is None):
+        return "pieces"
+    if op_record(record.becomes or name).dims is elementwise:
+        if record.linear is not Linear.NO:
+            return "nothing"
+        return "elementwise" if record.random.when == "never" else "function"
+    return "numbers" if record.random.when == "rate" else "all"

@@ -10,10 +10,9 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, is_data
 from autoplan.ops.pieces import slice_of
 from autoplan.ops.records.answers import NEVER, Along, Drawn, Linear, Reduction, Shows
-from autoplan.ops.records.on_shards import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import NO_SIZES, Indexed, Local, SplitOp, as_written
 from autoplan.ops.records.record import call_record, kept_whole, op, op_record, python_call
 from autoplan.ops.records.site import Answer, Dims, Site
-from autoplan.ops.records.sizes import NO_SIZES, Indexed
 from autoplan.ops.reductions import averaged
 from autoplan.values import Op, Ref, refs
 

@@ -9,10 +9,9 @@ from typing import Any
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE, find
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Reduction
-from autoplan.ops.records.on_shards import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import NO_SIZES, Groups, Local, SplitOp, as_written
 from autoplan.ops.records.record import kept_whole, op, python_call
 from autoplan.ops.records.site import Answer, Dims, Site, told
-from autoplan.ops.records.sizes import NO_SIZES, Groups
 from autoplan.values import Op
 
 _SMALLEST = {"torch.float32": 2.0**-23, "torch.float64": 2.0**-52}  # the default epsilon

@@ -8,10 +8,9 @@ from typing import Any
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE, Term, concatenation, is_data, leaf
 from autoplan.ops.records.answers import NEVER, Along, Drawn, Extent, Linear, Reduction, Shows
-from autoplan.ops.records.on_shards import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import NO_SIZES, Bounds, Lengths, Local, PieceCount, SplitOp, as_written
 from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call
 from autoplan.ops.records.site import Answer, Dims, Site, told
-from autoplan.ops.records.sizes import NO_SIZES, Bounds, Lengths, PieceCount
 from autoplan.ops.views import moved_dims
 from autoplan.values import Op
 

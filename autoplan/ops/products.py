@@ -7,10 +7,9 @@ from typing import Any
 from autoplan.axes.events import Event
 from autoplan.axes.terms import find
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Product, Reduction
-from autoplan.ops.records.on_shards import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import NO_SIZES, Local, SplitOp, as_written
 from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call, unknown
 from autoplan.ops.records.site import Answer, Dims, Site
-from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
 from autoplan.values.reasons import NotPlaced
 

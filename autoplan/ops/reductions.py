@@ -10,10 +10,9 @@ from autoplan.axes.terms import ONE
 from autoplan.common.layout import Layout
 from autoplan.ops.elementwise import elementwise
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Reduction, Supposed
-from autoplan.ops.records.on_shards import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import NO_SIZES, SHAPE, Local, SplitOp, as_written
 from autoplan.ops.records.record import call_record, kept_whole, op, op_record, python_call
 from autoplan.ops.records.site import Answer, Site, told
-from autoplan.ops.records.sizes import NO_SIZES, SHAPE
 from autoplan.values import Op, refs
 from autoplan.values.reasons import NotPlaced
 

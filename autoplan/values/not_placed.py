@@ -1,11 +1,16 @@
-"""Obstacles to a split that no mechanism can handle on ranks: a closed list of words, each with its sentence.
+"""Why something is not split, as closed lists of words, each with its sentence.
 
-`NotPlaced` (values/reasons.py) holds one of these words with the place where it was met. Sentences name the aten op as
-{op}, the called function as {call}, an argument of it as {argument}, a number as {count:g}.
+`Obstacle`s of tensor parallelism are what no mechanism can handle on ranks. `NotPlaced` (values/reasons.py) holds one
+of these words with the place where it was met. Sentences name the aten op as {op}, the called function as {call}, an
+argument of it as {argument}, a number as {count:g}.
+
+Reasons why a stream of blocks is not sharded along its sequence, or is replicated somewhere, are recorded where the
+stream is walked, and read by findings, audits and scoreboards; they become text only here.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 Unplaceable = Literal[
@@ -92,3 +97,80 @@ SENTENCES: dict[Unplaceable, str] = {
     "differs-between-runs": "{call} needs different changes in different runs",
     "sizes-compared": "Python compares sizes that sharding changes",
 }
+
+
+WholeWhy = Literal[
+    "reads-across",
+    "picks",
+    "parts",
+    "places",
+    "two-positions",
+    "enters-split",
+    "told-length",
+    "told-shard",
+    "meets-whole",
+    "meets-empty",
+    "shared-value",
+    "shared-parameter",
+    "merged-at-start",
+    "merged-taken-in",
+    "merged-returned",
+    "runs-both-ways",
+    "made-whole-for",
+    "unsettled",
+    "no-positions",
+    "no-blocks",
+    "blocks-apart",
+]
+
+_SENTENCES: dict[WholeWhy, str] = {
+    "reads-across": "{call} in {place} reads across the sequence",
+    "picks": "{call} in {place} selects positions",
+    "parts": "{call} in {place} splits the sequence",
+    "places": "{call} in {place} scatters positions",
+    "two-positions": "{call} in {place} combines two positions",
+    "enters-split": "{call} in {place} enters a tensor-parallel region",
+    "told-length": "{call} in {place} is passed the full sequence length",
+    "told-shard": "{call} in {place} is passed the local sequence length",
+    "meets-whole": "{call} in {place} uses a replicated value",
+    "meets-empty": "{call} in {place} uses a value of {maker} that was recorded empty, so its placement is unknown",
+    "shared-value": "{call} in {place} uses a value that other calls need in full",
+    "shared-parameter": "{call} in {place} uses {parameter} on the full sequence, other calls use it on shards",
+    "merged-at-start": "the sequence dim is merged with another dim where the first block begins",
+    "merged-taken-in": "the sequence dim is merged with another dim at the input of {place}",
+    "merged-returned": "the sequence dim is merged with another dim in the model's output",
+    "runs-both-ways": "{place} runs both on shards and on the full sequence",
+    "made-whole-for": "{place} runs on shards, and on the full sequence made by {call} in {maker}",
+    "unsettled": "no consistent boundaries were found for the stream",
+    "no-positions": "no input of {place} has a sequence dim",
+    "no-blocks": "the model has no repeated blocks whose stream could be sharded",
+    "blocks-apart": "its blocks are sharded differently and cannot be recorded one by one: {error}",
+}
+
+
+@dataclass(frozen=True)
+class WholeSequence:
+    """One reason. `place` is the module that it is about, `maker` the one that made the value replicated there.
+
+    `at`: the module that takes in the full sequence for it; `stack`: all of these blocks do; `inside`: no module
+    boundary comes before the call at which the sequence could be gathered. `error`: the error of the recording.
+    """
+
+    why: WholeWhy
+    place: str = ""
+    call: str = ""
+    parameter: str = ""
+    maker: str = ""
+    at: str | None = None
+    stack: str | None = None
+    inside: bool = False
+    error: str = ""
+
+    def __str__(self) -> str:
+        place, maker = self.place or "the model", self.maker or "the model"
+        details = {"call": self.call, "parameter": self.parameter, "error": self.error}
+        text = _SENTENCES[self.why].format(place=place, maker=maker, **details)
+        text += ", and no module boundary precedes it" if self.inside else ""
+        if self.stack is not None:
+            return f"all blocks of {self.stack or 'the stack'}: {text}"
+        return text if self.at is None else f"{self.at}: {text}"

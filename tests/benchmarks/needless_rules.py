@@ -23,7 +23,7 @@ import transformers
 from autoplan.capture.dry_run import tried
 from autoplan.check.scoreboard.score import How, score
 from autoplan.check.verify.clone import clone_of
-from autoplan.common.rules_folder import rules_folder
+from autoplan.common.files.rule_files import rules_folder
 from autoplan.hf import type_rules
 from autoplan.hf.source import resolve
 from autoplan.hf.type_rules import MAPPINGS, architectures

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import autoplan
 from autoplan.capture.called import has_training_paths, in_training
-from autoplan.capture.feeding.other_paths import OtherPaths, with_other_paths
+from autoplan.capture.feeding.resize import OtherPaths, with_other_paths
 from autoplan.check.ranks.run import run_ranks
 from autoplan.hf.source import resolve
 

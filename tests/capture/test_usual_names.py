@@ -9,7 +9,7 @@ import pytest
 from autoplan.capture.feeding.names import read_names, usual_names
 from autoplan.capture.feeding.wants import Want
 from autoplan.common.errors import AutoplanError
-from autoplan.common.rules_folder import rules_folder
+from autoplan.common.files.rule_files import rules_folder
 
 HEAD = """
 states = '^h0$'

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoplan
-from autoplan.check.verify.state import state_kept
+from autoplan.check.verify.subject import state_kept
 
 
 class Mlp(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import autoplan
-from autoplan.common.rules_folder import rules_folder
+from autoplan.common.files.rule_files import rules_folder
 from autoplan.decide.rulebook import read
 from autoplan.decide.rulebook.read import load_rules
 from autoplan.decide.rulebook.rule_tests import test_rules as run_rule_tests

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 import autoplan
+from autoplan.common.files.rule_files import VARIABLE
 from autoplan.common.requirements import OWN_SHARDING
-from autoplan.common.rules_folder import VARIABLE
 from autoplan.decide.written_plans.choices import CUTS, check_style
 from autoplan.decide.written_plans.dialects import ALIASES
 from autoplan.hf.source import resolve

@@ -15,9 +15,9 @@ from slow_cases import marked
 from torch import nn
 
 import autoplan
+from autoplan.common.files.rule_files import VARIABLE
 from autoplan.common.patterns import matches
-from autoplan.common.rules_folder import VARIABLE
-from autoplan.decide.written_plans.foreign import ancestors_of
+from autoplan.decide.written_plans.dialects import ancestors_of
 from autoplan.decide.written_plans.handwritten import find_plan, load_plans, plan_by_id, read_plan
 from autoplan.values import SplitLogits
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import autoplan
 from autoplan.common.errors import AutoplanError
-from autoplan.common.rules_folder import VARIABLE, rules_folder
+from autoplan.common.files.rule_files import VARIABLE, rules_folder
 from autoplan.decide.rulebook.read import load_rules
 from autoplan.decide.written_plans.choices import WrittenPlanError
 from autoplan.decide.written_plans.handwritten import load_plans

@@ -12,7 +12,7 @@ from rules_readme import rules_readme
 
 from autoplan.analyse.picture.flow import node_of
 from autoplan.common.errors import AutoplanError
-from autoplan.common.rules_folder import rules_folder
+from autoplan.common.files.rule_files import rules_folder
 from autoplan.decide.match import ENDS, match_rules
 from autoplan.decide.rulebook.conditions import Condition
 from autoplan.decide.rulebook.pattern import draw, parse_pattern

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, LlamaForCausalLM, MixtralConfig, Qwen3Config
 
 from autoplan.common.errors import SourceError
-from autoplan.common.rules_folder import rules_folder
+from autoplan.common.files.rule_files import rules_folder
 from autoplan.hf.shrink import all_configs, tiny_config
 from autoplan.hf.source import Source, resolve
 from autoplan.hf.tiny_sizes import FIELDS, VARIANTS, amount, field_rule

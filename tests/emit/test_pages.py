@@ -18,12 +18,11 @@ import pytest
 import autoplan
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
-from autoplan.emit.pages.drawing import Drawing, Words, cells, draw_block, wrapped
+from autoplan.emit.pages.drawing import Drawing, Words, cells, draw_block, runs, segments, wrapped
 from autoplan.emit.pages.markup import WhatIf
 from autoplan.emit.pages.others import choice_page, report_page
 from autoplan.emit.pages.page import NO_ESTIMATE, cause_first, links_of, plan_page
 from autoplan.emit.pages.picture import scene_of
-from autoplan.emit.pages.weights import runs, segments
 from autoplan.values import CutsOf, Drawn, Finding, FlowPart, Plan, Report, replace
 from autoplan.values.estimate import Estimate, MemoryParts, Row, Sent, StepTime
 

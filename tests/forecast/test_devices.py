@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import autoplan
-from autoplan.common.rules_folder import rules_folder
+from autoplan.common.files.rule_files import rules_folder
 from autoplan.forecast.devices import Measured, device_names, device_text, load_device
 
 H100 = (rules_folder() / "devices" / "h100.toml").read_text(encoding="utf-8")

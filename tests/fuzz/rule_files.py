@@ -13,7 +13,7 @@ from typing import Any
 
 from fuzzing import Counts, folder, fuzz, main, spoil, spoil_text
 
-from autoplan.common.rules_folder import rules_folder
+from autoplan.common.files.rule_files import rules_folder
 
 ROLES, PLANS, INPUTS = (sorted((rules_folder() / kind).glob("*.toml")) for kind in ("roles", "plans", "inputs"))
 FILES = (*((path, kind) for kind, paths in (("roles", ROLES), ("plans", PLANS), ("inputs", INPUTS)) for path in paths),)

@@ -19,10 +19,9 @@ from autoplan.capture.recorder import record
 from autoplan.check.replay import replay
 from autoplan.ops import OPS, call_record, op_record
 from autoplan.ops.records.answers import NEVER, Linear, Reduction
-from autoplan.ops.records.on_shards import Local, SplitOp
+from autoplan.ops.records.on_shards import NO_SIZES, Local, SplitOp
 from autoplan.ops.records.record import op
 from autoplan.ops.records.site import Answer, Site
-from autoplan.ops.records.sizes import NO_SIZES
 
 NAME = "stranger.project"
 

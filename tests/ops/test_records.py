@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from autoplan.ops import CALLS, OPS, call_record, op_record
-from autoplan.ops.experts import BOX
+from autoplan.ops.attention import BOX
 from autoplan.ops.records.answers import Drawn, Extent, Linear, Random, Reduction
-from autoplan.ops.records.on_shards import as_written, recorded
+from autoplan.ops.records.on_shards import Groups, NoSizes, Sizes, as_written, recorded
 from autoplan.ops.records.record import OpRecord, kept_whole, nothing
-from autoplan.ops.records.sizes import Groups, NoSizes, Sizes
 from autoplan.values import Op
 from autoplan.values.reasons import NotPlaced
 

@@ -165,9 +165,9 @@ def on_gpus() -> Setting:
 
 
 def op_names() -> Setting:
-    from autoplan.ops.records import on_shards, record, site, sizes
+    from autoplan.ops.records import on_shards, record, site
 
-    names = {name: value for part in (on_shards, record, site, sizes) for name, value in vars(part).items()}
+    names = {name: value for part in (on_shards, record, site) for name, value in vars(part).items()}
     return Setting({name: value for name, value in names.items() if not name.startswith("__")})
 
 

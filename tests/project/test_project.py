@@ -27,7 +27,7 @@ PURE = (
     "common/layout",
     "common/errors",
     "common/patterns",
-    "common/rules_folder",
+    "common/files/rule_files",
     "common/files/decode",
     "version",
     "common/conventions",
@@ -219,7 +219,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rules_seen_from(site: Path, cwd: Path) -> Path:
     """Where autoplan finds its rules when `site` is the only place that it is installed in."""
     code = (
-        f"import site; site.addsitedir({str(site)!r})\nfrom autoplan.common.rules_folder import rules_folder\n"
+        f"import site; site.addsitedir({str(site)!r})\nfrom autoplan.common.files.rule_files import rules_folder\n"
         "print(rules_folder())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, timeout=60)

@@ -19,9 +19,8 @@ from quantised_models import METHODS as QUANTISED
 from quantised_models import weights_of
 
 import autoplan
-from autoplan.common.files import schemes
-from autoplan.common.files.schemes import scheme_files
-from autoplan.common.rules_folder import rules_folder
+from autoplan.common.files import rule_files
+from autoplan.common.files.rule_files import rules_folder, scheme_files
 from autoplan.decide.rulebook import read
 from autoplan.decide.rulebook.read import EXPORTS, GENERIC, load_rules
 from autoplan.decide.written_plans.handwritten import load_plans
@@ -143,7 +142,7 @@ def test_renaming_schemes_changes_no_number(tmp_path: Path, monkeypatch: pytest.
     for path in (rules_folder() / "quantised").glob("*.toml"):
         (tmp_path / "quantised").mkdir(exist_ok=True)
         shutil.copy(path, tmp_path / "quantised" / f"x-{path.name}")
-    monkeypatch.setattr(schemes, "rules_folder", lambda: tmp_path)
+    monkeypatch.setattr(rule_files, "rules_folder", lambda: tmp_path)
     for name, data in QUANTISED.items():
         (weight,) = weights_of(method_of(data), {"a.weight": (96, 64)})
         assert weight.scheme.id == f"x-{known[name].scheme.id}"

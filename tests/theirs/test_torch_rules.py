@@ -29,8 +29,7 @@ from autoplan.axes.events import FORBIDDING
 from autoplan.axes.terms import Term, factors, find, leaves
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Reduction, Shows
-from autoplan.ops.records.on_shards import SplitOp, as_written
-from autoplan.ops.records.sizes import NO_SIZES
+from autoplan.ops.records.on_shards import NO_SIZES, SplitOp, as_written
 from autoplan.values import Op, Ref, TensorInfo, Trace
 
 RANKS = 2

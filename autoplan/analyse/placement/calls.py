@@ -20,7 +20,7 @@ from autoplan.analyse.splits.literal_sizes import made_in_shards, made_whole, pi
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.answers import Shows
-from autoplan.ops.records.sizes import RepeatEach
+from autoplan.ops.records.on_shards import RepeatEach
 from autoplan.values import Call, CallRewrite, Cut, LiteralArgument, Ref, RewriteCall, Trace
 from autoplan.values.reasons import NotPlaced
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from autoplan.analyse.shards import Shards
 from autoplan.ops import call_record, op_record
+from autoplan.ops.attention import BOX
 from autoplan.ops.elementwise import COUNTING
-from autoplan.ops.experts import BOX
 from autoplan.ops.records.answers import Linear, Reduction, Shows
+from autoplan.ops.records.on_shards import Filled, Groups, MadeWhole
 from autoplan.ops.records.record import OpRecord
-from autoplan.ops.records.sizes import Filled, Groups, MadeWhole
 from autoplan.ops.views import stretches
 from autoplan.values import Call, Op, Ref, Symbolic, refs
 from autoplan.values.reasons import NotPlaced

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.stream_state import Refused, SequencePlacement
 from autoplan.values import AllReduce, AllReduceGradient
-from autoplan.values.whole_sequence import WholeSequence, WholeWhy
+from autoplan.values.not_placed import WholeSequence, WholeWhy
 
 __all__ = ["leave_partial"]
 

@@ -47,7 +47,7 @@ from autoplan.values import (
     WholeLength,
     WithholdPartial,
 )
-from autoplan.values.whole_sequence import WholeSequence
+from autoplan.values.not_placed import WholeSequence
 
 __all__ = ["SequencePlacement", "mixed_leaves", "place_sequence", "sequence_boundaries"]
 

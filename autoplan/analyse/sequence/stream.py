@@ -25,7 +25,7 @@ from autoplan.analyse.splits.literal_sizes import evaluate
 from autoplan.axes.terms import Term
 from autoplan.ops import call_record
 from autoplan.values import ModuleVisit, Symbolic
-from autoplan.values.whole_sequence import WholeSequence, WholeWhy
+from autoplan.values.not_placed import WholeSequence, WholeWhy
 
 __all__ = ["SequencePlacement", "Stream"]
 

@@ -12,9 +12,9 @@ from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, P
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record
-from autoplan.ops.records.sizes import Indexed
+from autoplan.ops.records.on_shards import Indexed
 from autoplan.values import AllReduce, AllReduceGradient, Boundary, Call, SequenceName, Symbolic, WithholdPartial
-from autoplan.values.whole_sequence import WholeSequence
+from autoplan.values.not_placed import WholeSequence
 
 # Questions about the positions of a stream: where they are in a tensor, and which calls couple them.
 #

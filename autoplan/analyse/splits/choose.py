@@ -14,8 +14,8 @@ from autoplan.axes.events import FORBIDDING
 from autoplan.axes.terms import Term, factors, find, leaves
 from autoplan.common.layout import chunk
 from autoplan.ops import op_record
+from autoplan.ops.attention import BOX
 from autoplan.ops.convolutions import groups_of
-from autoplan.ops.experts import BOX
 from autoplan.ops.records.answers import Drawn, Linear, Shows
 from autoplan.ops.records.record import nothing
 from autoplan.values import Op, Ref, Trace, refs

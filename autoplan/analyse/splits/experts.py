@@ -13,7 +13,7 @@ from autoplan.analyse.splits.literal_sizes import attributes_of, sizes_given
 from autoplan.analyse.splits.packed import NO_DEMANDS, Demands
 from autoplan.axes.terms import factors, find, leaves
 from autoplan.ops import call_record
-from autoplan.ops.experts import BOX
+from autoplan.ops.attention import BOX
 from autoplan.ops.records.record import REMOVED
 from autoplan.values import Call, IntegerEdit, LocalExperts, ModuleVisit, Op, Ref, Trace, refs
 from autoplan.values.reasons import ExpertsDoNotDivide, ExpertsWhole, OnlyExperts, Reason

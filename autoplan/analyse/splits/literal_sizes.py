@@ -9,7 +9,7 @@ from typing import Any
 from autoplan.analyse.shards import Shards
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.answers import Drawn
-from autoplan.ops.records.sizes import (
+from autoplan.ops.records.on_shards import (
     Bounds,
     Filled,
     Groups,

@@ -22,7 +22,7 @@ from autoplan.capture.feeding.wants import SIZES, Kind, Want
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.decode import misshapen
 from autoplan.common.files.plain import NotPlain, read_plain
-from autoplan.common.rules_folder import rules_folder
+from autoplan.common.files.rule_files import rules_folder
 
 _SHAPE = {
     "states!": str,

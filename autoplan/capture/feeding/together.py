@@ -23,7 +23,7 @@ from autoplan.ops import call_record
 from autoplan.ops.indexing import takes_bags, takes_targets
 from autoplan.ops.pieces import joins
 from autoplan.ops.records.answers import Shows
-from autoplan.ops.records.sizes import SHAPE
+from autoplan.ops.records.on_shards import SHAPE
 from autoplan.ops.reductions import compares
 
 _MOST_PARTS = 12  # most items that a list is given

@@ -18,9 +18,9 @@ import torch
 from autoplan.capture.feeding.arguments import Arguments, field_of, of_items
 from autoplan.capture.feeding.conditions import asked_by_condition, exact
 from autoplan.capture.feeding.failure import Failure, none_names
-from autoplan.capture.feeding.keys import keys
 from autoplan.capture.feeding.messages import (
     is_named,
+    keys,
     lacks_a_value,
     sizes_differ,
     told_by_message,

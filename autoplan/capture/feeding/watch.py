@@ -22,7 +22,7 @@ from autoplan.capture.feeding.wants import Path
 from autoplan.common.nested import flatten_tensors
 from autoplan.ops import call_record
 from autoplan.ops.indexing import looks_up
-from autoplan.ops.records.sizes import Groups
+from autoplan.ops.records.on_shards import Groups
 
 _ORIGIN, _DIRECT = "_fed_from", "_fed_itself"
 _TORCH = str(File(torch.__file__).parent)

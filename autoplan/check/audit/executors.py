@@ -38,7 +38,7 @@ from autoplan.check.verify.on_ranks import Sharding, said
 from autoplan.common.conventions import conventions
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import cast_numbers, inputs_in
-from autoplan.decide.written_plans.foreign import COUNTS, heads_of, kind_of, spec_for
+from autoplan.decide.written_plans.dialects import COUNTS, heads_of, kind_of, spec_for
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks, gather_over_ranks, sum_over_ranks
 from autoplan.hf.own_sharding import (
     context_hooks,

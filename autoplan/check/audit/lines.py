@@ -18,8 +18,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.files.plain import NotPlain, is_file, read_plain, read_text
 from autoplan.common.patterns import matches
 from autoplan.decide.written_plans.choices import WrittenPlanError, check_key
-from autoplan.decide.written_plans.dialects import looks_dotted, plan_at, read_style
-from autoplan.decide.written_plans.foreign import is_deepspeed, read_deepspeed
+from autoplan.decide.written_plans.dialects import is_deepspeed, looks_dotted, plan_at, read_deepspeed, read_style
 from autoplan.decide.written_plans.handwritten import plan_by_id
 from autoplan.decide.written_plans.plan_file import load_plan
 from autoplan.values import Plan

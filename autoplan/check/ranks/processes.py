@@ -30,7 +30,7 @@ from torch.nn.utils import parametrize
 
 from autoplan.check.ranks.common import RankError, RankLost, RankNotStarted, RankTimeout, process_context
 from autoplan.common.errors import AutoplanError
-from autoplan.common.rules_folder import from_here
+from autoplan.common.files.rule_files import from_here
 from autoplan.hf.driving import PRELOADED
 from autoplan.patches.kernels import on_reference_path
 

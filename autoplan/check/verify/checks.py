@@ -18,8 +18,7 @@ from autoplan.capture.called import calls_the_model, has_training_paths
 from autoplan.capture.copies import copied
 from autoplan.check.verify.compare import Tolerance, compare
 from autoplan.check.verify.drawn import RUNS, Draws, FixedNoise, laws_of_draws
-from autoplan.check.verify.state import state_kept
-from autoplan.check.verify.subject import CANNOT_RUN, SAME, Group, Observation, Subject, plain, tensors_in
+from autoplan.check.verify.subject import CANNOT_RUN, SAME, Group, Observation, Subject, plain, state_kept, tensors_in
 from autoplan.common.code.ways import uncompared
 from autoplan.common.conventions import conventions
 from autoplan.common.nested import flatten_tensors

@@ -17,7 +17,7 @@ from autoplan.capture.called import call, calls_the_model
 from autoplan.capture.capture import capture_any
 from autoplan.capture.copies import copied
 from autoplan.capture.dry_run import own
-from autoplan.capture.feeding.other_paths import with_other_paths
+from autoplan.capture.feeding.resize import with_other_paths
 from autoplan.check.ranks.common import KeptOutside
 from autoplan.check.verify.subject import CANNOT_RUN
 from autoplan.common.errors import AutoplanError

@@ -24,7 +24,7 @@ from autoplan.capture.outside import refusing_outsiders, replacing
 from autoplan.check.ranks.common import Budget
 from autoplan.check.ranks.run import Engine, RankError, RankTimeout, run_processes, run_ranks
 from autoplan.check.verify.checks import CHECKS
-from autoplan.check.verify.state import state_kept
+from autoplan.check.verify.subject import state_kept
 from autoplan.check.verify.traffic import measured_traffic
 from autoplan.common.code.ways import Recorder, has_own_code, tracing
 from autoplan.common.errors import AutoplanError, OutsideError
@@ -39,7 +39,7 @@ from autoplan.execute.checkpointing.blocks import runs_of
 from autoplan.execute.parallelize import shard_model
 from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.hf.driving import note_what_is_collected
-from autoplan.ops.questions import literals_say
+from autoplan.ops.elementwise import literals_say
 from autoplan.patches.seeding import is_simulated
 from autoplan.values import Finding, Plan, Stack
 

@@ -2,6 +2,10 @@
 
 A check sees the unsharded model and every rank's shard through the same small interface, so that it is written once and
 cannot treat them differently by accident. All results are plain tensors in checkpoint names and layout.
+
+What a run leaves in a model is undone. A forward may keep a state (a cache, a memory, a slow copy of its own weights),
+and a rank's model goes through all checks, one after the other. Unsharded, each check has a fresh copy. So ranks put
+the model back after each.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import inspect
 import random
 import zlib
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -222,3 +227,60 @@ def _seed_host(number: int) -> None:
 def _placed(value: Any, device: torch.device) -> Any:
     """Return inputs on the model's device."""
     return value.to(device) if isinstance(value, torch.Tensor) else changed_inside(value, lambda x: _placed(x, device))
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Put back parameters, buffers, attributes of modules and what is in their containers."""
+    undo = [*map(_of_tensor, _tensors(model)), *(_of_container(vars(module)) for module in model.modules())]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for put_back in reversed(undo):
+                put_back()
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    kept = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
+    return list({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *kept)}.values())
+
+
+def _of_tensor(tensor: torch.Tensor) -> Callable[[], None]:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    values = local.clone()
+
+    def put_back() -> None:
+        if isinstance(tensor, DTensor):
+            tensor._local_tensor = local  # `.data = x` replaces it
+        now = local if isinstance(tensor, DTensor) else tensor.detach()
+        if now.shape == values.shape and not torch.equal(now, values):
+            now.copy_(values)
+
+    return put_back
+
+
+def _of_container(container: Any) -> Callable[[], None]:
+    """Return the function that puts back the items of a container and of the containers in it, the same objects."""
+    items = list(container.items()) if isinstance(container, dict) else list(container)
+    values = container.values() if isinstance(container, dict) else items
+    inner = [_of_container(value) for value in values if type(value) in _CONTAINERS]
+
+    def put_back() -> None:
+        for one in inner:
+            one()
+        now = list(container.items()) if isinstance(container, dict) else list(container)
+        parts = _flat(now), _flat(items)
+        if len(parts[0]) != len(parts[1]) or any(a is not b for a, b in zip(*parts, strict=True)):
+            container.clear()
+            container.extend(items) if isinstance(container, list | deque) else container.update(items)
+
+    return put_back
+
+
+# Hooks are put back too: a library may set them in its first forward, and keep an attribute that says so
+_CONTAINERS = (dict, OrderedDict, list, set, deque)
+
+
+def _flat(items: list[Any]) -> list[Any]:
+    return [part for item in items for part in (item if isinstance(item, tuple) else (item,))]

@@ -35,7 +35,7 @@ from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.execute.agreement import Voters, fail_together, meet, same_model, same_plan
 from autoplan.hf.source import resolve
 from autoplan.hf.stacks import layers
-from autoplan.ops.questions import literals_say
+from autoplan.ops.elementwise import literals_say
 from autoplan.patches.simulated_ranks import alone
 from autoplan.planning import capture_source, draft_plan
 from autoplan.values import Boundary, CallRewrite, Capabilities, Finding, Plan, Report, SplitLogits

@@ -341,7 +341,7 @@ def uncompared() -> Iterator[None]:
 
 
 class Recorder(Tracer):
-    """Records every way. `literals_say`: see ops/questions.py."""
+    """Records every way. `literals_say`: see ops/elementwise.py."""
 
     def __init__(self, literals_say: LiteralsSay) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ import networkx as nx
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.decode import misshapen
 from autoplan.common.files.plain import BYTES, NotPlain, parse_plain, read_text
-from autoplan.common.rules_folder import rules_folders
+from autoplan.common.files.rule_files import rules_folders
 from autoplan.decide.rulebook.conditions import Condition, parse_condition
 from autoplan.decide.rulebook.pattern import Pattern, parse_pattern
 

@@ -15,8 +15,8 @@ from typing import Any
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.decode import misshapen
 from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.files.rule_files import rules_folders
 from autoplan.common.options import check_argument
-from autoplan.common.rules_folder import rules_folders
 from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError, check_style
 
 _KEYS = {"id", "qualname", "aliases", "why", "gains", "entries", "sequence_parallel"}

@@ -16,13 +16,16 @@ from autoplan.common.patterns import matches
 from autoplan.decide.plan.chosen import choices_of_plan
 from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError, check_key
 from autoplan.decide.written_plans.dialects import (
+    ancestors_of,
     hf_plan,
+    is_deepspeed,
     looks_dotted,
     plan_at,
+    read_deepspeed,
     read_style,
+    unwrapped,
     with_prefix,
 )
-from autoplan.decide.written_plans.foreign import ancestors_of, is_deepspeed, read_deepspeed, unwrapped
 from autoplan.decide.written_plans.handwritten import find_plan, load_plans, plan_by_id
 from autoplan.decide.written_plans.plan_file import load_plan
 from autoplan.values import Plan

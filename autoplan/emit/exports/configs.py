@@ -14,7 +14,7 @@ from typing import Any
 from autoplan.common.patterns import matches, starred
 from autoplan.common.templates import template
 from autoplan.decide.rulebook.read import exported_as
-from autoplan.decide.written_plans.foreign import COUNTS
+from autoplan.decide.written_plans.dialects import COUNTS
 from autoplan.emit.exports.expressible import (
     HEADS,
     ExportError,

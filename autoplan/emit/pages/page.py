@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autoplan.emit.explain import explain
-from autoplan.emit.pages.drawing import draw_block, svg_of, tone_of
+from autoplan.emit.pages.drawing import draw_block, svg_of, tone_of, weight_figure, weights_of
 from autoplan.emit.pages.markup import (
     Content,
     Safe,
@@ -26,7 +26,6 @@ from autoplan.emit.pages.markup import (
     written_here,
 )
 from autoplan.emit.pages.picture import Axis, Block, Scene, axes_of, scene_of
-from autoplan.emit.pages.weights import weight_figure, weights_of
 from autoplan.emit.tables.estimate_table import PARTS, messages_of_a_block, rank_weights, tokens_text, valid_sizes
 from autoplan.emit.tables.terminal import proof_text
 from autoplan.emit.words import bytes_text, count

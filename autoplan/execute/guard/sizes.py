@@ -16,7 +16,7 @@ import torch
 
 from autoplan.common.code.code_place import call_name
 from autoplan.common.nested import changed_inside
-from autoplan.ops.questions import literals_say
+from autoplan.ops.elementwise import literals_say
 
 Shape = tuple[int, ...]
 Pair = tuple[float, float]

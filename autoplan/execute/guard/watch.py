@@ -23,7 +23,7 @@ from autoplan.execute.guard.marks import GRADIENT, PART, Marks, keeping_code, lo
 from autoplan.execute.guard.situations import reads_outside
 from autoplan.execute.guard.sizes import Pair, PartSize, whole_shape
 from autoplan.execute.parameters.held import memory_of
-from autoplan.ops.questions import literals_say
+from autoplan.ops.elementwise import literals_say
 
 _VALUES_READ = frozenset(
     {  # they return values to Python, or sizes that depend on values

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.files.schemes import scheme_files
+from autoplan.common.files.rule_files import scheme_files
 from autoplan.values.quantised import PackedWeight, Scheme
 
 # bitsandbytes' double quantisation: the absmax of each block is a code. A packed model holds absmax as float32, since a

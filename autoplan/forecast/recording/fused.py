@@ -18,7 +18,7 @@ import torch
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.plain import NotPlain, read_plain
-from autoplan.common.rules_folder import rules_folders
+from autoplan.common.files.rule_files import rules_folders
 
 Dims = Mapping[str, int]
 Work = Callable[[int, str], None]

@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import prod
 from typing import Literal
 
-from autoplan.common.files.schemes import scheme_files
+from autoplan.common.files.rule_files import scheme_files
 from autoplan.values.quantised import PackedDim, PackedTensor, PackedWeight, Scheme
 
 # Assign schemes to modules: patterns of names and of classes, as configs give them.

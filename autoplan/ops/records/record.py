@@ -24,9 +24,8 @@ from autoplan.ops.records.answers import (
     Shows,
     Supposed,
 )
-from autoplan.ops.records.on_shards import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import NO_SIZES, Local, Sizes, SplitOp, as_written
 from autoplan.ops.records.site import Answer, Site
-from autoplan.ops.records.sizes import NO_SIZES, Sizes
 from autoplan.values import Op
 from autoplan.values.reasons import NotPlaced
 

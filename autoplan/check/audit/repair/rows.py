@@ -17,8 +17,7 @@ from autoplan.check.audit.lines import ForeignPlan, Line, numbers_starred, read_
 from autoplan.check.audit.subject import Audited
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import fold_names, starred
-from autoplan.decide.written_plans.dialects import ALIASES
-from autoplan.decide.written_plans.foreign import kind_of, spec_for, specs_of
+from autoplan.decide.written_plans.dialects import ALIASES, kind_of, spec_for, specs_of
 from autoplan.values import Entry, Plan
 
 # How a cut is said in a dialect, whether two values say the same, and how a row reads. A value is what stands at a

@@ -1,16 +1,23 @@
 """Find rule files: the call's `rules=` folder, those of AUTOPLAN_RULES, then ours; the first that has a document
-counts. A folder has any of `roles/`, `plans/`, `inputs/`, `quantised/`, `kernels/` and `defaults.toml`."""
+counts. A folder has any of `roles/`, `plans/`, `inputs/`, `quantised/`, `kernels/` and `defaults.toml`.
+
+The documents of `quantised/` say how each scheme stores a weight, and by which words others ask for it. No code names a
+scheme by its id.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from autoplan.common.errors import AutoplanError
+from autoplan.common.errors import AutoplanError, SourceError
+from autoplan.common.files.decode import misshapen
+from autoplan.common.files.plain import NotPlain, read_plain
 
 VARIABLE = "AUTOPLAN_RULES"
 _PARTS = ("roles", "plans", "inputs", "quantised", "kernels", "defaults.toml")
@@ -49,7 +56,7 @@ def _refuse_other(path: Path, what: str) -> None:
 @lru_cache(maxsize=1)
 def rules_folder() -> Path:
     """Return the folder that comes with autoplan."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     places = (package / "_rules", package.parent / "rules")
     for place in places:
         if (place / "inputs").is_dir():
@@ -81,3 +88,28 @@ def importable_here() -> Iterator[None]:
     finally:
         if added is not None and added in sys.path:
             sys.path.remove(added)
+
+
+_NEEDED = {"title", "method", "tensors"}
+_KEYS = _NEEDED | {"form", "dequantise", "state", "transposed_stacks", "linears_only"}
+_TENSOR_KEYS = {"name", "dtype", "dims", "when", "stacked"}
+
+
+def scheme_files() -> Mapping[str, Mapping[str, Any]]:
+    """Return all schemes, by their ids: the names of their files."""
+    return _files(rules_folder())
+
+
+@lru_cache(maxsize=4)
+def _files(folder: Path) -> dict[str, dict[str, Any]]:
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted((folder / "quantised").glob("*.toml")):
+        data = read_plain(path, NotPlain(error=SourceError, hint="fix the TOML"), notation="toml")
+        if problem := misshapen(data, {"tensors": [{}]}):
+            raise SourceError(f"{path}: {problem}", hint="see rules/quantised")
+        missing = _NEEDED - set(data)
+        odd = missing | set(data) - _KEYS | {key for t in data.get("tensors", ()) for key in set(t) - _TENSOR_KEYS}
+        if odd:
+            raise SourceError(f"{path}: unknown or missing {', '.join(sorted(odd))}", hint="see rules/quantised")
+        files[path.stem] = data
+    return files
