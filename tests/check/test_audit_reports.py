@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,11 @@ def test_causes_come_first_and_consequences_beneath_them(capfd: pytest.CaptureFi
     shown = plain_text(audit_view(report), 400)
     assert shown.index("Findings") < shown.index("What follows")
     followed = shown[shown.index("What follows") :].strip().splitlines()
-    assert len(followed) == 1 + sum(finding.is_consequence for finding in report.findings), "a sentence each"
+    wheres = {finding.where for finding in report.findings if finding.is_consequence}
+    assert len(set(followed)) == len(followed) <= 1 + sum(finding.is_consequence for finding in report.findings)
+    assert len(followed) > len({re.sub(r"\d+", "*", where) for where in wheres}), "a sentence each, layers in one"
+    failure = next(f.proof for f in report.findings if f.check == "numbers").splitlines()[0]
+    assert shown.count(failure) == 1, "what the run showed is told once"
     assert capfd.readouterr().err == "", "torch says nothing of its own"
 
 

@@ -21,7 +21,7 @@ from drawn_plans import mistake_of
 from drawn_words import drawn
 from scored_audits import score
 from torch import nn
-from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, SequenceParallel
 from transformers import LlamaConfig
 from wrong_plans import DIALECTS, MUTATIONS, SEQUENCE_MUTATIONS, Mutation, as_torch, sequence_plan, wrong_plan
 
@@ -103,6 +103,55 @@ def test_a_stream_of_dtensors_is_corrected_to_one(how: str) -> None:
     report = autoplan.audit(decoder(), wrong, 2)
     assert is_about(report, 0, "layers.*.mlp.w2"), report
     assert not report.fixed["layers.*.mlp.w2"].use_local_output
+
+
+@pytest.mark.parametrize("how", ["automodel", "torchtitan"])
+def test_one_layer_is_corrected_and_the_sequence_stays_cut(how: str) -> None:
+    right = sequence_plan(how)
+    rows = {f"layers.{number}.attn.k_proj": right["layers.*.attn.k_proj"] for number in (0, 1, 3)}
+    wrong = {key: style for key, style in right.items() if key != "layers.*.attn.k_proj"} | rows
+    report = autoplan.audit(decoder(layers=4), wrong, 2)
+    assert report.findings[0].about == ("layers.2.attn.k_proj",), report
+    assert [f.where for f in report.findings if f.level == "error" and not f.is_consequence] == ["layers.2.attn.k_proj"]
+    assert report.fixed.keys() == {*wrong, "layers.2.attn.k_proj"}
+
+
+@pytest.mark.parametrize("how", ["automodel", "torchtitan"])
+def test_a_right_plan_stays_right_where_a_key_matches_nothing(how: str) -> None:
+    """Automodel's plan of llama has rows for packed projections that transformers' llama lacks."""
+    report = autoplan.audit(decoder(), {**sequence_plan(how), "layers.*.mlp.w13": RowwiseParallel()}, 2)
+    assert report.ok and report.details["outcome"] == "exact", report
+    assert [finding.check for finding in report.findings if finding.level == "warn"].count("dead-keys") == 1
+
+
+def test_a_stream_whose_length_is_read_must_be_of_dtensors() -> None:
+    """torchtitan's plan on transformers' llama, which makes its rotary table as long as the embeddings are."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4)
+    rename = {"embed": "model.embed_tokens", "head": "lm_head", "norm": "model.norm"}
+    inner = {"attn": "self_attn", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    inner |= {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
+    wrong = {
+        rename.get(key) or "model." + ".".join(inner.get(part, part) for part in key.split(".")): style
+        for key, style in sequence_plan("automodel").items()
+    }
+    report = autoplan.audit(config, wrong, 2)
+    rows = {"model.embed_tokens", "model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"}
+    assert {place for finding in report.findings[:3] for place in finding.about} == rows, report
+    assert "a rank's own length" in report.findings[0].message
+    assert report.fixed.keys() == wrong.keys()
+    assert all(not report.fixed[key].use_local_output for key in rows)
+
+
+def test_a_replicated_style_of_automodel_sums_gradients() -> None:
+    class ReplicatedWithGradAllReduce(ParallelStyle):
+        def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+            return module  # Automodel marks it here; its training loop sums
+
+    norms = {f"layers.*.attn.{name}_norm": ReplicatedWithGradAllReduce() for name in "qk"}
+    report = autoplan.audit(decoder(partial(Attention, norm="head")), {**as_torch(GOOD), **norms}, 2)
+    assert report.ok and report.details["outcome"] == "exact", report
+    assert {report.details["verdicts"][key] for key in norms} == {"same"}
 
 
 def test_norms_of_heads_get_a_style_of_torch_that_sums_their_gradients() -> None:

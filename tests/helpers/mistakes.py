@@ -19,13 +19,14 @@ from wrong_plans import GatheringNorm, as_torch
 
 import autoplan
 from autoplan.check.verify.clone import Clone, clone_of
+from autoplan.common.conventions import conventions
 from autoplan.common.patterns import starred
 from autoplan.emit.exports.configs import to_deepspeed
 from autoplan.emit.exports.hf import OLD_NAMES, to_hf
 from autoplan.hf.source import resolve
 from autoplan.values import Plan
 
-DIALECTS = ("torch", "automodel", "hf", "hf-old", "deepspeed", "plan file")
+DIALECTS = ("torch", "automodel", "hf", "hf-old", "shipped", "deepspeed", "plan file")
 ARCHITECTURES = (
     "llama", "mixtral", "gpt2", "phi3", "falcon", "gemma3_text", "olmo2", "deepseek_v3", "mamba2", "nemotron_h",
     "bart:BartForConditionalGeneration", "t5", "llava",
@@ -94,7 +95,9 @@ def right_plan(model: Model, dialect: str) -> Right | None:
     """The right plan of a dialect; None where there is none that splits anything."""
     says = dict(to_hf(model.plan, drop=True))
     rows: dict[str, Any] = says
-    if dialect == "hf-old":
+    if dialect == "shipped":  # what transformers itself has for the type
+        says = rows = dict(conventions().shipped_plan(model.clone.model))
+    elif dialect == "hf-old":
         rows = to_hf(model.plan, old=True, drop=True)
         says = {key: says[key] for key in rows}
     elif dialect == "deepspeed":
@@ -254,7 +257,7 @@ class Maker:
             shorter = {f"module.{k}": v for k, v in self.right.rows.items()}
             yield Mistake("prefix", self.right.written(shorter), (tuple([*shorter, *self.right.rows]),))
         inner = self.pick(*_COLUMN, *_ROW)
-        if inner is not None and self.right.dialect not in ("hf", "hf-old") and self.right.blocks > 1:
+        if inner is not None and self.right.dialect not in ("hf", "hf-old", "shipped") and self.right.blocks > 1:
             last = self.right.blocks - 1
             rows = {}
             for k, v in self.right.rows.items():

@@ -17,6 +17,7 @@ _FOREIGN = {
     "torch": r"replicated_with_grad_allreduce|moe_tp_experts|partition_type|'colwise|'rowwise",
     "automodel": r"replicated_with_grad_allreduce|moe_tp_experts|partition_type|'colwise|'rowwise",
     "hf": r"ColwiseParallel|RowwiseParallel|partition_type",
+    "shipped": r"ColwiseParallel|RowwiseParallel|partition_type",
     "hf-old": r"ColwiseParallel|RowwiseParallel|partition_type",
     "deepspeed": r"ColwiseParallel|RowwiseParallel|: 'colwise|: 'rowwise",
     "plan file": r"ColwiseParallel|RowwiseParallel|partition_type",

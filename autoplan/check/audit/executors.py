@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from autoplan.capture.copies import copied
+from autoplan.check.audit.lines import reached_by_torch
 from autoplan.check.ranks.common import RankError
 from autoplan.check.ranks.run import run_ranks
 from autoplan.check.verify.compare import error_of, largest_of
@@ -197,7 +198,14 @@ def torch_sharding(plan: Mapping[str, Any]) -> Sharding:
 
 
 def _shard_as_torch(model: Any, mesh: Any, *, plan: dict[str, Any]) -> Any:
-    return parallelize_module(model, mesh, {pattern: copy.deepcopy(style) for pattern, style in plan.items()})
+    model = parallelize_module(model, mesh, {pattern: copy.deepcopy(style) for pattern, style in plan.items()})
+    # Automodel's style only marks such a module: its training loop sums the gradients
+    marking = [key for key, style in plan.items() if type(style).__name__ == "ReplicatedWithGradAllReduce"]
+    for name, module in model.named_modules():
+        if any(reached_by_torch(key, name) for key in marking):
+            for parameter in module.parameters(recurse=False):
+                parameter.register_hook(partial(all_reduce, group=RankGroup.of(mesh)))
+    return model
 
 
 def _gathered(model: Any, grads: bool) -> dict[str, Any]:

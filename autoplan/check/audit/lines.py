@@ -66,10 +66,13 @@ class ForeignPlan:
         """Return whether a key names this module or parameter."""
         if self.dialect == "transformers":
             return line.pattern == numbers_starred(name)  # a layer's own number is never looked up
-        if self.dialect == "torch":
-            keys, parts = line.pattern.split("."), name.split(".")
-            return len(keys) == len(parts) and all(fnmatchcase(p, k) for p, k in zip(parts, keys, strict=True))
-        return matches(line.pattern, name)
+        return (reached_by_torch if self.dialect == "torch" else matches)(line.pattern, name)
+
+
+def reached_by_torch(key: str, name: str) -> bool:
+    """Return whether a key of `parallelize_module` names a module."""
+    keys, parts = key.split("."), name.split(".")
+    return len(keys) == len(parts) and all(fnmatchcase(p, k) for p, k in zip(parts, keys, strict=True))
 
 
 def numbers_starred(name: str) -> str:

@@ -141,6 +141,8 @@ def _style_of(style: Any, pattern: str, name: str) -> str:
         return "rowwise_split_input" if _is_whole(getattr(style, "input_layouts", None)) else "rowwise"
     if "SequenceParallel" in ancestors:
         return "sequence_parallel"
+    if "ReplicatedWithGradAllReduce" in ancestors:
+        return "replicated_with_grad_allreduce"
     if any(layout in ancestors for layout in _LAYOUT_ONLY):
         return "local_params"
     cls = type(style)

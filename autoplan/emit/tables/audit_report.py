@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -45,11 +46,18 @@ def audit_view(report: Report) -> RenderableType:
         lines += [heading("Findings"), *findings_view(causes)]
     if consequences:
         lines.append(heading("What follows"))
+    shown = "\n".join(finding.proof for finding in causes)  # a run's failure is told once
+    followed: set[str] = set()
     for finding in consequences:
-        where = f"{finding.where}: " if finding.kind == "follows" and finding.where else ""
-        proof = next(iter(finding.proof.splitlines()), "")
-        proof = proof if len(proof) <= 160 else f"{proof[:157]}..."
-        lines.append(Padding(Text(f"{where}{finding.message}: {proof}"), (0, 0, 0, 2)))
+        where = finding.where if finding.kind == "follows" else ""
+        where, text = (re.sub(r"\.\d+(?=[.,: ]|$)", ".*", words) for words in (where, finding.message))
+        text = f"{', '.join(dict.fromkeys(where.split(', ')))}: {text}" if where else text  # once for all layers
+        if text not in followed:
+            proof = next(iter(finding.proof.splitlines()), "")
+            short = proof if len(proof) <= 160 else f"{proof[:157]}..."
+            lines.append(Padding(Text(text if proof in shown else f"{text}: {short}"), (0, 0, 0, 2)))
+            shown += f"\n{proof}"
+            followed.add(text)
     return Group(*lines)
 
 

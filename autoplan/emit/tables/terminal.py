@@ -171,6 +171,7 @@ def _stacks(stacks: tuple[Stack, ...]) -> RenderableType:
 def findings_view(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
     """Yield findings by check; of many similar ones only the first are shown in full (`--json` has all)."""
     by_check: dict[tuple[str, str], list[Finding]] = {}
+    proofs: set[str] = set()  # of a run that fails, each finding has the same
     for finding in findings:
         by_check.setdefault((finding.check, finding.level), []).append(finding)
     for alike in by_check.values():
@@ -178,7 +179,9 @@ def findings_view(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
             level, weight = f"{finding.level:<6}", f" ({bytes_text(finding.bytes)})" if finding.bytes else ""
             where = (finding.where, "cyan")
             yield Text.assemble((level, _LEVELS[finding.level]), finding.check, " · ", where, weight)
-            for text in (finding.message, finding.proof, finding.hint and f"→ {finding.hint}"):
+            proof = "" if finding.proof in proofs else finding.proof
+            proofs.add(proof)
+            for text in (finding.message, proof, finding.hint and f"→ {finding.hint}"):
                 if text:
                     yield Padding(Text(text), (0, 0, 0, 6))
         if rest := alike[_ALIKE:]:

@@ -135,8 +135,8 @@ def _cause(
         check, key = "dead-keys", change.renames if isinstance(change.renames, str) else change.renames[0]
         message = f"{key!r} matches no module and no parameter, so {few(change.patterns)} has no row"
         places = (key, *change.patterns)
-    elif not message:
-        check, message = _told(repair, change)
+    elif (local := _as_local_or_not(change)) or not message:
+        check, message = ("edges", local) if local else _told(repair, change)
     proof = (reason.proof if reason is not None else "") or subject.proof(
         [*change.names, *(f"{name}.weight" for name in change.names)]
     )
@@ -159,6 +159,18 @@ def _told(repair: Repair, change: Change) -> tuple[str, str]:
     if change.new is None:
         return "layouts", f"{names} must be replicated, but the plan gives it {text}"
     return "edges", f"{text} does not fit {names}: the layouts of its neighbours do not match"
+
+
+def _as_local_or_not(change: Change) -> str:
+    """Return what is wrong where only `use_local_output` changes; "" elsewhere."""
+    if type(change.old) is not type(change.new) or not hasattr(change.new, "use_local_output"):
+        return ""
+    old, new = ({name: repr(value) for name, value in vars(style).items()} for style in (change.old, change.new))
+    if [name for name in new if new[name] != old.get(name)] != ["use_local_output"]:
+        return ""
+    if change.new.use_local_output:
+        return f"{few(change.patterns)} outputs a DTensor where the model's code expects a plain tensor"
+    return f"{few(change.patterns)} outputs a plain tensor, from which the model reads a rank's own length"
 
 
 def _fix(repair: Repair, change: Change) -> str:

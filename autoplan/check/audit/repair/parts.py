@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 from autoplan.check.audit.lines import ForeignPlan
@@ -33,11 +34,23 @@ class Part:
     says: Values
     ways: tuple[Values, ...]
     obstacle: str = ""
+    blocks: frozenset[str] = frozenset()  # of the whole model: those that it is about
 
     def names(self, relative: str) -> tuple[str, ...]:
         """A starred name of the part, in each of its blocks."""
         rest = relative[len(self.container) :]
         return tuple(f"{place}{rest}" for place in self.places)
+
+
+def block_of(name: str) -> str:
+    """Return the outermost numbered module that a name is in; "" if none.
+
+    >>> block_of("model.layers.3.mlp.experts.1"), block_of("lm_head")
+    ('model.layers.3', '')
+    """
+    segments = name.split(".")
+    place = next((place for place, segment in enumerate(segments) if segment.isdigit()), -1)
+    return ".".join(segments[: place + 1])
 
 
 def parts_of(subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...]:
@@ -177,6 +190,8 @@ def sequence_ways(
     tables = [starred(e.pattern) for e in ends if e.style.startswith("embedding_rowwise")]
     heads = [starred(e.pattern) for e in ends if starred(e.pattern) not in tables]
     marked = {name: style for name, style in says.items() if _is_norm(style) and _cuts_sequence(style)}
+    kept = {name: style for name, style in marked.items() if "*" not in name and type(style) is not SequenceParallel}
+    marked = {name: style for name, style in marked.items() if name not in kept}  # rotary tables are not norms
     within = {name: style for name, style in whole.items() if _is_norm(style)}  # norms of heads
     classes = {type(subject.modules[name]).__name__ for name in subject.modules if starred(name) in marked}
     norms = {
@@ -192,14 +207,10 @@ def sequence_ways(
     own_output = getattr(logits[0], "output_layouts", None) if logits else None
     local = getattr(logits[0], "use_local_output", True) if logits else True
     out = own_output[0] if isinstance(own_output, tuple) and own_output else Replicate()
-    stream: dict[str, Any] = {"output_layouts": Shard(1)}
+    # A local tensor, or a DTensor, which says how long the whole sequence is
+    streams: list[dict[str, Any]] = [{}, {"use_local_output": False}]
     if any(not getattr(says.get(name), "use_local_output", True) for name in (*tables, *rows)):
-        stream["use_local_output"] = False  # a DTensor, which says how long the whole sequence is
-    ends_of = {
-        **{name: RowwiseParallel(input_layouts=Replicate(), **stream) for name in tables},
-        **{name: RowwiseParallel(**stream) for name in rows},
-        **within,
-    }
+        streams = streams[1:]
     whole_head = {name: ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()) for name in heads}
     own_head = {
         name: ColwiseParallel(input_layouts=Shard(1), output_layouts=out, use_local_output=local) for name in heads
@@ -208,7 +219,18 @@ def sequence_ways(
     bare = {name: ColwiseParallel() for name in columns}
     before = {name: _gathered_input(keyword) for name, keyword in _keywords(subject.extra["clone"], inner).items()}
     ways: list[Mapping[str, Any]] = [whole]
-    for head in (own_head, whole_head):
+
+    def by_rows(name: str) -> type[RowwiseParallel]:
+        """The plan's own subclass, if it has one."""
+        return type(says[name]) if isinstance(says.get(name), RowwiseParallel) else RowwiseParallel
+
+    for head, stream in product((own_head, whole_head), streams):
+        ends_of = {
+            **{name: by_rows(name)(input_layouts=Replicate(), output_layouts=Shard(1), **stream) for name in tables},
+            **{name: by_rows(name)(output_layouts=Shard(1), **stream) for name in rows},
+            **within,
+            **kept,
+        }
         if gathering is not None:
             norms_of = {name: SequenceParallel() if name in last else gathering for name in norms}
             ways.append({**ends_of, **norms_of, **bare, **head})

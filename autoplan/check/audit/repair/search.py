@@ -14,7 +14,7 @@ from typing import Any
 
 from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.lines import ForeignPlan, read_foreign
-from autoplan.check.audit.repair.parts import Part, is_sequence_parallel, parts_of, sequence_ways
+from autoplan.check.audit.repair.parts import Part, block_of, is_sequence_parallel, parts_of, sequence_ways
 from autoplan.check.audit.repair.rows import (
     Change,
     Dialect,
@@ -123,23 +123,66 @@ def repair(subject: Audited, source: Any) -> Repair | None:
     attempts = [(parts, True), (parts, False)]  # what says what analysis says is tried where all together is wrong
     if is_sequence_parallel(subject.plan):
         # Take the plan as one part first: under sequence parallelism parts are right or wrong together.
-        says = {starred(name): row.value for row in rows for name in row.names}
         whole = {name: value for part in parts for name, value in part.ways[0].items()}
-        ways = tuple(sequence_ways(subject, dialect, says, right, whole))
-        attempts = [((Part("", ("",), says, ways),), False), *attempts]
+        variants = tuple(
+            Part("", ("",), says, tuple(sequence_ways(subject, dialect, says, right, whole)), blocks=blocks)
+            for says, blocks in _variants(subject, dialect, rows)
+        )
+        attempts = [(variants, False), *attempts]
     tangled = [(change,) for change in overlapping(rows, subject)]
     if (untangled := _together(tangled, rows, trials)) is not None:
         return untangled
     for tried, trusting in attempts:
         changes = [_least(part, trials, trusting) for part in tried]
-        groups = [_as_written(group, rows, trials) for group in changes if group]
         if None in changes:
             continue
+        once = {change.names: change for group in changes for change in reversed(group or ())}
+        groups = [
+            _as_written(own, rows, trials)
+            for group in changes
+            if (own := [change for change in group or () if once.get(change.names) is change])
+        ]
         renamed = _renamed([change for group in groups for change in group], rows, subject)
         for more in [renamed, []] if renamed else [[]]:  # a key that matches nothing may have been meant for nothing
             if (corrected := _together([*tangled, *groups, *more], rows, trials)) is not None:
                 return corrected
+        if not groups and not trusting and not subject.is_wrong:
+            return None  # right as it is, but for keys that match nothing
     return None
+
+
+def _variants(
+    subject: Audited, dialect: Dialect, rows: Sequence[PlanRow]
+) -> list[tuple[dict[str, Any], frozenset[str]]]:
+    """Return what a plan says by starred name, for each kind of block that it tells apart, and these blocks.
+
+    Most blocks come first; "" stands for what is in no block.
+    """
+    said = {name: row.value for row in rows for name in row.names}
+    spoken = {starred(name) for name in said}
+    values: dict[str, dict[str, Any]] = {}  # by starred name, then by block
+    for name in [*subject.modules, *subject.parameters]:
+        if starred(name) in spoken:
+            values.setdefault(starred(name), {})[block_of(name)] = said.get(name)
+
+    def says(block: str) -> dict[str, Any]:
+        """What a block says of its stack. Another block speaks for a module that it lacks."""
+        of_stack = {name: at for name, at in values.items() if starred(next(iter(at))) == starred(block)}
+        found = {name: at.get(block, next(iter(at.values()))) for name, at in of_stack.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    stacks: dict[str, dict[str, list[str]]] = {}
+    for block in dict.fromkeys(block for at in values.values() for block in at if block):
+        told = repr(sorted((name, repr(dialect.key_of(value))) for name, value in says(block).items()))
+        stacks.setdefault(starred(block), {}).setdefault(told, []).append(block)
+    kinds = [sorted(groups.values(), key=len, reverse=True) for groups in stacks.values()]
+    variants = []
+    for number in range(max(map(len, kinds), default=1)):
+        chosen = [groups[number if number < len(groups) else 0] for groups in kinds]
+        own = [blocks for blocks, groups in zip(chosen, kinds, strict=True) if number < len(groups)]
+        every = {name: value for blocks in chosen for name, value in says(blocks[0]).items()} | says("")
+        variants.append((every, frozenset(["", *(block for blocks in own for block in blocks)])))
+    return variants
 
 
 def _least(part: Part, trials: Trials, trusting: bool) -> tuple[Change, ...] | None:
@@ -165,7 +208,11 @@ def _least(part: Part, trials: Trials, trusting: bool) -> tuple[Change, ...] | N
     changes = []
     for name, value in best:
         meant = tuple(full for full in part.names(name) if full in known)
-        if part.container == "" and part.places == ("",):
+        if part.blocks:
+            meant = tuple(full for full in known if starred(full) == name and block_of(full) in part.blocks)
+            if not meant:  # another variant of its stack says the same
+                continue
+        elif part.container == "" and part.places == ("",):
             meant = tuple(full for full in known if starred(full) == name)
         patterns = patterns_of(trials.subject, meant)
         changes.append(Change(meant, patterns, says.get(name), value, obstacle=part.obstacle))

@@ -16,6 +16,7 @@ from autoplan.values import Finding
 
 NAME = "edges"
 Lies = Literal["whole", "a shard", "a part of the sequence", ""]
+_GATHERED: tuple[Lies, Lies] = ("a part of the sequence", "whole")
 _CONTRACTIONS = ("linear", "stacked", "conv")
 _SHARDED_OUT, _SHARDED_IN = ("colwise", "packed_colwise"), ("rowwise", "packed_rowwise")
 _KNOWN = (*_SHARDED_OUT, *_SHARDED_IN, "colwise_gather_output", "rowwise_split_input", "replicate")
@@ -25,8 +26,12 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if subject.plan.plan is not None or subject.level == "note":
         return  # what a plan of ours hands on is derived, not said; and what is exact agrees
     groups: dict[tuple[str, str, Lies, Lies], list[tuple[Weight, Weight]]] = {}
+    # Norms and prepared inputs may gather the sequence between two layers
+    gathers = any(line.style in ("sequence_parallel", "local_params") for line in subject.plan.lines)
     for giver, taker in _edges(subject):
         gives, takes = _lies(subject, giver, "output"), _lies(subject, taker, "input")
+        if gathers and (gives, takes) == _GATHERED:
+            continue
         if gives and takes and gives != takes:
             groups.setdefault((starred(giver.module), starred(taker.module), gives, takes), []).append((giver, taker))
     for (_, _, gives, takes), pairs in groups.items():
