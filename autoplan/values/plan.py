@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from autoplan.values.estimate import Cost, Estimate, done_above
 from autoplan.values.findings import Fed, Finding, FlowPart, Traffic
-from autoplan.values.instructions import Runtime
+from autoplan.values.instructions.modules import Runtime
 from autoplan.values.plain import plain
 from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import Reason
