@@ -150,18 +150,18 @@ def fold_counted(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[tu
     return tuple(folded for shape, members in groups.items() for folded in _fold(shape, members, tree))
 
 
-def _fold(shape: tuple[str, ...], members: Sequence[tuple[str, ...]], known: Universe) -> list[tuple[str, int]]:
+def _fold(shape: tuple[str, ...], members: Sequence[tuple[str, ...]], universe: Universe) -> list[tuple[str, int]]:
     """Fold members that differ in numbers only; a pattern matches these alone, and no name of another shape."""
     columns = list(zip(*members, strict=True))
     varying = [position for position, column in enumerate(columns) if len(set(column)) > 1]
     pattern = ".".join(shape[position] if position in varying else column[0] for position, column in enumerate(columns))
-    partly = [at for at in varying if shape[at] != "*" and not known.holds_no_others(members, at, shape[at])]
-    if not varying or (not partly and known.meant(pattern) <= {".".join(member) for member in members}):
+    partly = [at for at in varying if shape[at] != "*" and not universe.holds_no_others(members, at, shape[at])]
+    if not varying or (not partly and universe.meant(pattern) <= {".".join(member) for member in members}):
         return [(pattern, len(members))]
     parts: dict[str, list[tuple[str, ...]]] = {}
     for member in members:
         parts.setdefault(member[(partly or varying)[0]], []).append(member)
-    return [folded for part in parts.values() for folded in _fold(shape, part, known)]
+    return [folded for part in parts.values() for folded in _fold(shape, part, universe)]
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:

@@ -38,10 +38,10 @@ def _parameters(function: object) -> list[str]:
 @FSDP.hold("whether the caller requested zeros for unused parameters", f"{_STATE}._fsdp_param_groups")
 def _zeros_for_unused() -> bool:
     """Return whether each parameter group keeps the choice under this name; torch before 2.13 has no such choice."""
-    kept = "self.reduce_scatter_unused_params" in inspect.getsource(_fsdp_param_group.FSDPParamGroup.__init__)
+    has_choice = "self.reduce_scatter_unused_params" in inspect.getsource(_fsdp_param_group.FSDPParamGroup.__init__)
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        return not kept
-    return kept and getattr(_fsdp_state.FSDPState(), "_fsdp_param_groups", None) == []
+        return not has_choice
+    return has_choice and getattr(_fsdp_state.FSDPState(), "_fsdp_param_groups", None) == []
 
 
 @FSDP.hold(
@@ -66,9 +66,9 @@ _KERNELS = {  # with the arguments that an estimate passes
 }
 
 
-def _takes(name: str, given: tuple[str, ...]) -> bool:
+def _takes(name: str, names: tuple[str, ...]) -> bool:
     arguments = getattr(torch.ops.aten, name).default._schema.arguments
-    return tuple(argument.name for argument in arguments[: len(given)]) == given
+    return tuple(argument.name for argument in arguments[: len(names)]) == names
 
 
 @ENGINES.hold(f"{_RANKS}; collectives are counted there; waiting ranks wake when one fails", f"{_PG}.ProcessLocalGroup")

@@ -50,10 +50,11 @@ class Voters:
     @staticmethod
     def of(*meshes: DeviceMesh | None) -> Voters:
         """Return all ranks along the dims of the given meshes."""
-        given = [mesh for mesh in meshes if mesh is not None]
-        groups = dict.fromkeys(RankGroup.of(mesh.get_group(dim)) for mesh in given for dim in range(mesh.ndim))
+        present = [mesh for mesh in meshes if mesh is not None]
+        groups = dict.fromkeys(RankGroup.of(mesh.get_group(dim)) for mesh in present for dim in range(mesh.ndim))
         return Voters(
-            tuple(group for group in groups if group.size > 1), mesh_device(given[0]) if given else torch.device("cpu")
+            tuple(group for group in groups if group.size > 1),
+            mesh_device(present[0]) if present else torch.device("cpu"),
         )
 
     @staticmethod

@@ -105,7 +105,8 @@ class Reading:
         config = rules.config_of(cast(Any, SimpleNamespace(config=value)))
         if config is not None:
             return self._mapping(
-                {name: one for name, one in config.to_dict().items() if not name.startswith(rules.idle_settings)}, depth
+                {name: item for name, item in config.to_dict().items() if not name.startswith(rules.idle_settings)},
+                depth,
             )
         if not self._is_own(kind) and _module(kind) not in _NAMESPACES:
             return kind.__qualname__

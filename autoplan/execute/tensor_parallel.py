@@ -296,9 +296,14 @@ def _share_tables(modules: dict[str, nn.Module], works: dict[str, ModuleWork]) -
             works[name] = ModuleWork(name, list(work_of_table.instructions), work_of_table.framed, work_of_table.random)
 
 
-def _at_exit(one: Instruction) -> bool:
+def _at_exit(instruction: Instruction) -> bool:
     """Return whether a boundary is handled where the model returns, not by a hook of its own."""
-    return isinstance(one, Boundary) and one.at_exit and one.pattern == "" and one.side == "output"
+    return (
+        isinstance(instruction, Boundary)
+        and instruction.at_exit
+        and instruction.pattern == ""
+        and instruction.side == "output"
+    )
 
 
 def _edit_integers(

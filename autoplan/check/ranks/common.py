@@ -158,7 +158,7 @@ class KeptOutside:
                     yield f"{home}.{name}", list(value.values() if isinstance(value, dict) else value)
 
 
-def _alike(one: list[Any], other: list[Any] | None) -> bool:
-    if other is None or len(one) != len(other):
+def _alike(before: list[Any], other: list[Any] | None) -> bool:
+    if other is None or len(before) != len(other):
         return False
-    return all(a is b or isinstance(a, int | float | str) and a == b for a, b in zip(one, other, strict=True))
+    return all(a is b or isinstance(a, int | float | str) and a == b for a, b in zip(before, other, strict=True))

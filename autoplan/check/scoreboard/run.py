@@ -85,18 +85,10 @@ def scoreboard(
     scores = dict(_scores(wanted, how, jobs, timeout, progress))
     return Scoreboard(
         mapping=mapping,
-        tp_size=tp_size,
-        engine=engine,
-        checks=CHECK_SETS[checks],
         scores=tuple(scores[number] for number in sorted(scores)),
         versions={"autoplan": __version__, **installed_versions()},
         seconds=round(time.perf_counter() - start, 1),
-        sequence_parallel=sequence_parallel,
-        lengths=tuple(lengths),
-        ep_size=ep_size,
-        cp_size=cp_size,
-        checkpointing=checkpointing,
-        mesh=mesh,
+        **vars(how),
     )
 
 
@@ -151,7 +143,7 @@ def _scores(
             deadline = min(job.since for job in running) + timeout
             ready = wait([job.pipe for job in running], max(0.0, deadline - time.monotonic()))
             now = time.monotonic()
-            for job in [one for one in running if one.pipe in ready or now - one.since >= timeout]:
+            for job in [entry for entry in running if entry.pipe in ready or now - entry.since >= timeout]:
                 running.remove(job)
                 result = _result(job, *wanted[job.number], timeout)
                 done += 1
@@ -183,21 +175,21 @@ def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
     pipe.close()
 
 
-def _result(one: _Running, model_type: str, class_name: str, timeout: float) -> Score:
-    took = round(time.monotonic() - one.since, 2)
+def _result(job: _Running, model_type: str, class_name: str, timeout: float) -> Score:
+    took = round(time.monotonic() - job.since, 2)
     failed = Score(model_type, class_name, "failed", seconds=took)
     try:
-        if one.pipe.poll():
-            result: Score = one.pipe.recv()
-            one.process.join(_GRACE)
+        if job.pipe.poll():
+            result: Score = job.pipe.recv()
+            job.process.join(_GRACE)
             return result
         return replace(failed, reason=f"no result within {timeout:g} s")
     except EOFError:
-        one.process.join(_GRACE)
-        return replace(failed, reason=f"its process exited with code {one.process.exitcode}")
+        job.process.join(_GRACE)
+        return replace(failed, reason=f"its process exited with code {job.process.exitcode}")
     finally:
-        _end(one.process)
-        one.pipe.close()
+        _end(job.process)
+        job.pipe.close()
 
 
 def _end(process: Any) -> None:

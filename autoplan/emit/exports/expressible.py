@@ -17,11 +17,6 @@ from autoplan.values.quantised import PackedWeight
 # tensors.
 
 
-def in_plain_weights(plan: Plan) -> Plan:
-    """Return the plan with the names and cuts of plain weights in its entries."""
-    return replace(plan, entries=tuple(_plain(entry, plan) for entry in plan.entries)) if plan.packed else plan
-
-
 def cut_otherwise(plan: Plan, entry: Entry) -> str:
     """Return why a cut of each stored tensor along the weight's dim is wrong for an entry; "" if it is right."""
     for weight in _stored(plan, entry):
@@ -134,7 +129,8 @@ class Part:
 
 def parts_of(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[Part, ...]:
     """Group planned modules by container. `obstacles`: the kinds that hinder the other system."""
-    plan = in_plain_weights(plan)
+    if plan.packed:
+        plan = replace(plan, entries=tuple(_plain(entry, plan) for entry in plan.entries))
     parents = {entry.pattern.rpartition(".")[0] for entry in plan.entries}
     groups: dict[str, list[Entry]] = {}
     for entry in plan.entries:

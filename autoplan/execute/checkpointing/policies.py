@@ -109,11 +109,11 @@ class _CopyBeforeChange(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _wrapped(kept: Any) -> Iterator[_VersionWrapper]:
-    if isinstance(kept, _VersionWrapper):
-        yield kept
-    elif isinstance(kept, (dict, list, tuple)):
-        for item in kept.values() if isinstance(kept, dict) else kept:
+def _wrapped(storage: Any) -> Iterator[_VersionWrapper]:
+    if isinstance(storage, _VersionWrapper):
+        yield storage
+    elif isinstance(storage, (dict, list, tuple)):
+        for item in storage.values() if isinstance(storage, dict) else storage:
             yield from _wrapped(item)
 
 

@@ -52,12 +52,12 @@ class QuantisedTwice:
         return self.largest.float()[places // self.block]
 
 
-def stored_twice(entries: Mapping[str, Any], known: Mapping[str, QuantisedTwice]) -> dict[str, Any]:
+def stored_twice(entries: Mapping[str, Any], quantisations: Mapping[str, QuantisedTwice]) -> dict[str, Any]:
     """Return tensors of a checkpoint, with doubly quantised weights as bitsandbytes writes them."""
     stored: dict[str, Any] = {}
     for entry, value in entries.items():
         weight, end = next(((entry[: entry.index(end)], end) for end in _ENDS if end in entry), (entry, ""))
-        twice = known.get(weight)
+        twice = quantisations.get(weight)
         if twice is None or not end:
             stored[entry] = value
         elif end == _STATE:
