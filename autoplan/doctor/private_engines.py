@@ -233,6 +233,6 @@ ENGINES += [
     ),
 ]
 ENGINES.extend(
-    Private(f"torch.ops.aten.{name}", "an estimate records the kernel that a GPU runs", partial(_takes, name, given))
-    for name, given in _KERNELS.items()
+    Private(f"torch.ops.aten.{name}", "an estimate records the kernel that a GPU runs", partial(_takes, name, names))
+    for name, names in _KERNELS.items()
 )

@@ -224,13 +224,10 @@ def same_model(model: nn.Module, tensors: Mapping[str, Any] | None = None) -> Al
 
 def same_plan(plan: Plan, options: TensorParallel | None = None) -> Alike:
     """Return the digest of a plan and its options, to be compared across ranks."""
-    versions = (
-        ", ".join(f"{version.library} {version.version}" for version in plan.made_for.versions) or "unknown versions"
-    )
     return Alike(
         f"{digest(plan)} {options}",
         f"the ranks hold different plans or options: {_this_rank()} has a plan for {plan.model} at {plan.over} "
-        f"with hash {digest(plan)}, made with {versions}",
+        f"with hash {digest(plan)}, made with {plan.made_for.libraries}",
         "make the plan once and load the same file on every rank: plan.save(path), autoplan.load_plan(path)",
     )
 

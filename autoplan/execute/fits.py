@@ -277,8 +277,7 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
 
 def made_with(plan: Plan) -> str:
     """Return a phrase with the versions that the plan was made with."""
-    libraries = ", ".join(f"{version.library} {version.version}" for version in plan.made_for.versions)
-    return f"it was made with {libraries or 'unknown versions'}"
+    return f"it was made with {plan.made_for.libraries}"
 
 
 def made_anew(plan: Plan) -> str:

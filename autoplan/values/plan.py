@@ -61,6 +61,12 @@ class MadeFor:
     model: str = field(default="", compare=False, repr=False)
     content: str = field(default="", compare=False, repr=False)
 
+    @property
+    def libraries(self) -> str:
+        """Return the versions as text."""
+        texts = (f"{version.library} {version.version}" for version in self.versions)
+        return ", ".join(texts) or "unknown versions"
+
 
 @dataclass(frozen=True)
 class SeenCode:

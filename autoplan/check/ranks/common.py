@@ -65,6 +65,15 @@ def process_context(preloaded: list[str]) -> Any:
     return context
 
 
+def end_process(process: Any, grace: float) -> None:
+    """End a process, by force if it is still there after `grace` seconds."""
+    process.terminate()
+    process.join(grace)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
 @contextmanager
 def one_compute_thread() -> Iterator[None]:
     """Use one compute thread: on tiny tensors, OpenMP threads that wait for each other are many times slower."""

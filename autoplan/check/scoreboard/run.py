@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from autoplan.check.ranks.common import process_context
+from autoplan.check.ranks.common import end_process, process_context
 from autoplan.check.ranks.run import Engine
 from autoplan.check.scoreboard.score import CHECK_SETS, How, score
 from autoplan.check.verify.clone import parse_mesh
@@ -152,7 +152,7 @@ def _scores(
                 yield job.number, result
     finally:
         for job in running:
-            _end(job.process)
+            end_process(job.process, _GRACE)
 
 
 def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
@@ -188,13 +188,5 @@ def _result(job: _Running, model_type: str, class_name: str, timeout: float) -> 
         job.process.join(_GRACE)
         return replace(failed, reason=f"its process exited with code {job.process.exitcode}")
     finally:
-        _end(job.process)
+        end_process(job.process, _GRACE)
         job.pipe.close()
-
-
-def _end(process: Any) -> None:
-    process.terminate()
-    process.join(_GRACE)
-    if process.is_alive():
-        process.kill()
-        process.join()

@@ -107,16 +107,12 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
     cut = solution.sequence_parallel
     drafted = make_plan(solution, model=source.name, layers=stacks, sequence_parallel=cut)
     plan = replace(drafted, tp_size=how.tp_size, ep_size=how.ep_size, cp_size=how.cp_size)
-    share = share_of(solution, plan)
     forward, backward = reductions_per_block(plan)
     inside = expert_findings(plan, solution) if plan.ep_size > 1 else ()  # sharded, not on different ranks
     on_experts = [f"{finding.where}: {finding.message}" if finding.where else finding.message for finding in inside]
     scored = replace(
         blank,
-        split=share.split,
-        counted=share.counted,
-        whole=share.whole,
-        unused=share.unused,
+        **vars(share_of(solution, plan)),
         forward=forward,
         backward=backward,
         scoped=len(solution.runtime.of(CallRewrite)),

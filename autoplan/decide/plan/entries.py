@@ -15,7 +15,7 @@ from autoplan.decide.match import TRANSPARENT
 from autoplan.decide.naming import Naming, Reading
 from autoplan.decide.plan.folding import Names
 from autoplan.values import Boundary, CallRewrite, Cost, Finding, Instruction, ParameterFact, Spread, Stack, Traffic
-from autoplan.values.reasons import CutOfRecurrent, Reason, sentence
+from autoplan.values.reasons import CutOfRecurrent
 
 # The style of a parameter follows from the facts, so that a rule can never make a split that was not proven.
 
@@ -236,11 +236,6 @@ def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
         return "; ".join([*parts, str(fact.how)])
     text = "; ".join(parts)
     return text if naming is not None else f"a verified split that no rule names: {text}"
-
-
-def whole_text(reasons: Iterable[tuple[str, tuple[Reason, ...]]]) -> str:
-    """Return why parameters of like blocks are replicated, each with its role: once, if blocks agree."""
-    return " / ".join(dict.fromkeys((f"{role}: " if role else "") + sentence(why) for role, why in reasons))
 
 
 def _shards_text(layout: Layout, unit: str, tp: int) -> str:

@@ -13,7 +13,7 @@ from autoplan.analyse.solve import Solution
 from autoplan.common.patterns import matches, starred
 from autoplan.decide.match import MOST_STEPS, Matching, match_rules
 from autoplan.decide.naming import Naming, gathered_parameters, name_parameters, readings, with_facts
-from autoplan.decide.plan.entries import Costs, communication, reason_text, style_of, units_text, whole_text
+from autoplan.decide.plan.entries import Costs, communication, reason_text, style_of, units_text
 from autoplan.decide.plan.folding import Names, flow_of, fold_runtime
 from autoplan.decide.rulebook.read import GENERIC, Rule, load_rules
 from autoplan.values import (
@@ -28,7 +28,7 @@ from autoplan.values import (
     Replicated,
     Stack,
 )
-from autoplan.values.reasons import CutOfRecurrent, GradientSummed, NothingToSplit, Reason
+from autoplan.values.reasons import CutOfRecurrent, GradientSummed, NothingToSplit, Reason, sentence
 
 _RECURRENT = "recurrent weights"  # for those without a box in the picture
 _Whole = tuple[str, tuple[Reason, ...]]  # (the role of a replicated parameter, "" for none; the reasons)
@@ -221,7 +221,8 @@ def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> I
                 ]
             roles = tuple(dict.fromkeys(role for role, _ in whys_of_pattern if role))
             why = tuple(dict.fromkeys(why for _, whys in whys_of_pattern for why in whys))
-            yield Replicated(pattern, size * len(whys_of_pattern), whole_text(whys_of_pattern), roles, why)
+            texts = dict.fromkeys((f"{role}: " if role else "") + sentence(whys) for role, whys in whys_of_pattern)
+            yield Replicated(pattern, size * len(whys_of_pattern), " / ".join(texts), roles, why)
 
 
 def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Names) -> Iterator[Finding]:
