@@ -76,7 +76,8 @@ def scoreboard(
     check_context_size(cp_size, tp_size, ep_size)
     if checkpointing and checkpointing not in MODES:
         raise AutoplanError(f"checkpointing={checkpointing!r}", hint=f"choose one of {', '.join(MODES)}")
-    if mesh and (parse_mesh(mesh).tp_size, parse_mesh(mesh).ep_size, parse_mesh(mesh).cp_size) != (tp_size, 1, cp_size):
+    sizes = parse_mesh(mesh) if mesh else None
+    if sizes is not None and (sizes.tp_size, sizes.ep_size, sizes.cp_size) != (tp_size, 1, cp_size):
         raise AutoplanError(f"mesh {mesh!r} does not have tp={tp_size}", hint=f"write dp=2,tp={tp_size}, or change tp")
     wanted = _chosen(mapping, only)
     how = How(

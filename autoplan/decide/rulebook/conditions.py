@@ -157,14 +157,6 @@ def _tied(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
     return "" if first & second else f"{arguments[0]} and {arguments[1]} do not read one parameter"
 
 
-def _bare(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
-    return f"{arguments[0]} reads a parameter" if boxes[arguments[0]].parameters else ""
-
-
-def _gathered(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
-    return "" if boxes[arguments[0]].gathered else f"the output of {arguments[0]} is not gathered"
-
-
 _FACTS: dict[str, Callable[[list[str], Boxes, int | None], str]] = {
     "split": _split,
     "whole": _whole,
@@ -172,6 +164,8 @@ _FACTS: dict[str, Callable[[list[str], Boxes, int | None], str]] = {
     "mixed": _mixed,
     "shares": _shares,
     "tied": _tied,
-    "bare": _bare,
-    "gathered": _gathered,
+    "bare": lambda names, boxes, tp: f"{names[0]} reads a parameter" if boxes[names[0]].parameters else "",
+    "gathered": lambda names, boxes, tp: (
+        "" if boxes[names[0]].gathered else f"the output of {names[0]} is not gathered"
+    ),
 }

@@ -51,9 +51,7 @@ def _stored(plan: Plan, entry: Entry) -> list[PackedWeight]:
 
 def _cut(plan: Plan, weight: PackedWeight) -> tuple[int | None, str | None]:
     rules = plan.runtime.parameters
-    rule_of_weight = next(
-        (rule for rule in rules if matches(rule.pattern, weight.name) or rule.pattern == weight.name), None
-    )
+    rule_of_weight = next((rule for rule in rules if matches(rule.pattern, weight.name)), None)
     return (None, None) if rule_of_weight is None else (rule_of_weight.dim, rule_of_weight.layout)
 
 

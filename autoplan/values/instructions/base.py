@@ -90,6 +90,7 @@ class Instruction:
     cost: ClassVar[Cost | None]
     in_styles: ClassVar[bool]
     collectives: ClassVar[tuple[Move, ...]]
+    always_communicates: ClassVar[bool] = False  # also where nothing moves here
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -122,7 +123,7 @@ class Instruction:
     @property
     def communicates(self) -> bool:
         """Return whether other ranks need something from the module because of it."""
-        return bool(self.moves)
+        return self.always_communicates or bool(self.moves)
 
 
 INSTRUCTIONS: dict[str, type[Instruction]] = {}

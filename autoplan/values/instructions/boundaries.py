@@ -38,16 +38,13 @@ class Boundary(Instruction):
     gradients_only: ClassVar[bool] = False
     stream_end: ClassVar[str] = ""
     in_styles: ClassVar[bool] = True
+    always_communicates: ClassVar[bool] = True
 
     def said(self, ranks: int) -> str:
         place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).removeprefix(".")
         return (
             f"{self.pattern}: {self.says.format(**vars(self) | {'what': f'{self.side} {place}'.strip(), 'tp': ranks})}"
         )
-
-    @property
-    def communicates(self) -> bool:
-        return True
 
 
 @instruction

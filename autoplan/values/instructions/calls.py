@@ -87,11 +87,6 @@ class CallRewrite(Instruction):
         """Return whether the call combines parts that ranks hold."""
         return bool(self.collectives)
 
-    def bare(self) -> RewriteCall:
-        """Return the same rewrite without what its kind does."""
-        more = {"arguments": self.arguments, "copies": self.copies, "cuts": self.cuts, "sometimes": self.sometimes}
-        return RewriteCall(self.pattern, self.site, **more)  # type: ignore[arg-type]
-
     def said(self, ranks: int) -> str:
         done = [
             *(["local sizes"] if self.arguments else []),

@@ -52,10 +52,7 @@ class SplitLogits(AroundModule):
     in_styles = True
     turn = 7
     collectives = ()
-
-    @property
-    def communicates(self) -> bool:
-        return True
+    always_communicates = True
 
 
 @instruction
@@ -80,10 +77,7 @@ class LocalExperts(AroundModule):
     in_styles = False
     turn = -2
     collectives = ()  # a boundary all-reduces its output
-
-    @property
-    def communicates(self) -> bool:
-        return True
+    always_communicates = True
 
     def said(self, ranks: int) -> str:
         return f"{self.pattern}: {self.says.format(held=self.experts // ranks, experts=self.experts)}"
@@ -104,10 +98,7 @@ class ParallelBlock(AroundModule):
     cost = None
     in_styles = True
     collectives = ()
-
-    @property
-    def communicates(self) -> bool:
-        return True
+    always_communicates = True
 
 
 @instruction
