@@ -188,7 +188,7 @@ def _with_parameters(trace: Trace) -> dict[str, frozenset[str]]:
     """Return the modules that own parameters, in the order in which those are first read, with their direct feeders.
 
     A module need not run for that: the code of another may read its weight. A tied weight counts for the module that
-    runs, if that is module_number of its owners. Values computed from weights alone feed nothing until they meet data.
+    runs, if that is one of its owners. Values computed from weights alone feed nothing until they meet data.
     """
     owners = {
         number: [name.rpartition(".")[0] for name in tensor.names]
@@ -214,14 +214,11 @@ def _with_parameters(trace: Trace) -> dict[str, frozenset[str]]:
         for number in _bits(own):
             if number not in behind:
                 feeds[number] = fed
-                behind[number] = reduce(or_, (behind[module_number] for module_number in _bits(fed)), fed)
+                behind[number] = reduce(or_, (behind[bit] for bit in _bits(fed)), fed)
         last_modules = _last(fed | own, behind)
         makers |= dict.fromkeys(refs(op.outputs), last_modules)
     modules = list(numbers)
-    return {
-        name: frozenset(modules[module_number] for module_number in _bits(feeds.get(n, 0)))
-        for name, n in numbers.items()
-    }
+    return {name: frozenset(modules[bit] for bit in _bits(feeds.get(n, 0))) for name, n in numbers.items()}
 
 
 def _last(modules: int, behind: dict[int, int]) -> int:
