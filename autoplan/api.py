@@ -164,7 +164,8 @@ def parallelize(
                 refuse_unproven(plan)
             elif check:
                 warn_unproven(plan)
-            plan = plan if plan.layers else replace(plan, layers=layers(model))
+            if not plan.layers and not plan.made_for.content:  # written by hand: a run shows which blocks run
+                plan = replace(plan, layers=layers(model))
             return shard_model(model, mesh, plan, options, dims)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -42,7 +42,7 @@ from autoplan.decide.written_plans.constraints import same_in_folded_blocks
 from autoplan.execute.fits import with_made_for
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source, without_namesakes
-from autoplan.hf.stacks import calls_causal, layers, without_idle
+from autoplan.hf.stacks import calls_causal, layers, text_last, without_idle
 from autoplan.ops.elementwise import literals_say
 from autoplan.patches.kernels import kernel_note
 from autoplan.values import Capabilities, ClassFact, Finding, LocalExperts, Plan, SeenCode, Stack, Trace
@@ -50,6 +50,8 @@ from autoplan.values.not_placed import WholeSequence
 from autoplan.values.plan import digest
 from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import DoesNotDivide, MixedWhole
+
+HowMany = Literal["all", "most", "one"]  # stacks that are cut along their sequences
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def draft_plan(
         captured,
         wish,
         capabilities=capabilities,
-        sequence_stacks=tuple(stack.fqns for stack in stacks) if capabilities.sequence else None,
+        sequence_stacks=stacks_to_cut(stacks, capabilities) if capabilities.sequence else None,
         packed=packed,
         remade=made_anew_in_training(module),
     )
@@ -121,6 +123,11 @@ def with_paths(made: Plan, paths: tuple[SeenCode, ...]) -> Plan:
 def wanted_capabilities(wish: Wish) -> Capabilities:
     """Return what a wish asks for, before any trial."""
     return Capabilities(True, wish.sequence_parallel and wish.tp_size > 1 or wish.cp_size > 1)
+
+
+def stacks_to_cut(stacks: tuple[Stack, ...], capabilities: Capabilities) -> tuple[tuple[str, ...], ...]:
+    """Return the blocks of all stacks; if one stack alone may be cut along its sequence, that of the text is last."""
+    return tuple(stack.fqns for stack in (text_last(stacks) if capabilities.one_stack else stacks))
 
 
 def capture_source(source: Source, module: nn.Module, choices: ChosenCuts | None = None) -> Captured:
@@ -196,11 +203,11 @@ def solve_source(
         context=wish.cp_size > 1,
         both=both,
     )
-    one_by_one = wish.cp_size > 1
-    solution = _cut(solved, captured.trace, sequence_stacks, one_by_one)
+    how_many: HowMany = "all" if wish.cp_size == 1 else "one" if capabilities.one_stack else "most"
+    solution = _cut(solved, captured.trace, sequence_stacks, how_many)
     if captured.unfold and not same_in_like_blocks(solution.parameters, solution.runtime, captured.trace.folds):
         try:
-            solution = _cut(solved, captured.unfold().trace, sequence_stacks, one_by_one)
+            solution = _cut(solved, captured.unfold().trace, sequence_stacks, how_many)
         except CaptureError as error:  # blocks that differ along the sequence are alike without it
             if sequence_stacks is None:
                 raise
@@ -212,12 +219,16 @@ def solve_source(
 
 
 def _cut(
-    solved: Callable[..., Solution], trace: Trace, stacks: tuple[tuple[str, ...], ...] | None, one_by_one: bool
+    solved: Callable[..., Solution], trace: Trace, stacks: tuple[tuple[str, ...], ...] | None, how_many: HowMany
 ) -> Solution:
-    """The solution with all stacks cut along their sequences. Where that cannot be, `one_by_one` keeps whole those that
-    it fails for (a tower in front of the text), on every rank: the last ones are tried first."""
+    """The solution with stacks cut along their sequences. "all": all of them, or none. "most": those that it fails for
+    (a tower in front of the text) stay whole on every rank; the last ones are tried first. "one": the last one."""
+    if stacks is not None and how_many == "one":
+        solution = solved(trace, sequence_stacks=stacks[-1:])
+        others = [WholeSequence("differed", stack=names[0].rpartition(".")[0]) for names in stacks[:-1] if names]
+        return replace(solution, whole_sequence=(*solution.whole_sequence, *others))
     solution = solved(trace, sequence_stacks=stacks)
-    if stacks is None or solution.sequence_parallel or not one_by_one:
+    if stacks is None or solution.sequence_parallel or how_many == "all":
         return solution
     kept: tuple[tuple[str, ...], ...] = ()
     whole: list[WholeSequence] = []

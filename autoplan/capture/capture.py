@@ -69,6 +69,9 @@ def _capture_any(model: nn.Module, feeds: dict[str, dict[str, Any]], notes: tupl
         captured = capture_hollow(model, feeds)
     except CaptureError as error:
         with suppress(CaptureError):
+            note = f"traced with parameters that require gradients, since it fails without: {fake_error.message}"
+            return _with_notes(capture_fake(model, feeds, requiring=True), (*notes, note))
+        with suppress(CaptureError):
             supposed = capture_fake(model, feeds, supposing=True)
             note = f"traced with assumed branch outcomes, since its Python code asks for them: {fake_error.message}"
             return _with_notes(supposed, (*notes, note))
@@ -138,11 +141,16 @@ def _hollow(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def capture_fake(
-    model: nn.Module, feeds: dict[str, dict[str, Any]], *, folded: bool = True, supposing: bool = False
+    model: nn.Module,
+    feeds: dict[str, dict[str, Any]],
+    *,
+    folded: bool = True,
+    supposing: bool = False,
+    requiring: bool = False,
 ) -> Captured:
     """Record a copy of `model` without storage. Raise CaptureError when its Python needs more than shapes.
 
-    `supposing` makes up the outcome of branches on values.
+    `supposing` makes up the outcome of branches on values. `requiring`: parameters require gradients.
     """
     problem: CaptureError | None = None
     unfolded = counted = False
@@ -157,6 +165,8 @@ def capture_fake(
             break  # nothing to fold: all blocks have been tried already
         _settle_experts(copy.module)
         copy.module.eval()
+        for parameter in copy.module.parameters() if requiring else ():
+            parameter.requires_grad_(parameter.is_floating_point())
         try:
             with untouched_randomness(), quiet():
                 fake = KnownValues(mode, supposing=supposing) if knowing else mode

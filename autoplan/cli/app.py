@@ -115,6 +115,10 @@ def plan(
 
     if output is not None:
         check_suffix(output)
+    if gpu is not None:
+        from autoplan.forecast.devices import load_device
+
+        load_device(gpu)  # before the plan is made, and printed
     if tp is None and cp == 1:
         raise typer.BadParameter("pass the number of ranks, or --cp", param_hint="--tp")
     how: dict[str, Any] = {"ep": ep, "cp": cp, "sequence_parallel": sequence_parallel, "trial_seconds": trial_seconds}

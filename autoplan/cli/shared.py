@@ -79,14 +79,13 @@ def as_options(text: str) -> str:
 
 
     >>> with speaking_of(frozenset(("--prove", "--inputs", "--tp", "--sequence-parallel"))):
-    ...     for text in ("prove='none' plans it", "with inputs={'x': tensor}", "tp_size=3", "at tp=3", "pass inputs= if", "a=1"):
+    ...     for text in ("prove='none' plans it", "with inputs={'x': tensor}", "tp_size=3", "tp=3", "pass inputs= if"):
     ...         print(as_options(text))
     --prove none plans it
     with --inputs MODULE:FUNCTION (it returns {'x': tensor})
     --tp 3
-    at tp=3
+    tp=3
     pass --inputs if
-    a=1
     """
     return _WORDS.sub(_as_option, text)
 

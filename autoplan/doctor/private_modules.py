@@ -178,7 +178,7 @@ MODULES.extend(
         ("_modules", dict, "blocks are left out of the copy that is recorded"),
         ("_non_persistent_buffers_set", set, "buffers that are not in checkpoints"),
         ("_load_state_dict_post_hooks", dict, "FSDP2 re-examines its parameters after load_weights"),
-        ("_load_state_dict_pre_hooks", dict, "hooks that cannot be pickled are left out"),
+        ("_load_state_dict_pre_hooks", dict, "FSDP2 frees gathered parameters before a load reads them"),
     )
 )
 MODULES += [

@@ -296,6 +296,8 @@ class Asked:
 
 def not_applied(steps: Steps, setting: Setting) -> dict[str, str]:
     """Return what of the requested parallelism the plan does not apply, with its sentence."""
+    if setting.ep == 1 and not setting.sequence_parallel:
+        return {}
     plan = steps.split(setting.tp, setting.ep, setting.sequence_parallel, setting.cp)
     asked = {"experts": "experts apart", "sequence": "sequence parallel"}
     return {asked[one.check]: one.message for one in plan.findings if one.level == "warn" and one.check in asked}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,7 +106,7 @@ def dry_run(
             return replace(
                 ran, peak=_peak(steps, asked) if known == options else None, batch=rows, sequence=tokens,
                 dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, how=how_priced(steps, asked, setting),
-                notes=tuple(notes_on_question(steps, asked, setting)),
+                notes=(*notes_on_question(steps, asked, setting), *_unpacked(steps)),
             )  # fmt: skip
         except RuntimeError as error:  # its Python asks for numbers: run it again with those that are known
             problem = problem or error
@@ -147,6 +147,11 @@ def _run(
     messages = tuple(item for item in tape.items if isinstance(item, Message))
     return DryRun(steps.source.name, tuple(sizes.items()), rank, tuple(shapes.items()), _bytes(held), _bytes(grown),
                   messages, _bytes([one for one in states if one.dim()]))  # fmt: skip
+
+
+def _unpacked(steps: Steps) -> Iterator[str]:
+    if steps.packed:
+        yield f"the checkpoint is quantised ({steps.packed[0].scheme.title}); the step ran with unquantised weights"
 
 
 def _peak(steps: Steps, asked: Asked) -> int | None:

@@ -260,8 +260,9 @@ def _notes(
         dropout = f"; dropout {steps.lora_dropout:g}" if steps.lora_dropout else ""
         if steps.dtype in ("bfloat16", "float16"):
             dropout += "; in float32" if steps.lora_dtype == "float32" else "; in the model's dtype"
-        found.append(f"no parameter of the model is frozen: adapters of rank {steps.lora_rank} were added to "
-                     f"{steps.adapters} linear layers ({targets}{dropout}), and the rest was frozen")  # fmt: skip
+        layers = f"{steps.adapters} linear layer{'s' * (steps.adapters > 1)}"
+        found.append(f"no parameter of the model is frozen: adapters of rank {steps.lora_rank} were added to {layers} "
+                     f"({targets}{dropout}), and the rest was frozen")  # fmt: skip
     elif steps.lora_rank and (steps.lora_rank, steps.lora_targets, steps.lora_dropout, steps.lora_dtype) != (
             LORA_RANK, None, 0, "float32"):  # fmt: skip
         found.append(

@@ -125,6 +125,8 @@ class Steps:
         """That most weights have."""
         sizes: dict[str, int] = {}
         for parameter in self.module.parameters():
+            if self.adapters and parameter.requires_grad:
+                continue  # of an adapter
             name = str(parameter.dtype).removeprefix("torch.")
             sizes[name] = sizes.get(name, 0) + parameter.nbytes
         return max(sizes, key=lambda name: sizes[name], default="")
@@ -190,16 +192,20 @@ class Steps:
         return self.known[setting]
 
     def scaled(self, setting: Setting) -> Recorded:
-        """The step at any batch from recordings of one and two sequences, and over any tp from half as many and a
-        quarter."""
+        """The step at any batch from recordings of one and two sequences, over any tp from half as many and a quarter,
+        and over any cp from two others."""
         if setting in self.known:
             return self.known[setting]
         if setting not in self.derived:
-            derived = self._thinner(setting) if setting.batch <= 2 else self._thicker(setting)
+            told = (self._thicker,) if setting.batch > 2 else (self._thinner, self._longer)
+            derived = next((found for way in told if (found := way(setting)) is not None), None)
             if derived is None:
                 return self.at(setting)
             self.derived[setting] = derived
         return self.derived[setting]
+
+    def _there(self, setting: Setting) -> Recorded | None:
+        return self.known.get(setting) or self.derived.get(setting)
 
     def _thicker(self, setting: Setting) -> Recorded | None:
         one, two = (self.scaled(replace(setting, batch=batch)) for batch in (1, 2))
@@ -210,7 +216,7 @@ class Steps:
         """Extrapolate as a constant and a part of 1 / tp; None if not all is sharded evenly, or nothing is recorded."""
         if setting.tp % 4 or setting.tp < 8 or setting.ep > 1:
             return None
-        half, quarter = (self.known.get(replace(setting, tp=setting.tp // n)) for n in (2, 4))
+        half, quarter = (self._there(replace(setting, tp=setting.tp // n)) for n in (2, 4))
         even = all(setting.tp // n * setting.cp in self.plan(1).legal_tp for n in (1, 2, 4))
         if half is None or quarter is None or not even or half.left_out != quarter.left_out:
             return None
@@ -223,6 +229,22 @@ class Steps:
         if program is None or len(whole) < len(units):
             return None
         return replace(half, program=program, units=whole, buffers=buffers)
+
+    def _longer(self, setting: Setting) -> Recorded | None:
+        """Extrapolate as a constant and a part of 1 / cp, from recordings over two and four times the ranks."""
+        if setting.cp < 2 or setting.sequence % (4 * setting.cp) or setting.ep > 1:
+            return None
+        twice, most = (self._there(replace(setting, cp=setting.cp * n)) for n in (2, 4))
+        if twice is None or most is None or twice.left_out != most.left_out or twice.units != most.units:
+            return None
+        runtime = self.split(setting.tp, setting.ep, setting.sequence_parallel, 4 * setting.cp).runtime
+        for layout in {Layout.parse(one.layout) for one in runtime.of(Exchange)}:
+            copies = layout.held(0, 4 * setting.cp) * 4 * setting.cp / layout.size  # ranks that hold one piece
+            if layout.is_uneven or 1 < copies < 4:  # fewer ranks would hold more of it
+                return None
+        program = blended(most.program, twice.program, 4)
+        buffers = 3 * twice.buffers - 2 * most.buffers
+        return None if program is None else replace(twice, program=program, buffers=buffers)
 
     def _repeats(self, setting: Setting) -> bool:
         """Return whether several ranks hold one piece, as where there are fewer heads of keys than ranks."""

@@ -77,7 +77,7 @@ class Sweep:
     chunked_loss: bool = False
     dropped: list[str] = field(default_factory=list)
     asked: dict[int, Asked] = field(default_factory=dict)  # by the id of the estimate that it led to
-    least: dict[Split, float] = field(default_factory=dict)  # bytes of the smallest step of a split, at the least
+    held: dict[int, list[int]] = field(default_factory=dict)  # bytes of the smallest steps over ever fewer cp, by tp
     cut_pays: set[bool] = field(default_factory=set)  # with experts cut inside, with experts apart: is it so?
 
     @cached_property
@@ -99,7 +99,7 @@ class Sweep:
         sizes = self.tensor_sizes(gpus)
         for tp in sizes:
             yield Split(tp)
-        for tp, cp in product(sizes, self._context_sizes(gpus)):
+        for tp, cp in product(sizes, reversed(self._context_sizes(gpus))):
             if gpus % (tp * cp) == 0 and tp * cp in self.steps.plan(1).legal_tp:
                 yield Split(tp, cp=cp)
         if not self.has_experts:
@@ -139,11 +139,10 @@ class Sweep:
             found += self._of_split(copies, split, batch // copies)
         return found
 
-    def _at_least(self, split: Split) -> float:
-        """Return a lower bound for its smallest step: twice the ranks need half the bytes at best."""
-        halves = replace(split, cp=split.cp // 2), replace(split, tp=split.tp // 2)
-        self.least[split] = max(self.least.get(half, 0.0) / 2 for half in halves)
-        return self.least[split]
+    def _at_least(self, split: Split) -> int:
+        """Return a lower bound for its smallest step: from 2n to n ranks of cp it grows twice as much as from 4n."""
+        more, twice = (0, 0, *self.held.get(split.tp, ()))[-2:]
+        return 3 * twice - 2 * more if more else twice
 
     def _along(self, split: Split) -> tuple[bool, ...]:
         """Return the options: sharded along the sequence, if possible, and not."""
@@ -168,7 +167,7 @@ class Sweep:
             except PlanMismatchError as error:  # decoding runs another branch than the one that was planned
                 self.dropped.append(f"{split}: {error.message}")
                 continue
-            alone = self.train == "inference" or (not smallest.fits and not _may_fit_at_once(smallest))
+            alone = self.train == "inference" or not _may_fit(smallest)
             if cut is not None and (
                 cut.estimate.peak <= smallest.estimate.peak
                 and cut.estimate.tokens_per_second >= smallest.estimate.tokens_per_second
@@ -180,8 +179,9 @@ class Sweep:
             else:
                 rows += self._ways(copies, split, along, each)
             cut = smallest if along else None
-            held = smallest.estimate.peak - smallest.estimate.parts.overhead
-            self.least[split] = min(held, self.least.get(split, held)) if split.cp == 1 else held
+            if split.cp > 1:
+                parts = smallest.estimate.parts
+                self.held.setdefault(split.tp, []).append(parts.total - parts.overhead - parts.gradients)
         return rows
 
     def _smallest(self, copies: int, split: Split, along: bool, each: int) -> Row:
@@ -328,6 +328,10 @@ def _first_of(numbers: list[int], fits: Callable[[int], bool]) -> int | None:
 def _may_fit_at_once(row: Row) -> bool:
     """Return whether the extra memory of a step of several micro-batches is at most the gradients that wait."""
     return 0 < row.missing <= row.estimate.parts.gradients and row.accumulate > 1
+
+
+def _may_fit(row: Row) -> bool:
+    return row.fits or _may_fit_at_once(row)
 
 
 def _held(parts: MemoryParts) -> int:

@@ -165,6 +165,12 @@ def settled_dtype(config: PretrainedConfig, where: str) -> tuple[PretrainedConfi
         dtype, origin = torch.bfloat16, "assumed: a quantised checkpoint whose config sets no dtype"
     if dtype is None:
         return config, "the library's default: the config sets no dtype"
+    if isinstance(dtype, torch.dtype) and (dtype.itemsize < 2 or not dtype.is_floating_point):
+        name = str(dtype).removeprefix("torch.")
+        raise SourceError(
+            f"{where or type(config).__name__}: the config sets the dtype {name}, in which torch builds no model",
+            hint=f"set it to one of {', '.join(DTYPES)}; how weights are stored is said in quantization_config",
+        )
     if getattr(config, "dtype", None) == dtype:
         return config, origin
     settled = copy.deepcopy(config)

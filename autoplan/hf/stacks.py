@@ -90,6 +90,7 @@ def module_tree(model: nn.Module) -> ModuleTree:
             generates=generates,
             reads=reads,
             writes=writes,
+            runs=kind is not nn.Module and not isinstance(module, nn.ParameterList | nn.ParameterDict),
         )
         nodes.append(node)
     return ModuleTree(tuple(nodes))
@@ -184,6 +185,12 @@ def without_idle(stacks: tuple[Stack, ...], trace: Trace) -> tuple[Stack, ...]:
 
     shortened = (replace(stack, fqns=tuple(filter(runs, stack.fqns))) for stack in stacks)
     return tuple(stack for stack in shortened if stack.fqns)
+
+
+def text_last(stacks: tuple[Stack, ...]) -> tuple[Stack, ...]:
+    """Return the stacks with those of text behind the others, and of these the decoder last."""
+    texts = "encoder", "decoder"
+    return tuple(sorted(stacks, key=lambda stack: texts.index(stack.kind) if stack.kind in texts else -1))
 
 
 def calls_causal(trace: Trace) -> frozenset[str]:

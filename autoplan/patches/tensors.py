@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from autoplan.patches.patched import Hold, Place, apart, hold, while_split
+from autoplan.patches.patched import Hold, Patch, Place, apart, hold, while_split
 
 # Full tensors that torch shards for a sharded model: `set_model_state_dict(..., full_state_dict=True)`.
 #
@@ -285,4 +285,51 @@ SAFETENSORS_STORAGE = while_split(
     why="DTensors have no storage of their own; the error must say how to save a sharded model",
     canary=_safetensors_storage_canary,
     without="safetensors fails on a sharded model with its own error",
+)
+
+
+# `torch.autograd.grad(loss, model.parameters())` and `loss.backward(inputs=…)` by parameters that FSDP2 shards.
+#
+# The graph holds what FSDP2 gathered, not the parameters: torch finds them unused, and `backward` says nothing.
+
+
+def told_of_inputs(tell: Callable[[list[Any]], None]) -> Hold:
+    """Call `tell`, which may raise, with the tensors that gradients are asked for by name, until the hold is
+    released."""
+
+    def telling(plain: Any) -> Any:
+        signature = inspect.signature(plain)
+
+        @functools.wraps(plain)
+        def gradients(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                inputs = signature.bind(*args, **kwargs).arguments.get("inputs")
+                tell([] if inputs is None else [inputs] if isinstance(inputs, torch.Tensor) else list(inputs))
+            return plain(*args, **kwargs)
+
+        return gradients
+
+    return hold(GRADIENT_INPUTS, [Place(torch.autograd, name, telling) for name in ("grad", "backward")])
+
+
+def _gradient_inputs_canary() -> bool:
+    """Return whether all three ways to name inputs lead here."""
+    x = torch.ones(2, requires_grad=True)
+    seen: list[list[Any]] = []
+    with apart(), told_of_inputs(seen.append):
+        torch.autograd.grad((2 * x).sum(), x)
+        (2 * x).sum().backward(inputs=[x])
+        torch.autograd.backward((2 * x).sum())
+    return [len(inputs) for inputs in seen] == [1, 1, 0] and seen[1][0] is x
+
+
+GRADIENT_INPUTS = Patch(
+    name="inputs of gradients",
+    replaces="torch.autograd.grad and torch.autograd.backward",
+    why="parameters that FSDP2 shards are in no graph: no gradient would reach them, and backward says nothing",
+    scope="while a model in FSDP2 units is alive",
+    undone="torch's own are restored when the last such model is collected",
+    canary=_gradient_inputs_canary,
+    without="gradients asked for by parameters of FSDP2 units are missing",
+    where="autoplan/execute/data_parallel/lost.py",
 )

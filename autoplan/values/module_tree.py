@@ -42,7 +42,8 @@ class ModuleNode:
     `container`: it only holds modules (a list, a dict) or runs them one after the other, without parameters of its own.
     `inputs`: the modalities that the arguments of its forward suggest; `stem`: what it reads if it comes first (a table
     of ids, a convolution over an image or a signal); `masks`: the attention masks that its forward builds; `generates`:
-    it can generate text token by token; `reads` and `writes`: widths of a linear or convolution.
+    it can generate text token by token; `reads` and `writes`: widths of a linear or convolution; `runs`: it may
+    have a forward (a list of parameters has none).
     """
 
     names: tuple[str, ...]
@@ -57,6 +58,7 @@ class ModuleNode:
     generates: bool = False
     reads: int | None = None
     writes: int | None = None
+    runs: bool = True
 
     @property
     def name(self) -> str:

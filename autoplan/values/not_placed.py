@@ -72,7 +72,8 @@ SENTENCES: dict[Unplaceable, str] = {
 WholeWhy = Literal[
     "reads-across", "picks", "parts", "places", "two-positions", "enters-split", "told-length", "told-shard",
     "meets-whole", "meets-empty", "shared-value", "shared-parameter", "merged-at-start", "merged-taken-in",
-    "merged-returned", "runs-both-ways", "made-whole-for", "unsettled", "no-positions", "no-blocks", "blocks-apart",
+    "merged-returned", "summed-before", "runs-both-ways", "made-whole-for", "unsettled", "no-positions", "no-blocks",
+    "blocks-apart", "differed",
 ]  # fmt: skip
 
 _SENTENCES: dict[WholeWhy, str] = {
@@ -91,11 +92,13 @@ _SENTENCES: dict[WholeWhy, str] = {
     "merged-at-start": "the sequence dim is merged with another dim where the first block begins",
     "merged-taken-in": "the sequence dim is merged with another dim at the input of {place}",
     "merged-returned": "the sequence dim is merged with another dim in the model's output",
+    "summed-before": "the gradient of what {place} takes in is a part of a sum that comes before it",
     "runs-both-ways": "{place} runs both on shards and on the full sequence",
     "made-whole-for": "{place} runs on shards, and on the full sequence made by {call} in {maker}",
     "unsettled": "no consistent boundaries were found for the stream",
     "no-positions": "no input of {place} has a sequence dim",
     "no-blocks": "the model has no repeated blocks whose stream could be sharded",
+    "differed": "sharded along their sequence as well, the tiny clone's results differed on simulated ranks",
     "blocks-apart": "its blocks are sharded differently and cannot be recorded one by one: {error}",
 }
 

@@ -343,3 +343,17 @@ def test_the_law_of_discovery_holds_for_every_architecture(mapping):
     rows = [examined(model_type, class_name) for model_type, class_name in architectures(mapping)]
     assert [row for row in rows if not row.problem and not row.fine] == []
     assert sum(not row.problem for row in rows) >= 0.95 * len(rows)
+
+
+def test_what_has_no_forward_is_no_block() -> None:
+    class Low(nn.Module):
+        """Equal lists of matrices, and equal holders of them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.u, self.v = (nn.ParameterList(nn.Parameter(torch.randn(8, 16)) for _ in range(2)) for _ in range(2))
+            self.one, self.two = (nn.Module() for _ in range(2))
+            for holder in (self.one, self.two):
+                holder.up, holder.down = nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(16, 8))
+
+    assert layers(Low()) == ()

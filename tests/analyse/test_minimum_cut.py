@@ -140,3 +140,47 @@ def test_what_multiplies_a_part_is_counted(numbers, least):
     plan = autoplan.plan(Model(numbers), 2, inputs={"ids": torch.arange(14).view(2, 7)}, prove="none")
     for block in plan.communication:
         assert (block.least_forward[0], block.least_backward[0]) == least, block
+
+
+class Narrowed(nn.Module):
+    """Queries and keys are one value, which a part of the block made with a sum inside."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            q, k, v = (
+                layer(given).unflatten(-1, (4, 4)).transpose(1, 2)
+                for layer, given in ((self.q, query), (self.k, key), (self.v, value))
+            )
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+            return self.o(mixed)
+
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.norm = nn.Linear(16, 32), nn.Linear(32, 16), nn.LayerNorm(16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.down(torch.relu(self.up(x))))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.attention, self.norm = self.Narrow(), self.Attention(), nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.narrow(x)
+        return self.norm(x + self.attention(both, both, x))
+
+
+def test_what_a_part_of_a_block_returns_is_summed_there():
+    """Callers collect what blocks return, not what their parts do: one sum does for both names."""
+    model = Model(1)
+    model.layers = nn.ModuleList(Narrowed() for _ in range(2))
+    plan = autoplan.plan(model, 2, inputs={"ids": torch.arange(14).view(2, 7)}, prove="none")
+    summed = {(one.pattern, one.path) for one in plan.runtime.of(AllReduceGradient)}
+    assert ("layers.*.narrow.norm", ()) in summed
+    assert summed.isdisjoint({("layers.*.attention", ("query",)), ("layers.*.attention", ("key",))})
+    assert autoplan.verify(model, plan, inputs={"ids": torch.arange(14).view(2, 7)}, checks=["forward"]).ok

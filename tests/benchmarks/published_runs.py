@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV3Config,
     FalconConfig,
-    GemmaConfig,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
@@ -37,8 +37,8 @@ _HEAD = """# Published runs, by error
 
 Written by published_runs.py: GiB and tokens a second of a GPU, as published, and the errors of the estimates.
 
-| source | model | gpu | mesh | tokens | checkpointing | train | weights | GiB | off | speed | off | otherwise |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|
+| source | model | gpu | mesh | tokens | again | train | weights | GiB | off | speed | off | engine | otherwise |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -55,10 +55,16 @@ def mpt(layers: int, hidden: int, heads: int) -> GPT2Config:
                       resid_pdrop=0.0, embd_pdrop=0.0)  # fmt: skip
 
 
-def qwen(layers: int, hidden: int, inner: int, heads: int) -> Qwen2Config:
-    """Qwen of 2023: biases of queries, keys and values, as many keys as queries."""
+def qwen(layers: int, hidden: int, inner: int, heads: int, keys: int = 0, vocabulary: int = 151936) -> Qwen2Config:
+    """Biases of queries, keys and values; that of 2023 has as many keys as queries."""
     return Qwen2Config(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads,
-                       num_key_value_heads=heads, vocab_size=151936, tie_word_embeddings=False)  # fmt: skip
+                       num_key_value_heads=keys or heads, vocab_size=vocabulary, tie_word_embeddings=False)  # fmt: skip
+
+
+def qwen_experts(layers: int, hidden: int, inner: int, heads: int) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(hidden_size=hidden, intermediate_size=3 * hidden, moe_intermediate_size=inner,
+                          num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=4, head_dim=128,
+                          num_experts=128, num_experts_per_tok=8, vocab_size=151936)  # fmt: skip
 
 
 MODELS: dict[str, Any] = {
@@ -66,21 +72,22 @@ MODELS: dict[str, Any] = {
     "llama-3.1-70b": llama(80, 8192, 28672, 64),
     "llama-3.1-405b": llama(126, 16384, 53248, 128),
     "llama-3.2-3b": llama(28, 3072, 8192, 24, tied=True),
+    "llama-3.2-1b": llama(16, 2048, 8192, 32, tied=True),
     "llama-2-7b": llama(32, 4096, 11008, 32, 32, 32000),
     "llama-2-13b": llama(40, 5120, 13824, 40, 40, 32000),
     "llama-2-70b": llama(80, 8192, 28672, 64, 8, 32000),
     "codellama-34b": llama(48, 8192, 22016, 64, 8, 32000),
     "mistral-7b": llama(32, 4096, 14336, 32, 8, 32000),
     "tiny-llama": llama(22, 2048, 5632, 32, 4, 32000),
-    "yi-34b": llama(60, 7168, 20480, 56, 8, 64000),
     "qwen-1.8b": qwen(24, 2048, 5504, 16),
     "qwen-7b": qwen(32, 4096, 11008, 32),
     "qwen-14b": qwen(40, 5120, 13696, 40),
     "qwen-72b": qwen(80, 8192, 24576, 64),
+    "qwen2.5-7b": qwen(28, 3584, 18944, 28, 4, 152064),
+    "qwen2.5-32b": qwen(64, 5120, 27648, 40, 8, 152064),
     "qwen3-14b": Qwen3Config(hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40,
                              num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False),
     "falcon-7b": FalconConfig(hidden_size=4544, num_hidden_layers=32, num_attention_heads=71, vocab_size=65024),
-    "gemma-7b": GemmaConfig(),
     "phi-2": PhiConfig(hidden_size=2560, intermediate_size=10240, num_hidden_layers=32, vocab_size=51200,
                        partial_rotary_factor=0.4),
     "phi-3-mini": Phi3Config(num_attention_heads=32, num_key_value_heads=32),
@@ -92,9 +99,9 @@ MODELS: dict[str, Any] = {
     "mpt-1b": mpt(24, 2048, 16),
     "gpt-oss-20b": GptOssConfig(num_hidden_layers=24, num_local_experts=32),
     "gpt-oss-120b": GptOssConfig(),
-    "qwen3-30b-a3b": Qwen3MoeConfig(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
-                                    num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-                                    num_experts=128, num_experts_per_tok=8, vocab_size=151936),
+    "qwen3-30b-a3b": qwen_experts(48, 2048, 768, 32),
+    "qwen3-235b": qwen_experts(94, 4096, 1536, 64),
+    "deepseek-v3": DeepseekV3Config(),
 }  # fmt: skip
 
 
@@ -165,7 +172,8 @@ def main(*words: str) -> None:
         rows.append((memory, speed, run))
         shown = [f"{one:+.1%}" if one is not None else "-" for one in (memory, speed)]
         name = (run.source, run.model, run.gpu, run.mesh, f"{run.batch} × {run.sequence}", run.checkpointing, run.train,
-                run.weights, run.gib, shown[0], run.speed, shown[1], run.otherwise)  # fmt: skip
+                run.weights, run.gib, shown[0], run.speed, shown[1], "other" if run.otherwise else "same",
+                run.otherwise)  # fmt: skip
         written.append((max(abs(one) for one in (memory, speed) if one is not None), name))
         cells = (run.source, run.model, run.mesh, f"{run.batch} x {run.sequence}", run.checkpointing, run.train,
                  run.weights, run.gib, run.speed, *shown, run.otherwise)  # fmt: skip

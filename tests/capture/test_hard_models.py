@@ -249,6 +249,27 @@ def test_caches_see_no_traced_sizes() -> None:
     assert shape_of_heads.cache_info().currsize == 1, "the cache is back"
 
 
+class InnerStep(nn.Module):
+    """A step of descent inside of the forward, by a gradient by parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.randn(32, 32)), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        with torch.enable_grad():
+            loss = (x @ weight).tanh().square().mean()
+            (slope,) = torch.autograd.grad(loss, weight, create_graph=True)
+        return self.out(x @ (weight - slope))
+
+
+def test_a_forward_that_asks_for_gradients_by_parameters_is_planned() -> None:
+    plan = autoplan.plan(InnerStep(), 2, inputs={"x": torch.randn(2, 8, 32)})
+    assert any("parameters that require gradients" in finding.message for finding in plan.findings)
+    assert plan.proof.trial.outcome == "passed"
+
+
 @pytest.mark.slow  # its run on real tensors alone takes half a minute
 def test_a_live_model_whose_kernels_take_no_repeated_rows() -> None:
     """Routing that depends on data is recorded on real numbers, for which every weight has storage of its own."""

@@ -236,20 +236,39 @@ def test_data_that_is_assigned_is_computed_with_and_casts_forget_nothing() -> No
 
 
 def held_by_fsdp(rank: int) -> None:
+    class Lost(Losing):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            for parameter in self.up.parameters():
+                parameter.data = parameter.data * 2
+            return super().forward(*args, **kwargs)
+
     torch.set_num_threads(1)
-    model = Losing()
-    plan = autoplan.plan(Losing(), 2, inputs={"ids": IDS}, prove="none")
-    autoplan.parallelize(model, mesh_of(dp_shard=2, tp=2), plan)
-    before = autoplan.full_tensors(model)["up.weight"]
-    with pytest.raises(AutoplanError, match="which FSDP2 gathers from memory of its own"):
-        model.up.weight.data = model.up.weight.data * 2
-    with torch.no_grad():
-        model.up.weight.copy_(model.up.weight.data * 2)
-    torch.testing.assert_close(autoplan.full_tensors(model)["up.weight"], 2 * before)
+    whole, model, lost = Losing().double(), Losing().double(), Lost().double()
+    for one in (model, lost):
+        one.load_state_dict(whole.state_dict())
+        plan = autoplan.plan(Losing(), 2, inputs={"ids": IDS}, prove="none")
+        autoplan.parallelize(one, mesh_of(dp_shard=2, tp=2), plan, check=False, path_guard="off")
+    for one in (whole, model):
+        one(IDS, labels=IDS)["loss"].backward()
+        for parameter in one.parameters():
+            parameter.data = parameter.data * 0.9
+    assert away(whole, model, grads=False) < 1e-12
+    values = torch.ones_like(whole.up.weight)
+    losses = []
+    for one in (whole, model):
+        kept = one.up.weight.data
+        one.up.weight.data = values.clone()  # whole, in the checkpoint's order
+        losses.append(one(IDS, labels=IDS)["loss"].detach())
+        one.up.weight.data = kept
+        losses.append(one(IDS, labels=IDS)["loss"].detach())
+    torch.testing.assert_close(losses[2:], losses[:2])
+    assert losses[0] != losses[1] and away(whole, model, grads=False) < 1e-12
+    with pytest.raises(AutoplanError, match="FSDP2 has gathered it and loses the change"):
+        lost(IDS)
 
 
 @pytest.mark.gloo
-def test_data_of_what_fsdp_holds_is_refused() -> None:
+def test_data_of_what_fsdp_shards_is_assigned_but_in_a_forward() -> None:
     run_processes(held_by_fsdp, (), 4)
 
 

@@ -17,9 +17,15 @@ from typer.testing import CliRunner
 
 import autoplan
 from autoplan.cli.app import app
+from autoplan.forecast.asked import Asked
 from autoplan.forecast.choose import Choice, choose, parse_memory
+from autoplan.forecast.devices import load_device
+from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.sharded import fake_mesh
+from autoplan.forecast.step import Steps
 from autoplan.forecast.sweep import Sweep
+from autoplan.hf.source import resolve
+from autoplan.values.estimate import Estimate
 
 
 def _llama(**sizes: Any) -> LlamaConfig:
@@ -298,3 +304,24 @@ def test_a_row_that_fits_only_without_its_bar_is_marked(chosen: Choice) -> None:
     assert "?: it fits by less than" in str(replace(chosen, memory=peak))
     short = replace(row, fits=False, missing=5)
     assert "it needs 1 MiB more" in str(replace(chosen, rows=(short,)))
+
+
+def test_a_sequence_over_fewer_ranks_is_told_from_two_recordings() -> None:
+    """16 heads, 4 of keys: over 16, 8 and 4 ranks each holds one head of keys, over 2 it holds two."""
+    steps = Steps(resolve(_llama(num_attention_heads=16, num_key_value_heads=4)))
+    asked = Asked((("dp_shard", 1), ("cp", 16)), sequence=2048, exact=False, activation_checkpointing=True)
+    device = load_device("h100")
+
+    def over(ranks: int, exact: bool = False) -> tuple[Estimate, int]:
+        mesh = (("dp_shard", 16 // ranks), ("cp", ranks))
+        return estimate_with(steps, replace(asked, mesh=mesh, exact=exact), device), len(steps.known)
+
+    assert [over(ranks)[1] for ranks in (16, 8, 4, 2)] == [1, 2, 2, 3]
+    told, _ = over(4)
+    recorded, number = over(4, exact=True)
+    assert number == 4
+    assert told.peak == pytest.approx(recorded.peak, rel=0.01) and told.flops == pytest.approx(recorded.flops, rel=0.01)
+    assert told.tokens_per_second == pytest.approx(recorded.tokens_per_second, rel=0.01)
+    assert [(sent.dim, sent.kind, sent.number) for sent in told.messages] == [
+        (sent.dim, sent.kind, sent.number) for sent in recorded.messages
+    ]

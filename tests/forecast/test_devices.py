@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import autoplan
+from autoplan.cli.app import app
 from autoplan.common.files.rule_files import rules_folder
 from autoplan.forecast.devices import Measured, device_names, device_text, load_device
 
@@ -60,3 +62,9 @@ def test_a_calibrated_file_says_what_was_measured(tmp_path: Path, ranks: int, me
     assert found.per_node == 8 and getattr(found, measured) == (2e11 if ranks == 8 else 2e11 / 8)
     assert getattr(found, copied) == getattr(like, copied)
     assert f"links.{measured}" in found.sources[0] and f"links.{copied}, latencies" in found.sources[1]
+
+
+def test_plan_refuses_an_unknown_device_before_it_prints_a_plan() -> None:
+    ended = CliRunner().invoke(app, ["plan", "gpt2", "--tp", "2", "--gpu", "nope"])
+    assert isinstance(ended.exception, autoplan.AutoplanError) and "unknown device" in str(ended.exception)
+    assert "Split" not in ended.output

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
+from autoplan.forecast.dry_run import dry_run
 from autoplan.hf.source import resolve
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -100,3 +101,23 @@ def test_each_optimizer_keeps_what_its_own_code_keeps() -> None:
         assert found[name] == pytest.approx(kept, rel=0.02), name
     assert found["adamw8bit"] == pytest.approx(2 * trained, rel=0.02) and found["paged_adamw8bit"] == 0
     assert found["adamw"] / 2 < found["muon"] < found["adamw"]
+
+
+def test_a_dtype_that_nothing_is_computed_in_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(autoplan.SourceError, match="sets the dtype float8_e4m3fn") as raised:
+        resolve(folder_of(tmp_path, llama(), dtype="float8_e4m3fn"))
+    assert "quantization_config" in str(raised.value)
+
+
+def test_the_dtype_of_weights_is_not_that_of_adapters() -> None:
+    """Of rank 4,096 these have more bytes than what they adapt."""
+    found = autoplan.estimate(llama(dtype=torch.bfloat16), mesh="tp=1", sequence=64, train="lora", lora_rank=4096)
+    assert (found.dtype, found.dtype_origin) == ("bfloat16", "from the config")
+
+
+def test_a_dry_run_says_that_the_checkpoint_is_quantised() -> None:
+    config = llama(dtype=torch.bfloat16)
+    config.quantization_config = FP8
+    for one, notes in ((config, ["the checkpoint is quantised"]), (llama(dtype=torch.bfloat16), [])):
+        ran = dry_run(one, mesh="tp=2", sequence=16)
+        assert [note.partition(" (")[0] for note in ran.notes] == notes

@@ -217,10 +217,9 @@ ROWS = (
     Row(
         "torch",
         "`parameter.data = x` of a parameter in an FSDP2 unit",
-        "not supported",
-        "`parameter.copy_(x)`",
-        f"{_HANDS}test_data_of_what_fsdp_holds_is_refused",
-        error="which FSDP2 gathers from memory of its own",
+        "unchanged",
+        "outside of a forward; x is sharded like the parameter, or a full plain tensor",
+        f"{_HANDS}test_data_of_what_fsdp_shards_is_assigned_but_in_a_forward",
     ),
     Row(
         "torch",

@@ -138,7 +138,7 @@ class _Search:
     # Tests for a block
 
     def _is_block(self, number: int) -> bool:
-        matrices = len(self._matrices(number))
+        matrices = len(self._matrices(number)) if self.tree.nodes[number].runs else 0
         return matrices > 1 or (matrices == 1 and bool(self.tree.children(number)))
 
     def _matrices(self, number: int) -> list[tuple[int, tuple[int, ...]]]:

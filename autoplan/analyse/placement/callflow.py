@@ -280,6 +280,7 @@ class Placement:
     inside_copies: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     reductions: dict[int, Reduction] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
+    partial_entries: set[Crossing] = field(default_factory=set)  # of blocks, where gradients are parts of a sum
 
     def at_output(self, crossing: Crossing, kind: Kind, **how: Any) -> None:
         """Add this kind of work at a module's output."""

@@ -13,7 +13,7 @@ refusal.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
 
@@ -25,9 +25,10 @@ from autoplan.analyse.placement.delayed_sums import Way
 from autoplan.analyse.placement.minimum_cut import ELEMENT, HARD, NO, OUTSIDE, YES, CutProblem, Place, Version
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.special import thin_matrix
+from autoplan.common.patterns import holders
 from autoplan.ops import call_record
 from autoplan.ops.records.answers import Reduction
-from autoplan.values import AllReduceGradient, ScaleGradient
+from autoplan.values import AllReduceGradient, ScaleGradient, Trace
 from autoplan.values.reasons import NotPlaced
 
 _INSIDE = 8  # a sum in a module's own code costs as much as so many at a boundary
@@ -35,6 +36,7 @@ _COLLECTED = 3  # and one where callers collect the value, for whom it should be
 _PASSED = 64  # to leave a gradient partial where a value is made; a boundary further in costs 1
 _HANDED_UP = 32  # a sum at the output of a module whose value another module returns: its callers may read it, too
 _DIVIDED = 256
+_CUT = HARD >> 16  # a sum at the input of a block, or before: there its stream may be cut along the sequence
 
 
 class GradientSums(CutProblem):
@@ -56,13 +58,16 @@ class GradientSums(CutProblem):
             for step in way.path
         }
         self.boundaries: list[tuple[Place, Place, list[Crossing]]] = []  # behind, before, and under which names
+        self.entries: list[tuple[Place, list[Crossing]]] = []  # before the inputs of blocks
         self.inside: list[tuple[Place, Place]] = []  # where a call reads, and the place before
         # What modules with sums in their submodules return (blocks, stacks). Callers collect it, and may compute losses
+        parts = _parts_of_blocks(shards.trace)
         self.collected = {
             tensor
             for visit in shards.trace.visits
             for first, last in (visit.calls,)
-            if any(first <= index < last and shards.trace.calls[index].module != visit.module for index in reductions)
+            if visit.module not in parts
+            and any(first <= index < last and shards.trace.calls[index].module != visit.module for index in reductions)
             for _, tensor in visit.outputs
         }
         super().__init__(shards, flow, reductions, flow.carries)
@@ -129,13 +134,19 @@ class GradientSums(CutProblem):
         if not parameter:
             self.answer(YES, "whole", made, HARD if tensor in self.collected else _PASSED)
         inner: list[tuple[range, Place, int]] = [(range(-1, len(self.trace.calls)), root, 0)]
+        blocks = {one.module for one in self.flow.entering.get(tensor, ())} & self.flow.blocks
         for span, names in () if branching or mixed else self._entering(version, reads):
             place = version, "input", names[0].visit
             _, outer, depth = next(
                 known for known in reversed(inner) if span.start in known[0] and span.stop <= known[0].stop
             )
-            self.edge("whole", place, outer, price * len(names) + depth + 1)
-            self.edge("whole", outer, place, HARD if names[0].module in self.flow.blocks else _DIVIDED)
+            enters_block = names[0].module in self.flow.blocks
+            as_stream = enters_block and len(blocks) == 1
+            self.edge("whole", place, outer, _CUT if as_stream else price * len(names) + depth + 1)
+            self.edge("whole", outer, place, HARD if enters_block else _DIVIDED)
+            if as_stream:
+                self.answer(YES, "whole", outer, _CUT)
+                self.entries.append((outer, names))
             inner.append((span, place, depth + 1))
             self.boundaries.append((place, outer, names))
         for use, place in reads.items():
@@ -196,6 +207,9 @@ class GradientSums(CutProblem):
             if (change := self._change(place, outer, partial)) is not None:
                 for crossing in names:
                     result.at_input(crossing, change)
+        for outer, names in self.entries:
+            if ("whole", outer) in partial:
+                result.partial_entries.update(names)
         for place, outer in self.inside:
             if self._change(place, outer, partial) is not None:
                 result.inside_copies[place[2]].add(place[0][0])
@@ -243,3 +257,18 @@ class GradientSums(CutProblem):
             call = self.trace.calls[index]
             tensors = tuple(t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.shards.is_split(t))
             yield Refusal(index, NotPlaced("mixed-gradients", call=call.name, module=call.module), tensors)
+
+
+def _parts_of_blocks(trace: Trace) -> set[str]:
+    """Return the modules that are part of a repeated block, and are none themselves nor hold any."""
+    alike = Counter((*_numbered(name), kind) for name, kind in trace.module_classes.items() if _numbered(name)[1])
+    blocks = {name for name, kind in trace.module_classes.items() if alike[(*_numbered(name), kind)] > 1}
+    holding = {holder for name in blocks for holder in holders(name)}
+    within = {name for name in trace.module_classes if not blocks.isdisjoint(holders(name))}
+    return within - blocks - holding
+
+
+def _numbered(name: str) -> tuple[str, bool]:
+    """Return what holds a module, and whether it is one of a list there."""
+    holder, _, last = name.rpartition(".")
+    return holder, last.isdigit()

@@ -75,22 +75,17 @@ class _Outside:
     def _find_own_code(self) -> None:
         """Find what the model's own code makes of whole values on the way to the model's output: it is the same on each
         rank, as is a loss. Module outputs have a whole gradient there, of which each rank takes an equal part."""
-        waiting, asked = list(self.flow.final), set[int]()
-        while waiting:
-            tensor = waiting.pop()
-            if tensor in asked or tensor not in self.flow.carries:
-                continue
-            asked.add(tensor)
-            makers = self.makers.get(tensor, [])
-            given = [
-                c for c in self.flow.leaving.get(tensor, ()) if c.module and any(c.first <= m < c.last for m in makers)
-            ]
-            if given and tensor not in self.cut.values:
-                outer = max(given, key=lambda c: c.last - c.first)
-                self.scaled |= {c: tensor for c in given if c.visit == outer.visit}  # under several names, perhaps
-            elif not given:
-                self.own_code.update(makers)
-                waiting += [t for maker in makers for t in self.flow.inputs[maker]]
+        asked, reached = set[int](), self.flow.with_gradients()
+        alone = set[int]()  # what is divided where the model returns it, since modules read it, too
+        while True:
+            self.own_code.clear()
+            self.scaled.clear()
+            made = {tensor: self._back_to_modules(tensor, asked) for tensor in self.flow.final - alone}
+            read = {t for t, own in made.items() if any(self._others_read(one, reached) for one in own)}
+            if not read:
+                break
+            alone |= read
+            asked.clear()
         for tensor in asked & self.cut.values:
             gathers = [key for key in self.gathers.get(tensor, ()) if key[0].module]
             for use in self.flow.gradient_uses(tensor) - self.own_code if gathers else ():
@@ -105,7 +100,35 @@ class _Outside:
                 raise Refused(self._reason("shared-value", min(behind - self.own_code)))
             else:  # modules read it, and it is returned as it is
                 del self.scaled[crossing]
-                self.scaled |= {c: tensor for c in self.flow.leaving[tensor] if not c.module}
+                alone.add(tensor)
+        self.scaled |= {c: tensor for tensor in alone for c in self.flow.leaving[tensor] if not c.module}
+
+    def _others_read(self, tensor: int, reached: set[int]) -> bool:
+        """Return whether a call other than the model's own code passes it a gradient."""
+        others = self.flow.gradient_uses(tensor) - self.own_code
+        return any(not reached.isdisjoint(self.flow.outputs[use]) for use in others)
+
+    def _back_to_modules(self, final: int, asked: set[int]) -> set[int]:
+        """Note what modules hand to the model's own code for a value that it returns; return what that makes of it."""
+        waiting, own, seen = [final], set[int](), set[int]()
+        while waiting:
+            tensor = waiting.pop()
+            if tensor in seen or tensor not in self.flow.carries:
+                continue
+            seen.add(tensor)
+            makers = self.makers.get(tensor, [])
+            given = [
+                c for c in self.flow.leaving.get(tensor, ()) if c.module and any(c.first <= m < c.last for m in makers)
+            ]
+            if given and tensor not in self.cut.values:
+                outer = max(given, key=lambda c: c.last - c.first)
+                self.scaled |= {c: tensor for c in given if c.visit == outer.visit}  # under several names, perhaps
+            elif not given:
+                self.own_code.update(makers)
+                own |= {tensor} if makers and tensor not in self.cut.values else set()
+                waiting += [t for maker in makers for t in self.flow.inputs[maker]]
+        asked |= seen
+        return own
 
     def _walk(self) -> None:
         while self.waiting:
@@ -128,6 +151,9 @@ class _Outside:
 
     def gathered_in_all_runs(self) -> Iterator[tuple[Crossing, str]]:
         """A hook acts on every run of its module; in those without gradients it does not matter how."""
+        taken_in = self.seen - self.cut.values  # by blocks, and gathered in these
+        inside = (key for tensor in taken_in & self.gathers.keys() for key in self.gathers[tensor] if key[0].module)
+        self.gathered |= {key for key in inside if self._is_read_outside(*key)}
         points = {(crossing.module, side, crossing.path) for crossing, side in self.gathered}
         for crossing, side in self.cut.gathers:
             if (crossing.module, side, crossing.path) in points:
@@ -135,6 +161,12 @@ class _Outside:
                 if not alike and self.flow.gradient_uses(self.tensor_at(crossing, side)):
                     raise Refused(WholeSequence("runs-both-ways", crossing.module))
                 yield crossing, side
+
+    def _is_read_outside(self, crossing: Crossing, side: str) -> bool:
+        """Return whether a call behind a gather lies outside, where gradients are parts of a sum."""
+        first, last = (crossing.first, crossing.last) if side == "input" else (crossing.last, len(self.trace.calls))
+        uses = self.flow.gradient_uses(self.tensor_at(crossing, side))
+        return any(first <= use < last for use in uses & self.calls)
 
     def given_alone(self) -> Iterator[tuple[Crossing, str]]:
         """Yield what a module that is called by itself takes in: others, outside the model, wait for its gradient."""
@@ -173,8 +205,10 @@ class _Outside:
 
     def _is_sum(self, tensor: int, maker: int) -> bool:
         """Return whether it is summed over ranks, which needs the whole gradient; then the gradient is summed, too."""
-        summed = [c for c in self.flow.leaving.get(tensor, ()) if (c, AllReduce) in self.placement.outputs]
-        self.cut.summed_back |= {(c, "output") for c in summed}
+        leaving, entering = self.flow.leaving.get(tensor, ()), self.flow.entering.get(tensor, ())
+        summed = {(c, "output") for c in leaving if (c, AllReduce) in self.placement.outputs}
+        summed |= {(c, "input") for c in entering if (c, AllReduce) in self.placement.inputs}
+        self.cut.summed_back |= summed
         if not summed and maker in self.placement.reductions:
             raise Refused(self._reason("shared-value", maker))
         return bool(summed)

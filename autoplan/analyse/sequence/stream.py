@@ -44,8 +44,10 @@ class Stream(CutStream):
 
     def begin(self) -> bool:
         """Find where runs of the model enter the stack with a sequence; False if none does."""
-        self.coupled = {leaf for leaves_of in coupling_ops(self.shards.axes).values() for leaf in leaves_of}
         visits = [(i, v) for i, v in enumerate(self.trace.visits) if v.module in self.names]
+        calls = (call for _, v in visits for call in self.trace.calls[slice(*v.calls)])
+        coupling, in_blocks = coupling_ops(self.shards.axes), {op for call in calls for op in range(*call.ops)}
+        self.coupled = set().union(*(coupling.get(op, set()) for op in in_blocks)), set().union(*coupling.values())
         sequences = []
         for root in (v for v in self.trace.visits if v.parent is None):
             inside = [(i, v) for i, v in visits if root.calls[0] <= v.calls[0] < root.calls[1]]
@@ -74,7 +76,7 @@ class Stream(CutStream):
                 yield Crossing(number, visit.module, path or (), *visit.calls), tensor, axis
 
     def _axis(self, tensor: int) -> Term | None:
-        return Positions.of(self.shards.axes.of(tensor), self.coupled)
+        return Positions.of(self.shards.axes.of(tensor), *self.coupled)
 
     def _settle(self) -> SequencePlacement:
         try:
@@ -99,6 +101,8 @@ class Stream(CutStream):
             start_dim = self.positions.plain_dim(origin)
             if start_dim is None:
                 raise Refused(WholeSequence("merged-at-start"))
+            if start in self.placement.partial_entries and not self.context:
+                raise Refused(WholeSequence("summed-before", start.module))
             result.scatters[(start, "input")] = start_dim
         scattered_out = {self.tensor_at(b, "output") for b, side in result.scatters if side == "output"}
         scattered_in = [(self.tensor_at(b, "input"), b) for b, side in result.scatters if side == "input"]

@@ -37,12 +37,21 @@ class Positions:
         self._crossing = coupling_ops(self.axes)
 
     @staticmethod
-    def of(terms: tuple[Term, ...], coupled: Collection[Term]) -> Term | None:
+    def of(terms: tuple[Term, ...], in_blocks: Collection[Term], anywhere: Collection[Term]) -> Term | None:
         """The sequence among the dims of a stream of shape (batch, sequence, …, features), which may have others in
-        front: the first one whose positions some op couples."""
-        inner = [find(term) for term in terms[1:-1]]
-        found = [axis for axis in inner if axis.size > 1 and any(find(leaf).data for leaf in leaves(axis))]
-        return next((axis for axis in found if any(find(leaf) in coupled for leaf in leaves(axis))), (*found, None)[0])
+        front: the first one whose positions some op couples, in the blocks if possible. There the batch may come
+        second.
+        """
+        dims = [find(term) for term in (*terms[1:-1], *(terms[:1] if len(terms) > 2 else ()))]
+        found = [axis for axis in dims if axis.size > 1 and any(find(leaf).data for leaf in leaves(axis))]
+        inner = [axis for axis in found if axis in dims[: len(terms) - 2]]
+        coupled = (
+            axis
+            for axes, by in ((found, in_blocks), (inner, anywhere))
+            for axis in axes
+            if any(find(leaf) in by for leaf in leaves(axis))
+        )
+        return next(coupled, (*inner, None)[0])
 
     def dims_of(self, tensor: int) -> list[int]:
         return [d for d, term in enumerate(self.axes.of(tensor)) if self.has(term)]
@@ -242,7 +251,7 @@ class CutStream:
         last = call + 1 if last is None else last
         if not self.in_stream(tensor, call):
             return False
-        if any(b.last <= call for b in self.leaving.get(tensor, ())):
+        if any(b.last <= call and self.in_stream(tensor, b.first) for b in self.leaving.get(tensor, ())):
             return False
         return not any(b.first <= call and last <= b.last for b in self.gathered_inputs.get(tensor, ()))
 

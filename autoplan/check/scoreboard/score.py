@@ -26,6 +26,7 @@ from autoplan.decide.plan.chosen import expert_findings
 from autoplan.decide.plan.folding import Names
 from autoplan.values import (
     CallRewrite,
+    Capabilities,
     Collective,
     Finding,
     Move,
@@ -85,23 +86,29 @@ def _scored(blank: Score, how: How) -> Score:
     return score_clone(clone, blank, how, runs)
 
 
-def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | None = None) -> Score:
-    """Plan and verify a tiny model that runs; return the filled-in score. `runs` replace the clone's feeds."""
+def score_clone(
+    clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | None = None, one_stack: bool = False
+) -> Score:
+    """Plan and verify a tiny model that runs; return the filled-in score. `runs` replace the clone's feeds.
+
+    `one_stack`: of several stacks of blocks one is sharded along its sequence, as `plan` does where all of them fail.
+    """
     from autoplan.check.verify.verify import verify_clone
     from autoplan.common.options import Wish
     from autoplan.decide.plan.planner import make_plan
     from autoplan.hf.source import resolve
     from autoplan.hf.stacks import layers
-    from autoplan.planning import capture_source, solve_source
+    from autoplan.planning import capture_source, solve_source, stacks_to_cut
 
     source = resolve(clone.model, inputs=clone.feeds)
     captured = capture_source(source, clone.model)
     stacks = layers(clone.model)
     context = how.cp_size > 1
     wish = Wish(how.tp_size, how.ep_size, cp_size=how.cp_size)
-    blocks = tuple(stack.fqns for stack in stacks) if how.sequence_parallel or context else None
+    may_use = Capabilities(one_stack=one_stack)
+    blocks = stacks_to_cut(stacks, may_use) if how.sequence_parallel or context else None
     try:
-        solution = solve_source(source, captured, wish, sequence_stacks=blocks)
+        solution = solve_source(source, captured, wish, sequence_stacks=blocks, capabilities=may_use)
     except IndivisibleError as error:
         return replace(blank, verdict="refused", reason=_error_text(error))
     cut = solution.sequence_parallel
@@ -131,6 +138,8 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
     if cut and not context and verdict in ("wrong", "failed"):  # `autoplan plan` then drops it, too
         uncut = f"with it the tiny clone's results differed on simulated ranks: {reason}"
         return replace(score_clone(clone, blank, replace(how, sequence_parallel=False), runs), uncut=uncut)
+    if context and verdict in ("wrong", "failed") and not one_stack and len(stacks) > 1:
+        return score_clone(clone, blank, how, runs, one_stack=True)
     errors = [*report.gradients.values(), *([] if report.forward is None else [report.forward])]
     return replace(
         scored,

@@ -27,7 +27,7 @@ from autoplan.check.verify.traffic import against_the_least
 from autoplan.common.code.ways import others_of, recording
 from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import Wish, check_argument
-from autoplan.common.patterns import best_match, matches
+from autoplan.common.patterns import best_match, is_under, matches, starred
 from autoplan.common.random_values import plain_surroundings, untouched_randomness
 from autoplan.decide.plan.chosen import choices_of_plan
 from autoplan.decide.plan.folding import whole_blocks
@@ -38,7 +38,16 @@ from autoplan.hf.stacks import layers
 from autoplan.ops.elementwise import literals_say
 from autoplan.patches.simulated_ranks import alone
 from autoplan.planning import capture_source, draft_plan
-from autoplan.values import Boundary, CallRewrite, Capabilities, Finding, Plan, Report, SplitLogits
+from autoplan.values import (
+    Boundary,
+    CallRewrite,
+    Capabilities,
+    Finding,
+    Plan,
+    Report,
+    SequenceBoundary,
+    SplitLogits,
+)
 
 # dropout differs between data-parallel ranks; the training checks step optimizers
 _NOT_ON_MESHES = ("training", "dropout", "optimizer")
@@ -151,6 +160,7 @@ def verify_source(
     if clone.outside and mesh is None and engine == "threads":
         engine = _engine_for(clone)
     report: Report | None = None
+    applied: Plan | None = None
     idle = idle and plan is None and sizes.cp == 1
     ways = capabilities_of(plan, sequence_parallel, sizes)
     ways = (*ways, Capabilities(False, idle=True)) if idle else ways
@@ -165,11 +175,13 @@ def verify_source(
             if report is None and not nothing:
                 raise
             continue  # with fewer capabilities nothing is left to split: the last report holds
+        if applied is not None and drawn.runtime == applied.runtime:
+            continue
         capabilities, applied, findings = wanted, drawn, differences
         report = verify_clone(clone, applied, engine=engine, checks=checks, **how)
         if not _decisively_wrong(report) or budget.spent:
             break
-    assert report is not None
+    assert report is not None and applied is not None
     if plan is None and _decisively_wrong(report) and not budget.spent:
         capabilities, report, applied = _narrowed(
             clone, source, applied, replace(capabilities, idle=idle), report, engine, checks, choices, how
@@ -349,15 +361,23 @@ def _narrowed(
 def capabilities_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) -> tuple[Capabilities, ...]:
     """Return the capabilities to try, in order: a plan's own; without a plan the safest is last."""
     if plan is not None:
-        return (
-            Capabilities(bool(plan.runtime.of(CallRewrite)) or not plan.runtime.of(Boundary), plan.sequence_parallel),
-        )
+        scoped = bool(plan.runtime.of(CallRewrite)) or not plan.runtime.of(Boundary)
+        return (Capabilities(scoped, plan.sequence_parallel, one_stack=plan.cp_size > 1 and _cuts_one_stack(plan)),)
     cut = (Capabilities(True, True),) if sequence_parallel or sizes.cp > 1 else ()
-    outer = (*cut, Capabilities(False, True)) if sizes.cp > 1 else (*cut, Capabilities(True), Capabilities(False))
+    outer = (*cut, Capabilities(True), Capabilities(False))
+    if sizes.cp > 1:
+        outer = (*cut, Capabilities(True, True, one_stack=True), Capabilities(False, True))
     inside = (
         tuple(replace(capabilities, experts=False) for capabilities in outer) if sizes.ep > 1 and sizes.tp > 1 else ()
     )
     return outer + inside
+
+
+def _cuts_one_stack(plan: Plan) -> bool:
+    """Return whether of several stacks of blocks one is sharded along its sequence."""
+    at = {one.pattern for one in plan.runtime.of(SequenceBoundary)}
+    cut = [any(is_under(block, one) for block in map(starred, stack.fqns) for one in at) for stack in plan.layers]
+    return cut.count(True) == 1 < len(cut)
 
 
 def _plan_for(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -65,7 +65,8 @@ def estimate_view(found: Estimate) -> RenderableType:
         step = f"a step: {found.flops / 1e12:.1f} TFLOP per rank, {found.time.total:.2f} s{bar} on {found.device}"
         lines += [Text(""), Text(f"{step} ({shares}): {found.tokens_per_second:,.0f} {unit} per second")]
     if found.decoded_per_second:
-        held = f"{found.concurrency} sequences per rank, {found.sequence} cached tokens each"
+        many = "s" * (found.concurrency > 1)
+        held = f"{found.concurrency} sequence{many} per rank, {found.sequence} cached tokens each"
         lines += [Text(f"decoding: {found.decoded_per_second:,.0f} tokens per second ({held})")]
     if found.run_by:
         lines += [Text(f"run with: {found.run_by}; autoplan plans the tp and data-parallel part")]
@@ -87,7 +88,9 @@ def memory_bar(found: Estimate, memory: int) -> Text:
     return Text(f"Memory per rank [{stack:·<{_BAR}}] {of}\n  {legend}\n  {step}")
 
 
-def sent_table(sent: Iterable[Sent]) -> Table:
+def sent_table(sent: Sequence[Sent]) -> RenderableType:
+    if not sent:
+        return Text("communication of a step: none")
     table = Table("communication of a step over", "", "number", "GiB", box=None, pad_edge=False)
     for message in sent:
         table.add_row(message.dim, message.kind, str(message.number), f"{message.bytes / 2**30:.2f}")

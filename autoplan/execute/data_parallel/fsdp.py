@@ -255,7 +255,26 @@ def shard_data_parallel(
     record(model, record_before.plan, units=names, data_parallel=sizes, notes=notes)
 
 
+@torch.no_grad()
+def _make_contiguous(model: nn.Module) -> None:
+    """Lay parameters out as FSDP2 requires: those of `torch.linalg.qr` or a transposed tensor are in column order."""
+    for parameter in model.parameters():
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        if parameter.is_contiguous() and local.is_contiguous():
+            continue
+        local = local.detach().contiguous()
+        if not isinstance(parameter, DTensor):
+            parameter.data = local
+            continue
+        mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+        stride = torch.empty(shape, device="meta").stride()
+        made = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        torch.Tensor.data.__set__(parameter, made)
+        parameter._local_tensor, parameter._spec = made._local_tensor, made._spec
+
+
 def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParallel, places: Places | None) -> None:
+    _make_contiguous(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     policy = _precision(options, model)
     inner = replace(policy, output_dtype=None)  # cast the model's outputs, not those of its units
@@ -286,7 +305,8 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
     fully_shard(model, reshard_after_forward=False, mp_policy=policy, **shared)
     if places is not None:
         places.watch_rest()
-    watch_lost([*((name, modules[name]) for unit in units.units for name in unit.names), ("", model)], units.ignored)
+    wrapped = [*((name, modules[name]) for unit in units.units for name in unit.names), ("", model)]
+    watch_lost(model, wrapped, units.ignored)
     list_sharded(model)
     refuse_copies(model)
     if _writes_text(model) and any(_writes_text(module) for module in model.modules() if module is not model):

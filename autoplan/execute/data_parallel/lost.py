@@ -1,28 +1,37 @@
-"""Refuse what FSDP2 loses silently: changes of gathered parameters, and hooks on parameters. And copies.
+"""Refuse what FSDP2 loses silently: changes of gathered parameters, hooks on parameters, gradients by them. And copies.
 
 FSDP2 gathers the parameters of a unit into memory of its own, and frees it after the forward: what a forward writes
 into a parameter (a clamp, a moving average) is gone. It cannot be carried back, since data-parallel ranks write what
-their own data says. And FSDP2 sets gradients itself, so that hooks on parameters never run.
+their own data says. And FSDP2 sets gradients itself, so that hooks on parameters never run, and gradients that are
+asked for by parameters (`torch.autograd.grad`) are those of gathered ones, which the caller has not.
 
-Gathered parameters stay in place after a forward without a backward (an evaluation). `parameters()` frees them first:
-an optimizer that is made then would update copies.
+Gathered parameters stay in place after a forward, until its backward (after an evaluation: for good). `parameters()` of
+any module and attributes (`model.head.weight`) return the sharded ones in their place: an optimizer would update
+copies, whose memory FSDP2 frees. If the sharded ones are changed, they are gathered anew. Reading frees nothing, since
+one rank may read alone, and ranks must gather together.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
+from autoplan.execute.collectives import in_backward
+from autoplan.execute.parameters.held import FREE, record_of
+from autoplan.patches.tensors import told_of_inputs
 
 
-def watch_lost(units: Iterable[tuple[str, nn.Module]], ignored: Container[nn.Parameter]) -> None:
+def watch_lost(model: nn.Module, units: Iterable[tuple[str, nn.Module]], ignored: Container[nn.Parameter]) -> None:
     """Check units, inner ones first, at each forward. FSDP2 has wrapped all of them already: these hooks run while
     parameters are gathered. `ignored`: parameters that FSDP2 leaves alone."""
     inside: set[nn.Module] = set()
@@ -35,10 +44,32 @@ def watch_lost(units: Iterable[tuple[str, nn.Module]], ignored: Container[nn.Par
             for key, parameter in module._parameters.items()
             if parameter is not None and parameter not in ignored
         ]
+        for path, _, _, parameter in watched:
+            number = id(parameter)
+            _names[number] = weakref.ref(parameter, partial(_forget, number)), path
         if watched:
             watch = _Watch(watched)
             unit.register_forward_pre_hook(watch.begin)
             unit.register_forward_hook(watch.end, prepend=True)
+    told_of_inputs(_refuse_inputs).until_gone(model)
+
+
+_names: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}  # of parameters that FSDP2 shards, by id
+
+
+def _forget(number: int, _: weakref.ref[nn.Parameter]) -> None:
+    _names.pop(number, None)
+
+
+def _refuse_inputs(inputs: list[Any]) -> None:
+    """Refuse gradients that are asked for by parameters: the graph holds what was gathered."""
+    for x in inputs:
+        parameter, name = _names.get(id(x), (None, ""))
+        if parameter is not None and parameter() is x:
+            raise AutoplanError(
+                f"a gradient is asked for by the parameter {name}, which FSDP2 shards: the graph holds gathered copies",
+                hint="call backward() without inputs= and read .grad; or leave dp_shard out of the mesh",
+            )
 
 
 class _Watch:
@@ -46,12 +77,17 @@ class _Watch:
 
     def __init__(self, watched: list[tuple[str, nn.Module, str, nn.Parameter]]) -> None:
         self.watched = watched
-        self.versions: dict[str, tuple[torch.Tensor, int]] = {}
+        self.versions: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
+        self.sums: dict[str, int] = {}
+        self.modes = Counter[tuple[bool, bool]]()
 
     def begin(self, unit: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return
         self.versions.clear()
+        self.sums.clear()
+        self.modes[unit.training, torch.is_grad_enabled()] += 1
+        summed = self.modes[unit.training, torch.is_grad_enabled()] <= _SUMMED
         for name, module, key, on_ranks in self.watched:
             if any(not _is_known(hook) for hook in (on_ranks._backward_hooks or {}).values()):
                 raise AutoplanError(
@@ -60,14 +96,15 @@ class _Watch:
                 )
             gathered = module._parameters.get(key)
             if gathered is not None and gathered is not on_ranks and not gathered.is_inference():
-                local = gathered._local_tensor if isinstance(gathered, DTensor) else gathered  # what is written into
-                self.versions[name] = local, local._version
+                self.versions[name] = gathered, _versions(gathered)
+                if summed and not gathered.is_meta and not is_fake(gathered):
+                    self.sums[name] = _sum_of_bits(gathered)
 
     def end(self, unit: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         for name, (gathered, version) in self.versions.items():
-            if gathered._version != version:
+            if _versions(gathered) != version or (name in self.sums and _sum_of_bits(gathered) != self.sums[name]):
                 raise AutoplanError(
                     f"the forward of {type(unit).__name__} changes the parameter {name} in place: FSDP2 gathers it "
                     "for the forward and loses the change",
@@ -75,6 +112,24 @@ class _Watch:
                     "mesh",
                 )
         self.versions.clear()
+        self.sums.clear()
+
+
+_SUMMED = 2  # forwards of a unit in each mode in which writes are found that torch does not count (`weight.data.mul_`)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sum_of_bits(x: torch.Tensor) -> int:
+    local = (x._local_tensor if isinstance(x, DTensor) else x).detach()
+    local = torch.view_as_real(local) if local.is_complex() else local
+    return int(local.contiguous().view(_BITS[local.element_size()]).sum())
+
+
+def _versions(x: torch.Tensor) -> tuple[int, ...]:
+    """Return the versions of a tensor and of a DTensor's shard: a write to one is not counted by the other."""
+    if x.is_inference():
+        return ()
+    return (x._version, x._local_tensor._version) if isinstance(x, DTensor) else (x._version,)
 
 
 def _is_known(hook: Any) -> bool:
@@ -83,29 +138,81 @@ def _is_known(hook: Any) -> bool:
 
 
 def list_sharded(model: nn.Module) -> None:
-    """Let `model.parameters()` and `named_parameters()` return sharded parameters also after an evaluation."""
-    running: set[nn.Module] = set()
-    model.register_forward_pre_hook(partial(_begin, running))
-    model.register_forward_hook(partial(_end, running), always_call=True)
-    vars(model)["named_parameters"] = partial(_named_parameters, model, running)
+    """Let `parameters()`, `named_parameters()` and attributes return sharded parameters also after a forward."""
+    gathered = _Gathered(model)
+    vars(model)[FREE] = gathered.free
+    for module in model.modules():
+        vars(module)["named_parameters"] = partial(gathered.named_parameters, module)
+        record = record_of(module)
+        if record is not None:
+            record.reading.as_sharded = gathered.as_sharded
+        if module._parameters:
+            handle = module.register_load_state_dict_pre_hook(gathered.before_load)
+            module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)  # before what reads the placements
 
 
-def _begin(running: set[nn.Module], model: nn.Module, args: tuple[Any, ...]) -> None:
-    running.add(model)
+class _Gathered:
+    """What FSDP2 leaves gathered after a forward (`left`, by id), with the sharded parameter in whose place it is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.running: set[nn.Module] = set()
+        self.sharded = {
+            (module, key): parameter
+            for module in model.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        self.left: dict[int, tuple[torch.Tensor, nn.Parameter, tuple[int, ...]]] = {}
+        for unit in self.units:
+            unit.register_forward_pre_hook(self.begin, prepend=True)
+            unit.register_forward_hook(self.end, always_call=True)
+
+    def begin(self, unit: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not self.running:
+            if any(_versions(sharded) != versions for _, sharded, versions in self.left.values()):
+                self.free()
+            for (module, key), before in self.sharded.items():
+                now = module._parameters.get(key)
+                if now is not None and now is not before and _mesh_dims(now) == _mesh_dims(before):
+                    self.sharded[module, key] = now  # replaced, as by `model.to`
+        self.running.add(unit)
+
+    def end(self, unit: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self.running.discard(unit)
+        if not self.running:
+            self.left.clear()
+            for (module, key), sharded in self.sharded.items():
+                now = module._parameters.get(key)
+                if now is not None and now is not sharded:
+                    self.left[id(now)] = now, sharded, _versions(sharded)
+
+    def free(self) -> None:
+        """Free what is gathered. All ranks must do so, since they gather it again together."""
+        if not self.running and not torch.compiler.is_compiling() and not in_backward():
+            self.left.clear()
+            for unit in self.units:
+                unit.reshard()
+
+    def before_load(self, *loaded: Any) -> None:
+        self.free()
+
+    def as_sharded(self, parameter: Any) -> Any:
+        """Return the sharded parameter in whose place one was gathered, outside of a forward or backward."""
+        gathered, sharded, _ = self.left.get(id(parameter), (None, None, ()))
+        return sharded if gathered is parameter is not None and not self.running and not in_backward() else parameter
+
+    def named_parameters(self, module: nn.Module, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in type(module).named_parameters(module, *args, **options):
+            yield name, self.as_sharded(parameter)
 
 
-def _end(running: set[nn.Module], model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    running.discard(model)
-
-
-def _named_parameters(
-    model: nn.Module, running: set[nn.Module], *args: Any, **options: Any
-) -> Iterator[tuple[str, nn.Parameter]]:
-    if model not in running and not torch.compiler.is_compiling():
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-    return type(model).named_parameters(model, *args, **options)
+def _mesh_dims(parameter: torch.Tensor) -> int:
+    return parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
 
 
 def refuse_copies(model: nn.Module) -> None:

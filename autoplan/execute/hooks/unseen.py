@@ -327,14 +327,15 @@ def _is_of_shapes(error: BaseException, last: TracebackType) -> bool:
 
 
 def _runs_on_shards(step: TracebackType) -> bool:
-    """Return whether a frame runs code of a module with sharded parameters, its own or those of its submodules."""
+    """Return whether a frame runs code of a module with sharded parameters, or with those of which ranks read pieces or
+    use on their own positions; its own or those of its submodules."""
     frame = step.tb_frame
     module = frame.f_locals.get("self")
     if not isinstance(module, nn.Module) or frame.f_code.co_filename.startswith((_OURS, _CALLS)):
         return False
     records = (record_of(part) for part in module.modules())
     return any(
-        parameter.dim is not None
+        parameter.dim is not None or parameter.read is not None
         for record in records
         if record is not None
         for parameter in record.parameters.values()

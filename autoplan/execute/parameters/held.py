@@ -36,6 +36,7 @@ from autoplan.execute.collectives import (
     whole_order,
 )
 
+FREE = "_autoplan_free"  # an attribute of a model that FSDP2 shards: a function that frees what is gathered
 _ATTRIBUTE = "_autoplan"
 _MARK = "_autoplan_held"
 _WRAPPERS = frozenset(("_checkpoint_wrapped_module", "_orig_mod"))  # not part of a checkpoint's names
@@ -168,13 +169,15 @@ def fsdp_placements(placements: Sequence[Placement], held: Held | None) -> Seque
 class Reading:
     """The reading state of one model: whether its code is running (`inside`), so that parameters read as local tensors.
     `guard`: is notified of each outermost call of a module (a `PathGuard`). `new_forward`: whether a library replaced
-    the forward of the called module. `summed`: by id, parameters whose gradients are summed together at the end."""
+    the forward of the called module. `summed`: by id, parameters whose gradients are summed together at the end.
+    `as_sharded`: returns the parameter that FSDP2 shards for one that it has gathered."""
 
     inside: bool = False
     guard: Any = None
     new_forward: bool = False
     summing: bool = False  # whether any gradients are summed so
     summed: dict[int, torch.Tensor] = field(default_factory=dict)
+    as_sharded: Callable[[Any], Any] | None = None
 
 
 @dataclass
@@ -224,7 +227,8 @@ def held_by(parameter: torch.Tensor) -> Held | None:
 
 def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Held | None]]:
     """Yield (checkpoint name, parameter, how it is held or None) for every name (tied parameters repeat)."""
-    model.named_parameters()  # frees what FSDP2 gathered for a forward without a backward
+    if FREE in vars(model):
+        vars(model)[FREE]()
     for path, module in model.named_modules(remove_duplicate=False):
         record = record_of(module)
         for name, parameter in module._parameters.items():

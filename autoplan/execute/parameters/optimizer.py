@@ -19,8 +19,17 @@ from autoplan.common.layout import chunk
 from autoplan.execute.collectives import index_of, like
 from autoplan.execute.parameters.held import Held, Mark, held_by, held_parameters, mark_of
 from autoplan.execute.parameters.mixed import in_place, mixed, ordered
-from autoplan.execute.parameters.picked import draw, note_marked, number_in, pick, set_item, total, with_mark
-from autoplan.execute.parameters.state_dict import as_held, in_checkpoint_order
+from autoplan.execute.parameters.picked import (
+    draw,
+    marked_modules,
+    note_marked,
+    number_in,
+    pick,
+    set_item,
+    total,
+    with_mark,
+)
+from autoplan.execute.parameters.state_dict import as_held, in_checkpoint_order, renew_units
 from autoplan.patches.mixed_ops import mixed_by
 from autoplan.patches.sharding_rules import asked_of_all, heard_by_classes, numbers_and_draws
 from autoplan.patches.tensors import data_assigned, left_whole, norm_of, picked, told_of_new_optimizers, told_of_stored
@@ -93,22 +102,29 @@ def answered_for(held: Held, gradient: DTensor) -> list[int]:
 # `parameter.data = x` for a sharded parameter: the model computes with the local shard of x from then on.
 #
 # x may be a DTensor on the parameter's mesh (`parameter.data * 0.9`, a piece of one vector of all parameters), or a
-# full plain tensor in the checkpoint's order. Anything else is refused, since it would be ignored. So is an assignment
-# to a parameter that FSDP2 shards, since FSDP2 gathers from memory of its own.
+# full plain tensor in the checkpoint's order. Anything else is refused, since it would be ignored. FSDP2 keeps its own
+# reference to the memory that it gathers from, which is renewed. In a forward an assignment would be lost: FSDP2 frees
+# what it has gathered.
 
 
 def assign_data(parameter: DTensor, value: Any) -> bool:
     """Assign `parameter.data = value` for a parameter on ranks; return whether it is one."""
-    held = held_by(parameter)
+    held, in_units = held_by(parameter), parameter.device_mesh.ndim > 1
     if held is None:
+        if _modules_with(parameter):
+            raise AutoplanError(
+                f"parameter.data = … in a forward, for a parameter of {list(parameter.shape)}: FSDP2 has gathered it "
+                "and loses the change",
+                hint="change it outside of the forward, after the optimizer's step; or leave dp_shard out of the mesh",
+            )
         return False
-    if parameter.device_mesh.ndim > 1:
-        _refuse(parameter, value, held, "which FSDP2 gathers from memory of its own")
     if not isinstance(value, torch.Tensor):
         _refuse(parameter, value, held, "which must be a tensor")
     if isinstance(value, DTensor):
         if (value.device_mesh, value.shape) != (parameter.device_mesh, parameter.shape):
             _refuse(parameter, value, held, "which has another mesh or shape")
+        if in_units and value.placements != parameter.placements:
+            _refuse(parameter, value, held, "which FSDP2 shards in its own way")
         value = value.detach().redistribute(placements=parameter.placements)
     elif tuple(value.shape) != held.shape:
         _refuse(parameter, value, held, "which has another shape")
@@ -116,7 +132,17 @@ def assign_data(parameter: DTensor, value: Any) -> bool:
         value = as_held(value, parameter, held)
     torch.Tensor.data.__set__(parameter, value.detach())
     parameter._local_tensor, parameter._spec = value._local_tensor.detach(), value._spec
+    if in_units:
+        parameter._local_tensor = parameter._local_tensor.contiguous()
+        torch.autograd.graph.increment_version(parameter)
+        for module in _modules_with(parameter):
+            renew_units(module)
     return True
+
+
+def _modules_with(parameter: DTensor) -> list[nn.Module]:
+    """Return the modules of sharded models that hold a parameter now."""
+    return [module for module in marked_modules() if any(one is parameter for one in module._parameters.values())]
 
 
 def _refuse(parameter: DTensor, value: Any, held: Held, why: str) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.hooks import RemovableHandle
 
 from autoplan.common.layout import chunk
@@ -139,6 +140,12 @@ def _from_checkpoint(
                 state_dict[prefix + name] = as_held(value, current, held)
             elif name in record.buffers:
                 state_dict[prefix + name] = held.buffer(_plain(value))
+
+
+def renew_units(module: nn.Module) -> None:
+    """Let FSDP2 renew its own references to the parameters of a module, as it does in its hooks after a load."""
+    for hook in list(module._load_state_dict_post_hooks.values()):
+        hook(module, _IncompatibleKeys([], []))
 
 
 def as_held(value: torch.Tensor, parameter: DTensor, held: Held) -> DTensor:

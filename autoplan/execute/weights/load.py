@@ -30,7 +30,7 @@ from autoplan.execute.collectives import like, mesh_device
 from autoplan.execute.dropout import state_of_the_first
 from autoplan.execute.parameters.buffers import new_adapters, rebuilt_passing_tensors
 from autoplan.execute.parameters.held import Held, fsdp_placements, plain_name, record_of
-from autoplan.execute.parameters.state_dict import local_piece
+from autoplan.execute.parameters.state_dict import local_piece, renew_units
 from autoplan.execute.quantised.files import DequantisedFiles, StoredFiles
 from autoplan.execute.quantised.modules import keep_beside
 from autoplan.execute.weights.files import CheckpointFiles
@@ -96,10 +96,8 @@ def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) 
     twice = files.quantised_twice() if isinstance(files, StoredFiles) else {}
     twice |= {name: value for key, value in twice.items() if key in places for name in places[key].names}
     keep_beside(model, files.headers(), twice)
-    # FSDP2 keeps its own references to parameters, and updates them in its hooks after a load.
     for module in model.modules():
-        for hook in list(module._load_state_dict_post_hooks.values()):
-            hook(module, _IncompatibleKeys([], []))
+        renew_units(module)
     return _IncompatibleKeys(matched.missing, matched.unexpected)
 
 

@@ -213,7 +213,8 @@ class Capabilities:
     """The features that a plan may use: the scoped function mode, and sharding the stream along the sequence.
 
     `whole`: patterns of modules whose parameters are replicated, because sharded they gave other results. `experts`:
-    experts may be distributed over ranks, if requested. `idle`: a plan may split nothing.
+    experts may be distributed over ranks, if requested. `idle`: a plan may split nothing. `one_stack`: of all stacks of
+    blocks only the last is sharded along its sequence (the text's, behind towers).
     """
 
     scoped: bool = True
@@ -221,10 +222,12 @@ class Capabilities:
     whole: tuple[str, ...] = ()
     experts: bool = True
     idle: bool = False
+    one_stack: bool = False
 
     def __str__(self) -> str:
         """Return what differs from the usual."""
-        parts = ("the stream is sharded along the sequence" if self.sequence else "",
+        of = " of one stack" if self.one_stack else ""
+        parts = (f"the stream{of} is sharded along the sequence" if self.sequence else "",
                 "" if self.scoped else "no call inside a module's forward is rewritten",
                 f"replicated: {', '.join(self.whole)}" if self.whole else "",
                 "" if self.experts else "experts are not placed on different ranks")  # fmt: skip

@@ -128,6 +128,72 @@ class Queries(EncoderDecoder):
         return self.head(encoded), x
 
 
+class Placed(WithPicture):
+    """The model's own code turns features, places them in the text, and returns them."""
+
+    def forward(self, input_ids: torch.Tensor, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, x = self.patches(pixels), self.table(input_ids)
+        for block in self.tower:
+            y = block(y)
+        features = self.pool(y).reshape(-1, 32)
+        x = x.masked_scatter((input_ids == 3)[..., None], features)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x), features
+
+
+class Gate(torch.nn.Module):
+    """Shares of two streams, of which two calls read one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = torch.nn.Parameter(torch.rand(32))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        share = torch.sigmoid(self.share)
+        return x * share + y * (1 - share)
+
+
+class GatedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.norm(x)
+        found: torch.Tensor = self.gate(x, self.mixer(y, y))
+        return found
+
+
+class Gated(EncoderDecoder):
+    """What the first block takes in is read whole in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = torch.nn.ModuleList(GatedBlock() for _ in range(2))
+
+
+class Counted(WithPicture):
+    """A module that treats positions apart looks up how many there are."""
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, y: torch.Tensor) -> torch.Tensor:
+            return super().forward(y) * {4: 2.0, 5: 0.5}[y.shape[1]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = self.Scaled(32, 32)
+
+    def forward(self, input_ids: torch.Tensor, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, x = self.patches(pixels), self.table(input_ids)
+        for block in self.tower:
+            y = block(y)
+        x = x.masked_scatter((input_ids == 3)[..., None], self.pool(y))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x), x
+
+
 def feeds_of(kind: str, length: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(4, 40, (2, length))
     if kind == "encoder":
@@ -157,7 +223,27 @@ def test_a_tower_that_cannot_be_cut_is_whole_on_every_rank() -> None:
         assert autoplan.verify(model, plan, inputs=feeds_of("picture", length)).ok
 
 
-@pytest.mark.parametrize(("kind", "feed"), ((ReturnedTwice, "picture"), (Collected, "encoder"), (Queries, "encoder")))
+def test_where_a_cut_tower_fails_in_the_trial_the_text_alone_is_cut() -> None:
+    torch.manual_seed(3)
+    model, feeds = Counted().double(), feeds_of("picture", 14)
+    plan = autoplan.plan(model, cp_size=2, inputs=feeds)
+    assert {one.pattern.partition(".")[0] for one in plan.runtime.of(OwnPositions)} <= {"layers", "table"}
+    assert any("all blocks of tower: sharded along their sequence as well" in f.message for f in plan.findings)
+    assert plan.proof.ok
+    for length in (14, 11):
+        assert autoplan.verify(model, plan, inputs=feeds_of("picture", length)).ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "feed"),
+    (
+        (ReturnedTwice, "picture"),
+        (Collected, "encoder"),
+        (Queries, "encoder"),
+        (Placed, "picture"),
+        (Gated, "encoder"),
+    ),
+)
 def test_what_several_read_is_counted_once(kind: type[torch.nn.Module], feed: str) -> None:
     torch.manual_seed(3)
     model = kind().double()
