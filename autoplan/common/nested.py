@@ -32,10 +32,10 @@ def flatten_tensors(value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
     return iter(tensors)
 
 
-def _collect(value: Any, path: Path, found: list[tuple[Path, torch.Tensor]]) -> None:
+def _collect(value: Any, path: Path, tensors: list[tuple[Path, torch.Tensor]]) -> None:
     """Append every tensor, with its path. No nested generators, since this runs for each torch call."""
     if isinstance(value, torch.Tensor):
-        found.append((path, value))
+        tensors.append((path, value))
         return
     if isinstance(value, dict):
         items: Iterable[tuple[Any, Any]] = ((_step_of(key), item) for key, item in value.items())
@@ -47,7 +47,7 @@ def _collect(value: Any, path: Path, found: list[tuple[Path, torch.Tensor]]) -> 
         return
     for key, item in items:
         if type(item) not in _LEAVES:
-            _collect(item, (*path, key), found)
+            _collect(item, (*path, key), tensors)
 
 
 def _step_of(key: Any) -> Any:

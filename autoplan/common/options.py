@@ -272,9 +272,9 @@ def check_count(name: str, value: Any) -> None:
         raise AutoplanError(f"{name} is {value!r}", hint="pass an integer from 1")
 
 
-def _choose(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in known:
-        raise AutoplanError(f"{name}={value!r}", hint=f"choose one of {', '.join(map(repr, known))}")
+def _choose(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise AutoplanError(f"{name}={value!r}", hint=f"choose one of {', '.join(map(repr, choices))}")
 
 
 def _yes_or_no(of: Any, *names: str) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
@@ -44,6 +44,11 @@ def _compiled(pattern: str) -> Callable[[str], re.Match[str] | None]:
 def matches(pattern: str, fqn: str) -> bool:
     """Return whether `pattern` matches `fqn`. A pattern matches itself, too; "" is the model's root."""
     return pattern == fqn or ("*" in pattern and _compiled(pattern)(fqn) is not None)
+
+
+def matched_by(pattern: str, names: Collection[str]) -> list[str]:
+    """Return the names that a pattern matches: itself alone, if it is one of them."""
+    return [pattern] if pattern in names else [name for name in names if matches(pattern, name)]
 
 
 def holders(name: str) -> Iterator[str]:
@@ -150,18 +155,18 @@ def fold_counted(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[tu
     return tuple(folded for shape, members in groups.items() for folded in _fold(shape, members, tree))
 
 
-def _fold(shape: tuple[str, ...], members: Sequence[tuple[str, ...]], known: Universe) -> list[tuple[str, int]]:
+def _fold(shape: tuple[str, ...], members: Sequence[tuple[str, ...]], universe: Universe) -> list[tuple[str, int]]:
     """Fold members that differ in numbers only; a pattern matches these alone, and no name of another shape."""
     columns = list(zip(*members, strict=True))
     varying = [position for position, column in enumerate(columns) if len(set(column)) > 1]
     pattern = ".".join(shape[position] if position in varying else column[0] for position, column in enumerate(columns))
-    partly = [at for at in varying if shape[at] != "*" and not known.holds_no_others(members, at, shape[at])]
-    if not varying or (not partly and known.meant(pattern) <= {".".join(member) for member in members}):
+    partly = [at for at in varying if shape[at] != "*" and not universe.holds_no_others(members, at, shape[at])]
+    if not varying or (not partly and universe.meant(pattern) <= {".".join(member) for member in members}):
         return [(pattern, len(members))]
     parts: dict[str, list[tuple[str, ...]]] = {}
     for member in members:
         parts.setdefault(member[(partly or varying)[0]], []).append(member)
-    return [folded for part in parts.values() for folded in _fold(shape, part, known)]
+    return [folded for part in parts.values() for folded in _fold(shape, part, universe)]
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:
@@ -176,3 +181,9 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:
         if score > 0.5:
             scored.setdefault(candidate, score)
     return tuple(sorted(scored, key=lambda candidate: (-scored[candidate], candidate))[:count])
+
+
+def suggestion(name: str, names: Iterable[str], otherwise: str) -> str:
+    """Return a hint with the known name that is most like an unknown one; `otherwise` if none is like it."""
+    close = nearest(name, names, count=1)
+    return f"did you mean {close[0]!r}?" if close else otherwise

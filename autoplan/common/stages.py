@@ -7,8 +7,9 @@ with watched(print):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 _watcher: ContextVar[Callable[[str], None] | None] = ContextVar("autoplan_watcher", default=None)
 
@@ -21,13 +22,17 @@ def stage(text: str) -> None:
 
 
 @contextmanager
-def watched(watcher: Callable[[str], None]) -> Iterator[None]:
-    """Report every stage inside to `watcher`."""
-    token = _watcher.set(watcher)
+def _set_inside(variable: ContextVar[Any], value: object) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _watcher.reset(token)
+        variable.reset(token)
+
+
+def watched(watcher: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Report every stage inside to `watcher`."""
+    return _set_inside(_watcher, watcher)
 
 
 # Loops with equal rounds: a counter gets the work of a round and the parts, and accounts for all of them.
@@ -49,11 +54,6 @@ def run_rounds(work: Round, parts: Sequence[slice]) -> None:
         work(part)
 
 
-@contextmanager
-def counted(counter: Counter) -> Iterator[None]:
+def counted(counter: Counter) -> AbstractContextManager[None]:
     """Let `counter` run the rounds of equal size."""
-    token = _counter.set(counter)
-    try:
-        yield
-    finally:
-        _counter.reset(token)
+    return _set_inside(_counter, counter)

@@ -82,19 +82,19 @@ def match_rules(flow: Flow, rules: Iterable[Rule], tp: int | None = None, *, ref
     matched: list[Found] = []
     refusals: list[Refusal] = []
     for rule in rules:
-        some, not_held = match_rule(reach, rule, tp) if refused else (_found(reach, rule, tp), [])
+        some, not_held = match_rule(reach, rule, tp, refused=refused)
         matched += some
         refusals += not_held
     agreed, contests = _settled(_without_beaten(matched))
     return Matching(tuple(agreed), tuple(refusals), tuple(contests), tuple(reach.given_up))
 
 
-def _settled(found: list[Found]) -> tuple[list[Found], list[Contest]]:
+def _settled(matched: list[Found]) -> tuple[list[Found], list[Contest]]:
     """Give each box to one rule, in the order of the module docstring; return the remaining matches as ordered."""
     owner: dict[int, str] = {}
     contests: dict[Contest, None] = {}
     lost: set[int] = set()
-    for place, match in sorted(enumerate(found), key=lambda item: _strength(item[1])):
+    for place, match in sorted(enumerate(matched), key=lambda item: _strength(item[1])):
         rule, boxes = match.rule.id, [box for _, box in match.claims]
         taken = [Contest(owner[box], rule, box) for box in boxes if owner.get(box, rule) != rule]
         if taken:
@@ -102,7 +102,7 @@ def _settled(found: list[Found]) -> tuple[list[Found], list[Contest]]:
             lost.add(place)
         else:
             owner.update(dict.fromkeys(boxes, rule))
-    return [match for place, match in enumerate(found) if place not in lost], list(contests)
+    return [match for place, match in enumerate(matched) if place not in lost], list(contests)
 
 
 def _strength(match: Found) -> tuple[int, int, str]:
@@ -110,15 +110,15 @@ def _strength(match: Found) -> tuple[int, int, str]:
     return -len(match.boxes), -guards, match.rule.id
 
 
-def _without_beaten(found: list[Found]) -> list[Found]:
+def _without_beaten(matched: list[Found]) -> list[Found]:
     """Drop matches that a surviving match of a stronger rule overlaps: the strongest rules first."""
-    beats = nx.DiGraph((match.rule.id, loser) for match in found for loser in match.rule.beats)
-    beats.add_nodes_from(match.rule.id for match in found)
+    beats = nx.DiGraph((match.rule.id, loser) for match in matched for loser in match.rule.beats)
+    beats.add_nodes_from(match.rule.id for match in matched)
     claimed: dict[int, set[str]] = {}
     dropped: set[int] = set()
     for rule in nx.lexicographical_topological_sort(beats):
         stronger = set(beats.predecessors(rule))
-        for place, match in enumerate(found):
+        for place, match in enumerate(matched):
             if match.rule.id != rule:
                 continue
             boxes = [box for _, box in match.claims]
@@ -127,22 +127,26 @@ def _without_beaten(found: list[Found]) -> list[Found]:
                 continue
             for box in boxes:
                 claimed.setdefault(box, set()).add(rule)
-    return [match for place, match in enumerate(found) if place not in dropped]
+    return [match for place, match in enumerate(matched) if place not in dropped]
 
 
-def match_rule(reach: _Reach, rule: Rule, tp: int | None = None) -> tuple[list[Found], list[Refusal]]:
-    """Return all matches of one rule, and its refusals where the flow matched."""
+def match_rule(
+    reach: _Reach, rule: Rule, tp: int | None = None, *, refused: bool = True
+) -> tuple[list[Found], list[Refusal]]:
+    """Return all matches of one rule, and, if `refused`, its refusals where the flow matched."""
     if rule.match is None:
         return [], []
     matched: list[Found] = []
     refusals: list[Refusal] = []
     seen: set[frozenset[int]] = set()
-    for bound in _bindings(reach, rule, _order(reach, rule.match.pattern)):
+    order = _order(reach, rule.match.pattern)
+    for bound in _bindings(reach, rule, order) if refused else _guarded_bindings(reach, rule, order, tp):
         claimed = frozenset(bound[name] for name, _ in rule.yields)
         boxes = tuple(bound.items())
-        nodes = {name: node_of(reach.flow, box) for name, box in boxes}
-        problems = (condition.check(nodes, tp) for condition in rule.match.conditions)
-        because = next(filter(None, problems), "")
+        because = ""
+        if refused:
+            nodes = {name: node_of(reach.flow, box) for name, box in boxes}
+            because = next(filter(None, (condition.check(nodes, tp) for condition in rule.match.conditions)), "")
         if because:
             refusals.append(Refusal(rule, boxes, because))
         elif claimed not in seen:  # the same boxes the other way round (a product has no order) are one match
@@ -153,17 +157,15 @@ def match_rule(reach: _Reach, rule: Rule, tp: int | None = None) -> tuple[list[F
     return matched, [refusal for refusal, boxes in zip(refusals, claims, strict=True) if boxes not in seen]
 
 
-def _found(reach: _Reach, rule: Rule, tp: int | None) -> list[Found]:
-    """Return the matches of one rule, as `match_rule` does, by a search that prunes what guards exclude."""
-    if rule.match is None:
-        return []
-    pattern = rule.match.pattern
-    order = _order(reach, pattern)
-    early = _guarded_first(order, pattern, rule.match.conditions)
+def _guarded_bindings(reach: _Reach, rule: Rule, order: list[str], tp: int | None) -> list[dict[str, int]]:
+    """Return the bindings under which all guards hold, in `order`, by a search that prunes what guards exclude."""
+    assert rule.match is not None
+    conditions = rule.match.conditions
+    early = _guarded_first(order, rule.match.pattern, conditions)
     checks = [
         [
             condition
-            for condition in rule.match.conditions
+            for condition in conditions
             if name in condition.names and condition.names <= set(early[: place + 1])
         ]
         for place, name in enumerate(early)
@@ -175,13 +177,7 @@ def _found(reach: _Reach, rule: Rule, tp: int | None) -> list[Found]:
         nodes = {name: node_of(reach.flow, box) for name, box in bound.items()}
         return not any(check.check(nodes, tp) for check in checks[position])
 
-    bindings = sorted(_bindings(reach, rule, early, allowed), key=lambda bound: [bound[name] for name in order])
-    matches_by_claims: dict[frozenset[int], Found] = {}
-    for bound in bindings:
-        matches_by_claims.setdefault(
-            frozenset(bound[name] for name, _ in rule.yields), Found(rule, tuple(bound.items()))
-        )
-    return list(matches_by_claims.values())
+    return sorted(_bindings(reach, rule, early, allowed), key=lambda bound: [bound[name] for name in order])
 
 
 def _guarded_first(order: list[str], pattern: Pattern, conditions: Sequence[Condition]) -> list[str]:

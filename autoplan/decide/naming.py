@@ -93,13 +93,11 @@ def with_facts(flow: Flow, solution: Solution) -> Flow:
         place = (dim.parameter, dim.dim if dim.dim is not None else -1)
         return replace(dim, layout=layouts.get(place), classes=frozenset(classes.get(place, ())))
 
-    def informed(node: Node) -> Node:
-        dims = tuple((field, know(dim)) for field, dim in node.dims)
-        return replace(node, dims=dims, gathered=not gathered.isdisjoint(node.parameters))
-
     facts = flow.copy()
     for box in facts:
-        facts.nodes[box]["node"] = informed(node_of(flow, box))
+        node = node_of(flow, box)
+        dims = tuple((field, know(dim)) for field, dim in node.dims)
+        facts.nodes[box]["node"] = replace(node, dims=dims, gathered=not gathered.isdisjoint(node.parameters))
     return facts
 
 

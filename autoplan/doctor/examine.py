@@ -42,17 +42,17 @@ class Table(list[Private]):
 
     def there(self, names: Mapping[str, str], *, needed: bool = True) -> None:
         """Add names with the reason why they are needed, in versions that need them: "package.function(first, second)"
-        has these parameters, "package.Class:method" has that member."""
+        has these parameters, and with "…" after them perhaps more; "package.Class:method" has that member."""
         for text, why in names.items():
             path, _, parameters = text.removesuffix(")").partition("(")
-            parameter_names = parameters.split(", ") if parameters else []
-            canary = partial(_exists, path.replace(":", "."), parameter_names) if needed else lambda: True
+            canary = partial(_exists, path.replace(":", "."), parameters) if needed else lambda: True
             self.append(Private(path.partition(":")[0], why, canary))
 
 
-def _exists(path: str, parameters: list[str]) -> bool:
+def _exists(path: str, parameters: str) -> bool:
     member = _member(path)
-    return not parameters or set(parameters) <= set(inspect.signature(member).parameters)
+    signature = ", ".join(inspect.signature(member).parameters) if parameters else ""
+    return signature == parameters or (parameters.endswith("…") and signature.startswith(parameters[:-1].rstrip(", ")))
 
 
 def _member(path: str) -> Any:

@@ -8,7 +8,6 @@ import threading
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch._guards import detect_fake_mode
 from torch._subclasses import fake_tensor
@@ -39,10 +38,10 @@ def _parameters(function: object) -> list[str]:
 @FSDP.hold("whether the caller requested zeros for unused parameters", f"{_STATE}._fsdp_param_groups")
 def _zeros_for_unused() -> bool:
     """Return whether each parameter group keeps the choice under this name; torch before 2.13 has no such choice."""
-    kept = "self.reduce_scatter_unused_params" in inspect.getsource(_fsdp_param_group.FSDPParamGroup.__init__)
+    has_choice = "self.reduce_scatter_unused_params" in inspect.getsource(_fsdp_param_group.FSDPParamGroup.__init__)
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        return not kept
-    return kept and getattr(_fsdp_state.FSDPState(), "_fsdp_param_groups", None) == []
+        return not has_choice
+    return has_choice and getattr(_fsdp_state.FSDPState(), "_fsdp_param_groups", None) == []
 
 
 @FSDP.hold(
@@ -67,9 +66,9 @@ _KERNELS = {  # with the arguments that an estimate passes
 }
 
 
-def _takes(name: str, given: tuple[str, ...]) -> bool:
+def _takes(name: str, names: tuple[str, ...]) -> bool:
     arguments = getattr(torch.ops.aten, name).default._schema.arguments
-    return tuple(argument.name for argument in arguments[: len(given)]) == given
+    return tuple(argument.name for argument in arguments[: len(names)]) == names
 
 
 @ENGINES.hold(f"{_RANKS}; collectives are counted there; waiting ranks wake when one fails", f"{_PG}.ProcessLocalGroup")
@@ -107,20 +106,6 @@ def _collective() -> bool:
         collective._done_cond, threading.Condition
     )
     return waiting and _parameters(threaded.Collective.join) == ["self", "rank", "data"]
-
-
-@ENGINES.hold("simulated ranks call it one at a time", "torch.distributed.tensor._sharding_prop.ShardingPropagator")
-def _propagator() -> bool:
-    """Check the parameters of the only method in which DTensor runs ops on full tensors without storage."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    return _parameters(ShardingPropagator._propagate_tensor_meta_non_cached) == ["self", "op_schema"]
-
-
-@ENGINES.hold("subgroups may be created in any order", "torch.distributed.distributed_c10d._store_based_barrier")
-def _barrier() -> bool:
-    parameters = _parameters(dist.distributed_c10d._store_based_barrier)
-    return parameters[:5] == ["rank", "store", "group_name", "rendezvous_count", "timeout"]
 
 
 @ENGINES.hold(
@@ -208,33 +193,28 @@ def _dispatch() -> bool:
     return nobody and mode.seen[-1] == "aten.add.Tensor"
 
 
-FSDP += [
-    Private(
-        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
-        "FSDP2's state of a unit",
-        lambda: _parameters(FSDPModule._get_fsdp_state) == ["self"],
-    ),
-    Private(
-        f"{_STATE}._pre_forward",
-        _WALKED,
-        lambda: _parameters(_fsdp_state.FSDPState._pre_forward) == ["self", "module", "args", "kwargs"],
-    ),
-    Private(
-        f"{_STATE}._post_forward",
-        _WALKED,
-        lambda: _parameters(_fsdp_state.FSDPState._post_forward) == ["self", "module", "input", "output"],
-    ),
-]
+FSDP.there(
+    {
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state(self)": "FSDP2's state of a unit",
+        f"{_STATE}._pre_forward(self, module, args, kwargs)": _WALKED,
+        f"{_STATE}._post_forward(self, module, input, output)": _WALKED,
+    }
+)
+# The propagator's only method in which DTensor runs ops on full tensors without storage.
+_META = "torch.distributed.tensor._sharding_prop.ShardingPropagator:_propagate_tensor_meta_non_cached(self, op_schema)"
+_BARRIER = "_store_based_barrier(rank, store, group_name, rendezvous_count, timeout, …)"
+ENGINES.there(
+    {
+        _META: "simulated ranks call it one at a time",
+        f"torch.distributed.distributed_c10d.{_BARRIER}": "subgroups may be created in any order",
+        "torch.distributed.distributed_c10d._world": f"{_RANKS}, and a world for each",
+    }
+)
 ENGINES += [
     Private(
         f"{_PG}.ThreadLocalWorld",
         f"{_RANKS}, and a world for each",
         lambda: hasattr(threaded.ThreadLocalWorld(), "pg_map"),
-    ),
-    Private(
-        "torch.distributed.distributed_c10d._world",
-        f"{_RANKS}, and a world for each",
-        lambda: "_world" in vars(dist.distributed_c10d),
     ),
     Private(
         "torch._C._distributed_c10d",
@@ -253,6 +233,6 @@ ENGINES += [
     ),
 ]
 ENGINES.extend(
-    Private(f"torch.ops.aten.{name}", "an estimate records the kernel that a GPU runs", partial(_takes, name, given))
-    for name, given in _KERNELS.items()
+    Private(f"torch.ops.aten.{name}", "an estimate records the kernel that a GPU runs", partial(_takes, name, names))
+    for name, names in _KERNELS.items()
 )

@@ -48,31 +48,13 @@ def _incompatible() -> bool:
     "torch.distributed._composable_state._module_state_mapping",
 )
 def _states() -> bool:
-    from torch.distributed._composable_state import (
-        _get_module_state,
-        _insert_module_state,
-        _module_state_mapping,
-        _State,
-    )
+    from torch.distributed import _composable_state as states
 
-    module, state = nn.Identity(), _State()
-    _insert_module_state(module, state)
-    inserted = _get_module_state(module) is state
-    _module_state_mapping.pop(module, None)
-    return inserted and _get_module_state(module) is None
-
-
-@MODULES.hold(
-    "a parametrized module is sent to another process",
-    "torch.nn.utils.parametrize._inject_new_class",
-    "torch.nn.utils.parametrize._inject_property",
-)
-def _parametrized() -> bool:
-    from torch.nn.utils import parametrize
-
-    return [
-        list(inspect.signature(f).parameters) for f in (parametrize._inject_new_class, parametrize._inject_property)
-    ] == [["module"], ["module", "tensor_name"]]
+    module, state = nn.Identity(), states._State()
+    states._insert_module_state(module, state)
+    inserted = states._get_module_state(module) is state
+    states._module_state_mapping.pop(module, None)
+    return inserted and states._get_module_state(module) is None
 
 
 @MODULES.hold(
@@ -181,6 +163,13 @@ def _compiles_its_call() -> bool:
     return before is None and module._compiled_call_impl is not None
 
 
+_PARAMETRIZED = "a parametrized module is sent to another process"
+MODULES.there(
+    {
+        "torch.nn.utils.parametrize._inject_new_class(module)": _PARAMETRIZED,
+        "torch.nn.utils.parametrize._inject_property(module, tensor_name)": _PARAMETRIZED,
+    }
+)
 MODULES.extend(
     Private(f"torch.nn.Module.{name}", why, _state_of_module(name, kind))
     for name, kind, why in (

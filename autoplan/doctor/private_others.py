@@ -147,11 +147,11 @@ OTHERS.extend(
 )
 OTHERS.there(
     {
-        "transformers.conversion_mapping.get_model_conversion_mapping(model)": _NAMES,
-        f"{_LOADING}.rename_source_key(source_key)": _NAMES,
+        "transformers.conversion_mapping.get_model_conversion_mapping(model, …)": _NAMES,
+        f"{_LOADING}.rename_source_key(source_key, …)": _NAMES,
         f"{_LOADING}.WeightTransform._original_source_patterns": _NAMES,
         f"{_LOADING}.WeightTransform._original_target_patterns": _NAMES,
-        f"{_LOADING}.revert_weight_conversion(model)": "tensors are saved as transformers would save them",
+        f"{_LOADING}.revert_weight_conversion(model, …)": "tensors are saved as transformers would save them",
         f"{_LOADING}.WeightConverter:rename_source_key(self, source_key)": "tensors of a conversion are saved together",
         f"{_MODEL}._hf_peft_config_loaded": "a model with adapters of its own saves only these",
         f"{_MODEL}._keys_to_ignore_on_save": "tensors that transformers does not save",
@@ -164,10 +164,10 @@ OTHERS.there(
 # Older versions shard by other code, and audits of their own plans are refused.
 OTHERS.there(
     {
-        f"{_TP}.mixin.DistributedMixin._expand_parallel_plan(self, plan)": _RUN,
+        f"{_TP}.mixin.DistributedMixin._expand_parallel_plan(self, plan, …)": _RUN,
         f"{_TP}.tensor_parallel.apply_tensor_parallelism": _RUN,
         f"{_TP}.tensor_parallel.ALL_PARALLEL_STYLES": "the styles of the installed version",
-        f"{_TP}.sharding_utils.DtensorShardOperation:shard_tensor(self)": _PIECE,
+        f"{_TP}.sharding_utils.DtensorShardOperation:shard_tensor(self, …)": _PIECE,
     },
     needed=not older_than("transformers", OWN_SHARDING),
 )

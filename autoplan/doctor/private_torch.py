@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from importlib import import_module
 from typing import Any
 
@@ -143,26 +142,6 @@ def _graph_task() -> bool:
     x.register_hook(lambda gradient: seen.append(torch._C._current_graph_task_id()))
     (2 * x).backward()
     return torch._C._current_graph_task_id() == -1 and seen[0] >= 0
-
-
-@TORCH.hold(
-    "compiled losses dispatch to the class of sharded logits",
-    *(
-        f"torch._dynamo.variables.{name}"
-        for name in (
-            "LambdaVariable",
-            "base.VariableTracker",
-            "torch_function.can_dispatch_torch_function",
-            "user_defined.UserDefinedClassVariable",
-        )
-    ),
-)
-def _tracked() -> bool:
-    variables = import_module("torch._dynamo.variables")
-    asked = list(inspect.signature(variables.torch_function.can_dispatch_torch_function).parameters)
-    made = list(inspect.signature(variables.base.VariableTracker.build).parameters)
-    called = list(inspect.signature(variables.LambdaVariable.call_function).parameters)
-    return asked == ["tx", "args", "kwargs"] and made[:2] == ["tx", "value"] and called[1:] == ["tx", "args", "kwargs"]
 
 
 @TORCH.hold("a sharded model inside forward-mode AD is refused", "torch.autograd.forward_ad._current_level")
@@ -333,8 +312,13 @@ TORCH += [
         lambda: not torch.ops.aten._new_zeros_with_same_feature_meta.default(torch.ones(2), torch.ones(2)).any(),
     ),
 ]
+_COMPILED = "compiled losses dispatch to the class of sharded logits"
 TORCH.there(
     {
+        "torch._dynamo.variables.LambdaVariable:call_function(self, tx, args, kwargs)": _COMPILED,
+        "torch._dynamo.variables.base.VariableTracker:build(tx, value, …)": _COMPILED,
+        "torch._dynamo.variables.torch_function.can_dispatch_torch_function(tx, args, kwargs)": _COMPILED,
+        "torch._dynamo.variables.user_defined.UserDefinedClassVariable": _COMPILED,
         "torch.distributed.tensor.placement_types._StridedShard": "marks a weight sharded in interleaved pieces",
         "torch.distributed._state_dict_utils": "full tensors of parameters with replicated rows must stay full",
         "torch.distributed._state_dict_utils._distribute_tensors": "it shards full tensors for parameters",

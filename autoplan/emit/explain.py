@@ -135,9 +135,9 @@ def diff(before: Plan, after: Plan) -> tuple[Change, ...]:
     changes += _items("layers", before.layers, after.layers, lambda stack: stack.name)
     changes += _items("finding", before.findings, after.findings, lambda finding: finding.where)
     done = [plan.runtime.instructions for plan in (before, after)]
-    for name in dict.fromkeys(type(one).__name__ for own in done for one in own):
-        mine, its = ([one for one in own if type(one).__name__ == name] for own in done)
-        changes += _items(name, mine, its, lambda one: one.pattern)
+    for kind in dict.fromkeys(type(instruction) for own in done for instruction in own):
+        mine, its = ([instruction for instruction in own if type(instruction) is kind] for own in done)
+        changes += _items(kind.__name__, mine, its, lambda instruction: instruction.pattern)
     for field in (field for field in fields(Runtime) if field.name != "instructions"):
         old_sites, new_sites = getattr(before.runtime, field.name), getattr(after.runtime, field.name)
         if isinstance(old_sites, tuple):

@@ -50,10 +50,11 @@ class Voters:
     @staticmethod
     def of(*meshes: DeviceMesh | None) -> Voters:
         """Return all ranks along the dims of the given meshes."""
-        given = [mesh for mesh in meshes if mesh is not None]
-        groups = dict.fromkeys(RankGroup.of(mesh.get_group(dim)) for mesh in given for dim in range(mesh.ndim))
+        present = [mesh for mesh in meshes if mesh is not None]
+        groups = dict.fromkeys(RankGroup.of(mesh.get_group(dim)) for mesh in present for dim in range(mesh.ndim))
         return Voters(
-            tuple(group for group in groups if group.size > 1), mesh_device(given[0]) if given else torch.device("cpu")
+            tuple(group for group in groups if group.size > 1),
+            mesh_device(present[0]) if present else torch.device("cpu"),
         )
 
     @staticmethod
@@ -223,13 +224,10 @@ def same_model(model: nn.Module, tensors: Mapping[str, Any] | None = None) -> Al
 
 def same_plan(plan: Plan, options: TensorParallel | None = None) -> Alike:
     """Return the digest of a plan and its options, to be compared across ranks."""
-    versions = (
-        ", ".join(f"{version.library} {version.version}" for version in plan.made_for.versions) or "unknown versions"
-    )
     return Alike(
         f"{digest(plan)} {options}",
         f"the ranks hold different plans or options: {_this_rank()} has a plan for {plan.model} at {plan.over} "
-        f"with hash {digest(plan)}, made with {versions}",
+        f"with hash {digest(plan)}, made with {plan.made_for.libraries}",
         "make the plan once and load the same file on every rank: plan.save(path), autoplan.load_plan(path)",
     )
 

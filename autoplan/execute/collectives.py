@@ -119,7 +119,7 @@ def whole_order(rows: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
     (0, 2, 1)
     """
     positions: dict[int, int] = {}
-    for position, row in enumerate(row for held in rows for row in held):
+    for position, row in enumerate(row for of_rank in rows for row in of_rank):
         positions.setdefault(row, position)
     order = tuple(positions[row] for row in range(len(positions)))
     return None if order == tuple(range(sum(len(row) for row in rows))) else order

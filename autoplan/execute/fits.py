@@ -20,7 +20,7 @@ from autoplan.common.code.code_place import forward_code, names_in, same_code, s
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.files.decode import inconsistencies
-from autoplan.common.patterns import matches
+from autoplan.common.patterns import matched_by, matches
 from autoplan.common.requirements import installed_versions
 from autoplan.values import CallRewrite, ForwardCode, MadeFor, ParameterRule, Plan, Sizes, Version, replace
 from autoplan.version import __version__
@@ -105,7 +105,8 @@ class Reading:
         config = rules.config_of(cast(Any, SimpleNamespace(config=value)))
         if config is not None:
             return self._mapping(
-                {name: one for name, one in config.to_dict().items() if not name.startswith(rules.idle_settings)}, depth
+                {name: item for name, item in config.to_dict().items() if not name.startswith(rules.idle_settings)},
+                depth,
             )
         if not self._is_own(kind) and _module(kind) not in _NAMESPACES:
             return kind.__qualname__
@@ -197,8 +198,7 @@ def stored_rules(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, P
         for tensor in weight.tensors:
             if tensor.dim is not None:
                 pattern = f"{weight.owner}.{tensor.attribute}"
-                names = [pattern] if pattern in tensors else [name for name in tensors if matches(pattern, name)]
-                for name in names:
+                for name in matched_by(pattern, tensors):
                     if tuple(tensors[name].shape) == tensor.shape:
                         rules[name] = ParameterRule(name, tensor.dim, tensor.layout)
     return rules
@@ -206,7 +206,7 @@ def stored_rules(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, P
 
 def is_stored_packed(pattern: str, plan: Plan, rules: Mapping[str, ParameterRule]) -> bool:
     """Return whether a weight that the model lacks is there in packed form."""
-    mine = [weight for weight in plan.packed if weight.name == pattern or matches(pattern, weight.name)]
+    mine = [weight for weight in plan.packed if matches(pattern, weight.name)]
     return any(matches(weight.owner, name.rpartition(".")[0]) for weight in mine for name in rules)
 
 
@@ -276,8 +276,7 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
 
 def made_with(plan: Plan) -> str:
     """Return a phrase with the versions that the plan was made with."""
-    libraries = ", ".join(f"{version.library} {version.version}" for version in plan.made_for.versions)
-    return f"it was made with {libraries or 'unknown versions'}"
+    return f"it was made with {plan.made_for.libraries}"
 
 
 def made_anew(plan: Plan) -> str:
@@ -312,6 +311,4 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _meant(pattern: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    if pattern in shapes:
-        return {pattern: shapes[pattern]}
-    return {name: shape for name, shape in shapes.items() if matches(pattern, name)}
+    return {name: shapes[name] for name in matched_by(pattern, shapes)}

@@ -6,7 +6,7 @@ swapped, integers set and hooks installed. If a step fails, the model is left as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
-from autoplan.common.patterns import matches, nearest
+from autoplan.common.patterns import matched_by, nearest
 from autoplan.execute.agreement import APPLIED, Voters, meet
 from autoplan.execute.calls.function_mode import guard_kernels
 from autoplan.execute.collectives import RankGroup, mesh_device
@@ -224,15 +224,9 @@ def parameter_rules(model: nn.Module, plan: Plan) -> dict[str, ParameterRule | N
     names, stored = list(tensors), stored_rules(tensors, plan)
     rule_of: dict[str, ParameterRule | None] = {}
     for rule in plan.runtime.parameters:
-        hits = [rule.pattern] if rule.pattern in names else [n for n in names if matches(rule.pattern, n)]
-        if not hits and is_stored_packed(rule.pattern, plan, stored):
-            continue
-        if not hits:
-            close = nearest(rule.pattern, names)
-            raise PlanMismatchError(
-                f"the plan's pattern {rule.pattern!r} matches no parameter of {type(model).__name__}",
-                hint=f"the nearest is {close[0]!r}" if close else "the plan was made for another model",
-            )
+        hits = matched_by(rule.pattern, tensors)
+        if not hits and not is_stored_packed(rule.pattern, plan, stored):
+            raise _unmatched(rule.pattern, names, f"parameter of {type(model).__name__}")
         for name in hits:
             if name not in rule_of or rule.pattern == name:
                 rule_of[name] = rule
@@ -240,14 +234,16 @@ def parameter_rules(model: nn.Module, plan: Plan) -> dict[str, ParameterRule | N
 
 
 def _module_names(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
-    hits = [pattern] if pattern in modules else [name for name in modules if matches(pattern, name)]
+    hits = matched_by(pattern, modules)
     if not hits:
-        close = nearest(pattern, list(modules))
-        raise PlanMismatchError(
-            f"the plan's pattern {pattern!r} matches no module",
-            hint=f"the nearest is {close[0]!r}" if close else "the plan was made for another model",
-        )
+        raise _unmatched(pattern, modules, "module")
     return hits
+
+
+def _unmatched(pattern: str, names: Iterable[str], what: str) -> PlanMismatchError:
+    close = nearest(pattern, names)
+    hint = f"the nearest is {close[0]!r}" if close else "the plan was made for another model"
+    return PlanMismatchError(f"the plan's pattern {pattern!r} matches no {what}", hint=hint)
 
 
 def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
@@ -296,9 +292,14 @@ def _share_tables(modules: dict[str, nn.Module], works: dict[str, ModuleWork]) -
             works[name] = ModuleWork(name, list(work_of_table.instructions), work_of_table.framed, work_of_table.random)
 
 
-def _at_exit(one: Instruction) -> bool:
+def _at_exit(instruction: Instruction) -> bool:
     """Return whether a boundary is handled where the model returns, not by a hook of its own."""
-    return isinstance(one, Boundary) and one.at_exit and one.pattern == "" and one.side == "output"
+    return (
+        isinstance(instruction, Boundary)
+        and instruction.at_exit
+        and instruction.pattern == ""
+        and instruction.side == "output"
+    )
 
 
 def _edit_integers(

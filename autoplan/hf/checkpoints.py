@@ -121,11 +121,11 @@ def _for_stored(rule: Any, names: frozenset[str]) -> Iterator[Any]:
             yield further_rule
 
 
-def _for_lists(model: nn.Module, known: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
+def _for_lists(model: nn.Module, converters: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
     """Yield converters for expert stacks that tools write one by one, and whether an entry's rows become columns."""
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-    covered = {target for rule in known for target in rule.target_patterns}
+    covered = {target for rule in converters for target in rule.target_patterns}
     owners: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if path.endswith("experts") and getattr(module, "is_concatenated", True):

@@ -87,13 +87,13 @@ def _absurd(field: tuple[str, Any]) -> str:
 @contextmanager
 def limited_modules(name: str) -> Iterator[None]:
     """Raise SourceError if a model is built of more modules and parameters than any real one has."""
-    thread, found = threading.get_ident(), 0
+    thread, registered = threading.get_ident(), 0
 
     def count(*_: Any) -> None:
-        nonlocal found
+        nonlocal registered
         if threading.get_ident() == thread:
-            found += 1
-            if found > MOST_REGISTERED:
+            registered += 1
+            if registered > MOST_REGISTERED:
                 raise SourceError(
                     f"{name} would have more than {MOST_REGISTERED:,} modules and parameters",
                     hint="check the counts in its config",

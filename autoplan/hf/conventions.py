@@ -78,10 +78,6 @@ def _parts_to_save(model: nn.Module, options: Mapping[str, Any]) -> tuple[str, .
     return tuple(name for name, tensor in state.items() if id(tensor) in saved)
 
 
-def _is_base(cls: type) -> bool:
-    return cls is getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-
-
 def _is_transposed_linear(module: nn.Module) -> bool:
     """Return whether a module is GPT-2's Conv1D, a linear layer with a transposed weight."""
     kind = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
@@ -130,7 +126,7 @@ TRANSFORMERS = Conventions(
     checkpoint_writer=_later("checkpoints", "checkpoint_writer"),
     shipped_plan=shipped_plan,
     shipped_parts=lambda model: plan_parts(model, _config_of),
-    is_base=_is_base,
+    is_base=lambda cls: cls is getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None),
     is_transposed_linear=_is_transposed_linear,
     stored_aliases=_later("quantised.weights", "stored_aliases"),
     stored_weights=_later("quantised.weights", "stored_weights"),

@@ -60,7 +60,7 @@ def _once(gathered: Any, ranks: int, tp: int) -> Any:
 
 
 def _metrics_once(
-    host: Any, sizes: tuple[int, int, int] | None, gather: Callable[..., Any], *given: Any, **more: Any
+    host: Any, sizes: tuple[int, int, int] | None, gather: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
     """Call accelerate's `gather_for_metrics` such that each data-parallel rank counts once.
 
@@ -70,7 +70,7 @@ def _metrics_once(
     if sizes is not None and sizes[2] > 1 and host.num_processes > 1:
         host.gather = lambda data: _once(everywhere(data), host.num_processes, sizes[2])
     try:
-        return gather(*given, **more)
+        return gather(*args, **options)
     finally:
         vars(host).pop("gather", None)
 

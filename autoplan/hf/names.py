@@ -134,9 +134,10 @@ def version_findings() -> tuple[Finding, ...]:
 
 @cache
 def _stands(name: ForeignName) -> bool:
-    root = _library()
-    if root is None:
+    spec = find_spec("transformers")
+    if spec is None or not spec.origin:
         return False
+    root = Path(spec.origin).parent
     if name.kind == "module":
         paths = (root / word.replace(".", "/") for word in name.words)
         return any(path.with_suffix(".py").exists() or (path / "__init__.py").exists() for path in paths)
@@ -168,8 +169,3 @@ def _folders(mapping: str) -> tuple[str, ...]:
     from autoplan.hf.type_rules import architectures
 
     return tuple(dict.fromkeys(model_type_to_module_name(kind) for kind, _ in architectures(mapping)))
-
-
-def _library() -> Path | None:
-    spec = find_spec("transformers")
-    return Path(spec.origin).parent if spec is not None and spec.origin else None

@@ -183,8 +183,8 @@ def without_idle(stacks: tuple[Stack, ...], trace: Trace) -> tuple[Stack, ...]:
     def runs(block: str) -> bool:
         return block in ran or not any(name.startswith(f"{block}.") for name in ran)
 
-    kept = (replace(stack, fqns=tuple(filter(runs, stack.fqns))) for stack in stacks)
-    return tuple(stack for stack in kept if stack.fqns)
+    shortened = (replace(stack, fqns=tuple(filter(runs, stack.fqns))) for stack in stacks)
+    return tuple(stack for stack in shortened if stack.fqns)
 
 
 def text_last(stacks: tuple[Stack, ...]) -> tuple[Stack, ...]:

@@ -144,6 +144,6 @@ def _checked(path: Path, data: dict[str, Any], keys: set[str]) -> dict[str, Any]
     return data
 
 
-def _refuse_twice(path: Path, model_type: str, found: dict[str, Any]) -> None:
-    if model_type in found:
+def _refuse_twice(path: Path, model_type: str, files: dict[str, Any]) -> None:
+    if model_type in files:
         raise SourceError(f"{path}: another file is also for {model_type}", hint="one document for a model type")

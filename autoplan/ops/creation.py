@@ -54,9 +54,9 @@ def identity(site: Site) -> Answer:
     return [[axis, axis]]
 
 
-def _copies(made: Ref, trace: Trace) -> set[int] | None:
+def _copies(constant: Ref, trace: Trace) -> set[int] | None:
     """Return the tensor and its copies, if they are only used to multiply a matrix from the left."""
-    copies = {made.id}
+    copies = {constant.id}
     for each in trace.ops:
         places = [place for place, item in enumerate(refs((each.args, each.kwargs))) if item in copies]
         if places and each.name in _COPYING:

@@ -14,44 +14,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 Unplaceable = Literal[
-    "across",
-    "averaged",
-    "head-width",
-    "told-its-heads",
-    "matrix-power",
-    "inside-groups",
-    "held-together",
-    "row-otherwise",
-    "length-inside",
-    "norm-inside",
-    "variance-inside",
-    "sums-of-several-kinds",
-    "added-to-partial",
-    "partial-is-read",
-    "some-results-partial",
-    "counted",
-    "sizes-of-another",
-    "length-is-read",
-    "stretched",
-    "attention-argument",
-    "mask-of-each-head",
-    "weights-of-each-head",
-    "shards-given",
-    "cut-between-no-heads",
-    "call-not-seen",
-    "into-whole-and-cut",
-    "written-in-place",
-    "norm-weight-whole",
-    "table-outside-module",
-    "no-product-to-gather",
-    "bias-of-others",
-    "mixed-gradients",
-    "differs-between-runs",
-    "sizes-compared",
-    "several-values",
-    "ready-made",
-    "logits-not-returned",
-]
+    "across", "averaged", "head-width", "told-its-heads", "matrix-power", "inside-groups", "held-together",
+    "row-otherwise", "length-inside", "norm-inside", "variance-inside", "sums-of-several-kinds", "added-to-partial",
+    "partial-is-read", "some-results-partial", "counted", "sizes-of-another", "length-is-read", "stretched",
+    "attention-argument", "mask-of-each-head", "weights-of-each-head", "shards-given", "cut-between-no-heads",
+    "call-not-seen", "into-whole-and-cut", "written-in-place", "norm-weight-whole", "table-outside-module",
+    "no-product-to-gather", "bias-of-others", "mixed-gradients", "differs-between-runs", "sizes-compared",
+    "several-values", "ready-made", "logits-not-returned",
+]  # fmt: skip
 
 SENTENCES: dict[Unplaceable, str] = {
     # ops and calls that cannot run on shards
@@ -100,30 +70,11 @@ SENTENCES: dict[Unplaceable, str] = {
 
 
 WholeWhy = Literal[
-    "reads-across",
-    "picks",
-    "parts",
-    "places",
-    "two-positions",
-    "enters-split",
-    "told-length",
-    "told-shard",
-    "meets-whole",
-    "meets-empty",
-    "shared-value",
-    "shared-parameter",
-    "merged-at-start",
-    "merged-taken-in",
-    "merged-returned",
-    "summed-before",
-    "runs-both-ways",
-    "made-whole-for",
-    "unsettled",
-    "no-positions",
-    "no-blocks",
-    "blocks-apart",
-    "differed",
-]
+    "reads-across", "picks", "parts", "places", "two-positions", "enters-split", "told-length", "told-shard",
+    "meets-whole", "meets-empty", "shared-value", "shared-parameter", "merged-at-start", "merged-taken-in",
+    "merged-returned", "summed-before", "runs-both-ways", "made-whole-for", "unsettled", "no-positions", "no-blocks",
+    "blocks-apart", "differed",
+]  # fmt: skip
 
 _SENTENCES: dict[WholeWhy, str] = {
     "reads-across": "{call} in {place} reads across the sequence",

@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from autoplan.values.estimate import Cost
-from autoplan.values.instructions import INSTRUCTIONS, Instruction
+from autoplan.values.instructions.base import INSTRUCTIONS, Instruction
 from autoplan.values.reasons import REASONS, Reason
 
 _TERSE = (Cost,)  # always brief: most of their fields apply to one kind only

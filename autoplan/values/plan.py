@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from autoplan.values.estimate import Cost, Estimate, done_above
 from autoplan.values.findings import Fed, Finding, FlowPart, Traffic
-from autoplan.values.instructions import Runtime
+from autoplan.values.instructions.modules import Runtime
 from autoplan.values.plain import plain
 from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import Reason
@@ -60,6 +60,12 @@ class MadeFor:
     sizes: tuple[Sizes, ...] = ()
     model: str = field(default="", compare=False, repr=False)
     content: str = field(default="", compare=False, repr=False)
+
+    @property
+    def libraries(self) -> str:
+        """Return the versions as text."""
+        texts = (f"{version.library} {version.version}" for version in self.versions)
+        return ", ".join(texts) or "unknown versions"
 
 
 @dataclass(frozen=True)

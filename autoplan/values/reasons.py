@@ -9,19 +9,25 @@ plan file. Each is a class of its own with its data in fields, and this file is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, dataclass_transform
 
 from autoplan.values.not_placed import SENTENCES, Unplaceable
 
 
+@dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Reason:
-    """The base of the classes below. `says`: its text, with its fields in braces; where more decides the text, a class
-    has its own `__str__`. `paths`: those of its fields that hold the path of a module or a parameter."""
+    """The base of the classes below, which are frozen dataclasses too. `says`: its text, with its fields in braces;
+    where more decides the text, a class has its own `__str__`. `paths`: fields that hold the path of a module or a
+    parameter."""
 
     says: ClassVar[str] = ""
     paths: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        dataclass(frozen=True)(cls)
 
     def __str__(self) -> str:
         return self.says.format(**vars(self))
@@ -32,9 +38,8 @@ class Reason:
         >>> OfDim(0, 4, NotPlaced("ready-made", "add", "layers.3")).with_paths(lambda path: "layers.*").why.module
         'layers.*'
         """
-        values = {name: getattr(self, name) for name in (field.name for field in fields(self))}
-        inner = {name: value.with_paths(changed) for name, value in values.items() if isinstance(value, Reason)}
-        own = {name: changed(values[name]) for name in self.paths if values[name] is not None}
+        inner = {name: value.with_paths(changed) for name, value in vars(self).items() if isinstance(value, Reason)}
+        own = {name: changed(getattr(self, name)) for name in self.paths if getattr(self, name) is not None}
         return replace(self, **inner, **own)
 
 
@@ -46,7 +51,6 @@ def sentence(reasons: Iterable[Reason]) -> str:
 # Reasons about one axis
 
 
-@dataclass(frozen=True)
 class DoesNotDivide(Reason):
     """The only reason that another tp size would remove."""
 
@@ -56,7 +60,6 @@ class DoesNotDivide(Reason):
     says = "{size} is not divisible by tp={ranks}"
 
 
-@dataclass(frozen=True)
 class TooFewRows(Reason):
     """A vocabulary may be sharded unevenly, but every rank needs a row."""
 
@@ -66,17 +69,14 @@ class TooFewRows(Reason):
     says = "{rows} rows are too few for {ranks} ranks: each needs at least one"
 
 
-@dataclass(frozen=True)
 class SizeOfInput(Reason):
     says = "its size depends on the input"
 
 
-@dataclass(frozen=True)
 class ResidualStream(Reason):
     says = "it is the residual stream, which is replicated"
 
 
-@dataclass(frozen=True)
 class ReadAcross(Reason):
     """`events`, by name (axes/events.py): ops along the axis after which its positions are no longer independent."""
 
@@ -86,7 +86,6 @@ class ReadAcross(Reason):
         return f"an op reads across it ({', '.join(self.events)})"
 
 
-@dataclass(frozen=True)
 class NeedsSums(Reason):
     events: tuple[str, ...]
 
@@ -94,17 +93,14 @@ class NeedsSums(Reason):
         return f"each of its ops would need an all-reduce ({', '.join(self.events)})"
 
 
-@dataclass(frozen=True)
 class NeverContracted(Reason):
     says = "no matmul reduces over this dim; sharding it saves no memory"
 
 
-@dataclass(frozen=True)
 class SingleWeight(Reason):
     says = "only one weight has this axis, so no other op benefits from sharding it"
 
 
-@dataclass(frozen=True)
 class Narrow(Reason):
     """`least`: the width from which a split is worth it."""
 
@@ -113,17 +109,14 @@ class Narrow(Reason):
     says = "all its dims are smaller than {least}: sharding would cost more than it saves"
 
 
-@dataclass(frozen=True)
 class OnBothDims(Reason):
     says = "both dims of one weight have it"
 
 
-@dataclass(frozen=True)
 class InsideScaledBlock(Reason):
     says = "it lies inside a block of numbers that share one scale"
 
 
-@dataclass(frozen=True)
 class InsideQuantisedBlock(Reason):
     """Another tp size may remove it. `size`: of the dim of `weight` (a pattern) that is stored in blocks.
 
@@ -145,7 +138,6 @@ class InsideQuantisedBlock(Reason):
         return f"at tp={self.ranks} a rank would hold {local_size}, {blocks_held}"
 
 
-@dataclass(frozen=True)
 class AlreadySplit(Reason):
     """A weight is split once. `cheaper`: along the other axis, because ranks then exchange less."""
 
@@ -157,7 +149,6 @@ class AlreadySplit(Reason):
         return "its weights are already sharded along another axis"
 
 
-@dataclass(frozen=True)
 class NotPlaced(Reason):
     """The split would need something that no mechanism can do: `what`, met at a `call` of `module` ("" the model).
 
@@ -185,7 +176,6 @@ class NotPlaced(Reason):
         return f"{text} ({self.call} in {place})" if self.call else f"{text} (in {place})"
 
 
-@dataclass(frozen=True)
 class NeedsRewriting(Reason):
     """Only used where calls may not be changed."""
 
@@ -193,11 +183,9 @@ class NeedsRewriting(Reason):
     module: str
 
     paths = ("module",)
-
     says = "{call} in {module} would need its literals rewritten"
 
 
-@dataclass(frozen=True)
 class AxisWhole(Reason):
     """An axis that the solver gave up on the way, with the reason."""
 
@@ -210,7 +198,6 @@ class AxisWhole(Reason):
 # Reasons from what was requested
 
 
-@dataclass(frozen=True)
 class KeptWhole(Reason):
     """`line` of `plan` says so."""
 
@@ -219,11 +206,9 @@ class KeptWhole(Reason):
     line: str
 
     paths = ("parameter",)
-
     says = "{plan} replicates {parameter} ({line})"
 
 
-@dataclass(frozen=True)
 class CutElsewhere(Reason):
     """`line` of `plan` shards it along another dim; None: along none that it has."""
 
@@ -233,11 +218,9 @@ class CutElsewhere(Reason):
     line: str
 
     paths = ("parameter",)
-
     says = "{plan} shards {parameter} along dim {dim} ({line})"
 
 
-@dataclass(frozen=True)
 class NotNamed(Reason):
     """`plan` decides about all weights, and has no line for this one."""
 
@@ -245,36 +228,29 @@ class NotNamed(Reason):
     parameter: str
 
     paths = ("parameter",)
-
     says = "{plan} does not name {parameter}, so it is replicated"
 
 
-@dataclass(frozen=True)
 class DifferedOnRanks(Reason):
     says = "with it sharded, a tiny clone's results differed on simulated ranks"
 
 
-@dataclass(frozen=True)
 class MadeAnewInTraining(Reason):
     says = "this weight is computed differently in training (a norm is estimated), which was not recorded"
 
 
-@dataclass(frozen=True)
 class OnlyExperts(Reason):
     says = "only experts are placed on different ranks"
 
 
-@dataclass(frozen=True)
 class Exchanged(Reason):
     says = "each rank applies it to its own positions; ranks then exchange positions for heads"
 
 
-@dataclass(frozen=True)
 class MixesNothing(Reason):
     says = "no op that mixes positions treats its units independently: each rank applies it to its own positions"
 
 
-@dataclass(frozen=True)
 class MixedWhole(Reason):
     size: int
     ranks: int
@@ -286,7 +262,6 @@ class MixedWhole(Reason):
         )
 
 
-@dataclass(frozen=True)
 class CutOtherwiseOverBoth(Reason):
     says = "its units are sharded over tp and cp together, not over tp alone"
 
@@ -294,7 +269,6 @@ class CutOtherwiseOverBoth(Reason):
 # Reasons about experts
 
 
-@dataclass(frozen=True)
 class ExpertsDoNotDivide(Reason):
     experts: int
     ranks: int
@@ -302,7 +276,6 @@ class ExpertsDoNotDivide(Reason):
     says = "{experts} experts are not divisible by {ranks} ranks"
 
 
-@dataclass(frozen=True)
 class ExpertsWhole(Reason):
     """The axis of a module's experts is not split; `why`, if that is known."""
 
@@ -315,7 +288,6 @@ class ExpertsWhole(Reason):
 # Reasons about one parameter
 
 
-@dataclass(frozen=True)
 class CutOfRecurrent(Reason):
     """The rows of a recurrent weight are sharded although no axis is split; the reason names what is gathered."""
 
@@ -327,14 +299,12 @@ class CutOfRecurrent(Reason):
         return "a step needs the full previous state: the weights are gathered for the call, which every rank runs"
 
 
-@dataclass(frozen=True)
 class TableByColumns(Reason):
     """A table is sharded by its columns rather than by its rows."""
 
     says = "every rank looks up all ids; gathering columns moves half as much as summing sharded rows"
 
 
-@dataclass(frozen=True)
 class OfDim(Reason):
     """The reason why one axis in a dim of a parameter is whole. `size`: of the axis, `rows`: of the dim if larger."""
 
@@ -353,22 +323,18 @@ class OfDim(Reason):
         return f"dim {self.dim} ({size}): {self.why}"
 
 
-@dataclass(frozen=True)
 class SingleNumber(Reason):
     says = "it is a single number"
 
 
-@dataclass(frozen=True)
 class Unused(Reason):
     says = "it was not used in any recorded run"
 
 
-@dataclass(frozen=True)
 class NothingToSplit(Reason):
     says = "none of its dims can be sharded"
 
 
-@dataclass(frozen=True)
 class GradientSummed(Reason):
     """Not a reason why it is replicated, but the cost of that."""
 

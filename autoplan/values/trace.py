@@ -26,13 +26,13 @@ def refs(value: Any) -> Iterator[int]:
     return iter(ids)
 
 
-def _collect(value: Any, found: list[int]) -> None:
+def _collect(value: Any, ids: list[int]) -> None:
     """Append the tensor ids in a value. No nested generators, and no call for a number: this runs very often."""
     for item in value.values() if isinstance(value, dict) else value:
         if type(item) is Ref:
-            found.append(item.id)
+            ids.append(item.id)
         elif isinstance(item, (tuple, list, dict)):
-            _collect(item, found)
+            _collect(item, ids)
 
 
 def refs_with_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:

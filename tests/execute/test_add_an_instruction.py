@@ -7,7 +7,6 @@ and executed on two simulated ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -43,12 +42,10 @@ def largest() -> Iterator[type[Boundary]]:
     """The stranger's class and its executor; forgotten afterwards, so that other tests see the list as it is."""
 
     @instruction
-    @dataclass(frozen=True)
     class LargestOverRanks(Boundary):
         """Forward the largest of what ranks hold, element by element."""
 
-        takes = Spread.PARTIAL
-        gives = Spread.REPLICATE
+        takes, gives = Spread.PARTIAL, Spread.REPLICATE
         says = "of {what} the largest over {tp} ranks is taken (forward)"
         cost = Cost("maximum")
         turn = 1

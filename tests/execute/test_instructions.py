@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -76,7 +75,6 @@ def forgotten() -> Iterator[None]:
 
 
 def test_a_class_that_leaves_something_unsaid_is_refused_by_name(forgotten: None) -> None:
-    @dataclass(frozen=True)
     class HalfDone(Boundary):
         takes = Spread.PARTIAL
         says = "{what} is halved"
@@ -87,7 +85,6 @@ def test_a_class_that_leaves_something_unsaid_is_refused_by_name(forgotten: None
 
 def test_a_class_without_executor_fails_by_name(forgotten: None) -> None:
     @instruction
-    @dataclass(frozen=True)
     class NobodysWork(Boundary):
         """Nothing."""
 

@@ -112,9 +112,15 @@ def _drop(_: Any) -> None:
     return None
 
 
+def bare(call: CallRewrite) -> RewriteCall:
+    """The same rewrite without what its kind does."""
+    more = {"arguments": call.arguments, "copies": call.copies, "cuts": call.cuts, "sometimes": call.sometimes}
+    return RewriteCall(call.pattern, call.site, **more)  # type: ignore[arg-type]
+
+
 def without(one: Instruction) -> Instruction | None:
     """What is left of an instruction when it is left out: of a call that runs otherwise, its literals and copies."""
-    return one.bare() if isinstance(one, CallRewrite) and not isinstance(one, RewriteCall) else None
+    return bare(one) if isinstance(one, CallRewrite) and not isinstance(one, RewriteCall) else None
 
 
 def _rule(applies: Callable[[ParameterRule], bool], **change: Any) -> Spoil:
@@ -282,7 +288,7 @@ FAULTS = (
     Fault(
         "no exchange in a norm",
         "a norm over all heads averages those of one rank",
-        first(CallRewrite, lambda call: call.bare(), lambda call, plan: call.reduces),
+        first(CallRewrite, bare, lambda call, plan: call.reduces),
     ),
     Fault(
         "no gradient sum in a scoped call",

@@ -19,7 +19,7 @@ INSTANCES = {
     ("autoplan/execute/guard/sizes.py", "PartSize"): "a class of ours",
     ("autoplan/check/verify/traffic.py", "self"): "an object of ours",
     ("autoplan/execute/vocabulary/split_logits.py", "part.__class__"): "a tensor that was made here",
-    ("autoplan/execute/vocabulary/leaving.py", "found.__class__"): "a tensor that was made here",
+    ("autoplan/execute/vocabulary/leaving.py", "logits.__class__"): "a tensor that was made here",
     ("autoplan/execute/vocabulary/leaving.py", "detached.__class__"): "a tensor that was made here",
     ("autoplan/execute/data_parallel/fsdp.py", "register_fsdp_forward_method"): "a method of the caller's own model",
     (

@@ -65,6 +65,15 @@ def process_context(preloaded: list[str]) -> Any:
     return context
 
 
+def end_process(process: Any, grace: float) -> None:
+    """End a process, by force if it is still there after `grace` seconds."""
+    process.terminate()
+    process.join(grace)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
 @contextmanager
 def one_compute_thread() -> Iterator[None]:
     """Use one compute thread: on tiny tensors, OpenMP threads that wait for each other are many times slower."""
@@ -158,7 +167,7 @@ class KeptOutside:
                     yield f"{home}.{name}", list(value.values() if isinstance(value, dict) else value)
 
 
-def _alike(one: list[Any], other: list[Any] | None) -> bool:
-    if other is None or len(one) != len(other):
+def _alike(before: list[Any], other: list[Any] | None) -> bool:
+    if other is None or len(before) != len(other):
         return False
-    return all(a is b or isinstance(a, int | float | str) and a == b for a, b in zip(one, other, strict=True))
+    return all(a is b or isinstance(a, int | float | str) and a == b for a, b in zip(before, other, strict=True))

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from autoplan.check.ranks.common import RankError, RankLost, RankNotStarted, RankTimeout, process_context
+from autoplan.check.ranks.common import RankError, RankLost, RankNotStarted, RankTimeout, end_process, process_context
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.rule_files import from_here
 from autoplan.hf.driving import PRELOADED
@@ -72,10 +72,7 @@ def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_s
             for process in processes:
                 process.terminate()
             for process in processes:
-                process.join(_GRACE)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                end_process(process, _GRACE)
 
 
 def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Any]:

@@ -18,19 +18,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
-from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread
+from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread  # noqa: F401 - for its callers
 from autoplan.common.errors import AutoplanError
-
-__all__ = [
-    "Engine",
-    "RankError",
-    "RankTimeout",
-    "count_collectives",
-    "one_compute_thread",
-    "run_processes",
-    "run_ranks",
-    "travels",
-]
 
 Engine = Literal["threads", "gloo"]
 Result = TypeVar("Result")

@@ -110,7 +110,7 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
             except BaseException:  # an interrupt must leave no rank behind
                 _stop(ranks)
                 raise
-        failed = [(one.ended, place) for place, one in enumerate(ranks) if one.error is not None and not one.woken]
+        failed = [(each.ended, place) for place, each in enumerate(ranks) if each.error is not None and not each.woken]
         if failed:  # the first of them is the cause
             number = min(failed)[1]
             cause = ranks[number].error

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from autoplan.check.ranks.common import process_context
+from autoplan.check.ranks.common import end_process, process_context
 from autoplan.check.ranks.run import Engine
 from autoplan.check.scoreboard.score import CHECK_SETS, How, score
 from autoplan.check.verify.clone import parse_mesh
@@ -76,7 +76,8 @@ def scoreboard(
     check_context_size(cp_size, tp_size, ep_size)
     if checkpointing and checkpointing not in MODES:
         raise AutoplanError(f"checkpointing={checkpointing!r}", hint=f"choose one of {', '.join(MODES)}")
-    if mesh and (parse_mesh(mesh).tp_size, parse_mesh(mesh).ep_size, parse_mesh(mesh).cp_size) != (tp_size, 1, cp_size):
+    sizes = parse_mesh(mesh) if mesh else None
+    if sizes is not None and (sizes.tp_size, sizes.ep_size, sizes.cp_size) != (tp_size, 1, cp_size):
         raise AutoplanError(f"mesh {mesh!r} does not have tp={tp_size}", hint=f"write dp=2,tp={tp_size}, or change tp")
     wanted = _chosen(mapping, only)
     how = How(
@@ -85,18 +86,10 @@ def scoreboard(
     scores = dict(_scores(wanted, how, jobs, timeout, progress))
     return Scoreboard(
         mapping=mapping,
-        tp_size=tp_size,
-        engine=engine,
-        checks=CHECK_SETS[checks],
         scores=tuple(scores[number] for number in sorted(scores)),
         versions={"autoplan": __version__, **installed_versions()},
         seconds=round(time.perf_counter() - start, 1),
-        sequence_parallel=sequence_parallel,
-        lengths=tuple(lengths),
-        ep_size=ep_size,
-        cp_size=cp_size,
-        checkpointing=checkpointing,
-        mesh=mesh,
+        **vars(how),
     )
 
 
@@ -151,7 +144,7 @@ def _scores(
             deadline = min(job.since for job in running) + timeout
             ready = wait([job.pipe for job in running], max(0.0, deadline - time.monotonic()))
             now = time.monotonic()
-            for job in [one for one in running if one.pipe in ready or now - one.since >= timeout]:
+            for job in [entry for entry in running if entry.pipe in ready or now - entry.since >= timeout]:
                 running.remove(job)
                 result = _result(job, *wanted[job.number], timeout)
                 done += 1
@@ -160,7 +153,7 @@ def _scores(
                 yield job.number, result
     finally:
         for job in running:
-            _end(job.process)
+            end_process(job.process, _GRACE)
 
 
 def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
@@ -183,26 +176,18 @@ def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
     pipe.close()
 
 
-def _result(one: _Running, model_type: str, class_name: str, timeout: float) -> Score:
-    took = round(time.monotonic() - one.since, 2)
+def _result(job: _Running, model_type: str, class_name: str, timeout: float) -> Score:
+    took = round(time.monotonic() - job.since, 2)
     failed = Score(model_type, class_name, "failed", seconds=took)
     try:
-        if one.pipe.poll():
-            result: Score = one.pipe.recv()
-            one.process.join(_GRACE)
+        if job.pipe.poll():
+            result: Score = job.pipe.recv()
+            job.process.join(_GRACE)
             return result
         return replace(failed, reason=f"no result within {timeout:g} s")
     except EOFError:
-        one.process.join(_GRACE)
-        return replace(failed, reason=f"its process exited with code {one.process.exitcode}")
+        job.process.join(_GRACE)
+        return replace(failed, reason=f"its process exited with code {job.process.exitcode}")
     finally:
-        _end(one.process)
-        one.pipe.close()
-
-
-def _end(process: Any) -> None:
-    process.terminate()
-    process.join(_GRACE)
-    if process.is_alive():
-        process.kill()
-        process.join()
+        end_process(job.process, _GRACE)
+        job.pipe.close()

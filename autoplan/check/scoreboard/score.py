@@ -14,14 +14,14 @@ from math import prod
 from typing import Any
 
 from autoplan.analyse.picture.dataflow import dataflow
-from autoplan.analyse.picture.flow import Flow, node_of
+from autoplan.analyse.picture.flow import node_of
 from autoplan.analyse.solve import Solution
 from autoplan.check.ranks.run import Engine
 from autoplan.check.verify.clone import Clone, clone_of, feeds_at, parse_mesh
 from autoplan.check.verify.sharded import CHECK_NAMES
-from autoplan.common.errors import AutoplanError, IndivisibleError, SourceError
+from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.patterns import matches
-from autoplan.decide.naming import Reading, readings
+from autoplan.decide.naming import readings
 from autoplan.decide.plan.chosen import expert_findings
 from autoplan.decide.plan.folding import Names
 from autoplan.values import (
@@ -66,7 +66,7 @@ def score(model_type: str, class_name: str, how: How) -> Score:
     try:
         done = _scored(blank, how)
     except Exception as error:  # one architecture must not stop the others
-        done = replace(blank, verdict="failed", reason=_said(error))
+        done = replace(blank, verdict="failed", reason=_error_text(error))
     return replace(done, seconds=round(time.perf_counter() - start, 2))
 
 
@@ -82,7 +82,7 @@ def _scored(blank: Score, how: How) -> Score:
             for feed, inputs in feeds_at(source, clone.model, batch=2, length=length).items()
         }
     except (AutoplanError, ImportError) as error:
-        return replace(blank, reason=_said(error))
+        return replace(blank, reason=_error_text(error))
     return score_clone(clone, blank, how, runs)
 
 
@@ -110,22 +110,20 @@ def score_clone(
     try:
         solution = solve_source(source, captured, wish, sequence_stacks=blocks, capabilities=may_use)
     except IndivisibleError as error:
-        return replace(blank, verdict="refused", reason=_said(error))
+        return replace(blank, verdict="refused", reason=_error_text(error))
     cut = solution.sequence_parallel
     drafted = make_plan(solution, model=source.name, layers=stacks, sequence_parallel=cut)
     plan = replace(drafted, tp_size=how.tp_size, ep_size=how.ep_size, cp_size=how.cp_size)
-    share = share_of(solution, plan)
     forward, backward = reductions_per_block(plan)
+    inside = expert_findings(plan, solution) if plan.ep_size > 1 else ()  # sharded, not on different ranks
+    on_experts = [f"{finding.where}: {finding.message}" if finding.where else finding.message for finding in inside]
     scored = replace(
         blank,
-        split=share.split,
-        counted=share.counted,
-        whole=share.whole,
-        unused=share.unused,
+        **vars(share_of(solution, plan)),
         forward=forward,
         backward=backward,
         scoped=len(solution.runtime.of(CallRewrite)),
-        notes=(*captured.trace.notes, *map(str, solution.refusals), *_on_experts(plan, solution), clone.note),
+        notes=(*captured.trace.notes, *map(str, solution.refusals), *on_experts, clone.note),
         regions=regions_per_block(plan) if cut else None,
         uncut="; ".join(map(str, solution.whole_sequence)) if blocks is not None and (context or not cut) else "",
     )
@@ -135,7 +133,7 @@ def score_clone(
         if how.mesh and report.ok:
             report = _trained(report, tested, plan, how)
     except AutoplanError as error:  # even the unsharded model fails the checks
-        return replace(scored, reason=_said(error))
+        return replace(scored, reason=_error_text(error))
     verdict, reason = verdict_of(report)
     if cut and not context and verdict in ("wrong", "failed"):  # `autoplan plan` then drops it, too
         uncut = f"with it the tiny clone's results differed on simulated ranks: {reason}"
@@ -164,12 +162,6 @@ def _trained(report: Report, clone: Clone, plan: Plan, how: How) -> Report:
     return replace(report, ok=ok, findings=(*report.findings, *findings))
 
 
-def _on_experts(plan: Plan, solution: Solution) -> list[str]:
-    """Return notes on experts that are sharded inside although they should be on different ranks."""
-    findings = expert_findings(plan, solution) if plan.ep_size > 1 else ()
-    return [f"{finding.where}: {finding.message}" if finding.where else finding.message for finding in findings]
-
-
 def verdict_of(report: Report) -> tuple[Verdict, str]:
     """Return one word for a report, and what to know about it."""
     errors = [finding for finding in report.findings if finding.level == "error"]
@@ -192,8 +184,8 @@ def _text(finding: Finding) -> str:
     return f"{finding.check}: {finding.where + ' ' if finding.where else ''}{finding.message}"
 
 
-def _said(error: Any) -> str:
-    if isinstance(error, SourceError | AutoplanError):
+def _error_text(error: Any) -> str:
+    if isinstance(error, AutoplanError):
         return str(error.message)
     import traceback
 
@@ -232,8 +224,10 @@ def share_of(solution: Solution, plan: Plan) -> Share:
     read = readings(flow, solution.parameters)
     kinds = {fact.names[0]: {reading.node.kind for reading in read.get(fact.names[0], ())} for fact in facts}
     tables = {name for name, used in kinds.items() if used and used <= _TABLE}
-    looked_up = [fact for fact in facts if _by_input(read.get(fact.names[0], ()), flow)]
-    largest = max(looked_up, key=lambda fact: fact.bytes, default=None)
+    # Tables indexed by an input (token ids), not by computed numbers (positions, types).
+    of_inputs = {box for box in flow if any(node_of(flow, source).kind == "input" for source in flow.predecessors(box))}
+    indexed = {n for n, used in read.items() if any(r.node.kind == "embedding" and r.box in of_inputs for r in used)}
+    largest = max((fact for fact in facts if fact.names[0] in indexed), key=lambda fact: fact.bytes, default=None)
     latents = [item.fqn for item in plan.replicated if any(role.split()[-1] == _LATENT for role in item.roles)]
     counted = cut = 0
     whole: dict[str, list[str]] = {}
@@ -255,12 +249,6 @@ def share_of(solution: Solution, plan: Plan) -> Share:
     return Share(cut, counted, tuple(listed), names.fold(unused, parameters=True) if unused else ())
 
 
-def _by_input(read: Iterable[Reading], flow: Flow) -> bool:
-    """Return whether a table is indexed by an input (token ids), not by computed numbers (positions, types)."""
-    boxes = [reading.box for reading in read if reading.node.kind == "embedding"]
-    return any(node_of(flow, source).kind == "input" for box in boxes for source in flow.predecessors(box))
-
-
 def main_stack(stacks: Iterable[Stack]) -> Stack | None:
     """Return the decoder if there is one, else the longest stack."""
     ordered = sorted(stacks, key=lambda stack: (stack.kind != "decoder", -len(stack.fqns)))
@@ -273,7 +261,7 @@ def reductions_per_block(plan: Plan) -> tuple[float | None, float | None]:
     if stack is None:
         return None, None
     runtime = plan.runtime
-    sums = [(one.pattern, move.times, move.backward) for one in runtime.instructions for move in one.moves if move.sums]
+    sums = [(done.pattern, m.times, m.backward) for done in runtime.instructions for m in done.moves if m.sums]
     sums += [(rule.pattern, 1, True) for rule in runtime.parameters if rule.gradient != "local"]
     inside = [(times, back) for fqn in stack.fqns for pattern, times, back in sums if _is_inside(pattern, fqn)]
     backward = sum(times for times, back in inside if back)

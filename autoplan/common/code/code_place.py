@@ -1,4 +1,5 @@
-"""Name a torch call by its path through the source, so that it is recognised on every run.
+"""Facts about code: the name of a torch call by its path through the source, so that it is recognised on every run,
+hashes of functions, and the branches of one.
 
 "forward:12:8-30>repeat_kv:3:20-41" is the call in columns 20 to 41 of the third line of `repeat_kv`, called from line
 twelve of `forward`. Counting calls would not do: runs with a cache, a mask or more rounds have more or fewer of them.
@@ -11,16 +12,21 @@ import hashlib
 import inspect
 import os
 import sys
+import sysconfig
 import textwrap
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 import torch.nn.modules.module as module_calls
+
+from autoplan.common.conventions import conventions
 
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep  # the package
 _TORCH = os.path.dirname(os.path.dirname(os.path.dirname(module_calls.__file__))) + os.sep  # module.py is in nn/modules
@@ -89,15 +95,10 @@ def forward_code(kind: type[Any], places: Iterable[str]) -> str:
     return f"compiled:{_digest(line for function in functions for line in _compiled(function.__code__))}"
 
 
-def code_hash(code: CodeType) -> str:
-    """Return a hash of compiled code that does not depend on its location."""
-    return _digest(_compiled(code))[:8]
-
-
-def same_code(one: str, other: str) -> bool:
+def same_code(code: str, other: str) -> bool:
     """Return whether two hashes agree. A hash of source and one of compiled code cannot be compared, and pass."""
-    kinds = one.partition(":")[0], other.partition(":")[0]
-    return one == other or "" in (one, other) or kinds[0] != kinds[1]
+    kinds = code.partition(":")[0], other.partition(":")[0]
+    return code == other or "" in (code, other) or kinds[0] != kinds[1]
 
 
 def _functions(kind: type[Any], places: Iterable[str]) -> Iterator[FunctionType]:
@@ -156,3 +157,100 @@ def _compiled(code: CodeType) -> Iterator[str]:
 
 def _digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(lines).encode()).hexdigest()[:_LENGTH]
+
+
+# Facts about the code that a run enters: where it branches, and what it sets.
+
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+_SETTLED = frozenset({"torch", "numpy", "autoplan"})
+_UNCONDITIONAL = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP", "JUMP_NO_INTERRUPT")
+_FIRST_OF_HANDLER = "PUSH_EXC_INFO"
+
+
+@dataclass(frozen=True, eq=False)
+class CodeFacts:
+    """Facts about a code object that are needed while it runs.
+
+    `starts`: offsets of its instructions. `going_on`: for each branch, the offsets at which code that does not jump
+    goes on. `asking`: branches that may depend on a number or on a tensor's values. `loops`: heads of its `for` loops.
+    `stores`: attributes that it sets. `is_function`: it is the forward of a `torch.autograd.Function`.
+    """
+
+    code: CodeType
+    place: str
+    hash: str
+    starts: tuple[int, ...]
+    going_on: dict[int, tuple[int, ...]]
+    asking: tuple[int, ...]
+    loops: frozenset[int]
+    handlers: frozenset[int]
+    stores: tuple[str, ...]
+    is_function: bool
+
+    def call_at(self, offset: int) -> int:
+        """Return where the running call begins: while a Python function runs, the offset is behind the call."""
+        return self.starts[bisect_right(self.starts, offset) - 1]
+
+
+_facts: dict[int, tuple[CodeType, CodeFacts | None]] = {}  # the code is kept alive so that its id stays valid
+
+
+def facts_of(frame: FrameType) -> CodeFacts | None:
+    """Return the facts of a frame's code; None if it is not the model's."""
+    code = frame.f_code
+    entry = _facts.get(id(code))
+    if entry is None:
+        name = str(frame.f_globals.get("__name__", "?"))
+        facts = None if is_settled(name) or code.co_filename.startswith("<frozen") else _read(code, name)
+        entry = _facts[id(code)] = (code, facts)
+    return entry[1]
+
+
+def is_settled(module: str) -> bool:
+    """Return whether the code of a Python module is not followed."""
+    top = module.partition(".")[0]
+    trusted = top in _SETTLED or top in conventions().trusted or top.startswith("namedtuple_")
+    return trusted or (top in sys.stdlib_module_names and top != "__main__" and _is_of_python(top))
+
+
+@lru_cache(maxsize=512)
+def _is_of_python(module: str) -> bool:
+    """Return whether a module is the standard library's own, and not a user's file of the same name."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    return file is None or any(Path(file).is_relative_to(folder) for folder in folders) and "site-packages" not in file
+
+
+def _read(code: CodeType, module: str) -> CodeFacts:
+    instructions = list(dis.get_instructions(code))
+    going_on: dict[int, tuple[int, ...]] = {}
+    asking, arguments = [], code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    for number, op in enumerate(instructions):
+        jumps = op.opcode in dis.hasjrel or op.opcode in dis.hasjabs
+        if jumps and op.opname not in _UNCONDITIONAL:
+            following = instructions[number + 1 : number + 2]
+            if following and following[0].opname == "NOT_TAKEN":  # Python 3.14 marks the branch not taken
+                following = instructions[number + 1 : number + 3]
+            going_on[op.offset] = tuple(other.offset for other in following)
+            before = instructions[number - 1]
+            plain = before.opname.startswith("LOAD_ATTR") or before.argval in arguments  # a flag, or an attribute
+            if "NONE" not in op.opname and op.opname != "FOR_ITER" and not plain:
+                asking.append(op.offset)
+    return CodeFacts(
+        code,
+        f"{module}:{code.co_qualname}:{code.co_firstlineno}",
+        f"{PYTHON}:{_digest(_compiled(code))[:8]}",
+        tuple(instruction.offset for instruction in instructions),
+        going_on,
+        tuple(asking),
+        frozenset(instruction.offset for instruction in instructions if instruction.opname == "FOR_ITER"),
+        frozenset(instruction.offset for instruction in instructions if instruction.opname == _FIRST_OF_HANDLER),
+        tuple(dict.fromkeys(instruction.argval for instruction in instructions if instruction.opname == "STORE_ATTR")),
+        any(getattr(kind.forward, "__code__", None) is code for kind in _subclasses(torch.autograd.Function)),
+    )
+
+
+def _subclasses(kind: Any) -> Iterator[Any]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _subclasses(below)

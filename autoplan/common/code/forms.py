@@ -42,9 +42,9 @@ def form_of(literals_say: Callable[[str], str], function: Any, args: Any, kwargs
     return _written(name, words, words)
 
 
-def form_of_given(given: Iterable[Any]) -> str:
+def form_of_given(arguments: Iterable[Any]) -> str:
     """Return the form of an autograd function's arguments, any of which its backward may use."""
-    words = [word for value in given for word in _words(value)]
+    words = [word for value in arguments for word in _words(value)]
     return _written("given", words, words)
 
 
@@ -175,14 +175,14 @@ def forms_in(ways: Iterable[str]) -> dict[int, Forms]:
 
 def without_repeats(ways: Collection[str]) -> set[str]:
     """Remove forms that another form covers."""
-    kept: list[tuple[str, str, tuple[_Word, ...]]] = []
+    widest: list[tuple[str, str, tuple[_Word, ...]]] = []
     for way in sorted(ways, key=lambda way: ("@" not in way, way)):  # forms with attributes cover those without
         name = way.partition("(")[0]
         words = _taken_apart(way.partition("=")[2])[1] if "=" in way else ()
-        if not any(_covers(other, (way, name, words)) for other in kept):
-            kept = [other for other in kept if not _covers((way, name, words), other)]
-            kept.append((way, name, words))
-    return {way for way, *_ in kept}
+        if not any(_covers(other, (way, name, words)) for other in widest):
+            widest = [other for other in widest if not _covers((way, name, words), other)]
+            widest.append((way, name, words))
+    return {way for way, *_ in widest}
 
 
 def _covers(wide: tuple[str, str, tuple[_Word, ...]], narrow: tuple[str, str, tuple[_Word, ...]]) -> bool:
@@ -190,10 +190,10 @@ def _covers(wide: tuple[str, str, tuple[_Word, ...]], narrow: tuple[str, str, tu
     return same and all(map(_Word.covers, wide[2], narrow[2]))
 
 
-def unlike(ways: Collection[str], known: Collection[str]) -> set[str]:
+def unlike(ways: Collection[str], seen: Collection[str]) -> set[str]:
     """Return the ways that are not known. In a call with no known form any number may be a size, and becomes "*"."""
-    new = set(ways) - set(known)
-    skeletons = {_skeleton(way) for way in known if "=" in way} if new else set()
+    new = set(ways) - set(seen)
+    skeletons = {_skeleton(way) for way in seen if "=" in way} if new else set()
     return {way if "=" not in way or _skeleton(way) in skeletons else _skeleton(way) for way in new}
 
 

@@ -8,16 +8,12 @@ function without any branch.
 
 from __future__ import annotations
 
-import dis
 import linecache
 import os
 import sys
-import sysconfig
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from inspect import CO_VARARGS
 from itertools import groupby, takewhile
@@ -29,17 +25,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autoplan.common.code.code_place import code_hash
+from autoplan.common.code.code_place import PYTHON, CodeFacts, facts_of, is_settled  # noqa: F401 - PYTHON for the guard
 from autoplan.common.code.forms import form_of, form_of_given, unlike, without_repeats
-from autoplan.common.conventions import conventions
 from autoplan.values.plan import SeenCode
 
-PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
-_SETTLED = frozenset({"torch", "numpy", "autoplan"})
 _OURS, _TORCH = (f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
 _PASSING = ("__torch_function__", "_call_impl")  # functions of autoplan that pass a torch call on
-_UNCONDITIONAL = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP", "JUMP_NO_INTERRUPT")
-_FIRST_OF_HANDLER = "PUSH_EXC_INFO"
 _MODULE_CALL = nn.Module._call_impl.__code__.co_filename
 ENTRY = 0  # no call is at this offset: the arguments of an autograd function are recorded there
 
@@ -49,60 +40,6 @@ Key = tuple[str, str, str]
 Ways = dict[Key, set[str]]
 ROOT = "(root)"
 _CALLS = 2  # most callers in an owner
-
-
-@dataclass(frozen=True, eq=False)
-class CodeFacts:
-    """Facts about a code object that are needed while it runs.
-
-    `starts`: offsets of its instructions. `going_on`: for each branch, the offsets at which code that does not jump
-    goes on. `asking`: branches that may depend on a number or on a tensor's values. `loops`: heads of its `for` loops.
-    `stores`: attributes that it sets. `is_function`: it is the forward of a `torch.autograd.Function`.
-    """
-
-    code: CodeType
-    place: str
-    hash: str
-    starts: tuple[int, ...]
-    going_on: dict[int, tuple[int, ...]]
-    asking: tuple[int, ...]
-    loops: frozenset[int]
-    handlers: frozenset[int]
-    stores: tuple[str, ...]
-    is_function: bool
-
-    def call_at(self, offset: int) -> int:
-        """Return where the running call begins: while a Python function runs, the offset is behind the call."""
-        return self.starts[bisect_right(self.starts, offset) - 1]
-
-
-_facts: dict[int, tuple[CodeType, CodeFacts | None]] = {}  # the code is kept alive so that its id stays valid
-
-
-def facts_of(frame: FrameType) -> CodeFacts | None:
-    """Return the facts of a frame's code; None if it is not the model's."""
-    code = frame.f_code
-    entry = _facts.get(id(code))
-    if entry is None:
-        name = str(frame.f_globals.get("__name__", "?"))
-        facts = None if is_settled(name) or code.co_filename.startswith("<frozen") else _read(code, name)
-        entry = _facts[id(code)] = (code, facts)
-    return entry[1]
-
-
-def is_settled(module: str) -> bool:
-    """Return whether the code of a Python module is not followed."""
-    top = module.partition(".")[0]
-    trusted = top in _SETTLED or top in conventions().trusted or top.startswith("namedtuple_")
-    return trusted or (top in sys.stdlib_module_names and top != "__main__" and _is_of_python(top))
-
-
-@lru_cache(maxsize=512)
-def _is_of_python(module: str) -> bool:
-    """Return whether a module is the standard library's own, and not a user's file of the same name."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
-    return file is None or any(Path(file).is_relative_to(folder) for folder in folders) and "site-packages" not in file
 
 
 @lru_cache(maxsize=4096)
@@ -118,41 +55,6 @@ def has_own_code(model: nn.Module) -> bool:
     """Return whether a model has a class that is not from torch or a trusted package."""
     kinds = {kind for part in model.modules() for kind in type(part).__mro__}
     return any(not is_settled(kind.__module__) for kind in kinds - {object})
-
-
-def _read(code: CodeType, module: str) -> CodeFacts:
-    instructions = list(dis.get_instructions(code))
-    going_on: dict[int, tuple[int, ...]] = {}
-    asking, arguments = [], code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    for number, op in enumerate(instructions):
-        jumps = op.opcode in dis.hasjrel or op.opcode in dis.hasjabs
-        if jumps and op.opname not in _UNCONDITIONAL:
-            following = instructions[number + 1 : number + 2]
-            if following and following[0].opname == "NOT_TAKEN":  # Python 3.14 marks the branch not taken
-                following = instructions[number + 1 : number + 3]
-            going_on[op.offset] = tuple(other.offset for other in following)
-            before = instructions[number - 1]
-            plain = before.opname.startswith("LOAD_ATTR") or before.argval in arguments  # a flag, or an attribute
-            if "NONE" not in op.opname and op.opname != "FOR_ITER" and not plain:
-                asking.append(op.offset)
-    return CodeFacts(
-        code,
-        f"{module}:{code.co_qualname}:{code.co_firstlineno}",
-        f"{PYTHON}:{code_hash(code)}",
-        tuple(instruction.offset for instruction in instructions),
-        going_on,
-        tuple(asking),
-        frozenset(instruction.offset for instruction in instructions if instruction.opname == "FOR_ITER"),
-        frozenset(instruction.offset for instruction in instructions if instruction.opname == _FIRST_OF_HANDLER),
-        tuple(dict.fromkeys(instruction.argval for instruction in instructions if instruction.opname == "STORE_ATTR")),
-        any(getattr(kind.forward, "__code__", None) is code for kind in _subclasses(torch.autograd.Function)),
-    )
-
-
-def _subclasses(kind: Any) -> Iterator[Any]:
-    for below in kind.__subclasses__():
-        yield below
-        yield from _subclasses(below)
 
 
 def is_module_call(code: CodeType) -> bool:
@@ -453,7 +355,7 @@ def key_in(ways: Collection[Key], place: str, code: str, owner: str) -> Key:
     return own if own in ways else (place, code, "")
 
 
-def others_of(ways: Ways, known: Ways) -> Ways:
+def others_of(ways: Ways, seen: Ways) -> Ways:
     """Return the ways that are not known."""
-    left = {key: unlike(taken, known.get(key, set())) for key, taken in ways.items()}
-    return {key: taken for key, taken in left.items() if taken or key not in known}
+    left = {key: unlike(taken, seen.get(key, set())) for key, taken in ways.items()}
+    return {key: taken for key, taken in left.items() if taken or key not in seen}

@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from autoplan.common.errors import AutoplanError, PlanFileError
 from autoplan.common.layout import Layout
-from autoplan.common.patterns import matches, nearest
+from autoplan.common.patterns import matches, suggestion
 from autoplan.values import Plan
 from autoplan.values.plain import FAMILIES, Family
 
@@ -58,11 +58,8 @@ def _decode_member(family: Family, data: Any, where: str) -> Any:
     if not isinstance(name, str):
         return _refuse(where, f"the {family.noun} as {{{key}: its name, …}}", data)
     if name not in kinds:
-        close = nearest(name, kinds, count=1)
-        raise PlanFileError(
-            f"{where}.{key}: there is no {family.noun} {name!r}",
-            hint=f"did you mean {close[0]!r}?" if close else f"known are {', '.join(kinds)}",
-        )
+        hint = suggestion(name, kinds, f"known are {', '.join(kinds)}")
+        raise PlanFileError(f"{where}.{key}: there is no {family.noun} {name!r}", hint=hint)
     return _decode_fields(kinds[name], {other: value for other, value in data.items() if other != key}, where)
 
 
@@ -75,11 +72,8 @@ def _decode_fields(cls: Any, data: Any, where: str) -> Any:
     by_name = {field.name: field for field in fields(cls)}
     for key in data:
         if key not in by_name:
-            close = nearest(str(key), by_name, count=1)
-            raise PlanFileError(
-                f"{where}: unknown key {str(key)!r}",
-                hint=f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(by_name)}",
-            )
+            hint = suggestion(str(key), by_name, f"the keys here are {', '.join(by_name)}")
+            raise PlanFileError(f"{where}: unknown key {str(key)!r}", hint=hint)
     for name, field in by_name.items():
         if name not in data and field.default is MISSING and field.default_factory is MISSING:
             raise PlanFileError(f"{where}: key {name!r} is missing", hint="add it, or make the plan again")

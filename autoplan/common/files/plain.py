@@ -68,11 +68,6 @@ def is_folder(text: str | PathLike[str]) -> bool:
         return False
 
 
-def notation_of(path: str | PathLike[str]) -> Notation:
-    """Return the notation of a file of this name; YAML if the name does not tell."""
-    return _SUFFIXES.get(Path(path).suffix.lower(), "yaml")
-
-
 def read_plain(
     path: str | PathLike[str],
     refusal: NotPlain = NotPlain(),  # noqa: B008 - frozen
@@ -80,8 +75,9 @@ def read_plain(
     notation: Notation | None = None,
     repeated: bool = False,
 ) -> Any:
-    """Return the values in a file. `repeated`: a key may occur twice in a mapping, and the last one counts."""
-    notation = notation or notation_of(path)
+    """Return the values in a file, in the notation of its suffix (YAML if that tells none). `repeated`: a key may occur
+    twice in a mapping, and the last one counts."""
+    notation = notation or _SUFFIXES.get(Path(path).suffix.lower(), "yaml")
     text = read_text(path, refusal, BYTES[notation])
     return parse_plain(text, notation, refusal.name(path), refusal, repeated=repeated)
 

@@ -15,7 +15,7 @@ from autoplan.decide.match import TRANSPARENT
 from autoplan.decide.naming import Naming, Reading
 from autoplan.decide.plan.folding import Names
 from autoplan.values import Boundary, CallRewrite, Cost, Finding, Instruction, ParameterFact, Spread, Stack, Traffic
-from autoplan.values.reasons import CutOfRecurrent, Reason, sentence
+from autoplan.values.reasons import CutOfRecurrent
 
 # The style of a parameter follows from the facts, so that a rule can never make a split that was not proven.
 
@@ -72,9 +72,9 @@ def communication(
     blocks = [fqn for stack in layers for fqn in stack.fqns]
     traffics, excesses = _traffic(solution, blocks)
     alike: dict[str, tuple[Traffic, list[str]]] = {}
-    for one in traffics:
-        same = replace(one, block="")
-        alike.setdefault(repr(same), (same, []))[1].append(one.block)
+    for moved in traffics:
+        same = replace(moved, block="")
+        alike.setdefault(repr(same), (same, []))[1].append(moved.block)
     blocks_by_excess: dict[str, list[str]] = {}
     for excess in excesses:
         blocks_by_excess.setdefault(excess.reason, []).append(excess.block)
@@ -94,16 +94,16 @@ def _traffic(solution: Solution, blocks: list[str]) -> tuple[tuple[Traffic, ...]
         return block_traffic(solution.shards, every, solution.reductions, blocks)
     cp = other.tp_size // solution.tp_size
     split, cut, both = (
-        replace(every, instructions=tuple(one for one in every.instructions if one.over == over))
+        replace(every, instructions=tuple(done for done in every.instructions if done.over == over))
         for over in ("", "cp", "all")
     )
     by_tp, excess = block_traffic(solution.shards, split, solution.reductions, blocks, pieces=cp)
     more, beyond = block_traffic(other.shards, cut, other.reductions, blocks, context=cp, within=solution.shards)
     last, _ = block_traffic(other.shards, both, other.reductions, blocks)
-    by_block = {one.block: one for one in by_tp}
+    by_block = {block.block: block for block in by_tp}
     sums = zip(more, last, strict=True)
     return (
-        tuple(both_traffics(by_block[one.block], one, all_of) for one, all_of in sums if one.block in by_block),
+        tuple(both_traffics(by_block[block.block], block, all_of) for block, all_of in sums if block.block in by_block),
         (*excess, *beyond),
     )
 
@@ -120,7 +120,7 @@ class Costs:
         self.trace = solution.trace
         # Boxes whose value has its gradient all-reduced, wherever the instruction is attached
         partial = (boundary for boundary in self.runtime.of(Boundary) if boundary.gives is Spread.PARTIAL_GRADIENT)
-        sites = {(one.pattern, one.side, one.path) for one in partial}
+        sites = {(boundary.pattern, boundary.side, boundary.path) for boundary in partial}
         tensors: set[int] = set()
         for visit in self.trace.visits:
             for side, crossings in (("input", visit.inputs), ("output", visit.outputs)):
@@ -143,7 +143,9 @@ class Costs:
         """Return every cost of one module, forward ones first. `ends_here`: the module's output is the product with
         these parameters. (Of experts' two weights only the second's is.)"""
         own_instructions = (instruction for instruction in self.runtime.instructions if instruction.pattern == module)
-        costs = [one.cost for one in own_instructions if one.cost is not None and self._is_of_product(one, ends_here)]
+        costs = [
+            done.cost for done in own_instructions if done.cost is not None and self._is_of_product(done, ends_here)
+        ]
         costs += self._sum_further_out(module) if ends_here else []
         costs += self._input_gradient(module, readings)
         for name, fact in facts:
@@ -152,11 +154,11 @@ class Costs:
                 costs.append(Cost("sum", "parameter-gradient", parameter=own, shared_rows=shared))
         return tuple(dict.fromkeys(costs))
 
-    def _is_of_product(self, one: Instruction, ends_here: bool) -> bool:
+    def _is_of_product(self, instruction: Instruction, ends_here: bool) -> bool:
         """Return whether an instruction at a module belongs to the product with the parameters in question."""
-        if isinstance(one, CallRewrite):
-            return one is self.calls.get(one.pattern)
-        return not isinstance(one, Boundary) or (ends_here and one.side == "output")
+        if isinstance(instruction, CallRewrite):
+            return instruction is self.calls.get(instruction.pattern)
+        return not isinstance(instruction, Boundary) or (ends_here and instruction.side == "output")
 
     def _sum_further_out(self, module: str) -> list[Cost]:
         """Return the cost of a partial sum that is reduced at an enclosing module, where others join it."""
@@ -234,11 +236,6 @@ def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
         return "; ".join([*parts, str(fact.how)])
     text = "; ".join(parts)
     return text if naming is not None else f"a verified split that no rule names: {text}"
-
-
-def whole_text(said: Iterable[tuple[str, tuple[Reason, ...]]]) -> str:
-    """Return why parameters of like blocks are replicated, each with its role: once, if blocks agree."""
-    return " / ".join(dict.fromkeys((f"{role}: " if role else "") + sentence(why) for role, why in said))
 
 
 def _shards_text(layout: Layout, unit: str, tp: int) -> str:

@@ -214,11 +214,11 @@ def _with_parameters(trace: Trace) -> dict[str, frozenset[str]]:
         for number in _bits(own):
             if number not in behind:
                 feeds[number] = fed
-                behind[number] = reduce(or_, (behind[one] for one in _bits(fed)), fed)
+                behind[number] = reduce(or_, (behind[bit] for bit in _bits(fed)), fed)
         last_modules = _last(fed | own, behind)
         makers |= dict.fromkeys(refs(op.outputs), last_modules)
     modules = list(numbers)
-    return {name: frozenset(modules[one] for one in _bits(feeds.get(n, 0))) for name, n in numbers.items()}
+    return {name: frozenset(modules[bit] for bit in _bits(feeds.get(n, 0))) for name, n in numbers.items()}
 
 
 def _last(modules: int, behind: dict[int, int]) -> int:

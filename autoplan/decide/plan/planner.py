@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from autoplan.analyse.picture.dataflow import dataflow
 from autoplan.analyse.picture.flow import Flow
@@ -14,7 +13,7 @@ from autoplan.analyse.solve import Solution
 from autoplan.common.patterns import matches, starred
 from autoplan.decide.match import MOST_STEPS, Matching, match_rules
 from autoplan.decide.naming import Naming, gathered_parameters, name_parameters, readings, with_facts
-from autoplan.decide.plan.entries import Costs, communication, reason_text, style_of, units_text, whole_text
+from autoplan.decide.plan.entries import Costs, communication, reason_text, style_of, units_text
 from autoplan.decide.plan.folding import Names, flow_of, fold_runtime
 from autoplan.decide.rulebook.read import GENERIC, Rule, load_rules
 from autoplan.values import (
@@ -29,9 +28,8 @@ from autoplan.values import (
     Replicated,
     Stack,
 )
-from autoplan.values.reasons import CutOfRecurrent, GradientSummed, NothingToSplit, Reason
+from autoplan.values.reasons import CutOfRecurrent, GradientSummed, NothingToSplit, Reason, sentence
 
-Source = Literal["user", "handwritten", "inferred", "hf"]
 _RECURRENT = "recurrent weights"  # for those without a box in the picture
 _Whole = tuple[str, tuple[Reason, ...]]  # (the role of a replicated parameter, "" for none; the reasons)
 
@@ -41,26 +39,24 @@ def make_plan(
     *,
     model: str,
     layers: Sequence[Stack] = (),
-    source: Source = "inferred",
     sequence_parallel: bool = False,
     rules: Sequence[Rule] | None = None,
     source_of: Callable[[str], str | None] = lambda parameter: None,
 ) -> Plan:
     """Write the plan of a solution. `rules` are the shipped ones by default. `source_of` returns whose choice a
-    parameter's sharding is, if not that of `source`."""
+    parameter's sharding is, if it is not inferred."""
     picture = with_facts(dataflow(solution.trace), solution)
     matching = match_rules(picture, load_rules() if rules is None else rules, refused=False)
     desk = _Desk(
-        solution, picture, matching, sequence_parallel and not any(one.over for one in solution.runtime.instructions)
+        solution, picture, matching, sequence_parallel and not any(done.over for done in solution.runtime.instructions)
     )
     names = Names(solution.trace)
-    drafts = [_sourced(draft, source_of) for draft in desk.drafts(source)]
+    drafts = [_sourced(draft, source_of) for draft in desk.drafts()]
     traffic, excess = communication(solution, layers, names)
     return Plan(
         model=model,
         tp_size=solution.tp_size,
         sequence_parallel=sequence_parallel,
-        source=source,
         entries=tuple(_fold_entries(drafts, names)),
         replicated=tuple(_replicated(solution, desk.named, names)),
         layers=tuple(layers),
@@ -85,7 +81,7 @@ class _Draft:
 def _sourced(draft: _Draft, source_of: Callable[[str], str | None]) -> _Draft:
     entry = draft.entry
     names = [f"{entry.pattern}.{parameter}" for parameter in entry.parameters] + [entry.pattern]
-    source = next((found_source for name in names if (found_source := source_of(name))), entry.source)
+    source = next(filter(None, map(source_of, names)), entry.source)
     return replace(draft, entry=replace(entry, source=source))  # type: ignore[arg-type]
 
 
@@ -104,7 +100,7 @@ class _Desk:
         self.experts = {site.pattern for site in solution.runtime.of(LocalExperts)}
         self.reducing = {solution.trace.calls[call].module for call in solution.reductions}
 
-    def drafts(self, source: Source) -> Iterator[_Draft]:
+    def drafts(self) -> Iterator[_Draft]:
         # Parameters by the module that owns them; a tied one under each module that reads it
         modules: dict[str, list[tuple[str, ParameterFact]]] = {}
         for fact in self.solution.parameters:
@@ -119,11 +115,11 @@ class _Desk:
             cut = {styles[name] for name, fact in decided if fact.dim is not None and len(fact.shape) > 1}
             if len(cut) > 1:
                 for name, fact in decided:
-                    yield self._draft(module, name, [(name, fact)], styles[name], source)
+                    yield self._draft(module, name, [(name, fact)], styles[name])
             else:
                 # The style of the largest sharded parameter of the module, else of its largest
                 _, _, leading = max((fact.dim is not None, fact.bytes, name) for name, fact in decided)
-                yield self._draft(module, module, facts, styles[leading], source)
+                yield self._draft(module, module, facts, styles[leading])
 
     def _is_decided(self, fact: ParameterFact) -> bool:
         """Return whether it is sharded, or replicated with a gradient to sum. (A divided bias follows its weight.)"""
@@ -139,9 +135,7 @@ class _Desk:
             fact, nodes, self.tp, gathered=not self.gathered.isdisjoint(fact.names), reduced=module in self.reducing
         )
 
-    def _draft(
-        self, module: str, pattern: str, facts: list[tuple[str, ParameterFact]], style: str, source: Source
-    ) -> _Draft:
+    def _draft(self, module: str, pattern: str, facts: list[tuple[str, ParameterFact]], style: str) -> _Draft:
         leading = max(facts, key=lambda item: (self._is_decided(item[1]), item[1].dim is not None, item[1].bytes))
         naming = self.named.get(leading[0])
         units, counted = units_text(leading[1], naming)
@@ -155,7 +149,7 @@ class _Desk:
             style=chosen,
             role=naming.role if naming else _RECURRENT if isinstance(leading[1].how, CutOfRecurrent) else GENERIC,
             rule=naming.rule.id if naming else GENERIC,
-            source=source,
+            source="inferred",
             reason=reason_text(leading[1], naming, self.tp),
             units=units,
             segments=tuple(f"{fact.dim}:{fact.layout}" if fact.dim is not None else "whole" for _, fact in facts),
@@ -218,15 +212,17 @@ def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> I
     for (_, size), reasons in groups.items():
         everywhere = {name: reason for member, reason in reasons.items() for name in names.expand(member)}
         for pattern in names.fold(list(reasons), parameters=True):
-            said = [reason for name, reason in everywhere.items() if matches(pattern, name)]
-            if len(said) > 1:
+            whys_of_pattern = [reason for name, reason in everywhere.items() if matches(pattern, name)]
+            if len(whys_of_pattern) > 1:
                 # Reasons that differ only in the number of a block are merged
-                said = [
-                    (role, tuple(dict.fromkeys(reason.with_paths(starred) for reason in why))) for role, why in said
+                whys_of_pattern = [
+                    (role, tuple(dict.fromkeys(reason.with_paths(starred) for reason in why)))
+                    for role, why in whys_of_pattern
                 ]
-            roles = tuple(dict.fromkeys(role for role, _ in said if role))
-            why = tuple(dict.fromkeys(why for _, whys in said for why in whys))
-            yield Replicated(pattern, size * len(said), whole_text(said), roles, why)
+            roles = tuple(dict.fromkeys(role for role, _ in whys_of_pattern if role))
+            why = tuple(dict.fromkeys(why for _, whys in whys_of_pattern for why in whys))
+            texts = dict.fromkeys((f"{role}: " if role else "") + sentence(whys) for role, whys in whys_of_pattern)
+            yield Replicated(pattern, size * len(whys_of_pattern), " / ".join(texts), roles, why)
 
 
 def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Names) -> Iterator[Finding]:

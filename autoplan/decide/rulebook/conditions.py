@@ -77,7 +77,8 @@ def _check(text: str, boxes: Boxes, tp: int | None) -> str:
     left, sign, right = comparison[1].strip(), comparison[2], comparison[3].strip()
     sizes = _size(left, boxes), _size(right, boxes)
     plain = all("*" not in side and not side.isdigit() for side in (left, right))
-    equal = sizes[0] == sizes[1] and (not plain or sign == "!=" or _related(_dim(left, boxes), _dim(right, boxes)))
+    classes = [_dim(side, boxes).classes for side in (left, right)] if plain and sign != "!=" else [frozenset()]
+    equal = sizes[0] == sizes[1] and (not all(classes) or bool(classes[0] & classes[1]))
     holds = {"==": equal, "!=": not equal, "<": sizes[0] < sizes[1], ">": sizes[0] > sizes[1]}[sign]
     if holds:
         return ""
@@ -101,10 +102,6 @@ def _size(text: str, boxes: Boxes) -> int:
     term = _TERM.fullmatch(text)
     assert term is not None
     return int(term[4]) if term[4] else int(term[1] or 1) * _dim(f"{term[2]}.{term[3]}", boxes).size
-
-
-def _related(left: Dim, right: Dim) -> bool:
-    return not left.classes or not right.classes or bool(left.classes & right.classes)
 
 
 # Facts
@@ -160,14 +157,6 @@ def _tied(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
     return "" if first & second else f"{arguments[0]} and {arguments[1]} do not read one parameter"
 
 
-def _bare(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
-    return f"{arguments[0]} reads a parameter" if boxes[arguments[0]].parameters else ""
-
-
-def _gathered(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
-    return "" if boxes[arguments[0]].gathered else f"the output of {arguments[0]} is not gathered"
-
-
 _FACTS: dict[str, Callable[[list[str], Boxes, int | None], str]] = {
     "split": _split,
     "whole": _whole,
@@ -175,6 +164,8 @@ _FACTS: dict[str, Callable[[list[str], Boxes, int | None], str]] = {
     "mixed": _mixed,
     "shares": _shares,
     "tied": _tied,
-    "bare": _bare,
-    "gathered": _gathered,
+    "bare": lambda names, boxes, tp: f"{names[0]} reads a parameter" if boxes[names[0]].parameters else "",
+    "gathered": lambda names, boxes, tp: (
+        "" if boxes[names[0]].gathered else f"the output of {names[0]} is not gathered"
+    ),
 }

@@ -155,14 +155,10 @@ def _example_node(box: _Box) -> Node:
 def _example_dim(text: str, parameter: str, dim: int) -> Dim:
     layout_text, _, label = text.partition("#")
     layout = Layout.parse(layout_text)
-    classes = frozenset({label}) if label else layout_classes(layout)
-    return Dim(layout.size, parameter, dim, str(layout) if layout.is_split else None, classes)
-
-
-def layout_classes(layout: Layout) -> frozenset[str]:
-    """Return the classes of an example's dim: the sizes of the sharded factors, or the size of the dim."""
+    # Its axis classes: the label, else the sizes of the sharded factors, else the size of the dim.
     split = {str(factor.size) for factor in _factors(layout) if factor.split is not None}
-    return frozenset(split or {str(layout.size)})
+    classes = frozenset({label} if label else split or {str(layout.size)})
+    return Dim(layout.size, parameter, dim, str(layout) if layout.is_split else None, classes)
 
 
 def _factors(layout: Layout) -> list[Layout]:

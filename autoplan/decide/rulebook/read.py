@@ -53,9 +53,6 @@ EXPORTS = {
     "latent_query": "the same for its queries, only next to such attention",
 }
 
-_KEYS = {"id", "summary", "why", "limits", "seen_in", "unit", "units", "beats", "match", "roles", "yields", "example"}
-_KEYS |= {"exported_as", "holds_experts", "unseen"}
-
 
 class RuleError(AutoplanError):
     """Raised when a rule file cannot be read, or when rules beat each other in a circle."""
@@ -166,9 +163,9 @@ def parse_rule(text: str, stem: str) -> Rule:
 
 
 def _parse(data: Mapping[str, Any], text: str, stem: str) -> Rule:
-    unknown = sorted(data.keys() - _KEYS)
+    unknown = sorted(data.keys() - _SHAPE.keys())
     if unknown:
-        raise RuleError(f"unknown key {unknown[0]!r}", hint=f"keys are {', '.join(sorted(_KEYS))}")
+        raise RuleError(f"unknown key {unknown[0]!r}", hint=f"keys are {', '.join(sorted(_SHAPE))}")
     if data.get("id") != stem:
         raise RuleError(f"id is {data.get('id')!r}, but the file is named {stem!r}")
     if problem := misshapen(data, _SHAPE):

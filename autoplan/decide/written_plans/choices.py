@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.patterns import fold_names, matches, nearest
+from autoplan.common.patterns import fold_names, matches, nearest, suggestion
 
 Cut = Literal["out", "in", "rows", "width", "experts", "any", "whole", "nothing"]
 
@@ -171,9 +171,6 @@ def check_style(style: str, pattern: str, plan: str, aliases: dict[str, str] | N
         )
     name = (aliases or {}).get(style, style)
     if name not in CUTS:
-        close = nearest(style, (*CUTS, *(aliases or {})))
-        raise WrittenPlanError(
-            f"{plan}: {pattern!r} has the unknown style {style!r}",
-            hint=f"did you mean {close[0]!r}?" if close else f"known styles: {', '.join(CUTS)}",
-        )
+        hint = suggestion(style, (*CUTS, *(aliases or {})), f"known styles: {', '.join(CUTS)}")
+        raise WrittenPlanError(f"{plan}: {pattern!r} has the unknown style {style!r}", hint=hint)
     return name

@@ -184,7 +184,7 @@ def _lines_for(fact: ParameterFact, free: Solution) -> Iterator[str]:
             is_weight = other.names[0].endswith(".weight")
             name = other.names[0].rpartition(".")[0] if is_weight else other.names[0]
             universe = names.modules if is_weight else names.parameters
-            alike = [known for known in universe if starred(known) == starred(name)]
+            alike = [like for like in universe if starred(like) == starred(name)]
             pattern = names.fold(alike, parameters=not is_weight)[0] if alike else name
             packed = "packed_" if is_packed(other.layout or "1", free.tp_size) else ""
             yield f"{pattern!r}: '{packed if field in ('out', 'in') else ''}{style.get(field, 'colwise')}'"

@@ -19,7 +19,6 @@ from autoplan.common.files.rule_files import rules_folders
 from autoplan.common.options import check_argument
 from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError, check_style
 
-_KEYS = {"id", "qualname", "aliases", "why", "gains", "entries", "sequence_parallel"}
 _ENTRIES = {"*": str}
 _SHAPE = {
     **dict.fromkeys(("id", "why", "gains"), str),
@@ -83,11 +82,13 @@ def register_plan(
     if not entries:
         raise WrittenPlanError(f"{where} is empty", hint='pass {"pattern": "style"}')
     variant = sequence_parallel if isinstance(sequence_parallel, str) else _entries(sequence_parallel, where)
-    made = HandwrittenPlan(name, (name,), "registered at runtime", "", _entries(entries, where), variant, where=where)
-    _registered[:] = [made, *(plan for plan in _registered if plan.id != name)]
+    registered = HandwrittenPlan(
+        name, (name,), "registered at runtime", "", _entries(entries, where), variant, where=where
+    )
+    _registered[:] = [registered, *(plan for plan in _registered if plan.id != name)]
 
     def take_away() -> None:
-        _registered[:] = [plan for plan in _registered if plan is not made]
+        _registered[:] = [plan for plan in _registered if plan is not registered]
 
     return take_away
 
@@ -120,10 +121,11 @@ def _of_folder(folder: Path) -> tuple[HandwrittenPlan, ...]:
 def read_plan(path: Path) -> HandwrittenPlan:
     """Read one plan file, checked key by key."""
     data = read_plain(path, NotPlain(hint="fix the file"), notation="toml")
-    wrong = sorted(data.keys() - _KEYS) + sorted(f"no {key}" for key in _KEYS - {"aliases"} - data.keys())
+    needed = _SHAPE.keys() - {"aliases"}
+    wrong = sorted(data.keys() - _SHAPE.keys()) + sorted(f"no {key}" for key in needed - data.keys())
     if wrong or data["id"] != path.stem:
         problem = ", ".join(wrong) or f"id is {data['id']!r}, but the file is named {path.stem!r}"
-        raise AutoplanError(f"{path}: {problem}", hint=f"a plan has the keys {', '.join(sorted(_KEYS))}")
+        raise AutoplanError(f"{path}: {problem}", hint=f"a plan has the keys {', '.join(sorted(_SHAPE))}")
     if problem := misshapen(data, _SHAPE):
         raise AutoplanError(f"{path}: {problem}", hint="compare it with another file of rules/plans")
     names = data["qualname"]

@@ -149,12 +149,11 @@ class _Dumper(yaml.SafeDumper):
         return super().represent_mapping(tag, mapping, flow_style=_is_short(mapping))
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Line breaks of every kind (YAML knows more than \\n) survive only as escapes."""
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
-
-
-_Dumper.add_representer(str, _represent_text)
+# Line breaks of every kind (YAML knows more than \n) survive only as escapes.
+_TEXT = "tag:yaml.org,2002:str"
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(_TEXT, text, None if text.isprintable() else '"')
+)
 
 
 def _is_short(value: Any) -> bool:
@@ -165,11 +164,11 @@ def _write_yaml(data: dict[str, Any]) -> str:
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True))
 
 
-def _write_json(data: dict[str, Any]) -> str:
-    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-
-
-_WRITERS = {".yaml": _write_yaml, ".yml": _write_yaml, ".json": _write_json}
+_WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    ".yaml": _write_yaml,
+    ".yml": _write_yaml,
+    ".json": lambda data: json.dumps(data, indent=2, ensure_ascii=False) + "\n",
+}
 
 
 def _writer_for(path: Path) -> Callable[[dict[str, Any]], str]:

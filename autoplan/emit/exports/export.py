@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -128,40 +128,37 @@ def _json(data: Any) -> str:
     return json.dumps(data, indent=2) + "\n"
 
 
-class Written(NamedTuple):
-    """The text, a function that tells which linear layers its host matches, and other necessary changes."""
-
-    text: str
-    finds: Finds | None = None
-    besides: str = ""
+Written = tuple[str, Finds | None, str]  # the text, which linear layers its host matches, other necessary changes
 
 
 def _by_key(written: Mapping[str, str]) -> Written:
-    return Written(_json(written), by_key(written))
+    return _json(written), by_key(written), ""
 
 
 def _deepspeed(plan: Plan, around: Surroundings, drop: bool) -> Written:
     written = to_deepspeed(plan, drop=drop)
-    return Written(_json(written), by_specs(written))
+    return _json(written), by_specs(written), ""
 
 
 def _vllm(plan: Plan, around: Surroundings, drop: bool) -> Written:
     written = to_vllm(plan, shipped=around.shipped, base=around.base, drop=drop)
     finds = vllm_finds(written, around.linears, around.base)
-    return Written(_json(written), finds, vllm_besides(written, around.linears, around.base, dict(around.inner)))
+    return _json(written), finds, vllm_besides(written, around.linears, around.base, dict(around.inner))
 
 
 _Exporter = Callable[[Plan, Surroundings, bool], Written]
 TARGETS: dict[str, _Exporter] = {
-    "torch": lambda plan, around, drop: Written(torch_module(plan), by_entries(plan)),
+    "torch": lambda plan, around, drop: (torch_module(plan), by_entries(plan), ""),
     "hf": lambda plan, around, drop: _by_key(to_hf(plan, shipped=around.shipped, drop=drop)),
     "hf-old": lambda plan, around, drop: _by_key(to_hf(plan, old=True, drop=drop)),
-    "automodel": lambda plan, around, drop: Written(automodel_module(plan), by_entries(plan)),
+    "automodel": lambda plan, around, drop: (automodel_module(plan), by_entries(plan), ""),
     "deepspeed": _deepspeed,
-    "accelerate": lambda plan, around, drop: Written(
-        yaml.safe_dump(to_accelerate(plan, around.blocks), sort_keys=False)
+    "accelerate": lambda plan, around, drop: (
+        yaml.safe_dump(to_accelerate(plan, around.blocks), sort_keys=False),
+        None,
+        "",
     ),
-    "megatron-fsdp": lambda plan, around, drop: Written(_json(to_megatron_fsdp(plan, around.blocks))),
+    "megatron-fsdp": lambda plan, around, drop: (_json(to_megatron_fsdp(plan, around.blocks)), None, ""),
     "vllm": _vllm,
 }
 
@@ -170,10 +167,10 @@ def export(plan: Plan, target: str, around: Surroundings = Surroundings(), *, dr
     """Return the text. Raise ExportError on what the target cannot express; with `drop` it stays replicated there."""
     if target not in TARGETS:
         raise ExportError(f"there is no export to {target!r}", hint=f"choose one of {', '.join(TARGETS)}")
-    written, names = TARGETS[target](plan, around, drop), around.linears
-    result = Exported(written.text)
-    result.besides = written.besides
-    if written.finds is not None and names:
-        whole = [name for name in names if not written.finds(name)]
+    (text, finds, besides), names = TARGETS[target](plan, around, drop), around.linears
+    result = Exported(text)
+    result.besides = besides
+    if finds is not None and names:
+        whole = [name for name in names if not finds(name)]
         result.linears, result.reached, result.whole = len(names), len(names) - len(whole), fold_names(whole, names)
     return result

@@ -17,11 +17,6 @@ from autoplan.values.quantised import PackedWeight
 # tensors.
 
 
-def in_plain_weights(plan: Plan) -> Plan:
-    """Return the plan with the names and cuts of plain weights in its entries."""
-    return replace(plan, entries=tuple(_plain(entry, plan) for entry in plan.entries)) if plan.packed else plan
-
-
 def cut_otherwise(plan: Plan, entry: Entry) -> str:
     """Return why a cut of each stored tensor along the weight's dim is wrong for an entry; "" if it is right."""
     for weight in _stored(plan, entry):
@@ -56,9 +51,7 @@ def _stored(plan: Plan, entry: Entry) -> list[PackedWeight]:
 
 def _cut(plan: Plan, weight: PackedWeight) -> tuple[int | None, str | None]:
     rules = plan.runtime.parameters
-    rule_of_weight = next(
-        (rule for rule in rules if matches(rule.pattern, weight.name) or rule.pattern == weight.name), None
-    )
+    rule_of_weight = next((rule for rule in rules if matches(rule.pattern, weight.name)), None)
     return (None, None) if rule_of_weight is None else (rule_of_weight.dim, rule_of_weight.layout)
 
 
@@ -134,7 +127,8 @@ class Part:
 
 def parts_of(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[Part, ...]:
     """Group planned modules by container. `obstacles`: the kinds that hinder the other system."""
-    plan = in_plain_weights(plan)
+    if plan.packed:
+        plan = replace(plan, entries=tuple(_plain(entry, plan) for entry in plan.entries))
     parents = {entry.pattern.rpartition(".")[0] for entry in plan.entries}
     groups: dict[str, list[Entry]] = {}
     for entry in plan.entries:

@@ -9,11 +9,10 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from autoplan.common.patterns import is_under
-from autoplan.emit.tables.terminal import findings_view, heading
+from autoplan.emit.tables.terminal import findings_view, heading, plain_table
 from autoplan.emit.words import bytes_text
 from autoplan.values import Finding, Report
 from autoplan.version import __version__
@@ -31,9 +30,7 @@ def audit_view(report: Report) -> RenderableType:
         Text.assemble((str(report.details["model"]), "bold"), f" · tp {report.tp_size} · ", verdict),
         Text(f"  {_summary(report)}"),
     ]
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column("verdict")
-    table.add_column("entry", overflow="fold")
+    table = plain_table("verdict", "entry", header=False)
     for pattern, word in report.details["verdicts"].items():
         table.add_row(Text(word, _COLOURS[word]), Text(pattern, "cyan"))
     if table.row_count:
@@ -64,7 +61,7 @@ def audit_view(report: Report) -> RenderableType:
 def claims_view(report: Report) -> RenderableType:
     """Return a table of what a class claims, and whether it holds."""
     colours = {"holds": "green", "wrong": "bold red", "doubtful": "yellow", "not claimed": "dim"}
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table = plain_table("claim", "verdict", header=False)
     for claim, word in report.details["claims"].items():
         table.add_row(Text(claim, "cyan"), Text(word, colours[word]))
     lines: list[RenderableType] = [Text(f"{report.details['model']} · {report.details['verdict']}", "bold"), table]
@@ -75,8 +72,8 @@ def claims_view(report: Report) -> RenderableType:
 
 def _summary(report: Report) -> str:
     details = report.details
-    held, possible = bytes_text(details["bytes_per_rank"]), bytes_text(details["bytes_per_rank_inferred"])
-    return f"{details['plan']}: {details['ran']}; {held} of parameters per rank ({possible} if fully sharded)"
+    actual, possible = bytes_text(details["bytes_per_rank"]), bytes_text(details["bytes_per_rank_inferred"])
+    return f"{details['plan']}: {details['ran']}; {actual} of parameters per rank ({possible} if fully sharded)"
 
 
 def markdown(report: Report) -> str:

@@ -116,13 +116,13 @@ def _grid(columns: list[str], widths: dict[str, int], rows: list[Cells], header:
 TRAFFIC_COLUMNS = ("block", "forward", "backward", "least forward", "least backward", "moved/least")
 
 
-def traffic_row(one: Traffic) -> tuple[str, ...]:
+def traffic_row(block: Traffic) -> tuple[str, ...]:
     """Return a block's row: the number of collectives of each kind, and their bytes per token."""
-    ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
+    ratio = "" if block.ratio is None else f"{block.ratio:.2f}"
     least = [
-        f"{size} B in {number}" if number else "nothing" for number, size in (one.least_forward, one.least_backward)
+        f"{size} B in {number}" if number else "nothing" for number, size in (block.least_forward, block.least_backward)
     ]
-    return one.block, _moved(one.forward), _moved(one.backward), *least, ratio
+    return block.block, _moved(block.forward), _moved(block.backward), *least, ratio
 
 
 def traffic_lines(traffic: Iterable[Traffic]) -> list[str]:

@@ -82,9 +82,9 @@ def _scores(board: Scoreboard) -> RenderableType:
     return table
 
 
-def _reasons(said: list[tuple[Score, str]]) -> RenderableType:
+def _reasons(reasons: list[tuple[Score, str]]) -> RenderableType:
     table = _table("type", "verdict", "reason", header=False)
-    for score, reason in said:
+    for score, reason in reasons:
         verdict = Text(score.verdict, _COLOURS.get(score.verdict, ""))
         table.add_row(Text(score.model_type, "cyan"), verdict, Text(reason))
     return table

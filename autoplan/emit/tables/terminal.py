@@ -54,13 +54,10 @@ def plan_view(plan: Plan) -> RenderableType:
         sections += [heading("Communication of a block, in bytes per token"), table]
     if plan.fed:
         # The inputs of two calls of the forward, and the reasons for them.
-        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-        table.add_column("argument", style="cyan")
-        table.add_column("given", overflow="fold")
-        table.add_column("why", overflow="fold")
+        table = plain_table("argument", "given", "why", header=False)
         for argument in plan.fed:
             also = f", then {argument.also}" if argument.also and argument.also != argument.given else ""
-            table.add_row(Text(argument.argument), Text(f"{argument.given}{also}"), Text(argument.why))
+            table.add_row(Text(argument.argument, "cyan"), Text(f"{argument.given}{also}"), Text(argument.why))
         sections += [heading("Example inputs (inferred; override with inputs=)"), table]
     if plan.findings:
         sections += [heading("Findings"), *findings_view(plan.findings)]

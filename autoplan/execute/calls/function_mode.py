@@ -100,13 +100,13 @@ class PlannedCalls:
         self.names = frozenset(name for name, _ in self.by_place)
         self.required = [call for calls in self.by_place.values() for call in calls if call.must_be_reached]
 
-    def local(self, given: DTensor) -> Any:
+    def local(self, tensor: DTensor) -> Any:
         """Return the local tensor of a DTensor parameter that the module's code took from `parameters()`."""
         for module in self.at.module.modules():
             for name, parameter in module._parameters.items():
-                if parameter is given:
+                if parameter is tensor:
                     return getattr(module, name)
-        return given
+        return tensor
 
     def mode(self) -> ModuleMode:
         """Return the mode for one run of the module."""
@@ -245,13 +245,13 @@ def guard_kernels(model: nn.Module, planned: Iterable[nn.Module], undo: list[Cal
         guard.planned.update(mine)
         guards.append(guard)
 
-    def release(guard: _Guard, kept: Hold) -> None:
+    def release(guard: _Guard, installed: Hold) -> None:
         _alone.run(partial(guard.planned.difference_update, mine))
-        kept.release()
+        installed.release()
 
     for kernel in optional_kernels(model) if mine else ():
         if kernel.installed:
             _alone.run(partial(find, kernel))
-            held = hold(KERNEL_GUARDS, [Place(kernel.home, kernel.name, guards[-1].instead_of)])
-            held.until_gone(model)
-            undo.append(partial(release, guards[-1], held))
+            installed_guard = hold(KERNEL_GUARDS, [Place(kernel.home, kernel.name, guards[-1].instead_of)])
+            installed_guard.until_gone(model)
+            undo.append(partial(release, guards[-1], installed_guard))

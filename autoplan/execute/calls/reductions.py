@@ -198,7 +198,7 @@ def _statistic(x: torch.Tensor, dims: tuple[int, ...], group: RankGroup) -> torc
 @executes(VarianceCall)
 def _variance(planned: VarianceCall, at: At) -> Callable[[Any, Any, Any], torch.Tensor]:
     """Compute `var` or `std` of the global tensor, and its mean if the call returns it."""
-    group, dims, held = at.group, planned.dims, planned.held
+    group, dims, counts = at.group, planned.dims, planned.held
     name, _, with_mean = planned.site.function.partition("_")
 
     def run(func: Any, args: Any, kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -208,9 +208,9 @@ def _variance(planned: VarianceCall, at: At) -> Callable[[Any, Any, Any], torch.
         own = torch.stack((mean, spread)).unsqueeze(0)
         ranks = tuple((rank,) for rank in range(group.size))
         means, spreads = gather_over_ranks(own, group, 0, ranks).unbind(1)
-        parts = wide.new_tensor(held).div(sum(held)).view(-1, *[1] * x.dim())
+        parts = wide.new_tensor(counts).div(sum(counts)).view(-1, *[1] * x.dim())
         whole = (parts * means).sum(0)
-        count = prod(x.size(dim) for dim in dims) * sum(held) / held[group.rank]
+        count = prod(x.size(dim) for dim in dims) * sum(counts) / counts[group.rank]
         variance = (parts * (spreads + (means - whole).square())).sum(0) * count / max(count - planned.correction, 0)
         results = (variance.sqrt() if name == "std" else variance, whole)[: 2 if with_mean else 1]
         shaped = tuple((result if planned.keepdim else result.squeeze(dims)).to(x.dtype) for result in results)
@@ -295,23 +295,23 @@ def _attention(planned: AttentionCall, at: At) -> Callable[[Any, Any, Any], Any]
     return run
 
 
-def _projected(given: dict[str, Any], width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _projected(arguments: dict[str, Any], width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries, keys and values of this rank's heads: batch, heads, positions, width. The learnt `bias_k` and
     `bias_v` and a zero are appended to keys and values."""
-    apart = [given[f"{name}_proj_weight"] for name in "qkv"]
-    weights = apart if given["use_separate_proj_weight"] else given["in_proj_weight"].chunk(3)
-    biases = (None,) * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
-    inputs = [x if x.dim() == 3 else x.unsqueeze(1) for x in (given["query"], given["key"], given["value"])]
+    apart = [arguments[f"{name}_proj_weight"] for name in "qkv"]
+    weights = apart if arguments["use_separate_proj_weight"] else arguments["in_proj_weight"].chunk(3)
+    biases = (None,) * 3 if arguments["in_proj_bias"] is None else arguments["in_proj_bias"].chunk(3)
+    inputs = [x if x.dim() == 3 else x.unsqueeze(1) for x in (arguments["query"], arguments["key"], arguments["value"])]
     q, k, v = (
         F.linear(x, w, b).unflatten(-1, (-1, width)).permute(1, 2, 0, 3)
         for x, w, b in zip(inputs, weights, biases, strict=True)
     )
-    if given["bias_k"] is not None and given["bias_v"] is not None:
+    if arguments["bias_k"] is not None and arguments["bias_v"] is not None:
         k, v = (
             torch.cat([x, more.unflatten(-1, (-1, width)).permute(1, 2, 0, 3).expand(x.shape[0], -1, -1, -1)], 2)
-            for x, more in ((k, given["bias_k"]), (v, given["bias_v"]))
+            for x, more in ((k, arguments["bias_k"]), (v, arguments["bias_v"]))
         )
-    if given["add_zero_attn"]:
+    if arguments["add_zero_attn"]:
         k, v = (torch.cat([x, x.new_zeros((*x.shape[:2], 1, width))], 2) for x in (k, v))
     return q, k, v
 

@@ -235,9 +235,9 @@ def _unconverted(block: nn.Module) -> Iterator[None]:
 
 
 def _apply_if_needed(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], *rest: Any) -> nn.Module:
-    held = [*module.parameters(), *module.buffers()]
+    tensors = [*module.parameters(), *module.buffers()]
     with torch.no_grad():
-        if all(function(tensor) is tensor for tensor in held):
+        if all(function(tensor) is tensor for tensor in tensors):
             return module
     return type(module)._apply(module, function, *rest)
 

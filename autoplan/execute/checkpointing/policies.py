@@ -88,9 +88,9 @@ class _CopyBeforeChange(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, kept: Mapping[Any, Any]) -> None:
+    def __init__(self, storage: Mapping[Any, Any]) -> None:
         super().__init__()
-        self.kept = kept
+        self.storage = storage
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -102,18 +102,18 @@ class _CopyBeforeChange(TorchDispatchMode):
             arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
             written = [arguments.get(argument.name) for argument in schema.arguments if argument.is_write]
             changed = {memory_of(tensor) for _, tensor in flatten_tensors(written)}
-            for kept in _wrapped(list(self.kept.values())):
-                if isinstance(kept.val, torch.Tensor) and memory_of(kept.val) in changed:
-                    kept.val = kept.val.clone()
-                    kept.version = kept.val._version
+            for saved in _wrapped(list(self.storage.values())):
+                if isinstance(saved.val, torch.Tensor) and memory_of(saved.val) in changed:
+                    saved.val = saved.val.clone()
+                    saved.version = saved.val._version
         return func(*args, **(kwargs or {}))
 
 
-def _wrapped(kept: Any) -> Iterator[_VersionWrapper]:
-    if isinstance(kept, _VersionWrapper):
-        yield kept
-    elif isinstance(kept, (dict, list, tuple)):
-        for item in kept.values() if isinstance(kept, dict) else kept:
+def _wrapped(storage: Any) -> Iterator[_VersionWrapper]:
+    if isinstance(storage, _VersionWrapper):
+        yield storage
+    elif isinstance(storage, (dict, list, tuple)):
+        for item in storage.values() if isinstance(storage, dict) else storage:
             yield from _wrapped(item)
 
 

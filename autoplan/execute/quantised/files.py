@@ -39,17 +39,21 @@ class _Files(CheckpointFiles):
         return self._twice(key.removesuffix(".absmax")).numbers(rows_read, places)
 
     def _twice(self, weight: str) -> QuantisedTwice:
-        known, read = super().keys, super().read
-        state = next((key for key in known if key.startswith(f"{weight}.quant_state.")), None)
+        keys, read = super().keys, super().read
+        state = next((key for key in keys if key.startswith(f"{weight}.quant_state.")), None)
         if state is None:
             raise SourceError(
                 f"{self.folder}: {weight}.absmax is quantised, but {weight}.quant_state… with its offset is missing",
                 hint="complete the download, or save the checkpoint again with its package",
             )
-        largest, values, kept = read(f"{weight}{_NESTED}"), read(f"{weight}.nested_quant_map"), read(state)
-        quantisation = json.loads(bytes(kept.tolist()).decode("utf-8"))
+        largest, values, record = read(f"{weight}{_NESTED}"), read(f"{weight}.nested_quant_map"), read(state)
+        quantisation = json.loads(bytes(record.tolist()).decode("utf-8"))
         return QuantisedTwice(
-            largest, values, kept, float(quantisation["nested_offset"]), int(quantisation.get("nested_blocksize", 256))
+            largest,
+            values,
+            record,
+            float(quantisation["nested_offset"]),
+            int(quantisation.get("nested_blocksize", 256)),
         )
 
     def says_nothing(self, key: str) -> bool:
@@ -125,24 +129,24 @@ class DequantisedFiles(_Files):
         if key not in self.packed:
             return super().read(key, rows)
         weight = self.packed[key]
-        wanted = {dim: tuple(held) for dim, held in (rows or {}).items()}
+        wanted = {dim: tuple(own) for dim, own in (rows or {}).items()}
         if weight.is_flat:
             # A few rows at a time, of which only the requested columns are kept.
             outputs, inputs = weight.shape
-            held = wanted.get(0, tuple(range(outputs)))
+            own = wanted.get(0, tuple(range(outputs)))
             columns = torch.tensor(wanted[1]) if 1 in wanted else None
             step = max(1, _AT_ONCE // inputs)
             pieces = []
-            for start in range(0, len(held), step):
-                some = held[start : start + step]
+            for start in range(0, len(own), step):
+                some = own[start : start + step]
                 piece = self._flat_rows(weight, min(some), max(some) + 1)[[row - min(some) for row in some]]
                 pieces.append(piece if columns is None else piece.index_select(1, columns))
             return torch.cat(pieces)
         covers: dict[int, tuple[int, ...]] = {}  # all rows of the blocks that contain these rows, in order of first use
-        for dim, held in wanted.items():
+        for dim, own in wanted.items():
             factors = (number.factor for tensor in weight.tensors for number in tensor.dims if number.of == (dim,))
             block, size = lcm(*factors), weight.shape[dim]
-            touched = dict.fromkeys(row // block for row in held)
+            touched = dict.fromkeys(row // block for row in own)
             covers[dim] = tuple(n for at in touched for n in range(at * block, min((at + 1) * block, size)))
         parts: dict[str, torch.Tensor] = {}
         for tensor in weight.tensors:
@@ -154,10 +158,10 @@ class DequantisedFiles(_Files):
             parts[tensor.name] = super().read(f"{weight.owner}.{tensor.name}", own_rows)
         shape = tuple(len(covers[dim]) if dim in covers else size for dim, size in enumerate(weight.shape))
         blocks = dequantise(weight, parts, shape)
-        for dim, held in wanted.items():
-            if covers[dim] != held:
+        for dim, own in wanted.items():
+            if covers[dim] != own:
                 places = {row: place for place, row in enumerate(covers[dim])}
-                blocks = blocks.index_select(dim, torch.tensor([places[row] for row in held], dtype=torch.long))
+                blocks = blocks.index_select(dim, torch.tensor([places[row] for row in own], dtype=torch.long))
         return blocks
 
     def _flat_rows(self, weight: PackedWeight, start: int, stop: int) -> torch.Tensor:

@@ -52,12 +52,12 @@ class QuantisedTwice:
         return self.largest.float()[places // self.block]
 
 
-def stored_twice(entries: Mapping[str, Any], known: Mapping[str, QuantisedTwice]) -> dict[str, Any]:
+def stored_twice(entries: Mapping[str, Any], quantisations: Mapping[str, QuantisedTwice]) -> dict[str, Any]:
     """Return tensors of a checkpoint, with doubly quantised weights as bitsandbytes writes them."""
     stored: dict[str, Any] = {}
     for entry, value in entries.items():
         weight, end = next(((entry[: entry.index(end)], end) for end in _ENDS if end in entry), (entry, ""))
-        twice = known.get(weight)
+        twice = quantisations.get(weight)
         if twice is None or not end:
             stored[entry] = value
         elif end == _STATE:
@@ -78,7 +78,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight outputs in an
 
 def dequantise(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the plain shard of `shape` that is stored as `parts` (by `weight`'s names)."""
-    decode = _decoder(weight.scheme)
+    decode = decoder_of(weight.scheme)
     if decode is None:
         raise AutoplanError(
             f"{weight.name}: dequantising {weight.scheme.title} is not supported yet", hint="load it as stored"
@@ -90,13 +90,8 @@ def dequantise(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> to
     return decode(_turned(weight), own, turned).transpose(-1, -2)
 
 
-def can_dequantise(scheme: Scheme) -> bool:
-    """Return whether the format of a scheme can be dequantised."""
-    return _decoder(scheme) is not None
-
-
-def _decoder(scheme: Scheme) -> Callable[[PackedWeight, Parts, tuple[int, ...]], torch.Tensor] | None:
-    """Return the decoder named by `dequantise` in the scheme's document. A plan may name a scheme without a
+def decoder_of(scheme: Scheme) -> Callable[[PackedWeight, Parts, tuple[int, ...]], torch.Tensor] | None:
+    """Return the decoder named by `dequantise` in the scheme's document, if any. A plan may name a scheme without a
     document."""
     return _DEQUANTISED.get(scheme_files().get(scheme.id, {}).get("dequantise", ""))
 

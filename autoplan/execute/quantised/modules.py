@@ -19,7 +19,7 @@ from autoplan.common.options import check_argument
 from autoplan.common.patterns import matches
 from autoplan.execute.parameters.held import plain_name, record_of
 from autoplan.execute.parameters.local_views import stored_tensor
-from autoplan.execute.quantised.formats import QuantisedTwice, can_dequantise, dequantise
+from autoplan.execute.quantised.formats import QuantisedTwice, decoder_of, dequantise
 from autoplan.patches.classes import give_class, subclass_of
 from autoplan.values import Plan
 from autoplan.values.quantised import PackedTensor, PackedWeight
@@ -35,7 +35,7 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
     check_argument("plan", plan, Plan, "pass a plan that autoplan.plan made for a quantised model")
     if not plan.packed:
         raise PlanMismatchError("the plan has no quantised weights", hint="plan a config with quantization_config")
-    unknown = next((weight for weight in plan.packed if not can_dequantise(weight.scheme)), None)
+    unknown = next((weight for weight in plan.packed if decoder_of(weight.scheme) is None), None)
     if unknown is not None:
         raise PlanMismatchError(
             f"{unknown.name} is stored as {unknown.scheme.title}, which needs its own package for computing",

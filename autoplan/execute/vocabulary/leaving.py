@@ -123,12 +123,12 @@ def _has_list(index: Any) -> bool:
     return any(isinstance(item, (list, range)) for item in (index if isinstance(index, tuple) else (index,)))
 
 
-def _is_copy(found: Any, args: Any) -> bool:
+def _is_copy(result: Any, args: Any) -> bool:
     """Return whether an index of numbers and slices into the sharded dim gave a copy where torch gives a view."""
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     views = all(item is None or item is Ellipsis or isinstance(item, (int, slice)) for item in index)
     was_split = any(placed.is_shard() for placed in args[0].placements)
-    return views and was_split and not any(placed.is_shard() for placed in found.placements)
+    return views and was_split and not any(placed.is_shard() for placed in result.placements)
 
 
 def _warn_once(func: Any) -> None:
@@ -178,12 +178,12 @@ class Excerpt(torch.Tensor):
         return _excerpts(result) if func.__name__ in _VIEWS else result
 
 
-def _excerpts(found: Any) -> Any:
-    if isinstance(found, torch.Tensor) and not isinstance(found, DTensor):
-        return found.as_subclass(Excerpt)
-    if isinstance(found, (tuple, list)):
-        return type(found)([_excerpts(item) for item in found])
-    return found if isinstance(found, torch.Tensor) else iter([_excerpts(item) for item in found])
+def _excerpts(result: Any) -> Any:
+    if isinstance(result, torch.Tensor) and not isinstance(result, DTensor):
+        return result.as_subclass(Excerpt)
+    if isinstance(result, (tuple, list)):
+        return type(result)([_excerpts(item) for item in result])
+    return result if isinstance(result, torch.Tensor) else iter([_excerpts(item) for item in result])
 
 
 def _plain(value: Any) -> Any:
@@ -194,9 +194,9 @@ def _plain(value: Any) -> Any:
     return changed_inside(value, _plain)
 
 
-def _ours(found: DTensor) -> torch.Tensor:
-    found.__class__ = LeavingLogits
-    return found
+def _ours(logits: DTensor) -> torch.Tensor:
+    logits.__class__ = LeavingLogits
+    return logits
 
 
 def _counts(x: torch.Tensor) -> bool:
@@ -221,15 +221,15 @@ def _opened(value: Any) -> Any:
     return changed_inside(value, _opened)
 
 
-def _kept(found: Any, given: Any) -> Any:
+def _kept(result: Any, args: Any) -> Any:
     """Return results of leaving logits as leaving logits too, and all-reduce partial ones."""
-    if type(found) is DTensor and not any(found is x for _, x in flatten_tensors(given)):
-        if any(placed.is_partial() for placed in found.placements):
-            found = _WholeGradient.apply(found.redistribute(placements=[Replicate()] * found.device_mesh.ndim))
-        return _ours(found)
-    if isinstance(found, (tuple, list)) and any(type(item) is DTensor for item in found):
-        return type(found)([_kept(item, given) for item in found])
-    return found
+    if type(result) is DTensor and not any(result is x for _, x in flatten_tensors(args)):
+        if any(placed.is_partial() for placed in result.placements):
+            result = _WholeGradient.apply(result.redistribute(placements=[Replicate()] * result.device_mesh.ndim))
+        return _ours(result)
+    if isinstance(result, (tuple, list)) and any(type(item) is DTensor for item in result):
+        return type(result)([_kept(item, args) for item in result])
+    return result
 
 
 class _WholeGradient(torch.autograd.Function):

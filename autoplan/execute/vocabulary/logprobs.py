@@ -140,19 +140,19 @@ def vocab_parallel_logprobs_from_hidden(
     check_argument("head", head, (nn.Module, torch.Tensor), "pass the model's head, or its weight [vocabulary, width]")
     check_argument("tokens", tokens, torch.Tensor, "pass token ids [batch, sequence]")
     check_count("chunk_tokens", chunk_tokens)
-    rows_of, tokens = _head_rows(head, bias, group, vocabulary), plain(tokens).to(hidden.device)
-    hidden = plain(hidden)
-    check_filters(temperature, top_k, top_p, rows_of.size)
+    weight, bias, ranks, size = _head_rows(head, bias, group, vocabulary)
+    hidden, tokens = plain(hidden), plain(tokens).to(hidden.device)
+    check_filters(temperature, top_k, top_p, size)
     rows = _Rows(tokens, shift, _last_tokens(tokens, shift, cu_seqlens, position_ids), sequence_index, sequence_group)
     wanted = rows.wanted(hidden.shape[:-1], "hidden states", list(hidden.shape))
 
     def some(states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(states, rows_of.weight, rows_of.bias)
-        columns = Columns(logits if change is None else change(logits), rows_of.group, rows_of.size)
+        logits = F.linear(states, weight, bias)
+        columns = Columns(logits if change is None else change(logits), ranks, size)
         return _row_logprobs(columns, ids, temperature, top_k, top_p, None)
 
     again = partial(checkpoint, some, use_reentrant=False, preserve_rng_state=False)
-    states = copy_to_ranks(hidden, rows_of.group).reshape(-1, hidden.shape[-1])
+    states = copy_to_ranks(hidden, ranks).reshape(-1, hidden.shape[-1])
     pieces = zip(states.split(chunk_tokens), wanted.reshape(-1).split(chunk_tokens), strict=True)
     return rows.result(torch.cat([again(part, ids) for part, ids in pieces]).view(wanted.shape))
 
@@ -170,19 +170,10 @@ def _row_logprobs(
     return chosen - whole
 
 
-@dataclass(frozen=True)
-class _HeadRows:
-    """This rank's rows of a head, with the group and the global number of rows."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    group: RankGroup
-    size: int
-
-
 def _head_rows(
     head: nn.Module | torch.Tensor, bias: torch.Tensor | None, group: Ranks | None, vocabulary: int | None
-) -> _HeadRows:
+) -> tuple[torch.Tensor, torch.Tensor | None, RankGroup, int]:
+    """Return this rank's rows of a head: weight and bias, the group, and the global number of rows."""
     alone = RankGroup("", 1, 0)
     if isinstance(head, nn.Module):
         weight, bias = head.get_parameter("weight"), getattr(head, "bias", None) if bias is None else bias
@@ -211,7 +202,7 @@ def _head_rows(
         )
     ranks = alone if group is None else RankGroup.of(group)
     columns_of(weight.detach().T, None if group is None else ranks, vocabulary)  # checks the number of rows
-    return _HeadRows(weight, bias, ranks, weight.shape[0] if vocabulary is None else vocabulary)
+    return weight, bias, ranks, weight.shape[0] if vocabulary is None else vocabulary
 
 
 @dataclass(frozen=True)

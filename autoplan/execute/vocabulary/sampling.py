@@ -78,8 +78,7 @@ def top_columns(columns: Columns, rows: torch.Tensor, count: int) -> tuple[torch
 
 def _floor_of_mass(ranks: RankGroup, rows: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
     """Return the lowest logit above which less than `top_p` of the mass lies."""
-    peak = rows.amax(-1) if rows.shape[1] else rows.new_full(rows.shape[:1], -float("inf"))
-    peak = _over(ranks, peak, "max")
+    peak = _peak(ranks, rows)
     falling = rows.sort(dim=-1, descending=True).values
     mass = torch.exp((falling - peak[:, None]) / temperature).cumsum(-1, dtype=torch.float64)
     mass, rising = F.pad(mass, (1, 0)), -falling
@@ -91,6 +90,11 @@ def _floor_of_mass(ranks: RankGroup, rows: torch.Tensor, temperature: float, top
         enough = _over(ranks, mass.gather(1, above)[:, 0], "sum") < wanted
         low, high = torch.where(enough, low, guess), torch.where(enough, guess, high)
     return _ordered(high).view(peak.dtype)
+
+
+def _peak(ranks: RankGroup, rows: torch.Tensor) -> torch.Tensor:
+    """Return the largest logit of each row, over all ranks."""
+    return _over(ranks, rows.amax(-1) if rows.shape[1] else rows.new_full(rows.shape[:1], -float("inf")), "max")
 
 
 def _over(ranks: RankGroup, x: torch.Tensor, op: str) -> torch.Tensor:
@@ -177,9 +181,9 @@ def vocab_parallel_argmax(
     columns = columns_of(logits, group, vocabulary)
     rows, ranks = columns.rows.to(wide(logits.dtype)), columns.group
     if rows.shape[1]:
-        best = rows.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=-float("inf")).amax(-1)
-        position = rows.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=-float("inf")) == best[:, None]
-        token = position.int().argmax(-1) + columns.own.start
+        rows = rows.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=-float("inf"))
+        best = rows.amax(-1)
+        token = (rows == best[:, None]).int().argmax(-1) + columns.own.start
     else:
         best, token = rows.new_full(rows.shape[:1], -float("inf")), torch.zeros_like(rows[:, :0].sum(-1).long())
         token = token + columns.size
@@ -238,9 +242,7 @@ def vocab_parallel_sample(
 
 def _draw(columns: Columns, rows: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     ranks = columns.group
-    peak = rows.amax(-1) if rows.shape[1] else rows.new_full(rows.shape[:1], -float("inf"))
-    peak = peak if ranks.size == 1 else all_reduce(peak, ranks, "max")
-    mass = torch.exp(rows - peak[:, None]).cumsum(-1, dtype=torch.float64)
+    mass = torch.exp(rows - _peak(ranks, rows)[:, None]).cumsum(-1, dtype=torch.float64)
     mine = mass[:, -1] if rows.shape[1] else uniform.new_zeros(uniform.shape)
     everyone = mine[None] if ranks.size == 1 else all_gather_rows(mine[None], ranks, 0, [1] * ranks.size)
     ends = everyone.cumsum(0)  # [ranks, rows]: the cumulated mass after each rank

@@ -68,14 +68,14 @@ class Joined:
         sizes = [len(rows[dim]) if dim in rows else size for dim, size in enumerate(shape)]
         assembled = torch.empty(sizes if len(sizes) > stacked else [*sizes, 1], dtype=dtype)
         numbers = rows.get(0, range(shape[0])) if stacked else (0,)
-        inner = {dim - stacked: held for dim, held in rows.items() if dim >= stacked}
+        inner = {dim - stacked: own for dim, own in rows.items() if dim >= stacked}
         for part, entries in enumerate(self._parts()):
             mine, wanted = places.ranges[part], dict(inner)
             where = list(mine)  # positions of the part's rows in the shard
             if places.dim in inner:
-                held = inner[places.dim]
-                where = [place for place, row in enumerate(held) if row in mine]
-                wanted[places.dim] = [held[place] - mine.start for place in where]
+                own = inner[places.dim]
+                where = [place for place, row in enumerate(own) if row in mine]
+                wanted[places.dim] = [own[place] - mine.start for place in where]
             if not where:
                 continue
             for slot, number in enumerate(numbers):
@@ -138,17 +138,17 @@ def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _turned(read: Read, rows: Rows | None = None) -> torch.Tensor:
-    turned = read({1 - dim: held for dim, held in rows.items()}) if rows else read()
+    turned = read({1 - dim: wanted for dim, wanted in rows.items()}) if rows else read()
     return turned.transpose(0, 1)
 
 
 def _read(entry: _Entry, shape: tuple[int, ...], rows: Rows) -> torch.Tensor:
-    rows = {dim: held for dim, held in rows.items() if len(held) != shape[dim] or list(held) != list(range(shape[dim]))}
+    rows = {dim: own for dim, own in rows.items() if list(own) != list(range(shape[dim]))}
     if entry.shape == shape:
         return entry.read(rows) if rows else entry.read()
     tensor = entry.read().reshape(shape)  # a scalar, or a row
-    for dim, held in rows.items():
-        tensor = tensor.index_select(dim, torch.tensor(list(held), dtype=torch.long))
+    for dim, own in rows.items():
+        tensor = tensor.index_select(dim, torch.tensor(list(own), dtype=torch.long))
     return tensor
 
 
@@ -180,21 +180,21 @@ def match_keys(
     """Find a source for each group of names (one tensor each): the first name that the checkpoint has. `passing`: the
     non-persistent buffers."""
     names = {name for group in groups for name in group}
-    known = conventions().checkpoint_names(model)
-    prefix = known.prefix
+    rules = conventions().checkpoint_names(model)
+    prefix = rules.prefix
     matched, conversions, joins = Matched(), dict[str, Conversion](), dict[str, Joined]()
     for key in sorted(keys, key=_numbered):  # converters expect experts in order
-        name, pattern = known.rename(key)
+        name, pattern = rules.rename(key)
         name = _with_or_without(prefix, name, names)
         if name not in names and _with_or_without(prefix, key, names) in names:
             name, pattern = _with_or_without(prefix, key, names), None
         if pattern is None and name in names:
             matched.direct[name] = key
-        elif pattern is not None and name not in conversions and (join := known.join(pattern)) is not None:
+        elif pattern is not None and name not in conversions and (join := rules.join(pattern)) is not None:
             joins.setdefault(name, Joined(name, join)).add(key, pattern, partial(read, key), shape(key))
         elif pattern is not None:
             if name not in conversions:
-                conversions[name] = known.conversion(pattern, name)
+                conversions[name] = rules.conversion(pattern, name)
             conversions[name].add(name, key, pattern, shape(key))
         else:
             matched.unexpected.append(key)
@@ -213,13 +213,13 @@ def match_keys(
     matched.missing = [group[0] for group in groups if not matched_names & set(group)]
     # Old checkpoints hold buffers that are no longer saved; a model may list further harmless keys.
     passing = set(passing)
-    missing = [re.compile(text) for text in known.may_lack]
-    surplus = [re.compile(text) for text in known.may_exceed]
+    missing = [re.compile(text) for text in rules.may_lack]
+    surplus = [re.compile(text) for text in rules.may_exceed]
     matched.missing = [name for name in matched.missing if not any(rule.search(name) for rule in missing)]
     matched.unexpected = [
         key
         for key in matched.unexpected
-        if _with_or_without(known.prefix, key, passing) not in passing and not any(rule.search(key) for rule in surplus)
+        if _with_or_without(rules.prefix, key, passing) not in passing and not any(rule.search(key) for rule in surplus)
     ]
     return matched
 
@@ -319,14 +319,14 @@ class Moved:
                 indices.append(places % size)
                 places = torch.div(places, size, rounding_mode="floor")
             index = indices[::-1]
-            asked: dict[int, Sequence[int]] = {self.still[dim]: held for dim, held in rows.items() if dim in self.still}
+            needed: dict[int, Sequence[int]] = {self.still[dim]: own for dim, own in rows.items() if dim in self.still}
             inner = []
             for dim, positions in zip(moved, index, strict=True):
-                held, place = positions.unique(return_inverse=True)
+                source_rows, place = positions.unique(return_inverse=True)
                 inner.append(place)
-                if len(held) < shape[dim]:
-                    asked[dim] = held.tolist()
-            values = read(key, asked).permute(*moved, *self.still.values())
+                if len(source_rows) < shape[dim]:
+                    needed[dim] = source_rows.tolist()
+            values = read(key, needed).permute(*moved, *self.still.values())
             yield at, values[tuple(inner)] if inner else values[None].expand(len(at), *values.shape)
 
 

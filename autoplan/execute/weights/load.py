@@ -307,11 +307,11 @@ def _conversions(
     return conversions
 
 
-def _misfit(name: str, found: torch.Tensor, wanted: _Saved) -> str:
+def _misfit(name: str, stored: torch.Tensor, wanted: _Saved) -> str:
     """Return why a tensor of the checkpoint does not fit one of the model; "" if it does."""
-    if tuple(found.shape) != wanted.shape:
-        return f"{name} is {list(found.shape)}, but the model expects {list(wanted.shape)}"
-    old, new = found.dtype, wanted.tensor.dtype
+    if tuple(stored.shape) != wanted.shape:
+        return f"{name} is {list(stored.shape)}, but the model expects {list(wanted.shape)}"
+    old, new = stored.dtype, wanted.tensor.dtype
     if torch.bool in (old, new) or old.is_floating_point != new.is_floating_point:
         fits = old == new
     elif old.is_floating_point:  # an 8-bit float cannot be cast, since it lacks its scales

@@ -183,10 +183,10 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
 
 
 @contextmanager
-def _as_our_error(told: str, hint: str) -> Iterator[None]:
+def _as_our_error(problem: str, hint: str) -> Iterator[None]:
     """Turn torch's CheckpointException, which all ranks get and which is no Exception, into an AutoplanError."""
     try:
         yield
     except CheckpointException as error:
         rank, (failure, _) = min(error.failures.items())
-        raise AutoplanError(f"{told} by rank {rank}: {type(failure).__name__}: {failure}", hint=hint) from error
+        raise AutoplanError(f"{problem} by rank {rank}: {type(failure).__name__}: {failure}", hint=hint) from error

@@ -64,10 +64,10 @@ class NewFiles:
     limit: int
     headers: dict[str, str] = field(default_factory=dict)
     pending: dict[str, torch.Tensor] = field(default_factory=dict)
-    held: int = 0
+    pending_bytes: int = 0
     parts: list[tuple[str, ...]] = field(default_factory=list)
     total: int = 0
-    made: list[Path] = field(default_factory=list)  # files to remove again on failure
+    written: list[Path] = field(default_factory=list)  # files to remove again on failure
 
     def add(self, tensors: Mapping[str, Any]) -> None:
         """Keep these tensors for the next file, and write it when it is full."""
@@ -76,12 +76,12 @@ class NewFiles:
                 if not isinstance(tensor, torch.Tensor):
                     raise AutoplanError(f"{name} is a {type(tensor).__name__}: safetensors files hold tensors only")
                 size = tensor.numel() * tensor.element_size()
-                if self.pending and self.held + size > self.limit:
+                if self.pending and self.pending_bytes + size > self.limit:
                     self._write()
                 # a view would keep its larger storage alive until the file is full
                 is_part = tensor.is_contiguous() and tensor.untyped_storage().nbytes() > size
                 self.pending[name] = tensor.clone() if is_part else tensor.contiguous()
-                self.held += size
+                self.pending_bytes += size
                 self.total += size
 
     def _write(self) -> None:
@@ -91,11 +91,11 @@ class NewFiles:
         if not self.parts:
             _clear(self.folder)
         place = self.folder / _PART.format(f"{len(self.parts):05d}")
-        self.made.append(place)
+        self.written.append(place)
         save_file(self.pending, place, metadata={"format": "pt"} | self.headers)
         _sync(place)
         self.parts.append(tuple(self.pending))
-        self.pending, self.held = {}, 0
+        self.pending, self.pending_bytes = {}, 0
 
     def prepare(self) -> None:
         """Write the rest, and sync everything to the disk; the old checkpoint is unchanged."""
@@ -111,30 +111,30 @@ class NewFiles:
                 )
                 names = [f"model{save}-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
                 for number, name in enumerate(names):
-                    os.rename(self.made[number], self.folder / name)
-                    self.made[number] = self.folder / name
+                    os.rename(self.written[number], self.folder / name)
+                    self.written[number] = self.folder / name
                 where = {tensor: name for name, tensors in zip(names, self.parts, strict=True) for tensor in tensors}
                 index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(where.items()))}
-                self.made.append(self.folder / _PART.format("index"))
-                self.made[-1].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-                _sync(self.made[-1])
+                self.written.append(self.folder / _PART.format("index"))
+                self.written[-1].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+                _sync(self.written[-1])
             _sync(self.folder)
 
     def switch(self) -> None:
         """Switch from the old checkpoint to the new one, after `prepare`; then remove the old files."""
-        single, index, new = self.folder / _FILE, self.folder / _INDEX, set(self.made)
+        single, index, new = self.folder / _FILE, self.folder / _INDEX, set(self.written)
         with told_as_unwritten(self.folder):
             if len(self.parts) == 1:
-                os.replace(self.made[-1], single)
-                self.made = []
+                os.replace(self.written[-1], single)
+                self.written = []
                 _sync(self.folder)
                 index.unlink(missing_ok=True)
             else:
-                os.replace(self.made[-1], index)
-                self.made = [*self.made[:-1], index] if single.exists() else []
+                os.replace(self.written[-1], index)
+                self.written = [*self.written[:-1], index] if single.exists() else []
                 _sync(self.folder)
                 single.unlink(missing_ok=True)
-                self.made = []
+                self.written = []
             _sync(self.folder)
             for path in list(self.folder.iterdir()):
                 if _SHARD.fullmatch(path.name) and path not in new:
@@ -142,10 +142,10 @@ class NewFiles:
 
     def abandon(self) -> None:
         """Remove what was written, as far as the disk permits."""
-        for path in self.made:
+        for path in self.written:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-        self.made = []
+        self.written = []
 
 
 def replace_files(folder: Path, write: Callable[[Path], Any], read: Sequence[str] = ()) -> None:

@@ -23,7 +23,7 @@ def sounds(
     configs: Sequence[Any], takes: Callable[[str], bool], draw: Draw, batch: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield arguments that pass one sound per prompt, the likeliest first."""
-    bands = spectrum(configs)
+    bands = bands_of(configs)[0]
     # exactly two frames per position
     exact = [2 * n for c in configs if (n := positive_int(c, "max_source_positions"))]
     for frames in dict.fromkeys((*exact, *_FRAMES)):
@@ -35,13 +35,8 @@ def sounds(
                 yield {"input_features": features}
 
 
-def spectrum(configs: Sequence[Any]) -> int:
-    """Return the number of bands of a spectrogram."""
-    return bands_of(configs)[0]
-
-
 def bands_of(configs: Sequence[Any]) -> list[int]:
-    """Return what the configs may give as the number of bands, the likeliest first."""
+    """Return what the configs may give as the number of bands of a spectrogram, the likeliest first."""
     bands = [v for names in (_BANDS, _BANDS_LATER) for c in configs for n in names if (v := positive_int(c, n))]
     return list(dict.fromkeys(bands)) or [80]
 

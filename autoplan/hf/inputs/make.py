@@ -22,7 +22,7 @@ from autoplan.capture.dry_run import failure_of, tried
 from autoplan.capture.feeding.wants import SIZES
 from autoplan.common.errors import CaptureError
 from autoplan.common.random_values import working_dtype
-from autoplan.hf.inputs.guesses import NAMES, first_that_runs, pictures, positive_int, sounds, spectrum
+from autoplan.hf.inputs.guesses import NAMES, bands_of, first_that_runs, pictures, positive_int, sounds
 from autoplan.hf.inputs.prompts import MODALITIES, Modality, prompt_feed, together
 from autoplan.hf.shrink import all_configs
 from autoplan.hf.tiny_sizes import is_token_id
@@ -179,7 +179,7 @@ class _Maker:
         """Return a spectrogram or a waveform."""
         if (name or self.main) != "input_features":
             return self.draw.normal((self.batch, _SAMPLES))
-        return self.draw.normal((self.batch, _FRAMES, spectrum(self.configs)))
+        return self.draw.normal((self.batch, _FRAMES, bands_of(self.configs)[0]))
 
     def states_argument(self) -> str | None:
         """Return a lone decoder's argument for an encoder's states; whether it reads them shows in a run."""

@@ -106,7 +106,7 @@ def _tried(
     twin: Twin,
     token: int | None,
     text: torch.Tensor,
-    given: dict[str, Any],
+    passed: dict[str, Any],
     takes: Callable[[str], bool],
 ) -> dict[str, Any] | Exception:
     """Return the complete call if it runs on the twin, else the exception."""
@@ -115,11 +115,11 @@ def _tried(
         # The method that makes the features, of the outermost module that takes the most arguments.
         named = modality.features or "-"
         methods = [method for part in twin.module.modules() if callable(method := getattr(part, named, None))]
-        maker = max(methods, key=lambda method: len(_named(method) & given.keys()), default=None)
-        ids, count = text, given.pop("placeholders", None)
+        maker = max(methods, key=lambda method: len(_named(method) & passed.keys()), default=None)
+        ids, count = text, passed.pop("placeholders", None)
         if count is None and maker is not None and token is not None:
             names = _named(maker)
-            arguments = {name: value for name, value in given.items() if not names or name in names}
+            arguments = {name: value for name, value in passed.items() if not names or name in names}
             count = _features(twin.run(maker, arguments))
         if count is not None and token is not None:
             # Some text, the placeholders, more text
@@ -129,8 +129,8 @@ def _tried(
             ids = torch.cat([text[:, :2], torch.full((rows, count // rows), token), text[:, 2:]], dim=1)
         places: Any = ids == token
         if isinstance(places, torch.Tensor):
-            given |= {name: places.long() * modality.token_type for name in _TOKEN_TYPES if takes(name)}
-        feed = {"input_ids": ids, **given}
+            passed |= {name: places.long() * modality.token_type for name in _TOKEN_TYPES if takes(name)}
+        feed = {"input_ids": ids, **passed}
         twin.run(twin.module, feed)
     except Exception as error:  # someone else's forward, tried on a guess, may raise anything
         if not (feed and depends_on_data(error)):
@@ -143,14 +143,14 @@ def _named(method: Callable[..., Any]) -> set[str]:
     return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
-def _features(made: Any) -> int:
+def _features(output: Any) -> int:
     """Return the number of feature vectors: models return a tensor, nested lists, or an output with a pooled part."""
     for part in ("pooler_output", "deepstack_features", "last_hidden_state"):
-        part_output = getattr(made, part, None)
+        part_output = getattr(output, part, None)
         if part_output is not None:
             return _features(part_output[0] if part == "deepstack_features" else part_output)
-    if isinstance(made, torch.Tensor):
-        return made.numel() // made.shape[-1]
-    if isinstance(made, list | tuple) and made:
-        return sum(_features(item) for item in made if not isinstance(item, int))
-    raise CaptureError(f"the features are a {type(made).__name__}")
+    if isinstance(output, torch.Tensor):
+        return output.numel() // output.shape[-1]
+    if isinstance(output, list | tuple) and output:
+        return sum(_features(item) for item in output if not isinstance(item, int))
+    raise CaptureError(f"the features are a {type(output).__name__}")

@@ -5,7 +5,7 @@ how the value lies on ranks before and after, what moves between ranks, how it i
 systems' styles can express it. Besides, it needs one executor (execute/executors.py). So explanations, costs, traffic,
 exports and plan files work at once for a kind that was added today.
 
-`@instruction` registers a class as one that plan files know, and refuses one with missing declarations.
+`@instruction` makes a class a frozen dataclass that plan files know, and refuses one with missing declarations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 from autoplan.values.estimate import Cost
 
@@ -90,6 +90,7 @@ class Instruction:
     cost: ClassVar[Cost | None]
     in_styles: ClassVar[bool]
     collectives: ClassVar[tuple[Move, ...]]
+    always_communicates: ClassVar[bool] = False  # also where nothing moves here
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -122,7 +123,7 @@ class Instruction:
     @property
     def communicates(self) -> bool:
         """Return whether other ranks need something from the module because of it."""
-        return bool(self.moves)
+        return self.always_communicates or bool(self.moves)
 
 
 INSTRUCTIONS: dict[str, type[Instruction]] = {}
@@ -130,13 +131,13 @@ _TO_SAY = ("takes", "gives", "says", "cost", "in_styles", "collectives")
 Kind = TypeVar("Kind", bound=Instruction)
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def instruction(kind: type[Kind]) -> type[Kind]:
-    """Register a class. One with missing declarations is refused by name."""
+    """Make a class a frozen dataclass and register it. One with missing declarations is refused by name."""
+    kind = dataclass(frozen=True)(kind)
     missing = [f"`{name}`" for name in _TO_SAY if not hasattr(kind, name)]
     if str(kind.__doc__).startswith((f"{kind.__name__}(", "None")):  # dataclasses generate one of their own
         missing.append("a docstring")
-    if "__dataclass_params__" not in vars(kind):
-        missing.append("@dataclass(frozen=True)")
     if missing:
         raise TypeError(f"instruction {kind.__name__} lacks {', '.join(missing)}")
     if kind.__name__ in INSTRUCTIONS:

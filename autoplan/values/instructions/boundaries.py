@@ -38,6 +38,7 @@ class Boundary(Instruction):
     gradients_only: ClassVar[bool] = False
     stream_end: ClassVar[str] = ""
     in_styles: ClassVar[bool] = True
+    always_communicates: ClassVar[bool] = True
 
     def said(self, ranks: int) -> str:
         place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).removeprefix(".")
@@ -45,18 +46,12 @@ class Boundary(Instruction):
             f"{self.pattern}: {self.says.format(**vars(self) | {'what': f'{self.side} {place}'.strip(), 'tp': ranks})}"
         )
 
-    @property
-    def communicates(self) -> bool:
-        return True
-
 
 @instruction
-@dataclass(frozen=True)
 class AllReduceGradient(Boundary):
     """Identity forward; backward all-reduces the partial gradient (Megatron's f)."""
 
-    takes = Spread.REPLICATE
-    gives = Spread.PARTIAL_GRADIENT
+    takes, gives = Spread.REPLICATE, Spread.PARTIAL_GRADIENT
     says = "the gradient of {what} is summed over ranks (backward)"
     cost = None  # reported at each module that reads the value
     turn = 4
@@ -65,12 +60,10 @@ class AllReduceGradient(Boundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class AllReduce(Boundary):
     """Forward all-reduces the partial value; identity backward (Megatron's g)."""
 
-    takes = Spread.PARTIAL
-    gives = Spread.REPLICATE
+    takes, gives = Spread.PARTIAL, Spread.REPLICATE
     says = "{what} is summed over ranks (forward)"
     cost = Cost("sum")
     turn = 1
@@ -78,12 +71,10 @@ class AllReduce(Boundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class MeanOverRanks(Boundary):
     """A mean over an axis with equal shards: forward all-reduces the means of the shards and divides by tp."""
 
-    takes = Spread.PARTIAL
-    gives = Spread.REPLICATE
+    takes, gives = Spread.PARTIAL, Spread.REPLICATE
     says = "{what} is averaged over ranks (forward)"
     cost = None
     turn = 1
@@ -91,7 +82,6 @@ class MeanOverRanks(Boundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class ScaleGradient(Boundary):
     """Identity forward; backward divides by tp a gradient that every rank has in full, so that it is one part of a sum.
     With a `layout`, only on the replicated segments along `dim`."""
@@ -99,8 +89,7 @@ class ScaleGradient(Boundary):
     dim: int | None = None
     layout: str | None = None
 
-    takes = Spread.PARTIAL_GRADIENT
-    gives = Spread.REPLICATE
+    takes, gives = Spread.PARTIAL_GRADIENT, Spread.REPLICATE
     says = "the gradient of {what} is divided by {tp} where the value is replicated (backward)"
     cost = None
     turn = 5
@@ -109,15 +98,13 @@ class ScaleGradient(Boundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class AllGather(Boundary):
     """Forward gathers the shards along `dim` into the order of `layout`; backward a rank keeps its shard."""
 
     dim: int
     layout: str
 
-    takes = Spread.SHARD
-    gives = Spread.REPLICATE
+    takes, gives = Spread.SHARD, Spread.REPLICATE
     says = "{what} is all-gathered (forward), its gradient sliced (backward)"
     cost = Cost("gather")
     turn = 2
@@ -126,7 +113,6 @@ class AllGather(Boundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class WithholdPartial(Boundary):
     """Withholds a branch's part of a sum for the next branch of the block, which adds it to its own, and returns zeros.
     Under sequence parallelism these are zeros of a shard: of `sequence`, along `dim`."""
@@ -134,8 +120,7 @@ class WithholdPartial(Boundary):
     dim: int | None = None
     sequence: SequenceName | None = None
 
-    takes = Spread.PARTIAL
-    gives = Spread.REPLICATE
+    takes, gives = Spread.PARTIAL, Spread.REPLICATE
     says = "{what} is left partial (forward), and summed together with the next branch"
     cost = Cost("sum", with_next_branch=True)
     turn = 1
@@ -143,12 +128,10 @@ class WithholdPartial(Boundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class JoinPartial(Boundary):
     """Adds the part that the previous branch withheld to a branch's part of a sum."""
 
-    takes = Spread.PARTIAL
-    gives = Spread.PARTIAL
+    takes, gives = Spread.PARTIAL, Spread.PARTIAL
     says = "the previous branch's partial sum is added to {what} (forward)"
     cost = None
     turn = 0
@@ -167,12 +150,10 @@ class SequenceBoundary(Boundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class ScatterSequence(SequenceBoundary):
     """Forward a rank keeps its own positions of a replicated value; backward gathers the full gradient."""
 
-    takes = Spread.REPLICATE
-    gives = Spread.SEQUENCE_SHARD
+    takes, gives = Spread.REPLICATE, Spread.SEQUENCE_SHARD
     says = "{what} is sharded along the sequence (forward), its gradient gathered (backward)"
     cost = None
     turn = 3
@@ -181,13 +162,11 @@ class ScatterSequence(SequenceBoundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class OwnPositions(SequenceBoundary):
     """Forward a rank keeps its own positions of a replicated value; its gradient is thus partial, and is not reduced
     here: under context parallelism the gradient is reduced once, at the parameters that the value comes from."""
 
-    takes = Spread.PARTIAL_GRADIENT
-    gives = Spread.SEQUENCE_SHARD
+    takes, gives = Spread.PARTIAL_GRADIENT, Spread.SEQUENCE_SHARD
     says = "{what} is reduced to the rank's own positions (forward), its gradient is zero elsewhere (backward)"
     cost = None
     turn = 3
@@ -196,12 +175,10 @@ class OwnPositions(SequenceBoundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class AllGatherSequence(SequenceBoundary):
     """Forward gathers all positions, for replicated readers; backward a rank keeps its own."""
 
-    takes = Spread.SEQUENCE_SHARD
-    gives = Spread.REPLICATE
+    takes, gives = Spread.SEQUENCE_SHARD, Spread.REPLICATE
     says = "{what} is gathered along the sequence (forward), its gradient sliced (backward)"
     cost = None
     turn = 2
@@ -211,13 +188,11 @@ class AllGatherSequence(SequenceBoundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class AllGatherSequenceSumGradient(SequenceBoundary):
     """Forward gathers all positions, for sharded readers; backward reduce-scatters the gradients, so that each rank
     keeps its own positions of the sum."""
 
-    takes = Spread.SEQUENCE_SHARD
-    gives = Spread.PARTIAL_GRADIENT
+    takes, gives = Spread.SEQUENCE_SHARD, Spread.PARTIAL_GRADIENT
     says = "{what} is gathered along the sequence (forward), its gradient reduce-scattered (backward)"
     cost = None  # reported at each module that reads the value
     turn = 2
@@ -225,12 +200,10 @@ class AllGatherSequenceSumGradient(SequenceBoundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class ReduceScatterSequence(SequenceBoundary):
     """Forward reduce-scatters the partial value along the sequence; backward gathers all positions."""
 
-    takes = Spread.PARTIAL
-    gives = Spread.SEQUENCE_SHARD
+    takes, gives = Spread.PARTIAL, Spread.SEQUENCE_SHARD
     says = "{what} is reduce-scattered along the sequence (forward), its gradient gathered (backward)"
     cost = Cost("sum", as_sequence_shard=True)
     turn = 1
@@ -238,13 +211,11 @@ class ReduceScatterSequence(SequenceBoundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class WholeLength(SequenceBoundary):
     """A rank's own positions, for code that asks for the length of the sequence and passes them to modules that take
     own positions: it sees the global length. Anything else done with them gathers the others first."""
 
-    takes = Spread.SEQUENCE_SHARD
-    gives = Spread.SEQUENCE_SHARD
+    takes, gives = Spread.SEQUENCE_SHARD, Spread.SEQUENCE_SHARD
     says = "{what} holds the rank's own positions and reports the full sequence length"
     cost = None
     turn = 6
@@ -264,29 +235,24 @@ class Exchange(SequenceBoundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class ExchangeToPieces(Exchange):
     """Forward each rank sends its own positions of the other ranks' heads, and gets all positions of its own heads;
     backward the gradient goes the other way, summed where several ranks hold a head."""
 
-    takes = Spread.SEQUENCE_SHARD
-    gives = Spread.SHARD
+    takes, gives = Spread.SEQUENCE_SHARD, Spread.SHARD
     says = "{what} is exchanged from own positions to own pieces (forward), its gradient back (backward)"
 
 
 @instruction
-@dataclass(frozen=True)
 class ExchangeToPositions(Exchange):
     """Forward each rank sends the other ranks' positions of its own heads, and gets all heads of its own positions;
     backward the gradient goes the other way."""
 
-    takes = Spread.SHARD
-    gives = Spread.SEQUENCE_SHARD
+    takes, gives = Spread.SHARD, Spread.SEQUENCE_SHARD
     says = "{what} is exchanged from own pieces to own positions (forward), its gradient back (backward)"
 
 
 @instruction
-@dataclass(frozen=True)
 class Halo(SequenceBoundary):
     """A module that reads `before` positions before each one and `after` behind it gets a rank's own and as many around
     them, sent by the ranks before and after; of what it returns at `output` a rank keeps its own. Backward their
@@ -298,8 +264,7 @@ class Halo(SequenceBoundary):
     output_dim: int
     after: int = 0
 
-    takes = Spread.SEQUENCE_SHARD
-    gives = Spread.SEQUENCE_SHARD
+    takes, gives = Spread.SEQUENCE_SHARD, Spread.SEQUENCE_SHARD
     says = (
         "before {what} come the last {before} positions of the rank before, behind it the first {after} of the rank "
         "after (forward), their gradient back (backward)"
@@ -313,12 +278,10 @@ class Halo(SequenceBoundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class LogitsOfPositions(SequenceBoundary):
     """Logits of a rank's own positions, from which the model goes on to compute its own loss."""
 
-    takes = Spread.SEQUENCE_SHARD
-    gives = Spread.SEQUENCE_SHARD
+    takes, gives = Spread.SEQUENCE_SHARD, Spread.SEQUENCE_SHARD
     says = "{what} holds the rank's own positions, and the loss is computed on those"
     cost = None
     turn = 6
@@ -326,12 +289,10 @@ class LogitsOfPositions(SequenceBoundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class AllGatherPicked(SequenceBoundary):
     """Gathers all positions in a call where a number selects those to continue with (`logits_to_keep`)."""
 
-    takes = Spread.SEQUENCE_SHARD
-    gives = Spread.SEQUENCE_SHARD
+    takes, gives = Spread.SEQUENCE_SHARD, Spread.SEQUENCE_SHARD
     says = "{what} is gathered along the sequence in calls without gradients that request only some positions"
     cost = None
     turn = 5
@@ -339,12 +300,10 @@ class AllGatherPicked(SequenceBoundary):
 
 
 @instruction
-@dataclass(frozen=True)
 class NoteShard(SequenceBoundary):
     """Marks a value as a shard of the positions, unchanged, in case a caller collects it."""
 
-    takes = Spread.SEQUENCE_SHARD
-    gives = Spread.SEQUENCE_SHARD
+    takes, gives = Spread.SEQUENCE_SHARD, Spread.SEQUENCE_SHARD
     says = "{what} is sharded along the sequence, and gathered where the model returns it"
     cost = None
     turn = 6

@@ -87,11 +87,6 @@ class CallRewrite(Instruction):
         """Return whether the call combines parts that ranks hold."""
         return bool(self.collectives)
 
-    def bare(self) -> RewriteCall:
-        """Return the same rewrite without what its kind does."""
-        more = {"arguments": self.arguments, "copies": self.copies, "cuts": self.cuts, "sometimes": self.sometimes}
-        return RewriteCall(self.pattern, self.site, **more)  # type: ignore[arg-type]
-
     def said(self, ranks: int) -> str:
         done = [
             *(["local sizes"] if self.arguments else []),
@@ -116,43 +111,36 @@ class CallRewrite(Instruction):
 
 
 @instruction
-@dataclass(frozen=True)
 class RewriteCall(CallRewrite):
     """A call that runs as written, with other numbers, sums of its inputs' gradients, or its outputs sliced."""
 
-    takes = Spread.ANY
-    gives = Spread.ANY
+    takes, gives = Spread.ANY, Spread.ANY
     says = ""
     cost = None
     collectives = ()
 
 
 @instruction
-@dataclass(frozen=True)
 class SumCall(CallRewrite):
     """A call that sums over a sharded axis: the partial result is all-reduced, a bias is added once."""
 
-    takes = Spread.SHARD
-    gives = Spread.REPLICATE
+    takes, gives = Spread.SHARD, Spread.REPLICATE
     says = "output summed over ranks"
     cost = Cost("sum", "call")
     collectives = (Move(Collective.ALL_REDUCE),)
 
 
 @instruction
-@dataclass(frozen=True)
 class MeanCall(CallRewrite):
     """A mean over an axis with equal shards: the means of the shards are averaged."""
 
-    takes = Spread.SHARD
-    gives = Spread.REPLICATE
+    takes, gives = Spread.SHARD, Spread.REPLICATE
     says = "output averaged over ranks"
     cost = Cost("mean", "call")
     collectives = (Move(Collective.ALL_REDUCE),)
 
 
 @instruction
-@dataclass(frozen=True)
 class NormCall(CallRewrite):
     """layer_norm or rms_norm over the last `dims` dims, with `count` elements over all ranks. Its statistics are
     all-reduced, forward and backward: the squares, and before them, if it takes two statistics, the mean."""
@@ -161,8 +149,7 @@ class NormCall(CallRewrite):
     count: int
     statistics: int
 
-    takes = Spread.SHARD
-    gives = Spread.SHARD
+    takes, gives = Spread.SHARD, Spread.SHARD
     says = "statistics summed over ranks (norm)"
     cost = Cost("norm", "call")
     collectives = (Move(Collective.ALL_REDUCE, Amount.ROWS), Move(Collective.ALL_REDUCE, Amount.ROWS, backward=True))
@@ -173,7 +160,6 @@ class NormCall(CallRewrite):
 
 
 @instruction
-@dataclass(frozen=True)
 class VarianceCall(CallRewrite):
     """`var` or `std` over `dims` (from the end), of which rank r holds `held[r]` positions. Ranks gather each other's
     mean and variance and combine them. `correction` is subtracted from the count."""
@@ -183,8 +169,7 @@ class VarianceCall(CallRewrite):
     correction: int
     held: tuple[int, ...]
 
-    takes = Spread.SHARD
-    gives = Spread.REPLICATE
+    takes, gives = Spread.SHARD, Spread.REPLICATE
     says = "mean and variance of each rank gathered"
     cost = Cost("variance", "call")
     collectives = (Move(Collective.ALL_GATHER, Amount.MEAN_AND_VARIANCE),)
@@ -195,7 +180,6 @@ class VarianceCall(CallRewrite):
 
 
 @instruction
-@dataclass(frozen=True)
 class LengthCall(CallRewrite):
     """Lengths of vectors along sharded `dims` (from the end): the squares are all-reduced. A function that `divides` by
     the lengths all-reduces their gradient, too."""
@@ -204,8 +188,7 @@ class LengthCall(CallRewrite):
     keepdim: bool
     divides: bool
 
-    takes = Spread.SHARD
-    gives = Spread.REPLICATE
+    takes, gives = Spread.SHARD, Spread.REPLICATE
     says = "squares summed over ranks (vector norm)"
     cost = Cost("length", "call")
     collectives = (Move(Collective.ALL_REDUCE, Amount.LENGTHS),)
@@ -217,70 +200,60 @@ class LengthCall(CallRewrite):
 
 
 @instruction
-@dataclass(frozen=True)
 class EmbeddingCall(CallRewrite):
     """A lookup in a table whose `rows` are sharded: ids of other ranks give zeros, and the rows are all-reduced."""
 
     rows: int
 
-    takes = Spread.REPLICATE
-    gives = Spread.REPLICATE
+    takes, gives = Spread.REPLICATE, Spread.REPLICATE
     says = "out-of-range ids masked, rows summed over ranks"
     cost = Cost("embedding", "call")
     collectives = (Move(Collective.ALL_REDUCE),)
 
 
 @instruction
-@dataclass(frozen=True)
 class RowCall(CallRewrite):
     """table[number] or table[ids], of a table whose `rows` are sharded: ranks that do not own a row give zeros."""
 
     rows: int
 
-    takes = Spread.SHARD
-    gives = Spread.REPLICATE
+    takes, gives = Spread.SHARD, Spread.REPLICATE
     says = "the row is summed over ranks (zero except on its owner)"
     cost = Cost("row", "call")
     collectives = (Move(Collective.ALL_REDUCE),)
 
 
 @instruction
-@dataclass(frozen=True)
 class GatherCall(CallRewrite):
     """A product whose shards along `dim` are gathered into the order of `layout`."""
 
     dim: int
     layout: str
 
-    takes = Spread.REPLICATE
-    gives = Spread.REPLICATE
+    takes, gives = Spread.REPLICATE, Spread.REPLICATE
     says = "output all-gathered"
     cost = Cost("gather", "call")
     collectives = (Move(Collective.ALL_GATHER),)
 
 
 @instruction
-@dataclass(frozen=True)
 class AttentionCall(CallRewrite):
     """`multi_head_attention_forward` on a rank's own heads: its output projection is all-reduced."""
 
-    takes = Spread.PARTIAL_GRADIENT
-    gives = Spread.REPLICATE
+    takes, gives = Spread.PARTIAL_GRADIENT, Spread.REPLICATE
     says = "computed on the rank's heads, output summed over ranks"
     cost = Cost("attention", "call")
     collectives = (Move(Collective.ALL_REDUCE),)
 
 
 @instruction
-@dataclass(frozen=True)
 class EqualPieces(CallRewrite):
     """Pieces along `dim` (from the end), equal in the full model but not on a rank: `pieces[r]` are rank r's."""
 
     dim: int
     pieces: tuple[tuple[int, ...], ...]
 
-    takes = Spread.SHARD
-    gives = Spread.SHARD
+    takes, gives = Spread.SHARD, Spread.SHARD
     says = "sliced to the rank's own pieces"
     cost = None
     collectives = ()
@@ -291,12 +264,10 @@ class EqualPieces(CallRewrite):
 
 
 @instruction
-@dataclass(frozen=True)
 class DrawOnShards(CallRewrite):
     """A random draw on a rank's shard, in a module that also draws on replicated values: from the rank's own stream."""
 
-    takes = Spread.SHARD
-    gives = Spread.SHARD
+    takes, gives = Spread.SHARD, Spread.SHARD
     says = "random numbers drawn per rank"
     cost = None
     collectives = ()
@@ -314,15 +285,13 @@ class HeldRows:
 
 
 @instruction
-@dataclass(frozen=True)
 class RecurrentCall(CallRewrite):
     """All steps in one call: the weights are gathered, and it runs in full. Backward a rank keeps the gradient of its
     rows."""
 
     weights: tuple[HeldRows, ...]
 
-    takes = Spread.REPLICATE
-    gives = Spread.REPLICATE
+    takes, gives = Spread.REPLICATE, Spread.REPLICATE
     says = "weights gathered for this call, every rank runs all steps"
     cost = Cost("gather of the weights", "call")
     collectives = (Move(Collective.ALL_GATHER, Amount.ARGUMENT),)
@@ -337,7 +306,6 @@ class RecurrentCall(CallRewrite):
 
 
 @instruction
-@dataclass(frozen=True)
 class CellCall(CallRewrite):
     """One step of a cell: each rank multiplies by the rows of the weights that it holds, sharded by `layout`.
 
@@ -350,8 +318,7 @@ class CellCall(CallRewrite):
     gates: int
     states: int
 
-    takes = Spread.PARTIAL_GRADIENT
-    gives = Spread.REPLICATE
+    takes, gives = Spread.PARTIAL_GRADIENT, Spread.REPLICATE
     says = "computed for the rank's rows of the gates, new state gathered"
     cost = Cost("gather of the state", "call")
     collectives = (Move(Collective.ALL_GATHER),)

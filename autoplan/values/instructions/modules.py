@@ -20,7 +20,6 @@ class AroundModule(Instruction):
 
 
 @instruction
-@dataclass(frozen=True)
 class VocabularyTable(AroundModule):
     """A table of `rows`, sharded by rows: ids (the module's input at `path`) of other ranks are masked, and the rows
     that were looked up are all-reduced."""
@@ -28,8 +27,7 @@ class VocabularyTable(AroundModule):
     rows: int
     path: tuple[Any, ...]
 
-    takes = Spread.REPLICATE
-    gives = Spread.REPLICATE
+    takes, gives = Spread.REPLICATE, Spread.REPLICATE
     says = "out-of-range ids are masked, rows summed"
     cost = Cost("sum")
     in_styles = True
@@ -38,7 +36,6 @@ class VocabularyTable(AroundModule):
 
 
 @instruction
-@dataclass(frozen=True)
 class SplitLogits(AroundModule):
     """A vocabulary head, whose output of `columns` along `dim` stays sharded until the model returns it at `outputs`.
 
@@ -49,21 +46,16 @@ class SplitLogits(AroundModule):
     dim: int = -1
     outputs: tuple[tuple[Any, ...], ...] = ()
 
-    takes = Spread.SHARD
-    gives = Spread.SHARD
+    takes, gives = Spread.SHARD, Spread.SHARD
     says = "logits stay sharded"
     cost = None
     in_styles = True
     turn = 7
     collectives = ()
-
-    @property
-    def communicates(self) -> bool:
-        return True
+    always_communicates = True
 
 
 @instruction
-@dataclass(frozen=True)
 class LocalExperts(AroundModule):
     """A module whose experts are distributed over ranks: of `experts`, each rank holds an equal run.
 
@@ -79,17 +71,13 @@ class LocalExperts(AroundModule):
     weights: tuple[Any, ...] | None = None
     output: tuple[Any, ...] = ()
 
-    takes = Spread.REPLICATE
-    gives = Spread.PARTIAL
+    takes, gives = Spread.REPLICATE, Spread.PARTIAL
     says = "each rank computes {held} of {experts} experts"
     cost = None
     in_styles = False
     turn = -2
     collectives = ()  # a boundary all-reduces its output
-
-    @property
-    def communicates(self) -> bool:
-        return True
+    always_communicates = True
 
     def said(self, ranks: int) -> str:
         return f"{self.pattern}: {self.says.format(held=self.experts // ranks, experts=self.experts)}"
@@ -102,24 +90,18 @@ class LocalExperts(AroundModule):
 
 
 @instruction
-@dataclass(frozen=True)
 class ParallelBlock(AroundModule):
     """A block whose branches share a sum: a part that one withholds while the block runs is added by the next one."""
 
-    takes = Spread.ANY
-    gives = Spread.ANY
+    takes, gives = Spread.ANY, Spread.ANY
     says = "the partial sum that one branch leaves is added by the next branch before the all-reduce"
     cost = None
     in_styles = True
     collectives = ()
-
-    @property
-    def communicates(self) -> bool:
-        return True
+    always_communicates = True
 
 
 @instruction
-@dataclass(frozen=True)
 class IntegerEdit(Instruction):
     """An integer that the module's own Python reads and that must be smaller on a rank.
 
@@ -134,8 +116,7 @@ class IntegerEdit(Instruction):
     per_rank: tuple[int, ...] | None = None
     holder: str = ""
 
-    takes = Spread.ANY
-    gives = Spread.ANY
+    takes, gives = Spread.ANY, Spread.ANY
     says = "{what} {old} → {new}"
     cost = None
     in_styles = False
