@@ -271,7 +271,7 @@ def _refuse_useless(
             reasons = "; ".join(map(str, solution.whole_sequence))
             raise IndivisibleError(
                 f"{source.name}: the sequence cannot be sharded over {wish.cp_size} ranks: {reasons}",
-                hint="choose a size that divides its heads or channels, or use data-parallel ranks instead",
+                hint="shard its weights (tp) or its batch (dp) over these ranks instead",
             )
         return
     odd = [c for c in solution.classes if not c.split and isinstance(c.reason, DoesNotDivide)]

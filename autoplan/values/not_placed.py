@@ -72,8 +72,8 @@ SENTENCES: dict[Unplaceable, str] = {
 WholeWhy = Literal[
     "reads-across", "picks", "parts", "places", "two-positions", "enters-split", "told-length", "told-shard",
     "meets-whole", "meets-empty", "shared-value", "shared-parameter", "merged-at-start", "merged-taken-in",
-    "merged-returned", "summed-before", "runs-both-ways", "made-whole-for", "unsettled", "no-positions", "no-blocks",
-    "blocks-apart", "differed",
+    "merged-returned", "summed-before", "summed-inside", "runs-both-ways", "made-whole-for", "unsettled", "no-positions",
+    "no-blocks", "blocks-apart", "differed",
 ]  # fmt: skip
 
 _SENTENCES: dict[WholeWhy, str] = {
@@ -93,6 +93,7 @@ _SENTENCES: dict[WholeWhy, str] = {
     "merged-taken-in": "the sequence dim is merged with another dim at the input of {place}",
     "merged-returned": "the sequence dim is merged with another dim in the model's output",
     "summed-before": "the gradient of what {place} takes in is a part of a sum that comes before it",
+    "summed-inside": "the output of {call} in {place} is summed over ranks inside that module, and so is whole on each",
     "runs-both-ways": "{place} runs both on shards and on the full sequence",
     "made-whole-for": "{place} runs on shards, and on the full sequence made by {call} in {maker}",
     "unsettled": "no consistent boundaries were found for the stream",

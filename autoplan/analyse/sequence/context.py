@@ -210,7 +210,7 @@ class _Outside:
         summed |= {(c, "input") for c in entering if (c, AllReduce) in self.placement.inputs}
         self.cut.summed_back |= summed
         if not summed and maker in self.placement.reductions:
-            raise Refused(self._reason("shared-value", maker))
+            raise Refused(self._reason("summed-inside", maker))
         return bool(summed)
 
     def _check_readers(self, tensor: int) -> None:

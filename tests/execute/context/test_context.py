@@ -461,6 +461,32 @@ def test_a_model_without_positions_is_refused() -> None:
         autoplan.plan(blocks, cp_size=2, inputs={"input": torch.randn(4, 16)})
 
 
+class SumsInside(torch.nn.Module):
+    """Attention by its own weights, with the residual and the norm in the same module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (torch.nn.Parameter(torch.randn(32, 4, 8) / 6) for _ in range(4))
+        self.norm = torch.nn.LayerNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (torch.einsum("bih,hnd->bnid", x, weight) for weight in (self.q, self.k, self.v))
+        scores = torch.softmax(torch.einsum("bnid,bnjd->bnij", q, k), -1)
+        y = torch.einsum("bnij,bnjd->bind", scores, v)
+        found: torch.Tensor = self.norm(torch.einsum("bind,hnd->bih", y, self.o) + x)
+        return found
+
+
+def test_a_sum_inside_a_module_is_refused_by_the_call_that_makes_it() -> None:
+    blocks = torch.nn.Sequential(
+        torch.nn.Embedding(40, 32),
+        *(torch.nn.Sequential(SumsInside(), torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(3)),
+    )
+    with pytest.raises(IndivisibleError, match="output of einsum in .* is summed over ranks inside that module") as found:
+        autoplan.plan(blocks, cp_size=2, inputs={"input": torch.randint(0, 40, (2, 10))})
+    assert "divides" not in str(found.value)  # no size would do
+
+
 @pytest.mark.parametrize("length", (2, 7, 12))
 @pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
 @pytest.mark.parametrize("shape", ("flat", "classes second", "shifted"))
