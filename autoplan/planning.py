@@ -19,7 +19,7 @@ from autoplan.analyse.sequence.combined import combined
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.solve import Solution
 from autoplan.analyse.splits.packed import divides_one_only, split_otherwise
-from autoplan.capture.capture import Captured, capture_any, capture_fake
+from autoplan.capture.capture import Captured, capture_any, capture_fake, capture_hollow
 from autoplan.capture.feeding.resize import with_other_paths
 from autoplan.capture.forward_hooks import made_anew_in_training
 from autoplan.common.code.ways import Recorder, Ways, recording, seen_code
@@ -145,7 +145,7 @@ def capture_source(source: Source, module: nn.Module, choices: ChosenCuts | None
         return replace(captured, trace=replace(captured.trace, draws_unseen=draws))
 
     def unfold() -> Captured:
-        return told(capture_fake(module, feeds, folded=False))
+        return told((capture_hollow if captured.trace.real else capture_fake)(module, feeds, folded=False))
 
     captured = told(capture_any(module, feeds, (*inputs.notes, *left_out, *([note] if note else []))))
     if choices is None or same_in_folded_blocks(choices, captured.trace):

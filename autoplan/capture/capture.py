@@ -101,10 +101,10 @@ def _with_notes(captured: Captured, notes: tuple[str, ...]) -> Captured:
     return replace(captured, trace=replace(captured.trace, notes=captured.trace.notes + tuple(notes)))
 
 
-def capture_hollow(model: nn.Module, feeds: dict[str, dict[str, Any]]) -> Captured:
-    """Record a folded copy whose parameters are real numbers without real storage: one random row, repeated."""
+def capture_hollow(model: nn.Module, feeds: dict[str, dict[str, Any]], *, folded: bool = True) -> Captured:
+    """Record a copy whose parameters are real numbers without real storage: one random row, repeated."""
     problem: CaptureError | None = None
-    for folding in _MODEL_COPIES:
+    for folding in _MODEL_COPIES if folded else (False,):
         copy = fold(model, _hollow, fold=folding)
         size = sum(p.numel() for p in copy.module.parameters())
         if size > _MOST_REAL:

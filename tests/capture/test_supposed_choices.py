@@ -9,6 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autoplan
 from autoplan.capture.capture import capture_any
 from autoplan.capture.known_values import KnownValues
+from autoplan.hf.source import resolve
+from autoplan.planning import capture_source
 
 
 class Expert(nn.Module):
@@ -52,6 +54,14 @@ def test_a_model_too_large_to_run_is_planned() -> None:
 def test_small_models_run_for_real() -> None:
     captured = capture_any(Routed(16, 32, 5), {"main": {"x": torch.randn(6, 16)}})
     assert "real numbers" in captured.trace.notes[0]
+
+
+def test_their_blocks_are_recorded_one_by_one_for_real() -> None:
+    model = nn.Sequential(Routed(16, 32, 3), *(Expert(16, 32) for _ in range(5)))
+    captured = capture_source(resolve(model, inputs={"input": torch.randn(6, 16)}), model)
+    assert captured.trace.folds and captured.unfold is not None
+    unfolded = captured.unfold().trace
+    assert unfolded.real and not unfolded.folds
 
 
 def test_choices_are_spread_and_within_bounds() -> None:
