@@ -72,8 +72,8 @@ SENTENCES: dict[Unplaceable, str] = {
 WholeWhy = Literal[
     "reads-across", "picks", "parts", "places", "two-positions", "enters-split", "told-length", "told-shard",
     "meets-whole", "meets-empty", "shared-value", "shared-parameter", "merged-at-start", "merged-taken-in",
-    "merged-returned", "summed-before", "summed-inside", "runs-both-ways", "made-whole-for", "unsettled", "no-positions",
-    "no-blocks", "blocks-apart", "differed",
+    "merged-returned", "summed-before", "summed-inside", "runs-both-ways", "made-whole-for", "unsettled",
+    "no-positions", "no-blocks", "blocks-apart", "differed",
 ]  # fmt: skip
 
 _SENTENCES: dict[WholeWhy, str] = {
