@@ -224,8 +224,9 @@ def layers(model: Model, trust_remote_code: Trust = False, as_json: AsJson = Fal
     from autoplan.hf.source import resolve
     from autoplan.values.plain import plain
 
-    source = resolve(model, trust_remote_code=trust_remote_code)
-    stacks = autoplan.layers(source.module())
+    with progress(f"looking for the blocks of {model}"):
+        source = resolve(model, trust_remote_code=trust_remote_code)
+        stacks = autoplan.layers(source.module())
     emit(layers_view(stacks, source.name), plain(stacks), as_json, output)
     raise typer.Exit(OK if stacks else FINDINGS)
 

@@ -90,7 +90,8 @@ def rules_test(
     from autoplan.emit.tables.terminal import results_view
     from autoplan.values.plain import plain
 
-    results = test_rules(strict=strict)
+    with progress("testing the rules on their examples"):
+        results = test_rules(strict=strict)
     emit(results_view(results), plain(results), as_json, output)
     raise typer.Exit(OK if all(result.ok for result in results) else FINDINGS)
 

@@ -22,6 +22,7 @@ class Naming:
     rule: Rule
     styles: tuple[str, ...]
     sizes: dict[str, int] = field(default_factory=dict, hash=False, compare=False)
+    axis_unit: str = "unit"
 
     @property
     def role(self) -> str:
@@ -29,6 +30,11 @@ class Naming:
 
     @property
     def unit(self) -> str:
+        """The rule's, or where the rule has none, that of the axis."""
+        return self.own_unit or self.axis_unit
+
+    @property
+    def own_unit(self) -> str:
         return self.rule.unit(self.binding)
 
 
@@ -73,6 +79,23 @@ def name_parameters(matching: Matching, read: dict[str, list[Reading]], flow: Fl
             for name in by_box.get(box, ()):
                 named.setdefault(name, Naming(binding, match.rule, allowed[binding], sizes))
     return named
+
+
+def with_units(named: dict[str, Naming], facts: tuple[ParameterFact, ...]) -> dict[str, Naming]:
+    """Where a rule has no unit of its own, take it, and the sizes that it counts, from the rule of another
+    parameter that is cut along the same axis."""
+    cut = [(name, fact) for fact in facts if fact.axis is not None for name in fact.names if name in named]
+    known = [(fact, named[name]) for name, fact in reversed(cut) if named[name].own_unit]
+    of_axis = {axis: naming for fact, naming in known for axis in fact.axes}
+    of_axis |= {fact.axis: naming for fact, naming in known if fact.axis is not None}
+
+    def told(naming: Naming, axis: int | None) -> Naming:
+        like = of_axis.get(axis) if axis is not None else None
+        if naming.own_unit or like is None:
+            return naming
+        return replace(naming, axis_unit=like.own_unit, sizes={**like.sizes, **naming.sizes})
+
+    return {**named, **{name: told(named[name], fact.axis) for name, fact in cut}}
 
 
 # The picture with facts: layouts and axis classes on the dims of boxes, and gathered outputs.

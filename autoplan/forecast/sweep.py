@@ -20,7 +20,7 @@ from typing import Any
 from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
 from autoplan.common.stages import stage
 from autoplan.decide.rulebook.read import rule_named
-from autoplan.emit.tables.estimate_table import PARTS
+from autoplan.emit.tables.estimate_table import PARTS, size_text
 from autoplan.forecast.asked import Asked
 from autoplan.forecast.devices import Device
 from autoplan.forecast.estimate import estimate_with
@@ -341,7 +341,7 @@ def _held(parts: MemoryParts) -> int:
 
 def _biggest(parts: MemoryParts) -> str:
     name = max(PARTS, key=lambda part: getattr(parts, part))
-    return f"memory: {getattr(parts, name) / 2**30:.1f} GiB of {PARTS[name]}"
+    return f"memory: {size_text(getattr(parts, name), 1)} of {PARTS[name]}"
 
 
 def _slowest(found: Estimate) -> str:

@@ -44,6 +44,12 @@ def test_a_model_without_layers_cannot_be_split() -> None:
     assert finding.level == "note" and "cannot be split" in finding.message
 
 
+def test_a_model_that_asks_for_single_precision_is_tried_in_it() -> None:
+    """xglm's least number of a mask overflows in double."""
+    claims = tried.audit_claims(resolve("xglm")).details["claims"]
+    assert claims["no-split-modules"] == claims["checkpointing"] == "holds"
+
+
 @pytest.mark.hosts
 @pytest.mark.parametrize(("kind", "made_by"), [("bloom", "baddbmm"), ("mpt", "add"), ("gpt_neo", ""), ("xglm", "")])
 def test_context_parallelism_that_computes_something_else(kind: str, made_by: str) -> None:

@@ -354,3 +354,9 @@ def test_the_plans_of_the_models_a_rule_was_seen_in_cite_it(model_type: str) -> 
         missing -= cited(plan_of_the_clone(model_type, ep_size))
     assert missing == set()
     assert [finding.message for finding in plan.findings if finding.check.startswith("rule-")] == []
+
+
+@pytest.mark.parametrize(("model_type", "counted"), [("olmo2", "8 heads"), ("mamba2", "2 groups")])
+def test_a_norm_over_the_full_width_is_counted_in_the_units_of_its_axis(model_type: str, counted: str) -> None:
+    norms = [one for one in plan_of_the_clone(model_type, 1).entries if one.rule == "full-width-norm"]
+    assert norms and {one.counted for one in norms} == {counted}

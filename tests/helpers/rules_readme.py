@@ -49,7 +49,7 @@ One TOML file, named like the rule's id. Keys:
 | `limits` | where it ends, and which rule applies beyond |
 | `seen_in` | model types whose inferred plans cite the rule (a test checks them) |
 | `unseen` | instead: why no model type of transformers has the structure |
-| `unit`, `[units]` | what is sharded over ranks ("head", "feature"), per box if they differ |
+| `unit`, `[units]` | what is sharded over ranks ("head", "feature"), per box if they differ; "": that of its axis |
 | `beats` | rules that lose if both claim a box |
 | `exported_as` | what other systems call its modules, if they have a word for it (below) |
 | `holds_experts` | true if its weights are experts, which expert parallelism can place |

@@ -17,6 +17,7 @@ from autoplan.check.verify.on_ranks import said
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import holders, is_under
+from autoplan.common.random_values import cast_numbers, inputs_in
 from autoplan.values import Finding, Report
 
 _STAGES = 2
@@ -39,7 +40,7 @@ def audit_claims(source: Any, tp_size: int = 2) -> Report:
 
     module = source.module()
     claims = claims_of(module)
-    clone = clone_of(source)
+    clone = _as_written(clone_of(source))
     verdicts: dict[str, Verdict] = {}
     findings: list[Finding] = []
 
@@ -73,6 +74,17 @@ def audit_claims(source: Any, tp_size: int = 2) -> Report:
             "verdict": f"{made.count(Verdict.HOLDS)} of {len(made)} claims hold",
         },
     )
+
+
+def _as_written(clone: Any) -> Any:
+    """The clone in single precision if its code asks for that. What is compared runs the same operations twice."""
+    import torch
+
+    if not clone.lifted:
+        return clone
+    model = copied(clone.model)
+    cast_numbers(model, torch.float32)
+    return replace(clone, model=model, feeds=inputs_in(torch.float32, clone.feeds))
 
 
 def _plan(source: Any, plan: Any, tp_size: int) -> Iterator[Finding]:

@@ -45,6 +45,7 @@ class Clone:
     planned: Mapping[str, Any]
     outside: tuple[str, ...] = ()
     ranks: tuple[int, int] | None = None  # ranks that its sizes were fitted to (`Source.ranks`)
+    lifted: bool = False  # it runs only if code that asks for single precision gets double
     recorded: dict[str, Any] = field(default_factory=dict, compare=False)  # its run, shared by all plans tried
 
 
@@ -79,7 +80,7 @@ def _clone_at_size(source: Any) -> Clone:
             note += f"; in {str(dtype).removeprefix('torch.')}, because it does not run in other dtypes ({refusal})"
         unfamiliar = others if source.recipe is not None else {}
         planned = with_other_paths(model, feeds, unfamiliar).feeds
-        return Clone(model, feeds, others, note, planned, outside.changed, source.ranks)
+        return Clone(model, feeds, others, note, planned, outside.changed, source.ranks, lifted)
     raise AutoplanError(
         f"the tiny clone of {source.name} cannot run unsharded: {refusal}",
         hint="pass inputs= that the model accepts, and let its code take dtypes from its inputs or weights: clones run "

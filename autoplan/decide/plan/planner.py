@@ -12,7 +12,7 @@ from autoplan.analyse.picture.obstacles import obstacles
 from autoplan.analyse.solve import Solution
 from autoplan.common.patterns import matches, starred
 from autoplan.decide.match import MOST_STEPS, Matching, match_rules
-from autoplan.decide.naming import Naming, gathered_parameters, name_parameters, readings, with_facts
+from autoplan.decide.naming import Naming, gathered_parameters, name_parameters, readings, with_facts, with_units
 from autoplan.decide.plan.entries import Costs, communication, reason_text, style_of, units_text
 from autoplan.decide.plan.folding import Names, flow_of, fold_runtime
 from autoplan.decide.rulebook.read import GENERIC, Rule, load_rules
@@ -94,7 +94,7 @@ class _Desk:
         self.sequence_parallel = sequence_parallel
         self.tp = solution.tp_size
         self.read = readings(picture, solution.parameters)
-        self.named = name_parameters(matching, self.read, picture)
+        self.named = with_units(name_parameters(matching, self.read, picture), solution.parameters)
         self.costs = Costs(solution, picture)
         self.gathered = gathered_parameters(solution)
         self.experts = {site.pattern for site in solution.runtime.of(LocalExperts)}

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoplan.common.patterns import Universe, fold_counted
+from autoplan.emit.words import bytes_text
 from autoplan.values import Plan
 from autoplan.values.estimate import TIE, Estimate, MemoryParts, Row, Sent, mesh_text
 
@@ -23,16 +24,36 @@ _LETTERS = {"W": ("weights",), "G": ("gradients",), "O": ("optimizer",), "A": ("
             "T": ("temporary", "unsharded", "communication"), "C": ("overhead",)}  # fmt: skip
 _WORDS = {"W": "Weights", "G": "Gradients", "O": "Optimizer", "A": "Activations", "T": "Temporary", "C": "Context"}
 _SHOWN = 12
+_TIMES, _FLOPS = ("s", "ms", "µs"), ("TFLOP", "GFLOP", "MFLOP")
 _BAR = 36  # letters in a bar of memory
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def size_text(size: float, digits: int = 2) -> str:
+    """
+    >>> size_text(3 * 2**29), size_text(3 * 2**29, 1), size_text(8192), size_text(0)
+    ('1.50 GiB', '1.5 GiB', '8.0 KiB', '0 B')
+    """
+    return f"{size / 2**30:.{digits}f} GiB" if size >= 0.1 * 2**30 else bytes_text(round(size))
+
+
+def _scaled(number: float, units: tuple[str, ...], digits: int) -> str:
+    """Return a number in the largest of these units, each a thousandth of the one before, of which it has a tenth.
+
+    >>> [_scaled(seconds, _TIMES, 2) for seconds in (1.234, 0.00012, 1e-9)]
+    ['1.23 s', '0.12 ms', '0.00 µs']
+    >>> [_scaled(flops / 1e12, _FLOPS, 1) for flops in (2.34e12, 8.4e8)]
+    ['2.3 TFLOP', '0.8 GFLOP']
+    """
+    for unit in units:
+        if number >= 0.1 or unit == units[-1]:
+            break
+        number *= 1e3
+    return f"{number:.{digits}f} {unit}"
 
 
 def _more(size: int) -> str:
     """Return a size of missing memory, rounded up to 1 MiB."""
-    return _gib(size) if size >= 0.01 * 2**30 else f"{max(1, size >> 20)} MiB"
+    return size_text(size) if size >= 0.01 * 2**30 else f"{max(1, size >> 20)} MiB"
 
 
 def tokens_text(found: Estimate) -> str:
@@ -49,8 +70,8 @@ def estimate_view(found: Estimate) -> RenderableType:
         size = getattr(found.parts, part.name)
         if size:
             share = size / max(found.peak, 1)
-            table.add_row(PARTS[part.name], _gib(size), "█" * round(30 * share))
-    table.add_row("total", f"{_gib(found.peak)} ± {bars['memory'][0]:.0%}" if bars else _gib(found.peak))
+            table.add_row(PARTS[part.name], size_text(size), "█" * round(30 * share))
+    table.add_row("total", f"{size_text(found.peak)} ± {bars['memory'][0]:.0%}" if bars else size_text(found.peak))
     head = f"{found.model} on {mesh_text(found.mesh)}: micro-batch {found.batch}"
     head += (f" × {tokens_text(found)}" if found.sequence else " samples") + f", {found.train}"
     head += (f", {found.weights_text}" if found.dtype else "") + (f", {found.optimizer}" if found.optimizer else "")
@@ -59,10 +80,13 @@ def estimate_view(found: Estimate) -> RenderableType:
     lines.append(Text(f"peak: {found.phase}, at {found.where}"))
     lines += [Text(""), sent_table(found.messages)]
     if found.time is not None:
-        shares = ", ".join(f"{seconds:.2f} s {part}" for part, seconds in found.time.parts.items() if seconds)
+        shares = ", ".join(
+            f"{_scaled(seconds, _TIMES, 2)} {part}" for part, seconds in found.time.parts.items() if seconds
+        )
         bar = f" ± {bars['time'][0]:.0%}" if bars else ""
         unit = "tokens" if found.sequence else "samples"
-        step = f"a step: {found.flops / 1e12:.1f} TFLOP per rank, {found.time.total:.2f} s{bar} on {found.device}"
+        took, done = _scaled(found.time.total, _TIMES, 2), _scaled(found.flops / 1e12, _FLOPS, 1)
+        step = f"a step: {done} per rank, {took}{bar} on {found.device}"
         lines += [Text(""), Text(f"{step} ({shares}): {found.tokens_per_second:,.0f} {unit} per second")]
     if found.decoded_per_second:
         many = "s" * (found.concurrency > 1)
@@ -79,9 +103,12 @@ def memory_bar(found: Estimate, memory: int) -> Text:
     scale = max(found.peak, memory, 1)
     sizes = {letter: sum(getattr(found.parts, part) for part in parts) for letter, parts in _LETTERS.items()}
     stack = "".join(letter * round(_BAR * size / scale) for letter, size in sizes.items())[:_BAR]
-    legend = ", ".join(f"{_WORDS[letter]} {size / 2**30:.1f}" for letter, size in sizes.items() if size >= 0.05 * 2**30)
+    least, end = min(0.05 * 2**30, found.peak / 100), " GiB"
+    legend = ", ".join(
+        f"{_WORDS[letter]} {size_text(n, 1).removesuffix(end)}" for letter, n in sizes.items() if n > least
+    )
     fits = "" if found.peak <= memory else ", does not fit"
-    of = f"{found.peak / 2**30:.1f} of {memory / 2**30:.1f} GiB{fits}"
+    of = f"{size_text(found.peak, 1).removesuffix(end)} of {size_text(memory, 1)}{fits}"
     step = f"a step of {found.batch}" + (f" × {found.sequence:,} tokens" if found.sequence else " samples")
     step += f" on {mesh_text(found.mesh)} of {found.device}, {found.weights_text}"
     step += f", {found.optimizer}" if found.optimizer else ""
@@ -91,16 +118,16 @@ def memory_bar(found: Estimate, memory: int) -> Text:
 def sent_table(sent: Sequence[Sent]) -> RenderableType:
     if not sent:
         return Text("communication of a step: none")
-    table = Table("communication of a step over", "", "number", "GiB", box=None, pad_edge=False)
+    table = Table("communication of a step over", "", "number", "size", box=None, pad_edge=False)
     for message in sent:
-        table.add_row(message.dim, message.kind, str(message.number), f"{message.bytes / 2**30:.2f}")
+        table.add_row(message.dim, message.kind, str(message.number), size_text(message.bytes))
     return table
 
 
 def choice_view(choice: Any) -> RenderableType:
     """Return the ranked rows, the reasons for the first, and what the nearest that does not fit would need."""
     speed = "samples/s" if choice.rows and not choice.rows[0].estimate.sequence else "tokens/s"
-    table = Table("", "mesh", "micro", "checkpointing", "seq.", "GiB", speed, "what binds", box=None, pad_edge=False)
+    table = Table("", "mesh", "micro", "checkpointing", "seq.", "peak", speed, "what binds", box=None, pad_edge=False)
     shown = [*choice.rows[:_SHOWN]]
     if choice.nearest is not None and choice.nearest not in shown:
         shown.append(choice.nearest)
@@ -114,9 +141,9 @@ def choice_view(choice: Any) -> RenderableType:
         cells = (mesh_text(priced.mesh) + variant, f"{priced.batch} × {row.accumulate}", again)
         cut = f"{priced.own_tokens} per rank" if "cp" in row.mesh else "cut" if row.sequence_parallel else ""
         tie = "=" if row.fits and ties > 1 and row.ties(choice.rows[0]) else ""
-        table.add_row(f"{place}{tie}", *cells, cut, f"{priced.peak / 2**30:.1f}", speed, row.binds)
+        table.add_row(f"{place}{tie}", *cells, cut, size_text(priced.peak, 1), speed, row.binds)
     fitting = sum(row.fits for row in choice.rows)
-    head = f"{choice.source.name} on {choice.gpus} × {choice.device.name} with {_gib(choice.memory)}"
+    head = f"{choice.source.name} on {choice.gpus} × {choice.device.name} with {size_text(choice.memory)}"
     head += f" ({choice.margin:.0%} left free)" if choice.margin else ""
     if choice.rows:
         asked = choice.rows[0].estimate
@@ -147,7 +174,7 @@ def choice_reasons(choice: Any) -> Iterable[str]:
     if any(row.narrow(choice.memory) for row in choice.rows):
         yield "?: it fits by less than the uncertainty of its estimated memory"
     for row in choice.elsewhere:
-        speed = f"{row.estimate.tokens_per_second:,.0f} tokens/s, {row.estimate.peak / 2**30:.1f} GiB"
+        speed = f"{row.estimate.tokens_per_second:,.0f} tokens/s, {size_text(row.estimate.peak, 1)}"
         yield f"run with: {row}: {speed} ({row.estimate.run_by})"
     near = choice.nearest
     if near is not None:
@@ -216,8 +243,9 @@ def dry_run_view(found: Any) -> RenderableType:
     head += (f" × {found.sequence} tokens" if found.sequence else " samples") + f", weights in {found.dtype}"
     head += (f" ({found.dtype_origin})" if found.dtype_origin else "") + "".join(f", {text}" for text in found.how)
     ran = "forward, backward and adamw's update ran"
-    held = f"parameters {_gib(found.parameters)}, gradients {_gib(found.gradients)}, states {_gib(found.states)}"
-    held += "" if found.peak is None else f"; {_gib(found.peak)} at the peak, as estimated"
+    held = f"parameters {size_text(found.parameters)}, gradients {size_text(found.gradients)}"
+    held += f", states {size_text(found.states)}"
+    held += "" if found.peak is None else f"; {size_text(found.peak)} at the peak, as estimated"
     held += f"; outputs: {shapes}"
     notes = [Text(f"note: {text}") for text in found.notes]
     return Group(Text(head), Text(ran), Text(held), Text(""), table, Text(""), sent_table(found.sent), *notes)
@@ -282,9 +310,9 @@ def sizes_view(
     for tp, planned in sorted({**(plans or {}), plan.tp_size: plan}.items()):
         size, whole = rank_weights(planned)
         mark = " (this plan)" if tp == plan.tp_size else ""
-        share = f"{_gib(whole)}, {whole / max(size, 1):.0%}"
+        share = f"{size_text(whole)}, {whole / max(size, 1):.0%}"
         step = _step(priced.get(tp), memory) if priced else ()
-        table.add_row(f"{tp}{mark}", _gib(size), share, messages_of_a_block(planned), *step)
+        table.add_row(f"{tp}{mark}", size_text(size), share, messages_of_a_block(planned), *step)
     head = Text("".join(valid_sizes(plan)).capitalize(), style="bold")
     return Group(*([bar, Text("")] if bar is not None else []), head, table, *missing)
 
@@ -295,4 +323,4 @@ def _step(found: Estimate | None, memory: int) -> tuple[str, str]:
         return "", ""
     number, size = sum(message.number for message in found.messages), sum(message.bytes for message in found.messages)
     fits = "" if not memory or found.peak <= memory else ", does not fit"
-    return f"{number}, {_gib(size)}" if number else "0", f"{_gib(found.peak)}{fits}"
+    return f"{number}, {size_text(size)}" if number else "0", f"{size_text(found.peak)}{fits}"
