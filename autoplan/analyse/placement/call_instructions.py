@@ -62,15 +62,15 @@ def argument(call: Call, name: str, default: Any = None) -> Any:
 
 def obstacle(call: Call, shards: Shards) -> NotPlaced | None:
     """Return why ranks cannot run this call on their own heads; None if they can."""
-    given = [name for name in _ABSENT if argument(call, name) not in (None, False, 0, 0.0)]
-    if given:
-        return NotPlaced("attention-argument", argument=given[0])
+    value = [name for name in _ABSENT if argument(call, name) not in (None, False, 0, 0.0)]
+    if value:
+        return NotPlaced("attention-argument", argument=value[0])
     mask = argument(call, "attn_mask")
     if isinstance(mask, Ref) and len(shards.trace.tensors[mask.id].shape) > 2:
         return NotPlaced("mask-of-each-head")
     if argument(call, "average_attn_weights", True) is False:
         return NotPlaced("weights-of-each-head")
-    cut = {name: given.id for name in _CUT if isinstance(given := argument(call, name), Ref)}
+    cut = {name: value.id for name in _CUT if isinstance(value := argument(call, name), Ref)}
     others = {ref for ref in refs((call.args, call.kwargs, call.outputs))} - set(cut.values())
     if any(map(shards.is_split, others)):
         return NotPlaced("shards-given")
