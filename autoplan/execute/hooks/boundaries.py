@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import Layout, chunk
-from autoplan.common.nested import change_input, change_output
+from autoplan.common.nested import change_at, change_input
 from autoplan.execute.collectives import (
     RankGroup,
     copy_to_ranks,
@@ -149,7 +149,7 @@ class ExpertsOfARank:
         if pairs is None:
             return output
         rows, count = pairs
-        return change_output(
+        return change_at(
             output, self.site.output, lambda x: x.new_zeros(count, *x.shape[1:]).index_add(0, rows, x), self.where
         )
 

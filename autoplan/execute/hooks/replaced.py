@@ -14,7 +14,8 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import matches
 from autoplan.execute.executors import Running, cannot_be_pickled
-from autoplan.execute.hooks.install import Root, Worker, listen
+from autoplan.execute.hooks.install import Worker, listen
+from autoplan.execute.hooks.root import Root
 from autoplan.execute.vocabulary.split_logits import columns_in
 from autoplan.patches.classes import give_class, subclass_of
 from autoplan.values import SplitLogits as LogitsHead
