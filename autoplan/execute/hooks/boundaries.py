@@ -238,8 +238,8 @@ def _set(state: dict[str, Any], key: str, name: str, edit: IntegerEdit, rank: in
     state[key] = type(stored)(items)
 
 
-def _mismatch(name: str, edit: IntegerEdit, found: str) -> PlanMismatchError:
+def _mismatch(name: str, edit: IntegerEdit, reason: str) -> PlanMismatchError:
     return PlanMismatchError(
-        f"the plan changes {name or 'the model'}.{edit.name} from {edit.old} to {edit.new}, but {found}",
+        f"the plan changes {name or 'the model'}.{edit.name} from {edit.old} to {edit.new}, but {reason}",
         hint="the plan was made for another model, or the model is already sharded; plan this one again",
     )

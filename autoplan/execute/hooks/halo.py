@@ -94,9 +94,9 @@ def _halo(planned: Halo, at: At) -> Around:
 
     def enter(args: Any, kwargs: Any) -> tuple[Any, Any]:
         length = running.lengths[planned.sequence.name]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        del given[planned.path[0]]
-        alone = len(args) <= len(names) and all(isinstance(x, bool | str | None) for x in given.values())
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        del arguments[planned.path[0]]
+        alone = len(args) <= len(names) and all(isinstance(x, bool | str | None) for x in arguments.values())
         piece = positions_of_a_rank(length, group)
         fewest = length - piece * (group.size - 1)  # of the last rank
         whole, around = not alone or max(reach) > fewest, _around(length, reach, group)

@@ -127,10 +127,10 @@ class Root(Hooks):
         if self.guard is not None and not torch.compiler.is_compiling():
             self.guard.begin(module, arguments)
 
-    def _picks(self, given: dict[str, Any]) -> str:
+    def _picks(self, arguments: dict[str, Any]) -> str:
         """Return the name of an integer argument that differs from its default: it may select positions, which a rank
         would count among its own."""
-        numbers = {name: value for name, value in given.items() if type(value) is int and name in self.counts}
+        numbers = {name: value for name, value in arguments.items() if type(value) is int and name in self.counts}
         name = next((name for name, value in numbers.items() if value != self.counts[name]), "")
         if name and (torch.is_grad_enabled() or not self.may_pick):
             raise PlanMismatchError(
@@ -143,10 +143,10 @@ class Root(Hooks):
     def _is_target(self, name: str) -> bool:
         return any(word in name for word in self.target_words)
 
-    def _strangers(self, given: dict[str, Any]) -> set[str]:
+    def _strangers(self, arguments: dict[str, Any]) -> set[str]:
         """Return the tensor arguments not seen while tracing. They may make the model draw random numbers, or be
         targets (which have many names) that read its logits, which must then be SplitLogits."""
-        new = (name for name, value in given.items() if isinstance(value, torch.Tensor) and name not in self.given)
+        new = (name for name, value in arguments.items() if isinstance(value, torch.Tensor) and name not in self.given)
         return set(new) if self.given else set()
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
