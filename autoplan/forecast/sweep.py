@@ -167,7 +167,7 @@ class Sweep:
             except PlanMismatchError as error:  # decoding runs another branch than the one that was planned
                 self.dropped.append(f"{split}: {error.message}")
                 continue
-            alone = self.train == "inference" or not _may_fit(smallest)
+            alone = self.train == "inference" or not (smallest.fits or _may_fit_at_once(smallest))
             if cut is not None and (
                 cut.estimate.peak <= smallest.estimate.peak
                 and cut.estimate.tokens_per_second >= smallest.estimate.tokens_per_second
@@ -328,10 +328,6 @@ def _first_of(numbers: list[int], fits: Callable[[int], bool]) -> int | None:
 def _may_fit_at_once(row: Row) -> bool:
     """Return whether the extra memory of a step of several micro-batches is at most the gradients that wait."""
     return 0 < row.missing <= row.estimate.parts.gradients and row.accumulate > 1
-
-
-def _may_fit(row: Row) -> bool:
-    return row.fits or _may_fit_at_once(row)
 
 
 def _held(parts: MemoryParts) -> int:

@@ -124,7 +124,11 @@ def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> Reduct
     kinds: dict[int, Reduction] = {}
     for index in range(*call.ops):
         op = shards.trace.ops[index]
-        if index in gathered and _meets_shares(op, shards) and _brings_shares(call, shards):
+        if (
+            index in gathered
+            and any(shards.is_split(item.id) for item in op.args if isinstance(item, Ref))
+            and _brings_shares(call, shards)
+        ):
             return Reduction.GATHER
         kind = op_record(op.name).reduces(SplitOp(shards, op))
         if kind is None and record.pays is None and axis_lost_in(op, shards):
@@ -135,10 +139,6 @@ def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> Reduct
                 return kind
             kinds[index] = kind
     return _together(call, kinds, shards)
-
-
-def _meets_shares(op: Op, shards: Shards) -> bool:
-    return any(shards.is_split(item.id) for item in op.args if isinstance(item, Ref))
 
 
 def _brings_shares(call: Call, shards: Shards) -> bool:
