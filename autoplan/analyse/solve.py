@@ -191,15 +191,13 @@ def _settle(
         for call, tensors in summed.items():
             placement.inside_copies[call] |= tensors
         edits = solve_edits(shards)
-        scoped_calls = scope(shards, flow, placement, edits)
-        blamed = _blame(shards, flow, placement, scoped_calls, scoped)
+        reach = scope(shards, flow, placement, edits)
+        blamed = _blame(shards, flow, placement, reach, scoped)
         if not blamed:
             refused_constants = {replace(constant, sums=True) for constant in constants}
             fed = of_arguments(trace, shards, axes, placement, flow)
             constants += tuple(constant for constant in fed if replace(constant, sums=True) not in refused_constants)
-            return _Round(
-                axes, choice, shards, placement, edits, scoped_calls, Tried(order, blocked, inside), constants
-            )
+            return _Round(axes, choice, shards, placement, edits, reach, Tried(order, blocked, inside), constants)
         for leaf, why in blamed.items():
             refused[leaf] = why
             refusals.append(AxisWhole(leaf.size, why))
@@ -325,22 +323,18 @@ def _class_ids(trace: Trace, done: _Round) -> dict[Term, int]:
 
 
 def _class_facts(trace: Trace, done: _Round, ids: dict[Term, int]) -> Iterator[ClassFact]:
-    occurring = occurrences(trace, done.axes)
+    uses = occurrences(trace, done.axes)
     for leaf, number in ids.items():
-        places = tuple(
-            (trace.tensors[t].names[0], d) for t, dims in occurring.get(leaf, {}).items() for d in sorted(dims)
-        )
+        places = tuple((trace.tensors[t].names[0], d) for t, dims in uses.get(leaf, {}).items() for d in sorted(dims))
         split = leaf in done.choice.marks
         reason = None if split else done.choice.reasons.get(leaf)
         yield ClassFact(number, leaf.size, frozenset(map(str, leaf.events)), places, split, reason)
 
 
 def _parted_facts(trace: Trace, axes: Axes, done: _Round) -> Iterator[ClassFact]:
-    occurring = occurrences(trace, axes)
+    uses = occurrences(trace, axes)
     for number, (leaf, why) in enumerate(done.tried.why.items()):
-        places = tuple(
-            (trace.tensors[t].names[0], d) for t, dims in occurring.get(leaf, {}).items() for d in sorted(dims)
-        )
+        places = tuple((trace.tensors[t].names[0], d) for t, dims in uses.get(leaf, {}).items() for d in sorted(dims))
         yield ClassFact(number, leaf.size, frozenset(map(str, leaf.events)), places, False, why)
 
 

@@ -300,11 +300,7 @@ def not_applied(steps: Steps, setting: Setting) -> dict[str, str]:
         return {}
     plan = steps.split(setting.tp, setting.ep, setting.sequence_parallel, setting.cp)
     kinds = {"experts": "experts apart", "sequence": "sequence parallel"}
-    return {
-        kinds[finding.check]: finding.message
-        for finding in plan.findings
-        if finding.level == "warn" and finding.check in kinds
-    }
+    return {kinds[f.check]: f.message for f in plan.findings if f.level == "warn" and f.check in kinds}
 
 
 def how_priced(steps: Steps, question: Asked, setting: Setting) -> tuple[str, ...]:

@@ -296,10 +296,8 @@ def _as_stored(steps: Steps, units: tuple[UnitSize, ...], training: bool) -> Ite
     """Quantised weights as the checkpoint holds them, scales included, where they are not trained."""
     shares = {weight.name: weight.bytes / weight.elements for weight in steps.packed}
     for unit in units:
-        parameters = (
-            replace(p, packed=None if training and p.trained else shares.get(p.name)) for p in unit.parameters
-        )
-        yield replace(unit, parameters=tuple(parameters)) if shares else unit
+        stored = (replace(p, packed=None if training and p.trained else shares.get(p.name)) for p in unit.parameters)
+        yield replace(unit, parameters=tuple(stored)) if shares else unit
 
 
 def _stored(steps: Steps, units: tuple[UnitSize, ...]) -> str:
@@ -364,9 +362,8 @@ def _data(question: Asked, policy: MixedPrecisionPolicy | None) -> DataRanks:
     if policy is None:
         return DataRanks()
     compute, reduce = policy.param_dtype, policy.reduce_dtype
-    reshard = (
-        False if question.stages > 1 else question.reshard_after_forward
-    )  # of several micro-batches, gathered once
+    # of several micro-batches, gathered once
+    reshard = False if question.stages > 1 else question.reshard_after_forward
     return DataRanks(question.shards, question.size("dp_replicate"), True, compute.itemsize if compute else None,
                      reduce.itemsize if reduce else None, reshard,
                      policy.output_dtype is not None, question.cpu_offload, question.exchange_experts)  # fmt: skip

@@ -142,11 +142,7 @@ class Steps:
         """Return what a quantised checkpoint holds in place of weights, by the names that `module` has."""
         weights = self.source.packed(self.source.module() if self.adapters else self.module)
         inner = {name.replace(".inner.", "."): name for name, _ in self.module.named_parameters()}
-        return (
-            tuple(replace(weight, name=inner.get(weight.name, weight.name)) for weight in weights)
-            if self.adapters
-            else weights
-        )
+        return tuple(replace(w, name=inner.get(w.name, w.name)) for w in weights) if self.adapters else weights
 
     @property
     def adapters(self) -> int:

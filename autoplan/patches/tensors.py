@@ -83,12 +83,7 @@ def _optimizers_canary() -> bool:
     """Return whether every optimizer goes through `Optimizer.__init__`, and has its groups and hooks afterwards."""
     seen: list[tuple[type, int]] = []
     kinds = (torch.optim.SGD, torch.optim.AdamW)
-    with (
-        apart(),
-        told_of_new_optimizers(
-            lambda optimizer: seen.append((type(optimizer), len(optimizer.param_groups[0]["params"])))
-        ),
-    ):
+    with apart(), told_of_new_optimizers(lambda new: seen.append((type(new), len(new.param_groups[0]["params"])))):
         optimizers = [kind([torch.nn.Parameter(torch.ones(2))], lr=0.1) for kind in kinds]
     hooks = (Optimizer.register_state_dict_post_hook, Optimizer.register_load_state_dict_pre_hook)
     accepted = all(list(inspect.signature(hook).parameters)[:2] == ["self", "hook"] for hook in hooks)

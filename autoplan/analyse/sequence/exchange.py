@@ -22,15 +22,8 @@ from autoplan.analyse.sequence.windows import sizes_of
 from autoplan.common.layout import Layout
 from autoplan.ops import call_record
 from autoplan.ops.records.record import writes_in_place
-from autoplan.values import (
-    AllReduce,
-    AllReduceGradient,
-    Boundary,
-    JoinPartial,
-    SequenceName,
-    WithholdPartial,
-    symbolics,
-)
+from autoplan.values import AllReduce, AllReduceGradient, Boundary, JoinPartial, SequenceName, WithholdPartial
+from autoplan.values.trace import symbolics
 
 __all__ = ["exchange"]
 
@@ -47,7 +40,7 @@ def exchange(
 
 
 @dataclass
-class _Found:
+class _Swap:
     """The replacement of one gather."""
 
     shown: dict[tuple[Crossing, str], int] = field(default_factory=dict)
@@ -73,19 +66,19 @@ class _Exchanges:
     def begin(self) -> None:
         """Make of own positions what the first block takes in, where a module looks it up by an index for each position
         and nothing else reads it."""
-        replacement = _Found()
+        swap = _Swap()
         starts = [key for key in self.cut.scatters if key[1] == "input" and key[0] in self.stream.starts]
         try:
             for crossing, _ in starts:
-                self._make_own(self.stream.starts[crossing], replacement)
-            self._check_runs(replacement)
-            self._convert(replacement.visits)
+                self._make_own(self.stream.starts[crossing], swap)
+            self._check_runs(swap)
+            self._convert(swap.visits)
         except _Refused:
             return
         if starts:
-            self._replace([], replacement, self.cut.names[starts[0][0]])
+            self._replace([], swap, self.cut.names[starts[0][0]])
 
-    def _make_own(self, tensor: int, replacement: _Found) -> None:
+    def _make_own(self, tensor: int, swap: _Swap) -> None:
         maker = self.flow.producer.get(tensor, -1)
         entered = [start for start, stream in self.stream.starts.items() if stream == tensor]
         if maker < 0 or any(not any(s.first <= use < s.last for s in entered) for use in self.flow.uses[tensor]):
@@ -96,20 +89,16 @@ class _Exchanges:
             sources = {t for _, t in visit.inputs if self.positions.dims_of(t)}
             looked_up = not any(self.trace.tensors[t].differentiable for t in sources)
             looked_up = looked_up and not any(self._counts_indices(index) for index in range(*visit.calls))
-            if (
-                looked_up
-                and len(sources) == 1
-                and len(visit.outputs) == 1
-                and self._by_position(crossing.visit, sources)
-            ):
+            single = len(sources) == len(visit.outputs) == 1
+            if looked_up and single and self._by_position(crossing.visit, sources):
                 (source,) = sources
-                replacement.own |= {
+                swap.own |= {
                     Crossing(crossing.visit, visit.module, path, *visit.calls): self._plain(source)
                     for path, t in visit.inputs
                     if t == source
                 }
-                replacement.shown[crossing, "output"] = self._plain(tensor)
-                replacement.visits.add(crossing.visit)
+                swap.shown[crossing, "output"] = self._plain(tensor)
+                swap.visits.add(crossing.visit)
                 return
         raise _Refused
 
@@ -129,18 +118,18 @@ class _Exchanges:
             if crossing.module and self.positions.plain_dim(self._tensor(crossing, side)) is not None:
                 points.setdefault((crossing.module, side, crossing.path), []).append((crossing, side))
         for keys in points.values():
-            replacement = _Found()
+            swap = _Swap()
             try:
                 for crossing, side in keys:
                     partial = (crossing, side) in self.cut.gather_sums or (crossing, side) in self.cut.partial_gathers
-                    self._hand_on(self._tensor(crossing, side), crossing, side, partial, replacement)
-                self._check_runs(replacement)
-                self._convert(replacement.visits)
+                    self._hand_on(self._tensor(crossing, side), crossing, side, partial, swap)
+                self._check_runs(swap)
+                self._convert(swap.visits)
             except _Refused:
                 continue
-            self._replace(keys, replacement, self.cut.names[keys[0][0]])
+            self._replace(keys, swap, self.cut.names[keys[0][0]])
 
-    def _replace(self, keys: list[tuple[Crossing, str]], replacement: _Found, name: SequenceName) -> None:
+    def _replace(self, keys: list[tuple[Crossing, str]], swap: _Swap, name: SequenceName) -> None:
         cut = self.cut
         for key in keys:
             cut.gathers.pop(key, None)
@@ -150,22 +139,22 @@ class _Exchanges:
         gathered = {crossing.module for crossing, _ in cut.gathers}
         gone = {crossing.module for crossing, _ in keys} - gathered
         cut.whole = [why for why in cut.whole if why.at not in gone]
-        cut.shown |= replacement.shown
-        for crossing, dim in replacement.own.items():
+        cut.shown |= swap.shown
+        for crossing, dim in swap.own.items():
             cut.scatters[crossing, "input"] = dim
             cut.own.add((crossing, "input"))
-        for crossing, (dim, piece, layout) in replacement.pieces.items():
+        for crossing, (dim, piece, layout) in swap.pieces.items():
             cut.exchanges[crossing, "output"] = dim, piece, layout
-        for crossing, (dim, partial) in replacement.gathered.items():
+        for crossing, (dim, partial) in swap.gathered.items():
             cut.gathers[crossing, "output"] = dim
             cut.partial_gathers |= {(crossing, "output")} if partial else set()
-        crossings = (*(c for c, _ in replacement.shown), *replacement.own, *replacement.pieces, *replacement.gathered)
+        crossings = (*(c for c, _ in swap.shown), *swap.own, *swap.pieces, *swap.gathered)
         cut.names |= dict.fromkeys(crossings, name)
 
-    def _hand_on(self, tensor: int, crossing: Crossing, side: str, partial: bool, replacement: _Found) -> None:
+    def _hand_on(self, tensor: int, crossing: Crossing, side: str, partial: bool, swap: _Swap) -> None:
         """Show the value as whole to all that reads it behind a boundary, and follow what is made of it."""
         dim = self._plain(tensor)
-        if tensor in self.flow.final or any((crossing, side) == key for key in replacement.shown):
+        if tensor in self.flow.final or any((crossing, side) == key for key in swap.shown):
             raise _Refused
         readers = set[int]()
         for use in self.flow.uses[tensor]:
@@ -177,32 +166,32 @@ class _Exchanges:
         if not readers or (inside and len(readers) > 1):
             raise _Refused
         if not inside:
-            replacement.shown[crossing, side] = dim
+            swap.shown[crossing, side] = dim
         for number in sorted(readers):
             visit = self.trace.visits[number]
             entries = [Crossing(number, visit.module, path, *visit.calls) for path, t in visit.inputs if t == tensor]
-            replacement.own |= {} if inside else dict.fromkeys(entries, dim)
-            if number in replacement.visits:
+            swap.own |= {} if inside else dict.fromkeys(entries, dim)
+            if number in swap.visits:
                 continue
-            replacement.visits.add(number)
+            swap.visits.add(number)
             for path, output in visit.outputs:
                 if output != tensor:
-                    self._leave_module(output, Crossing(number, visit.module, path, *visit.calls), partial, replacement)
+                    self._leave_module(output, Crossing(number, visit.module, path, *visit.calls), partial, swap)
 
-    def _leave_module(self, output: int, crossing: Crossing, partial: bool, replacement: _Found) -> None:
+    def _leave_module(self, output: int, crossing: Crossing, partial: bool, swap: _Swap) -> None:
         """Place what a module made on own positions: exchanged, shown as whole, or gathered."""
         dim = self._plain(output)
         if self.shards.is_split(output):
             piece, layout = self._pieces(output, dim)
-            replacement.pieces[crossing] = dim, piece, layout
+            swap.pieces[crossing] = dim, piece, layout
             return
         summed = (crossing, AllReduceGradient) in self.placement.outputs
-        tried = _Found(**{name: copy.copy(value) for name, value in vars(replacement).items()})
+        tried = _Swap(**{name: copy.copy(value) for name, value in vars(swap).items()})
         try:
             self._hand_on(output, crossing, "output", partial or summed, tried)
-            vars(replacement).update(vars(tried))
+            vars(swap).update(vars(tried))
         except _Refused:
-            replacement.gathered[crossing] = dim, partial or summed
+            swap.gathered[crossing] = dim, partial or summed
 
     def _module_around(self, use: int, tensor: int, crossing: Crossing, side: str) -> int:
         """The outermost module around a call, behind a boundary, that makes all of it position by position."""
@@ -283,14 +272,14 @@ class _Exchanges:
                 points.setdefault((crossing.module, "output", crossing.path), []).append(crossing)
         joining = [c for c, kind in self.placement.outputs if kind is JoinPartial]
         for crossings in sorted(points.values(), key=lambda them: any(c in joining for c in them)):
-            replacement = _Found()
+            swap = _Swap()
             try:
                 for crossing in crossings:
-                    self._give_back(crossing, replacement)
+                    self._give_back(crossing, swap)
                 if any(c in joining for c in crossings) and self._withheld():
                     continue
-                self._check_runs(replacement)
-                self._convert(replacement.visits)
+                self._check_runs(swap)
+                self._convert(swap.visits)
             except _Refused:
                 continue
             for crossing in crossings:
@@ -300,7 +289,7 @@ class _Exchanges:
                     done for (c, kind), done in self.placement.outputs.items() if c == crossing and kind in kinds
                 }
                 name = self.cut.names[crossing]
-                for entry, (dim, piece, layout) in replacement.pieces.items():
+                for entry, (dim, piece, layout) in swap.pieces.items():
                     self.cut.exchanges[entry, "input"] = dim, piece, layout
                     self.cut.names[entry] = name
 
@@ -309,7 +298,7 @@ class _Exchanges:
         withheld = (done for (_, kind), done in self.placement.outputs.items() if kind is WithholdPartial)
         return any(done not in self.cut.undone for done in withheld)
 
-    def _give_back(self, crossing: Crossing, replacement: _Found) -> None:
+    def _give_back(self, crossing: Crossing, swap: _Swap) -> None:
         visit = self.trace.visits[crossing.visit]
         sources = {t for _, t in visit.inputs if self.positions.dims_of(t) and t in self.flow.carries}
         if len(sources) != 1 or len([t for _, t in visit.outputs if t in self.flow.carries]) != 1:
@@ -322,10 +311,10 @@ class _Exchanges:
         piece, layout = self._pieces(tensor, dim)
         if Layout.parse(layout).shared_rows(self.shards.tp):
             raise _Refused
-        replacement.visits.add(crossing.visit)
+        swap.visits.add(crossing.visit)
         for path, other in visit.inputs:
             if other == tensor:
-                replacement.pieces[Crossing(crossing.visit, visit.module, path, *visit.calls)] = dim, piece, layout
+                swap.pieces[Crossing(crossing.visit, visit.module, path, *visit.calls)] = dim, piece, layout
 
     # ------------------------------------------------------------------ both
 
@@ -340,15 +329,11 @@ class _Exchanges:
         )
         return set() if done is None else {done}
 
-    def _check_runs(self, replacement: _Found) -> None:
+    def _check_runs(self, swap: _Swap) -> None:
         """A hook acts on every run of its module."""
         points: dict[HookPoint, set[int]] = {}
-        keys = [
-            *replacement.shown,
-            *((c, "input") for c in replacement.own),
-            *((c, "output") for c in replacement.gathered),
-        ]
-        keys += [(c, "output" if self._is_made(c) else "input") for c in replacement.pieces]
+        keys = [*swap.shown, *((c, "input") for c in swap.own), *((c, "output") for c in swap.gathered)]
+        keys += [(c, "output" if self._is_made(c) else "input") for c in swap.pieces]
         for crossing, side in keys:
             points.setdefault((crossing.module, side, crossing.path), set()).add(crossing.visit)
         if any(set(self.flow.runs_through(*point)) != visits for point, visits in points.items()):

@@ -69,11 +69,7 @@ class Draws(_AtDraws):
 
 def _numbers(result: Any) -> torch.Tensor | None:
     """Return the drawn tensor: of several results the last, which is a dropout's mask."""
-    drawn = [
-        tensor
-        for tensor in (result if isinstance(result, tuple | list) else [result])
-        if isinstance(tensor, torch.Tensor)
-    ]
+    drawn = [t for t in (result if isinstance(result, tuple | list) else [result]) if isinstance(t, torch.Tensor)]
     return drawn[-1] if drawn and not drawn[-1].is_complex() else None
 
 
