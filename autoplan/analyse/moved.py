@@ -163,16 +163,16 @@ def _moves(
                     yield from _each(instruction.moves, visit.calls, visit.module, elements, tensor, reached)
 
 
-def _exchanged(one: Exchange, shape: tuple[int, ...], ranks: int) -> int:
+def _exchanged(exchange: Exchange, shape: tuple[int, ...], ranks: int) -> int:
     """Return how many elements a rank sends: its positions of the features that each rank holds, to that rank."""
-    layout = Layout.parse(one.layout)
+    layout = Layout.parse(exchange.layout)
     local_sizes = sum(len(layout.rows(rank, ranks)) if layout.is_split else layout.size for rank in range(ranks))
-    return prod(shape) // shape[one.feature] * local_sizes // ranks
+    return prod(shape) // shape[exchange.feature] * local_sizes // ranks
 
 
-def _crossing(visit: ModuleVisit, one: Instruction) -> tuple[tuple[tuple[object, ...], int], ...]:
+def _crossing(visit: ModuleVisit, instruction: Instruction) -> tuple[tuple[tuple[object, ...], int], ...]:
     """Return the values at the boundary where the instruction acts; otherwise the module's outputs."""
-    return visit.inputs if isinstance(one, Boundary) and one.side == "input" else visit.outputs
+    return visit.inputs if isinstance(instruction, Boundary) and instruction.side == "input" else visit.outputs
 
 
 def _each(
@@ -220,10 +220,10 @@ def _paid_in_calls(shards: Shards, flow: CallFlow, reductions: Mapping[int, Redu
                 yield Payment(move.backward, frozenset({index}), weight)
 
 
-def _elements(of: Amount, index: int, made: int, shards: Shards) -> int:
+def _elements(of: Amount, index: int, output: int, shards: Shards) -> int:
     """Return how many elements one collective of a call moves."""
     trace = shards.trace
-    shape = trace.tensors[made].shape
+    shape = trace.tensors[output].shape
     if of is Amount.ROWS:
         return prod(shape) // shape[-1]
     if of is Amount.LENGTHS:
@@ -252,7 +252,9 @@ def both_traffics(split: Traffic, cut: Traffic, both: Traffic) -> Traffic:
 
     def joined(direction: str) -> dict[str, tuple[int, int]]:
         sides = {"tp": split, "cp": cut, f"cp{JOINED}tp": both}
-        return {f"{kind} over {dim}": n for dim, one in sides.items() for kind, n in getattr(one, direction).items()}
+        return {
+            f"{kind} over {dim}": n for dim, traffic in sides.items() for kind, n in getattr(traffic, direction).items()
+        }
 
     def least(direction: str) -> tuple[int, int]:
         (number, size), (more, other) = getattr(split, direction), getattr(cut, direction)
@@ -283,22 +285,22 @@ def _traffic(name: str, moves: list[_Moved], needed: list[Payment], tokens: int,
 
 
 def _reasons(
-    one: Traffic, moves: list[_Moved], needed: list[Payment], flow: CallFlow, reductions: Mapping[int, str]
+    traffic: Traffic, moves: list[_Moved], needed: list[Payment], flow: CallFlow, reductions: Mapping[int, str]
 ) -> Iterator[str]:
     """Yield why a block moves more than the minimum, one line for each direction in which it does."""
     for backward in (False, True):
-        have = sum(size for _, size in (one.backward if backward else one.forward).values())
-        need = (one.least_backward if backward else one.least_forward)[1]
+        have = sum(size for _, size in (traffic.backward if backward else traffic.forward).values())
+        need = (traffic.least_backward if backward else traffic.least_forward)[1]
         if have > need:
             mine = [move for move in moves if move.backward == backward]
             apart = [
                 ", ".join(places)
                 for payment in needed
                 if payment.backward == backward
-                and len(places := _places(payment, mine, flow, reductions, one.block)) > 1
+                and len(places := _places(payment, mine, flow, reductions, traffic.block)) > 1
             ]
             excess = f"{'backward' if backward else 'forward'}: {have} bytes per token, the minimum is {need}"
-            yield f"{excess}: {_why(backward, apart, mine, one.block)}"
+            yield f"{excess}: {_why(backward, apart, mine, traffic.block)}"
 
 
 def _places(
@@ -319,10 +321,10 @@ def _places(
                 places[_short(paid[tensor], block)] = None
                 break
             if payment.backward:
-                made = flow.producer.get(tensor)
-                waiting += flow.inputs[made] if made is not None and made not in reductions else []
+                maker = flow.producer.get(tensor)
+                waiting += flow.inputs[maker] if maker is not None and maker not in reductions else []
             else:
-                waiting += [made for use in flow.uses[tensor] for made in flow.outputs[use]]
+                waiting += [output for use in flow.uses[tensor] for output in flow.outputs[use]]
     return list(places)
 
 

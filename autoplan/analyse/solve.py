@@ -191,13 +191,13 @@ def _settle(
         for call, tensors in summed.items():
             placement.inside_copies[call] |= tensors
         edits = solve_edits(shards)
-        found = scope(shards, flow, placement, edits)
-        blamed = _blame(shards, flow, placement, found, scoped)
+        reach = scope(shards, flow, placement, edits)
+        blamed = _blame(shards, flow, placement, reach, scoped)
         if not blamed:
-            refused_constants = {replace(one, sums=True) for one in constants}
+            refused_constants = {replace(constant, sums=True) for constant in constants}
             fed = of_arguments(trace, shards, axes, placement, flow)
-            constants += tuple(one for one in fed if replace(one, sums=True) not in refused_constants)
-            return _Round(axes, choice, shards, placement, edits, found, Tried(order, blocked, inside), constants)
+            constants += tuple(constant for constant in fed if replace(constant, sums=True) not in refused_constants)
+            return _Round(axes, choice, shards, placement, edits, reach, Tried(order, blocked, inside), constants)
         for leaf, why in blamed.items():
             refused[leaf] = why
             refusals.append(AxisWhole(leaf.size, why))
@@ -248,7 +248,7 @@ def _solution(
     legal: tuple[int, ...], demands: Demands,
 ) -> Solution:  # fmt: skip
     cut = sequence if sequence is not None and sequence.applies else None
-    constants = done.constants if cut is None else tuple(replace(one, sums=False) for one in done.constants)
+    constants = done.constants if cut is None else tuple(replace(constant, sums=False) for constant in done.constants)
     ids = _class_ids(trace, done)
     recurrences = recurrent(done.shards, flow, done.scope.calls, demands) if tp > 1 else Recurrent()
     facts = tuple(_parameter_facts(trace, done, ids, cut, recurrences))
@@ -323,18 +323,18 @@ def _class_ids(trace: Trace, done: _Round) -> dict[Term, int]:
 
 
 def _class_facts(trace: Trace, done: _Round, ids: dict[Term, int]) -> Iterator[ClassFact]:
-    held = occurrences(trace, done.axes)
+    uses = occurrences(trace, done.axes)
     for leaf, number in ids.items():
-        places = tuple((trace.tensors[t].names[0], d) for t, dims in held.get(leaf, {}).items() for d in sorted(dims))
+        places = tuple((trace.tensors[t].names[0], d) for t, dims in uses.get(leaf, {}).items() for d in sorted(dims))
         split = leaf in done.choice.marks
         reason = None if split else done.choice.reasons.get(leaf)
         yield ClassFact(number, leaf.size, frozenset(map(str, leaf.events)), places, split, reason)
 
 
 def _parted_facts(trace: Trace, axes: Axes, done: _Round) -> Iterator[ClassFact]:
-    held = occurrences(trace, axes)
+    uses = occurrences(trace, axes)
     for number, (leaf, why) in enumerate(done.tried.why.items()):
-        places = tuple((trace.tensors[t].names[0], d) for t, dims in held.get(leaf, {}).items() for d in sorted(dims))
+        places = tuple((trace.tensors[t].names[0], d) for t, dims in uses.get(leaf, {}).items() for d in sorted(dims))
         yield ClassFact(number, leaf.size, frozenset(map(str, leaf.events)), places, False, why)
 
 
@@ -349,7 +349,7 @@ def _parameter_facts(
             continue
         exchanged = cut is not None and tensor in cut.whole_parameters
         layouts = shards.layouts(tensor) if not exchanged else ()
-        dim = next((d for d, found in enumerate(layouts) if found is not None), None)
+        dim = next((d for d, layout in enumerate(layouts) if layout is not None), None)
         gradient = (
             "sum" if exchanged or tensor in placement.summed_parameters or (cut and tensor in cut.summed_parameters)
             else "shared" if tensor in placement.shared_parameters or _held_twice(layouts, shards.tp)

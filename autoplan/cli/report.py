@@ -76,20 +76,20 @@ def _made(model: str, tp: int | None, ep: int, how: dict[str, Any]) -> Plan:
         return autoplan.plan(model, tp_size=tp, **how)
 
 
-def _others(model: str, made: Plan, sizes: dict[str, int], gpu: str, how: dict[str, Any]) -> dict[int, WhatIf]:
+def _others(model: str, plan: Plan, sizes: dict[str, int], gpu: str, how: dict[str, Any]) -> dict[int, WhatIf]:
     """Return plans at other sizes; with a mesh also the cost of a step on as many ranks, if these are divisible."""
     from autoplan.decide.written_plans.plan_file import names_plan_file
     from autoplan.forecast.choose import other_sizes
     from autoplan.forecast.devices import load_device
 
-    if names_plan_file(model) or made.tp_size == 1 or made.cp_size > 1:
+    if names_plan_file(model) or plan.tp_size == 1 or plan.cp_size > 1:
         return {}
     with progress(f"planning {model} at other sizes"):
-        return other_sizes(model, made, load_device(gpu), sizes, **how)
+        return other_sizes(model, plan, load_device(gpu), sizes, **how)
 
 
 def _estimated(
-    model: str, mesh: str | None, made: Plan, gpu: str, how: dict[str, Any]
+    model: str, mesh: str | None, plan: Plan, gpu: str, how: dict[str, Any]
 ) -> tuple[Estimate | None, int | None]:
     """Return the estimate and the memory; without a mesh on tp ranks alone, and none if that is impossible."""
     import autoplan
@@ -100,8 +100,8 @@ def _estimated(
         if mesh is None:
             return None, None
         raise AutoplanError("--mesh needs the model, not a plan file", hint="omit --mesh, or pass the model")
-    on = mesh or (f"ep={made.ep_size}" if made.tp_size == 1 < made.ep_size else f"tp={made.tp_size}")
-    experts = made.ep_size if made.tp_size > 1 else 1  # otherwise they are a mesh dim
+    on = mesh or (f"ep={plan.ep_size}" if plan.tp_size == 1 < plan.ep_size else f"tp={plan.tp_size}")
+    experts = plan.ep_size if plan.tp_size > 1 else 1  # otherwise they are a mesh dim
     try:
         with progress(f"estimating {model} on {on}"):
             return autoplan.estimate(model, mesh=on, device=gpu, ep_size=experts, **how), load_device(gpu).memory

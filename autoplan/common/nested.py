@@ -232,11 +232,6 @@ def _holds_tensor(value: Any, path: Path) -> bool:
     return key in items_by_key and _holds_tensor(items_by_key[key], rest)
 
 
-def change_output(output: Any, path: Path, change: Change, where: str) -> Any:
-    """Return a result with one tensor changed."""
-    return change_at(output, path, change, where)
-
-
 def change_if_returned(output: Any, path: Path, change: Change, where: str) -> Any:
     """Return the model's result with one tensor changed; unchanged if the call did not ask for that one."""
     left_out = path and isinstance(output, dict) and _key_at(output, path[0]) not in output

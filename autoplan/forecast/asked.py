@@ -216,7 +216,7 @@ class Asked:
     def how(self) -> tuple[str, ...]:
         """Return what was requested besides sizes, dtypes and the optimizer, as text."""
         again = self.activation_checkpointing if self.train != "inference" else False
-        said = {
+        texts = {
             f"{self.accumulate} micro-batches a step": self.accumulate > 1,
             f"checkpointing {'blocks' if again is True else again}": again,
             "sequence parallel": self.sequence_parallel and self.size("tp") > 1,
@@ -233,7 +233,7 @@ class Asked:
             "states sharded over dp_replicate": self.shard_optimizer,
             f"keys and values in {self.cache_dtype}": self.cache_dtype,
         }  # fmt: skip
-        return tuple(text for text, asked in said.items() if asked)
+        return tuple(text for text, applies in texts.items() if applies)
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -241,7 +241,7 @@ class Asked:
         still, alone = self.train == "inference", not self.data_parallel
         untrained, unsharded = "nothing is trained", "the mesh has no dim of data parallelism"
         why = untrained if still else unsharded
-        told = {
+        texts = {
             f"optimizer={self.optimizer}: {untrained}": still and self.optimizer != "adamw",
             f"checkpointing: {untrained}": still and self.activation_checkpointing,
             f"loss: {untrained}": still and self.loss is not None,
@@ -249,7 +249,7 @@ class Asked:
             f"reshard_after_forward: {why}": self.reshard_after_forward is not None and alone,
             "sequence_parallel: the mesh has no tp": self.sequence_parallel and self.size("tp") == 1,
         }
-        return tuple(text for text, asked in told.items() if asked)
+        return tuple(text for text, applies in texts.items() if applies)
 
     @property
     def summed_once(self) -> bool:
@@ -287,8 +287,8 @@ class Asked:
 
     @property
     def data_parallel(self) -> bool:
-        known = ("dp_shard", "dp", "fsdp", "dp_shard_cp")
-        return self.train != "inference" and any(name in known for name, _ in self.mesh)
+        dims = ("dp_shard", "dp", "fsdp", "dp_shard_cp")
+        return self.train != "inference" and any(name in dims for name, _ in self.mesh)
 
 
 # Where the question that is priced differs from the one that was asked
@@ -299,24 +299,24 @@ def not_applied(steps: Steps, setting: Setting) -> dict[str, str]:
     if setting.ep == 1 and not setting.sequence_parallel:
         return {}
     plan = steps.split(setting.tp, setting.ep, setting.sequence_parallel, setting.cp)
-    asked = {"experts": "experts apart", "sequence": "sequence parallel"}
-    return {asked[one.check]: one.message for one in plan.findings if one.level == "warn" and one.check in asked}
+    kinds = {"experts": "experts apart", "sequence": "sequence parallel"}
+    return {kinds[f.check]: f.message for f in plan.findings if f.level == "warn" and f.check in kinds}
 
 
-def how_priced(steps: Steps, asked: Asked, setting: Setting) -> tuple[str, ...]:
+def how_priced(steps: Steps, question: Asked, setting: Setting) -> tuple[str, ...]:
     """Return what was requested besides sizes, dtypes and the optimizer, as far as the plan applies it."""
     missing = not_applied(steps, setting)
-    return tuple(text for text in asked.how if text not in missing)
+    return tuple(text for text in question.how if text not in missing)
 
 
-def notes_on_question(steps: Steps, asked: Asked, setting: Setting) -> Iterator[str]:
+def notes_on_question(steps: Steps, question: Asked, setting: Setting) -> Iterator[str]:
     """Yield where the priced question differs from the requested one, or its size exceeds the config's."""
-    positions, (batch, tokens) = steps.check_length(asked.sequence), size_priced(steps, setting)
+    positions, (batch, tokens) = steps.check_length(question.sequence), size_priced(steps, setting)
     if 0 < positions < tokens:
         yield f"{tokens:,} tokens exceed the config's {positions:,} positions: it runs, but was not trained for that"
     if not tokens:
-        yield f"the inputs have no token dim: sequence={asked.sequence} has no effect, and speed is in samples"
-    if batch != asked.batch or tokens not in (0, asked.sequence):
-        yield (f"{asked.batch} × {asked.sequence} tokens were requested, but inputs of that size cannot be made; "
+        yield f"the inputs have no token dim: sequence={question.sequence} has no effect, and speed is in samples"
+    if batch != question.batch or tokens not in (0, question.sequence):
+        yield (f"{question.batch} × {question.sequence} tokens were requested, but inputs of that size cannot be made; "
                f"all figures are for {batch} × {tokens or 'samples'}")  # fmt: skip
-    yield from (f"no effect: {text}" for text in (*asked.unused, *not_applied(steps, setting).values()))
+    yield from (f"no effect: {text}" for text in (*question.unused, *not_applied(steps, setting).values()))

@@ -221,7 +221,7 @@ def choose(
         check_count("global_batch", global_batch)
     device = gpu if isinstance(gpu, Device) else load_device(gpu)
     device = device if per_node is None else replace(device, per_node=per_node)
-    asked = Asked((("dp_shard", gpus),), 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train,
+    question = Asked((("dp_shard", gpus),), 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train,
                   matmuls=matmuls, chunked_loss=chunked_loss)  # fmt: skip
     if not isinstance(margin, int | float) or isinstance(margin, bool) or not 0 <= margin < 1:
         raise AutoplanError(f"margin={margin!r}", hint="pass a fraction of the memory, such as 0.1")
@@ -237,11 +237,11 @@ def choose(
         raise _no_batch(sweep, gpus, global_batch)
     rows = sweep.settled(rows)
     enough = None if rows and rows[0].fits else sweep.enough(gpus, global_batch)
-    held = global_batch or gpus
-    batch = f"{held} sequence{'s' * (held > 1)} {'held at once' if train == 'inference' else 'a step'}"
+    sequences = global_batch or gpus
+    batch = f"{sequences} sequence{'s' * (sequences > 1)} {'held at once' if train == 'inference' else 'a step'}"
     return Choice(source, tuple(rows), gpus, size, device, tuple(sweep.dropped), enough, steps,
-                  tuple(sweep.elsewhere(gpus, global_batch or gpus)), margin, (batch, *asked.how),
-                  asked.unused)  # fmt: skip
+                  tuple(sweep.elsewhere(gpus, global_batch or gpus)), margin, (batch, *question.how),
+                  question.unused)  # fmt: skip
 
 
 def _no_batch(sweep: Sweep, gpus: int, batch: int) -> AutoplanError:
@@ -279,61 +279,61 @@ def estimated_sizes(
     """One training step of one sequence on each rank of {"tp": n}, for the plan's own size and those near it."""
     steps = Steps(resolve(model, trust_remote_code=trust_remote_code, inputs=inputs), plan, inputs)
     plans = _planned(steps, plan)
-    found: dict[int, Estimate] = {}
+    estimates: dict[int, Estimate] = {}
     why = ""
     for length in _LENGTHS:
         try:
-            found = {plan.tp_size: _estimate(steps, plan, plan.tp_size, length, device)}
+            estimates = {plan.tp_size: _estimate(steps, plan, plan.tp_size, length, device)}
             break
         except AutoplanError as error:
             why = why or error.message.splitlines()[0]
-    if not found:
+    if not estimates:
         return Sizes(plans, why=why)
     why = ""
     for tp in plans:
         try:
-            found.setdefault(tp, _estimate(steps, plan, tp, length, device))
+            estimates.setdefault(tp, _estimate(steps, plan, tp, length, device))
         except AutoplanError as error:
             why = f"at tp {tp}: {error.message.splitlines()[0]}"
-    return Sizes(plans, dict(sorted(found.items())), why)
+    return Sizes(plans, dict(sorted(estimates.items())), why)
 
 
 def other_sizes(
     model: Model, plan: Plan, device: Device, mesh: Mapping[str, int], *, trust_remote_code: bool = False,
-    sequence_parallel: bool = False, **asked: Any,
+    sequence_parallel: bool = False, **fields: Any,
 ) -> dict[int, WhatIf]:  # fmt: skip
-    """The plan at the other sizes that are shown; with a `mesh` of ranks a step there, on as many ranks. `asked`: the
+    """The plan at the other sizes that are shown; with a `mesh` of ranks a step there, on as many ranks. `fields`: the
     other fields of `Asked`."""
     steps = Steps(resolve(model, trust_remote_code=trust_remote_code))
     ranks = prod(mesh.values())
-    found: dict[int, WhatIf] = {}
-    for tp, made in _planned(steps, plan).items():
+    what_ifs: dict[int, WhatIf] = {}
+    for tp, planned in _planned(steps, plan).items():
         if tp == plan.ranks:
             continue
         estimate = None
         if mesh and ranks % tp == 0:
             sizes = (("dp_shard", ranks // tp), ("tp", tp))
             along = sequence_parallel and tp > 1
-            question = Asked(sizes, **asked, sequence_parallel=along, experts=1 < tp == made.ep_size)
+            question = Asked(sizes, **fields, sequence_parallel=along, experts=1 < tp == planned.ep_size)
             with suppress(AutoplanError):  # at this size no step can be: the page shows the plan
                 estimate = estimate_with(steps, question, device)
-        found[tp] = WhatIf(made, estimate)
-    return found
+        what_ifs[tp] = WhatIf(planned, estimate)
+    return what_ifs
 
 
 def _planned(steps: Steps, plan: Plan) -> dict[int, Plan]:
     """The plan, and those at the sizes nearest to its own; sizes that cannot be planned are left out."""
-    found = {plan.tp_size: plan}
+    plans = {plan.tp_size: plan}
     if plan.cp_size > 1:  # its sizes of tp are for that size of cp
-        return found
+        return plans
     near = sorted(shown_sizes(plan), key=lambda size: abs(size.bit_length() - plan.tp_size.bit_length()))
     for tp in near[:_MOST]:
         try:
             experts = tp if 1 < plan.tp_size == plan.ep_size else 1
-            found.setdefault(tp, steps.plan(tp, experts, plan.sequence_parallel and tp > 1))
+            plans.setdefault(tp, steps.plan(tp, experts, plan.sequence_parallel and tp > 1))
         except IndivisibleError:
             continue
-    return dict(sorted(found.items()))
+    return dict(sorted(plans.items()))
 
 
 def _estimate(steps: Steps, plan: Plan, tp: int, length: int, device: Device) -> Estimate:

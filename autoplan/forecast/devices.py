@@ -81,14 +81,14 @@ def _device(path: Path, data: Any) -> Device:
         if not isinstance(data.get(name), dict):
             raise _error(path, f"says nothing of [{name}]" if name not in data else f"has no table [{name}]")
         parts[name] = data[name]
-    for where, found, known in (("", data, _TOP), *((f"{name}.", parts[name], _TABLES[name]) for name in _TABLES)):
-        unknown = [key for key in found if key not in known]
+    for where, table, names in (("", data, _TOP), *((f"{name}.", parts[name], _TABLES[name]) for name in _TABLES)):
+        unknown = [key for key in table if key not in names]
         if unknown:
-            raise _error(path, f"has unknown key {where}{unknown[0]}; known are {', '.join(known)}")
+            raise _error(path, f"has unknown key {where}{unknown[0]}; known are {', '.join(names)}")
     called, sources = data.get("name"), data.get("sources")
     if not isinstance(called, str) or not called:
         raise _error(path, f"has name = {called!r}, which is not text")
-    if not isinstance(sources, list) or not all(isinstance(one, str) for one in sources):
+    if not isinstance(sources, list) or not all(isinstance(source, str) for source in sources):
         raise _error(path, f"has sources = {sources!r}, which is not a list of texts")
     flops = {str(dtype): _number(path, "flops", dtype, rate) for dtype, rate in parts["flops"].items()}
     if "bfloat16" not in flops:

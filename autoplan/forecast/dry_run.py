@@ -61,9 +61,9 @@ def summed(messages: tuple[Message, ...]) -> tuple[Sent, ...]:
     """Return how many of each kind were sent over each dim, with the bytes of their whole values."""
     totals: dict[tuple[str, str], list[int]] = {}
     for message in messages:
-        one = totals.setdefault((message.dim, message.kind), [0, 0])
-        one[0] += 1
-        one[1] += max(message.sent, message.received)
+        total = totals.setdefault((message.dim, message.kind), [0, 0])
+        total[0] += 1
+        total[1] += max(message.sent, message.received)
     return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in totals.items())
 
 
@@ -88,25 +88,27 @@ def dry_run(
     sizes = dict(mesh_sizes(mesh))
     check_argument("rank", rank, int, "pass an integer from 0")
     check_expert_size(sizes.get("tp", 1), ep_size)
-    known = {name: value for name, value in options.items() if name in _ESTIMATED}
+    estimated = {name: value for name, value in options.items() if name in _ESTIMATED}
     experts = ep_size == sizes.get("tp", 1) > 1
-    asked = Asked(tuple(sizes.items()), batch, sequence, sequence_parallel=sequence_parallel, experts=experts, **known)
+    question = Asked(
+        tuple(sizes.items()), batch, sequence, sequence_parallel=sequence_parallel, experts=experts, **estimated
+    )
     steps = Steps(resolve(model, trust_remote_code=trust_remote_code, inputs=inputs), plan, inputs)
     setting = Setting(
         sizes.get("tp", 1), max(ep_size, sizes.get("ep", 1)), sequence_parallel, batch=batch, sequence=sequence,
         cp=sizes.get("cp", 1),
     )  # fmt: skip
-    made = steps.plan(setting.tp, setting.ep, sequence_parallel, setting.cp)
+    planned = steps.plan(setting.tp, setting.ep, sequence_parallel, setting.cp)
     keywords = inputs_of(steps, setting)
     problem: Exception | None = None
     for knowing in (False, True):
         try:
-            ran = _run(steps, made, sizes, rank, keywords, options, knowing)
+            ran = _run(steps, planned, sizes, rank, keywords, options, knowing)
             rows, tokens = size_priced(steps, setting)
             return replace(
-                ran, peak=_peak(steps, asked) if known == options else None, batch=rows, sequence=tokens,
-                dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, how=how_priced(steps, asked, setting),
-                notes=(*notes_on_question(steps, asked, setting), *_unpacked(steps)),
+                ran, peak=_peak(steps, question) if estimated == options else None, batch=rows, sequence=tokens,
+                dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, how=how_priced(steps, question, setting),
+                notes=(*notes_on_question(steps, question, setting), *_unpacked(steps)),
             )  # fmt: skip
         except RuntimeError as error:  # its Python asks for numbers: run it again with those that are known
             problem = problem or error
@@ -141,12 +143,12 @@ def _run(
             tape = record_step(model, keywords, Marks(), group_names(mesh), loss_of=loss, whole=whole)
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
             optimizer.step()
-        held = [local_piece(p) for p in model.parameters()]
+        pieces = [local_piece(p) for p in model.parameters()]
         grown = [local_piece(p.grad) for p in model.parameters() if p.grad is not None]
-    states = [local_piece(one) for state in optimizer.state.values() for one in state.values()]
+    states = [local_piece(value) for state in optimizer.state.values() for value in state.values()]
     messages = tuple(item for item in tape.items if isinstance(item, Message))
-    return DryRun(steps.source.name, tuple(sizes.items()), rank, tuple(shapes.items()), _bytes(held), _bytes(grown),
-                  messages, _bytes([one for one in states if one.dim()]))  # fmt: skip
+    return DryRun(steps.source.name, tuple(sizes.items()), rank, tuple(shapes.items()), _bytes(pieces), _bytes(grown),
+                  messages, _bytes([state for state in states if state.dim()]))  # fmt: skip
 
 
 def _unpacked(steps: Steps) -> Iterator[str]:
@@ -154,9 +156,9 @@ def _unpacked(steps: Steps) -> Iterator[str]:
         yield f"the checkpoint is quantised ({steps.packed[0].scheme.title}); the step ran with unquantised weights"
 
 
-def _peak(steps: Steps, asked: Asked) -> int | None:
+def _peak(steps: Steps, question: Asked) -> int | None:
     try:
-        priced = estimate_with(steps, asked, load_device("h100"))
+        priced = estimate_with(steps, question, load_device("h100"))
     except AutoplanError:  # what runs whole may not run folded
         return None
     return priced.peak - priced.parts.overhead

@@ -114,7 +114,7 @@ def estimate(
     A `Plan` in the place of the model needs `plan.model` to say where it is (a folder, a type, a hub id); plans that
     autoplan made name the class: give the model itself, and `plan=`.
     """
-    given = model if isinstance(model, Plan) else plan
+    passed = model if isinstance(model, Plan) else plan
     named = model.model if isinstance(model, Plan) else model
     if isinstance(model, Plan) and not _says_where(model.model):
         raise SourceError(
@@ -125,16 +125,16 @@ def estimate(
     rank = lora_rank if train == "lora" else 0
     source = resolve(named, trust_remote_code=trust_remote_code, inputs=inputs)
     source = source if weights is None else source.stored_as(weights)
-    steps = Steps(source, given, inputs, rank, targets_of(lora_targets), lora_dropout, lora_dtype)
+    steps = Steps(source, passed, inputs, rank, targets_of(lora_targets), lora_dropout, lora_dtype)
     sizes = mesh_sizes(mesh, priced=("pp",))
     tp = dict(sizes).get("tp", 1)
     check_expert_size(tp, ep_size)
-    asked = Asked(sizes, batch, sequence, activation_checkpointing, mp_policy, optimizer, train,
+    question = Asked(sizes, batch, sequence, activation_checkpointing, mp_policy, optimizer, train,
                   reshard_after_forward, sequence_parallel, accumulate, gather_logits, experts=ep_size == tp > 1,
                   loss=loss, cpu_offload=cpu_offload, concurrency=concurrency, cache_dtype=cache_dtype,
                   chunked_loss=chunked_loss,
                   matmuls=matmuls, exchange_experts=exchange_experts, shard_optimizer=shard_optimizer)  # fmt: skip
-    return estimate_with(steps, asked, device if isinstance(device, Device) else load_device(device))
+    return estimate_with(steps, question, device if isinstance(device, Device) else load_device(device))
 
 
 def _says_where(name: str) -> bool:
@@ -143,102 +143,104 @@ def _says_where(name: str) -> bool:
     return not (dot and all(part.isidentifier() for part in module.split(".")) and cls[:1].isupper())
 
 
-def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
+def estimate_with(steps: Steps, question: Asked, device: Device) -> Estimate:
     """The estimate from recordings that may be there already."""
-    policy = _policy(asked, steps)
-    setting = _setting(asked, policy)
-    steps.check_length(asked.sequence)
-    recorded = one_stage(steps.at(setting) if asked.exact else steps.scaled(setting), asked.stages)
+    policy = _policy(question, steps)
+    setting = _setting(question, policy)
+    steps.check_length(question.sequence)
+    recorded = one_stage(steps.at(setting) if question.exact else steps.scaled(setting), question.stages)
     batch, tokens = size_priced(steps, setting)
-    data = _data(asked, policy)
-    training = asked.train != "inference"
+    data = _data(question, policy)
+    training = question.train != "inference"
     units = tuple(_as_stored(steps, recorded.units, training))
     weights = held_bytes(units, data) + recorded.buffers
     trained = held_bytes(units, data, trained=True) if training else 0
-    states = _states(units, data, OPTIMIZERS[asked.optimizer]) if training else 0
-    states = -(-states // asked.size("dp_replicate")) if asked.shard_optimizer else states
-    waits = sum(map(data.reduced, units)) if asked.stages > 1 and data.on else trained  # for the last micro-batch
-    standing = MemoryParts(weights=weights, optimizer=states, gradients=waits if asked.accumulate > 1 else 0)
+    states = _states(units, data, OPTIMIZERS[question.optimizer]) if training else 0
+    states = -(-states // question.size("dp_replicate")) if question.shard_optimizer else states
+    waits = sum(map(data.reduced, units)) if question.stages > 1 and data.on else trained  # for the last micro-batch
+    standing = MemoryParts(weights=weights, optimizer=states, gradients=waits if question.accumulate > 1 else 0)
     walk = Walk(recorded.program, recorded.left_out, units, data, standing)
     peak = walk.run()
-    if asked.chunked_loss:  # memory is that of one chunk; operations and messages are those of all
-        part = one_stage(steps.scaled(replace(setting, chunk=_chunk(steps, asked))), asked.stages)
+    if question.chunked_loss:  # memory is that of one chunk; operations and messages are those of all
+        part = one_stage(steps.scaled(replace(setting, chunk=_chunk(steps, question))), question.stages)
         small = Walk(part.program, part.left_out, units, data, standing)
         peak, walk.moments, walk.waiting = small.run(), small.moments, small.waiting
-    parts = MemoryParts(**{**peak.parts, "overhead": device.overhead(sum(size > 1 for _, size in asked.mesh))})
+    parts = MemoryParts(**{**peak.parts, "overhead": device.overhead(sum(size > 1 for _, size in question.mesh))})
     unpacked = max((p.elements * p.size for unit in units for p in unit.parameters if p.packed), default=0)
-    waiting = min(asked.stages, asked.accumulate) - 1 if training else 0  # micro-batches in flight
+    waiting = min(question.stages, question.accumulate) - 1 if training else 0  # micro-batches in flight
     parts = replace(parts, temporary=parts.temporary + unpacked, kept=parts.kept + waiting * walk.waiting)
     passing, whole, others = 0, 0.0, 0.0
     if not training:  # other sequences are held at full length, those of the batch as far as they are at the peak
         lasts = walk.lasts or walk.live["kept"]
-        whole = lasts * _cache_share(asked, steps)
-        others = max(0, asked.concurrency - batch) * whole / batch
+        whole = lasts * _cache_share(question, steps)
+        others = max(0, question.concurrency - batch) * whole / batch
         passing = max(0, parts.kept - lasts)  # in front of a sliding window, until the next token
         parts = replace(parts, temporary=parts.temporary + passing, kept=0,
-                        cache=int((parts.kept - passing) * _cache_share(asked, steps) + others))  # fmt: skip
+                        cache=int((parts.kept - passing) * _cache_share(question, steps) + others))  # fmt: skip
     where, phase = peak.where, peak.phase
-    stepping = _optimizer_step(units, data, weights, states, asked) if training else MemoryParts()
+    stepping = _optimizer_step(units, data, weights, states, question) if training else MemoryParts()
     stepping = replace(stepping, overhead=parts.overhead)
-    if asked.updates and stepping.total > parts.total:
+    if question.updates and stepping.total > parts.total:
         parts, where, phase = stepping, "the optimizer's step", "optimizer"
-    once = (*walk.messages(), *exchanged(walk, units, asked.exchange_experts))
-    once = (*once, *zero_1(units, trained)) if asked.shard_optimizer else once
-    times = [1 if asked.summed_once and s.dim in HIDDEN else asked.accumulate for s in once]
+    once = (*walk.messages(), *exchanged(walk, units, question.exchange_experts))
+    once = (*once, *zero_1(units, trained)) if question.shard_optimizer else once
+    times = [1 if question.summed_once and s.dim in HIDDEN else question.accumulate for s in once]
     sent = tuple(replace(s, number=s.number * n, bytes=s.bytes * n) for s, n in zip(once, times, strict=True))
-    copies = asked.copies
+    copies = question.copies
     ahead = walk.ahead / max(1, sum(walk.flops.values()))
     host = replace(data, offload=False)
-    pieces = (held_bytes(units, host), held_bytes(units, host, trained=True)) if asked.cpu_offload else (0, 0)
-    flops = in_float8(walk, device) if asked.matmuls else walk.flops
+    pieces = (held_bytes(units, host), held_bytes(units, host, trained=True)) if question.cpu_offload else (0, 0)
+    flops = in_float8(walk, device) if question.matmuls else walk.flops
     load = Load(tuple(flops.items()), walk.moved, once, trained, ahead, walk.messages("forward"), *pieces)
-    decoded, held = 0.0, max(batch, asked.concurrency)
-    if asked.concurrency and not whole:
+    decoded, sequences = 0.0, max(batch, question.concurrency)
+    if question.concurrency and not whole:
         raise AutoplanError(
-            f"concurrency={asked.concurrency}: {steps.source.name} has no cache of keys and values", hint="omit it"
+            f"concurrency={question.concurrency}: {steps.source.name} has no cache of keys and values", hint="omit it"
         )
     if tokens and whole:
         read = weights + int(whole + others)
-        seconds = decoding_time(load, device, asked.mesh, read, held / (batch * tokens))
-        decoded = held * copies / (asked.stages * seconds)
-    time = step_time(load, device, asked.mesh, asked.accumulate, asked.stages, summed_once=asked.summed_once)
+        seconds = decoding_time(load, device, question.mesh, read, sequences / (batch * tokens))
+        decoded = sequences * copies / (question.stages * seconds)
+    time = step_time(
+        load, device, question.mesh, question.accumulate, question.stages, summed_once=question.summed_once
+    )
     return Estimate(
-        model=steps.source.name, mesh=asked.mesh, batch=batch, sequence=tokens, train=asked.train,
-        parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * asked.accumulate,
+        model=steps.source.name, mesh=question.mesh, batch=batch, sequence=tokens, train=question.train,
+        parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * question.accumulate,
         time=time, device=device.name, bars=_BARS,
-        tokens=batch * max(1, tokens) * asked.accumulate * copies,
+        tokens=batch * max(1, tokens) * question.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
-        notes=(*notes_on_question(steps, asked, setting), *_window_note(passing),
-               *_notes(steps, asked, setting, recorded, units, load.flops)),
+        notes=(*notes_on_question(steps, question, setting), *_window_note(passing),
+               *_notes(steps, question, setting, recorded, units, load.flops)),
         dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
-        optimizer=asked.optimizer if training else "", decoded_per_second=decoded,
-        concurrency=held if whole else 0, matmuls=asked.matmuls or "", run_by=asked.run_by,
-        how=how_priced(steps, asked, setting),
+        optimizer=question.optimizer if training else "", decoded_per_second=decoded,
+        concurrency=sequences if whole else 0, matmuls=question.matmuls or "", run_by=question.run_by,
+        how=how_priced(steps, question, setting),
     )  # fmt: skip
 
 
-def _chunk(steps: Steps, asked: Asked) -> int:
+def _chunk(steps: Steps, question: Asked) -> int:
     """Tokens of each sequence in a chunk."""
-    known = conventions()
+    names = conventions()
     taken = inspect.signature(steps.module.forward).parameters
-    if known.last_logits not in taken or known.targets not in taken:
+    if names.last_logits not in taken or names.targets not in taken:
         raise AutoplanError(
             f"chunked_loss=True: {steps.source.name} cannot compute logits of some tokens only",
             hint="pass loss=, a function of outputs and labels",
         )
-    return max(1, asked.sequence // _CHUNKS)
+    return max(1, question.sequence // _CHUNKS)
 
 
-def _cache_share(asked: Asked, steps: Steps) -> float:
+def _cache_share(question: Asked, steps: Steps) -> float:
     """Bytes of a number in the cache, of those that it is computed in."""
-    if asked.cache_dtype is None:
+    if question.cache_dtype is None:
         return 1.0
-    return CACHE_DTYPES[asked.cache_dtype] / working_dtype(steps.module).itemsize
+    return CACHE_DTYPES[question.cache_dtype] / working_dtype(steps.module).itemsize
 
 
-def _same_tokens(steps: Steps, asked: Asked, setting: Setting, flops: int) -> str:
+def _same_tokens(steps: Steps, question: Asked, setting: Setting, flops: int) -> str:
     """Return the cost in operations if all ranks of ep take the same tokens."""
-    ranks = asked.size("ep")
+    ranks = question.size("ep")
     alone = replace(setting, ep=1)
     recorded = steps.scaled(alone)
     walk = Walk(recorded.program, recorded.left_out, recorded.units, DataRanks(), MemoryParts())
@@ -251,51 +253,51 @@ def _same_tokens(steps: Steps, asked: Asked, setting: Setting, flops: int) -> st
 
 
 def _notes(
-    steps: Steps, asked: Asked, setting: Setting, recorded: Recorded, units: tuple[UnitSize, ...], flops: int
+    steps: Steps, question: Asked, setting: Setting, recorded: Recorded, units: tuple[UnitSize, ...], flops: int
 ) -> tuple[str, ...]:  # fmt: skip
     kernels = recorded.kernels
-    found = [*_quantised_note(steps, units)]
+    notes = [*_quantised_note(steps, units)]
     if steps.adapters:
         targets = steps.lora_targets if isinstance(steps.lora_targets, str) else ", ".join(steps.lora_targets or ())
         dropout = f"; dropout {steps.lora_dropout:g}" if steps.lora_dropout else ""
         if steps.dtype in ("bfloat16", "float16"):
             dropout += "; in float32" if steps.lora_dtype == "float32" else "; in the model's dtype"
         layers = f"{steps.adapters} linear layer{'s' * (steps.adapters > 1)}"
-        found.append(f"no parameter of the model is frozen: adapters of rank {steps.lora_rank} were added to {layers} "
+        notes.append(f"no parameter of the model is frozen: adapters of rank {steps.lora_rank} were added to {layers} "
                      f"({targets}{dropout}), and the rest was frozen")  # fmt: skip
     elif steps.lora_rank and (steps.lora_rank, steps.lora_targets, steps.lora_dropout, steps.lora_dtype) != (
             LORA_RANK, None, 0, "float32"):  # fmt: skip
-        found.append(
+        notes.append(
             "no effect: rank, targets, dropout and dtype of adapters; the model has trainable parameters of its own"
         )
     if kernels:
-        found.append(
+        notes.append(
             f"with the fused kernels of {', '.join(kernels)}: their plain torch references would save far more"
         )
-    if asked.train == "inference" and asked.shards > 1:
-        found.append(f"inference does not gather: each of the {asked.shards} data-parallel ranks holds all weights")
-    if asked.cpu_offload:
-        found.append(
+    if question.train == "inference" and question.shards > 1:
+        notes.append(f"inference does not gather: each of the {question.shards} data-parallel ranks holds all weights")
+    if question.cpu_offload:
+        notes.append(
             "cpu_offload: parameters, gradients and states are in host memory; times assume "
             f"{HOST_LINK / 1e9:.0f} GB/s to it and {HOST_MEMORY / 1e9:.0f} GB/s of it for each rank"
         )
-    if asked.train != "inference" and OPTIMIZERS[asked.optimizer].paged:
-        found.append(f"{asked.optimizer}: its states are counted in host memory, where they go when the GPU is full")
-    if asked.size("ep") > 1:
-        found.append(_same_tokens(steps, asked, setting, flops))
-    tp = asked.size("tp")
-    legal = steps.split(tp, asked.ep, asked.sequence_parallel).legal_tp if tp > 1 else ()
+    if question.train != "inference" and OPTIMIZERS[question.optimizer].paged:
+        notes.append(f"{question.optimizer}: its states are counted in host memory, where they go when the GPU is full")
+    if question.size("ep") > 1:
+        notes.append(_same_tokens(steps, question, setting, flops))
+    tp = question.size("tp")
+    legal = steps.split(tp, question.ep, question.sequence_parallel).legal_tp if tp > 1 else ()
     if legal and tp not in legal:
-        found.append(f"tp {tp} does not divide all that can be sharded; valid sizes: {', '.join(map(str, legal))}")
-    return tuple(found)
+        notes.append(f"tp {tp} does not divide all that can be sharded; valid sizes: {', '.join(map(str, legal))}")
+    return tuple(notes)
 
 
 def _as_stored(steps: Steps, units: tuple[UnitSize, ...], training: bool) -> Iterator[UnitSize]:
     """Quantised weights as the checkpoint holds them, scales included, where they are not trained."""
-    shares = {one.name: one.bytes / one.elements for one in steps.packed}
+    shares = {weight.name: weight.bytes / weight.elements for weight in steps.packed}
     for unit in units:
-        held = (replace(p, packed=None if training and p.trained else shares.get(p.name)) for p in unit.parameters)
-        yield replace(unit, parameters=tuple(held)) if shares else unit
+        stored = (replace(p, packed=None if training and p.trained else shares.get(p.name)) for p in unit.parameters)
+        yield replace(unit, parameters=tuple(stored)) if shares else unit
 
 
 def _stored(steps: Steps, units: tuple[UnitSize, ...]) -> str:
@@ -315,11 +317,11 @@ def _quantised_note(steps: Steps, units: tuple[UnitSize, ...]) -> Iterator[str]:
     sizes = {name: parameter.element_size() for name, parameter in steps.module.named_parameters()}
     plain = sum(weight.elements * sizes[weight.name] for weight in steps.packed) / 2**30
     stored = sum(weight.bytes for weight in steps.packed) / 2**30
-    kept = any(p.packed for unit in units for p in unit.parameters)
+    packed = any(p.packed for unit in units for p in unit.parameters)
     yield (
         f"quantised weights are counted as stored, {stored:,.1f} GiB on all ranks, plus the largest of them "
 f"dequantised; in the dtype of the others they take {plain:,.1f} GiB"
-        if kept else
+        if packed else
         f"trained weights are counted unquantised, {plain:,.1f} GiB on all ranks; the quantised checkpoint takes "
 f"{stored:,.1f} GiB"
     )  # fmt: skip
@@ -333,36 +335,38 @@ def _window_note(passing: int) -> Iterator[str]:
         )
 
 
-def _policy(asked: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
+def _policy(question: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
     """FSDP2's policy as `parallelize` settles it: half-precision gradients are summed in float32."""
-    if not asked.data_parallel or asked.shard_optimizer:
+    if not question.data_parallel or question.shard_optimizer:
         return None
-    if isinstance(asked.mp_policy, MixedPrecisionPolicy):
-        return asked.mp_policy
-    if asked.mp_policy:
+    if isinstance(question.mp_policy, MixedPrecisionPolicy):
+        return question.mp_policy
+    if question.mp_policy:
         return default_precision()
     half = any(p.dtype in (torch.bfloat16, torch.float16) for p in steps.module.parameters())
     return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
 
-def _setting(asked: Asked, policy: MixedPrecisionPolicy | None) -> Setting:
+def _setting(question: Asked, policy: MixedPrecisionPolicy | None) -> Setting:
     return Setting(
-        tp=asked.size("tp"), ep=asked.ep, sequence_parallel=asked.sequence_parallel,
-        checkpointing=asked.activation_checkpointing, gather_logits=asked.gather_logits, batch=asked.batch,
-        sequence=asked.sequence, training=asked.train != "inference", compute=policy.param_dtype if policy else None,
-        output=policy.output_dtype if policy else None, loss=asked.loss, cp=asked.cp,
-        averaged=asked.cp > 1 and asked.data_parallel,
+        tp=question.size("tp"), ep=question.ep, sequence_parallel=question.sequence_parallel,
+        checkpointing=question.activation_checkpointing, gather_logits=question.gather_logits, batch=question.batch,
+        sequence=question.sequence, training=question.train != "inference",
+        compute=policy.param_dtype if policy else None, output=policy.output_dtype if policy else None,
+        loss=question.loss, cp=question.cp,
+        averaged=question.cp > 1 and question.data_parallel,
     )  # fmt: skip
 
 
-def _data(asked: Asked, policy: MixedPrecisionPolicy | None) -> DataRanks:
+def _data(question: Asked, policy: MixedPrecisionPolicy | None) -> DataRanks:
     if policy is None:
         return DataRanks()
     compute, reduce = policy.param_dtype, policy.reduce_dtype
-    reshard = False if asked.stages > 1 else asked.reshard_after_forward  # of several micro-batches, gathered once
-    return DataRanks(asked.shards, asked.size("dp_replicate"), True, compute.itemsize if compute else None,
+    # of several micro-batches, gathered once
+    reshard = False if question.stages > 1 else question.reshard_after_forward
+    return DataRanks(question.shards, question.size("dp_replicate"), True, compute.itemsize if compute else None,
                      reduce.itemsize if reduce else None, reshard,
-                     policy.output_dtype is not None, asked.cpu_offload, asked.exchange_experts)  # fmt: skip
+                     policy.output_dtype is not None, question.cpu_offload, question.exchange_experts)  # fmt: skip
 
 
 def _states(units: tuple[UnitSize, ...], data: DataRanks, optimizer: Optimizer) -> int:
@@ -376,10 +380,10 @@ def _states(units: tuple[UnitSize, ...], data: DataRanks, optimizer: Optimizer) 
 
 
 def _optimizer_step(
-    units: tuple[UnitSize, ...], data: DataRanks, weights: int, states: int, asked: Asked
+    units: tuple[UnitSize, ...], data: DataRanks, weights: int, states: int, question: Asked
 ) -> MemoryParts:
     """While parameters are updated: torch's foreach form keeps one more number for each trained one."""
     trained = held_bytes(units, data, trained=True)
     temporary = trained if states else 0
-    temporary = temporary // asked.size("dp_replicate") if asked.shard_optimizer else temporary
+    temporary = temporary // question.size("dp_replicate") if question.shard_optimizer else temporary
     return MemoryParts(weights=weights, gradients=trained, optimizer=states, temporary=temporary)

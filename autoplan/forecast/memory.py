@@ -334,8 +334,8 @@ class Walk:
         totals: dict[tuple[str, str], list[int]] = {}
         for (when, dim, kind), (number, size) in self.sent.items():
             if phase in ("", when):
-                one = totals.setdefault((dim, kind), [0, 0])
-                one[0], one[1] = one[0] + number, one[1] + size
+                total = totals.setdefault((dim, kind), [0, 0])
+                total[0], total[1] = total[0] + number, total[1] + size
         return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in totals.items())
 
 

@@ -58,9 +58,9 @@ def group_names(mesh: DeviceMesh) -> dict[str, str]:
     dims = mesh.mesh_dim_names or ()
     names = {mesh.get_group(dim).group_name: dim for dim in dims}
     both = [dim for dim in dims if dim in ("cp", "tp")]
-    for flat, said in ((WITH_CONTEXT, "dp_shard"), ("_".join(both), JOINED.join(sorted(both)))):
+    for flat, text in ((WITH_CONTEXT, "dp_shard"), ("_".join(both), JOINED.join(sorted(both)))):
         with suppress(KeyError):  # no dims were flattened
-            names.setdefault(mesh[flat].get_group().group_name, said)
+            names.setdefault(mesh[flat].get_group().group_name, text)
     return names
 
 
@@ -140,7 +140,9 @@ def sharded_copy(
     named = [*((unit.names[0], unit.names) for unit in units.units), ("", ("",))]
     recorded = list(_sizes(module, named, units, stored))
     left_out = _left_out(model, folds)
-    blocks = tuple(f"{one.container}.{key}" for one in folds for key in module.get_submodule(one.container)._modules)
+    blocks = tuple(
+        f"{group.container}.{key}" for group in folds for key in module.get_submodule(group.container)._modules
+    )
     inside = tuple(f"{name}." for name in (*blocks, *(n for stack in fitted.layers for n in stack.fqns)))
     places = tuple(name for name, part in module.named_modules() if not f"{name}.".startswith(inside)
                    and name and not any(True for _ in part.children()))  # fmt: skip
@@ -180,7 +182,7 @@ def _fitted(plan: Plan, module: nn.Module) -> Plan:
     runtime = replace(
         plan.runtime,
         parameters=tuple(r for r in plan.runtime.parameters if any(matches(r.pattern, n) for n in tensors)),
-        instructions=tuple(one for one in plan.runtime.instructions if there(one.pattern)),
+        instructions=tuple(instruction for instruction in plan.runtime.instructions if there(instruction.pattern)),
         random=tuple(filter(there, plan.runtime.random)),
         random_whole=tuple(filter(there, plan.runtime.random_whole)),
     )
@@ -200,16 +202,16 @@ def _sizes(
     kinds = {unit.names[0]: unit for unit in units.units}
     seen: set[int] = set()
     for name, names in named:
-        held = []
+        parameters = []
         for path in names:
             for inner, part in _inside(path, modules[path], own):
                 for key, parameter in part._parameters.items():
                     if parameter is None or id(parameter) in seen:
                         continue
                     seen.add(id(parameter))
-                    held.append(_held(f"{inner}.{key}" if inner else key, parameter, stored))
+                    parameters.append(_held(f"{inner}.{key}" if inner else key, parameter, stored))
         kind = kinds.get(name)
-        yield UnitSize(name, tuple(held), kind is None or kind.last, kind is not None and kind.block)
+        yield UnitSize(name, tuple(parameters), kind is None or kind.last, kind is not None and kind.block)
 
 
 def _inside(name: str, module: nn.Module, own: set[int]) -> Iterator[tuple[str, nn.Module]]:
@@ -227,15 +229,15 @@ def _held(name: str, parameter: torch.Tensor, stored: Mapping[str, int]) -> Held
 
 def _left_out(model: nn.Module, folds: tuple[Fold, ...]) -> LeftOut:
     left_out: dict[str, tuple[tuple[str, str], ...]] = {}
-    for one in folds:
-        stands = dict(one.members)
+    for group in folds:
+        stands = dict(group.members)
         last = ""
-        for key in model.get_submodule(one.container)._modules:
+        for key in model.get_submodule(group.container)._modules:
             if key in stands:
-                pair = (f"{one.container}.{key}", f"{one.container}.{stands[key]}")
+                pair = (f"{group.container}.{key}", f"{group.container}.{stands[key]}")
                 left_out[last] = (*left_out.get(last, ()), pair)
             else:
-                last = f"{one.container}.{key}"
+                last = f"{group.container}.{key}"
     return left_out
 
 

@@ -142,7 +142,7 @@ class Steps:
         """Return what a quantised checkpoint holds in place of weights, by the names that `module` has."""
         weights = self.source.packed(self.source.module() if self.adapters else self.module)
         inner = {name.replace(".inner.", "."): name for name, _ in self.module.named_parameters()}
-        return tuple(replace(one, name=inner.get(one.name, one.name)) for one in weights) if self.adapters else weights
+        return tuple(replace(w, name=inner.get(w.name, w.name)) for w in weights) if self.adapters else weights
 
     @property
     def adapters(self) -> int:
@@ -156,9 +156,9 @@ class Steps:
     def plan(self, tp: int, ep: int = 1, sequence_parallel: bool = False, cp: int = 1) -> Plan:
         """The plan at these sizes; nothing is proven here."""
         key = (tp, ep, sequence_parallel, cp)
-        given = self.given
-        if given is not None and (given.tp_size, given.ep_size, given.cp_size) == (tp, ep, cp):
-            return given
+        passed = self.given
+        if passed is not None and (passed.tp_size, passed.ep_size, passed.cp_size) == (tp, ep, cp):
+            return passed
         if key not in self.plans:
             wish = Wish(tp, ep, sequence_parallel, prove="none", cp_size=cp)
             self.plans[key] = draft_plan(self.source, wish, module=self.module, captured=self.captured).plan
@@ -171,8 +171,8 @@ class Steps:
             return self.plan(tp, ep, sequence_parallel, cp)
         if (tp, ep, cp) not in self.few:
             wish = Wish(tp, ep, sequence_parallel, prove="none", cp_size=cp)
-            made = draft_plan(self.source, wish, module=self.folded.module, captured=self.shallow).plan
-            self.few[tp, ep, cp] = replace(made, layers=self.plan(1).layers)
+            drafted = draft_plan(self.source, wish, module=self.folded.module, captured=self.shallow).plan
+            self.few[tp, ep, cp] = replace(drafted, layers=self.plan(1).layers)
         return self.few[tp, ep, cp]
 
     @cached_property
@@ -197,8 +197,8 @@ class Steps:
         if setting in self.known:
             return self.known[setting]
         if setting not in self.derived:
-            told = (self._thicker,) if setting.batch > 2 else (self._thinner, self._longer)
-            derived = next((found for way in told if (found := way(setting)) is not None), None)
+            ways = (self._thicker,) if setting.batch > 2 else (self._thinner, self._longer)
+            derived = next((recorded for way in ways if (recorded := way(setting)) is not None), None)
             if derived is None:
                 return self.at(setting)
             self.derived[setting] = derived
@@ -223,7 +223,7 @@ class Steps:
         if self._repeats(setting):
             return None
         program = blended(quarter.program, half.program, 2.5)  # 1/t = 1/2t + (1/2t - 1/4t) / 2, for the ranks of `half`
-        units = [_cut_again(one, two) for one, two in zip(quarter.units, half.units, strict=True)]
+        units = [_cut_again(unit, two) for unit, two in zip(quarter.units, half.units, strict=True)]
         buffers = half.buffers + (half.buffers - quarter.buffers) // 2
         whole = tuple(unit for unit in units if unit is not None)
         if program is None or len(whole) < len(units):
@@ -238,7 +238,7 @@ class Steps:
         if twice is None or most is None or twice.left_out != most.left_out or twice.units != most.units:
             return None
         runtime = self.split(setting.tp, setting.ep, setting.sequence_parallel, 4 * setting.cp).runtime
-        for layout in {Layout.parse(one.layout) for one in runtime.of(Exchange)}:
+        for layout in {Layout.parse(exchange.layout) for exchange in runtime.of(Exchange)}:
             copies = layout.held(0, 4 * setting.cp) * 4 * setting.cp / layout.size  # ranks that hold one piece
             if layout.is_uneven or 1 < copies < 4:  # fewer ranks would hold more of it
                 return None
@@ -250,9 +250,12 @@ class Steps:
         """Return whether several ranks hold one piece, as where there are fewer heads of keys than ranks."""
         runtime = self.split(setting.tp, setting.ep, setting.sequence_parallel, setting.cp).runtime
         cut = {(rule.layout, setting.tp) for rule in runtime.parameters if rule.layout}
-        cut |= {(one.layout, setting.cp) for one in runtime.of(Exchange)}
+        cut |= {(exchange.layout, setting.cp) for exchange in runtime.of(Exchange)}
         layouts = ((Layout.parse(layout), ranks) for layout, ranks in cut)
-        return any(one.is_split and sum(one.held(n, ranks) for n in range(ranks)) > one.size for one, ranks in layouts)
+        return any(
+            layout.is_split and sum(layout.held(n, ranks) for n in range(ranks)) > layout.size
+            for layout, ranks in layouts
+        )
 
     def _record(self, setting: Setting) -> Recorded:
         size = (setting.tp, setting.ep, setting.sequence_parallel, setting.cp)
@@ -279,7 +282,7 @@ class Steps:
     def _recorded(self, setting: Setting, plan: Plan, folded: bool, how: str) -> Recorded:
         checkpointing = Checkpointing(setting.checkpointing, setting.scope)
         tensor = TensorParallel(gather_logits=setting.gather_logits)
-        given = inputs_of(self, setting)
+        inputs = inputs_of(self, setting)
         with fake_mesh(setting.dims) as mesh, quiet():
             copy = sharded_copy(
                 self.module, plan, mesh, compute_dtype=setting.compute, checkpointing=checkpointing, tensor=tensor,
@@ -287,20 +290,20 @@ class Steps:
             )  # fmt: skip
             groups = group_names(mesh)
             with untouched_randomness(), on_reference_path(), one_sequence_a_row():
-                tape = _run(copy, setting, given, groups, how)
+                tape = _run(copy, setting, inputs, groups, how)
         kernels = (*tape.kernels, *(["flash attention"] if copy.flash else []))
         return Recorded(program_of(tape), copy.left_out, copy.units, copy.buffers, kernels)
 
 
 def _cut_again(quarter: UnitSize, half: UnitSize) -> UnitSize | None:
     """A unit over twice as many ranks; None where a dim that is cut cannot be halved."""
-    held = []
+    parameters = []
     for few, more in zip(quarter.parameters, half.parameters, strict=True):
         cut = [small != large for large, small in zip(few.shape, more.shape, strict=True)]
         if any(c and (n % 2 or 2 * n != m) for c, n, m in zip(cut, more.shape, few.shape, strict=True)):
             return None
-        held.append(replace(more, shape=tuple(n // 2 if c else n for c, n in zip(cut, more.shape, strict=True))))
-    return replace(half, parameters=tuple(held))
+        parameters.append(replace(more, shape=tuple(n // 2 if c else n for c, n in zip(cut, more.shape, strict=True))))
+    return replace(half, parameters=tuple(parameters))
 
 
 def inputs_of(steps: Steps, setting: Setting) -> dict[str, Any]:
@@ -333,17 +336,17 @@ def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping
 
 def _last(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Return arguments for a step to compute logits and loss of so many tokens only."""
-    known = conventions()
-    return {known.last_logits: count, known.targets: inputs[known.targets][:, -count:]}
+    names = conventions()
+    return {names.last_logits: count, names.targets: inputs[names.targets][:, -count:]}
 
 
 def _loss(setting: Setting, inputs: dict[str, Any]) -> Callable[[Any], torch.Tensor | None]:
     """The model's own loss, or the one that is asked for: then the model sees no labels."""
-    given = setting.loss
-    if given is None:
+    loss = setting.loss
+    if loss is None:
         return lambda result: loss_of(result, setting.output)
     labels = inputs.pop(conventions().targets, None)
-    return lambda result: given(result, labels)
+    return lambda result: loss(result, labels)
 
 
 def own(value: Any, mode: Any, dtype: torch.dtype | None) -> Any:
@@ -356,12 +359,12 @@ def own(value: Any, mode: Any, dtype: torch.dtype | None) -> Any:
 
 def loss_of(result: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
     """The loss that the model computed, else the sum of what it returned; outputs are cast as FSDP2 casts them."""
-    known = conventions()
+    names = conventions()
     if dtype is not None and isinstance(result, dict):
         for name, value in list(result.items()):
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
                 result[name] = value.to(dtype)
-    loss = getattr(result, known.loss, None)
+    loss = getattr(result, names.loss, None)
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return loss
     outputs = result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else (result,)

@@ -76,7 +76,7 @@ def decoding_time(
     load: Load, device: Device, mesh: tuple[tuple[str, int], ...], read: int, share: float
 ) -> float:  # fmt: skip
     """Seconds for one token of each sequence. `share`: a token's part of `load`; `read`: bytes read once."""
-    sent = sum(_seconds(replace(one, bytes=int(one.bytes * share)), device, mesh) for one in load.sent)
+    sent = sum(_seconds(replace(message, bytes=int(message.bytes * share)), device, mesh) for message in load.sent)
     return max(_computing(load, device) * share, read / device.bandwidth) + sent
 
 
@@ -97,7 +97,7 @@ def _not_hidden(load: Load, computing: float, device: Device, mesh: tuple[tuple[
     ahead = sum(_seconds(sent, device, mesh) for sent in load.sent_forward if sent.dim in HIDDEN)
     waited = max(0.0, ahead - load.forward * computing) + max(0.0, whole - ahead - (1 - load.forward) * computing)
     # One gather and one sum, of the usual unit
-    return max(waited, sum(_seconds(one, device, mesh) / one.number for one in ours if one.number))
+    return max(waited, sum(_seconds(message, device, mesh) / message.number for message in ours if message.number))
 
 
 def _seconds(sent: Sent, device: Device, mesh: tuple[tuple[str, int], ...]) -> float:
@@ -151,14 +151,14 @@ def one_stage(recorded: Recorded, stages: int) -> Recorded:
         )
     few, left = len(_blocks(recorded)), _left(recorded.left_out)
     keep = -(-(few + left) // stages) - few
-    kept: dict[str, tuple[tuple[str, str], ...]] = {}
+    chosen: dict[str, tuple[tuple[str, str], ...]] = {}
     seen = 0
     for name, pairs in recorded.left_out.items():  # of each kind of block its part, so that all kinds stay
         before, seen = seen, seen + len(pairs)
-        kept[name] = pairs[: seen * keep // left - before * keep // left]
-    gone = {block for name, pairs in recorded.left_out.items() for block, _ in pairs[len(kept[name]) :]}
+        chosen[name] = pairs[: seen * keep // left - before * keep // left]
+    gone = {block for name, pairs in recorded.left_out.items() for block, _ in pairs[len(chosen[name]) :]}
     units = tuple(unit for unit in recorded.units if gone.isdisjoint(_within(unit.name)))
-    return replace(recorded, left_out=kept, units=units)
+    return replace(recorded, left_out=chosen, units=units)
 
 
 def _within(name: str) -> Iterator[str]:

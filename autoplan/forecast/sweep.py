@@ -128,7 +128,7 @@ class Sweep:
             return False
 
     def rows(self, gpus: int, batch: int) -> list[Row]:
-        found: list[Row] = []
+        rows: list[Row] = []
         for split in self.splits(gpus):
             copies = gpus // split.ranks
             if batch % copies:
@@ -136,8 +136,8 @@ class Sweep:
                 continue
             if split.cp > 1 and self._at_least(split) > self.memory:
                 continue
-            found += self._of_split(copies, split, batch // copies)
-        return found
+            rows += self._of_split(copies, split, batch // copies)
+        return rows
 
     def _at_least(self, split: Split) -> int:
         """Return a lower bound for its smallest step: from 2n to n ranks of cp it grows twice as much as from 4n."""
@@ -167,7 +167,7 @@ class Sweep:
             except PlanMismatchError as error:  # decoding runs another branch than the one that was planned
                 self.dropped.append(f"{split}: {error.message}")
                 continue
-            alone = self.train == "inference" or not _may_fit(smallest)
+            alone = self.train == "inference" or not (smallest.fits or _may_fit_at_once(smallest))
             if cut is not None and (
                 cut.estimate.peak <= smallest.estimate.peak
                 and cut.estimate.tokens_per_second >= smallest.estimate.tokens_per_second
@@ -237,25 +237,25 @@ class Sweep:
             chunked_loss=self.chunked_loss,
         )  # fmt: skip
 
-    def _row(self, asked: Asked) -> Row:
-        priced = estimate_with(self.steps, asked, self.device)
-        self.asked[id(priced)] = asked
+    def _row(self, question: Asked) -> Row:
+        priced = estimate_with(self.steps, question, self.device)
+        self.asked[id(priced)] = question
         missing = max(0, priced.peak - self.memory)
         binds = _biggest(priced.parts) if missing else _slowest(priced)
-        again: Any = asked.activation_checkpointing
-        return Row(priced, again, asked.sequence_parallel, asked.reshard_after_forward, asked.accumulate, not missing,
-                   binds, missing, asked.experts)  # fmt: skip
+        again: Any = question.activation_checkpointing
+        return Row(priced, again, question.sequence_parallel, question.reshard_after_forward, question.accumulate,
+                   not missing, binds, missing, question.experts)  # fmt: skip
 
     def elsewhere(self, gpus: int, batch: int, most: int = 3) -> list[Row]:
         """The fastest that fit of pipelines and exchanged experts, which others run; their prices come from known
         recordings."""
         rows: list[Row] = []
-        known = [s for s in self.steps.known if s.ep == s.cp == 1 and s.training]
+        recorded = [s for s in self.steps.known if s.ep == s.cp == 1 and s.training]
         ways: dict[tuple[int, bool, Any], set[int]] = {}
-        for s in known:
+        for s in recorded:
             ways.setdefault((s.tp, s.sequence_parallel, s.checkpointing), set()).add(s.batch)
-        units = self.steps.known[known[0]].units if known else ()
-        experts = {held.shape[0] for unit in units for held in unit.parameters if held.stack}
+        units = self.steps.known[recorded[0]].units if recorded else ()
+        experts = {parameter.shape[0] for unit in units for parameter in unit.parameters if parameter.stack}
         exchanging = [n for n in _DOUBLED if n == 1 or experts and not any(size % n for size in experts)]
         for (tp, along, checkpointing), stages, ranks in product(ways, _DOUBLED, exchanging):
             copies = gpus // (tp * stages)
@@ -265,9 +265,9 @@ class Sweep:
             each = batch // copies
             sizes = (1, 2, 4) if ways[tp, along, checkpointing] >= {1, 2} else (1,)
             for micro in (n for n in sizes if each % n == 0 and each // n >= stages):
-                asked = self._asked(mesh, micro, checkpointing, along, None, each, Split(tp))
+                question = self._asked(mesh, micro, checkpointing, along, None, each, Split(tp))
                 try:
-                    rows.append(self._row(replace(asked, exchange_experts=ranks)))
+                    rows.append(self._row(replace(question, exchange_experts=ranks)))
                 except AutoplanError:  # more stages than blocks, or experts that are not divisible
                     break
         return sorted((row for row in rows if row.fits), key=lambda row: -row.estimate.tokens_per_second)[:most]
@@ -279,8 +279,8 @@ class Sweep:
             rows = sorted(rows, key=lambda row: (not row.fits, row.missing, -row.estimate.tokens_per_second))
             if not rows or not rows[0].fits or id(rows[0]) in exact:
                 return rows
-            asked = self.asked[id(rows[0].estimate)]
-            rows[0] = self._row(replace(asked, exact=True))
+            question = self.asked[id(rows[0].estimate)]
+            rows[0] = self._row(replace(question, exact=True))
             exact.add(id(rows[0]))
 
     def enough(self, gpus: int, batch: int = 0) -> int | None:
@@ -330,10 +330,6 @@ def _may_fit_at_once(row: Row) -> bool:
     return 0 < row.missing <= row.estimate.parts.gradients and row.accumulate > 1
 
 
-def _may_fit(row: Row) -> bool:
-    return row.fits or _may_fit_at_once(row)
-
-
 def _held(parts: MemoryParts) -> int:
     """Return the least that a step with less checkpointing holds."""
     return parts.weights + parts.optimizer + parts.kept + parts.overhead
@@ -344,8 +340,8 @@ def _biggest(parts: MemoryParts) -> str:
     return f"memory: {size_text(getattr(parts, name), 1)} of {PARTS[name]}"
 
 
-def _slowest(found: Estimate) -> str:
-    assert found.time is not None
-    times = found.time.parts
-    name = max(times, key=lambda one: times[one])
-    return f"{name}: {times[name] / max(found.time.total, 1e-12):.0%} of the step"
+def _slowest(estimate: Estimate) -> str:
+    assert estimate.time is not None
+    times = estimate.time.parts
+    name = max(times, key=lambda part: times[part])
+    return f"{name}: {times[name] / max(estimate.time.total, 1e-12):.0%} of the step"

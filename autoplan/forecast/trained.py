@@ -35,10 +35,10 @@ class Adapted(nn.Module):
         self.inner = inner
         own = inner.get_parameter("weight")
         assert own.dim() == 2
-        taken, given = own.shape if conventions().is_transposed_linear(inner) else own.shape[::-1]
+        taken, out_features = own.shape if conventions().is_transposed_linear(inner) else own.shape[::-1]
         dtype = torch.float32 if wide and own.dtype in (torch.bfloat16, torch.float16) else own.dtype
         self.down = nn.Linear(taken, rank, bias=False, device="meta", dtype=dtype)
-        self.up = nn.Linear(rank, given, bias=False, device="meta", dtype=dtype)
+        self.up = nn.Linear(rank, out_features, bias=False, device="meta", dtype=dtype)
         self.dropout = dropout
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
@@ -55,17 +55,17 @@ class Adapted(nn.Module):
         return (frozen + self.up(self.down(left))).to(frozen.dtype)
 
 
-def targets_of(given: str | Sequence[str] | None) -> tuple[str, ...] | str | None:
+def targets_of(targets: str | Sequence[str] | None) -> tuple[str, ...] | str | None:
     """Parse the targets: a text names one layer, several between commas, or all linear ones."""
-    if given is None or given == ALL_LINEAR:
-        return given
-    names = given.split(",") if isinstance(given, str) else given
+    if targets is None or targets == ALL_LINEAR:
+        return targets
+    names = targets.split(",") if isinstance(targets, str) else targets
     if (
         not isinstance(names, Sequence)
         or not all(isinstance(name, str) and name.strip() for name in names)
         or not names
     ):
-        raise AutoplanError(f"lora_targets={given!r}", hint=f"suffixes of layer names, or {ALL_LINEAR}")
+        raise AutoplanError(f"lora_targets={targets!r}", hint=f"suffixes of layer names, or {ALL_LINEAR}")
     return tuple(name.strip() for name in names)
 
 
@@ -79,10 +79,10 @@ def check_adapters(train: str, rank: int, targets: object, dropout: float, dtype
         raise AutoplanError(f"lora_dropout={dropout!r}", hint="pass a fraction, such as 0.05")
     if dtype not in LORA_DTYPES:
         raise AutoplanError(f"lora_dtype={dtype!r}", hint=f"choose one of {', '.join(LORA_DTYPES)}")
-    said = {"lora_rank": rank != LORA_RANK, "lora_targets": targets is not None, "lora_dropout": dropout,
+    changed = {"lora_rank": rank != LORA_RANK, "lora_targets": targets is not None, "lora_dropout": dropout,
             "lora_dtype": dtype != LORA_DTYPES[0]}  # fmt: skip
-    if train in TRAIN and train != "lora" and any(said.values()):
-        named = ", ".join(name for name, given in said.items() if given)
+    if train in TRAIN and train != "lora" and any(changed.values()):
+        named = ", ".join(name for name, differs in changed.items() if differs)
         raise AutoplanError(f"{named} with train={train!r}", hint='adapters are trained by train="lora" (--train lora)')
 
 
@@ -122,7 +122,7 @@ def with_adapters(
 def _is_target(name: str, targets: tuple[str, ...] | str) -> bool:
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
-    return any(name == one or name.endswith(f".{one}") for one in targets)
+    return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 _BLOCK = 256  # numbers that share a scale in bitsandbytes' 8-bit states (bitsandbytes/optim/optimizer.py)

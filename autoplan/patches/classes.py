@@ -40,7 +40,7 @@ def subclass_of(cls: Any, namespace: dict[str, Any]) -> Any:
         return type(cls)(cls.__name__, (cls,), namespace)
     with _making:
         own = vars(cls).get(_HEARS)
-        type.__setattr__(cls, _HEARS, classmethod(lambda made, **options: None))
+        type.__setattr__(cls, _HEARS, classmethod(lambda subclass, **options: None))
         try:
             return type(cls)(cls.__name__, (cls,), namespace)
         finally:
@@ -156,9 +156,9 @@ def code_lies_open(model: nn.Module) -> Iterator[None]:
 
 def open_scripts(model: nn.Module) -> Callable[[], None]:
     """Let a mode that rewrites calls of this model see those in TorchScript; return a function that ends this."""
-    held = hold(UNSCRIPTED, _SCRIPTS)
-    held.until_gone(model)
-    return held.release
+    scripts = hold(UNSCRIPTED, _SCRIPTS)
+    scripts.until_gone(model)
+    return scripts.release
 
 
 def _cached(model: nn.Module) -> Iterator[Place]:

@@ -51,8 +51,8 @@ def _takes_reference() -> bool:
     kernel = _kernel_of(home, "sqrt", decorated)
     with on_reference_path():
         inside = decorated(4.0)
-    known = kernel == OptionalKernel(home, "sqrt", "math", "sqrt", True, inspect.unwrap(decorated))
-    return known and (inside, decorated(4.0)) == ("reference", 2.0)
+    matches = kernel == OptionalKernel(home, "sqrt", "math", "sqrt", True, inspect.unwrap(decorated))
+    return matches and (inside, decorated(4.0)) == ("reference", 2.0)
 
 
 REFERENCE_PATH = Patch(

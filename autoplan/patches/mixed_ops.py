@@ -150,8 +150,8 @@ def _canary() -> bool:
         try:
             result = lying + x
         finally:
-            for one in holds:
-                one.release()
+            for each in holds:
+                each.release()
     asked_for = [where for op, where in seen if op is torch.ops.aten.add.Tensor]
     return result.tolist() == [7, 7] and asked_for == [mesh] and _read() == before
 

@@ -314,10 +314,10 @@ def _stand(mine: Hold, patch: Patch, place: Place | Registered) -> None:
     place.put(standing.ours)
 
 
-def _join(mine: Hold, one: _Standing) -> None:
-    if one not in mine.held:
-        mine.held.append(one)
-        one.users.add(mine)
+def _join(mine: Hold, standing: _Standing) -> None:
+    if standing not in mine.held:
+        mine.held.append(standing)
+        standing.users.add(mine)
 
 
 def _leave(mine: Hold) -> None:

@@ -83,11 +83,11 @@ def _optimizers_canary() -> bool:
     """Return whether every optimizer goes through `Optimizer.__init__`, and has its groups and hooks afterwards."""
     seen: list[tuple[type, int]] = []
     kinds = (torch.optim.SGD, torch.optim.AdamW)
-    with apart(), told_of_new_optimizers(lambda made: seen.append((type(made), len(made.param_groups[0]["params"])))):
-        made = [kind([torch.nn.Parameter(torch.ones(2))], lr=0.1) for kind in kinds]
+    with apart(), told_of_new_optimizers(lambda new: seen.append((type(new), len(new.param_groups[0]["params"])))):
+        optimizers = [kind([torch.nn.Parameter(torch.ones(2))], lr=0.1) for kind in kinds]
     hooks = (Optimizer.register_state_dict_post_hook, Optimizer.register_load_state_dict_pre_hook)
     accepted = all(list(inspect.signature(hook).parameters)[:2] == ["self", "hook"] for hook in hooks)
-    return accepted and [(kind, 1) for kind in kinds] == [entry for entry in seen if entry[0] in map(type, made)]
+    return accepted and [(kind, 1) for kind in kinds] == [entry for entry in seen if entry[0] in map(type, optimizers)]
 
 
 OPTIMIZERS = while_split(

@@ -102,4 +102,5 @@ from autoplan.values.trace import (
     Trace,
     refs,
     refs_with_paths,
+    symbolics,
 )

@@ -59,6 +59,30 @@ class Symbolic:
     value: int
     origin: tuple[Any, ...]
 
+    def parts(self, *kinds: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the parts of these kinds in the origin, in order."""
+        waiting = [self.origin]
+        while waiting:
+            part = waiting.pop()
+            if part[0] in kinds:
+                yield part
+            waiting += [inner for inner in reversed(part[1:]) if isinstance(inner, tuple)]
+
+
+def symbolics(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Symbolic]]:
+    """Yield (path, integer) for every integer of known origin in recorded arguments."""
+    if isinstance(value, Symbolic):
+        yield path, value
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from symbolics(item, (*path, index))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from symbolics(item, (*path, key))
+    elif isinstance(value, slice):
+        for key in ("start", "stop", "step"):
+            yield from symbolics(getattr(value, key), (*path, key))
+
 
 _ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
 

@@ -200,14 +200,14 @@ def test_a_plan_that_is_wrong_on_ranks_failed() -> None:
 
 def test_what_was_wrong_stays_so_where_nothing_else_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without rewritten calls there may be nothing left to split: that is no reason to forget what ranks have shown."""
-    drawn = verify._plan_for
+    drawn = verify.plan_for
 
     def plan_for(clone: Any, source: Any, plan: Any, sizes: Any, capabilities: Any, choices: Any = None) -> Any:
         if not capabilities.scoped:
             raise AutoplanError("nothing can be split")
         return drawn(clone, source, plan, sizes, capabilities, choices)
 
-    monkeypatch.setattr(verify, "_plan_for", plan_for)
+    monkeypatch.setattr(verify, "plan_for", plan_for)
     assert planned(Aware()).proof.trial.outcome == "wrong"
 
 

@@ -314,10 +314,10 @@ def _last_dim(canvas: Canvas, view: View) -> int | None:
     return view.dims[-1] if view.dims else None
 
 
-def _is_bias(canvas: Canvas, known: Node, views: list[View]) -> bool:
+def _is_bias(canvas: Canvas, contraction: Node, views: list[View]) -> bool:
     """Return whether the module that owns a contraction adds a vector of its width: its bias, written apart."""
-    out = known.dim("out")
-    names = (*known.parameters, *(canvas.name(view.parameter) for view in views))
+    out = contraction.dim("out")
+    names = (*contraction.parameters, *(canvas.name(view.parameter) for view in views))
     widths = [canvas.shape(view.parameter)[-1] for view in views if canvas.shape(view.parameter)]
-    alone = known.kind in ("linear", "stacked") and len(known.parameters) == 1
+    alone = contraction.kind in ("linear", "stacked") and len(contraction.parameters) == 1
     return alone and len({name.rpartition(".")[0] for name in names}) == 1 and out is not None and widths == [out.size]

@@ -281,7 +281,7 @@ def _text_kind(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> t
     others = [other for other in stacks if other is not stack]
     causal = [other for other in others if _masks(other, tree) == {"causal"}]
     partners = [
-        other for other in others if other not in causal and ("causal" in masks or _reads_text(other, stacks, tree))
+        other for other in others if other not in causal and ("causal" in masks or _feed(other, stacks, tree) == "text")
     ]
     if any(_attends_to(stack, other, tree) for other in partners):
         return "decoder", ""
@@ -290,10 +290,6 @@ def _text_kind(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> t
     if not causal and any(tree.nodes[number].generates for number in _around(stack, tree)):
         return "decoder", "" if masks else "assumed decoder: the model outputs text"
     return "encoder", "" if masks else "assumed encoder: no evidence that it is causal"
-
-
-def _reads_text(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> bool:
-    return _feed(stack, stacks, tree) == "text"
 
 
 def _around(stack: Blocks, tree: ModuleTree) -> list[int]:

@@ -62,15 +62,15 @@ def argument(call: Call, name: str, default: Any = None) -> Any:
 
 def obstacle(call: Call, shards: Shards) -> NotPlaced | None:
     """Return why ranks cannot run this call on their own heads; None if they can."""
-    given = [name for name in _ABSENT if argument(call, name) not in (None, False, 0, 0.0)]
-    if given:
-        return NotPlaced("attention-argument", argument=given[0])
+    value = [name for name in _ABSENT if argument(call, name) not in (None, False, 0, 0.0)]
+    if value:
+        return NotPlaced("attention-argument", argument=value[0])
     mask = argument(call, "attn_mask")
     if isinstance(mask, Ref) and len(shards.trace.tensors[mask.id].shape) > 2:
         return NotPlaced("mask-of-each-head")
     if argument(call, "average_attn_weights", True) is False:
         return NotPlaced("weights-of-each-head")
-    cut = {name: given.id for name in _CUT if isinstance(given := argument(call, name), Ref)}
+    cut = {name: value.id for name in _CUT if isinstance(value := argument(call, name), Ref)}
     others = {ref for ref in refs((call.args, call.kwargs, call.outputs))} - set(cut.values())
     if any(map(shards.is_split, others)):
         return NotPlaced("shards-given")
@@ -124,7 +124,11 @@ def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> Reduct
     kinds: dict[int, Reduction] = {}
     for index in range(*call.ops):
         op = shards.trace.ops[index]
-        if index in gathered and _meets_shares(op, shards) and _brings_shares(call, shards):
+        if (
+            index in gathered
+            and any(shards.is_split(item.id) for item in op.args if isinstance(item, Ref))
+            and _brings_shares(call, shards)
+        ):
             return Reduction.GATHER
         kind = op_record(op.name).reduces(SplitOp(shards, op))
         if kind is None and record.pays is None and axis_lost_in(op, shards):
@@ -135,10 +139,6 @@ def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> Reduct
                 return kind
             kinds[index] = kind
     return _together(call, kinds, shards)
-
-
-def _meets_shares(op: Op, shards: Shards) -> bool:
-    return any(shards.is_split(item.id) for item in op.args if isinstance(item, Ref))
 
 
 def _brings_shares(call: Call, shards: Shards) -> bool:

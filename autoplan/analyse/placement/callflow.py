@@ -206,13 +206,13 @@ class HookPoints:
     def is_open(self, crossing: Crossing, side: str) -> bool:
         return (crossing.module, side, crossing.path) not in self.closed
 
-    def leaving(self, tensor: int, made: int) -> Crossing | None:
+    def leaving(self, tensor: int, maker: int) -> Crossing | None:
         """Return the crossing at the innermost module that returns the value, once, before anything else reads it."""
-        first_use = min((u for u in self.flow.uses[tensor] if u > made), default=None)
+        first_use = min((u for u in self.flow.uses[tensor] if u > maker), default=None)
         times = Counter(b.visit for b in self.flow.leaving.get(tensor, []))
         inside = [
             b for b in self.flow.leaving.get(tensor, [])
-            if b.first <= made < b.last and self.is_open(b, "output") and times[b.visit] == 1
+            if b.first <= maker < b.last and self.is_open(b, "output") and times[b.visit] == 1
         ]  # fmt: skip
         for crossing in sorted(inside, key=lambda b: (b.last - b.first, -b.visit)):
             if first_use is None or crossing.last <= first_use:
@@ -224,9 +224,9 @@ class HookPoints:
         producer = self.flow.producer.get(tensor)
         return None if producer is None else self.leaving(tensor, producer)
 
-    def taking(self, tensor: int, made: int) -> Crossing | None:
+    def taking(self, tensor: int, maker: int) -> Crossing | None:
         """Return the crossing at the outermost module that takes the value and contains all its readers."""
-        uses = [u for u in self.flow.uses[tensor] if u > made]
+        uses = [u for u in self.flow.uses[tensor] if u > maker]
         if not uses or tensor in self.flow.final or tensor in self.flow.rewritten:
             return None
         around = [

@@ -43,7 +43,7 @@ class Way:
 
 def follow_down(
     tensor: int,
-    made: int,
+    maker: int,
     flow: CallFlow,
     shards: Shards,
     reductions: Container[int],
@@ -53,17 +53,17 @@ def follow_down(
     """Follow a partial value, made by a call, down to a module's output, or to the input of its only reader."""
     way = Way(values={tensor})
     for _ in range(_STEPS_TO_WAIT):
-        uses = [use for use in flow.uses[tensor] if use > made]
+        uses = [use for use in flow.uses[tensor] if use > maker]
         step = min(uses, default=None)
         added = None if step is None else step_of(step, tensor, len(uses), flow, shards, reductions)
         if step is None or added is None:
-            return _ended(way, "input", crossing_in(tensor, made))
+            return _ended(way, "input", crossing_in(tensor, maker))
         way.path.append(step)
         way.biases += added.values()
         way.added |= added.keys()
-        made, tensor = step, flow.outputs[step][0]
+        maker, tensor = step, flow.outputs[step][0]
         way.values.add(tensor)
-        crossing = crossing_out(tensor, made)
+        crossing = crossing_out(tensor, maker)
         if crossing is not None:
             return _ended(way, "output", crossing)
     return None
@@ -171,30 +171,30 @@ class _Meetings:
                 self._travel(_Traveller((index,), Way(values={output}), output, index))
         return self.found
 
-    def _travel(self, one: _Traveller) -> None:
+    def _travel(self, traveller: _Traveller) -> None:
         """Go down; at an addition wait for the other operands, and go on with all of them after the last."""
         for _ in range(_STEPS):
-            step = self._next(one)
+            step = self._next(traveller)
             if step is None:
                 return
             if self._is_addition(step):
-                together = self._meet(step, one)
+                together = self._meet(step, traveller)
                 if together is None:
                     return
-                one = together
-            elif not self._pass(step, one):
+                traveller = together
+            elif not self._pass(step, traveller):
                 return
-            self._note(one)
+            self._note(traveller)
 
-    def _next(self, one: _Traveller) -> int | None:
+    def _next(self, traveller: _Traveller) -> int | None:
         """Return the next reader, if it is the only one, or writes its result into the value."""
-        if one.tensor in self.flow.final:
+        if traveller.tensor in self.flow.final:
             return None
-        uses = [use for use in self.flow.uses[one.tensor] if use > one.made]
+        uses = [use for use in self.flow.uses[traveller.tensor] if use > traveller.made]
         step = min(uses, default=None)
         if step is None or len(self.flow.outputs[step]) != 1:
             return None
-        return step if len(uses) == 1 or self.flow.outputs[step] == [one.tensor] else None
+        return step if len(uses) == 1 or self.flow.outputs[step] == [traveller.tensor] else None
 
     def _is_addition(self, step: int) -> bool:
         """Return whether the call adds two values, neither of which is a bias."""
@@ -202,10 +202,10 @@ class _Meetings:
             return False
         return not any(self.flow.trace.tensors[t].kind == "parameter" for t in self.flow.inputs[step])
 
-    def _meet(self, step: int, one: _Traveller) -> _Traveller | None:
+    def _meet(self, step: int, traveller: _Traveller) -> _Traveller | None:
         """Return all sums that have arrived at an addition, joined, once every operand is there."""
         arrived = self.arrived[step]
-        arrived[one.tensor] = one
+        arrived[traveller.tensor] = traveller
         if set(arrived) != set(self.flow.inputs[step]):
             return None
         output = self.flow.outputs[step][0]
@@ -218,52 +218,52 @@ class _Meetings:
         )
         return _Traveller(tuple(index for other in arrived.values() for index in other.sums), way, output, step)
 
-    def _pass(self, step: int, one: _Traveller) -> bool:
+    def _pass(self, step: int, traveller: _Traveller) -> bool:
         """Pass through a call that is linear in the sum."""
-        uses = [use for use in self.flow.uses[one.tensor] if use > one.made]
-        added = step_of(step, one.tensor, len(uses), self.flow, self.shards, self.reductions)
+        uses = [use for use in self.flow.uses[traveller.tensor] if use > traveller.made]
+        added = step_of(step, traveller.tensor, len(uses), self.flow, self.shards, self.reductions)
         if added is None:
-            if not self._pass_thin(step, one):
+            if not self._pass_thin(step, traveller):
                 return False
         else:
-            if any(map(self._is_large, self._factors(step, one, added))):
+            if any(map(self._is_large, self._factors(step, traveller, added))):
                 return False
-            one.way.biases += added.values()
-            one.way.added |= added.keys()
-        one.way.path.append(step)
-        one.tensor, one.made = self.flow.outputs[step][0], step
-        one.way.values.add(one.tensor)
+            traveller.way.biases += added.values()
+            traveller.way.added |= added.keys()
+        traveller.way.path.append(step)
+        traveller.tensor, traveller.made = self.flow.outputs[step][0], step
+        traveller.way.values.add(traveller.tensor)
         return True
 
-    def _factors(self, step: int, one: _Traveller, added: Mapping[int, int]) -> list[tuple[int, int]]:
+    def _factors(self, step: int, traveller: _Traveller, added: Mapping[int, int]) -> list[tuple[int, int]]:
         """Return the other inputs of the call that carry gradients, each with the value that it multiplies."""
-        others = [t for t in self.flow.inputs[step] if t not in one.way.values and t not in added]
-        return [(t, one.tensor) for t in others if t in self.flow.carries]
+        others = [t for t in self.flow.inputs[step] if t not in traveller.way.values and t not in added]
+        return [(t, traveller.tensor) for t in others if t in self.flow.carries]
 
     def _is_large(self, pair: tuple[int, int]) -> bool:
         factor, value = (prod(self.flow.trace.tensors[t].shape) for t in pair)
         return factor * _SMALL > value
 
-    def _pass_thin(self, step: int, one: _Traveller) -> bool:
+    def _pass_thin(self, step: int, traveller: _Traveller) -> bool:
         """Pass through a thin replicated matrix; a bias of its own is added in parts."""
-        if len(one.sums) > 1 or thin_matrix(step, self.flow, self.shards) is None:
+        if len(traveller.sums) > 1 or thin_matrix(step, self.flow, self.shards) is None:
             return False
         call = self.flow.trace.calls[step]
-        if call.args[0] != Ref(one.tensor):
+        if call.args[0] != Ref(traveller.tensor):
             return False
         bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
         if isinstance(bias, Ref):
             if self.flow.trace.tensors[bias.id].kind != "parameter" or len(self.flow.uses[bias.id]) != 1:
                 return False
-            one.way.biases.append(bias.id)
-            one.way.added.add(bias.id)
+            traveller.way.biases.append(bias.id)
+            traveller.way.added.add(bias.id)
         return True
 
-    def _note(self, one: _Traveller) -> None:
+    def _note(self, traveller: _Traveller) -> None:
         """Reduce sums that have met where they first leave a module together, unless others join them further down."""
-        crossing = self.crossing_out(one.tensor, one.made) if len(one.sums) > 1 else None
-        if crossing is None or len(one.sums) <= max(self.together.get(index, 1) for index in one.sums):
+        crossing = self.crossing_out(traveller.tensor, traveller.made) if len(traveller.sums) > 1 else None
+        if crossing is None or len(traveller.sums) <= max(self.together.get(index, 1) for index in traveller.sums):
             return
-        way = replace(one.way, crossing=crossing, path=list(one.way.path), values=set(one.way.values))
-        for index in one.sums:
-            self.together[index], self.found[index] = len(one.sums), way
+        way = replace(traveller.way, crossing=crossing, path=list(traveller.way.path), values=set(traveller.way.values))
+        for index in traveller.sums:
+            self.together[index], self.found[index] = len(traveller.sums), way

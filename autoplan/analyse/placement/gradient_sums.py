@@ -93,7 +93,7 @@ class GradientSums(CutProblem):
         """Give all runs of a module the same answers before and behind a hook point: a hook acts on each of them."""
         by_point: dict[object, list[tuple[Place, Place]]] = defaultdict(list)
         for place, outer, names in self.boundaries:
-            by_point[names[0].module, tuple(one.path for one in names)].append((place, outer))
+            by_point[names[0].module, tuple(crossing.path for crossing in names)].append((place, outer))
         for pairs in by_point.values():
             for side in zip(*pairs, strict=True):
                 self.alike("whole", side)
@@ -119,8 +119,8 @@ class GradientSums(CutProblem):
     def _add_sum(self, version: Version) -> None:
         """Add the tree of a value's readers."""
         tensor, index = version
-        made, root = (version, "made", index), (version, "summed", index)
-        if not self._asked("whole", made):
+        source, root = (version, "made", index), (version, "summed", index)
+        if not self._asked("whole", source):
             return
         mixed, parameter = self.shards.is_mixed(tensor), self.trace.tensors[tensor].kind == "parameter"
         price = (2 * prod(self.trace.tensors[tensor].shape) + 1) * ELEMENT  # of equal volumes the fewest messages
@@ -129,16 +129,16 @@ class GradientSums(CutProblem):
         branching = any(self.trace.calls[use].module in self.flow.branching for use in uses)
         leaving = None if index == OUTSIDE or branching else self.hook_points.leaving(tensor, index)
         at_output = price * _COLLECTED if tensor in self.collected else price + self._handed_up(version)
-        self.edge("whole", root, made, 1 if parameter else HARD if leaving is None or mixed else at_output)
-        self.edge("whole", made, root, _DIVIDED if mixed and (parameter or leaving is not None) else HARD)
+        self.edge("whole", root, source, 1 if parameter else HARD if leaving is None or mixed else at_output)
+        self.edge("whole", source, root, _DIVIDED if mixed and (parameter or leaving is not None) else HARD)
         if not parameter:
-            self.answer(YES, "whole", made, HARD if tensor in self.collected else _PASSED)
+            self.answer(YES, "whole", source, HARD if tensor in self.collected else _PASSED)
         inner: list[tuple[range, Place, int]] = [(range(-1, len(self.trace.calls)), root, 0)]
-        blocks = {one.module for one in self.flow.entering.get(tensor, ())} & self.flow.blocks
+        blocks = {crossing.module for crossing in self.flow.entering.get(tensor, ())} & self.flow.blocks
         for span, names in () if branching or mixed else self._entering(version, reads):
             place = version, "input", names[0].visit
             _, outer, depth = next(
-                known for known in reversed(inner) if span.start in known[0] and span.stop <= known[0].stop
+                entry for entry in reversed(inner) if span.start in entry[0] and span.stop <= entry[0].stop
             )
             enters_block = names[0].module in self.flow.blocks
             as_stream = enters_block and len(blocks) == 1
@@ -150,7 +150,7 @@ class GradientSums(CutProblem):
             inner.append((span, place, depth + 1))
             self.boundaries.append((place, outer, names))
         for use, place in reads.items():
-            outer = next(known[1] for known in reversed(inner) if use in known[0])
+            outer = next(entry[1] for entry in reversed(inner) if use in entry[0])
             self.edge("whole", place, outer, HARD if mixed or use == OUTSIDE else price * _INSIDE)
             self.edge("whole", outer, place)
             self.inside.append((place, outer))
@@ -159,8 +159,8 @@ class GradientSums(CutProblem):
         """Yield the module runs with an open hook point behind which readers of the value are, outer ones first."""
         tensor, uses = version[0], self.flow.gradient_uses(version[0])
         entering = self.flow.entering.get(tensor, [])
-        for crossing in sorted(entering, key=lambda one: (one.first - one.last, one.visit)):
-            names = [one for one in entering if one.visit == crossing.visit]
+        for crossing in sorted(entering, key=lambda c: (c.first - c.last, c.visit)):
+            names = [c for c in entering if c.visit == crossing.visit]
             span = range(crossing.first, crossing.last)
             inside = {use for use in uses if use in span}
             if crossing is not names[0] or not inside or not reads.keys() >= inside:
@@ -169,8 +169,8 @@ class GradientSums(CutProblem):
                 yield span, names
 
     def _handed_up(self, version: Version) -> int:
-        tensor, made = version
-        out = {one.visit for one in self.flow.leaving.get(tensor, ()) if one.first <= made < one.last}
+        tensor, maker = version
+        out = {c.visit for c in self.flow.leaving.get(tensor, ()) if c.first <= maker < c.last}
         return _HANDED_UP if len(out) > 1 else 0
 
     # The answer

@@ -144,14 +144,14 @@ def axis_lost_in(op: Op, shards: Shards) -> bool:
     return not lost <= {leaf for tensor in outputs for leaf in shards.split_leaves(tensor)}
 
 
-def _keeps_what_it_reads(known: OpRecord) -> bool:
+def _keeps_what_it_reads(record: OpRecord) -> bool:
     """Return whether an op's outputs should keep the axes of its inputs. Convolutions handle their channels themselves;
     some ops only create a value of the same kind; some select a segment of what a packed weight made, which may lack
     the axis of the others. (An axis they slice through is marked as cut.)"""
-    groups = isinstance(known.sizes, Groups)
-    creates = isinstance(known.sizes, (Filled, MadeWhole))
-    parts = known.along is not None and known.along.what in ("picks", "parts")
-    return not (groups or creates or parts or known.shows is Shows.PICKED)
+    groups = isinstance(record.sizes, Groups)
+    creates = isinstance(record.sizes, (Filled, MadeWhole))
+    parts = record.along is not None and record.along.what in ("picks", "parts")
+    return not (groups or creates or parts or record.shows is Shows.PICKED)
 
 
 def why_sizes_differ(call: Call, shards: Shards) -> NotPlaced | None:

@@ -174,11 +174,11 @@ class CutProblem:
 
     def _add_sum(self, version: Version) -> None:
         """Add one sum of a value, or of its gradient, for all readers: it is paid if any of them answers "no"."""
-        made, served, reads = (version, "made", version[1]), self._served(version), self.read[version]
+        source, served, reads = (version, "made", version[1]), self._served(version), self.read[version]
         elements = prod(self.trace.tensors[version[0]].shape)
         price = 1 if version[0] in self.weights else 2 * elements * ELEMENT + 1
         for question in ("part", "whole"):
-            self.edge(question, served, made, capacity=price)
+            self.edge(question, served, source, capacity=price)
             for read in reads if len(reads) > 1 else ():
                 self.edge(question, read, served)
 
@@ -200,13 +200,13 @@ class CutProblem:
         passing = self._passing(index, reads)
         makes = {tensor: self._make(tensor, index, bool(passing) or kind in LEAVES_PARTS) for tensor in outputs}
         self.calls[index] = [*reads.values()], [*makes.values()]
-        for made in makes.values():
+        for output in makes.values():
             if kind in LEAVES_PARTS:
-                self.answer(YES, "part", made)
+                self.answer(YES, "part", output)
             for tensor in passing:  # a full value can be added to a part: one rank adds it
-                self.edge("part", made, reads[tensor])
+                self.edge("part", output, reads[tensor])
                 if not adds(call):
-                    self.edge("part", reads[tensor], made)
+                    self.edge("part", reads[tensor], output)
         for tensor in reads.keys() - passing:
             self.answer(NO, "part", reads[tensor])
         if not flow.passes_gradients(index) or self.reached.isdisjoint(outputs):
@@ -220,9 +220,9 @@ class CutProblem:
         others = [place for place in (*reads.values(), *makes.values()) if place not in factors]
         if self._passes_gradients(index):
             self.alike("whole", others)
-            for made in makes.values():
+            for output in makes.values():
                 for factor in factors:
-                    self.edge("whole", made, factor)
+                    self.edge("whole", output, factor)
         else:
             for place in others:
                 self.answer(YES, "whole", place)
@@ -285,10 +285,10 @@ class CutProblem:
         """Yield the sums: values whose answer where they are made differs from that of their readers."""
         for version, reads in self.read.items():
             (tensor, index), weight = version, 2 * prod(self.trace.tensors[version[0]].shape)
-            made, served = (version, "made", index), self._served(version)
-            if ("part", made) in yes and reads and ("part", served) not in yes:
+            source, served = (version, "made", index), self._served(version)
+            if ("part", source) in yes and reads and ("part", served) not in yes:
                 yield Payment(False, frozenset(self._parts(version, yes)), weight)
-            if ("whole", made) in yes and reads and ("whole", served) not in yes and tensor not in self.weights:
+            if ("whole", source) in yes and reads and ("whole", served) not in yes and tensor not in self.weights:
                 readers = frozenset(place[2] for place in reads if self._is_partial(place, yes))
                 yield Payment(True, frozenset(self._partial(version, yes)), weight, readers)
 
@@ -310,9 +310,9 @@ class CutProblem:
                 index = place[2]
                 if not self._is_partial(place, yes):
                     continue
-                made = {one[0] for one in self.calls[index][1] if self._asked("whole", one)}
-                made = {version for version in made if ("whole", (version, "made", index)) not in yes}
-                calls |= set() if made else {index}
-                waiting += made - seen
-                seen |= made
+                versions = {place[0] for place in self.calls[index][1] if self._asked("whole", place)}
+                versions = {version for version in versions if ("whole", (version, "made", index)) not in yes}
+                calls |= set() if versions else {index}
+                waiting += versions - seen
+                seen |= versions
         return calls

@@ -112,13 +112,13 @@ def _in_turn(meeting: Call, crossings: list[Crossing]) -> Iterator[Pair]:
 def _additions(flow: CallFlow, crossing: Crossing) -> list[int]:
     """Return the additions that a value goes through, as long as nothing else reads it or their results."""
     visit = flow.trace.visits[crossing.visit]
-    tensor, made = dict(visit.outputs)[crossing.path], crossing.last - 1
+    tensor, maker = dict(visit.outputs)[crossing.path], crossing.last - 1
     block: tuple[str, int] | None = None
     additions: list[int] = []
     for _ in range(_STEPS):
-        uses = [use for use in flow.uses[tensor] if use > made]
+        uses = [use for use in flow.uses[tensor] if use > maker]
         step = min(uses, default=None)
-        if step is None or not _is_alone(flow, tensor, step, uses) or _is_dropped(flow, tensor, made, step):
+        if step is None or not _is_alone(flow, tensor, step, uses) or _is_dropped(flow, tensor, maker, step):
             break
         call = flow.trace.calls[step]
         block = block or (call.module, call.visit)
@@ -128,7 +128,7 @@ def _additions(flow: CallFlow, crossing: Crossing) -> list[int]:
             break
         additions.append(step)
         shape = flow.trace.tensors[tensor].shape
-        tensor, made = flow.outputs[step][0], step
+        tensor, maker = flow.outputs[step][0], step
         if flow.trace.tensors[tensor].shape != shape:
             break
     return additions
@@ -143,11 +143,11 @@ def _is_alone(flow: CallFlow, tensor: int, step: int, uses: list[int]) -> bool:
     return not later or written
 
 
-def _is_dropped(flow: CallFlow, tensor: int, made: int, step: int) -> bool:
+def _is_dropped(flow: CallFlow, tensor: int, maker: int, step: int) -> bool:
     """Return whether a dropout acts on the value before the call. In evaluation it returns the value unchanged."""
     return any(
         tensor in flow.inputs[index] and call_record(call.name).random.may_draw(call.args, call.kwargs)
-        for index, call in enumerate(flow.trace.calls[made:step], made)
+        for index, call in enumerate(flow.trace.calls[maker:step], maker)
     )
 
 
@@ -166,9 +166,9 @@ def _even(flow: CallFlow, pairs: Iterable[Pair]) -> Iterator[Pair]:
     for pair in pairs:
         by_points[pair.points].append(pair)
     for alike in by_points.values():
-        one = alike[0]
-        firsts = set(flow.runs_through(one.first.module, "output", one.first.path))
-        lasts = set(flow.runs_through(one.last.module, "output", one.last.path))
+        first, last = alike[0].first, alike[0].last
+        firsts = set(flow.runs_through(first.module, "output", first.path))
+        lasts = set(flow.runs_through(last.module, "output", last.path))
         if {pair.first.visit for pair in alike} == firsts and {pair.last.visit for pair in alike} == lasts:
             yield from alike
 
@@ -345,9 +345,9 @@ class _Placer:
             self.result.at_input(way.crossing, AllReduce)
         self._multiplied(way)
 
-    def _follow_down(self, tensor: int, made: int) -> Way | None:
+    def _follow_down(self, tensor: int, maker: int) -> Way | None:
         return follow_down(
-            tensor, made, self.flow, self.shards, self.reductions, self.hook_points.leaving, self.hook_points.taking
+            tensor, maker, self.flow, self.shards, self.reductions, self.hook_points.leaving, self.hook_points.taking
         )
 
     def _multiplied(self, way: Way | None) -> None:

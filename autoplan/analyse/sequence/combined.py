@@ -81,13 +81,13 @@ class _Combined:
         whole = Layout.parse(read.layout)
         layout = self._within(own.pattern, whole)
         for t in range(self.tp_size):
-            held = tuple(range(whole.size))
+            rows_of_tp = tuple(range(whole.size))
             if own.dim is not None and own.layout is not None and own.dim == read.dim:
-                held = Layout.parse(own.layout).rows(t, self.tp_size)
+                rows_of_tp = Layout.parse(own.layout).rows(t, self.tp_size)
             for c in range(self.cp_size):
                 rows = layout.rows(c, self.cp_size) if layout.is_split else tuple(range(layout.size))
                 wanted = whole.rows(t * self.cp_size + c, self.tp_size * self.cp_size)
-                if layout.size != len(held) or tuple(held[row] for row in rows) != wanted:
+                if layout.size != len(rows_of_tp) or tuple(rows_of_tp[row] for row in rows) != wanted:
                     _refuse(own.pattern, f"the part of a tp rank ({own.layout}) is not what its cp ranks read")
         if not layout.is_split:
             return replace(read, dim=None, layout=None)
@@ -120,72 +120,67 @@ class _Combined:
 
     def _instructions(self) -> Iterator[Instruction]:
         """Yield them in the order in which they act at the entry of a module: what makes own positions first."""
-        kept: dict[tuple[object, ...], Instruction] = {}
-        for one in self.tp.instructions:
-            kept[_key(one)] = one
-        found: list[Instruction] = []
-        for one in self.context.instructions:
-            joined = self._joined(kept.pop(_key(one), None), one)
-            found += [] if joined is None else [joined]
-        yield from (one for one in found if isinstance(one, OwnPositions))
-        yield from kept.values()
-        yield from (one for one in found if not isinstance(one, OwnPositions))
+        of_tp = {_key(instruction): instruction for instruction in self.tp.instructions}
+        joined = [self._joined(of_tp.pop(_key(each), None), each) for each in self.context.instructions]
+        yield from (instruction for instruction in joined if isinstance(instruction, OwnPositions))
+        yield from of_tp.values()
+        yield from (each for each in joined if each is not None and not isinstance(each, OwnPositions))
 
-    def _joined(self, own: Instruction | None, one: Instruction) -> Instruction | None:
-        if isinstance(one, Exchange):
-            return replace(one, over="cp", layout=str(self._within(one.pattern, Layout.parse(one.layout))))
-        if isinstance(one, WithholdPartial | JoinPartial):
-            _refuse(one.pattern, "its branches share an all-reduce over cp")
-        if isinstance(one, ParallelBlock):
+    def _joined(self, own: Instruction | None, other: Instruction) -> Instruction | None:
+        if isinstance(other, Exchange):
+            return replace(other, over="cp", layout=str(self._within(other.pattern, Layout.parse(other.layout))))
+        if isinstance(other, WithholdPartial | JoinPartial):
+            _refuse(other.pattern, "its branches share an all-reduce over cp")
+        if isinstance(other, ParallelBlock):
             return own
-        if isinstance(one, SequenceBoundary):
-            return replace(one, over="cp")
-        if isinstance(one, IntegerEdit):
-            return replace(one, over="all")
-        if isinstance(one, CallRewrite):
-            return self._call(own if isinstance(own, CallRewrite) else None, one)
-        if any(move.collective is not Collective.ALL_REDUCE for move in one.moves):
-            if own is not None or not isinstance(one, AllGather):
-                _refuse(one.pattern, f"{type(one).__name__} would span tp and cp")
-            return replace(one, over="cp", layout=str(self._within(one.pattern, Layout.parse(one.layout))))
+        if isinstance(other, SequenceBoundary):
+            return replace(other, over="cp")
+        if isinstance(other, IntegerEdit):
+            return replace(other, over="all")
+        if isinstance(other, CallRewrite):
+            return self._call(own if isinstance(own, CallRewrite) else None, other)
+        if any(move.collective is not Collective.ALL_REDUCE for move in other.moves):
+            if own is not None or not isinstance(other, AllGather):
+                _refuse(other.pattern, f"{type(other).__name__} would span tp and cp")
+            return replace(other, over="cp", layout=str(self._within(other.pattern, Layout.parse(other.layout))))
         if own is not None:
-            return replace(one, over="all")
-        if isinstance(one, ScaleGradient) and one.layout is not None:
-            one = replace(one, layout=str(self._within(one.pattern, Layout.parse(one.layout))))
-        return replace(one, over="cp")
+            return replace(other, over="all")
+        if isinstance(other, ScaleGradient) and other.layout is not None:
+            other = replace(other, layout=str(self._within(other.pattern, Layout.parse(other.layout))))
+        return replace(other, over="cp")
 
-    def _call(self, own: CallRewrite | None, one: CallRewrite) -> CallRewrite:
+    def _call(self, own: CallRewrite | None, call: CallRewrite) -> CallRewrite:
         """A call of both: numbers and sums are those over all ranks. What only one of them sums is not told apart."""
-        where = f"{one.pattern} at {one.site}"
-        if any(move.collective is not Collective.ALL_REDUCE for move in one.own_moves):
+        where = f"{call.pattern} at {call.site}"
+        if any(move.collective is not Collective.ALL_REDUCE for move in call.own_moves):
             _refuse(where, "its pieces would be gathered over tp and cp")
         if own is None:
-            if one.moves:
+            if call.moves:
                 _refuse(where, "it is summed over cp but not over tp")
-            return replace(one, over="all")
-        if type(own) is not type(one) or set(own.copies) != set(one.copies):
+            return replace(call, over="all")
+        if type(own) is not type(call) or set(own.copies) != set(call.copies):
             _refuse(where, "it is summed differently over tp and over tp and cp together")
-        known = {argument.path for argument in one.arguments}
+        passed = {argument.path for argument in call.arguments}
         more = tuple(
             LiteralArgument(argument.path, *(self._each(numbers) for numbers in (argument.passed, argument.wanted)))
             for argument in own.arguments
-            if argument.path not in known
+            if argument.path not in passed
         )
-        cuts = {(cut.output, cut.dim) for cut in one.cuts}
+        cuts = {(cut.output, cut.dim) for cut in call.cuts}
         if any((cut.output, cut.dim) not in cuts for cut in own.cuts):
             _refuse(where, "its output is sharded both over tp and over tp and cp together")
-        return replace(one, over="all", arguments=(*one.arguments, *more), sometimes=own.sometimes or one.sometimes)
+        return replace(call, over="all", arguments=(*call.arguments, *more), sometimes=own.sometimes or call.sometimes)
 
     def _each(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(number for number in numbers for _ in range(self.cp_size))
 
 
-def _key(one: Instruction) -> tuple[object, ...]:
+def _key(instruction: Instruction) -> tuple[object, ...]:
     """Two with one key are done in the same place."""
-    if isinstance(one, Boundary):
-        return type(one), one.pattern, one.side, one.path
-    if isinstance(one, IntegerEdit):
-        return IntegerEdit, one.pattern, one.name, one.index
-    if isinstance(one, CallRewrite):
-        return CallRewrite, one.pattern, one.site
-    return type(one), one.pattern
+    if isinstance(instruction, Boundary):
+        return type(instruction), instruction.pattern, instruction.side, instruction.path
+    if isinstance(instruction, IntegerEdit):
+        return IntegerEdit, instruction.pattern, instruction.name, instruction.index
+    if isinstance(instruction, CallRewrite):
+        return CallRewrite, instruction.pattern, instruction.site
+    return type(instruction), instruction.pattern

@@ -75,18 +75,18 @@ class _Outside:
     def _find_own_code(self) -> None:
         """Find what the model's own code makes of whole values on the way to the model's output: it is the same on each
         rank, as is a loss. Module outputs have a whole gradient there, of which each rank takes an equal part."""
-        asked, reached = set[int](), self.flow.with_gradients()
+        passed, reached = set[int](), self.flow.with_gradients()
         alone = set[int]()  # what is divided where the model returns it, since modules read it, too
         while True:
             self.own_code.clear()
             self.scaled.clear()
-            made = {tensor: self._back_to_modules(tensor, asked) for tensor in self.flow.final - alone}
-            read = {t for t, own in made.items() if any(self._others_read(one, reached) for one in own)}
+            own_of = {tensor: self._back_to_modules(tensor, passed) for tensor in self.flow.final - alone}
+            read = {t for t, own in own_of.items() if any(self._others_read(value, reached) for value in own)}
             if not read:
                 break
             alone |= read
-            asked.clear()
-        for tensor in asked & self.cut.values:
+            passed.clear()
+        for tensor in passed & self.cut.values:
             gathers = [key for key in self.gathers.get(tensor, ()) if key[0].module]
             for use in self.flow.gradient_uses(tensor) - self.own_code if gathers else ():
                 if any(use >= key[0].last for key in gathers):
@@ -108,7 +108,7 @@ class _Outside:
         others = self.flow.gradient_uses(tensor) - self.own_code
         return any(not reached.isdisjoint(self.flow.outputs[use]) for use in others)
 
-    def _back_to_modules(self, final: int, asked: set[int]) -> set[int]:
+    def _back_to_modules(self, final: int, passed: set[int]) -> set[int]:
         """Note what modules hand to the model's own code for a value that it returns; return what that makes of it."""
         waiting, own, seen = [final], set[int](), set[int]()
         while waiting:
@@ -117,17 +117,17 @@ class _Outside:
                 continue
             seen.add(tensor)
             makers = self.makers.get(tensor, [])
-            given = [
+            handed = [
                 c for c in self.flow.leaving.get(tensor, ()) if c.module and any(c.first <= m < c.last for m in makers)
             ]
-            if given and tensor not in self.cut.values:
-                outer = max(given, key=lambda c: c.last - c.first)
-                self.scaled |= {c: tensor for c in given if c.visit == outer.visit}  # under several names, perhaps
-            elif not given:
+            if handed and tensor not in self.cut.values:
+                outer = max(handed, key=lambda c: c.last - c.first)
+                self.scaled |= {c: tensor for c in handed if c.visit == outer.visit}  # under several names, perhaps
+            elif not handed:
                 self.own_code.update(makers)
                 own |= {tensor} if makers and tensor not in self.cut.values else set()
                 waiting += [t for maker in makers for t in self.flow.inputs[maker]]
-        asked |= seen
+        passed |= seen
         return own
 
     def _walk(self) -> None:
@@ -185,20 +185,20 @@ class _Outside:
                     first = max(within, key=lambda c: c.last - c.first)
                     yield from ((c, dim) for c in within if c.visit == first.visit)
                     break
-                given = [t for t in self.flow.inputs[self.flow.producer.get(tensor, -1)] if t in self.cut.values]
-                if tensor not in self.flow.producer or len(given) != 1:
+                sources = [t for t in self.flow.inputs[self.flow.producer.get(tensor, -1)] if t in self.cut.values]
+                if tensor not in self.flow.producer or len(sources) != 1:
                     break
-                tensor = given[0]
+                tensor = sources[0]
 
     def picked(self, heads: Iterable[Crossing]) -> Iterator[tuple[Crossing, int]]:
         """Yield where the model's own code gets from a module what it makes logits of, and may pick positions."""
         for head in heads:
             for _, tensor in self.trace.visits[head.visit].inputs:
                 maker = self.flow.producer.get(tensor, -1)
-                given = [t for t in self.flow.inputs[maker] if t in self.cut.values] if maker >= 0 else []
-                for before in given if self.trace.calls[maker].module == "" else ():
-                    made = self.flow.producer.get(before, -1)
-                    behind = [c for c in self.flow.leaving.get(before, ()) if c.module and c.first <= made < c.last]
+                sources = [t for t in self.flow.inputs[maker] if t in self.cut.values] if maker >= 0 else []
+                for before in sources if self.trace.calls[maker].module == "" else ():
+                    earlier = self.flow.producer.get(before, -1)
+                    behind = [c for c in self.flow.leaving.get(before, ()) if c.module and c.first <= earlier < c.last]
                     outer = max(behind, key=lambda c: c.last - c.first, default=None)
                     dims = [d for c, d in self.cut.heads.items() if c == head]
                     yield from ((c, dims[0]) for c in behind if outer is not None and c.visit == outer.visit)
@@ -227,15 +227,15 @@ class _Outside:
         at_cut = any(use in behind for behind in self.cut_at.get(tensor, ()))
         return use in self.calls or at_cut or self._is_copied(tensor, use)
 
-    def _joins(self, call: int, asked: set[int]) -> bool:
+    def _joins(self, call: int, passed: set[int]) -> bool:
         """Return whether all readers of a call's outputs give parts of their gradients: then it lies outside, too."""
-        if call in asked:
+        if call in passed:
             return True
-        asked.add(call)
+        passed.add(call)
         outputs = [t for t in self.flow.outputs[call] if t in self.flow.carries]
         for tensor in outputs:
             for use in self.flow.gradient_uses(tensor) - {call}:
-                if tensor in self.flow.final or not (self._gives_part(tensor, use) or self._joins(use, asked)):
+                if tensor in self.flow.final or not (self._gives_part(tensor, use) or self._joins(use, passed)):
                     return False
         self.calls.add(call)
         self.seen.update(outputs)
@@ -254,5 +254,5 @@ class _Outside:
         return False
 
     def _reason(self, why: WholeWhy, call: int, parameter: str = "") -> WholeSequence:
-        made = self.trace.calls[call]
-        return WholeSequence(why, made.module, made.name, parameter=parameter)
+        recorded = self.trace.calls[call]
+        return WholeSequence(why, recorded.module, recorded.name, parameter=parameter)

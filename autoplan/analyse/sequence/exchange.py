@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Placement
 from autoplan.analyse.sequence.stream import Stream
-from autoplan.analyse.sequence.stream_state import SequencePlacement, integers
-from autoplan.analyse.sequence.windows import parts_of, sizes_of
+from autoplan.analyse.sequence.stream_state import SequencePlacement
+from autoplan.analyse.sequence.windows import sizes_of
 from autoplan.common.layout import Layout
 from autoplan.ops import call_record
 from autoplan.ops.records.record import writes_in_place
 from autoplan.values import AllReduce, AllReduceGradient, Boundary, JoinPartial, SequenceName, WithholdPartial
+from autoplan.values.trace import symbolics
 
 __all__ = ["exchange"]
 
@@ -39,7 +40,7 @@ def exchange(
 
 
 @dataclass
-class _Found:
+class _Swap:
     """The replacement of one gather."""
 
     shown: dict[tuple[Crossing, str], int] = field(default_factory=dict)
@@ -65,38 +66,39 @@ class _Exchanges:
     def begin(self) -> None:
         """Make of own positions what the first block takes in, where a module looks it up by an index for each position
         and nothing else reads it."""
-        found = _Found()
+        swap = _Swap()
         starts = [key for key in self.cut.scatters if key[1] == "input" and key[0] in self.stream.starts]
         try:
             for crossing, _ in starts:
-                self._make_own(self.stream.starts[crossing], found)
-            self._check_runs(found)
-            self._convert(found.visits)
+                self._make_own(self.stream.starts[crossing], swap)
+            self._check_runs(swap)
+            self._convert(swap.visits)
         except _Refused:
             return
         if starts:
-            self._replace([], found, self.cut.names[starts[0][0]])
+            self._replace([], swap, self.cut.names[starts[0][0]])
 
-    def _make_own(self, tensor: int, found: _Found) -> None:
+    def _make_own(self, tensor: int, swap: _Swap) -> None:
         maker = self.flow.producer.get(tensor, -1)
-        entered = [start for start, given in self.stream.starts.items() if given == tensor]
+        entered = [start for start, stream in self.stream.starts.items() if stream == tensor]
         if maker < 0 or any(not any(s.first <= use < s.last for s in entered) for use in self.flow.uses[tensor]):
             raise _Refused
-        made = [c for c in self.flow.leaving[tensor] if c.module and c.first <= maker < c.last]
-        for crossing in sorted(made, key=lambda c: c.first - c.last):
+        leaving = [c for c in self.flow.leaving[tensor] if c.module and c.first <= maker < c.last]
+        for crossing in sorted(leaving, key=lambda c: c.first - c.last):
             visit = self.trace.visits[crossing.visit]
-            given = {t for _, t in visit.inputs if self.positions.dims_of(t)}
-            looked_up = not any(self.trace.tensors[t].differentiable for t in given)
+            sources = {t for _, t in visit.inputs if self.positions.dims_of(t)}
+            looked_up = not any(self.trace.tensors[t].differentiable for t in sources)
             looked_up = looked_up and not any(self._counts_indices(index) for index in range(*visit.calls))
-            if looked_up and len(given) == 1 and len(visit.outputs) == 1 and self._by_position(crossing.visit, given):
-                (source,) = given
-                found.own |= {
+            single = len(sources) == len(visit.outputs) == 1
+            if looked_up and single and self._by_position(crossing.visit, sources):
+                (source,) = sources
+                swap.own |= {
                     Crossing(crossing.visit, visit.module, path, *visit.calls): self._plain(source)
                     for path, t in visit.inputs
                     if t == source
                 }
-                found.shown[crossing, "output"] = self._plain(tensor)
-                found.visits.add(crossing.visit)
+                swap.shown[crossing, "output"] = self._plain(tensor)
+                swap.visits.add(crossing.visit)
                 return
         raise _Refused
 
@@ -116,43 +118,43 @@ class _Exchanges:
             if crossing.module and self.positions.plain_dim(self._tensor(crossing, side)) is not None:
                 points.setdefault((crossing.module, side, crossing.path), []).append((crossing, side))
         for keys in points.values():
-            found = _Found()
+            swap = _Swap()
             try:
                 for crossing, side in keys:
                     partial = (crossing, side) in self.cut.gather_sums or (crossing, side) in self.cut.partial_gathers
-                    self._hand_on(self._tensor(crossing, side), crossing, side, partial, found)
-                self._check_runs(found)
-                self._convert(found.visits)
+                    self._hand_on(self._tensor(crossing, side), crossing, side, partial, swap)
+                self._check_runs(swap)
+                self._convert(swap.visits)
             except _Refused:
                 continue
-            self._replace(keys, found, self.cut.names[keys[0][0]])
+            self._replace(keys, swap, self.cut.names[keys[0][0]])
 
-    def _replace(self, keys: list[tuple[Crossing, str]], found: _Found, name: SequenceName) -> None:
+    def _replace(self, keys: list[tuple[Crossing, str]], swap: _Swap, name: SequenceName) -> None:
         cut = self.cut
         for key in keys:
             cut.gathers.pop(key, None)
             if cut.gather_sums.pop(key, None) is not None:
                 cut.undone |= self._summed_gradients(key)
             cut.partial_gathers.discard(key)
-        kept = {crossing.module for crossing, _ in cut.gathers}
-        gone = {crossing.module for crossing, _ in keys} - kept
+        gathered = {crossing.module for crossing, _ in cut.gathers}
+        gone = {crossing.module for crossing, _ in keys} - gathered
         cut.whole = [why for why in cut.whole if why.at not in gone]
-        cut.shown |= found.shown
-        for crossing, dim in found.own.items():
+        cut.shown |= swap.shown
+        for crossing, dim in swap.own.items():
             cut.scatters[crossing, "input"] = dim
             cut.own.add((crossing, "input"))
-        for crossing, (dim, piece, layout) in found.pieces.items():
+        for crossing, (dim, piece, layout) in swap.pieces.items():
             cut.exchanges[crossing, "output"] = dim, piece, layout
-        for crossing, (dim, partial) in found.gathered.items():
+        for crossing, (dim, partial) in swap.gathered.items():
             cut.gathers[crossing, "output"] = dim
             cut.partial_gathers |= {(crossing, "output")} if partial else set()
-        made = (*(c for c, _ in found.shown), *found.own, *found.pieces, *found.gathered)
-        cut.names |= dict.fromkeys(made, name)
+        crossings = (*(c for c, _ in swap.shown), *swap.own, *swap.pieces, *swap.gathered)
+        cut.names |= dict.fromkeys(crossings, name)
 
-    def _hand_on(self, tensor: int, crossing: Crossing, side: str, partial: bool, found: _Found) -> None:
+    def _hand_on(self, tensor: int, crossing: Crossing, side: str, partial: bool, swap: _Swap) -> None:
         """Show the value as whole to all that reads it behind a boundary, and follow what is made of it."""
         dim = self._plain(tensor)
-        if tensor in self.flow.final or any((crossing, side) == key for key in found.shown):
+        if tensor in self.flow.final or any((crossing, side) == key for key in swap.shown):
             raise _Refused
         readers = set[int]()
         for use in self.flow.uses[tensor]:
@@ -164,32 +166,32 @@ class _Exchanges:
         if not readers or (inside and len(readers) > 1):
             raise _Refused
         if not inside:
-            found.shown[crossing, side] = dim
+            swap.shown[crossing, side] = dim
         for number in sorted(readers):
             visit = self.trace.visits[number]
             entries = [Crossing(number, visit.module, path, *visit.calls) for path, t in visit.inputs if t == tensor]
-            found.own |= {} if inside else dict.fromkeys(entries, dim)
-            if number in found.visits:
+            swap.own |= {} if inside else dict.fromkeys(entries, dim)
+            if number in swap.visits:
                 continue
-            found.visits.add(number)
-            for path, made in visit.outputs:
-                if made != tensor:
-                    self._leave_module(made, Crossing(number, visit.module, path, *visit.calls), partial, found)
+            swap.visits.add(number)
+            for path, output in visit.outputs:
+                if output != tensor:
+                    self._leave_module(output, Crossing(number, visit.module, path, *visit.calls), partial, swap)
 
-    def _leave_module(self, made: int, crossing: Crossing, partial: bool, found: _Found) -> None:
+    def _leave_module(self, output: int, crossing: Crossing, partial: bool, swap: _Swap) -> None:
         """Place what a module made on own positions: exchanged, shown as whole, or gathered."""
-        dim = self._plain(made)
-        if self.shards.is_split(made):
-            piece, layout = self._pieces(made, dim)
-            found.pieces[crossing] = dim, piece, layout
+        dim = self._plain(output)
+        if self.shards.is_split(output):
+            piece, layout = self._pieces(output, dim)
+            swap.pieces[crossing] = dim, piece, layout
             return
         summed = (crossing, AllReduceGradient) in self.placement.outputs
-        tried = _Found(**{name: copy.copy(value) for name, value in vars(found).items()})
+        tried = _Swap(**{name: copy.copy(value) for name, value in vars(swap).items()})
         try:
-            self._hand_on(made, crossing, "output", partial or summed, tried)
-            vars(found).update(vars(tried))
+            self._hand_on(output, crossing, "output", partial or summed, tried)
+            vars(swap).update(vars(tried))
         except _Refused:
-            found.gathered[crossing] = dim, partial or summed
+            swap.gathered[crossing] = dim, partial or summed
 
     def _module_around(self, use: int, tensor: int, crossing: Crossing, side: str) -> int:
         """The outermost module around a call, behind a boundary, that makes all of it position by position."""
@@ -212,13 +214,13 @@ class _Exchanges:
         return best
 
     def _visit_of(self, call: int) -> int:
-        found = [i for i, v in enumerate(self.trace.visits) if v.calls[0] <= call < v.calls[1]]
-        return min(found, key=lambda i: (self.trace.visits[i].calls[1] - self.trace.visits[i].calls[0], -i))
+        around = [i for i, v in enumerate(self.trace.visits) if v.calls[0] <= call < v.calls[1]]
+        return min(around, key=lambda i: (self.trace.visits[i].calls[1] - self.trace.visits[i].calls[0], -i))
 
-    def _by_position(self, number: int, given: set[int]) -> bool:
+    def _by_position(self, number: int, sources: set[int]) -> bool:
         """Return whether a module treats each of these positions by itself, and reads no other positions."""
         visit = self.trace.visits[number]
-        known = set(given)
+        inside = set(sources)
         if any(
             visit.calls[0] <= c.first and c.last <= visit.calls[1] for c, side in self.cut.scatters if side == "output"
         ):
@@ -228,25 +230,23 @@ class _Exchanges:
             for tensor in inputs:
                 info = self.trace.tensors[tensor]
                 if self.positions.dims_of(tensor):
-                    if tensor not in known:
+                    if tensor not in inside:
                         return False
                 elif (
                     info.kind == "buffer"
                     and self.shards.is_split(tensor)
                     or info.kind != "parameter"
-                    and tensor in self.flow.carries - known
+                    and tensor in self.flow.carries - inside
                 ):
                     return False
             positioned = [t for t in inputs if self.positions.dims_of(t)]
             if not self.flow.is_identity(index) and positioned and self.stream.mixes(index, positioned) is not None:
                 return False
-            call = self.trace.calls[index]
-            for item in integers((call.args, call.kwargs)):
-                if self.positions.depends_on_length(item) and not sizes_of(item.origin) <= known:
-                    return False
-            known.update(self.flow.outputs[index])
-        made = [t for _, t in visit.outputs]
-        return bool(made) and all(self.positions.plain_dim(t) is not None and t in known for t in made)
+            if any(not sizes_of(length) <= inside for length in self.positions.lengths_passed(index)):
+                return False
+            inside.update(self.flow.outputs[index])
+        outputs = [t for _, t in visit.outputs]
+        return bool(outputs) and all(self.positions.plain_dim(t) is not None and t in inside for t in outputs)
 
     def _plain(self, tensor: int) -> int:
         dim = self.positions.plain_dim(tensor)
@@ -272,14 +272,14 @@ class _Exchanges:
                 points.setdefault((crossing.module, "output", crossing.path), []).append(crossing)
         joining = [c for c, kind in self.placement.outputs if kind is JoinPartial]
         for crossings in sorted(points.values(), key=lambda them: any(c in joining for c in them)):
-            found = _Found()
+            swap = _Swap()
             try:
                 for crossing in crossings:
-                    self._give_back(crossing, found)
+                    self._give_back(crossing, swap)
                 if any(c in joining for c in crossings) and self._withheld():
                     continue
-                self._check_runs(found)
-                self._convert(found.visits)
+                self._check_runs(swap)
+                self._convert(swap.visits)
             except _Refused:
                 continue
             for crossing in crossings:
@@ -289,32 +289,32 @@ class _Exchanges:
                     done for (c, kind), done in self.placement.outputs.items() if c == crossing and kind in kinds
                 }
                 name = self.cut.names[crossing]
-                for entry, (dim, piece, layout) in found.pieces.items():
+                for entry, (dim, piece, layout) in swap.pieces.items():
                     self.cut.exchanges[entry, "input"] = dim, piece, layout
                     self.cut.names[entry] = name
 
     def _withheld(self) -> bool:
         """Return whether a branch still withholds a partial sum."""
-        kept = (done for (_, kind), done in self.placement.outputs.items() if kind is WithholdPartial)
-        return any(done not in self.cut.undone for done in kept)
+        withheld = (done for (_, kind), done in self.placement.outputs.items() if kind is WithholdPartial)
+        return any(done not in self.cut.undone for done in withheld)
 
-    def _give_back(self, crossing: Crossing, found: _Found) -> None:
+    def _give_back(self, crossing: Crossing, swap: _Swap) -> None:
         visit = self.trace.visits[crossing.visit]
-        given = {t for _, t in visit.inputs if self.positions.dims_of(t) and t in self.flow.carries}
-        if len(given) != 1 or len([t for _, t in visit.outputs if t in self.flow.carries]) != 1:
+        sources = {t for _, t in visit.inputs if self.positions.dims_of(t) and t in self.flow.carries}
+        if len(sources) != 1 or len([t for _, t in visit.outputs if t in self.flow.carries]) != 1:
             raise _Refused
-        (tensor,) = given
-        if visit.module in self.stream.names or not self._by_position(crossing.visit, given):
+        (tensor,) = sources
+        if visit.module in self.stream.names or not self._by_position(crossing.visit, sources):
             raise _Refused
         self._plain(self._tensor(crossing, "output"))
         dim = self._plain(tensor)
         piece, layout = self._pieces(tensor, dim)
         if Layout.parse(layout).shared_rows(self.shards.tp):
             raise _Refused
-        found.visits.add(crossing.visit)
+        swap.visits.add(crossing.visit)
         for path, other in visit.inputs:
             if other == tensor:
-                found.pieces[Crossing(crossing.visit, visit.module, path, *visit.calls)] = dim, piece, layout
+                swap.pieces[Crossing(crossing.visit, visit.module, path, *visit.calls)] = dim, piece, layout
 
     # ------------------------------------------------------------------ both
 
@@ -329,11 +329,11 @@ class _Exchanges:
         )
         return set() if done is None else {done}
 
-    def _check_runs(self, found: _Found) -> None:
+    def _check_runs(self, swap: _Swap) -> None:
         """A hook acts on every run of its module."""
         points: dict[HookPoint, set[int]] = {}
-        keys = [*found.shown, *((c, "input") for c in found.own), *((c, "output") for c in found.gathered)]
-        keys += [(c, "output" if self._is_made(c) else "input") for c in found.pieces]
+        keys = [*swap.shown, *((c, "input") for c in swap.own), *((c, "output") for c in swap.gathered)]
+        keys += [(c, "output" if self._is_made(c) else "input") for c in swap.pieces]
         for crossing, side in keys:
             points.setdefault((crossing.module, side, crossing.path), set()).add(crossing.visit)
         if any(set(self.flow.runs_through(*point)) != visits for point, visits in points.items()):
@@ -366,8 +366,8 @@ class _Exchanges:
         for index, call in enumerate(self.trace.calls):
             outside = index not in calls and any(
                 _is_in(str(part[1]), module)
-                for item in integers((call.args, call.kwargs))
-                for part in parts_of(item.origin, "attr")
+                for _, item in symbolics((call.args, call.kwargs))
+                for part in item.parts("attr")
                 for module in modules
             )
             if outside:

@@ -16,16 +16,16 @@ __all__ = ["mixed", "take_halos"]
 def mixed(stream: Stream, blocks: Collection[str]) -> set[Term]:
     """The split leaves of values whose positions some call in these blocks, of whatever stack, mixes, unless a module
     around it needs a halo only."""
-    found: set[Term] = set()
+    split: set[Term] = set()
     flow, windows = stream.flow, stream.windows
     spans = {v.calls for v in stream.trace.visits if v.module in blocks and v.calls[0] >= stream.first_call}
     for index in sorted({index for span in spans for index in range(*span)}):
         values = [t for t in (*flow.inputs[index], *flow.outputs[index]) if stream.positions.dims_of(t)]
-        given = [t for t in flow.inputs[index] if t in values]
-        mixes = given and not flow.is_identity(index) and stream.mixes(index, given) is not None
+        inputs = [t for t in flow.inputs[index] if t in values]
+        mixes = inputs and not flow.is_identity(index) and stream.mixes(index, inputs) is not None
         if mixes and windows.around(index, blocks) is None:
-            found |= {leaf for tensor in values for leaf in stream.shards.split_leaves(tensor)}
-    return found
+            split |= {leaf for tensor in values for leaf in stream.shards.split_leaves(tensor)}
+    return split
 
 
 def take_halos(streams: Iterable[Stream], flow: CallFlow, cut: SequencePlacement) -> None:
@@ -67,9 +67,9 @@ def _replace(
         del cut.scatters[end, "output"]
         cut.own.discard((end, "output"))
     for crossing in crossings:
-        ((path, made),) = stream.trace.visits[crossing.visit].outputs
+        ((path, output),) = stream.trace.visits[crossing.visit].outputs
         dim = cut.gathers.pop((crossing, "input"))
         cut.partial_gathers.discard((crossing, "input"))
-        cut.halos[crossing] = HaloAt(dim, reach, path, stream.positions.plain_dim(made) or 0)
+        cut.halos[crossing] = HaloAt(dim, reach, path, stream.positions.plain_dim(output) or 0)
     gone = {crossing.module for crossing in crossings}
     cut.whole = [why for why in cut.whole if why.at not in gone]

@@ -119,10 +119,10 @@ def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:
 
 def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[Boundary, ...]:
     """All that is done at boundaries, with sums and copies of the stream turned into moves along the sequence."""
-    found: dict[Boundary, None] = {}
+    boundaries: dict[Boundary, None] = {}
 
     def add(kind: type[SequenceBoundary] | type[WithholdPartial], crossing: Crossing, side: Side, dim: int) -> None:
-        found[kind(crossing.module, side, crossing.path, dim, cut.names[crossing])] = None
+        boundaries[kind(crossing.module, side, crossing.path, dim, cut.names[crossing])] = None
 
     done_at = {"output": placement.outputs, "input": placement.inputs}
     dropped = {done_at[side][crossing, AllReduceGradient] for crossing, side in cut.dropped} | cut.undone
@@ -132,12 +132,12 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
         elif kind is AllReduceGradient and (crossing, "output") in cut.gather_sums:
             add(AllGatherSequenceSumGradient, crossing, "output", cut.gather_sums[crossing, "output"])
         else:
-            found[done] = None
+            boundaries[done] = None
     for (crossing, kind), done in placement.inputs.items():
         if kind is AllReduceGradient and (crossing, "input") in cut.gather_sums:
             add(AllGatherSequenceSumGradient, crossing, "input", cut.gather_sums[crossing, "input"])
         else:
-            found[done] = None
+            boundaries[done] = None
     for (crossing, side), dim in cut.scatters.items():
         kind = OwnPositions if (crossing, side) in cut.own else ScatterSequence
         add(kind, crossing, "input" if side == "input" else "output", dim)
@@ -149,23 +149,25 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
     for (crossing, side), (dim, feature, layout) in cut.exchanges.items():
         where, path, name = crossing.module, crossing.path, cut.names[crossing]
         if side == "output":
-            found[ExchangeToPieces(where, "output", path, dim, name, feature, layout)] = None
+            boundaries[ExchangeToPieces(where, "output", path, dim, name, feature, layout)] = None
         else:
-            found[ExchangeToPositions(where, "input", path, dim, name, feature, layout)] = None
+            boundaries[ExchangeToPositions(where, "input", path, dim, name, feature, layout)] = None
     for crossing, halo in cut.halos.items():
         where, name = crossing.module, cut.names[crossing]
-        made = halo.output, halo.output_dim
-        found[Halo(where, "input", crossing.path, halo.dim, name, halo.reach[0], *made, after=halo.reach[1])] = None
+        output = halo.output, halo.output_dim
+        boundaries[Halo(where, "input", crossing.path, halo.dim, name, halo.reach[0], *output, after=halo.reach[1])] = (
+            None
+        )
     for crossing, dim in cut.returned_shards.items():
         add(NoteShard, crossing, "output", dim)
     for kind, crossings in ((LogitsOfPositions, cut.heads), (AllGatherPicked, cut.picked)):
         for crossing, dim in crossings.items():
             name = next(cut.names[c] for c, _ in cut.gathers if c.module == "")
-            found[kind(crossing.module, "output", crossing.path, dim, name)] = None
+            boundaries[kind(crossing.module, "output", crossing.path, dim, name)] = None
     for crossing, side in sorted(cut.summed_back, key=str):
-        found[AllReduceGradient(crossing.module, "input" if side == "input" else "output", crossing.path)] = None
-    found.update((ScaleGradient(c.module, "output", c.path), None) for c in sorted(cut.scaled, key=str))
-    return tuple(done for done in found if done not in dropped)
+        boundaries[AllReduceGradient(crossing.module, "input" if side == "input" else "output", crossing.path)] = None
+    boundaries.update((ScaleGradient(c.module, "output", c.path), None) for c in sorted(cut.scaled, key=str))
+    return tuple(done for done in boundaries if done not in dropped)
 
 
 # what a sum becomes whose value is cut along the sequence from there on

@@ -12,24 +12,24 @@ from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
 from autoplan.analyse.sequence.stream_state import (
-    Again,
     CutStream,
     Positions,
     Refused,
+    Restart,
     SequencePlacement,
     coupling_ops,
-    integers,
 )
 from autoplan.analyse.sequence.windows import Windows
-from autoplan.analyse.splits.literal_sizes import evaluate
+from autoplan.analyse.splits.integer_edits import evaluate
 from autoplan.axes.terms import Term
 from autoplan.ops import call_record
-from autoplan.values import ModuleVisit, Symbolic
+from autoplan.values import ModuleVisit
 from autoplan.values.not_placed import WholeSequence, WholeWhy
 
 __all__ = ["SequencePlacement", "Stream"]
 
 _ROUNDS = 200
+Key = tuple[Crossing, str]  # a boundary and its side
 _MAKERS = 4  # calls to go back in search of what can be cut
 
 
@@ -40,7 +40,17 @@ class Stream(CutStream):
 
     def run(self) -> SequencePlacement | None:
         """The placement, if any run of the model goes through the stack with a sequence."""
-        return self._settle() if self.begin() else None
+        if not self.begin():
+            return None
+        try:
+            for _ in range(_ROUNDS):
+                try:
+                    return self._walk()
+                except Restart:
+                    continue
+        except Refused as refused:
+            return SequencePlacement(refused=(refused.reason,))
+        return SequencePlacement(refused=(WholeSequence("unsettled"),))
 
     def begin(self) -> bool:
         """Find where runs of the model enter the stack with a sequence; False if none does."""
@@ -66,9 +76,11 @@ class Stream(CutStream):
         """Yield where the stack is entered, perhaps repeatedly: the boundary, the stream's value, its sequence."""
         first = [(number, visit) for number, visit in blocks if visit.module == blocks[0][1].module]
         returned = {tensor for _, visit in blocks for _, tensor in visit.outputs}
-        alike = {given for _, v in blocks if v.module != blocks[0][1].module for given in v.inputs}  # encoders' outputs
-        given = (one for _, v in first for one in v.inputs if one not in alike and one[1] in self.flow.carries)
-        path = next((p for p, t in given if self._axis(t) is not None), None)
+        alike = {entry for _, v in blocks if v.module != blocks[0][1].module for entry in v.inputs}  # encoders' outputs
+        entries = (
+            entry for _, v in first for entry in v.inputs if entry not in alike and entry[1] in self.flow.carries
+        )
+        path = next((p for p, t in entries if self._axis(t) is not None), None)
         for number, visit in first:
             tensor = dict(visit.inputs).get(path) if path is not None else None
             axis = None if tensor is None or tensor in returned else self._axis(tensor)
@@ -77,17 +89,6 @@ class Stream(CutStream):
 
     def _axis(self, tensor: int) -> Term | None:
         return Positions.of(self.shards.axes.of(tensor), *self.coupled)
-
-    def _settle(self) -> SequencePlacement:
-        try:
-            for _ in range(_ROUNDS):
-                try:
-                    return self._walk()
-                except Again:
-                    continue
-        except Refused as refused:
-            return SequencePlacement(refused=(refused.reason,))
-        return SequencePlacement(refused=(WholeSequence("unsettled"),))
 
     # ------------------------------------------------------------------ the walk
 
@@ -119,15 +120,15 @@ class Stream(CutStream):
         flow, inputs, outputs = self.flow, self.flow.inputs[index], self.flow.outputs[index]
         cut = [t for t in inputs if self._cut_here(t, index, scattered_in)]
         if not cut:
-            if self._told_a_shard(index) and self._alike(index):
-                self._note_gradients(index, inputs, cut)
-                self.cut.update(t for t in outputs if self.positions.dims_of(t))
+            if not self._receives_local_length(index):
+                self._cut_sums(index, outputs)
                 return
-            if self._told_a_shard(index):
-                told = self._whole("told-shard", index)
-                self._gather_around(index, told)
-                raise Refused(told)
-            self._cut_sums(index, outputs)
+            if not self._is_position_independent(index):
+                refusal = self._whole("told-shard", index)
+                self._gather_around(index, refusal)
+                raise Refused(refusal)
+            self._note_gradients(index, inputs, cut)
+            self.cut.update(t for t in outputs if self.positions.dims_of(t))
             return
         if flow.is_identity(index):
             self._note_draws(index)  # a dropout, in a model that is evaluated
@@ -153,9 +154,8 @@ class Stream(CutStream):
             self.result.random.add(call.module)
 
     def _cut_here(self, tensor: int, index: int, scattered_in: list[tuple[int, Crossing]]) -> bool:
-        if any(t == tensor and b.first <= index < b.last and b not in self.starts for t, b in scattered_in):
-            return True
-        return self.is_cut(tensor, index)
+        here = any(t == tensor and b.first <= index < b.last and b not in self.starts for t, b in scattered_in)
+        return here or self.is_cut(tensor, index)
 
     def _cut_sums(self, index: int, outputs: list[int]) -> None:
         """A partial sum that leaves a region of the stack is scattered as it is summed."""
@@ -173,11 +173,9 @@ class Stream(CutStream):
 
     def _in_stack(self, crossing: Crossing) -> bool:
         visit: int | None = crossing.visit
-        while visit is not None:
-            if self.trace.visits[visit].module in self.names:
-                return True
+        while visit is not None and self.trace.visits[visit].module not in self.names:
             visit = self.trace.visits[visit].parent
-        return False
+        return visit is not None
 
     # ------------------------------------------------------------------ can a call run on a shard?
 
@@ -232,27 +230,22 @@ class Stream(CutStream):
 
     def _sizes_follow(self, index: int) -> bool:
         """Return whether the sizes that Python passes shrink with the sharded inputs."""
-        call = self.trace.calls[index]
-        for tensor in self.flow.outputs[index]:
-            shape = self.trace.tensors[tensor].shape
-            for item in integers((call.args, call.kwargs)):
-                if isinstance(item, Symbolic) and item.value in shape and self.positions.depends_on_length(item):
-                    value = evaluate(item.origin, lambda t, d: self._local_size(t, d, index), lambda _: None)
-                    if value == item.value:
-                        return False
-        return True
+        sizes = {size for tensor in self.flow.outputs[index] for size in self.trace.tensors[tensor].shape}
+        return not any(
+            item.value in sizes
+            and evaluate(item.origin, lambda t, d: self._local_size(t, d, index), lambda _: None) == item.value
+            for item in self.positions.lengths_passed(index)
+        )
 
-    def _told_a_shard(self, index: int) -> bool:
+    def _receives_local_length(self, index: int) -> bool:
         """Return whether a call on whole values gets a length that was read from a sharded one."""
-        call = self.trace.calls[index]
         return any(
-            isinstance(item, Symbolic) and self.positions.depends_on_length(item)
-            and evaluate(item.origin, lambda t, d: self._local_size(t, d, index), lambda _: 1)
+            evaluate(item.origin, lambda t, d: self._local_size(t, d, index), lambda _: 1)
             != evaluate(item.origin, lambda t, d: self.trace.tensors[t].shape[d], lambda _: 1)
-            for item in integers((call.args, call.kwargs))
-        )  # fmt: skip
+            for item in self.positions.lengths_passed(index)
+        )
 
-    def _alike(self, index: int) -> bool:
+    def _is_position_independent(self, index: int) -> bool:
         """Return whether a call makes the same for every position from nothing that has positions."""
         inputs = self.flow.inputs[index]
         carrying = [t for t in inputs if t in self.flow.carries]
@@ -269,19 +262,28 @@ class Stream(CutStream):
 
     # ------------------------------------------------------------------ boundaries
 
+    def _entering(self, tensor: int, index: int) -> list[Crossing]:
+        """Return where modules around a call take a value in, innermost first."""
+        around = (b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last)
+        return sorted(around, key=lambda b: b.last - b.first)
+
+    def _leaving(self, tensor: int, index: int) -> list[Crossing]:
+        """Return where modules that made a value return it before a call, innermost first."""
+        producer = self.flow.producer.get(tensor, -1)
+        before = (b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index)
+        return sorted(before, key=lambda b: b.last - b.first)
+
     def _make_whole(self, tensor: int, index: int, reason: WholeSequence) -> None:
         """Gather a value for a call: at the module that takes it in, else where it is returned."""
         dim = self.positions.plain_dim(tensor)
         if dim is not None:
-            entering = [b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last]
-            for crossing in sorted(entering, key=lambda b: b.last - b.first):
+            entering = self._entering(tensor, index)
+            for crossing in entering:
                 handed_on = self.flow.passes_through(tensor, crossing)
                 if crossing.module not in self.names and crossing not in self.starts and not handed_on:
                     twins = [b for b in entering if b.visit == crossing.visit]  # one value under several names
                     self._add(self.result.gathers, [(twin, "input") for twin in twins], dim, reason)
-            producer = self.flow.producer.get(tensor, -1)
-            leaving = [b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index]
-            for crossing in sorted(leaving, key=lambda b: b.last - b.first):
+            for crossing in self._leaving(tensor, index):
                 if tensor not in self.starts.values() and (crossing, "output") not in self.result.scatters:
                     self._add(self.result.gathers, [(crossing, "output")], dim, reason)
         self._gather_around(index, reason)
@@ -308,42 +310,37 @@ class Stream(CutStream):
         for number, visit in sorted(around, key=lambda item: item[1].calls[1] - item[1].calls[0]):
             if visit.module in self.names or visit.parent is None:
                 return
-            given = {tensor for _, tensor in visit.inputs}
+            taken = {tensor for _, tensor in visit.inputs}
             for crossing, side in tuple(self.result.scatters):  # what was cut for calls that get the whole now
                 here = crossing.visit == number if side == "input" else crossing.last <= self.first_call
-                if here and crossing not in self.starts and self.tensor_at(crossing, side) in given:
+                if here and crossing not in self.starts and self.tensor_at(crossing, side) in taken:
                     del self.result.scatters[crossing, side]
                     self.closed.add((crossing.module, side, crossing.path))
                     undone = True
             for _, tensor in visit.inputs:
                 dim = self.positions.plain_dim(tensor)
                 if dim is not None and self.is_cut(tensor, *visit.calls):
-                    twins = [p for p, t in visit.inputs if t == tensor]
-                    crossings = [Crossing(number, visit.module, twin, *visit.calls) for twin in twins]
-                    self._add(self.result.gathers, [(crossing, "input") for crossing in crossings], dim, reason)
+                    twins = [Crossing(number, visit.module, p, *visit.calls) for p, t in visit.inputs if t == tensor]
+                    self._add(self.result.gathers, [(twin, "input") for twin in twins], dim, reason)
             if undone:
-                raise Again
+                raise Restart
 
-    def _add(
-        self,
-        where: dict[tuple[Crossing, str], int],
-        keys: list[tuple[Crossing, str]],
-        dim: int,
-        reason: WholeSequence | None,
-    ) -> None:
+    def _add(self, where: dict[Key, int], keys: list[Key], dim: int, reason: WholeSequence | None) -> None:
         if any(key in where or (key[0].module, key[1], key[0].path) in self.closed for key in keys):
             return
         where.update(dict.fromkeys(keys, dim))
         if reason is not None:
             self.result.whole.append(replace(reason, at=keys[0][0].module))
-        raise Again
+        raise Restart
 
     def _cut_partner(self, tensor: int, index: int, cut: list[int]) -> None:
         """A whole value meets a cut one: cut it too, or what it was made of, else make the other whole."""
         source, reader = tensor, index
         if 0 in self.trace.tensors[tensor].shape:
-            made = (self.trace.calls[maker].module for maker in (self.flow.producer.get(tensor),) if maker is not None)
-            raise Refused(replace(self._whole("meets-empty", index), maker=next(made, "")))
+            modules = (
+                self.trace.calls[maker].module for maker in (self.flow.producer.get(tensor),) if maker is not None
+            )
+            raise Refused(replace(self._whole("meets-empty", index), maker=next(modules, "")))
         for _ in range(_MAKERS):
             self._cut_at_boundary(source, reader)
             reader = self.flow.producer.get(source, -1)
@@ -358,22 +355,17 @@ class Stream(CutStream):
     def _cut_at_boundary(self, tensor: int, index: int) -> None:
         """Cut a value where a module returns it or takes it in."""
         dim = self.positions.plain_dim(tensor)
-        producer = self.flow.producer.get(tensor, -1)
         if dim is None:
             return
-        leaving = [b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index]
-        for crossing in sorted(leaving, key=lambda b: b.last - b.first):
-            if self._all_after(crossing, tensor) and (crossing, "output") not in self.result.gathers:
+        for crossing in self._leaving(tensor, index):
+            # the walk sees only readers after the boundary
+            seen = all(use >= max(crossing.last, self.first_call) for use in self.flow.uses[tensor])
+            if seen and (crossing, "output") not in self.result.gathers:
                 self._add(self.result.scatters, [(crossing, "output")], dim, None)
-        entering = [b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last]
-        for crossing in sorted(entering, key=lambda b: b.last - b.first):
+        for crossing in self._entering(tensor, index):
             started = any(crossing.visit == start.visit for start in self.starts)
             if crossing.module not in self.names or started or self.context:
                 self._add(self.result.scatters, [(crossing, "input")], dim, None)
-
-    def _all_after(self, crossing: Crossing, tensor: int) -> bool:
-        """Return whether all readers of the value come after the boundary, where the walk sees them."""
-        return all(use >= max(crossing.last, self.first_call) for use in self.flow.uses[tensor])
 
     def _note_gradients(self, index: int, inputs: list[int], cut: list[int]) -> None:
         """Note what a call on shards reads besides positions: its gradient is partial on each rank."""
@@ -394,11 +386,11 @@ class Stream(CutStream):
         producer = self.flow.producer.get(tensor)
         if producer is None or self.flow.gradient_uses(tensor) != {reader} or tensor in self.flow.final:
             return None
-        found: set[int] = set()
+        parameters: set[int] = set()
         for source in self.flow.inputs[producer]:
             if source in self.flow.carries:
-                made = None if self.positions.dims_of(source) else self._made_of(source, producer)
-                if made is None:
+                sources = None if self.positions.dims_of(source) else self._made_of(source, producer)
+                if sources is None:
                     return None
-                found |= made
-        return found
+                parameters |= sources
+        return parameters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -13,7 +13,16 @@ from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record
 from autoplan.ops.records.on_shards import Indexed
-from autoplan.values import AllReduce, AllReduceGradient, Boundary, Call, SequenceName, Symbolic, WithholdPartial
+from autoplan.values import (
+    AllReduce,
+    AllReduceGradient,
+    Boundary,
+    Call,
+    SequenceName,
+    Symbolic,
+    WithholdPartial,
+    symbolics,
+)
 from autoplan.values.not_placed import WholeSequence
 
 # Questions about the positions of a stream: where they are in a tensor, and which calls couple them.
@@ -43,11 +52,11 @@ class Positions:
         second.
         """
         dims = [find(term) for term in (*terms[1:-1], *(terms[:1] if len(terms) > 2 else ()))]
-        found = [axis for axis in dims if axis.size > 1 and any(find(leaf).data for leaf in leaves(axis))]
-        inner = [axis for axis in found if axis in dims[: len(terms) - 2]]
+        long = [axis for axis in dims if axis.size > 1 and any(find(leaf).data for leaf in leaves(axis))]
+        inner = [axis for axis in long if axis in dims[: len(terms) - 2]]
         coupled = (
             axis
-            for axes, by in ((found, in_blocks), (inner, anywhere))
+            for axes, by in ((long, in_blocks), (inner, anywhere))
             for axis in axes
             if any(find(leaf) in by for leaf in leaves(axis))
         )
@@ -105,38 +114,25 @@ class Positions:
             position += 1
         return False
 
-    def depends_on_length(self, item: Symbolic) -> bool:
-        todo, found = [item.origin], False
-        while todo:
-            part = todo.pop()
-            if part[0] == "size":
-                terms = self.axes.of(part[1])
-                found = found or (part[2] < len(terms) and self.has(terms[part[2]]))
-            todo += [p for p in part[1:] if isinstance(p, tuple)]
-        return found
+    def lengths_passed(self, index: int) -> list[Symbolic]:
+        """Return the integers passed to a call that depend on a length of the sequence."""
+        call = self.trace.calls[index]
+        passed = (item for _, item in symbolics((call.args, call.kwargs)))
+        return [item for item in passed if any(map(self._is_length, item.parts("size")))]
+
+    def _is_length(self, size: tuple[Any, ...]) -> bool:
+        _, tensor, dim = size
+        terms = self.axes.of(tensor)
+        return dim < len(terms) and self.has(terms[dim])
 
 
 def coupling_ops(axes: Axes) -> dict[int, set[Term]]:
     """Return for every op the axes on which it left an event that couples positions."""
-    found: dict[int, set[Term]] = {}
+    coupling: dict[int, set[Term]] = {}
     for op, event, term in axes.marked_by:
         if event not in _LOCAL:
-            found.setdefault(op, set()).update(find(leaf) for leaf in leaves(term))
-    return found
-
-
-def integers(value: Any) -> Iterator[Any]:
-    """Every integer of known origin in recorded arguments."""
-    if isinstance(value, Symbolic):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from integers(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from integers(item)
-    elif isinstance(value, slice):
-        yield from integers((value.start, value.stop, value.step))
+            coupling.setdefault(op, set()).update(find(leaf) for leaf in leaves(term))
+    return coupling
 
 
 # What of a stream is cut along the sequence while its boundaries are being found, and whether they hold together.
@@ -209,7 +205,7 @@ class Refused(Exception):
         self.reason = reason
 
 
-class Again(Exception):
+class Restart(Exception):
     """A boundary was added that changes what earlier calls see."""
 
 
@@ -375,13 +371,13 @@ class CutStream:
         if uneven:  # look for other boundaries
             self.closed |= uneven
             self.result = SequencePlacement()
-            raise Again
+            raise Restart
 
     def _maker(self, point: HookPoint, points: dict[HookPoint, set[int]]) -> Call | None:
         """Return the call that made a value that is whole where others are sharded."""
         runs = self.flow.runs_through(*point)
-        made = (self.flow.producer.get(tensor, -1) for visit, tensor in runs.items() if visit not in points[point])
-        return next((self.trace.calls[index] for index in made if index >= 0), None)
+        makers = (self.flow.producer.get(tensor, -1) for visit, tensor in runs.items() if visit not in points[point])
+        return next((self.trace.calls[index] for index in makers if index >= 0), None)
 
     def _reaches_shard(self, call: int) -> bool:
         """Return whether what a call makes of a parameter is used on shards of the positions."""

@@ -8,20 +8,19 @@ A window that is not the same for each position is none.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from functools import cache
 
 from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.sequence.stream_state import Positions, coupling_ops, integers
+from autoplan.analyse.sequence.stream_state import Positions, coupling_ops
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.answers import Extent
 from autoplan.ops.records.record import writes_in_place
-from autoplan.values import Call, Op
-from autoplan.values.trace import refs
+from autoplan.values import Call, Op, Symbolic, refs
 
-__all__ = ["Windows", "parts_of", "sizes_of"]
+__all__ = ["Windows", "sizes_of"]
 
 Window = tuple[Term, int, int]  # the axis of positions, and the first and last position read, relative to each
 
@@ -48,60 +47,60 @@ class Windows:
         visit = self.trace.visits[number]
         if len(visit.inputs) != 1 or len(visit.outputs) != 1:
             return None
-        ((path, given),), ((_, made),) = visit.inputs, visit.outputs
-        ends = [self.positions.plain_dim(tensor) for tensor in (given, made)]
-        if None in ends or self.positions.flattened(given) or self.positions.flattened(made) or len(path) != 1:
+        ((path, source),), ((_, result),) = visit.inputs, visit.outputs
+        ends = [self.positions.plain_dim(tensor) for tensor in (source, result)]
+        if None in ends or self.positions.flattened(source) or self.positions.flattened(result) or len(path) != 1:
             return None
-        axis = find(self.axes.of(given)[ends[0] or 0])
-        self.read = {given: (axis, 0, 0)}
+        axis = find(self.axes.of(source)[ends[0] or 0])
+        self.read = {source: (axis, 0, 0)}
         if not all(self._follow(self.trace.calls[index], index) for index in range(*visit.calls)):
             return None
-        end, first, last = self.read.get(made, (None, 0, 0))
+        end, first, last = self.read.get(result, (None, 0, 0))
         return (max(0, -first), max(0, last)) if end is axis else None
 
     def _follow(self, call: Call, index: int) -> bool:
         if self.flow.is_identity(index):
             return True
-        told = [i for i in integers((call.args, call.kwargs)) if self.positions.depends_on_length(i)]
-        if any(not sizes_of(item.origin) <= self.read.keys() for item in told):
+        lengths_passed = self.positions.lengths_passed(index)
+        if any(not sizes_of(item) <= self.read.keys() for item in lengths_passed):
             return False
         if call_record(call.name).random.has_rate(call.args, call.kwargs):  # ranks would draw other numbers for a halo
             return False
-        computed = any(item.origin[0] != "size" for item in told)
-        lengths = None if computed else frozenset(item.value for item in told)
+        computed = any(item.origin[0] != "size" for item in lengths_passed)
+        lengths = None if computed else frozenset(item.value for item in lengths_passed)
         return all(self._step(op, self.trace.ops[op], lengths) for op in range(*call.ops))
 
     def _step(self, number: int, op: Op, lengths: frozenset[int] | None) -> bool:
         inputs, outputs = list(refs((op.args, op.kwargs))), list(refs(op.outputs))
-        given = [tensor for tensor in inputs if tensor in self.read]
+        sources = [tensor for tensor in inputs if tensor in self.read]
         others = [tensor for tensor in (*inputs, *outputs) if tensor not in self.read]
-        if not given:
+        if not sources:
             return not any(self.positions.dims_of(tensor) for tensor in others)
-        record, axes = op_record(op.name), {self.read[tensor][0] for tensor in given}
+        record, axes = op_record(op.name), {self.read[tensor][0] for tensor in sources}
         strange = any(self.positions.dims_of(tensor) for tensor in inputs if tensor not in self.read)
         if strange or len(axes) > 1 or writes_in_place(op.name):
             return False
         (axis,) = axes
-        first, last = min(self.read[t][1] for t in given), max(self.read[t][2] for t in given)
+        first, last = min(self.read[t][1] for t in sources), max(self.read[t][2] for t in sources)
         if record.reads is not None:
-            return lengths is not None and len(given) == 1 and self._slide(op, given[0], outputs[0], lengths)
+            return lengths is not None and len(sources) == 1 and self._slide(op, sources[0], outputs[0], lengths)
         picks = record.along is not None and record.along.what != "parts"
         if picks or self.coupled.get(number, set()) & _leaves(axis):
             return False
         self.read |= dict.fromkeys(outputs, (axis, first, last))
         return all(sum(_leaves(axis) <= _leaves(term) for term in self.axes.of(tensor)) == 1 for tensor in outputs)
 
-    def _slide(self, op: Op, given: int, made: int, lengths: frozenset[int]) -> bool:
-        axis, first, last = self.read[given]
-        terms, dims = self.axes.of(made), [d for d, term in enumerate(self.axes.of(given)) if find(term) is axis]
-        if len(dims) != 1 or len(terms) != len(self.axes.of(given)):
+    def _slide(self, op: Op, source: int, output: int, lengths: frozenset[int]) -> bool:
+        axis, first, last = self.read[source]
+        terms, dims = self.axes.of(output), [d for d, term in enumerate(self.axes.of(source)) if find(term) is axis]
+        if len(dims) != 1 or len(terms) != len(self.axes.of(source)):
             return False
-        length, result = (self.trace.tensors[tensor].shape[dims[0]] for tensor in (given, made))
+        length, result = (self.trace.tensors[tensor].shape[dims[0]] for tensor in (source, output))
         record = op_record(op.name)
         window = record.reads and record.reads(op, Extent(dims[0], len(terms), length, result, lengths))
         if window is None:
             return False
-        self.read[made] = find(terms[dims[0]]), first + window[0], last + window[1]
+        self.read[output] = find(terms[dims[0]]), first + window[0], last + window[1]
         return True
 
 
@@ -109,15 +108,6 @@ def _leaves(term: Term) -> set[Term]:
     return {find(leaf) for leaf in leaves(term)}
 
 
-def parts_of(origin: tuple[object, ...], kind: str) -> Iterator[tuple[object, ...]]:
-    """Yield every part of this kind in the origin of an integer."""
-    if origin[0] == kind:
-        yield origin
-    for part in origin[1:]:
-        if isinstance(part, tuple):
-            yield from parts_of(part, kind)
-
-
-def sizes_of(origin: tuple[object, ...]) -> set[object]:
+def sizes_of(length: Symbolic) -> set[object]:
     """Return the tensors that an integer was read off."""
-    return {part[1] for kind in ("size", "numel") for part in parts_of(origin, kind)}
+    return {part[1] for part in length.parts("size", "numel")}

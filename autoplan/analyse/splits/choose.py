@@ -203,13 +203,13 @@ def choose(
 
 
 def _candidates(
-    trace: Trace, axes: Axes, found: Occurrences, refused: dict[Term, Reason], choice: SplitMarks
+    trace: Trace, axes: Axes, occurring: Occurrences, refused: dict[Term, Reason], choice: SplitMarks
 ) -> list[_Candidate]:
     """Return the leaves that could be split, cheapest and largest first; record reasons against the others."""
     residual = residual_leaves(trace, axes)
     inside = _inside_blocks(axes)
     candidates: list[_Candidate] = []
-    for leaf, places in found.items():
+    for leaf, places in occurring.items():
         reason = _why_not(leaf, places, trace, axes, residual, refused)
         if reason is not None or leaf in inside:
             choice.reasons[leaf] = reason if reason is not None else InsideScaledBlock()
@@ -240,13 +240,13 @@ def _mark(choice: SplitMarks, leaf: Term, partner: Term | None, tp: int, uneven:
     return True
 
 
-def _rivalled(rows: Term, candidates: list[_Candidate], found: Occurrences, trace: Trace, tp: int) -> bool:
+def _rivalled(rows: Term, candidates: list[_Candidate], occurring: Occurrences, trace: Trace, tp: int) -> bool:
     """Return whether a head is narrower than its input, which can be split: its output is then the cheaper sum."""
-    elements = sum(prod(trace.tensors[t].shape) for t in weights_of(rows, found, trace))
+    elements = sum(prod(trace.tensors[t].shape) for t in weights_of(rows, occurring, trace))
     return any(
         not expensive and -more > elements and leaf.size > rows.size and leaf.size % tp == 0 and leaf is not rows
         for expensive, more, _, leaf in candidates
-        if weights_of(leaf, found, trace) & weights_of(rows, found, trace)
+        if weights_of(leaf, occurring, trace) & weights_of(rows, occurring, trace)
     )
 
 
@@ -265,13 +265,13 @@ def _inside_blocks(axes: Axes) -> set[Term]:
 
 
 def _partner(
-    leaf: Term, found: Occurrences, candidates: list[_Candidate], taken: set[int], trace: Trace, axes: Axes
+    leaf: Term, occurring: Occurrences, candidates: list[_Candidate], taken: set[int], trace: Trace, axes: Axes
 ) -> Term | None:
     """Return the axis that splits further where `leaf` (key/value heads, fewer than ranks) cannot: query heads within a
     group. Ranks form groups; each group holds some key/value heads, and its ranks shard the query heads of those."""
-    mine = weights_of(leaf, found, trace)
+    mine = weights_of(leaf, occurring, trace)
     for _, _, _, other in candidates:
-        theirs = weights_of(other, found, trace)
+        theirs = weights_of(other, occurring, trace)
         if other is leaf or not theirs or not theirs < mine or theirs & taken or "batch_a" not in other.events:
             continue
         if all(_follows(leaf, other, axes.of(t)) for t in theirs):
@@ -288,8 +288,8 @@ def _follows(major: Term, minor: Term, terms: tuple[Term, ...]) -> bool:
     return False
 
 
-def weights_of(leaf: Term, found: Occurrences, trace: Trace) -> set[int]:
-    return {tensor for tensor in found.get(leaf, ()) if len(trace.tensors[tensor].shape) >= 2}
+def weights_of(leaf: Term, occurring: Occurrences, trace: Trace) -> set[int]:
+    return {tensor for tensor in occurring.get(leaf, ()) if len(trace.tensors[tensor].shape) >= 2}
 
 
 def _why_not(
@@ -390,7 +390,7 @@ def _first_choices(trace: Trace, axes: Axes, tried: Tried, splittable: Iterable[
     places = {leaf: number for number, leaf in enumerate(tried.order)}
     occurring = occurrences(trace, axes)
     choices, taken = set(), set[int]()
-    for leaf in sorted(splittable, key=lambda one: places.get(one, -1)):
+    for leaf in sorted(splittable, key=lambda axis: places.get(axis, -1)):
         weights = weights_of(leaf, occurring, trace)
         if not weights & taken:
             choices.add(leaf)

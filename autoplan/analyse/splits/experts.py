@@ -9,7 +9,8 @@ from typing import Any, Literal
 from autoplan.analyse.infer import Axes, infer_axes
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.solve import Solution, solve
-from autoplan.analyse.splits.literal_sizes import attributes_of, sizes_given
+from autoplan.analyse.splits.integer_edits import attributes_of
+from autoplan.analyse.splits.literal_sizes import sizes_given
 from autoplan.analyse.splits.packed import NO_DEMANDS, Demands
 from autoplan.axes.terms import factors, find, leaves
 from autoplan.ops import call_record
@@ -246,10 +247,10 @@ def solve_experts(
     return replace(solution, trace=trace, runtime=runtime, experts_inside=tuple(inside.items()))
 
 
-def _why_not(stack: ExpertStack, trace: Trace, found: Solution) -> Reason:
+def _why_not(stack: ExpertStack, trace: Trace, solution: Solution) -> Reason:
     """Return why the axis of a module's experts is not split in a solution."""
     weight = trace.tensors[stack.stack[0]].names[0]
-    places = (fact for fact in found.classes if (weight, 0) in fact.parameters)
+    places = (fact for fact in solution.classes if (weight, 0) in fact.parameters)
     reasons = [fact.reason for fact in places if fact.reason is not None]
     return ExpertsWhole(reasons[0] if reasons else None)
 

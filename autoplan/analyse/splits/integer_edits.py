@@ -10,20 +10,56 @@ function mode or refused.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from math import prod
 from typing import Any
 
 from autoplan.analyse.shards import Shards
-from autoplan.analyse.splits.literal_sizes import Requirement, attributes_of, evaluate, made_whole, requirements
-from autoplan.values import Call, IntegerEdit, Symbolic, refs
+from autoplan.analyse.splits.literal_sizes import Requirement, made_whole, requirements
+from autoplan.values import IntegerEdit, Symbolic, refs, symbolics
 
 Attribute = tuple[Any, ...]  # ("attr", module, name, index)
 Values = tuple[int, ...]  # one number per rank
 
 _MOST_EDITS = 4  # attributes edited together in one module
+
+
+def evaluate(
+    origin: tuple[Any, ...], size_of: Callable[[int, int], int], attribute: Callable[[Attribute], int | None]
+) -> int | None:
+    """Return the value of an origin on a rank, given local sizes and edited attributes; None if it is unknown."""
+    kind = origin[0]
+    if kind == "const":
+        return int(origin[1])
+    if kind == "attr":
+        return attribute(origin)
+    if kind == "size":
+        return size_of(origin[1], origin[2])
+    if kind == "numel":
+        return size_of(origin[1], -1)
+    values = [evaluate(part, size_of, attribute) for part in origin[1:]]
+    if any(value is None for value in values):
+        return None
+    left = values[0]
+    assert left is not None
+    if kind == "neg":
+        return -left
+    right = values[1]
+    assert right is not None
+    if kind == "pow":
+        return left**right if 0 <= right < 64 else None
+    if kind in ("floordiv", "mod"):
+        if right == 0:
+            return None
+        return left // right if kind == "floordiv" else left % right
+    return {"add": left + right, "sub": left - right, "mul": left * right}.get(kind)
+
+
+def attributes_of(size: Any) -> Iterator[Attribute]:
+    """Yield the stored attributes an integer was computed from."""
+    yield from size.parts("attr") if isinstance(size, Symbolic) else ()
 
 
 @dataclass
@@ -69,19 +105,17 @@ class _Equations:
         wanted = {(r.call, r.path) for r in self.required}
         yield from self.required
         for index, call in enumerate(self.shards.trace.calls):
-            for path, item in (*_symbolics(call.args, ("args",)), *_symbolics(call.kwargs, ("kwargs",))):
+            every = call.args, call.kwargs, call.outputs
+            for path, item in (*symbolics(call.args, ("args",)), *symbolics(call.kwargs, ("kwargs",))):
                 if (index, path) in wanted:
                     continue
                 if any(True for _ in attributes_of(item)):
                     yield Requirement(index, path, item, (item.value,) * self.shards.tp)
-                elif not made_whole(call, self.shards) and not self._has_split(call):
+                elif not (made_whole(call, self.shards) or any(map(self.shards.is_split, refs(every)))):
                     # A size that Python reads from a sharded value and passes to a call on replicated ones
                     values = {self.value(item, {}, rank) for rank in range(self.shards.tp)}
                     if values - {None, item.value}:
                         yield Requirement(index, path, item, (item.value,) * self.shards.tp)
-
-    def _has_split(self, call: Call) -> bool:
-        return any(map(self.shards.is_split, refs((call.args, call.kwargs, call.outputs))))
 
     def value(self, have: Any, edits: dict[Attribute, Values], rank: int) -> int | None:
         if not isinstance(have, Symbolic):
@@ -122,20 +156,6 @@ class _Equations:
         return True
 
 
-def _symbolics(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Symbolic]]:
-    if isinstance(value, Symbolic):
-        yield path, value
-    elif isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from _symbolics(item, (*path, index))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _symbolics(item, (*path, key))
-    elif isinstance(value, slice):
-        for key in ("start", "stop", "step"):
-            yield from _symbolics(getattr(value, key), (*path, key))
-
-
 def solve_edits(shards: Shards) -> Edits:
     """Find the smallest edits, module by module, that meet the most requirements and break none."""
     equations = _Equations(shards)
@@ -162,11 +182,13 @@ def _best(
     equations: _Equations, mine: list[Requirement], tests: list[tuple[str, Any, Any, bool]]
 ) -> dict[Attribute, Values]:
     options = _options(equations, mine, tests)
-    held = [r for r in mine if equations.holds(r, {})]
-    kept = [t for t in tests if equations.same_outcome(t, {})]
+    satisfied = [r for r in mine if equations.holds(r, {})]
+    unchanged = [t for t in tests if equations.same_outcome(t, {})]
 
     def score(edits: dict[Attribute, Values]) -> int:
-        if not all(equations.holds(r, edits) for r in held) or not all(equations.same_outcome(t, edits) for t in kept):
+        if not all(equations.holds(r, edits) for r in satisfied) or not all(
+            equations.same_outcome(t, edits) for t in unchanged
+        ):
             return -1
         return sum(equations.holds(r, edits) for r in mine) + sum(equations.same_outcome(t, edits) for t in tests)
 

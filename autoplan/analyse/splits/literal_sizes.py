@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,12 +81,12 @@ def pieces_given(call: Call, shards: Shards) -> tuple[int, tuple[tuple[int, ...]
     return None if all(_follow(record, sizes, len(outputs)) for sizes in wanted) else (dim, wanted)
 
 
-def _follow(told: Lengths | PieceCount, sizes: tuple[int, ...], count: int) -> bool:
+def _follow(record: Lengths | PieceCount, sizes: tuple[int, ...], count: int) -> bool:
     """Return whether the call gives pieces of these lengths when passed the length of the first, or their number."""
     whole = sum(sizes)
-    if isinstance(told, PieceCount) and told.even:
+    if isinstance(record, PieceCount) and record.even:
         return sizes == tuple(whole // count + (place < whole % count) for place in range(count))
-    first = sizes[0] if isinstance(told, Lengths) else -(-whole // count)
+    first = sizes[0] if isinstance(record, Lengths) else -(-whole // count)
     return first > 0 and sizes == tuple(max(0, min(first, whole - place * first)) for place in range(count))
 
 
@@ -120,52 +120,6 @@ class Requirement:
         return len(set(self.want)) == 1
 
 
-def evaluate(
-    origin: tuple[Any, ...], size_of: Callable[[int, int], int], attribute: Callable[[tuple[Any, ...]], int | None]
-) -> int | None:
-    """Return the value of an origin on a rank, given local sizes and edited attributes; None if it is unknown."""
-    kind = origin[0]
-    if kind == "const":
-        return int(origin[1])
-    if kind == "attr":
-        return attribute(origin)
-    if kind == "size":
-        return size_of(origin[1], origin[2])
-    if kind == "numel":
-        return size_of(origin[1], -1)
-    values = [evaluate(part, size_of, attribute) for part in origin[1:]]
-    if any(value is None for value in values):
-        return None
-    left = values[0]
-    assert left is not None
-    if kind == "neg":
-        return -left
-    right = values[1]
-    assert right is not None
-    if kind == "pow":
-        return left**right if 0 <= right < 64 else None
-    if kind in ("floordiv", "mod"):
-        if right == 0:
-            return None
-        return left // right if kind == "floordiv" else left % right
-    return {"add": left + right, "sub": left - right, "mul": left * right}.get(kind)
-
-
-def attributes_of(have: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield the stored attributes an integer was computed from."""
-    if isinstance(have, Symbolic):
-        yield from _attributes(have.origin)
-
-
-def _attributes(origin: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    if origin[0] == "attr":
-        yield origin
-        return
-    for part in origin[1:]:
-        if isinstance(part, tuple):
-            yield from _attributes(part)
-
-
 def requirements(index: int, call: Call, shards: Shards) -> list[Requirement]:
     """Return a requirement for every literal of a call that follows a split dimension."""
     outputs = list(refs(call.outputs))
@@ -181,14 +135,18 @@ def requirements(index: int, call: Call, shards: Shards) -> list[Requirement]:
 def _found(sizes: Sizes, call: Call, outputs: list[int], shards: Shards) -> Found:
     """Return the literals of each kind of size that follow a split dim, with their values on the ranks."""
     match sizes:
-        case OutputShape():
-            return _reshape(sizes, call, outputs[0], shards)
+        case OutputShape() | Filled():
+            names = sizes.names if isinstance(sizes, OutputShape) else ("size",)
+            passed = _sizes(call, sizes.first, *names)
+            return _of_shape(passed, outputs[0], shards) if _covers(passed, outputs[0], shards.trace) else []
         case Unflattened():
-            return _unflatten(sizes, call, outputs[0], shards)
-        case Filled():
-            return _fill(sizes, call, outputs[0], shards)
-        case Identity():
-            return _identity(sizes, call, outputs[0], shards) if made_in_shards(call, shards) else []
+            path, parts = argument(call, sizes.sizes, "sizes")
+            unflattened = number(argument(call, sizes.dim, "dim")[1]) % len(shards.trace.tensors[call.args[0].id].shape)
+            return _of_shape([((*path, i), item) for i, item in enumerate(parts)], outputs[0], shards, unflattened)
+        case Identity():  # the rows, and the columns if they are passed
+            arguments = argument(call, sizes.rows, "n"), argument(call, sizes.columns, "m")
+            passed = [(path, item) for path, item in arguments if is_integer(item)]
+            return _of_shape(passed, outputs[0], shards) if made_in_shards(call, shards) else []
         case Lengths():
             return _split(sizes, call, outputs, shards)
         case Bounds():
@@ -239,7 +197,7 @@ def _sizes(call: Call, first: int, *names: str) -> list[tuple[Path, Any]]:
     return [(path, item) for path, item in trailing if is_integer(item) or isinstance(item, Ref)]
 
 
-def _told(item: Any, size: int) -> Any:
+def _recorded(item: Any, size: int) -> Any:
     """Return the literal, or the recorded size if it is an element of a tensor, which sharding does not change."""
     return size if isinstance(item, Ref) else item
 
@@ -263,52 +221,25 @@ def _covers(sizes: list[tuple[Path, Any]], output: int, trace: Trace) -> bool:
     return len(sizes) == len(trace.tensors[output].shape)
 
 
-def _reshape(told: OutputShape, call: Call, output: int, shards: Shards) -> Found:
-    sizes = _sizes(call, told.first, *told.names)
-    if not _covers(sizes, output, shards.trace):
-        return []
-    pairs = zip(sizes, shards.trace.tensors[output].shape, strict=True)
-    literals = [(path, _told(item, size)) for (path, item), size in pairs]
+def _of_shape(sizes: list[tuple[Path, Any]], output: int, shards: Shards, first: int = 0) -> Found:
+    """Return the sizes that give the output its shape, from dim `first` on."""
+    shape = shards.trace.tensors[output].shape
+    literals = [(path, _recorded(item, shape[dim]), dim) for dim, (path, item) in enumerate(sizes, first)]
     return [
         (path, item, _local(shards, output, dim))
-        for dim, (path, item) in enumerate(literals)
+        for path, item, dim in literals
         if is_integer(item) and number(item) != -1
     ]
 
 
-def _unflatten(told: Unflattened, call: Call, output: int, shards: Shards) -> Found:
-    _, dim = argument(call, told.dim, "dim")
-    path, sizes = argument(call, told.sizes, "sizes")
-    start = number(dim) % len(shards.trace.tensors[call.args[0].id].shape)
-    shape = shards.trace.tensors[output].shape
-    given = [_told(item, shape[start + i]) for i, item in enumerate(sizes)]
-    return [((*path, i), item, _local(shards, output, start + i)) for i, item in enumerate(given) if number(item) != -1]
-
-
-def _fill(told: Filled, call: Call, output: int, shards: Shards) -> Found:
-    sizes = _sizes(call, told.first, "size")
-    if len(sizes) != len(shards.trace.tensors[output].shape):
-        return []
-    pairs = zip(sizes, shards.trace.tensors[output].shape, strict=True)
-    literals = [(path, _told(item, size)) for (path, item), size in pairs]
-    return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(literals) if is_integer(item)]
-
-
-def _identity(told: Identity, call: Call, output: int, shards: Shards) -> Found:
-    """Return the rows, and the columns if they are passed."""
-    arguments = argument(call, told.rows, "n"), argument(call, told.columns, "m")
-    sizes = [(path, item) for path, item in arguments if is_integer(item)]
-    return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(sizes)]
-
-
-def _split(told: Lengths, call: Call, outputs: list[int], shards: Shards) -> Found:
-    path, sections = argument(call, told.at, "split_size_or_sections", "split_size", "split_sizes")
+def _split(record: Lengths, call: Call, outputs: list[int], shards: Shards) -> Found:
+    path, sections = argument(call, record.at, "split_size_or_sections", "split_size", "split_sizes")
     dim = parted_dim(call, shards)
     wanted = [_local(shards, output, dim) for output in outputs]
     sizes = [shards.trace.tensors[output].shape[dim] for output in outputs]
     if isinstance(sections, tuple):
-        return [((*path, i), _told(item, sizes[i]), wanted[i]) for i, item in enumerate(sections)]
-    return [] if pieces_given(call, shards) else [(path, _told(sections, sizes[0]), wanted[0])]
+        return [((*path, i), _recorded(item, sizes[i]), wanted[i]) for i, item in enumerate(sections)]
+    return [] if pieces_given(call, shards) else [(path, _recorded(sections, sizes[0]), wanted[0])]
 
 
 def _bounds(shards: Shards, tensor: int, dim: int, bound: int) -> tuple[int, ...]:
@@ -391,43 +322,50 @@ def indexed_dims(items: tuple[Any, ...], rank: int, shards: Shards) -> Iterator[
         dim += width(item)
 
 
-def _repeat(told: Repeats, call: Call, output: int, shards: Shards) -> Found:
+def _times(lengths: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return how often each rank's size goes into its length; None if on some rank it does not."""
+    pairs = list(zip(lengths, sizes, strict=True))
+    return tuple(length // size for length, size in pairs) if all(b and not a % b for a, b in pairs) else None
+
+
+def _repeat(record: Repeats, call: Call, output: int, shards: Shards) -> Found:
     tensor = call.args[0].id
-    counts = _sizes(call, told.first, "repeats", "dims")
+    counts = _sizes(call, record.first, "repeats", "dims")
     pad = len(counts) - len(shards.trace.tensors[tensor].shape)
     literals: Found = []
     for dim, (path, count) in enumerate(counts):
         out = _local(shards, output, dim)
         own = _local(shards, tensor, dim - pad) if dim >= pad else (1,) * shards.tp
-        if all(size and not o % size for o, size in zip(out, own, strict=True)):
-            literals.append((path, count, tuple(o // size for o, size in zip(out, own, strict=True))))
+        times = _times(out, own)
+        literals += [] if times is None else [(path, count, times)]
     return literals
 
 
-def _repeat_interleave(told: RepeatEach, call: Call, output: int, shards: Shards) -> Found:
-    path, count = argument(call, told.at, "repeats")
-    _, along = argument(call, told.dim, "dim")
+def _repeat_interleave(record: RepeatEach, call: Call, output: int, shards: Shards) -> Found:
+    path, count = argument(call, record.at, "repeats")
+    _, along = argument(call, record.dim, "dim")
     if not is_integer(count) or along is None:
         return []
     tensor = call.args[0].id
     dim = number(along) % len(shards.trace.tensors[tensor].shape)
     out, own = _local(shards, output, dim), _local(shards, tensor, dim)
-    if any(size == 0 or o % size for o, size in zip(out, own, strict=True)):
+    times = _times(out, own)
+    if times is None:
         return []
-    length_path, length = argument(call, told.length, "output_size")
+    length_path, length = argument(call, record.length, "output_size")
     lengths = [(length_path, length, out)] if is_integer(length) else []
-    return [(path, count, tuple(o // size for o, size in zip(out, own, strict=True))), *lengths]
+    return [(path, count, times), *lengths]
 
 
-def _groups(told: Groups, call: Call, shards: Shards) -> Found:
+def _groups(record: Groups, call: Call, shards: Shards) -> Found:
     """Scale the groups of a convolution or group norm with the channels, unless each group keeps some of them."""
-    path, groups = argument(call, told.at, "groups", "num_groups")
+    path, groups = argument(call, record.at, "groups", "num_groups")
     if groups is None or number(groups) == 1:
         return []
     tensor = call.args[0].id
     size = shards.trace.tensors[tensor].shape[1]
     local = _local(shards, tensor, 1)
-    if told.weight is not None:
-        in_group = _local(shards, argument(call, told.weight, "weight")[1].id, 1)
+    if record.weight is not None:
+        in_group = _local(shards, argument(call, record.weight, "weight")[1].id, 1)
         return [(path, groups, tuple(n // own for n, own in zip(local, in_group, strict=True)))]
     return [(path, groups, tuple(number(groups) * n // size for n in local))]

@@ -35,7 +35,7 @@ _MANY_ROWS = 4096  # a table of this many rows is large whatever its ids are, in
 
 
 def tables_to_gather(
-    trace: Trace, axes: Axes, shards: Shards, given: Collection[int], demands: Demands
+    trace: Trace, axes: Axes, shards: Shards, arguments: Collection[int], demands: Demands
 ) -> dict[int, int]:
     """Return the lookups (by index of the op) whose columns are to be gathered, with their table."""
     total = sum(prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2)
@@ -49,7 +49,7 @@ def tables_to_gather(
     for index, table in lookups.items():
         rows, width = trace.tensors[table].shape
         ids = {taken[1] for other in readers[table] if (taken := rows_by_ids(trace.ops[other])) is not None}
-        large = rows >= _MANY_ROWS or (ids <= set(given) and rows * width >= _LARGE * total)
+        large = rows >= _MANY_ROWS or (ids <= set(arguments) and rows * width >= _LARGE * total)
         alone = readers[table] <= lookups.keys() and not any(map(shards.is_split, ids))
         whole = not shards.is_split(table) and bool(chunk(width, shards.tp, shards.tp - 1))
         if large and alone and whole and demands.may_gather(trace.tensors[table].names):
@@ -137,7 +137,9 @@ def products_to_gather(
     """
     total = sum(prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2)
     wanted = set()
-    products = {index: found for index, op in enumerate(trace.ops) if (found := product_weight(op, axes)) is not None}
+    products = {
+        index: product for index, op in enumerate(trace.ops) if (product := product_weight(op, axes)) is not None
+    }
     branches = branch_weights(axes, {weight for weight, _ in products.values() if len(axes.of(weight)) == 2})
     ends = _ends_of_products(trace, axes, products)
     for index, (weight, out) in products.items():
@@ -203,8 +205,8 @@ def _is_one_weight(tensor: int, axes: Axes) -> bool:
     """Return whether the tensor is a parameter scaled or masked elementwise, and no product of parameters."""
     if tensor not in axes.computed:
         return False
-    one, other = (axes.of(t) for t in (tensor, axes.computed[tensor]))
-    computed, stored = ({find(leaf) for term in terms for leaf in leaves(term)} for terms in (one, other))
+    own, other = (axes.of(t) for t in (tensor, axes.computed[tensor]))
+    computed, stored = ({find(leaf) for term in terms for leaf in leaves(term)} for terms in (own, other))
     return computed == stored
 
 
@@ -355,9 +357,9 @@ def _is_of_weights(tensor: int, flow: CallFlow) -> bool:
     """Return whether a tensor is a parameter, or computed from parameters alone (a head may normalise its rows)."""
     waiting, seen = [tensor], {tensor}
     while waiting:
-        one = waiting.pop()
-        made_of = [t for t in flow.inputs[flow.producer[one]] if t != one] if one in flow.producer else []
-        if not made_of and (one in flow.producer or flow.trace.tensors[one].kind != "parameter"):
+        value = waiting.pop()
+        made_of = [t for t in flow.inputs[flow.producer[value]] if t != value] if value in flow.producer else []
+        if not made_of and (value in flow.producer or flow.trace.tensors[value].kind != "parameter"):
             return False
         waiting += [t for t in made_of if t not in seen]
         seen.update(made_of)

@@ -115,20 +115,22 @@ def _parted(
 ) -> Iterable[tuple[int, InsideQuantisedBlock]]:
     """Yield the dims of the plain weight whose split falls inside a block, and why."""
     for tensor in weight.tensors:
-        for one in tensor.dims:
-            split = [dim for dim in one.of if layouts[dim] is not None]
+        for packed_dim in tensor.dims:
+            split = [dim for dim in packed_dim.of if layouts[dim] is not None]
             if not split:
                 continue
-            over = joined(tuple(layouts[dim] or Layout("factor", weight.shape[dim]) for dim in one.of))
-            segments = weight.segments if one.of == (weight.rows,) else ()
-            if in_blocks(over, tp, one.factor, segments) is None:
+            over = joined(tuple(layouts[dim] or Layout("factor", weight.shape[dim]) for dim in packed_dim.of))
+            segments = weight.segments if packed_dim.of == (weight.rows,) else ()
+            if in_blocks(over, tp, packed_dim.factor, segments) is None:
                 for dim in split:
                     # The size of the first segment that is split inside a block, else of the whole dim
                     layout = layouts[dim]
                     assert layout is not None
                     parts = layout.parts if layout.kind == "concatenation" else ()
-                    size = next((part.size for part in parts if in_blocks(part, tp, one.factor) is None), layout.size)
-                    yield dim, InsideQuantisedBlock(weight.name, size, tp, one.factor)
+                    size = next(
+                        (part.size for part in parts if in_blocks(part, tp, packed_dim.factor) is None), layout.size
+                    )
+                    yield dim, InsideQuantisedBlock(weight.name, size, tp, packed_dim.factor)
 
 
 def marks_at(leaf: Term, partner: Term | None, tp: int) -> dict[Term, str]:

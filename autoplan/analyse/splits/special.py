@@ -169,13 +169,13 @@ class Recurrent:
 def recurrent(shards: Shards, flow: CallFlow, scoped: Collection[CallRewrite], demands: Demands) -> Recurrent:
     """Return the row shardings at calls of recurrent networks in which no axis is split."""
     trace, result = shards.trace, Recurrent()
-    taken = {(one.pattern, one.site.function, one.site.place) for one in scoped}
+    taken = {(call.pattern, call.site.function, call.site.place) for call in scoped}
     total = sum(prod(info.shape) for info in trace.tensors if info.kind == "parameter" and len(info.shape) >= 2)
     for place, indices in _places(trace).items():
         rows = {index: _held(trace.calls[index], trace, shards.tp) for index in indices}
-        weights = {tensor for one in rows.values() for tensor, _ in one.values()}
+        weights = {tensor for by_path in rows.values() for tensor, _ in by_path.values()}
         split = any(map(shards.is_split, (t for i in indices for t in (*flow.inputs[i], *flow.outputs[i]))))
-        alike = len({tuple((path, layout) for path, (_, layout) in one.items()) for one in rows.values()}) == 1
+        alike = len({tuple((path, layout) for path, (_, layout) in by_path.items()) for by_path in rows.values()}) == 1
         own = all(use in indices or _asks_only(use, flow) for tensor in weights for use in flow.uses[tensor])
         large = sum(prod(trace.tensors[tensor].shape) for tensor in weights) >= _WORTHWHILE * total
         allowed = all(demands.may_gather(trace.tensors[tensor].names) for tensor in weights)
@@ -184,7 +184,7 @@ def recurrent(shards: Shards, flow: CallFlow, scoped: Collection[CallRewrite], d
             continue
         calls = tuple(_instructions(place, indices, rows[indices[0]], flow))
         result.calls += calls
-        result.rows.update(pair for one in rows.values() for pair in one.values())
+        result.rows.update(pair for by_path in rows.values() for pair in by_path.values())
         result.how.update(dict.fromkeys(weights, CutOfRecurrent(at_each_step=_network(place[1]).one_step)))
     return result
 
@@ -237,7 +237,7 @@ def _held(call: Call, trace: Trace, tp: int) -> dict[tuple[object, ...], tuple[i
 
 
 def _instructions(
-    place: tuple[str, str, str], indices: list[int], held: dict[tuple[object, ...], tuple[int, str]], flow: CallFlow
+    place: tuple[str, str, str], indices: list[int], layouts: dict[tuple[object, ...], tuple[int, str]], flow: CallFlow
 ) -> Iterator[CallRewrite]:
     trace, (module, function, where) = flow.trace, place
     runs = Counter(visit.module for visit in trace.visits)[module]
@@ -245,8 +245,8 @@ def _instructions(
     site = CallSite(function, where)
     network = _network(function)
     if not network.one_step:
-        weights = tuple(HeldRows(path, layout) for path, (_, layout) in held.items())
+        weights = tuple(HeldRows(path, layout) for path, (_, layout) in layouts.items())
         yield RecurrentCall(module, site, weights=weights, sometimes=sometimes)
     else:
-        layout = next(layout for _, layout in held.values())
+        layout = next(layout for _, layout in layouts.values())
         yield CellCall(module, site, layout, network.gates, network.states, sometimes=sometimes)

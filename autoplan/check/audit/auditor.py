@@ -76,7 +76,7 @@ def audit_source(
     noted = tuple(_findings(subject))
     noted, fixed = _corrected(subject, source, noted) if run and correct else (noted, None)
     findings = sorted(noted, key=lambda finding: (_ORDER[finding.level], finding.is_consequence))
-    held, possible = held_bytes(subject)
+    stored, possible = held_bytes(subject)
     numbers = subject.numbers
     return Report(
         ok=not any(finding.level == "error" for finding in findings),
@@ -89,7 +89,7 @@ def audit_source(
             "plan": subject.plan.name,
             "dialect": subject.plan.dialect,
             "verdicts": verdicts(subject, findings),
-            "bytes_per_rank": held,
+            "bytes_per_rank": stored,
             "bytes_per_rank_inferred": possible,
             "whole": unsplit_share(subject),
             "ran": _ran(subject),
@@ -173,8 +173,8 @@ def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
         from autoplan.planning import draft_plan
 
         written = read_source(foreign, None, module, name=source.name, tp_size=tp_size)
-        made = written if isinstance(written, Plan) else draft_plan(source, Wish(tp_size), choices=written).plan
-        return replace(foreign_of(made), name=f"the {foreign} plan")
+        ours = written if isinstance(written, Plan) else draft_plan(source, Wish(tp_size), choices=written).plan
+        return replace(foreign_of(ours), name=f"the {foreign} plan")
     if foreign.plan is not None and foreign.plan.tp_size != tp_size:
         raise PlanMismatchError(
             f"{foreign.name} is a plan for {foreign.plan.over}, not tp={tp_size}",
@@ -207,17 +207,17 @@ def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
 
     `details["differ"]` counts the weights that they cut otherwise, and `details["verdict"]` says it in a word.
     """
-    one, other = (subject_of(source, plan, tp_size) for plan in (a, b))
+    first, other = (subject_of(source, plan, tp_size) for plan in (a, b))
     groups: dict[tuple[str, str], list[Weight]] = {}
-    for left, right in zip(one.weights, other.weights, strict=True):
+    for left, right in zip(first.weights, other.weights, strict=True):
         a_does, b_does = ((weight.said.dim, weight.said.rows, gathers(weight.said)) for weight in (left, right))
         if a_does != b_does:
             groups.setdefault((cut_text(left.said), cut_text(right.said)), []).append(left)
     differ = sum(map(len, groups.values()))
-    wrong = [subject for subject in (one, other) if subject.is_wrong]
+    wrong = [subject for subject in (first, other) if subject.is_wrong]
     findings = [Finding("numbers", "error", "", f"{s.plan.name} is wrong", proof=s.proof()) for s in wrong]
     for (a_text, b_text), weights in groups.items():
-        where = ", ".join(fold_names([weight.name for weight in weights], one.parameters)[:4])
+        where = ", ".join(fold_names([weight.name for weight in weights], first.parameters)[:4])
         size = sum(weight.bytes for weight in weights)
         findings.append(Finding("difference", "note", where, f"a: {a_text}; b: {b_text}", bytes=size))
     verdict = "wrong" if wrong else "they differ" if groups else "alike"
@@ -226,14 +226,14 @@ def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
         findings=tuple(findings),
         tp_size=tp_size,
         details={
-            "model": one.name,
+            "model": first.name,
             "verdict": verdict,
-            "a": _side(one),
+            "a": _side(first),
             "b": _side(other),
-            "alike": len(one.weights) - differ,
+            "alike": len(first.weights) - differ,
             "differ": differ,
         },
-        drawn=drawn_of(one, other),
+        drawn=drawn_of(first, other),
     )
 
 
@@ -315,8 +315,10 @@ def drawn_of(*subjects: Audited) -> Drawn:
         groups: dict[tuple[int | None, str], list[str]] = {}
         for weight in subject.weights:
             groups.setdefault((weight.said.dim, cut_text(weight.said)), []).append(weight.name)
-        known = Universe(name for names in groups.values() for name in names)
-        cuts = ((pattern, dim, text) for (dim, text), names in groups.items() for pattern in fold_names(names, known))
+        universe = Universe(name for names in groups.values() for name in names)
+        cuts = (
+            (pattern, dim, text) for (dim, text), names in groups.items() for pattern in fold_names(names, universe)
+        )
         sides.append(CutsOf(subject.plan.name, tuple(cuts)))
     return Drawn(flow_of(trace, subjects[0].stacks, Names(trace)), tuple(sides))
 

@@ -63,7 +63,7 @@ def audit_claims(source: Any, tp_size: int = 2) -> Report:
     noted("no-split-modules", bool(claims.no_split), _blocks(module, claims.no_split))
     noted("checkpointing", bool(claims.checkpointing), _checkpointing(clone, claims.checkpointing))
     order = {"error": 0, "warn": 1, "note": 2}
-    made = [verdict for verdict in verdicts.values() if verdict is not Verdict.NOT_CLAIMED]
+    claimed = [verdict for verdict in verdicts.values() if verdict is not Verdict.NOT_CLAIMED]
     return Report(
         ok=not any(finding.level == "error" for finding in findings),
         findings=tuple(sorted(findings, key=lambda finding: order[finding.level])),
@@ -71,7 +71,7 @@ def audit_claims(source: Any, tp_size: int = 2) -> Report:
         details={
             "model": source.name,
             "claims": verdicts,
-            "verdict": f"{made.count(Verdict.HOLDS)} of {len(made)} claims hold",
+            "verdict": f"{claimed.count(Verdict.HOLDS)} of {len(claimed)} claims hold",
         },
     )
 
@@ -109,9 +109,9 @@ def _pipeline(clone: Any, plan: Any, module: Any) -> Iterator[Finding]:
     """The model on two stages, split by transformers, against the whole model: outputs alone, for it trains none."""
     from autoplan.hf.own_sharding import splits_pipelines, unsplit_children
 
-    known = {name for name, _ in module.named_modules()}
+    modules = {name for name, _ in module.named_modules()}
     for key in plan:
-        if key not in known and not any(name.endswith(f".{key}") for name in known):
+        if key not in modules and not any(name.endswith(f".{key}") for name in modules):
             yield Finding("", "error" if plan else "note", key, f"pp_plan names {key!r}, which the model does not have")
     if not splits_pipelines():
         return
@@ -195,21 +195,21 @@ def _context(source: Any, model: Any, is_claimed: bool | None) -> Iterator[Findi
             yield Finding("", "warn", "", "not run: no installed accelerate version supports context parallelism")
         return
     feed: dict[str, Any] = next(iter(feeds_at(source, model, batch=2, length=LENGTH).values()), {})
-    found = outcome_of(model, feed)
-    if found is None:
+    outcome = outcome_of(model, feed)
+    if outcome is None:
         if is_claimed:
             yield Finding("", "warn", "", f"not run: no call with {LENGTH} tokens returns logits")
         return
     over = f"over {RANKS} ranks of accelerate's context parallelism"
-    if found.error is None and is_claimed:
-        yield Finding("", "error", "", f"it cannot run {over}: {found.why}", kind="cannot-run")
-    elif found.error is not None and found.error > ALLOWED and is_claimed:
-        why = "" if found.attends else ", and attention never calls scaled_dot_product_attention"
-        off = f"logits are off by {found.error:.2g} (allowed {ALLOWED:g})"
-        proof = f"{off}; the first value that differs: {found.first}"
+    if outcome.error is None and is_claimed:
+        yield Finding("", "error", "", f"it cannot run {over}: {outcome.why}", kind="cannot-run")
+    elif outcome.error is not None and outcome.error > ALLOWED and is_claimed:
+        why = "" if outcome.attends else ", and attention never calls scaled_dot_product_attention"
+        off = f"logits are off by {outcome.error:.2g} (allowed {ALLOWED:g})"
+        proof = f"{off}; the first value that differs: {outcome.first}"
         text = f"{over}, its results are wrong without an error{why}"
         yield Finding("", "error", "", text, "autoplan.plan(model, cp_size=2)", proof=proof, kind="wrong-numbers")
-    elif found.error is not None and found.error <= ALLOWED and not is_claimed:
+    elif outcome.error is not None and outcome.error <= ALLOWED and not is_claimed:
         yield Finding("", "note", "", f"{over}, its results match one device, but support is not claimed")
 
 
@@ -277,11 +277,11 @@ def _step(model: Any, feed: Any, is_checkpointed: bool) -> tuple[dict[str, Any],
         module.register_forward_pre_hook(lambda *_, name=name: runs.__setitem__(name, runs.get(name, 0) + 1))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        given = {name: _own(value) for name, value in feed.items()}
+        inputs = {name: _own(value) for name, value in feed.items()}
         switch = conventions().cache_switch
         if switch in inspect.signature(model.forward).parameters:
-            given[switch] = False
-        loss = weighted_sum(tensors_in(model(**given)))
+            inputs[switch] = False
+        loss = weighted_sum(tensors_in(model(**inputs)))
         if loss is not None:
             torch.autograd.backward(loss)
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, runs

@@ -110,18 +110,18 @@ def _parts(size: int, spec: Mapping[str, Any]) -> list[int] | None:
 
 def _shard(model: nn.Module, mesh: Any, *, config: Mapping[str, Any]) -> nn.Module:
     group = RankGroup.of(mesh)
-    held: dict[str, tuple[int, Rows, RankGroup]] = {}
+    pieces: dict[str, tuple[int, Rows, RankGroup]] = {}
     for name, module, spec in list(_chosen(model, config)):
         assert isinstance(module, nn.Linear)
         dim = _dim(spec)
         rows = _rows(_parts(module.weight.shape[dim], spec) or [], group.size)
-        held[f"{name}.weight"] = (dim, rows, group)
+        pieces[f"{name}.weight"] = (dim, rows, group)
         _keep(module, "weight", dim, rows[group.rank])
         if kind_of(spec) == "row":
             module.forward = partial(_row, module, group)
             continue
         if module.bias is not None:
-            held[f"{name}.bias"] = (0, rows, group)
+            pieces[f"{name}.bias"] = (0, rows, group)
             _keep(module, "bias", 0, rows[group.rank])
         module.forward = partial(_column, module, group, rows if spec.get("gather_output") else None)
     for name, parameter in model.named_parameters():
@@ -132,14 +132,14 @@ def _shard(model: nn.Module, mesh: Any, *, config: Mapping[str, Any]) -> nn.Modu
         own = getattr(module, "weight", None)
         is_layer = isinstance(own, torch.Tensor) and own.dim() == 2
         near = [*module.parameters(recurse=False), *(p for c in module.children() for p in c.parameters(recurse=False))]
-        above = any(parameter.startswith(f"{name}.") for parameter in held)
+        above = any(parameter.startswith(f"{name}.") for parameter in pieces)
         if not name or is_layer or not above or any(parameter.dim() >= 3 for parameter in near):
             continue
         for attribute in COUNTS:
             value = getattr(module, attribute, None)
             if isinstance(value, int) and not isinstance(value, bool):
                 setattr(module, attribute, value // group.size)
-    model.__dict__[_HELD] = held
+    model.__dict__[_HELD] = pieces
     return model
 
 
@@ -171,9 +171,9 @@ def _row(module: nn.Linear, group: RankGroup, x: torch.Tensor) -> torch.Tensor:
 
 def _gather(model: nn.Module, grads: bool) -> dict[str, torch.Tensor]:
     """Every parameter or gradient, whole, under each of its names."""
-    held = model.__dict__[_HELD]
+    pieces = model.__dict__[_HELD]
     whole = _tensors(model, grads)
-    for name, (dim, rows, group) in held.items():
+    for name, (dim, rows, group) in pieces.items():
         if name in whole:
             whole[name] = gather_over_ranks(whole[name].detach(), group, dim, rows)
     return whole
@@ -294,33 +294,33 @@ class _Run(TorchFunctionMode):
         self.attends += attends
         exchanged = attends and self.positions is not None
         result = self._attend(args, kwargs) if exchanged else func(*args, **kwargs)
-        kept = tuple(one.detach().clone() for _, one in flatten_tensors(result) if one.requires_grad)
-        if kept:
+        results = tuple(t.detach().clone() for _, t in flatten_tensors(result) if t.requires_grad)
+        if results:
             name = str(resolve_name(func) or getattr(func, "__name__", func)).removeprefix("torch.")
-            self.calls.append(_Made(name, self.modules[-1], _place(), kept))
+            self.calls.append(_Made(name, self.modules[-1], _place(), results))
         return result
 
     def _attend(self, args: Any, kwargs: Any) -> torch.Tensor:
-        given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-        query, key, value = (given[name] for name in _ARGUMENTS[:3])
-        if given.get("attn_mask") is not None:
+        arguments = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+        query, key, value = (arguments[name] for name in _ARGUMENTS[:3])
+        if arguments.get("attn_mask") is not None:
             raise _NotExchanged("attention is given a mask, which torch's ring attention does not support")
-        if not given.get("is_causal"):
+        if not arguments.get("is_causal"):
             raise _NotExchanged("attention is not causal, which torch's load balancing does not support")
         assert self.positions is not None
         if query.shape[-2] != key.shape[-2] or key.shape[-2] != self.positions.shape[1]:
             raise _NotExchanged("queries and keys have a different length than a rank's positions")
-        keys, values = (_of_all_ranks(one) for one in (key, value))
+        keys, values = (_of_all_ranks(piece) for piece in (key, value))
         mask = self.positions[self.rank][:, None] >= self.positions.flatten()[None, :]
-        more = {name: given[name] for name in ("scale", "enable_gqa") if name in given}
-        found: torch.Tensor = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, **more)
-        return found
+        more = {name: arguments[name] for name in ("scale", "enable_gqa") if name in arguments}
+        attended: torch.Tensor = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, **more)
+        return attended
 
 
 def _of_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    given = tensor.detach().contiguous()
-    parts = [torch.empty_like(given) for _ in range(RANKS)]
-    dist.all_gather(parts, given)
+    plain = tensor.detach().contiguous()
+    parts = [torch.empty_like(plain) for _ in range(RANKS)]
+    dist.all_gather(parts, plain)
     return torch.cat(parts, -2)
 
 
@@ -385,11 +385,11 @@ def _own(value: Any, own: torch.Tensor) -> Any:
 
 def _first_difference(whole: list[_Made], cut: list[_Made], own: torch.Tensor) -> str:
     """Calls of whose results none depends on a parameter are not compared: positions are counted otherwise there."""
-    for one, other in zip(whole, cut, strict=False):
-        where = f"{one.name} in {one.module or 'the model'} ({one.place})"
-        if one.name != other.name:
+    for call, other in zip(whole, cut, strict=False):
+        where = f"{call.name} in {call.module or 'the model'} ({call.place})"
+        if call.name != other.name:
             return f"{where}, where a rank calls {other.name}"
-        for want, got in zip(one.values, other.values, strict=False):
+        for want, got in zip(call.values, other.values, strict=False):
             if want.dim() != got.dim():
                 return where
             for dim, (all_of, some) in enumerate(zip(want.shape, got.shape, strict=True)):

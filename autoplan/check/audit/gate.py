@@ -132,9 +132,9 @@ def _changed(model: nn.Module, plan: Plan) -> str:
 
 
 def _remedy(plan: Plan, hint: str = "") -> str:
-    told = f"{hint}; or " if hint else ""
+    remedy = f"{hint}; or " if hint else ""
     return (
-        f"{told}plan again: {made_anew(plan)}; to shard differently, pass overrides={{pattern: style}} to "
+        f"{remedy}plan again: {made_anew(plan)}; to shard differently, pass overrides={{pattern: style}} to "
         "autoplan.plan; check=False applies the plan unchanged"
     )
 
@@ -144,21 +144,21 @@ def _comparable(plan: Plan) -> dict[str, Any]:
     return {name: value for name, value in steering(plan).items() if name != "made_for"}
 
 
-def _apart(one: Any, other: Any, where: str = "") -> Iterator[str]:
+def _apart(ours: Any, other: Any, where: str = "") -> Iterator[str]:
     """Yield where two pieces of plain data differ, each place once."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for name in dict.fromkeys((*one, *other)):
+    if isinstance(ours, dict) and isinstance(other, dict):
+        for name in dict.fromkeys((*ours, *other)):
             path = f"{where}.{name}" if where else str(name)
-            if name not in one:
+            if name not in ours:
                 yield f"{path} is missing, should be {other[name]!r:.80}"
             elif name not in other:
-                yield f"{path} is {one[name]!r:.80}, should be absent"
+                yield f"{path} is {ours[name]!r:.80}, should be absent"
             else:
-                yield from _apart(one[name], other[name], path)
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for number, (mine, its) in enumerate(zip(one, other, strict=True)):
+                yield from _apart(ours[name], other[name], path)
+    elif isinstance(ours, list) and isinstance(other, list) and len(ours) == len(other):
+        for number, (mine, its) in enumerate(zip(ours, other, strict=True)):
             yield from _apart(mine, its, f"{where}[{number}]")
-    elif isinstance(one, list) and isinstance(other, list):
-        yield f"{where} has {len(one)} items, should have {len(other)}"
-    elif one != other or type(one) is not type(other):
-        yield f"{where} is {one!r:.80}, should be {other!r:.80}"
+    elif isinstance(ours, list) and isinstance(other, list):
+        yield f"{where} has {len(ours)} items, should have {len(other)}"
+    elif ours != other or type(ours) is not type(other):
+        yield f"{where} is {ours!r:.80}, should be {other!r:.80}"

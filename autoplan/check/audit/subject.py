@@ -106,21 +106,21 @@ class Audited:
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
         """Every parameter once, blocks that were folded included."""
-        found = []
+        weights = []
         for fact in self.solution.parameters:
             if fact.buffer:
                 continue
             for group in zip(*(self.folds.expand(name) for name in fact.names), strict=False):
-                found.append(Weight(group[0], tuple(group), fact, self._said(group, fact)))
-        return tuple(found)
+                weights.append(Weight(group[0], tuple(group), fact, self._said(group, fact)))
+        return tuple(weights)
 
     @cached_property
     def by_name(self) -> dict[str, Weight]:
         return {name: weight for weight in self.weights for name in weight.names}
 
-    def alike(self, one: Weight, other: Weight) -> Iterator[tuple[Weight, Weight]]:
+    def alike(self, first: Weight, other: Weight) -> Iterator[tuple[Weight, Weight]]:
         """Two weights in each block that theirs stands for: a trace holds few blocks of a kind."""
-        ones, others = ([self.by_name[name] for name in self.folds.expand(weight.name)] for weight in (one, other))
+        ones, others = ([self.by_name[name] for name in self.folds.expand(weight.name)] for weight in (first, other))
         yield from zip_longest(ones, others, fillvalue=(ones if len(ones) < len(others) else others)[-1])
 
     def of_line(self, line: Line) -> list[Weight]:

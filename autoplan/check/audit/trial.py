@@ -76,9 +76,9 @@ def run_on(clone: Any, model: Any, plan: ForeignPlan, tp_size: int) -> AuditRun:
     thawed: dict[str, None] = {}
     # A clone is built anew: what is frozen in every block of the model is frozen in it too
     trained = {starred(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
-    known = {starred(name) for name, _ in model.named_parameters()}
+    of_model = {starred(name) for name, _ in model.named_parameters()}
     for name, parameter in clone.model.named_parameters():
-        if starred(name) in known - trained:
+        if starred(name) in of_model - trained:
             parameter.requires_grad_(False)
     sharding = _noticing(sharding_for(plan), thawed)
     with quiet():  # torch logs what cannot run with its traceback: here that is an answer

@@ -252,8 +252,8 @@ def _each(subject: Subject, feeds: Any, *, backward: bool = True) -> Observation
     return observed
 
 
-def _same(one: Observation, other: Observation) -> bool:
-    return all(torch.equal(tensor, other[group][name]) for group in one for name, tensor in one[group].items())
+def _same(first: Observation, other: Observation) -> bool:
+    return all(torch.equal(tensor, other[group][name]) for group in first for name, tensor in first[group].items())
 
 
 # Whether checks apply

@@ -114,9 +114,9 @@ def _needs_lifting(model: Any, feeds: Mapping[str, Any]) -> bool:
 
 
 def _built(source: Any, dtype: Any) -> tuple[Any, str]:
-    given = source.given
-    if given is not None and is_small_and_real(given):
-        model = copied(given).cpu()
+    passed = source.given
+    if passed is not None and is_small_and_real(passed):
+        model = copied(passed).cpu()
         cast_numbers(model, dtype)
         randomise(model)
         return model.eval(), "the model itself with random weights"
@@ -148,8 +148,8 @@ def _made(source: Any, model: Any, batch: int, length: int) -> Any:
     return make_inputs(model, model_type=source.model_type, **how)
 
 
-def _calls(made: Any) -> int:
-    return len(calls_the_model(made.feeds))
+def _calls(example: Any) -> int:
+    return len(calls_the_model(example.feeds))
 
 
 # Sizes at which a tiny clone is tried: those of the plan, or others with as much on each rank.

@@ -43,7 +43,7 @@ class _AtDraws(TorchDispatchMode):
             self.drew(func.overloadpacket.__name__, before, named, result)
         return result
 
-    def drew(self, name: str, before: random_streams.Generators, given: dict[str, Any], result: Any) -> None:
+    def drew(self, name: str, before: random_streams.Generators, arguments: dict[str, Any], result: Any) -> None:
         raise NotImplementedError
 
 
@@ -54,7 +54,7 @@ class Draws(_AtDraws):
         super().__init__()
         self.found: list[tuple[str, int, int, torch.Tensor]] = []
 
-    def drew(self, name: str, before: random_streams.Generators, given: dict[str, Any], result: Any) -> None:
+    def drew(self, name: str, before: random_streams.Generators, arguments: dict[str, Any], result: Any) -> None:
         drawn = _numbers(result)
         if drawn is not None:
             with _disable_current_modes():
@@ -69,7 +69,7 @@ class Draws(_AtDraws):
 
 def _numbers(result: Any) -> torch.Tensor | None:
     """Return the drawn tensor: of several results the last, which is a dropout's mask."""
-    drawn = [one for one in (result if isinstance(result, tuple | list) else [result]) if isinstance(one, torch.Tensor)]
+    drawn = [t for t in (result if isinstance(result, tuple | list) else [result]) if isinstance(t, torch.Tensor)]
     return drawn[-1] if drawn and not drawn[-1].is_complex() else None
 
 
@@ -129,10 +129,10 @@ def _sites(alone: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
     return sites
 
 
-def _agreement(one: torch.Tensor, other: torch.Tensor) -> float:
+def _agreement(first: torch.Tensor, other: torch.Tensor) -> float:
     """Return how often numbers are on the same side of their means over the runs, in standard errors. (Signs have a
     variance; some distributions have none.)"""
-    sides = ((one - one.mean(0)).sign() * (other - other.mean(0)).sign()).flatten()
+    sides = ((first - first.mean(0)).sign() * (other - other.mean(0)).sign()).flatten()
     error = float(sides.square().sum()) ** 0.5
     return float(sides.sum()) / error if error else 0.0
 
@@ -166,66 +166,66 @@ class FixedNoise(_AtDraws):
         super().__init__()
         self.unknown: set[str] = set()
 
-    def drew(self, name: str, before: random_streams.Generators, given: dict[str, Any], result: Any) -> None:
+    def drew(self, name: str, before: random_streams.Generators, arguments: dict[str, Any], result: Any) -> None:
         fix = _FIXED.get(name.strip("_"))
         if fix is None:
             self.unknown.add(name)
             return
         if name.endswith("_"):
-            given.pop("self")  # holds the result already
+            arguments.pop("self")  # holds the result already
         with torch.no_grad():
-            fix(result, given)
+            fix(result, arguments)
 
 
 _Fix = Callable[[Any, dict[str, Any]], Any]
 
 
-def _uniform(x: torch.Tensor, given: dict[str, Any]) -> None:
-    low, high = given.get("from", 0.0), given.get("to", 1.0)
+def _uniform(x: torch.Tensor, arguments: dict[str, Any]) -> None:
+    low, high = arguments.get("from", 0.0), arguments.get("to", 1.0)
     x.fill_(low + (high - low) * _STAND_IN)
 
 
-def _bernoulli(x: torch.Tensor, given: dict[str, Any]) -> None:
-    p = given.get("p")
+def _bernoulli(x: torch.Tensor, arguments: dict[str, Any]) -> None:
+    p = arguments.get("p")
     if isinstance(p, torch.Tensor):
         x.copy_(p >= 0.5)
-    elif p is None and isinstance(given.get("self"), torch.Tensor):
-        x.copy_(given["self"] >= 0.5)
+    elif p is None and isinstance(arguments.get("self"), torch.Tensor):
+        x.copy_(arguments["self"] >= 0.5)
     else:
         x.fill_(1)
 
 
-def _normal(x: torch.Tensor, given: dict[str, Any]) -> None:
-    mean, std = given.get("mean", 0.0), given.get("std", 1.0)
+def _normal(x: torch.Tensor, arguments: dict[str, Any]) -> None:
+    mean, std = arguments.get("mean", 0.0), arguments.get("std", 1.0)
     x.copy_(torch.as_tensor(mean + std * _STAND_IN, dtype=x.dtype, device=x.device))
 
 
-def _integers(x: torch.Tensor, given: dict[str, Any]) -> None:
-    low, high = given.get("low", given.get("from")) or 0, given.get("high", given.get("to")) or 2
+def _integers(x: torch.Tensor, arguments: dict[str, Any]) -> None:
+    low, high = arguments.get("low", arguments.get("from")) or 0, arguments.get("high", arguments.get("to")) or 2
     x.fill_(int(low + (high - low) * _STAND_IN))
 
 
-def _dropped(results: Any, given: dict[str, Any]) -> None:
+def _dropped(results: Any, arguments: dict[str, Any]) -> None:
     out, mask = results
-    out.copy_(given["input"] / (1 - given["p"]))
+    out.copy_(arguments["input"] / (1 - arguments["p"]))
     mask.fill_(1)
 
 
-def _first_choices(x: torch.Tensor, given: dict[str, Any]) -> None:
-    order = given["self"].sort(-1, descending=True, stable=True).indices
-    at = torch.arange(given["num_samples"], device=x.device) % order.shape[-1]
+def _first_choices(x: torch.Tensor, arguments: dict[str, Any]) -> None:
+    order = arguments["self"].sort(-1, descending=True, stable=True).indices
+    at = torch.arange(arguments["num_samples"], device=x.device) % order.shape[-1]
     x.copy_(order[..., at])
 
 
-def _leaky(x: torch.Tensor, given: dict[str, Any]) -> None:
+def _leaky(x: torch.Tensor, arguments: dict[str, Any]) -> None:
     """Fix `rrelu_with_noise`, whose noise is saved for backward."""
-    slope, below = (given["lower"] + given["upper"]) / 2, given["self"] <= 0
-    given["noise"].copy_(torch.where(below, slope, 1.0))
-    x.copy_(given["self"] * given["noise"])
+    slope, below = (arguments["lower"] + arguments["upper"]) / 2, arguments["self"] <= 0
+    arguments["noise"].copy_(torch.where(below, slope, 1.0))
+    x.copy_(arguments["self"] * arguments["noise"])
 
 
 def _filled(value: float) -> _Fix:
-    return lambda x, given: x.fill_(value)
+    return lambda x, arguments: x.fill_(value)
 
 
 _FIXED: dict[str, _Fix] = {
@@ -245,9 +245,9 @@ _FIXED: dict[str, _Fix] = {
     "geometric": _filled(2),
     "native_dropout": _dropped,
     "rrelu_with_noise": _leaky,
-    "randperm": lambda x, given: x.copy_(torch.arange(len(x), device=x.device)),
+    "randperm": lambda x, arguments: x.copy_(torch.arange(len(x), device=x.device)),
     "multinomial": _first_choices,
-    "poisson": lambda x, given: x.copy_(given["self"].round()),
-    "binomial": lambda x, given: x.copy_((given["count"] * given["prob"]).round()),
-    "standard_gamma": lambda x, given: x.copy_(given["self"]),
+    "poisson": lambda x, arguments: x.copy_(arguments["self"].round()),
+    "binomial": lambda x, arguments: x.copy_((arguments["count"] * arguments["prob"]).round()),
+    "standard_gamma": lambda x, arguments: x.copy_(arguments["self"]),
 }

@@ -242,8 +242,8 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:
-    kept = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
-    return list({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *kept)}.values())
+    stored = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
+    return list({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *stored)}.values())
 
 
 def _of_tensor(tensor: torch.Tensor) -> Callable[[], None]:
@@ -267,8 +267,8 @@ def _of_container(container: Any) -> Callable[[], None]:
     inner = [_of_container(value) for value in values if type(value) in _CONTAINERS]
 
     def put_back() -> None:
-        for one in inner:
-            one()
+        for put_inner_back in inner:
+            put_inner_back()
         now = list(container.items()) if isinstance(container, dict) else list(container)
         parts = _flat(now), _flat(items)
         if len(parts[0]) != len(parts[1]) or any(a is not b for a, b in zip(*parts, strict=True)):

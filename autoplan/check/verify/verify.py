@@ -21,31 +21,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoplan.check.ranks.common import GENERATORS, Budget, BudgetSpent
 from autoplan.check.ranks.run import Engine, travels
 from autoplan.check.verify.clone import Clone, MeshSizes, Sizes, clone_of, parse_mesh, tried_sizes
+from autoplan.check.verify.clone_plan import capabilities_of, plan_for
 from autoplan.check.verify.on_ranks import cut_together, mesh_of, sharding_of, wrong_cuts
 from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
 from autoplan.check.verify.traffic import against_the_least
-from autoplan.common.code.ways import others_of, recording
+from autoplan.common.code.ways import others_of
 from autoplan.common.errors import AutoplanError, IndivisibleError
-from autoplan.common.options import Wish, check_argument
-from autoplan.common.patterns import best_match, is_under, matches, starred
+from autoplan.common.options import check_argument
 from autoplan.common.random_values import plain_surroundings, untouched_randomness
-from autoplan.decide.plan.chosen import choices_of_plan
 from autoplan.decide.plan.folding import whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.execute.agreement import Voters, fail_together, meet, same_model, same_plan
 from autoplan.hf.source import resolve
 from autoplan.hf.stacks import layers
-from autoplan.ops.elementwise import literals_say
 from autoplan.patches.simulated_ranks import alone
-from autoplan.planning import capture_source, draft_plan
 from autoplan.values import (
-    Boundary,
-    CallRewrite,
     Capabilities,
     Finding,
     Plan,
     Report,
-    SequenceBoundary,
     SplitLogits,
 )
 
@@ -169,7 +163,7 @@ def verify_source(
             break
         budget.check("before a clone was run on ranks")
         try:
-            drawn, differences = _plan_for(clone, source, plan, sizes, wanted, choices)
+            drawn, differences = plan_for(clone, source, plan, sizes, wanted, choices)
         except AutoplanError as error:
             nothing = isinstance(error, IndivisibleError) and idle and wanted != ways[-1]
             if report is None and not nothing:
@@ -246,7 +240,7 @@ def _verify_mesh(
     for capabilities in capabilities_of(plan, sequence_parallel, sizes):
         applied, findings = Plan(source.name, 1, layers=layers(clone.model)), list[Finding]()
         if sizes.ranks > 1:
-            applied, findings = _plan_for(clone, source, plan, sizes, capabilities)
+            applied, findings = plan_for(clone, source, plan, sizes, capabilities)
         report = check_sharding(clone.model, clone.feeds, sharding_of(applied), sizes.ranks, checks=wanted, **how)
         if not any(f.level == "error" and f.check in _DECISIVE for f in report.findings):
             break
@@ -328,7 +322,7 @@ def _narrowed(
 
     def planned(whole: tuple[str, ...]) -> Plan | None:
         try:
-            return _plan_for(clone, source, None, sizes, replace(capabilities, whole=whole), choices)[0]
+            return plan_for(clone, source, None, sizes, replace(capabilities, whole=whole), choices)[0]
         except AutoplanError:  # nothing is left to split
             return None
 
@@ -356,81 +350,3 @@ def _narrowed(
     if narrower is None or _decisively_wrong(narrowed):
         return capabilities, report, applied
     return replace(capabilities, whole=whole), narrowed, narrower
-
-
-def capabilities_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) -> tuple[Capabilities, ...]:
-    """Return the capabilities to try, in order: a plan's own; without a plan the safest is last."""
-    if plan is not None:
-        scoped = bool(plan.runtime.of(CallRewrite)) or not plan.runtime.of(Boundary)
-        return (Capabilities(scoped, plan.sequence_parallel, one_stack=plan.cp_size > 1 and _cuts_one_stack(plan)),)
-    cut = (Capabilities(True, True),) if sequence_parallel or sizes.cp > 1 else ()
-    outer = (*cut, Capabilities(True), Capabilities(False))
-    if sizes.cp > 1:
-        outer = (*cut, Capabilities(True, True, one_stack=True), Capabilities(False, True))
-    inside = (
-        tuple(replace(capabilities, experts=False) for capabilities in outer) if sizes.ep > 1 and sizes.tp > 1 else ()
-    )
-    return outer + inside
-
-
-def _cuts_one_stack(plan: Plan) -> bool:
-    """Return whether of several stacks of blocks one is sharded along its sequence."""
-    at = {one.pattern for one in plan.runtime.of(SequenceBoundary)}
-    cut = [any(is_under(block, one) for block in map(starred, stack.fqns) for one in at) for stack in plan.layers]
-    return cut.count(True) == 1 < len(cut)
-
-
-def _plan_for(
-    clone: Clone,
-    source: Any,
-    plan: Plan | None,
-    sizes: Sizes,
-    capabilities: Capabilities,
-    choices: ChosenCuts | None = None,
-) -> tuple[Plan, list[Finding]]:
-    """Return the plan to apply to the clone, and how it differs from the one to be verified."""
-    if plan is not None and _fits(plan, clone.model, source, sizes):
-        return plan, []
-    # A person's choices are made again; any other plan is derived by the same rules.
-    written = choices if plan is None else choices_of_plan(plan)
-    choices = None if written is None else written.for_clone()
-
-    # the clone's own calls, since a user's inputs have the dtype of the user's model
-    resolved = resolve(clone.model, inputs=dict(clone.planned))
-    captured = None
-    if choices is None:
-        if "run" not in clone.recorded:
-            with recording(clone.model, literals_say) as ways:
-                clone.recorded["run"] = capture_source(resolved, clone.model)
-            clone.recorded["ways"] = ways.ways
-        captured = clone.recorded["run"]
-    wish = Wish(sizes.tp, sizes.ep, cp_size=sizes.cp)
-    derived = draft_plan(resolved, wish, choices=choices, capabilities=capabilities, captured=captured).plan
-    return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
-
-
-def _fits(plan: Plan, model: Any, source: Any, sizes: Sizes) -> bool:
-    """Return whether the plan is for these very sizes, and can be applied itself."""
-    if Sizes.of_plan(plan) != sizes:
-        return False
-    theirs = {name: tuple(parameter.shape) for name, parameter in source.module().named_parameters()}
-    return theirs == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def _correspondence(plan: Plan, derived: Plan, model: Any) -> list[Finding]:
-    """Return findings where the plans disagree about modules of the clone."""
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    findings = []
-    for entry in plan.entries:
-        module = next((name for name in names if matches(entry.pattern, name)), None)
-        if module is None:
-            continue  # a block that the clone is not deep enough for
-        other = best_match(derived.entries, module)
-        theirs = "whole" if other is None else f"{other.style} ({other.role})"
-        if other is None or (other.style, other.role) != (entry.style, entry.role):
-            message = (
-                f"{entry.style} ({entry.role}) in the plan for tp={plan.tp_size}, but {theirs} in the "
-                f"clone's plan for tp={derived.tp_size}: the proof does not cover it"
-            )
-            findings.append(Finding("plan", "warn", entry.pattern, message))
-    return findings

@@ -88,7 +88,7 @@ class ChosenCuts:
     optional: bool = False
     notes: tuple[str, ...] = ()
     under: ChosenCuts | None = None
-    _cache: dict[str, ChosenCut | None] = field(default_factory=dict, compare=False, repr=False)
+    _cache: dict[str, ChosenCut | None] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def of(self, parameter: str) -> ChosenCut | None:
         """Return the plan's line for a parameter: by its own key, by its module's, else from the plan underneath."""
@@ -105,12 +105,12 @@ class ChosenCuts:
     def for_clone(self) -> ChosenCuts:
         """Return the same plan, to be tried on a clone of other sizes and fewer blocks."""
         under = self.under.for_clone() if self.under else None
-        return replace(self, tolerant=True, trial=True, under=under, _cache={})
+        return replace(self, tolerant=True, trial=True, under=under)
 
     def without_optional(self) -> ChosenCuts | None:
         """Return the part that was requested; None if there is none."""
         under = self.under.without_optional() if self.under else None
-        return None if self.optional else replace(self, under=under, _cache={})
+        return None if self.optional else replace(self, under=under)
 
     @property
     def decides_all(self) -> bool:

@@ -209,7 +209,7 @@ def with_prefix(choices: ChosenCuts, modules: Iterable[str], parameters: Iterabl
         if all(any(matches(f"{prefix}.{c.pattern}", name) for name in names) for c in dead):
             moved = tuple(replace(c, pattern=f"{prefix}.{c.pattern}") if c in dead else c for c in choices.choices)
             note = f"{len(dead)} keys are relative to {prefix!r}"
-            return replace(choices, choices=moved, notes=(*choices.notes, note), _cache={})
+            return replace(choices, choices=moved, notes=(*choices.notes, note))
     return choices
 
 

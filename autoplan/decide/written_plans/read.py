@@ -129,7 +129,7 @@ class _Reader:
         return self._as_asked(with_prefix(cuts, *_paths(self.model)))
 
     def _as_asked(self, choices: ChosenCuts) -> ChosenCuts:
-        return replace(choices, tolerant=True, _cache={}) if self.lenient else choices
+        return replace(choices, tolerant=True) if self.lenient else choices
 
     def _of_mapping(self, data: Mapping[str, Any], name: str) -> ChosenCuts:
         if not data:
@@ -164,13 +164,13 @@ class _Reader:
         if not wanted and self.sequence_parallel and isinstance(plan.sequence_parallel, str):
             return None
         choices = plan.choices(sequence_parallel=self.sequence_parallel, matched=how)
-        choices = replace(choices, optional=not wanted, _cache={})
+        choices = replace(choices, optional=not wanted)
         modules, parameters = _paths(self.model)
         if not any(name.startswith(f"{path}.") for name in parameters):
             return choices  # not wrapped, or in a wrapper that keeps the names
         moved = tuple(replace(choice, pattern=_below(path, choice.pattern, modules)) for choice in choices.choices)
         notes = (*choices.notes, f"inside {path!r}")
-        return replace(choices, choices=moved, notes=notes, _cache={})
+        return replace(choices, choices=moved, notes=notes)
 
 
 def _paths(model: NamedModules) -> tuple[list[str], list[str]]:

@@ -337,7 +337,7 @@ def weight_figure(weight: Weight, axis: Axis | None, longest: int, sizes: Iterab
     width, height = (across, along) if weight.upright else (along, across)
     tone = tone_of(axis.number) if axis else "whole"
     outline = el("rect", x=1, y=1, width=_n(width), height=_n(height), class_="outline")
-    held = [_held(weight, size, along, width, height) for size in sizes]
+    pieces = [_held(weight, size, along, width, height) for size in sizes]
     parts = [_line(stop / cut * along, width, height, weight.upright) for _, stop in segments(weight.layout)[:-1]]
     shape = " × ".join(map(str, weight.shape)) or f"{cut} along dim {weight.dim}"
     name = weight.parameter if weight.entry.pattern.endswith(weight.parameter) else (
@@ -346,7 +346,7 @@ def weight_figure(weight: Weight, axis: Axis | None, longest: int, sizes: Iterab
     label = f"{name}: {shape}, {weight.layout} along dim {weight.dim}"
     size = {"width": _n(width + 2), "height": _n(height + 2)}
     view = f"0 0 {size['width']} {size['height']}"
-    svg = el("svg", el("title", label), outline, *held, *parts, viewBox=view, **size, class_=tone, role="img")
+    svg = el("svg", el("title", label), outline, *pieces, *parts, viewBox=view, **size, class_=tone, role="img")
     letter = el("b", f"{axis.letter} ") if axis else None
     caption = el("figcaption", letter, el("code", name), el("br"), shape, el("br"), bytes_text(weight.entry.bytes))
     return el("figure", svg, caption)

@@ -97,13 +97,15 @@ def audit_parts(report: Report) -> list[Content]:
     details = report.details
     texts = [str(details["plan"])] if "plan" in details else []
     if "bytes_per_rank" in details:
-        held, least = details["bytes_per_rank"], details["bytes_per_rank_inferred"]
-        texts.append(f"{bytes_text(held)} of weights per rank ({bytes_text(least)} if fully sharded)")
+        stored, least = details["bytes_per_rank"], details["bytes_per_rank_inferred"]
+        texts.append(f"{bytes_text(stored)} of weights per rank ({bytes_text(least)} if fully sharded)")
     for side in ("a", "b"):
         if side in details:
-            one = details[side]
-            texts.append(f"{side}: {one['plan']}, {one['ran']}, {bytes_text(one['bytes_per_rank'])} per rank")
-    about = el("ul", *(el("li", one) for one in texts), class_="facts")
+            audited = details[side]
+            texts.append(
+                f"{side}: {audited['plan']}, {audited['ran']}, {bytes_text(audited['bytes_per_rank'])} per rank"
+            )
+    about = el("ul", *(el("li", text) for text in texts), class_="facts")
     parts: list[Content] = [bar, about, *_drawing(report), findings_section(findings)]
     entries = [(el("code", pattern), word) for pattern, word in report.details.get("verdicts", {}).items()]
     if entries:
@@ -142,22 +144,22 @@ def _drawing(report: Report) -> Iterable[Safe]:
     yield section(title, "drawing", *figures, about=about + more)
 
 
-def choice_page(choice: Any, plan: Plan | None, known: Mapping[int, WhatIf] = MappingProxyType({})) -> str:
-    """Return the rows of a choice, their memory to one scale, and the first one's plan. `known`: plans by row."""
+def choice_page(choice: Any, plan: Plan | None, what_ifs: Mapping[int, WhatIf] = MappingProxyType({})) -> str:
+    """Return the rows of a choice, their memory to one scale, and the first one's plan. `what_ifs`: plans by row."""
     held = {"rows": [row_to_dict(row) for row in choice.rows], "plan": plan.to_dict() if plan is not None else None}
     title = f"{choice.source.name} on {choice.gpus} × {choice.device.name}"
-    looked = [_looked_at(choice, known)] if known else []
+    looked = [_looked_at(choice, what_ifs)] if what_ifs else []
     parts = [*choice_parts(choice), *looked, *(plan_parts(plan) if plan is not None else [])]
     sizes = (plan.ranks,) if plan is not None else ()
-    return whole_page(title, *parts, held=held, sizes=(*sizes, *(_CASE + n for n in known)))
+    return whole_page(title, *parts, held=held, sizes=(*sizes, *(_CASE + n for n in what_ifs)))
 
 
-def _looked_at(choice: Any, known: Mapping[int, WhatIf]) -> Safe:
+def _looked_at(choice: Any, what_ifs: Mapping[int, WhatIf]) -> Safe:
     """Return one row's memory and drawing, with buttons that switch to other rows."""
-    numbers = [_CASE + n for n in known]
-    labels = {_CASE + n: f"{n}. {choice.rows[n - 1]}" for n in known}
-    memory = {_CASE + n: memory_section(case.estimate, choice.memory, alone=False) for n, case in known.items()}
-    drawn = pictures({_CASE + n: case.plan for n, case in known.items()}, numbers, numbers[0], {})
+    numbers = [_CASE + n for n in what_ifs]
+    labels = {_CASE + n: f"{n}. {choice.rows[n - 1]}" for n in what_ifs}
+    memory = {_CASE + n: memory_section(case.estimate, choice.memory, alone=False) for n, case in what_ifs.items()}
+    drawn = pictures({_CASE + n: case.plan for n, case in what_ifs.items()}, numbers, numbers[0], {})
     about = el("p", "Rows that also shard the sequence are drawn without that.", class_="soft")
     look = chooser(labels, numbers[0], "Look at")
     return section("What if: a row", "row", look, cases(memory, numbers, numbers[0]), about, drawn)
@@ -205,8 +207,8 @@ def report_cell(report: Report) -> Safe:
     return _cell(f"{report.details.get('model', 'report')} at tp {report.tp_size}", "large", *audit_parts(report))
 
 
-def estimate_cell(found: Estimate) -> Safe:
-    return _cell(found.model, "small", memory_section(found))
+def estimate_cell(estimate: Estimate) -> Safe:
+    return _cell(estimate.model, "small", memory_section(estimate))
 
 
 def choice_cell(choice: Any) -> Safe:

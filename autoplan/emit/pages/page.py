@@ -53,18 +53,18 @@ def plan_page(
     return whole_page(f"{plan.model} at {plan.over.replace('=', ' ')}", *parts, held=values, sizes=sizes)
 
 
-def memory_cases(known: Mapping[int, WhatIf], memory: int, numbers: Sequence[int], own: int) -> Safe | None:
+def memory_cases(what_ifs: Mapping[int, WhatIf], memory: int, numbers: Sequence[int], own: int) -> Safe | None:
     """Return the memory of a rank in each case; None if no case has an estimate."""
-    if all(case.estimate is None for case in known.values()):
+    if all(case.estimate is None for case in what_ifs.values()):
         return None
-    sections = {n: memory_section(case.estimate, memory, alone=False) for n, case in known.items()}
+    sections = {n: memory_section(case.estimate, memory, alone=False) for n, case in what_ifs.items()}
     return section("Memory of a rank", "memory", cases(sections, numbers, own))
 
 
-def pictures(known: Mapping[int, Plan], numbers: Sequence[int], own: int, links: dict[str, str]) -> Safe:
+def pictures(plans: Mapping[int, Plan], numbers: Sequence[int], own: int, links: dict[str, str]) -> Safe:
     """Return the drawing of each plan; boxes link to explanations on this page."""
     drawn = {}
-    for n, plan in known.items():
+    for n, plan in plans.items():
         own_links = {path: links.get(path, "") for path in links_of(plan)}
         drawn[n] = picture(scene_of(plan, own_links, cause_first(plan.findings) if n == own else ()))
     return cases(drawn, numbers, own)
@@ -115,7 +115,7 @@ def whole_page(title: str, *parts: Content, held: dict[str, Any], sizes: tuple[i
 
 def cause_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Sort findings: causes before consequences, errors before notes."""
-    return tuple(sorted(findings, key=lambda one: (one.is_consequence, _RANKS[one.level])))
+    return tuple(sorted(findings, key=lambda finding: (finding.is_consequence, _RANKS[finding.level])))
 
 
 def links_of(plan: Plan) -> dict[str, str]:
@@ -139,32 +139,32 @@ NO_ESTIMATE = "No step was estimated at this size."
 _WIDTH, _HEIGHT = 330.0, 26.0
 
 
-def memory_section(found: Estimate | None, memory: int = 0, *, alone: bool = True) -> Safe:
+def memory_section(estimate: Estimate | None, memory: int = 0, *, alone: bool = True) -> Safe:
     """Return the memory as a bar, its parts as a table, and the place of the peak. Not `alone`: without a heading."""
     head = el("h2", "Memory of a rank", id="memory") if alone else None
-    if found is None:
+    if estimate is None:
         return el("section", head, el("p", NO_ESTIMATE, class_="soft"), aria_labelledby="memory")
-    where = f"Peak: {bytes_text(found.peak)}, in {found.phase}, at {found.where}."
-    on = f"{mesh_text(found.mesh)}: micro-batch {found.batch} × {tokens_text(found)}, {found.train}"
-    more = f"it needs {bytes_text(found.peak - memory)} more"
-    room = f"it fits, with {bytes_text(memory - found.peak)} left" if found.peak <= memory else more
+    where = f"Peak: {bytes_text(estimate.peak)}, in {estimate.phase}, at {estimate.where}."
+    on = f"{mesh_text(estimate.mesh)}: micro-batch {estimate.batch} × {tokens_text(estimate)}, {estimate.train}"
+    more = f"it needs {bytes_text(estimate.peak - memory)} more"
+    room = f"it fits, with {bytes_text(memory - estimate.peak)} left" if estimate.peak <= memory else more
     limit = f" The line is the GPU's {bytes_text(memory)}: {room}." if memory else ""
     rows = [(el("span", f"{n + 1}", class_=f"chip {tone_of(n)}"), PARTS[name], bytes_text(size),
-             f"{size / max(found.peak, 1):.0%}") for n, name, size in _parts(found)]  # fmt: skip
+             f"{size / max(estimate.peak, 1):.0%}") for n, name, size in _parts(estimate)]  # fmt: skip
     parts = table(("", "part", "size", "share"), rows, "Composition of the peak")
-    bars = [f"{name} ± {bar:.0%} ({against})" for name, bar, against in found.bars]
+    bars = [f"{name} ± {bar:.0%} ({against})" for name, bar, against in estimate.bars]
     sure = el("p", f"Uncertainty: {'; '.join(bars)}.", class_="soft") if bars else None
     peak = el("p", where + limit)
-    content = (el("p", on, class_="soft"), stack(found, memory), peak, parts, sure, _step_messages(found))
+    content = (el("p", on, class_="soft"), stack(estimate, memory), peak, parts, sure, _step_messages(estimate))
     return el("section", head, *content, aria_labelledby="memory" if alone else None)
 
 
-def stack(found: Estimate, memory: int = 0, scale: int = 0) -> Safe:
+def stack(estimate: Estimate, memory: int = 0, scale: int = 0) -> Safe:
     """Return one bar. `scale`: the bytes of its full width."""
-    most = max(scale, memory, found.peak, 1) * 1.02
+    most = max(scale, memory, estimate.peak, 1) * 1.02
     x = 0.0
     drawn: list[Safe] = []
-    for n, name, size in _parts(found):
+    for n, name, size in _parts(estimate):
         width = size / most * _WIDTH
         title = el("title", f"{PARTS[name]}: {bytes_text(size)}")
         bar = el("rect", title, x=f"{x:.2f}", y=4, width=f"{width:.2f}", height=18, class_=f"bar {tone_of(n)}")
@@ -174,24 +174,26 @@ def stack(found: Estimate, memory: int = 0, scale: int = 0) -> Safe:
     if memory:
         at = f"{memory / most * _WIDTH:.2f}"
         drawn.append(el("line", x1=at, x2=at, y1=0, y2=_HEIGHT, class_="limit"))
-    label = f"{bytes_text(found.peak)} at the peak" + (f", of {bytes_text(memory)}" if memory else "")
+    label = f"{bytes_text(estimate.peak)} at the peak" + (f", of {bytes_text(memory)}" if memory else "")
     view = {"viewBox": f"0 0 {_WIDTH:.0f} {_HEIGHT:.0f}", "width": _WIDTH, "height": _HEIGHT}
     return el("svg", *drawn, **view, role="img", class_="stack", aria_label=label)
 
 
-def _parts(found: Estimate) -> list[tuple[int, str, int]]:
-    sizes = [(part.name, getattr(found.parts, part.name)) for part in fields(MemoryParts)]
+def _parts(estimate: Estimate) -> list[tuple[int, str, int]]:
+    sizes = [(part.name, getattr(estimate.parts, part.name)) for part in fields(MemoryParts)]
     return [(n, name, size) for n, (name, size) in enumerate(sizes) if size]
 
 
-def _step_messages(found: Estimate) -> Safe:
-    rows = [(message.dim, message.kind, str(message.number), bytes_text(message.bytes)) for message in found.messages]
+def _step_messages(estimate: Estimate) -> Safe:
+    rows = [
+        (message.dim, message.kind, str(message.number), bytes_text(message.bytes)) for message in estimate.messages
+    ]
     sent = table(("over", "message", "number", "bytes"), rows, "Messages of a step") if rows else None
-    if found.time is None:
+    if estimate.time is None:
         return join([sent])
-    bar = next((f" ± {bar:.0%}" for name, bar, _ in found.bars if name == "time"), "")
-    speed = f"{found.tokens_per_second:,.0f} tokens per second"
-    sentence = f"A step takes about {found.time.total:.3g} s{bar} on {found.device}: {speed}."
+    bar = next((f" ± {bar:.0%}" for name, bar, _ in estimate.bars if name == "time"), "")
+    speed = f"{estimate.tokens_per_second:,.0f} tokens per second"
+    sentence = f"A step takes about {estimate.time.total:.3g} s{bar} on {estimate.device}: {speed}."
     return join([sent, el("p", sentence)])
 
 
@@ -292,9 +294,9 @@ def _blocks(alike: Sequence[Traffic]) -> str:
     return f"{alike[0].block} and {len(alike) - 1} equal blocks" if len(alike) > 1 else alike[0].block
 
 
-def _traffic_row(one: Traffic, most: int) -> list[Content]:
-    moved, least = _bytes(one.forward, one.backward), _least(one)
-    ratio = "" if one.ratio is None else f"{one.ratio:.2f} × the minimum"
+def _traffic_row(traffic: Traffic, most: int) -> list[Content]:
+    moved, least = _bytes(traffic.forward, traffic.backward), _least(traffic)
+    ratio = "" if traffic.ratio is None else f"{traffic.ratio:.2f} × the minimum"
     bars = [
         el("rect", x=0, y=y, width=f"{size / max(most, 1) * 160:.1f}", height=8, class_=f"bar {tone}")
         for y, size, tone in ((1, moved, "a1"), (11, least, "a2"))
@@ -302,8 +304,8 @@ def _traffic_row(one: Traffic, most: int) -> list[Content]:
     svg = el(
         "svg", *bars, viewBox="0 0 160 20", width=160, height=20, role="img", aria_label=f"{moved} of {least} bytes"
     )
-    once = f"; once per step {bytes_text(one.once)} of gradients of replicated parameters" if one.once else ""
-    return [one.block, _kinds(one.forward), _kinds(one.backward) + once, bytes_text(moved),
+    once = f"; once per step {bytes_text(traffic.once)} of gradients of replicated parameters" if traffic.once else ""
+    return [traffic.block, _kinds(traffic.forward), _kinds(traffic.backward) + once, bytes_text(moved),
             join([bytes_text(least), el("br"), ratio]), svg]  # fmt: skip
 
 
@@ -315,8 +317,8 @@ def _bytes(*directions: dict[str, tuple[int, int]]) -> int:
     return sum(size for kinds in directions for _, size in kinds.values())
 
 
-def _least(one: Traffic) -> int:
-    return one.least_forward[1] + one.least_backward[1]
+def _least(traffic: Traffic) -> int:
+    return traffic.least_forward[1] + traffic.least_backward[1]
 
 
 def whole_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> Safe:

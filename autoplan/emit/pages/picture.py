@@ -280,7 +280,9 @@ class _Boxes:
         return tuple(own or within)
 
     def _box(self, name: str, path: str, entries: tuple[Entry, ...]) -> Box:
-        numbers = tuple(n for n, one in enumerate(self.findings, 1) if any(is_about(a, path) for a in one.about))
+        numbers = tuple(
+            n for n, finding in enumerate(self.findings, 1) if any(is_about(a, path) for a in finding.about)
+        )
         if entries:
             axis = next((self.axes[entry.pattern] for entry in entries if entry.pattern in self.axes), None)
             lines = [line for entry in entries for line in (entry.role, f"{entry.style} · {entry.units}".strip(" ·"))]

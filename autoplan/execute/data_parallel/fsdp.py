@@ -268,9 +268,9 @@ def _make_contiguous(model: nn.Module) -> None:
             continue
         mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
         stride = torch.empty(shape, device="meta").stride()
-        made = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-        torch.Tensor.data.__set__(parameter, made)
-        parameter._local_tensor, parameter._spec = made._local_tensor, made._spec
+        sharded = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        torch.Tensor.data.__set__(parameter, sharded)
+        parameter._local_tensor, parameter._spec = sharded._local_tensor, sharded._spec
 
 
 def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParallel, places: Places | None) -> None:

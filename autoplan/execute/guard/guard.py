@@ -281,10 +281,10 @@ class PathGuard:
         return copied
 
 
-def _has_no_values(given: dict[str, Any]) -> bool:
+def _has_no_values(arguments: dict[str, Any]) -> bool:
     """Return whether the tensors are fake or on meta."""
-    tensors = [tensor for _, tensor in flatten_tensors(given)]
-    return any(one.is_meta for one in tensors) or torch._guards.detect_fake_mode(tensors) is not None
+    tensors = [tensor for _, tensor in flatten_tensors(arguments)]
+    return any(tensor.is_meta for tensor in tensors) or torch._guards.detect_fake_mode(tensors) is not None
 
 
 def _runs_compiled(model: nn.Module) -> bool:

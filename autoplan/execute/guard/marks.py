@@ -122,9 +122,9 @@ class HeldPart(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        held = next(tensor for _, tensor in flatten_tensors((args, kwargs)) if isinstance(tensor, cls))
+        part = next(tensor for _, tensor in flatten_tensors((args, kwargs)) if isinstance(tensor, cls))
         raise PlanMismatchError(
-            f"{held.words} is local to a rank: a shard of the value, or part of its gradient",
+            f"{part.words} is local to a rank: a shard of the value, or part of its gradient",
             hint="return it from forward: the model's outputs are full on every rank",
         )
 
@@ -137,9 +137,9 @@ class HeldPart(torch.Tensor):
 
 def _held(own: torch.Tensor, words: str) -> HeldPart:
     with torch._C.DisableTorchFunction():
-        held = own.as_subclass(HeldPart)
-    held.words, held.own = words, own
-    return held
+        part = own.as_subclass(HeldPart)
+    part.words, part.own = words, own
+    return part
 
 
 Path = tuple[Any, ...]  # below an attribute: keys and names; "*" for each item of a list
@@ -198,7 +198,9 @@ class Kept:
         module = model.get_submodule(name)
         if kind == _ATTRIBUTES:
             return vars(module)
-        return {one: module._buffers.get(one) for one in module._non_persistent_buffers_set}  # not those of checkpoints
+        return {
+            buffer: module._buffers.get(buffer) for buffer in module._non_persistent_buffers_set
+        }  # not those of checkpoints
 
     def hold(self, model: nn.Module) -> None:
         """Replace kept shards, since no code of the model runs from now on."""

@@ -205,9 +205,9 @@ class Situations:
         later = set(coming)
         for cls in type(owner).__mro__:
             if not is_settled(cls.__module__):
-                held = tuple(name for name in names if name in vars(cls) and not callable(vars(cls)[name]))
-                later.update(held)
-                self._watch(vars(cls), held, owner=cls)
+                attributes = tuple(name for name in names if name in vars(cls) and not callable(vars(cls)[name]))
+                later.update(attributes)
+                self._watch(vars(cls), attributes, owner=cls)
         self._watch(state, names, later)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Situations:

@@ -39,9 +39,9 @@ class PartSize(int):
 
     @classmethod
     def of(cls, size: int, whole: int | None, differs: Differs, counted: bool) -> PartSize:
-        made = cls(size)
-        made.whole, made.differs, made.counted = whole, differs, counted
-        return made
+        part = cls(size)
+        part.whole, part.differs, part.counted = whole, differs, counted
+        return part
 
     def _answer(self, ask: Callable[[Any, Any], bool], other: Any) -> Any:
         if not isinstance(other, int | float):
@@ -97,22 +97,22 @@ for _name in ("add", "sub", "mul", "floordiv", "mod"):
 
 def whole_shape(function: Any, args: Any, kwargs: Any, result: Any, shapes: WholeShapes) -> Shape | None:
     """The shape that the result would have, computed from whole values; None where that cannot be told."""
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    whole = [shapes(tensor) for tensor in given]
-    if not isinstance(result, torch.Tensor) or not given or None in whole:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    whole = [shapes(tensor) for tensor in tensors]
+    if not isinstance(result, torch.Tensor) or not tensors or None in whole:
         return None
-    known = [shape for shape in whole if shape is not None]
+    sizes = [shape for shape in whole if shape is not None]
     name = call_name(function)
     if name == "linear":
-        found = (*known[0][:-1], known[1][0])
+        joined = (*sizes[0][:-1], sizes[1][0])
     elif name in _KEEP_SHAPES or literals_say(name) == "elementwise" or (literals_say(name) == "nothing"):
         try:
-            found = tuple(torch.broadcast_shapes(*known))
+            joined = tuple(torch.broadcast_shapes(*sizes))
         except RuntimeError:  # a rank's own number of rows meets the whole one
             return None
     else:
         return None
-    return found if fits(result, found) else None
+    return joined if fits(result, joined) else None
 
 
 def plain_sizes(value: Any) -> Any:

@@ -114,10 +114,10 @@ class Watch(Tracer):
     def _key(self, follower: Follower) -> Key:
         return key_in(self.guard.ways, follower.facts.place, follower.facts.hash, follower.owner)
 
-    def on_function(self, follower: Follower, given: tuple[Any, ...]) -> None:
+    def on_function(self, follower: Follower, arguments: tuple[Any, ...]) -> None:
         forms = self.guard.forms.get(self._key(follower), {}).get(ENTRY)
-        form = form_of_given(given)
-        if forms is not None and not forms.has(form, self.guard.edited_names) and self.marks.any_in(given):
+        form = form_of_given(arguments)
+        if forms is not None and not forms.has(form, self.guard.edited_names) and self.marks.any_in(arguments):
             self.strays[f"{source_line(follower.facts.code, None)} [{form}]"] = None
 
     def on_way(self, follower: Follower, way: str) -> None:
@@ -160,12 +160,14 @@ class Watch(Tracer):
                 )
 
     def on_module_call(self, frame: FrameType) -> Any:
-        given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
-        if self.marks.any_in(given):
+        arguments = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
+        if self.marks.any_in(arguments):
             self._touch_above(frame.f_back)
             module, planned = frame.f_locals["self"], self.guard.planned
             name = self.guard.name_of(module) if module not in planned else ""  # unless the forward made the module
-            if name and planned.isdisjoint(module.modules()) and self.marks.kind_in(given) == PART:  # else a wrapper
+            if (
+                name and planned.isdisjoint(module.modules()) and self.marks.kind_in(arguments) == PART
+            ):  # else a wrapper
                 text = (
                     f"{name} ({type(module).__name__}) was added after the model was sharded, and receives {ONE_PART}"
                 )
@@ -179,8 +181,8 @@ class Watch(Tracer):
         """Check a module with foreign backward hooks when it returns: torch's wrapper has removed the marks."""
         if event == "return":
             places = {memory_of(tensor) for tensor in list(self.marks.tensors)}
-            given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
-            if any(x.requires_grad and memory_of(x) in places for _, x in flatten_tensors((given, value))):
+            arguments = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
+            if any(x.requires_grad and memory_of(x) in places for _, x in flatten_tensors((arguments, value))):
                 name = self.guard.name_of(module) or "the model"
                 self.exits[f"a backward hook on {name} receives partial gradients"] = HOOKS
         return partial(self._backward_hook, module)
@@ -233,14 +235,14 @@ class Watch(Tracer):
         if not sizes or self.caller(sys._getframe(3)) is None:
             return result
         whole = self.marks.shape_of(args[0])
-        made = partial(PartSize.of, differs=WeakMethod(self._differs), counted=bool(self.guard.edited))
+        part_of = partial(PartSize.of, differs=WeakMethod(self._differs), counted=bool(self.guard.edited))
         if isinstance(result, torch.Size):
-            return torch.Size(map(made, result, whole or (None,) * len(result)))
+            return torch.Size(map(part_of, result, whole or (None,) * len(result)))
         if name in _COUNTS:
-            return made(result, None if whole is None else prod(whole))
+            return part_of(result, None if whole is None else prod(whole))
         if len(args) < 2 or not isinstance(args[1], int):
             return result
-        return made(result, None if whole is None else whole[args[1]])
+        return part_of(result, None if whole is None else whole[args[1]])
 
     def _differs(self, here: Pair, whole: Pair) -> None:
         """A comparison that sizes of the whole value would answer otherwise."""

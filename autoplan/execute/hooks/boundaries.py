@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import Layout, chunk
-from autoplan.common.nested import change_input, change_output
+from autoplan.common.nested import change_at, change_input
 from autoplan.execute.collectives import (
     RankGroup,
     copy_to_ranks,
@@ -149,7 +149,7 @@ class ExpertsOfARank:
         if pairs is None:
             return output
         rows, count = pairs
-        return change_output(
+        return change_at(
             output, self.site.output, lambda x: x.new_zeros(count, *x.shape[1:]).index_add(0, rows, x), self.where
         )
 
@@ -238,8 +238,8 @@ def _set(state: dict[str, Any], key: str, name: str, edit: IntegerEdit, rank: in
     state[key] = type(stored)(items)
 
 
-def _mismatch(name: str, edit: IntegerEdit, found: str) -> PlanMismatchError:
+def _mismatch(name: str, edit: IntegerEdit, reason: str) -> PlanMismatchError:
     return PlanMismatchError(
-        f"the plan changes {name or 'the model'}.{edit.name} from {edit.old} to {edit.new}, but {found}",
+        f"the plan changes {name or 'the model'}.{edit.name} from {edit.old} to {edit.new}, but {reason}",
         hint="the plan was made for another model, or the model is already sharded; plan this one again",
     )

@@ -40,9 +40,9 @@ def holders(rows: Rows) -> int:
     >>> holders(((0, 1), (2, 3))), holders(((0,), (0,), (1,), (1,))), holders(((0, 2), (1, 3)))
     (1, 2, 0)
     """
-    same = next((n for n, held in enumerate(rows) if held != rows[0]), len(rows))
+    same = next((n for n, of_rank in enumerate(rows) if of_rank != rows[0]), len(rows))
     count = len(rows[0])
-    even = all(held == tuple(range(n // same * count, (n // same + 1) * count)) for n, held in enumerate(rows))
+    even = all(of_rank == tuple(range(n // same * count, (n // same + 1) * count)) for n, of_rank in enumerate(rows))
     return same if even and len(rows) % same == 0 else 0
 
 
@@ -55,7 +55,7 @@ def _by_rank(own: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Return the rows (dim 1) of each rank one after the other, flat."""
     same = holders(rows)
     if not same or own.size(1) * same != len(rows) * len(rows[0]):
-        return torch.cat([take_rows(own, 1, held).flatten() for held in rows])
+        return torch.cat([take_rows(own, 1, of_rank).flatten() for of_rank in rows])
     pieces = own.unflatten(1, (len(rows) // same, len(rows[0]))).movedim(1, 0)
     return pieces.unsqueeze(1).expand(-1, same, *pieces.shape[1:]).reshape(-1)
 
@@ -67,14 +67,14 @@ def _together(flat: torch.Tensor, rows: Rows, width: int, shape: tuple[int, torc
     if same and width * same == len(rows) * len(rows[0]):
         parts = flat.view(len(rows) // same, same, piece, len(rows[0]), *rest)
         return (parts.sum(1) if same > 1 else parts.squeeze(1)).movedim(0, 1).flatten(1, 2)
-    sizes = [piece * len(held) * rest.numel() for held in rows]
-    received = [part.view(piece, len(held), *rest) for part, held in zip(flat.split(sizes), rows, strict=True)]
+    sizes = [piece * len(of_rank) * rest.numel() for of_rank in rows]
+    received = [part.view(piece, len(of_rank), *rest) for part, of_rank in zip(flat.split(sizes), rows, strict=True)]
     if sum(map(len, rows)) == width:
         order, whole = whole_order(rows), torch.cat(received, 1)
         return whole if order is None else take_rows(whole, 1, order)
     whole = flat.new_zeros(piece, width, *rest)
-    for part, held in zip(received, rows, strict=True):
-        whole.index_add_(1, index_of(held, flat.device), part)
+    for part, of_rank in zip(received, rows, strict=True):
+        whole.index_add_(1, index_of(of_rank, flat.device), part)
     return whole
 
 
@@ -85,7 +85,7 @@ class _ToPieces(Recorded):
         own = x.movedim(dims, (0, 1))  # positions, pieces, the rest
         mine, rest = rows[group.rank], own.shape[2:]
         of_a_row = own.size(0) * rest.numel()
-        sizes = [of_a_row * len(mine)] * group.size, [of_a_row * len(held) for held in rows]
+        sizes = [of_a_row * len(mine)] * group.size, [of_a_row * len(of_rank) for of_rank in rows]
         received = exchanged(_by_rank(own, rows), *sizes, group)
         whole = received.view(group.size * own.size(0), len(mine), *rest)
         return whole.narrow(0, 0, length).movedim((0, 1), dims).clone(memory_format=torch.contiguous_format)
@@ -105,7 +105,7 @@ class _ToPositions(Recorded):
         piece, rest = positions_of_a_rank(pieces.size(0), group), pieces.shape[2:]
         padded = pad(pieces, piece * group.size, values)
         of_a_row = piece * rest.numel()
-        sizes = [of_a_row * len(held) for held in rows], [of_a_row * pieces.size(1)] * group.size
+        sizes = [of_a_row * len(of_rank) for of_rank in rows], [of_a_row * pieces.size(1)] * group.size
         received = exchanged(padded.reshape(-1), *sizes, group)
         whole = _together(received, rows, width, (piece, rest))
         return whole.movedim((0, 1), dims).clone(memory_format=torch.contiguous_format)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoplan.common.nested import change_input, change_output
+from autoplan.common.nested import change_at, change_input
 from autoplan.execute.collectives import RankGroup, Recorded
 from autoplan.execute.executors import Around, At, executes
 from autoplan.execute.guard.marks import as_given, looking_on
@@ -94,9 +94,9 @@ def _halo(planned: Halo, at: At) -> Around:
 
     def enter(args: Any, kwargs: Any) -> tuple[Any, Any]:
         length = running.lengths[planned.sequence.name]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        del given[planned.path[0]]
-        alone = len(args) <= len(names) and all(isinstance(x, bool | str | None) for x in given.values())
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        del arguments[planned.path[0]]
+        alone = len(args) <= len(names) and all(isinstance(x, bool | str | None) for x in arguments.values())
         piece = positions_of_a_rank(length, group)
         fewest = length - piece * (group.size - 1)  # of the last rank
         whole, around = not alone or max(reach) > fewest, _around(length, reach, group)
@@ -115,6 +115,6 @@ def _halo(planned: Halo, at: At) -> Around:
             rows = pad(pad(rows, max(len(rows), front + many), True).narrow(0, front, many), piece, True)
             return marked(mark_shard(rows.movedim(0, planned.output_dim).contiguous(), shard))
 
-        return change_output(output, planned.output, keep, at.where)
+        return change_at(output, planned.output, keep, at.where)
 
     return Around(enter, leave)

@@ -6,55 +6,35 @@ hooks torch functions are hidden from function modes, whose counters they would 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from inspect import signature
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import autoplan.execute.hooks.carried_out  # noqa: F401 - registers the executors
-from autoplan.common.conventions import conventions
-from autoplan.common.errors import PlanMismatchError
-from autoplan.common.layout import chunk
 from autoplan.common.nested import (
     Change,
     Noted,
     Path,
     change_at,
-    change_if_returned,
     change_input,
-    change_output,
-    flatten_tensors,
     put_back,
     signature_names,
 )
 from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
-from autoplan.execute.collectives import gather_pieces, mesh_device
-from autoplan.execute.dropout import may_draw
 from autoplan.execute.executors import Around, At, Running, copied_with_closure, execute, unwatched
-from autoplan.execute.guard.guard import PathGuard
 from autoplan.execute.guard.marks import as_given, looking_on
-from autoplan.execute.guard.sizes import plain_sizes
-from autoplan.execute.hooks.sequence import SequenceShard, gather_shard, shards_in
-from autoplan.execute.hooks.unseen import UnseenOutputs
-from autoplan.execute.vocabulary.leaving import leaving
-from autoplan.execute.vocabulary.own_positions import PositionLogits, with_columns
-from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
 from autoplan.values import (
-    AllGatherPicked,
     AroundModule,
     Boundary,
     CallRewrite,
     Instruction,
     OwnPositions,
     ReduceScatterSequence,
-    Runtime,
     SequenceBoundary,
 )
-from autoplan.values import SplitLogits as LogitsHead
 
 _AFTER = 10  # turns; moves an instruction behind all others
 
@@ -103,7 +83,16 @@ def keep_order(module: nn.Module) -> None:
         hooks.update(items)
 
 
-class Worker:
+class Hooks:
+    """Hooks of a module; those of a copied model have closures that refer to the copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update({name: copied_with_closure(value, memo) for name, value in vars(self).items()})
+        return copied
+
+
+class Worker(Hooks):
     """The hooks of one module, with all that they do before and after it runs."""
 
     def __init__(self, module: nn.Module, work: ModuleWork, running: Running) -> None:
@@ -113,7 +102,7 @@ class Worker:
         around = [(instruction.turn, execute(instruction, at)) for instruction in work.of(AroundModule)]
         steps = [(_turn_of(boundary), _at_boundary(boundary, at)) for boundary in boundaries] + around
         self.entering = [step.enter for _, step in steps if step.enter is not None]
-        self.leaving = [step.leave for _, step in sorted(steps, key=_turn) if step.leave is not None]
+        self.leaving = [step.leave for _, step in sorted(steps, key=lambda step: step[0]) if step.leave is not None]
         self.beginning = [step.begin for _, step in steps if step.begin is not None]
         self.ending = [step.end for _, step in steps if step.end is not None]
         self.kept = [step.kept for _, step in steps if step.kept is not None]
@@ -122,10 +111,6 @@ class Worker:
         self.entered: list[ModuleMode] = []
         self.opened: list[bool] = []
         self.handles: list[RemovableHandle] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Worker:
-        copied: Worker = _copied(self, memo)
-        return copied
 
     def stop(self) -> None:
         """Remove the worker's hooks from its module."""
@@ -204,17 +189,6 @@ class Worker:
                 (self.running.randomness.leave_split if split else self.running.randomness.leave_whole)()
 
 
-def _copied(hooks: Any, memo: dict[int, Any]) -> Any:
-    """Return the hooks of a copied model, whose closures refer to the copy."""
-    copied = memo[id(hooks)] = object.__new__(type(hooks))
-    copied.__dict__.update({name: copied_with_closure(value, memo) for name, value in vars(hooks).items()})
-    return copied
-
-
-def _turn(step: tuple[int, Around]) -> int:
-    return step[0]
-
-
 def _turn_of(planned: Boundary) -> int:
     """Return the turn of a boundary. With another split, what leaves fewer positions comes first, and all other moves
     along the sequence come after that split's work."""
@@ -247,180 +221,4 @@ def _at_boundary(planned: Boundary, at: At) -> Around:
             return output
 
         return Around(lambda args, kwargs: change_input(args, kwargs, names, path, change, where, at=at_path), leave)
-    return Around(leave=lambda output: change_output(output, path, change, where))
-
-
-def install_root(
-    model: nn.Module,
-    heads: tuple[LogitsHead, ...],
-    outputs: list[Boundary],
-    running: Running,
-    random: tuple[bool, bool],
-    seen: Runtime,
-    guard: PathGuard | None = None,
-) -> list[RemovableHandle]:
-    """Install the hooks of the model's own entry and exit: shared randomness, logits, other replicated outputs.
-
-    `random`: whether the model draws random numbers when its rates say so, and whether it does in eval mode too.
-    `seen`: its inputs and outputs when the plan was made. `guard`: the guard of code paths.
-    """
-    root = Root(model, heads, outputs, running, random)
-    root.given, root.unsummed, root.guard = seen.given, seen.unsummed, guard
-    root.may_pick = any(isinstance(instruction, AllGatherPicked) for instruction in seen.instructions)
-    running.draws = root.always or (root.random and may_draw(model))
-    running.randomness.always = root.always
-    root.unseen = UnseenOutputs(seen.outputs, seen.shapes, root.names, running.group)
-    root.unseen.partial = running.context
-    return [
-        model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True),
-        model.register_forward_hook(root.after, with_kwargs=True),
-        model.register_forward_hook(root.clean_up, with_kwargs=True, always_call=True),
-    ]
-
-
-def _counts(model: nn.Module) -> dict[str, int]:
-    """Return the arguments of a forward whose defaults are integers."""
-    try:
-        parameters = signature(model.forward).parameters.values()
-    except (TypeError, ValueError):
-        return {}
-    return {parameter.name: parameter.default for parameter in parameters if type(parameter.default) is int}
-
-
-class Root:
-    """The hooks of a model's entry and exit; only the outermost of nested runs counts."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        heads: tuple[LogitsHead, ...],
-        outputs: list[Boundary],
-        running: Running,
-        random: tuple[bool, bool],
-    ) -> None:
-        self.running, self.heads = running, heads
-        self.random, self.always = random
-        self.names = signature_names(model)
-        at = At(model, "", self.names, running)
-        self.outputs = [(output.path, execute(output, at)) for output in outputs]
-        self.unseen = UnseenOutputs((), (), self.names, running.group)
-        self.target_words = conventions().target_words
-        self.given: tuple[str, ...] = ()  # the arguments that the plan has seen
-        self.unsummed: tuple[str, ...] = ()  # those of which the plan sums no gradient
-        self.guard: PathGuard | None = None
-        self.counts = _counts(model) if running.context else {}
-        self.may_pick = False  # whether positions are gathered where an argument picks some
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Root:
-        copied: Root = _copied(self, memo)
-        return copied
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.running.depth += 1
-        if self.running.depth > 1:
-            return
-        arguments = dict(zip(self.names, args, strict=False)) | kwargs
-        if (self.unsummed or self.running.context) and torch.is_grad_enabled():
-            for name in arguments if self.running.context else self.unsummed:
-                if any(tensor.requires_grad for _, tensor in flatten_tensors(arguments.get(name))):
-                    raise PlanMismatchError(
-                        f"argument {name!r} requires grad, but the plan does not sum its partial gradients",
-                        hint=f"pass {name}.detach()"
-                        if self.running.context
-                        else f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
-                    )
-        self.running.picks = self._picks(arguments) if self.running.context else ""
-        targets = {name for name, value in arguments.items() if value is not None and self._is_target(name)}
-        quiet = torch.compiler.is_compiling() and not self.running.draws_unseen  # switching streams breaks a graph
-        strange = set() if quiet else self._strangers(arguments)
-        loss = bool(targets) or (bool(strange) and bool(self.heads))
-        self.running.whole_logits = loss and not self.running.split_loss
-        self.running.loss = loss and self.running.split_loss
-        in_training = self.random and module.training and (self.running.draws or not torch.compiler.is_compiling())
-        if in_training or self.always or strange - targets:
-            self.running.randomness.begin()
-        if self.guard is not None and not torch.compiler.is_compiling():
-            self.guard.begin(module, arguments)
-
-    def _picks(self, given: dict[str, Any]) -> str:
-        """Return the name of an integer argument that differs from its default: it may select positions, which a rank
-        would count among its own."""
-        numbers = {name: value for name, value in given.items() if type(value) is int and name in self.counts}
-        name = next((name for name, value in numbers.items() if value != self.counts[name]), "")
-        if name and (torch.is_grad_enabled() or not self.may_pick):
-            raise PlanMismatchError(
-                f"{name}={numbers[name]} may select positions, which are sharded over ranks, in a call "
-                + ("with gradients" if self.may_pick else "that was not traced"),
-                hint=f"omit {name}" + (", or call it under torch.no_grad()" if self.may_pick else ""),
-            )
-        return name
-
-    def _is_target(self, name: str) -> bool:
-        return any(word in name for word in self.target_words)
-
-    def _strangers(self, given: dict[str, Any]) -> set[str]:
-        """Return the tensor arguments not seen while tracing. They may make the model draw random numbers, or be
-        targets (which have many names) that read its logits, which must then be SplitLogits."""
-        new = (name for name, value in given.items() if isinstance(value, torch.Tensor) and name not in self.given)
-        return set(new) if self.given else set()
-
-    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        output = self._leave(output)
-        if self.running.depth > 1:
-            return output
-        if self.guard is not None and not torch.compiler.is_compiling():
-            output = plain_sizes(output) if self.guard.running is not None else output
-            self.guard.end(mesh_device(self.running.mesh))
-        return self.unseen.check(output)
-
-    def _leave(self, output: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            for path, change in self.outputs:
-                output = change_if_returned(output, path, change, "the model")
-            for path, shard in shards_in(output):  # shards that the model itself collected
-                output = change_output(output, path, self._whole(shard), "the model")
-            if self.running.loss:
-                return columns_in(output, self.next_to_a_loss)
-            if not self.running.whole_logits:
-                for head in self.heads:
-                    for path in head.outputs:
-                        output = change_if_returned(output, self._shifted(path, output), self._wrap(head), "the model")
-        return output
-
-    def _whole(self, shard: SequenceShard) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: gather_shard(x, shard, self.running)
-
-    def _shifted(self, path: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
-        """Return the path for a tuple result (return_dict=False), which holds the values of the dict in order."""
-        if path and isinstance(path[0], str) and isinstance(output, tuple) and not isinstance(output, dict):
-            return (0, *path[1:])
-        return path
-
-    def _wrap(self, head: LogitsHead) -> Callable[[torch.Tensor], torch.Tensor]:
-        def split(local: torch.Tensor) -> torch.Tensor:
-            mine = chunk(head.columns, self.running.group.size, self.running.group.rank)
-            return self._leaving(local, head.dim, head.columns) if local.shape[head.dim] == len(mine) else local
-
-        return split
-
-    def next_to_a_loss(self, local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
-        """Return logits that leave next to a loss. A compiled model needs a gradient for every DTensor that it returns
-        with one, and fails where only the loss has a backward: there they are detached."""
-        if torch.compiler.is_compiling() and not self.running.returns_whole_logits:
-            local = local.detach()
-        return self._leaving(local, kind.dim_from_end, kind.vocabulary)
-
-    def _leaving(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-        if self.running.returns_whole_logits:
-            return gather_pieces(local, self.running.group, dim, size)
-        if isinstance(local, PositionLogits):
-            return with_columns(local, self.running.group, size, dim)
-        return leaving(local, self.running.mesh, dim, size)
-
-    def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self.running.depth -= 1
-        if self.guard is not None and self.running.depth == 0 and not torch.compiler.is_compiling():
-            self.guard.abandon()
-        self.running.loss &= self.running.depth > 0  # a head called by itself returns its columns
-        if self.running.depth == 0 and self.running.randomness.active:
-            self.running.randomness.end()
+    return Around(leave=lambda output: change_at(output, path, change, where))

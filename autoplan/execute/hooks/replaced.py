@@ -14,7 +14,8 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import matches
 from autoplan.execute.executors import Running, cannot_be_pickled
-from autoplan.execute.hooks.install import Root, Worker, listen
+from autoplan.execute.hooks.install import Worker, listen
+from autoplan.execute.hooks.root import Root
 from autoplan.execute.vocabulary.split_logits import columns_in
 from autoplan.patches.classes import give_class, subclass_of
 from autoplan.values import SplitLogits as LogitsHead
@@ -108,7 +109,8 @@ def _replaced(where: str, old: nn.Module, new: nn.Module) -> None:
         return
     if any(module is new for module in old.modules()):
         # `new` was inside of `old`: it takes over the hooks.
-        workers = {id(hook.__self__): hook.__self__ for hook in old._forward_hooks.values() if _is_ours(hook)}
+        owners = [getattr(hook, "__self__", None) for hook in old._forward_hooks.values()]
+        workers = {id(owner): owner for owner in owners if isinstance(owner, Worker)}
         for worker in list(workers.values()):
             if not worker.can_move:
                 raise AutoplanError(
@@ -122,10 +124,6 @@ def _replaced(where: str, old: nn.Module, new: nn.Module) -> None:
         f"{where} was sharded and cannot be replaced by another {type(new).__name__}",
         hint="replace it before autoplan.parallelize; autoplan.applied(model).undo() restores the unsharded model",
     )
-
-
-def _is_ours(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", None), Worker)
 
 
 # Other entries of a sharded model than its forward: a submodule that is called by itself.

@@ -188,9 +188,9 @@ def _own(planned: OwnPositions, at: At) -> Change:
         return pad(rows, piece * group.size, True).narrow(0, group.rank * piece, piece).movedim(0, dim).contiguous()
 
     def cut(x: torch.Tensor) -> torch.Tensor:
-        held = own_of(x)
-        length = running.lengths[sequence.name] = x.size(dim) if held is None else held.length
-        return own(x, dim, length) if held is None else held.own
+        shard = own_of(x)
+        length = running.lengths[sequence.name] = x.size(dim) if shard is None else shard.length
+        return own(x, dim, length) if shard is None else shard.own
 
     run = _flattened(own, planned, running, of_shards=False) if sequence.flattened else cut
     shard = SequenceShard(dim, sequence)
@@ -275,9 +275,9 @@ def _flattened(move: Move, planned: SequenceBoundary, running: Running, *, of_sh
 
     def run(x: torch.Tensor) -> torch.Tensor:
         length = running.lengths[name]
-        held = -(-length // size) if of_shards else length
+        local_length = -(-length // size) if of_shards else length
         at = dim % x.dim()
-        apart = x.unflatten(at, (-1, held)).movedim(at + 1, -1)
+        apart = x.unflatten(at, (-1, local_length)).movedim(at + 1, -1)
         return move(apart, -1, length).movedim(-1, at + 1).flatten(at, at + 1)
 
     return run

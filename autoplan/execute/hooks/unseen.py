@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.nested import (
     Path,
+    change_at,
     change_if_tensor,
     change_input,
-    change_output,
     changed_inside,
     flatten_tensors,
     signature_names,
@@ -176,7 +176,7 @@ class UnseenOutputs:
                 self.whole.add(compared)
             if gradient_is_summed(tensor):
                 part = partial(scale_gradient, vector=1.0 / self.group.size)
-                output = change_output(output, path, part, "the model")
+                output = change_at(output, path, part, "the model")
         return output
 
     def _strange(self, path: Path, tensor: torch.Tensor) -> tuple[tuple[int, int, int], ...] | None:

@@ -28,6 +28,7 @@ from autoplan.execute.collectives import (
     RankGroup,
     Recorded,
     all_reduce,
+    copy_rows,
     copy_to_ranks,
     part_of_sum,
     scale_gradient,
@@ -343,3 +344,42 @@ def _messages(parts: Sequence[torch.Tensor | None]) -> Iterator[list[int]]:
             waiting.setdefault(part.dtype, []).append(place)
             sizes[part.dtype] += part.numel()
     yield from waiting.values()
+
+
+class SumSharedRows(Recorded):
+    """Identity; the gradient of each row with several holders is summed over them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *how: Any) -> torch.Tensor:
+        ctx.how = how
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _SumRows.apply(gradient, *ctx.how), None, None, None, None, None
+
+
+class _SumRows(Recorded):
+    """Sums each row with several holders over them; its backward is `SumSharedRows`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        group: RankGroup,
+        dim: int,
+        positions: tuple[int, ...],
+        places: tuple[int, ...],
+        count: int,
+    ) -> torch.Tensor:
+        ctx.how = group, dim, positions, places, count
+        shape = list(x.shape)
+        shape[dim] = count
+        parts, summed = x.new_zeros(shape), x.clone()
+        copy_rows(parts, places, x, positions, dim)
+        copy_rows(summed, positions, all_reduce(parts, group), places, dim)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return SumSharedRows.apply(gradient, *ctx.how), None, None, None, None, None

@@ -13,10 +13,6 @@ tensor. "While code of the model runs" is one flag per model, set by every modul
 The local tensor is a differentiable view: its gradient becomes the DTensor's gradient, all-reduced first where every
 rank computes a partial one (`ParameterRule.gradient`).
 
-A forward that a library sets on a model (a fused head: log-probabilities without logits) may read weights of modules
-that it does not call. No hooks of the plan run there, and each rank computes the same: it reads full tensors, and each
-rank keeps its rows of the gradient.
-
 A DTensor on more than one mesh dim is FSDP2's sharded parameter between uses. No forward may compute with it, and FSDP2
 reads it through the attribute: it is returned unchanged.
 """
@@ -24,11 +20,10 @@ reads it through the attribute: it is returned unchanged.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -40,7 +35,6 @@ from autoplan.execute.collectives import (
     RankGroup,
     Recorded,
     all_reduce,
-    copy_rows,
     copy_to_ranks,
     gather_over_ranks,
     part_of_sum,
@@ -48,7 +42,16 @@ from autoplan.execute.collectives import (
 )
 from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
 from autoplan.execute.hooks.unseen import SHAPE_ERRORS, refuse_transforms, unseen_path
-from autoplan.execute.parameters.held import NOTHING, Held, is_local_of, part_of_whole, record_of, summed_together
+from autoplan.execute.parameters.held import (
+    NOTHING,
+    Held,
+    SumSharedRows,
+    is_local_of,
+    part_of_whole,
+    record_of,
+    summed_together,
+)
+from autoplan.execute.parameters.new_forward import has_new_forward, is_read_by_a_new_forward
 from autoplan.execute.parameters.state_dict import gathered, local_piece
 from autoplan.patches.classes import subclass_of
 
@@ -85,7 +88,7 @@ def _held_view(parameter: Any, held: Held | None) -> Any:
             local = copy_to_ranks(local, held.group)
         elif held.shared.count:
             shared = held.shared
-            local = _SumSharedRows.apply(local, held.group, held.dim, shared.positions, shared.places, shared.count)
+            local = SumSharedRows.apply(local, held.group, held.dim, shared.positions, shared.places, shared.count)
     return local
 
 
@@ -118,41 +121,6 @@ class _WholeOfUnit(Recorded):
         return DTensor(piece.contiguous(), spec, requires_grad=False), None
 
 
-_CALLED = nn.Module._call_impl.__code__
-
-
-def _has_new_forward(module: nn.Module, depth: int = 3) -> bool:
-    """Return whether a library set a forward on a module, or on a model inside of it (which adapters wrap)."""
-    if "forward" in vars(module):
-        return True
-    return depth > 0 and any(_has_new_forward(one, depth - 1) for one in module._modules.values() if one is not None)
-
-
-def _is_read_by_a_new_forward(module: nn.Module) -> bool:
-    """Return whether a forward that was set on another module, not that of its class, reads this module."""
-    frame: Any = sys._getframe(2)
-    if frame.f_locals.get("self") is module:
-        return False
-    passed: set[CodeType | None] = set()
-    while frame.f_code is not _CALLED:
-        passed.add(frame.f_code)
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    caller = frame.f_locals["self"]
-    if caller is module or "forward" not in vars(caller):
-        return False
-    new, cls = vars(caller)["forward"], caller.__class__
-    running = getattr(getattr(new, "__func__", new), "__code__", None)  # hooks of the caller read parameters, too
-    return running in passed and _code_of_forward(cls) not in passed
-
-
-@cache
-def _code_of_forward(cls: Any) -> CodeType | None:
-    code: CodeType | None = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    return code
-
-
 def _local(parameter: DTensor) -> torch.Tensor:
     """Return `to_local()`, without the search for the gradient's placements: they are those of its parameter."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -183,45 +151,6 @@ class _ToLocal(Recorded):
         return DTensor(gradient, spec, requires_grad=False)
 
 
-class _SumSharedRows(Recorded):
-    """Identity; the gradient of each row with several holders is summed over them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *how: Any) -> torch.Tensor:
-        ctx.how = how
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _SumRows.apply(gradient, *ctx.how), None, None, None, None, None
-
-
-class _SumRows(Recorded):
-    """Sums each row with several holders over them; its backward is `_SumSharedRows`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        group: RankGroup,
-        dim: int,
-        positions: tuple[int, ...],
-        places: tuple[int, ...],
-        count: int,
-    ) -> torch.Tensor:
-        ctx.how = group, dim, positions, places, count
-        shape = list(x.shape)
-        shape[dim] = count
-        parts, summed = x.new_zeros(shape), x.clone()
-        copy_rows(parts, places, x, positions, dim)
-        copy_rows(summed, positions, all_reduce(parts, group), places, dim)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _SumSharedRows.apply(gradient, *ctx.how), None, None, None, None, None
-
-
 @contextmanager
 def reading_locally(model: nn.Module) -> Iterator[None]:
     """Read a model's parameters as local tensors in the block, for methods besides forward (`get_image_features`)."""
@@ -249,7 +178,6 @@ def view_class(cls: Any, names: tuple[str, ...]) -> type:
     }
     # Public methods whose code reads one of the parameters (`get_image_features`) compute with local tensors too when
     # they are called from outside.
-    methods: dict[str, Any] = {}
     for name in dir(cls):
         method: Any = getattr(cls, name, None)
         if not isinstance(method, FunctionType) or hasattr(nn.Module, name) or name.startswith("_"):
@@ -257,8 +185,7 @@ def view_class(cls: Any, names: tuple[str, ...]) -> type:
         if len(inspect.signature(method).parameters) > 1:
             code = getattr(inspect.unwrap(method), "__code__", None)
             if code is not None and not set(names).isdisjoint(code.co_names):
-                methods[name] = _reading_method(name, method)
-    namespace.update(methods)
+                namespace[name] = _reading_method(name, method)
     namespace.update((name, _parameter_property(name, getattr(cls, name, None))) for name in names)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _flat_weights_property()
@@ -280,7 +207,7 @@ def _reading_call(cls: type) -> Callable[..., Any]:
             return base(self, *args, **kwargs)
         refuse_transforms(self)
         guard = None if torch.compiler.is_compiling() else reading.guard
-        reading.new_forward = not torch.compiler.is_compiling() and _has_new_forward(self)
+        reading.new_forward = not torch.compiler.is_compiling() and has_new_forward(self)
         reading.inside = True
         reading.summed = summed_together(self, _held_view) if reading.summing else {}
         try:
@@ -392,7 +319,7 @@ def _parameter_property(name: str, computed: Any = None) -> property:
         if isinstance(computed, property) and computed.fget is not None:
             return computed.fget(self)
         held = record.parameters.get(name)
-        if record.reading.new_forward and not torch.compiler.is_compiling() and _is_read_by_a_new_forward(self):
+        if record.reading.new_forward and not torch.compiler.is_compiling() and is_read_by_a_new_forward(self):
             return whole_view(parameters[name], held)
         if not torch._C._is_torch_function_mode_enabled():
             return local_view(parameters[name], held, record.reading.summed)

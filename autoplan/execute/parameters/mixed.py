@@ -87,7 +87,7 @@ def _with_parameters(op: Any, owners: list[nn.Module], args: Any, kwargs: Any) -
 
 def _parameter_of(x: torch.Tensor, owners: list[nn.Module]) -> torch.Tensor | None:
     """Return the parameter whose local tensor this is."""
-    return next((one.detach() for one in _parameters(owners) if is_local_of(x, one)), None)
+    return next((parameter.detach() for parameter in _parameters(owners) if is_local_of(x, parameter)), None)
 
 
 def _parameters(owners: list[nn.Module]) -> Iterator[DTensor]:

@@ -142,7 +142,7 @@ def assign_data(parameter: DTensor, value: Any) -> bool:
 
 def _modules_with(parameter: DTensor) -> list[nn.Module]:
     """Return the modules of sharded models that hold a parameter now."""
-    return [module for module in marked_modules() if any(one is parameter for one in module._parameters.values())]
+    return [module for module in marked_modules() if any(own is parameter for own in module._parameters.values())]
 
 
 def _refuse(parameter: DTensor, value: Any, held: Held, why: str) -> None:

@@ -149,7 +149,7 @@ def total(plain: Callable[..., Any], x: DTensor, *args: Any, **kwargs: Any) -> A
     if torch.compiler.is_compiling() or x.is_meta:
         return plain(x, *args, **kwargs)
     if any(placed.is_partial() for placed in x.placements):  # DTensor adds up norms of shards like sums
-        x = x.redistribute(placements=[Replicate() if one.is_partial() else one for one in x.placements])
+        x = x.redistribute(placements=[Replicate() if placed.is_partial() else placed for placed in x.placements])
     result = plain(x, *args, **kwargs)
     penalty = type(x) is DTensor and isinstance(result, DTensor) and result.requires_grad and result.dim() == 0
     if not penalty or not any(_lies_on(x, module) for module in list(_marked)):

@@ -24,7 +24,7 @@ Dims = Mapping[str, int]
 Work = Callable[[int, str], None]
 _NUMBERS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Div: lambda one, other: -(-one // other),
+    ast.Div: lambda left, other: -(-left // other),
 }  # fmt: skip
 
 
@@ -66,9 +66,9 @@ class KernelFile:
 
     def run(self, named: dict[str, Any], dims: dict[str, int], work: Work | None) -> Any:
         tensors = [name for name, form in self.arguments.items() if isinstance(form, str) and form]
-        given = tuple(name for name, value in named.items() if value is not None and value is not False)
+        passed = tuple(name for name, value in named.items() if value is not None and value is not False)
         values = (named.get(name) for name in tensors)
-        out = _Kernel.apply(self, dims, given, work, *values)
+        out = _Kernel.apply(self, dims, passed, work, *values)
         out = out if isinstance(out, tuple) else (out,)
         return (*out, None)[:2] if self.pair else out[0] if len(out) == 1 else out
 
@@ -80,7 +80,7 @@ class _Kernel(torch.autograd.Function):
     """Makes, keeps and lets go what the kernel does; computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: KernelFile, dims: Dims, given: tuple[str, ...], work: Work | None,
+    def forward(ctx: Any, kernel: KernelFile, dims: Dims, passed: tuple[str, ...], work: Work | None,
                 *values: Any) -> Any:  # fmt: skip
         names = [name for name, form in kernel.arguments.items() if isinstance(form, str) and form]
         here = {n: _copied(kernel.copied, v) for n, v in zip(names, values, strict=True) if v is not None}
@@ -92,8 +92,8 @@ class _Kernel(torch.autograd.Function):
             return first.new_empty(shape, dtype=_dtype(dtype.strip(), here))
 
         for name, text in kernel.makes.items():
-            form, _, asked = text.partition(" if ")
-            if not asked or asked in given:
+            form, _, condition = text.partition(" if ")
+            if not condition or condition in passed:
                 here[name] = empty(form)
         for moment in kernel.forward:
             _held(map(empty, moment))
@@ -109,21 +109,21 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         _, kernel = ctx.saved_tensors, ctx.kernel
-        first = next(one for one in gradients if one is not None)
+        first = next(gradient for gradient in gradients if gradient is not None)
 
         def empty(text: str) -> torch.Tensor:
             sizes, _, dtype = text.partition(":")
             shape = tuple(_number(size, ctx.dims) for size in sizes.split())
             return first.new_empty(shape, dtype=ctx.dtypes.get(dtype.strip()) or _dtype(dtype.strip(), {}))
 
-        made = []
+        results = []
         for like, needed in zip(ctx.like, ctx.needs_input_grad[4:], strict=True):
-            made.append(first.new_empty(like[0], dtype=like[1]) if needed and like is not None else None)
+            results.append(first.new_empty(like[0], dtype=like[1]) if needed and like is not None else None)
         for moment in kernel.backward:
             _held(map(empty, moment))
         if ctx.work is not None:
             ctx.work(int(kernel.again * kernel.operations(ctx.dims)), str(first.dtype).removeprefix("torch."))
-        return (None, None, None, None, *made)
+        return (None, None, None, None, *results)
 
 
 def _held(tensors: Iterable[torch.Tensor]) -> None:
@@ -183,7 +183,7 @@ def kernel_files() -> Mapping[tuple[str, str], KernelFile]:
 def _read(folders: tuple[Path, ...]) -> Mapping[tuple[str, str], KernelFile]:
     paths = [path for folder in reversed(folders) for path in sorted((folder / "kernels").glob("*.toml"))]
     kernels = map(_of_file, paths)
-    return {(one.package, one.kernel): one for one in kernels}
+    return {(kernel.package, kernel.kernel): kernel for kernel in kernels}
 
 
 def _of_file(path: Path) -> KernelFile:

@@ -94,8 +94,8 @@ def _fused(
     scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor | None:  # fmt: skip
     """None where the op of a CPU keeps what that of a GPU keeps."""
-    given = [one for one in (query, key, value, attn_mask) if one is not None]
-    if any(isinstance(one, DTensor) or one.dim() != 4 for one in given) or not (query.is_meta or is_fake(query)):
+    tensors = [one for one in (query, key, value, attn_mask) if one is not None]
+    if any(isinstance(one, DTensor) or one.dim() != 4 for one in tensors) or not (query.is_meta or is_fake(query)):
         return None  # a step that runs for real
     alike, shared = query.shape[-1] == value.shape[-1], query.shape[1] != key.shape[1]
     if attn_mask is not None and attn_mask.stride(-1) != 1 and attn_mask.shape[-1] != 1:
@@ -157,9 +157,9 @@ def kernels_of_a_gpu(
 ) -> Iterator[set[str]]:
     """Record a GPU's kernels for what `model` runs; gives the libraries of those met. `work` is told operations and
     dtype."""
-    known = kernel_files()
-    there = ((one, known.get((one.package, one.function))) for one in optional_kernels(model))
-    places = [Place(one.home, one.name, _stand_in(one, kernel)) for one, kernel in there if kernel is not None]
+    files = kernel_files()
+    there = ((place, files.get((place.package, place.function))) for place in optional_kernels(model))
+    places = [Place(place.home, place.name, _stand_in(place, kernel)) for place, kernel in there if kernel is not None]
     mine = _Recording(whole, work)
     token = _recording.set(mine)
     try:
@@ -169,15 +169,15 @@ def kernels_of_a_gpu(
         _recording.reset(token)
 
 
-def _stand_in(one: OptionalKernel, kernel: KernelFile) -> Callable[[Any], Any]:
+def _stand_in(optional: OptionalKernel, kernel: KernelFile) -> Callable[[Any], Any]:
     def instead_of(original: Any) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
             mine = _recording.get()
-            found = kernel.bound(args, kwargs) if mine is not None and (mine.whole or not kernel.of_layers) else None
-            if mine is None or found is None or not _without_storage(found[0].values()):
+            bound = kernel.bound(args, kwargs) if mine is not None and (mine.whole or not kernel.of_layers) else None
+            if mine is None or bound is None or not _without_storage(bound[0].values()):
                 return original(*args, **kwargs)
             mine.used.add(kernel.package)
-            return kernel.run(*found, mine.work)
+            return kernel.run(*bound, mine.work)
 
         return called
 
@@ -186,7 +186,7 @@ def _stand_in(one: OptionalKernel, kernel: KernelFile) -> Callable[[Any], Any]:
 
 def _without_storage(values: Any) -> bool:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return bool(tensors) and all(is_fake(one) and not isinstance(one, DTensor) for one in tensors)
+    return bool(tensors) and all(is_fake(tensor) and not isinstance(tensor, DTensor) for tensor in tensors)
 
 
 def grouped_in_bfloat16(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,8 +194,8 @@ def grouped_in_bfloat16(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if func is not _ATEN._grouped_mm.default or args[0].dtype == torch.bfloat16:
         return None
     dtype = args[0].dtype
-    narrow = [one.to(torch.bfloat16) if isinstance(one, torch.Tensor) and one.is_floating_point() else one
-              for one in args]  # fmt: skip
+    narrow = [arg.to(torch.bfloat16) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg
+              for arg in args]  # fmt: skip
     return func(*narrow, **kwargs).to(dtype)
 
 
@@ -217,10 +217,10 @@ def held_meanwhile(func: Any, args: tuple[Any, ...]) -> int:
 
 def _grouped(args: Any, kwargs: Any, result: Any) -> int:
     """Rows of each expert times its matrix: every row is multiplied once."""
-    one, other = args[0], args[1]
-    if one.dim() == other.dim() == 2:  # the gradient of the matrices
-        return 2 * prod(one.shape) * int(other.shape[-1])
-    rows, matrix = (one, other) if one.dim() == 2 else (other, one)
+    left, other = args[0], args[1]
+    if left.dim() == other.dim() == 2:  # the gradient of the matrices
+        return 2 * prod(left.shape) * int(other.shape[-1])
+    rows, matrix = (left, other) if left.dim() == 2 else (other, left)
     return 2 * prod(rows.shape) * int(matrix.shape[-1])
 
 
@@ -245,15 +245,15 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     name = func._schema.name.partition("::")[2]
     if is_attention(func):  # torch's count all scores of causal ones; those of 2.11 know no fewer key heads
         # Two products of the forward; of backward the scores again, and two for either product
-        given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
-        query, key, value = given["query"], given["key"], given["value"]
+        arguments = dict(zip((parameter.name for parameter in func._schema.arguments), args, strict=False)) | kwargs
+        query, key, value = arguments["query"], arguments["key"], arguments["value"]
         wide, narrow = (3, 2) if func.overloadpacket.__name__.endswith("_backward") else (1, 1)
         scores = prod(query.shape[:-1]) * key.shape[-2]
         flops = 2 * scores * (wide * query.shape[-1] + narrow * value.shape[-1])
-        return int(flops) // (2 if given.get("is_causal") else 1)
-    known = flop_registry.get(func.overloadpacket)
-    if known is not None:
+        return int(flops) // (2 if arguments.get("is_causal") else 1)
+    formula = flop_registry.get(func.overloadpacket)
+    if formula is not None:
         with torch.utils._python_dispatch._disable_current_modes():
-            return int(known(*args, **kwargs, out_val=result))
+            return int(formula(*args, **kwargs, out_val=result))
     more = _MORE.get(name)
     return 0 if more is None else more(args, kwargs, result)

@@ -203,28 +203,28 @@ class _Watching(TorchDispatchMode):
             result = func(*args, **kwargs)
         log, space = self.log, func.namespace
         collective = space in _COLLECTIVES
-        made = [one for one in tensors_within(result) if not _about_shapes(one)]
+        results = [one for one in tensors_within(result) if not _about_shapes(one)]
         if collective:
-            self._message(func, args, kwargs, made)
-        for tensor in made:
+            self._message(func, args, kwargs, results)
+        for tensor in results:
             log.made(tensor, collective)
         log.held(held_meanwhile(func, args))
-        if not collective and not func.is_view and made:
-            given = list(tensors_within((args, kwargs)))
-            moved = sum(t.numel() * t.element_size() for t in (*given, *made))
-            dtype = str(made[0].dtype).removeprefix("torch.")
+        if not collective and not func.is_view and results:
+            inputs = list(tensors_within((args, kwargs)))
+            moved = sum(t.numel() * t.element_size() for t in (*inputs, *results))
+            dtype = str(results[0].dtype).removeprefix("torch.")
             dtype = ATTENTION + dtype if is_attention(func) else dtype
             flops = flops_of(func, args, kwargs, result)
             log.items.append(Worked(flops, moved, dtype, log.modules[-1], layer_of(func, result) if flops else ""))
         return result
 
-    def _message(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
+    def _message(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
         kind = _SENDS.get(func._schema.name.partition("::")[2])
         if kind is None:
             return
-        given = list(tensors_within((args, kwargs)))
-        sent = given[-1] if len(given) > 1 else given[0]
-        out = made[0] if made else given[0]
+        inputs = list(tensors_within((args, kwargs)))
+        sent = inputs[-1] if len(inputs) > 1 else inputs[0]
+        out = results[0] if results else inputs[0]
         names = (_group_name(value) for value in (*args, *kwargs.values()))
         group = next((name for name in names if name in self.groups), "")
         size = (sent.numel() * sent.element_size(), out.numel() * out.element_size())
@@ -293,7 +293,7 @@ class _Follower:
                 tensor.register_hook(reached)
 
     def _write(self, makers: list[Maker], when: str, phase: str) -> None:
-        self.log.items += [made(when, phase) for made in makers]
+        self.log.items += [maker(when, phase) for maker in makers]
 
 
 def _put(value: Any, others: Mapping[int, torch.Tensor]) -> Any:

@@ -134,9 +134,9 @@ class Program:
 
 
 def program_of(tape: Tape) -> Program:
-    sizes = np.array([one.bytes for one in tape.storages], dtype=np.int64)
-    kinds = np.array([KINDS.index(one.kind) for one in tape.storages], dtype=np.int64)
-    lasts = [one.lasts for one in tape.storages]
+    sizes = np.array([storage.bytes for storage in tape.storages], dtype=np.int64)
+    kinds = np.array([KINDS.index(storage.kind) for storage in tape.storages], dtype=np.int64)
+    lasts = [storage.lasts for storage in tape.storages]
     forward = tuple(_steps(tape.items[: tape.end_of_forward], sizes, kinds, lasts))
     backward = tuple(_steps(tape.items[tape.end_of_forward :], sizes, kinds, lasts))
     return Program((*forward, *backward), len(forward))

@@ -102,10 +102,10 @@ def _gives_up(change: Change, repair: Repair) -> bool:
 def _reason(findings: Iterable[Finding], change: Change) -> Finding | None:
     """The finding that says why this row is wrong."""
     about = [f for f in findings if f.level == "error" and not f.is_consequence and _is_about(f, change)]
-    known = [finding for finding in about if finding.check in _SURE]
+    sure = [finding for finding in about if finding.check in _SURE]
     if change.key is None:  # a row that is missing: what holds its neighbours against it is about them
-        known = [finding for finding in known if finding.check in ("gradients", "experts")]
-    return min(known, key=lambda finding: _SURE.index(finding.check), default=None)
+        sure = [finding for finding in sure if finding.check in ("gradients", "experts")]
+    return min(sure, key=lambda finding: _SURE.index(finding.check), default=None)
 
 
 def _is_about(finding: Finding, change: Change) -> bool:
@@ -233,7 +233,7 @@ def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
             apart[name] = Difference(f"the plan shards it as {says}, but the model requires {must}", fix)
     for name in subject.modules:
         done, needed = (
-            Counter(_row(one) for one in p.runtime.instructions if matches(one.pattern, name)) for p in (plan, other)
+            Counter(_row(row) for row in p.runtime.instructions if matches(row.pattern, name)) for p in (plan, other)
         )
         extra, missing = sorted((done - needed).elements()), sorted((needed - done).elements())
         if (extra or missing) and name not in by_entry:
@@ -263,8 +263,8 @@ def with_differences(subject: Audited, findings: Sequence[Finding], other: Plan)
         groups.setdefault(difference, []).append(name)
     causes = []
     for difference, names in groups.items():
-        known = [name for name in names if name in subject.modules or name in subject.parameters]
-        places, proof = subject.patterns(known) or tuple(names), subject.proof(names)
+        existing = [name for name in names if name in subject.modules or name in subject.parameters]
+        places, proof = subject.patterns(existing) or tuple(names), subject.proof(names)
         causes.append(
             Finding("runtime", "error", few(places), difference.text, difference.fix, 0, proof, places=places)
         )

@@ -261,20 +261,20 @@ def _keywords(clone: Any, containers: Iterable[str]) -> dict[str, str]:
 
     from autoplan.capture.copies import copied
 
-    found = dict.fromkeys(containers, "")
+    keywords = dict.fromkeys(containers, "")
     model = copied(clone.model)
 
     def look(name: str, module: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        given = (key for key, value in kwargs.items() if isinstance(value, torch.Tensor) and value.dim() == 3)
-        found[name] = "" if args else next(given, "")
+        streams = (key for key, value in kwargs.items() if isinstance(value, torch.Tensor) and value.dim() == 3)
+        keywords[name] = "" if args else next(streams, "")
 
     for name, module in model.named_modules():
-        if starred(name) in found:
+        if starred(name) in keywords:
             module.register_forward_pre_hook(partial(look, starred(name)), with_kwargs=True)
     with torch.no_grad():
         for feed in clone.feeds.values():
             model(**feed)
-    return found
+    return keywords
 
 
 def _is_norm(style: Any) -> bool:

@@ -43,8 +43,8 @@ class Dialect:
         """Equal for values that say the same."""
         return value
 
-    def same(self, one: Any, other: Any) -> bool:
-        return bool(self.key_of(one) == self.key_of(other))
+    def same(self, value: Any, other: Any) -> bool:
+        return bool(self.key_of(value) == self.key_of(other))
 
     def text(self, value: Any) -> str:
         """A value as a reader of the dialect writes it."""
@@ -77,7 +77,7 @@ class Torch(Dialect):
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-        made = {
+        make = {
             "colwise": ColwiseParallel,
             "rowwise": RowwiseParallel,
             "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
@@ -86,7 +86,7 @@ class Torch(Dialect):
             # The norm of (batch, sequence, heads, head dim) on a rank's heads: its weight's gradient is summed.
             "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
         }.get(style)
-        return None if made is None else made()
+        return None if make is None else make()
 
     def key_of(self, value: Any) -> Any:
         return value if value is None or isinstance(value, str) else (type(value), self.text(value))
@@ -100,20 +100,20 @@ class Torch(Dialect):
             plain = vars(cls())
         except TypeError:  # it has arguments that must be given
             plain = {}
-        given = []
-        for name, held in vars(value).items():
-            if name.startswith("_") or (name in plain and repr(plain[name]) == repr(held)):
+        arguments = []
+        for name, option in vars(value).items():
+            if name.startswith("_") or (name in plain and repr(plain[name]) == repr(option)):
                 continue
             if name == "sequence_sharding":
-                given.append(f"sequence_dim={held[0].dim}")
+                arguments.append(f"sequence_dim={option[0].dim}")
                 continue
             if name in ("prepare_module_input", "prepare_module_output", "with_kwargs"):
                 continue
-            if isinstance(held, tuple) and len(held) == 1 and cls.__name__ not in LAYOUTS_ONLY:
-                held = held[0]
-            if held is not None and (name not in plain or repr(plain[name]) != repr(held)):
-                given.append(f"{name}={_layout_text(held)}")
-        return f"{cls.__name__}({', '.join(given)})"
+            if isinstance(option, tuple) and len(option) == 1 and cls.__name__ not in LAYOUTS_ONLY:
+                option = option[0]
+            if option is not None and (name not in plain or repr(plain[name]) != repr(option)):
+                arguments.append(f"{name}={_layout_text(option)}")
+        return f"{cls.__name__}({', '.join(arguments)})"
 
 
 LAYOUTS = ("Replicate", "Shard", "Partial")
@@ -243,7 +243,7 @@ def rows_of(subject: Audited, dialect: Dialect) -> tuple[PlanRow, ...]:
         ):
             if subject.plan.reaches(line, name):
                 reached[line.pattern].append(name)
-    return tuple(PlanRow(key, subject.plan.raw[key], tuple(found)) for key, found in reached.items())
+    return tuple(PlanRow(key, subject.plan.raw[key], tuple(modules)) for key, modules in reached.items())
 
 
 def patterns_of(subject: Audited, names: Sequence[str]) -> tuple[str, ...]:
@@ -273,9 +273,9 @@ def changed(rows: Iterable[PlanRow], changes: Iterable[Change], subject: Audited
                 key = row.key if not rest and len(common) == len(change.names) else None
                 new = [PlanRow(key, change.new, change.names)] if key is not None else _new(change)
                 done = True
-            kept = [PlanRow(p, row.value, tuple(n for n in rest if starred(n) == starred(p) and _means(p, n)))
+            untouched = [PlanRow(p, row.value, tuple(n for n in rest if starred(n) == starred(p) and _means(p, n)))
                     for p in patterns_of(subject, rest)]  # fmt: skip
-            result[place : place + 1] = [*new, *kept]
+            result[place : place + 1] = [*new, *untouched]
         if not done and change.new is not None:
             result += _new(change)
     return tuple(result)
@@ -379,10 +379,10 @@ def _module(plan: Mapping[str, Any], title: str, has_objects: bool) -> str:
     lines = [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(imports.items())]
     rows = [f"    {key!r}: {text}," for key, text in texts.items()]
     code = "\n".join([*lines, "", "PLAN = {", *rows, "}", ""])
-    made: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     try:
-        exec(code, made)
-        same = all(repr(dialect.key_of(made["PLAN"][key])) == repr(dialect.key_of(plan[key])) for key in plan)
+        exec(code, namespace)
+        same = all(repr(dialect.key_of(namespace["PLAN"][key])) == repr(dialect.key_of(plan[key])) for key in plan)
     except Exception as error:  # a class that no import reaches, or that takes other arguments
         raise AutoplanError(f"a style cannot be written as Python: {error}", hint="correct the rows by hand") from error
     if not same:

@@ -74,10 +74,10 @@ class Trials:
             return (Finding("numbers", "error", "", f"not run: {run.reason}"),)
         extra = {**self.subject.extra, "thawed": run.thawed}
         subject = replace(self.subject, plan=plan, numbers=run.numbers, ran_at_full_size=run.full_size, extra=extra)
-        found: list[Finding] = []
+        findings: list[Finding] = []
         for check in CHECKS:
-            found += check.run(subject, tuple(found))
-        return tuple(found)
+            findings += check.run(subject, tuple(findings))
+        return tuple(findings)
 
 
 @dataclass(frozen=True)
@@ -158,23 +158,23 @@ def _variants(
 
     Most blocks come first; "" stands for what is in no block.
     """
-    said = {name: row.value for row in rows for name in row.names}
-    spoken = {starred(name) for name in said}
+    values_of = {name: row.value for row in rows for name in row.names}
+    spoken = {starred(name) for name in values_of}
     values: dict[str, dict[str, Any]] = {}  # by starred name, then by block
     for name in [*subject.modules, *subject.parameters]:
         if starred(name) in spoken:
-            values.setdefault(starred(name), {})[block_of(name)] = said.get(name)
+            values.setdefault(starred(name), {})[block_of(name)] = values_of.get(name)
 
     def says(block: str) -> dict[str, Any]:
         """What a block says of its stack. Another block speaks for a module that it lacks."""
         of_stack = {name: at for name, at in values.items() if starred(next(iter(at))) == starred(block)}
-        found = {name: at.get(block, next(iter(at.values()))) for name, at in of_stack.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        of_block = {name: at.get(block, next(iter(at.values()))) for name, at in of_stack.items()}
+        return {name: value for name, value in of_block.items() if value is not None}
 
     stacks: dict[str, dict[str, list[str]]] = {}
     for block in dict.fromkeys(block for at in values.values() for block in at if block):
-        told = repr(sorted((name, repr(dialect.key_of(value))) for name, value in says(block).items()))
-        stacks.setdefault(starred(block), {}).setdefault(told, []).append(block)
+        text = repr(sorted((name, repr(dialect.key_of(value))) for name, value in says(block).items()))
+        stacks.setdefault(starred(block), {}).setdefault(text, []).append(block)
     kinds = [sorted(groups.values(), key=len, reverse=True) for groups in stacks.values()]
     variants = []
     for number in range(max(map(len, kinds), default=1)):
@@ -204,19 +204,19 @@ def _least(part: Part, trials: Trials, trusting: bool) -> tuple[Change, ...] | N
             break
     if best is None:
         return None
-    known = {**trials.subject.modules, **trials.subject.parameters}
+    by_name = {**trials.subject.modules, **trials.subject.parameters}
     changes = []
     for name, value in best:
-        meant = tuple(full for full in part.names(name) if full in known)
+        meant = tuple(full for full in part.names(name) if full in by_name)
         if part.blocks:
-            meant = tuple(full for full in known if starred(full) == name and block_of(full) in part.blocks)
+            meant = tuple(full for full in by_name if starred(full) == name and block_of(full) in part.blocks)
             if not meant:  # another variant of its stack says the same
                 continue
         elif part.container == "" and part.places == ("",):
-            meant = tuple(full for full in known if starred(full) == name)
+            meant = tuple(full for full in by_name if starred(full) == name)
         patterns = patterns_of(trials.subject, meant)
         changes.append(Change(meant, patterns, says.get(name), value, obstacle=part.obstacle))
-    order = {name: place for place, name in enumerate(known)}
+    order = {name: place for place, name in enumerate(by_name)}
     return tuple(sorted(changes, key=lambda change: order[change.names[0]]))
 
 
@@ -241,8 +241,8 @@ def _as_written(changes: Iterable[Change], rows: Sequence[PlanRow], trials: Tria
     for change in changes:
         key = next((row.key for row in rows if row.key == effective_key(subject, dialect, change.names[0])), None)
         misses = _written_for(change, dead, subject) if key is None else None
-        known = replace(change, key=key, renames=misses)
-        result.append(replace(known, covered=covered_by(rows, known, subject, dialect)))
+        placed = replace(change, key=key, renames=misses)
+        result.append(replace(placed, covered=covered_by(rows, placed, subject, dialect)))
     return tuple(result)
 
 
