@@ -8,7 +8,7 @@ import pytest
 
 import autoplan
 from autoplan.check.verify.clone import Clone, clone_of
-from autoplan.check.verify.compare import measure_rounding
+from autoplan.check.verify.rounding import measure_rounding
 from autoplan.check.verify.verify import verify_clone
 from autoplan.common.errors import AutoplanError
 from autoplan.hf.source import resolve

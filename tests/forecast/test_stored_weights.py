@@ -111,7 +111,8 @@ def test_a_dtype_that_nothing_is_computed_in_is_an_error(tmp_path: Path) -> None
 
 def test_the_dtype_of_weights_is_not_that_of_adapters() -> None:
     """Of rank 4,096 these have more bytes than what they adapt."""
-    found = autoplan.estimate(llama(dtype=torch.bfloat16), mesh="tp=1", sequence=64, train="lora", lora_rank=4096)
+    config, lora = llama(dtype=torch.bfloat16), {"lora_rank": 4096, "lora_targets": ("q_proj", "v_proj")}
+    found = autoplan.estimate(config, mesh="tp=1", sequence=64, train="lora", **lora)
     assert (found.dtype, found.dtype_origin) == ("bfloat16", "from the config")
 
 

@@ -246,9 +246,10 @@ def test_parameters_in_column_order_are_sharded() -> None:
         return Turned().double()
 
     x = torch.ones(2, 16, dtype=torch.float64)
+    plan = autoplan.plan(made(), tp_size=2)
 
     def rank_body(rank: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        model = autoplan.parallelize(made(), mesh_of(dp=2, tp=2), autoplan.plan(made(), tp_size=2))
+        model = autoplan.parallelize(made(), mesh_of(dp=2, tp=2), plan)
         output = model(x)
         output.sum().backward()
         return output.detach(), autoplan.full_tensors(model, grads=True)
