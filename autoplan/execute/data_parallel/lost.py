@@ -44,9 +44,9 @@ def watch_lost(model: nn.Module, units: Iterable[tuple[str, nn.Module]], ignored
             for key, parameter in module._parameters.items()
             if parameter is not None and parameter not in ignored
         ]
-        for path, _, _, parameter in watched:
-            number = id(parameter)
-            _names[number] = weakref.ref(parameter, partial(_forget, number)), path
+        for path, module, _, parameter in watched:
+            _names[id(parameter)] = path
+            weakref.finalize(module, _names.pop, id(parameter), None)  # `to_empty` refuses parameters with a weakref
         if watched:
             watch = _Watch(watched)
             unit.register_forward_pre_hook(watch.begin)
@@ -54,18 +54,14 @@ def watch_lost(model: nn.Module, units: Iterable[tuple[str, nn.Module]], ignored
     told_of_inputs(_refuse_inputs).until_gone(model)
 
 
-_names: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}  # of parameters that FSDP2 shards, by id
-
-
-def _forget(number: int, _: weakref.ref[nn.Parameter]) -> None:
-    _names.pop(number, None)
+_names: dict[int, str] = {}  # of parameters that FSDP2 shards, by id
 
 
 def _refuse_inputs(inputs: list[Any]) -> None:
     """Refuse gradients that are asked for by parameters: the graph holds what was gathered."""
     for x in inputs:
-        parameter, name = _names.get(id(x), (None, ""))
-        if parameter is not None and parameter() is x:
+        name = _names.get(id(x), "") if isinstance(x, nn.Parameter) and isinstance(x, DTensor) else ""
+        if name:
             raise AutoplanError(
                 f"a gradient is asked for by the parameter {name}, which FSDP2 shards: the graph holds gathered copies",
                 hint="call backward() without inputs= and read .grad; or leave dp_shard out of the mesh",
@@ -145,7 +141,7 @@ def list_sharded(model: nn.Module) -> None:
         vars(module)["named_parameters"] = partial(gathered.named_parameters, module)
         record = record_of(module)
         if record is not None:
-            record.reading.as_sharded = gathered.as_sharded
+            record.reading.gathered = gathered
         if module._parameters:
             handle = module.register_load_state_dict_pre_hook(gathered.before_load)
             module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)  # before what reads the placements

@@ -171,14 +171,14 @@ class Reading:
     """The reading state of one model: whether its code is running (`inside`), so that parameters read as local tensors.
     `guard`: is notified of each outermost call of a module (a `PathGuard`). `new_forward`: whether a library replaced
     the forward of the called module. `summed`: by id, parameters whose gradients are summed together at the end.
-    `as_sharded`: returns the parameter that FSDP2 shards for one that it has gathered."""
+    `gathered`: what FSDP2 left gathered after a forward, with the parameters that it shards (data_parallel/lost.py)."""
 
     inside: bool = False
     guard: Any = None
     new_forward: bool = False
     summing: bool = False  # whether any gradients are summed so
     summed: dict[int, torch.Tensor] = field(default_factory=dict)
-    as_sharded: Callable[[Any], Any] | None = None
+    gathered: Any = None
 
 
 @dataclass

@@ -314,8 +314,8 @@ def _parameter_property(name: str, computed: Any = None) -> property:
                 )
             return parameters[name]
         if not record.reading.inside:
-            as_sharded = record.reading.as_sharded
-            return parameters[name] if as_sharded is None else as_sharded(parameters[name])
+            gathered = record.reading.gathered
+            return parameters[name] if gathered is None else gathered.as_sharded(parameters[name])
         if isinstance(computed, property) and computed.fget is not None:
             return computed.fget(self)
         held = record.parameters.get(name)

@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.execute.collectives import index_of, like
-from autoplan.execute.parameters.held import Held, Mark, held_by, held_parameters, mark_of
+from autoplan.execute.parameters.held import Held, Mark, held_by, held_parameters, mark_of, record_of
 from autoplan.execute.parameters.mixed import in_place, mixed, ordered
 from autoplan.execute.parameters.picked import (
     draw,
@@ -130,6 +130,8 @@ def assign_data(parameter: DTensor, value: Any) -> bool:
         _refuse(parameter, value, held, "which has another shape")
     else:
         value = as_held(value, parameter, held)
+    if in_units:
+        _free_gathered(parameter)
     torch.Tensor.data.__set__(parameter, value.detach())
     parameter._local_tensor, parameter._spec = value._local_tensor.detach(), value._spec
     if in_units:
@@ -138,6 +140,15 @@ def assign_data(parameter: DTensor, value: Any) -> bool:
         for module in _modules_with(parameter):
             renew_units(module)
     return True
+
+
+def _free_gathered(parameter: DTensor) -> None:
+    """Free what FSDP2 left gathered in the place of a parameter after a forward: modules hold the parameter again."""
+    for module in marked_modules():
+        record = record_of(module)
+        gathered = record.reading.gathered if record is not None else None
+        if gathered is not None and any(gathered.as_sharded(own) is parameter for own in module._parameters.values()):
+            gathered.free()
 
 
 def _modules_with(parameter: DTensor) -> list[nn.Module]:
