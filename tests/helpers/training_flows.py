@@ -222,7 +222,8 @@ def pipeline(folder: Path) -> dict[str, float]:
     model = autoplan.parallelize(built(), mesh, Plan("gpt2", 1, layers=plan_of().layers))
     blocks = [model.get_submodule(name) for stack in plan_of().layers for name in stack.fqns]
     loss = loss_of(model, mine(mesh, "dp_shard"))
-    gathered = [not hasattr(next(block.parameters()), "placements") for block in blocks]
+    held = (next(p for part in block.modules() for p in part._parameters.values() if p is not None) for block in blocks)
+    gathered = [not hasattr(parameter, "placements") for parameter in held]
     loss.backward()
     wrong = 0.0 if all(gathered) else 1.0
     return {"freed blocks": wrong, "gradients": away(autoplan.full_tensors(model, grads=True), gradients_alone())}
