@@ -9,6 +9,7 @@ KNOWN: dict[str, str] = {
     "idioms/ScriptedModule@tp2": "a sound model is refused: no inputs are derived through code that torch.jit compiled",
     "lifecycle/CalledTwice@tp2": "a sound call is refused: its argument asks for a gradient, which no recorded one did",
     "measured/MultiGateExperts@tp2": "a sound call is refused: of its input, one dim more was derived than it is given",
+    "structures/Tree@tp2": "as MultiGateExperts",
     "conditioned/MixtureOfWeights@tp2": "a sound model is refused: three mixed weights are taken for units",
     "conditioned/MixtureOfWeights@tp4": "as at tp 2",
     "implicit/ContinuousDepth@tp2": "as conditioned/MixtureOfWeights",
