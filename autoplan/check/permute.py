@@ -26,7 +26,7 @@ from autoplan.axes.terms import Term, factors, find, leaves, segments
 from autoplan.capture.called import call
 from autoplan.capture.copies import copied
 from autoplan.capture.dry_run import own
-from autoplan.check.ranks.run import one_compute_thread
+from autoplan.check.ranks.common import one_compute_thread
 from autoplan.check.verify.compare import error_of, largest_of, tolerance_for
 from autoplan.check.verify.subject import tensors_in
 from autoplan.common.random_values import untouched_randomness, working_dtype

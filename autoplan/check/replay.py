@@ -21,7 +21,7 @@ import torch
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.model_ends import dim_of_result, gathered_product
 from autoplan.capture.recorder import Recording
-from autoplan.check.ranks.run import one_compute_thread
+from autoplan.check.ranks.common import one_compute_thread
 from autoplan.check.verify.compare import error_of
 from autoplan.common.nested import flatten_tensors
 from autoplan.ops import op_record

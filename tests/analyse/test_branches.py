@@ -15,7 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
-from autoplan.check.ranks.run import RankError, run_ranks
+from autoplan.check.ranks.common import RankError
+from autoplan.check.ranks.run import run_ranks
 from autoplan.common.errors import PlanMismatchError
 
 WIDTH = 16

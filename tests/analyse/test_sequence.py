@@ -10,7 +10,8 @@ from slow_cases import marked
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
-from autoplan.check.ranks.run import RankError, run_ranks
+from autoplan.check.ranks.common import RankError
+from autoplan.check.ranks.run import run_ranks
 from autoplan.common.errors import IndivisibleError
 from autoplan.hf.source import resolve
 from autoplan.values import AllGatherSequenceSumGradient, Boundary, NoteShard, ReduceScatterSequence, ScatterSequence

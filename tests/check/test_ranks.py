@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from autoplan.check.ranks import threads
-from autoplan.check.ranks.run import RankError, RankTimeout, count_collectives, run_processes, run_ranks
+from autoplan.check.ranks.common import RankError, RankTimeout
+from autoplan.check.ranks.run import count_collectives, run_processes, run_ranks
 from autoplan.common.errors import AutoplanError
 from autoplan.execute import random_streams
 

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers.integrations import hub_kernels
 
 import autoplan
-from autoplan.check.ranks.run import RankError, run_ranks
+from autoplan.check.ranks.common import RankError
+from autoplan.check.ranks.run import run_ranks
 from autoplan.execute.calls.function_mode import guard_kernels
 
 WIDTH = 16

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
 
 import autoplan
-from autoplan.check.ranks.run import RankError, run_ranks
+from autoplan.check.ranks.common import RankError
+from autoplan.check.ranks.run import run_ranks
 from autoplan.cli.app import app
 from autoplan.common.errors import AutoplanError
 from autoplan.common.requirements import TESTED, check_versions

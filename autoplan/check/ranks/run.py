@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
-from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread  # noqa: F401 - for its callers
 from autoplan.common.errors import AutoplanError
 
 Engine = Literal["threads", "gloo"]

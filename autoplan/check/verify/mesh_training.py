@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoplan.capture.called import calls_the_model
 from autoplan.capture.copies import copied
-from autoplan.check.ranks.run import Engine, RankError, RankTimeout, run_processes, run_ranks
+from autoplan.check.ranks.common import RankError, RankTimeout
+from autoplan.check.ranks.run import Engine, run_processes, run_ranks
 from autoplan.check.verify.checks import Check, judge
 from autoplan.check.verify.clone import MeshSizes
 from autoplan.check.verify.compare import tolerance_for

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoplan.capture.copies import copied
 from autoplan.capture.outside import refusing_outsiders, replacing
-from autoplan.check.ranks.common import Budget
-from autoplan.check.ranks.run import Engine, RankError, RankTimeout, run_processes, run_ranks
+from autoplan.check.ranks.common import Budget, RankError, RankTimeout
+from autoplan.check.ranks.run import Engine, run_processes, run_ranks
 from autoplan.check.verify.checks import CHECKS
 from autoplan.check.verify.subject import state_kept
 from autoplan.check.verify.traffic import measured_traffic

@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from autoplan.capture.called import call
 from autoplan.capture.copies import copied
 from autoplan.capture.dry_run import own
-from autoplan.check.ranks.run import Engine, one_compute_thread, run_processes, run_ranks
+from autoplan.check.ranks.common import one_compute_thread
+from autoplan.check.ranks.run import Engine, run_processes, run_ranks
 from autoplan.check.verify.on_ranks import mesh_of
 from autoplan.check.verify.subject import tensors_in
 from autoplan.common.conventions import conventions

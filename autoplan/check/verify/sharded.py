@@ -16,8 +16,8 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from autoplan.capture.copies import copied
-from autoplan.check.ranks.common import Budget
-from autoplan.check.ranks.run import Engine, one_compute_thread
+from autoplan.check.ranks.common import Budget, one_compute_thread
+from autoplan.check.ranks.run import Engine
 from autoplan.check.verify.checks import CHECKS, Check, judge, labels_for, takes_labels
 from autoplan.check.verify.compare import Tolerance, tolerance_for
 from autoplan.check.verify.on_ranks import CheckFailed, Job, Sharding, attentively, copy_of, observe_all, said

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autoplan.common.code.code_place import PYTHON, CodeFacts, facts_of, is_settled  # noqa: F401 - PYTHON for the guard
+from autoplan.common.code.code_place import CodeFacts, facts_of, is_settled
 from autoplan.common.code.forms import form_of, form_of_given, unlike, without_repeats
 from autoplan.values.plan import SeenCode
 

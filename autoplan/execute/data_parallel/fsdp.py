@@ -306,8 +306,8 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
     if places is not None:
         places.watch_rest()
     wrapped = [*((name, modules[name]) for unit in units.units for name in unit.names), ("", model)]
-    watch_lost(model, wrapped, units.ignored)
-    list_sharded(model)
+    watch_lost(wrapped, units.ignored)
+    list_sharded(model, units.ignored)
     refuse_copies(model)
     if _writes_text(model) and any(_writes_text(module) for module in model.modules() if module is not model):
         register_fsdp_forward_method(model, "generate")  # a wrapper's generate calls the inner model's forward only

@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from autoplan.execute.parameters.held import FREE, record_of
 from autoplan.patches.tensors import told_of_inputs
 
 
-def watch_lost(model: nn.Module, units: Iterable[tuple[str, nn.Module]], ignored: Container[nn.Parameter]) -> None:
+def watch_lost(units: Iterable[tuple[str, nn.Module]], ignored: Container[nn.Parameter]) -> None:
     """Check units, inner ones first, at each forward. FSDP2 has wrapped all of them already: these hooks run while
     parameters are gathered. `ignored`: parameters that FSDP2 leaves alone."""
     inside: set[nn.Module] = set()
@@ -44,24 +45,17 @@ def watch_lost(model: nn.Module, units: Iterable[tuple[str, nn.Module]], ignored
             for key, parameter in module._parameters.items()
             if parameter is not None and parameter not in ignored
         ]
-        for path, module, _, parameter in watched:
-            _names[id(parameter)] = path
-            weakref.finalize(module, _names.pop, id(parameter), None)  # `to_empty` refuses parameters with a weakref
         if watched:
             watch = _Watch(watched)
             unit.register_forward_pre_hook(watch.begin)
             unit.register_forward_hook(watch.end, prepend=True)
-    told_of_inputs(_refuse_inputs).until_gone(model)
-
-
-_names: dict[int, str] = {}  # of parameters that FSDP2 shards, by id
 
 
 def _refuse_inputs(inputs: list[Any]) -> None:
     """Refuse gradients that are asked for by parameters: the graph holds what was gathered."""
-    for x in inputs:
-        name = _names.get(id(x), "") if isinstance(x, nn.Parameter) and isinstance(x, DTensor) else ""
-        if name:
+    for gathered, x in product(list(_alive), inputs):
+        name = next((name for name, place in gathered.names.items() if gathered.sharded[place] is x), None)
+        if name is not None:
             raise AutoplanError(
                 f"a gradient is asked for by the parameter {name}, which FSDP2 shards: the graph holds gathered copies",
                 hint="call backward() without inputs= and read .grad; or leave dp_shard out of the mesh",
@@ -133,9 +127,12 @@ def _is_known(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).partition(".")[0] in ("autoplan", "torch")
 
 
-def list_sharded(model: nn.Module) -> None:
-    """Let `parameters()`, `named_parameters()` and attributes return sharded parameters also after a forward."""
-    gathered = _Gathered(model)
+def list_sharded(model: nn.Module, ignored: Container[nn.Parameter]) -> None:
+    """Let `parameters()`, `named_parameters()` and attributes return sharded parameters also after a forward, and
+    refuse gradients that are asked for by them. `ignored`: as for `watch_lost`."""
+    gathered = _Gathered(model, ignored)
+    _alive.add(gathered)
+    told_of_inputs(_refuse_inputs).until_gone(model)
     vars(model)[FREE] = gathered.free
     for module in model.modules():
         vars(module)["named_parameters"] = partial(gathered.named_parameters, module)
@@ -150,15 +147,17 @@ def list_sharded(model: nn.Module) -> None:
 class _Gathered:
     """What FSDP2 leaves gathered after a forward (`left`, by id), with the sharded parameter in whose place it is."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ignored: Container[nn.Parameter]) -> None:
         self.units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.running: set[nn.Module] = set()
-        self.sharded = {
-            (module, key): parameter
-            for module in model.modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None
-        }
+        self.sharded: dict[tuple[nn.Module, str], nn.Parameter] = {}
+        self.names: dict[str, tuple[nn.Module, str]] = {}
+        for path, module in model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.sharded[module, key] = parameter
+                if parameter is not None and parameter not in ignored:
+                    self.names[f"{path}.{key}".lstrip(".")] = module, key
         self.left: dict[int, tuple[torch.Tensor, nn.Parameter, tuple[int, ...]]] = {}
         for unit in self.units:
             unit.register_forward_pre_hook(self.begin, prepend=True)
@@ -209,6 +208,9 @@ class _Gathered:
 
 def _mesh_dims(parameter: torch.Tensor) -> int:
     return parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+
+
+_alive = weakref.WeakSet[_Gathered]()
 
 
 def refuse_copies(model: nn.Module) -> None:

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.common.code.code_place import PYTHON
 from autoplan.common.code.forms import Forms, forms_in
 from autoplan.common.code.ways import (
-    PYTHON,
     Key,
     Paused,
     follow,

@@ -74,7 +74,7 @@ def test_what_is_called_and_with_what(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_options_and_useless_calls_are_refused() -> None:
-    from autoplan.check.ranks.run import RankError
+    from autoplan.check.ranks.common import RankError
 
     for options, said in (
         ({"zero": 3}, "no Megatron-FSDP option zero"),

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from autoplan.check.ranks.run import RankError, run_ranks
+from autoplan.check.ranks.common import RankError
+from autoplan.check.ranks.run import run_ranks
 from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
 from autoplan.execute.collectives import (
     RankGroup,

@@ -26,7 +26,8 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         return
     from autoplan.capture.copies import copied
     from autoplan.check.audit.trial import sharding_for
-    from autoplan.check.ranks.run import one_compute_thread, run_ranks
+    from autoplan.check.ranks.common import one_compute_thread
+    from autoplan.check.ranks.run import run_ranks
     from autoplan.check.verify.subject import Subject as Running
 
     assert subject.numbers is not None
