@@ -10,6 +10,7 @@ from torch import nn
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
+from autoplan.common.torch_internals import uncompiled
 from autoplan.execute.agreement import Voters, fail_together
 from autoplan.execute.data_parallel.gradients import clip_gradients
 from autoplan.execute.tensor_parallel import applied
@@ -55,7 +56,7 @@ def hand_over(host: Host, model: nn.Module | None = None) -> Host:
 
 
 def _sizes(model: nn.Module) -> tuple[int, int, int] | None:
-    record = applied(getattr(model, "_orig_mod", model))
+    record = applied(uncompiled(model))
     if record is None:
         return None
     plan, (replicas, shards) = record.plan, record.data_parallel
@@ -64,7 +65,7 @@ def _sizes(model: nn.Module) -> tuple[int, int, int] | None:
 
 
 def _load(model: nn.Module, folder: str | os.PathLike[str]) -> Any:
-    return load_weights(getattr(model, "_orig_mod", model), str(folder))
+    return load_weights(uncompiled(model), str(folder))
 
 
 def _clip(model: nn.Module, norm: float) -> torch.Tensor:

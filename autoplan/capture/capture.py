@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.called import PART, TRAINING
 from autoplan.capture.dry_run import SMALL, Twin, fake_mode, quiet
@@ -29,6 +28,7 @@ from autoplan.common.errors import CaptureError, OutsideError
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.patterns import holders
 from autoplan.common.random_values import untouched_randomness
+from autoplan.common.torch_internals import FakeTensorMode, own_modules
 from autoplan.values import Fold, Trace
 
 _MOST_REAL = 4_000_000_000  # most parameters of a model that is run on hollow real tensors
@@ -279,7 +279,9 @@ def _folds(trace: Trace, model: nn.Module) -> Iterator[Fold]:
         if not isinstance(container, nn.ModuleList | nn.ModuleDict) or name not in trace.module_classes:
             continue
         folded = left_out.get(name, {})
-        blocks = {key: block for key, block in container._modules.items() if block is not None and key not in folded}
+        blocks = {
+            key: block for key, block in own_modules(container).items() if block is not None and key not in folded
+        }
         members = {key: block for key, block in blocks.items() if any(p.dim() > 1 for p in block.parameters())}
         at_work = [key for key in members if f"{name}.{key}" in ran]
         idle = [key for key in members if f"{name}.{key}" not in busy]

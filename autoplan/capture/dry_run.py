@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.fold import fold
@@ -29,6 +29,7 @@ from autoplan.capture.outside import refusing_outsiders
 from autoplan.common.errors import OutsideError
 from autoplan.common.nested import flatten_tensors, own_argument
 from autoplan.common.random_values import untouched_randomness
+from autoplan.common.torch_internals import FakeTensorMode
 from autoplan.patches.classes import code_lies_open
 from autoplan.patches.kernels import on_reference_path
 

@@ -27,6 +27,7 @@ from autoplan.capture.forward_hooks import containers_in, hooks_of_forward, keep
 from autoplan.capture.outside import remember_original
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
+from autoplan.common.torch_internals import own_buffers, own_modules, own_parameters
 from autoplan.values import Fold
 
 Replace = Callable[[torch.Tensor, str], torch.Tensor]
@@ -69,9 +70,9 @@ def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True)
     _plant_tensors(model, left_out, replace or _to_meta, memo)
     folded_children: dict[int, dict[str, nn.Module]] = {id(choice.container): {} for choice in choices}
     for choice in choices:
-        memo[id(choice.container._modules)] = folded_children[id(choice.container)]
+        memo[id(own_modules(choice.container))] = folded_children[id(choice.container)]
     for choice in choices:
-        blocks, copies = choice.container._modules, folded_children[id(choice.container)]
+        blocks, copies = own_modules(choice.container), folded_children[id(choice.container)]
         for position in choice.kept:
             key = choice.keys[position]
             copies[key] = _deepcopy(blocks[key], memo, f"{choice.name}.{key}")
@@ -116,7 +117,7 @@ def _choose(model: nn.Module) -> list[_Choice]:
             if choice is not None and choice.members:
                 choices.append(choice)
                 return
-        for key, child in module._modules.items():
+        for key, child in own_modules(module).items():
             if child is not None:
                 visit(child, f"{name}.{key}" if name else key, (*above, module))
 
@@ -125,7 +126,7 @@ def _choose(model: nn.Module) -> list[_Choice]:
 
 
 def _choose_in(container: nn.Module, name: str, above: tuple[nn.Module, ...], configs: _Configs) -> _Choice | None:
-    blocks = {key: block for key, block in container._modules.items() if block is not None}
+    blocks = {key: block for key, block in own_modules(container).items() if block is not None}
     alone = len({id(block) for block in blocks.values()}) == len(blocks)
     if len(blocks) <= KEPT_PER_KIND or not alone or not all(map(_is_block, blocks.values())):
         return None
@@ -147,12 +148,12 @@ def _is_block(module: nn.Module) -> bool:
 
     Experts, heads and projections do not; they are selected by index or used all at once, and all stay.
     """
-    children = [child for child in module._modules.values() if child is not None]
+    children = [child for child in own_modules(module).values() if child is not None]
     if isinstance(module, CONTAINERS) or not children:
         return False
-    if any(child._modules for child in children):
+    if any(own_modules(child) for child in children):
         return True
-    ranks = {max((p.dim() for p in child._parameters.values() if p is not None), default=0) for child in children}
+    ranks = {max((p.dim() for p in own_parameters(child).values() if p is not None), default=0) for child in children}
     return 1 in ranks and max(ranks) > 1
 
 
@@ -231,7 +232,7 @@ def _describe(block: nn.Module, configs: _Configs) -> tuple[Hashable, dict[Hasha
     integers: dict[Hashable, int] = {}
     for name, module in block.named_modules():
         content.append((name, type(module)))
-        for tensors in (module._parameters, module._buffers):
+        for tensors in (own_parameters(module), own_buffers(module)):
             content.extend((key, t.shape, t.dtype) for key, t in tensors.items() if t is not None)
         for kind, _, hook in hooks_of_forward(module, configs.shared):
             content.append((name, kind, getattr(hook, "__code__", type(hook)), tuple(map(_plain, contents_of(hook)))))
@@ -306,8 +307,8 @@ def _plant_tensors(model: nn.Module, left_out: dict[int, _Choice], replace: Repl
             return
         seen.add(id(module))
         dot = f"{prefix}." if prefix else ""
-        plant(module._parameters, prefix)
-        plant(module._buffers, prefix)
+        plant(own_parameters(module), prefix)
+        plant(own_buffers(module), prefix)
         for key, value in module.__dict__.items():
             if key in _HOOKS and isinstance(value, dict):
                 memo[id(value)] = OrderedDict()
@@ -315,7 +316,7 @@ def _plant_tensors(model: nn.Module, left_out: dict[int, _Choice], replace: Repl
                 plant(value, dot + key)
         choice = left_out.get(id(module))
         dropped = {key for key, _ in choice.members} if choice else set()
-        for key, child in module._modules.items():
+        for key, child in own_modules(module).items():
             if child is not None and key not in dropped:
                 visit(child, dot + key)
 
@@ -329,7 +330,10 @@ def _stand_for(block: Any, copied: Any, memo: dict[int, Any]) -> None:
     for name, module in block.named_modules():
         if (part := parts.get(name)) is not None:
             memo.setdefault(id(module), part)
-            for tensors, others in (module._parameters, part._parameters), (module._buffers, part._buffers):
+            for tensors, others in (
+                (own_parameters(module), own_parameters(part)),
+                (own_buffers(module), own_buffers(part)),
+            ):
                 for key, tensor in tensors.items():
                     if tensor is not None and others.get(key) is not None:
                         memo.setdefault(id(tensor), others[key])
@@ -356,7 +360,7 @@ def _shorten(choices: list[_Choice], memo: dict[int, Any]) -> None:
 
 def _count_places(blocks: nn.ModuleList) -> None:
     """Make integers index the kept blocks by place: of blocks 0, 1 and 31, `blocks[2]` and `blocks[-1]` are 31."""
-    keys = tuple(blocks._modules)
+    keys = tuple(own_modules(blocks))
     vars(blocks)["_get_abs_string_index"] = lambda index: keys[index]
 
 

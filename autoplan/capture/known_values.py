@@ -16,10 +16,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.common.nested import flatten_tensors, own_argument
+from autoplan.common.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    schema_of,
+    unset_fake_temporarily,
+)
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Supposed
 from autoplan.values import Symbolic
@@ -64,10 +69,10 @@ class _Computing(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [tensor for _, tensor in flatten_tensors((args, kwargs))]
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            if func._schema.is_mutable and not isinstance(tensors[0], FakeTensor):
+            if schema_of(func).is_mutable and not isinstance(tensors[0], FakeTensor):
                 raise RuntimeError(f"{func}: a known tensor is overwritten with unknown values")
             result = func(*args, **kwargs)
-            return _supposed(func, tensors[0], result) if self.supposing and not func._schema.is_mutable else result
+            return _supposed(func, tensors[0], result) if self.supposing and not schema_of(func).is_mutable else result
         if not tensors:
             fresh = func(*args, **kwargs)
             if not all(_is_known(tensor) and tensor.device.type == "cpu" for _, tensor in flatten_tensors(fresh)):
@@ -82,7 +87,7 @@ def _supposed(func: Any, chosen_from: torch.Tensor, found: Any) -> Any:
         return type(found)([_supposed(func, chosen_from, item) for item in found])
     if not isinstance(found, FakeTensor) or found.numel() > _LARGEST or not _is_known(found):
         return found
-    supposed = op_record(func._schema.name.removeprefix("aten::")).supposed
+    supposed = op_record(schema_of(func).name.removeprefix("aten::")).supposed
     with unset_fake_temporarily():
         if found.dtype == torch.bool and supposed in (Supposed.TRUE, Supposed.FALSE):
             return torch.full(found.shape, supposed is Supposed.TRUE)

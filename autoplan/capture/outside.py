@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoplan.common.errors import OutsideError
 from autoplan.common.nested import flatten_tensors
+from autoplan.common.torch_internals import BASE, DisableTorchFunction
 
 _Known: TypeAlias = Mapping[int, tuple[weakref.ref[torch.Tensor], str]]
 
@@ -38,8 +39,8 @@ class Outsiders:
         """Return the name of the foreign parameter that a tensor is, or is a view of; None if it is none."""
         name = _found(self.originals, tensor) or _found(self.replaced, tensor)
         if name is None and self.originals:
-            with torch._C.DisableTorchFunction():
-                base = tensor._base
+            with DisableTorchFunction():
+                base = BASE.__get__(tensor)
             name = None if base is None else _found(self.originals, base)
         return name
 

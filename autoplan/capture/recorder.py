@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autoplan.capture.called import call, inside_a_function
 from autoplan.capture.dry_run import own
@@ -28,6 +27,7 @@ from autoplan.common.code.code_place import call_name, code_place
 from autoplan.common.code.ways import listener, tracing
 from autoplan.common.errors import CaptureError, OutsideError
 from autoplan.common.nested import flatten_tensors, own_argument, signature_names
+from autoplan.common.torch_internals import FakeTensor, TorchDispatchMode, outside_of_modes
 from autoplan.ops import call_record
 from autoplan.ops.views import reshapes_in_place
 from autoplan.patches.classes import code_lies_open
@@ -76,7 +76,7 @@ class Recording:
             self.kept.append(tensor)
             self.kinds.append(kind)
             if self.op_values is not None and kind != "activation":
-                with _disable_current_modes():
+                with outside_of_modes():
                     self.first[index] = tensor.detach().clone()
         return index
 
@@ -140,13 +140,13 @@ class Recording:
 def _bound(item: Any) -> Any:
     """Return a slice bound; a one-element integer tensor becomes its number if that is known."""
     if isinstance(item, torch.Tensor) and item.numel() == 1 and not (_is_fake(item) or item.is_floating_point()):
-        with _disable_current_modes():
+        with outside_of_modes():
             return int(item)
     return item
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch._subclasses.FakeTensor)
+    return isinstance(tensor, FakeTensor)
 
 
 class _OpRecorder(TorchDispatchMode):

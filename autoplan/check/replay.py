@@ -24,6 +24,7 @@ from autoplan.capture.recorder import Recording
 from autoplan.check.ranks.common import one_compute_thread
 from autoplan.check.verify.compare import error_of
 from autoplan.common.nested import flatten_tensors
+from autoplan.common.torch_internals import schema_of
 from autoplan.ops import op_record
 from autoplan.ops.records.on_shards import Local
 from autoplan.ops.records.on_shards import recorded as take_recorded
@@ -86,7 +87,7 @@ class _Player:
 
     def _play_shared(self, op: Op, function: Any, outputs: list[int], recorded: Sequence[torch.Tensor]) -> None:
         """Play an op without splits. Views and in-place ops are run, so that aliases stay aliases."""
-        if not (function.is_view or function._schema.is_mutable):
+        if not (function.is_view or schema_of(function).is_mutable):
             self.shared.update(zip(outputs, recorded, strict=True))
             return
         try:
@@ -191,7 +192,7 @@ class _Player:
     # Tensors that ranks hold
 
     def _arguments(self, op: Op, function: Any, rank: int) -> tuple[list[Any], dict[str, Any]]:
-        schema = function._schema.arguments
+        schema = schema_of(function).arguments
         types = {argument.name: str(argument.real_type) for argument in schema}
         named = [argument.name for argument in schema]
         args = [self._decode(item, types[named[position]], rank) for position, item in enumerate(op.args)]

@@ -18,6 +18,7 @@ from torch import nn
 
 from autoplan.common.errors import SourceError
 from autoplan.common.nested import changed_inside
+from autoplan.common.torch_internals import own_buffers
 
 # Held while transformers builds a model, which changes state of the process (the default dtype, the functions of
 # nn.init): of two threads at once, each could restore what the other had set.
@@ -83,7 +84,7 @@ def fill_meta(model: nn.Module, seed: int = 0) -> nn.Module:
     """Give a meta module real memory: parameters as their modules reset them, buffers with plausible numbers."""
     buffers_on_meta = {id(b) for b in model.buffers() if b.is_meta}
     owners = [
-        (m, n) for m in model.modules() for n, b in m._buffers.items() if b is not None and id(b) in buffers_on_meta
+        (m, n) for m in model.modules() for n, b in own_buffers(m).items() if b is not None and id(b) in buffers_on_meta
     ]
     model = model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
@@ -95,7 +96,7 @@ def fill_meta(model: nn.Module, seed: int = 0) -> nn.Module:
             if callable(reset):
                 reset()
         for module, name in owners:
-            buffer = module._buffers[name]
+            buffer = own_buffers(module)[name]
             assert buffer is not None
             buffer.copy_(_plausible(buffer, generator))
     return model
@@ -142,9 +143,9 @@ def cast_numbers(model: nn.Module, dtype: torch.dtype) -> None:
         if _computes(parameter):
             parameter.data = parameter.data.to(dtype)
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in own_buffers(module).items():
             if buffer is not None and _computes(buffer):
-                module._buffers[name] = buffer.to(dtype)
+                own_buffers(module)[name] = buffer.to(dtype)
 
 
 def inputs_in(dtype: torch.dtype, value: Any) -> Any:

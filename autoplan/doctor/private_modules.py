@@ -183,16 +183,6 @@ MODULES.extend(
 )
 MODULES += [
     Private(
-        "torch.nn.modules.dropout._DropoutNd",
-        "all dropout modules",
-        lambda: isinstance(nn.Dropout2d(), torch.nn.modules.dropout._DropoutNd),
-    ),
-    Private(
-        "torch.nn.modules.conv._ConvNd",
-        "all convolutions",
-        lambda: isinstance(nn.Conv1d(1, 1, 1), torch.nn.modules.conv._ConvNd),
-    ),
-    Private(
         "torch.nn.Module._call_impl",
         "the path guard reads a module's call arguments there",
         lambda: torch.nn.Module._call_impl.__code__.co_filename == inspect.getfile(torch.nn.Module),

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common import errors
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.options import TensorParallel
+from autoplan.common.torch_internals import detect_fake_mode
 from autoplan.execute.collectives import RankGroup, all_gather_rows, mesh_device
 from autoplan.values import Plan
 from autoplan.values.plan import digest

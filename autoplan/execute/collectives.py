@@ -28,10 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.layout import chunk
+from autoplan.common.torch_internals import collectives_by_name, transforms_are_active
 
 _FEW_RUNS = 32  # more runs than that are selected by an index
 _FEW_OPS = 16  # between a value and its reader
-_NAMED = torch.ops._c10d_functional
+_NAMED = collectives_by_name
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Recorded(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
+        if transforms_are_active():
             return super().apply(*args, **kwargs)
         return super(torch.autograd.Function, cls).apply(*args, **kwargs)
 

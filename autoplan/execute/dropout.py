@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._guards import detect_fake_mode
 
 from autoplan.common.code.code_place import names_in, plain_function
 from autoplan.common.conventions import conventions
+from autoplan.common.torch_internals import DROPOUTS, detect_fake_mode
 from autoplan.execute import random_streams
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.ops import call_record
@@ -27,7 +27,7 @@ def may_draw(model: nn.Module) -> bool:
     """Return whether any dropout, noise or jitter of the model or its configs has a rate above zero. Only compiled code
     asks, which would have to be interrupted to switch streams."""
     for module in model.modules():
-        rate = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
+        rate = getattr(module, "p", 0.0) if isinstance(module, DROPOUTS) else 0.0
         if rate > 0 or _turned_on(vars(module)) or _turned_on(_settings(module)):
             return True
     return False

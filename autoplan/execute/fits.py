@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from autoplan.common.code.code_place import forward_code, names_in, same_code, source_of
 from autoplan.common.conventions import conventions
@@ -22,6 +21,7 @@ from autoplan.common.errors import PlanMismatchError
 from autoplan.common.files.decode import inconsistencies
 from autoplan.common.patterns import matched_by, matches
 from autoplan.common.requirements import installed_versions
+from autoplan.common.torch_internals import DROPOUTS
 from autoplan.values import CallRewrite, ForwardCode, MadeFor, ParameterRule, Plan, Sizes, Version, replace
 from autoplan.version import __version__
 
@@ -53,7 +53,7 @@ class Reading:
     def module(self, module: nn.Module) -> dict[str, Any]:
         """Return the attributes of a module, by name."""
         own = self._is_own(type(module))
-        idle = {*_OF_TORCH, conventions().own_checkpointing[0], *(("p",) if isinstance(module, _DropoutNd) else ())}
+        idle = {*_OF_TORCH, conventions().own_checkpointing[0], *(("p",) if isinstance(module, DROPOUTS) else ())}
         return self._mapping(
             {
                 name: value

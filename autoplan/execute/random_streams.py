@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from autoplan.common.torch_internals import outside_of_modes
 from autoplan.patches.seeding import is_simulated, note_seed
 
 
@@ -114,7 +114,7 @@ def step(drawn: Generators) -> None:
     """Advance by one draw those generators that `drawn` has a state of."""
     device = _on_device()
     if drawn.cpu is not None:
-        with _disable_current_modes():  # a draw that no recording or fake run may see
+        with outside_of_modes():  # a draw that no recording or fake run may see
             torch.rand(1, device="cpu", generator=_on_host().get_state.__self__)
     if drawn.cuda is not None and device is not None:
         device.set_offset(device.get_offset() + 4)  # without launching a kernel

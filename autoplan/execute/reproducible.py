@@ -25,6 +25,7 @@ from torch import nn
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import matches
+from autoplan.common.torch_internals import CONVOLUTIONS, own_parameters
 from autoplan.execute.collectives import RankGroup, all_gather_rows, take_rows, whole_order
 from autoplan.execute.parameters.held import Held, record_of
 from autoplan.execute.parameters.local_views import local_view
@@ -44,11 +45,11 @@ def make_reproducible(
     for name, dim in cut.items():
         path, _, own = name.rpartition(".")
         module = modules[path]
-        parameter = module._parameters.get(own)
+        parameter = own_parameters(module).get(own)
         # A lookup has one nonzero summand, and a conv sharded by output channel none: nothing is rounded.
         is_table = any(matches(table.pattern, path) for table in plan.runtime.of(VocabularyTable))
         is_lookup = is_table and isinstance(module, nn.Embedding)
-        by_channel = isinstance(module, nn.modules.conv._ConvNd) and dim == 0
+        by_channel = isinstance(module, CONVOLUTIONS) and dim == 0
         if parameter is None or parameter.dim() < 2 or is_lookup or by_channel:
             continue
         if own != "weight" or not (
@@ -71,7 +72,7 @@ def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     record = record_of(self)
     assert record is not None
     held, transposed = record.parameters["weight"], conventions().is_transposed_linear(self)
-    bias = self._parameters.get("bias")
+    bias = own_parameters(self).get("bias")
     held_bias = record.parameters.get("bias")
     if held_bias is not None and held_bias.divide:
         bias = local_view(bias, replace(held_bias, divide=False))

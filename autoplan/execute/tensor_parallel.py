@@ -19,6 +19,7 @@ from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
 from autoplan.common.patterns import matched_by, nearest
+from autoplan.common.torch_internals import flattened, own_parameters
 from autoplan.execute.agreement import APPLIED, Voters, meet
 from autoplan.execute.calls.function_mode import guard_kernels
 from autoplan.execute.collectives import RankGroup, mesh_device
@@ -96,7 +97,7 @@ def context_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None
     cut = _mesh_for(mesh, "cp", plan.cp_size, names)
     assert cut is not None and cut.mesh_dim_names is not None and split.mesh_dim_names is not None
     both = tuple(name for name in mesh.mesh_dim_names or () if name in (*cut.mesh_dim_names, *split.mesh_dim_names))
-    every = RankGroup.of(mesh[both]._flatten("_".join(both)))
+    every = RankGroup.of(flattened(mesh[both], "_".join(both)))
     outer, context = RankGroup.of(split), RankGroup.of(cut)
     return {"cp": context, "all": RankGroup(every.name, every.size, outer.rank * context.size + context.rank)}
 
@@ -281,11 +282,11 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
 def _share_tables(modules: dict[str, nn.Module], works: dict[str, ModuleWork]) -> None:
     """Give an embedding that shares the weight of a planned table (T5's `shared`) the same work: `get_input_embeddings`
     returns it."""
-    tables = {id(vars(modules[n])["_parameters"].get("weight")): w for n, w in works.items() if w.of(VocabularyTable)}
+    tables = {id(own_parameters(modules[n]).get("weight")): w for n, w in works.items() if w.of(VocabularyTable)}
     for name, module in modules.items():
         if not isinstance(module, nn.Embedding):
             continue
-        weight = vars(module)["_parameters"].get("weight")
+        weight = own_parameters(module).get("weight")
         work_of_table = tables.get(id(weight)) if weight is not None else None
         if work_of_table is None or name in works:
             continue

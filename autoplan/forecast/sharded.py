@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,6 +25,7 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Checkpointing, Options, TensorParallel
 from autoplan.common.patterns import matches
+from autoplan.common.torch_internals import FakeTensorMode, local_part, own_modules, own_parameters
 from autoplan.execute.data_parallel.mesh_dims import WITH_CONTEXT
 from autoplan.execute.data_parallel.units import choose_units, cut_dim, is_stack
 from autoplan.execute.parallelize import shard_model
@@ -141,7 +141,7 @@ def sharded_copy(
     recorded = list(_sizes(module, named, units, stored))
     left_out = _left_out(model, folds)
     blocks = tuple(
-        f"{group.container}.{key}" for group in folds for key in module.get_submodule(group.container)._modules
+        f"{group.container}.{key}" for group in folds for key in own_modules(module.get_submodule(group.container))
     )
     inside = tuple(f"{name}." for name in (*blocks, *(n for stack in fitted.layers for n in stack.fqns)))
     places = tuple(name for name, part in module.named_modules() if not f"{name}.".startswith(inside)
@@ -191,7 +191,7 @@ def _fitted(plan: Plan, module: nn.Module) -> Plan:
 
 
 def local_piece(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_part(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _sizes(
@@ -205,7 +205,7 @@ def _sizes(
         parameters = []
         for path in names:
             for inner, part in _inside(path, modules[path], own):
-                for key, parameter in part._parameters.items():
+                for key, parameter in own_parameters(part).items():
                     if parameter is None or id(parameter) in seen:
                         continue
                     seen.add(id(parameter))
@@ -232,7 +232,7 @@ def _left_out(model: nn.Module, folds: tuple[Fold, ...]) -> LeftOut:
     for group in folds:
         stands = dict(group.members)
         last = ""
-        for key in model.get_submodule(group.container)._modules:
+        for key in own_modules(model.get_submodule(group.container)):
             if key in stands:
                 pair = (f"{group.container}.{key}", f"{group.container}.{stands[key]}")
                 left_out[last] = (*left_out.get(last, ()), pair)

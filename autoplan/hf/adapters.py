@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from autoplan.common.conventions import BaseName
 from autoplan.common.errors import SourceError
+from autoplan.common.torch_internals import own_buffers, own_modules, own_parameters
 from autoplan.hf.shrink import all_configs
 
 
@@ -76,9 +77,9 @@ def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -
         AuxiliaryTrainingWrapper: ("original_module", "token_adapter"),
     }
     originals = next((names for kind, names in kinds.items() if isinstance(module, kind)), None)
-    for name in (*module._parameters, *module._buffers):
+    for name in (*own_parameters(module), *own_buffers(module)):
         yield path + name, BaseName(base + name, copied) if originals is None else BaseName(None)
-    for name, child in module._modules.items():
+    for name, child in own_modules(module).items():
         if child is None:
             continue
         if originals is None:

@@ -17,6 +17,8 @@ from torch import nn
 
 from autoplan.common.conventions import CheckpointNames, CheckpointWriter, Join, conventions
 from autoplan.common.errors import AutoplanError
+from autoplan.common.torch_internals import own_parameters
+from autoplan.hf.own_sharding import from_config
 from autoplan.hf.quantised.schemes import Plain, is_for_linears, packed_weight, state_of, stored_names
 from autoplan.hf.quantised.weights import is_transposed
 from autoplan.values.quantised import PackedTensor, PackedWeight
@@ -129,7 +131,7 @@ def _for_lists(model: nn.Module, converters: Sequence[Any]) -> Iterator[tuple[An
     owners: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if path.endswith("experts") and getattr(module, "is_concatenated", True):
-            stacks = (_STACK.match(name) for name in module._parameters)
+            stacks = (_STACK.match(name) for name in own_parameters(module))
             owners |= {match[0]: module for match in stacks if match is not None}
     for stack, owner in owners.items():
         if not any(target.endswith(f"experts.{stack}") for target in covered):
@@ -149,7 +151,7 @@ def listed(stack: str) -> tuple[str, ...]:
 
 def _rules(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], dict[str, Any], frozenset[str]]:
     """Return transformers' renaming of keys, its converters by source pattern, and the patterns that transpose."""
-    if not hasattr(type(model), "_from_config"):
+    if from_config(type(model)) is None:
         return lambda key: (key, None), {}, frozenset()
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.common.files.decode import misshapen
+from autoplan.common.torch_internals import efficient_attention, flash_attention
 from autoplan.hf.quantised.methods import USUAL_CONFIGS, quantization_config_of
 from autoplan.hf.shrink import all_configs
 from autoplan.hf.tiny_sizes import field_rule, is_layer_count, is_token_id
@@ -118,6 +119,12 @@ _NAME = "autoplan_flash"
 _WIDEST = 256  # largest head dim of the flash kernel
 
 
+def attention_of(model: Any) -> str | None:
+    """Return the name of a model's attention implementation; None for a model of another library."""
+    name: str | None = getattr(model.config, "_attn_implementation", None)
+    return name
+
+
 def take_flash_attention(model: nn.Module) -> bool:
     """Switch a copy without storage to the flash kernel where its class has that but not SDPA; return if any has."""
     changed = False
@@ -136,13 +143,11 @@ def _flash(
     scaling: float | None = None, dropout: float = 0.0, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     if query.shape[-1] == value.shape[-1] <= _WIDEST:
-        mixed = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, True, scale=scaling)[0]
+        mixed = flash_attention(query, key, value, dropout, True, scale=scaling)[0]
     else:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        mixed = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, query.requires_grad, dropout, True, scale=scaling
-        )[0]
+        mixed = efficient_attention(query, key, value, None, query.requires_grad, dropout, True, scale=scaling)[0]
     return mixed.transpose(1, 2), None
 
 

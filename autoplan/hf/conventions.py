@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from autoplan.common.conventions import Conventions
-from autoplan.hf.own_sharding import no_plan_because, plan_parts, shipped_plan
+from autoplan.hf.own_sharding import from_config, no_plan_because, plan_parts, shipped_plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,9 +28,8 @@ def _config_of(module: nn.Module) -> PretrainedConfig | None:
 
 def _builder_of(cls: Any, model: nn.Module) -> Callable[[], nn.Module] | None:
     config = _config_of(model)
-    if config is None or not hasattr(cls, "_from_config"):
-        return None
-    return lambda: cls._from_config(copy.deepcopy(config))
+    build = from_config(cls)
+    return None if config is None or build is None else lambda: build(copy.deepcopy(config))
 
 
 def _base_path(model: nn.Module) -> str:

@@ -53,13 +53,17 @@ def no_attentions(model: nn.Module) -> str:
 
 def other_attention(model: nn.Module) -> str:
     """Return the implementation that is not in use."""
-    return "eager" if getattr(model.config, "_attn_implementation", None) == "sdpa" else "sdpa"
+    from autoplan.hf.configs import attention_of
+
+    return "eager" if attention_of(model) == "sdpa" else "sdpa"
 
 
 @contextmanager
 def attention_switched(model: Any) -> Iterator[None]:
     """Switch to the other attention implementation for the duration of the context."""
-    used = model.config._attn_implementation
+    from autoplan.hf.configs import attention_of
+
+    used = attention_of(model)
     try:
         model.set_attn_implementation(other_attention(model))
         yield

@@ -24,6 +24,12 @@ _IDS, _POSITIONS = "input_ids", "position_ids"
 _OTHER_MESHES = ("_ep_plan", "_fsdp_plan")
 
 
+def from_config(cls: Any) -> Callable[[Any], nn.Module] | None:
+    """Return the function that makes a model of this class from a config; None for a class of another library."""
+    build: Callable[[Any], nn.Module] | None = getattr(cls, "_from_config", None)
+    return build
+
+
 def shipped_plan(model: object) -> Mapping[str, str]:
     """Return a model's plan with all its keys, as transformers combines them."""
     return dict(getattr(model, "_tp_plan", None) or {})
@@ -96,6 +102,8 @@ def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any
     from transformers.distributed.mixin import DistributedMixin
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+    from autoplan.common.torch_internals import own_parameters  # loads torch
+
     # Every further name of a tied parameter gets a parameter of its own.
     seen: dict[int, str] = {}
     ties: list[tuple[str, str]] = []  # the name, and the first name
@@ -104,7 +112,7 @@ def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any
         if first != name:
             owner, _, leaf = name.rpartition(".")
             own = torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            model.get_submodule(owner)._parameters[leaf] = own
+            own_parameters(model.get_submodule(owner))[leaf] = own
             ties.append((name, first))
     whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
     expanded = DistributedMixin._expand_parallel_plan(model, plan)
@@ -122,7 +130,7 @@ def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any
     for name, first in ties:
         owner, _, leaf = name.rpartition(".")
         holder, _, theirs = first.rpartition(".")
-        model.get_submodule(owner)._parameters[leaf] = model.get_submodule(holder)._parameters[theirs]
+        own_parameters(model.get_submodule(owner))[leaf] = own_parameters(model.get_submodule(holder))[theirs]
     return model
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from autoplan.analyse.picture.stacks import find_blocks, kind_of
 from autoplan.common.code.code_place import names_in
 from autoplan.common.options import check_argument
+from autoplan.common.torch_internals import CONVOLUTIONS, own_modules, own_parameters
 from autoplan.ops import call_record
 from autoplan.values import Stack, Trace
 from autoplan.values.module_tree import Feed, Mask, ModuleNode, ModuleTree, ParameterShape
@@ -68,14 +69,14 @@ def module_tree(model: nn.Module) -> ModuleTree:
         kind = type(module)
         inputs, masks, generates = _class_facts(kind)  # type: ignore[arg-type]  # classes are hashable
         shapes = []
-        for key, p in module._parameters.items():
+        for key, p in own_parameters(module).items():
             if p is not None:
                 number = tensors.setdefault(id(p), len(tensors))
                 shapes.append(ParameterShape(key, tuple(p.shape), p.numel() * p.element_size(), number))
         reads = writes = None
         if isinstance(module, nn.Linear):
             reads, writes = module.in_features, module.out_features
-        elif isinstance(module, nn.modules.conv._ConvNd):
+        elif isinstance(module, CONVOLUTIONS):
             reads, writes = module.in_channels, module.out_channels
         node = ModuleNode(
             names=tuple(names[identity]),
@@ -83,7 +84,9 @@ def module_tree(model: nn.Module) -> ModuleTree:
             class_name=kind.__name__,
             container=not shapes and _is_container(module),
             parameters=tuple(shapes),
-            children=tuple((key, numbers[id(child)]) for key, child in module._modules.items() if child is not None),
+            children=tuple(
+                (key, numbers[id(child)]) for key, child in own_modules(module).items() if child is not None
+            ),
             inputs=inputs,
             stem=_stem(module),
             masks=masks,
@@ -97,9 +100,9 @@ def module_tree(model: nn.Module) -> ModuleTree:
 
 
 def _is_container(module: nn.Module) -> bool:
-    children = [child for child in module._modules.values() if child is not None]
+    children = [child for child in own_modules(module).values() if child is not None]
     if isinstance(module, nn.Sequential):
-        return any(child._modules for child in children)  # a Sequential of leaves is a network of its own
+        return any(own_modules(child) for child in children)  # a Sequential of leaves is a network of its own
     namespace = type(module) is nn.Module  # `group = nn.Module(); group.blocks = ...`
     return isinstance(module, nn.ModuleList | nn.ModuleDict) or (namespace and bool(children))
 

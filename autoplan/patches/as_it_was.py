@@ -21,6 +21,12 @@ import torch
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 
+from autoplan.common.torch_internals import (
+    gradient_hooks,
+    own_buffers,
+    own_parameters,
+    put_gradient_hooks,
+)
 from autoplan.patches.classes import give_class
 from autoplan.patches.patched import Hold, note_holds
 
@@ -136,7 +142,7 @@ class _Tensor:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Tensor:
-        hooks = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+        hooks = gradient_hooks(tensor)
         contents = [(hook, _items(hook)) for hook in hooks if isinstance(hook, dict)]
         grad = tensor.grad if tensor.is_leaf else None
         return _Tensor(tensor, tensor.detach(), grad, tensor.requires_grad, dict(vars(tensor)), hooks, contents)
@@ -153,16 +159,14 @@ class _Tensor:
         for hooks, items in self.contents:
             hooks.clear()
             hooks.update(items)
-        if tensor._backward_hooks is not self.hooks[0]:
-            tensor._backward_hooks = self.hooks[0]
-        if getattr(tensor, "_post_accumulate_grad_hooks", None) is not self.hooks[1]:
-            tensor._post_accumulate_grad_hooks = self.hooks[1]
+        if any(now is not before for now, before in zip(gradient_hooks(tensor), self.hooks, strict=True)):
+            put_gradient_hooks(tensor, *self.hooks)
         vars(tensor).clear()
         vars(tensor).update(self.attributes)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    values = (*module._parameters.values(), *module._buffers.values(), *module.__dict__.values())
+    values = (*own_parameters(module).values(), *own_buffers(module).values(), *module.__dict__.values())
     return (value for value in values if isinstance(value, torch.Tensor))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.common.torch_internals import function_mode_is_active
 from autoplan.patches.patched import Patch, Place, hold, patched
 
 # Change the class of a live model's modules.
@@ -136,7 +137,7 @@ UNSCRIPTED = Patch(
 
 def _as_python(call: Any) -> Any:
     def called(function: Any, *args: Any, **kwargs: Any) -> Any:
-        seen = torch._C._is_torch_function_mode_enabled()
+        seen = function_mode_is_active()
         written = getattr(function, "_torchdynamo_inline", None) if seen else None
         return call(function, *args, **kwargs) if written is None else written(*args, **kwargs)
 

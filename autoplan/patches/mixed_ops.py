@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autoplan.common.nested import flatten_tensors
+from autoplan.common.torch_internals import dispatcher, schema_of
 from autoplan.patches.patched import Hold, Kept, Place, Registered, apart, hold, while_split
 
 # DTensor raises an error about mixed tensors in C++. Only if a flag of the thread allows them it asks Python methods
@@ -67,7 +68,7 @@ def _flag_of_this_thread() -> _Flag:
 
 
 def _places(mixed: Answer, ordered: Answer, in_place: Answer) -> Iterator[Place]:
-    dispatcher = type(DTensor._op_dispatcher)
+    dispatcher_class = type(dispatcher())
 
     def asked(self: Any) -> bool:
         return _flag_of_this_thread().asked
@@ -103,7 +104,7 @@ def _places(mixed: Answer, ordered: Answer, in_place: Answer) -> Iterator[Place]
             try:
                 return plain(self, op, args, kwargs, info, *more, **others)
             except RuntimeError:
-                result = in_place(op, info.compute_mesh, args, kwargs) if op._schema.is_mutable else NOT_OURS
+                result = in_place(op, info.compute_mesh, args, kwargs) if schema_of(op).is_mutable else NOT_OURS
                 if result is NOT_OURS:
                     raise
                 return result
@@ -118,10 +119,10 @@ def _places(mixed: Answer, ordered: Answer, in_place: Answer) -> Iterator[Place]
 
         return _dispatch_fast_path_python_tail
 
-    yield Place(dispatcher, "_allow_implicit_replication", lambda _: property(asked, ask))
-    yield Place(dispatcher, "_try_replicate_spec_for_scalar_tensor", laid)
-    yield Place(dispatcher, "_propagate_op_sharding_dispatch_slow_path", answered)
-    yield Place(dispatcher, "_dispatch_fast_path_python_tail", ended)
+    yield Place(dispatcher_class, "_allow_implicit_replication", lambda _: property(asked, ask))
+    yield Place(dispatcher_class, "_try_replicate_spec_for_scalar_tensor", laid)
+    yield Place(dispatcher_class, "_propagate_op_sharding_dispatch_slow_path", answered)
+    yield Place(dispatcher_class, "_dispatch_fast_path_python_tail", ended)
 
 
 _ATEN = torch.ops.aten

@@ -23,6 +23,11 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.requirements import untested
 
 
+def owns(lock: Any) -> bool:
+    """Return whether this thread holds an RLock."""
+    return bool(lock._is_owned())
+
+
 class Alone:
     """A lock that runs functions one at a time, and cannot stay locked.
 
@@ -50,7 +55,7 @@ class Alone:
         return True
 
     def _mine(self) -> bool:
-        return bool(self._lock._is_owned())  # type: ignore[attr-defined]
+        return owns(self._lock)
 
     def _give_back(self) -> None:
         while self._mine():

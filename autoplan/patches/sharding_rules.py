@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
+from autoplan.common.torch_internals import dispatcher, op_handlers
 from autoplan.patches.patched import Hold, Patch, Place, Registered, apart, hold, while_split
 
 # Ops that DTensor does not know, by which torch inspects parameters and gradients.
@@ -32,7 +33,7 @@ def _places() -> Iterator[Registered]:
 
 def _tables() -> tuple[Any, Any]:
     """Return the tables in which DTensor keeps the sharding of ops, and which of their arguments count."""
-    sharding_propagator = DTensor._op_dispatcher.sharding_propagator
+    sharding_propagator = dispatcher().sharding_propagator
     return sharding_propagator.op_strategy_funcs, sharding_propagator.op_to_schema_info
 
 
@@ -66,7 +67,7 @@ def _canary() -> bool:
     with apart(), asked_of_all():
         inside = all(tables[0].get(op) is strategy and tables[1].get(op) is schema
                      for op, (strategy, schema) in _made().items())  # fmt: skip
-    asks = type(DTensor._op_dispatcher.sharding_propagator).propagate_op_sharding_non_cached.__code__.co_names
+    asks = type(dispatcher().sharding_propagator).propagate_op_sharding_non_cached.__code__.co_names
     return inside and [dict(table) for table in tables] == before and "op_strategy_funcs" in asks
 
 
@@ -90,14 +91,14 @@ Handler = Callable[[Any, Any, Any], Any]  # an op, its arguments
 
 def numbers_and_draws(number: Handler, draw: Handler) -> Hold:
     """Let `number` handle the number in a sharded DTensor, and `draw` draws in place, until the hold is released."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers = op_handlers()
     drawing = (Registered(handlers, op, draw) for op in _DRAWS)
     return hold(OPS_BY_WHOLE, (Registered(handlers, _NUMBER, number), *drawing))
 
 
 def answered_by_torch(op: Any, args: Any, kwargs: Any) -> Any:
     """Return torch's own result of an op, from within a handler."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers = op_handlers()
     handler = handlers.pop(op)
     try:
         return op(*args, **kwargs)
@@ -116,7 +117,7 @@ _DRAWS = (
 
 def _ops_by_whole_canary() -> bool:
     """Return whether DTensor has such handlers, and none of its own for these ops."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers = op_handlers()
     before = dict(handlers)
 
     def answer(op: Any, args: Any, kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, ThreadLocalWorld
 
 from autoplan.common.errors import CaptureError
-from autoplan.patches.patched import Patch, Place, patched
+from autoplan.patches.patched import Patch, Place, owns, patched
 
 # Models that use torch.distributed themselves, while a plan is made for them.
 #
@@ -153,10 +153,15 @@ def world_per_thread() -> Iterator[None]:
             sys.excepthook = excepthook
 
 
+def store_of_threads() -> Any:
+    """Return a store in memory, through which the ranks of this process meet."""
+    return c10d.HashStore()
+
+
 def asks_for_a_shape() -> bool:
     """Return whether this thread propagates a shape for DTensor, by an op on full tensors without storage. It holds the
     lock meanwhile; results are cached, so only the first such op of a process is run."""
-    return bool(_asking._is_owned())  # type: ignore[attr-defined]
+    return owns(_asking)
 
 
 class _GeneratorOfThisThread:

@@ -48,6 +48,15 @@ def test_every_private_name_in_the_code_has_a_canary() -> None:
     assert not missing, f"enter these in tests/helpers/canaries/private_*.py, each with a canary: {sorted(missing)}"
 
 
+def test_a_private_name_is_used_in_one_file() -> None:
+    places: dict[str, list[str]] = {}
+    for path, source in files().items():
+        for name in {use.rpartition(".")[2] for use in private_uses(source)}:
+            places.setdefault(name, []).append(path)
+    several = {name: paths for name, paths in places.items() if len(paths) > 1}
+    assert not several, f"give these a function in one file, for torch autoplan/common/torch_internals.py: {several}"
+
+
 def test_private_names_are_seen_however_they_are_written() -> None:
     source = """
 import torch
@@ -85,6 +94,6 @@ def test_the_page_of_limits_is_what_registry_and_source_say() -> None:
 
 def test_the_page_names_the_files() -> None:
     rows = {row.split("|")[1].strip(): row for row in generated().splitlines() if row.startswith("| `")}
-    assert "`execute/parameters/local_views.py`" in rows["`torch._C._is_torch_function_mode_enabled`"]
+    assert "`common/torch_internals.py`" in rows["`torch._C._is_torch_function_mode_enabled`"]
     assert not [name for name, row in rows.items() if not row.rstrip("| ").endswith("`")], "an entry that nobody uses"
-    assert "`execute/parameters/held.py`" in rows["`torch.nn.Module._parameters`"]
+    assert "`common/torch_internals.py`" in rows["`torch.nn.Module._parameters`"]

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 
 from autoplan.capture.feeding.failure import Failure, Place, is_number
 from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import origin
+from autoplan.common.torch_internals import is_fake
 
 _CALLS = {"len": len, "tuple": tuple, "list": list, "min": min, "max": max, "sum": sum, "int": int, "all": all}
 _METHODS = ("size", "dim", "numel", "ndimension", "min", "max", "amin", "amax", "sum", "item")

@@ -34,6 +34,7 @@ from autoplan.common.code.code_place import call_name, code_place
 from autoplan.common.errors import OutsideError
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import drawn_so_far
+from autoplan.common.torch_internals import DisableTorchFunction
 
 _STEPS = (2, 4)
 _SHARED = ("batch", "length", "nodes", "edges")
@@ -359,7 +360,7 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = call_name(func)
         if not name.startswith("attr:") and _works(args, kwargs):
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self.found[self.running[-1], name, code_place()] += 1
         return func(*args, **(kwargs or {}))
 

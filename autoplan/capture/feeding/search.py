@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
 from autoplan.capture.feeding.arguments import Arguments
@@ -28,6 +27,7 @@ from autoplan.capture.outside import refusing_outsiders
 from autoplan.common.errors import OutsideError
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import untouched_randomness, working_dtype
+from autoplan.common.torch_internals import FakeTensorMode
 
 MOST_TRIES, _MOST_SECONDS = 400, 20.0
 _MOST_TOLD, _MOST_USUAL = 24, 16  # proposals from a failure, and from what is usual

@@ -38,6 +38,7 @@ from autoplan.check.verify.on_ranks import Sharding, said
 from autoplan.common.conventions import conventions
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import cast_numbers, inputs_in
+from autoplan.common.torch_internals import own_parameters
 from autoplan.decide.written_plans.dialects import COUNTS, heads_of, kind_of, spec_for
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks, gather_over_ranks, sum_over_ranks
 from autoplan.hf.own_sharding import (
@@ -153,10 +154,10 @@ def _rows(sizes: list[int], tp: int) -> Rows:
 
 
 def _keep(module: nn.Module, name: str, dim: int, rows: tuple[int, ...]) -> None:
-    whole = module._parameters[name]
+    whole = own_parameters(module)[name]
     assert whole is not None
     own = whole.detach().index_select(dim, torch.tensor(rows))
-    module._parameters[name] = nn.Parameter(own, requires_grad=whole.requires_grad)
+    own_parameters(module)[name] = nn.Parameter(own, requires_grad=whole.requires_grad)
 
 
 def _column(module: nn.Linear, group: RankGroup, gathered: Rows | None, x: torch.Tensor) -> torch.Tensor:

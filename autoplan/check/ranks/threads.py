@@ -29,17 +29,15 @@ from typing import Any, TypeVar
 import numpy
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.capture.dry_run import enter_first_in_a_lasting_thread
 from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread
 from autoplan.common.errors import AutoplanError
+from autoplan.common.torch_internals import TorchDispatchMode
 from autoplan.patches import simulated_ranks
 from autoplan.patches.seeding import RankGenerator
-from autoplan.patches.simulated_ranks import generator_per_thread, host_generators, world_per_thread
+from autoplan.patches.simulated_ranks import ProcessLocalGroup, generator_per_thread, host_generators, world_per_thread
 
 Result = TypeVar("Result")
 
@@ -99,7 +97,7 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
             ):
                 stack.enter_context(context)
             simulated_ranks.know_backend(_make_group)
-            store = c10d.HashStore()
+            store = simulated_ranks.store_of_threads()
             for number in range(world_size):
                 body = _Body(fn, number, world_size, store, state, timeout, ranks)
                 ranks.append(_Rank(threading.Thread(target=body, daemon=True, name=f"autoplan rank {number}")))

@@ -22,6 +22,7 @@ from autoplan.check.verify.subject import CANNOT_RUN, SAME, Group, Observation, 
 from autoplan.common.code.ways import uncompared
 from autoplan.common.conventions import conventions
 from autoplan.common.nested import flatten_tensors
+from autoplan.common.torch_internals import DROPOUTS
 from autoplan.hf.driving import (
     attention_switched,
     decoded,
@@ -208,7 +209,7 @@ def _dropout_at(model: Any, rate: float) -> Iterator[None]:
 def _rates(model: Any) -> list[tuple[dict[str, Any], str, float]]:
     places: list[tuple[dict[str, Any], str, float]] = []
     for module in model.modules():
-        names = ["p"] if isinstance(module, torch.nn.modules.dropout._DropoutNd) else []
+        names = ["p"] if isinstance(module, DROPOUTS) else []
         names += [name for name in vars(module) if name.endswith(conventions().rate_suffix)]
         places += [(vars(module), name, vars(module)[name]) for name in names if _is_rate(vars(module).get(name))]
     return places

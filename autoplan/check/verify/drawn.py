@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from autoplan.common.torch_internals import TorchDispatchMode, outside_of_modes, schema_of
 from autoplan.execute import random_streams
 from autoplan.values import Finding
 
@@ -39,7 +39,7 @@ class _AtDraws(TorchDispatchMode):
         before = random_streams.get_state()
         result = func(*args, **kwargs)
         if random_streams.unlike(random_streams.get_state(), before) != random_streams.Generators(None):
-            named = {arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+            named = {arg.name: value for arg, value in zip(schema_of(func).arguments, args, strict=False)} | kwargs
             self.drew(func.overloadpacket.__name__, before, named, result)
         return result
 
@@ -57,7 +57,7 @@ class Draws(_AtDraws):
     def drew(self, name: str, before: random_streams.Generators, arguments: dict[str, Any], result: Any) -> None:
         drawn = _numbers(result)
         if drawn is not None:
-            with _disable_current_modes():
+            with outside_of_modes():
                 first = drawn.detach().flatten()[:_MOST].to(torch.float64, copy=True)
             self.found.append((name.strip("_"), random_streams.number_of(before), drawn.numel(), first))
 

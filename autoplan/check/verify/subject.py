@@ -29,6 +29,7 @@ from autoplan.capture.dry_run import own
 from autoplan.common.conventions import conventions
 from autoplan.common.nested import changed_inside, fields_of, is_record
 from autoplan.common.random_values import reseed_held, untouched_randomness
+from autoplan.common.torch_internals import local_part, place_local
 from autoplan.execute import random_streams
 from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.vocabulary.own_positions import whole_logits
@@ -247,12 +248,12 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _of_tensor(tensor: torch.Tensor) -> Callable[[], None]:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    local = local_part(tensor) if isinstance(tensor, DTensor) else tensor.detach()
     values = local.clone()
 
     def put_back() -> None:
         if isinstance(tensor, DTensor):
-            tensor._local_tensor = local  # `.data = x` replaces it
+            place_local(tensor, local)  # `.data = x` replaces it
         now = local if isinstance(tensor, DTensor) else tensor.detach()
         if now.shape == values.shape and not torch.equal(now, values):
             now.copy_(values)

@@ -25,6 +25,7 @@ from autoplan.common.code.code_place import call_name, code_place
 from autoplan.common.code.ways import running
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import Layout
+from autoplan.common.torch_internals import own_parameters
 from autoplan.execute.collectives import copy_to_ranks, take_rows
 from autoplan.execute.executors import At, execute, other_branch
 from autoplan.execute.guard.marks import as_given, looking_on
@@ -103,7 +104,7 @@ class PlannedCalls:
     def local(self, tensor: DTensor) -> Any:
         """Return the local tensor of a DTensor parameter that the module's code took from `parameters()`."""
         for module in self.at.module.modules():
-            for name, parameter in module._parameters.items():
+            for name, parameter in own_parameters(module).items():
                 if parameter is tensor:
                     return getattr(module, name)
         return tensor
@@ -218,7 +219,7 @@ class _Guard:
         planned: list[nn.Module] = []
         _alone.run(lambda: planned.extend(self.planned))
         planned = [module for module in planned if record_of(module) is not None]  # otherwise the layer was restored
-        own = ((module, p) for module in planned for p in module._parameters.values() if p is not None)
+        own = ((module, p) for module in planned for p in own_parameters(module).values() if p is not None)
         layer = next((module for module, parameter in own if memory_of(parameter) in memory), None)
         if layer is None:
             return self.function(*args, **kwargs)

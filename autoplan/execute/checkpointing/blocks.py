@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
+from autoplan.common.torch_internals import own_parameters
 from autoplan.execute.checkpointing.policies import (
     CacheCopies,
     all_but_drawn,
@@ -224,7 +225,7 @@ def _unconverted(block: nn.Module) -> Iterator[None]:
     would replace DTensors even if nothing changes, and backward waits for the old ones."""
     changed = []
     for module in block.modules():
-        if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+        if any(isinstance(parameter, DTensor) for parameter in own_parameters(module).values()):
             module.__dict__["_apply"] = functools.partial(_apply_if_needed, module)
             changed.append(module)
     try:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, _VersionWrapper, create_selective_checkpoint_contexts
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import flatten_tensors
+from autoplan.common.torch_internals import TorchDispatchMode, schema_of, version_of
 from autoplan.execute.parameters.held import memory_of
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Drawn
@@ -97,15 +97,15 @@ class _CopyBeforeChange(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
+        schema = schema_of(func)
+        if schema.is_mutable:
             arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
             written = [arguments.get(argument.name) for argument in schema.arguments if argument.is_write]
             changed = {memory_of(tensor) for _, tensor in flatten_tensors(written)}
             for saved in _wrapped(list(self.storage.values())):
                 if isinstance(saved.val, torch.Tensor) and memory_of(saved.val) in changed:
                     saved.val = saved.val.clone()
-                    saved.version = saved.val._version
+                    saved.version = version_of(saved.val)
         return func(*args, **(kwargs or {}))
 
 
@@ -151,7 +151,7 @@ class CacheCopies:
 
     def put_into(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with copies of the original caches, which stay unused for yet another run."""
-        if any(tensor._version != version for tensor, version in self.versions):
+        if any(version_of(tensor) != version for tensor, version in self.versions):
             raise AutoplanError(
                 "a cache was changed in place after a checkpointed block read it, so the block cannot be recomputed",
                 hint=f"train without a cache ({conventions().cache_switch}=False)",
@@ -172,7 +172,7 @@ def _copy(value: Any, seen: dict[int, Any], versions: list[tuple[torch.Tensor, i
         return seen[id(value)]
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
-            versions.append((value, value._version))
+            versions.append((value, version_of(value)))
         seen[id(value)] = value if value.requires_grad else value.clone()
     elif type(value) in (list, tuple, set):
         seen[id(value)] = type(value)(_copy(item, seen, versions) for item in value)

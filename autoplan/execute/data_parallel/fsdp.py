@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -25,6 +24,7 @@ from torch.torch_version import TorchVersion
 from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import change_at, flatten_tensors
 from autoplan.common.options import DataParallel
+from autoplan.common.torch_internals import local_part, local_spec, place_local, unset_fake_temporarily
 from autoplan.execute.collectives import all_reduce_over, in_backward, like, mesh_device
 from autoplan.execute.data_parallel.lost import list_sharded, refuse_copies, watch_lost
 from autoplan.execute.data_parallel.units import Units, choose_units, cut_dim, is_stack
@@ -259,7 +259,7 @@ def shard_data_parallel(
 def _make_contiguous(model: nn.Module) -> None:
     """Lay parameters out as FSDP2 requires: those of `torch.linalg.qr` or a transposed tensor are in column order."""
     for parameter in model.parameters():
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        local = local_part(parameter) if isinstance(parameter, DTensor) else parameter
         if parameter.is_contiguous() and local.is_contiguous():
             continue
         local = local.detach().contiguous()
@@ -270,7 +270,7 @@ def _make_contiguous(model: nn.Module) -> None:
         stride = torch.empty(shape, device="meta").stride()
         sharded = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
         torch.Tensor.data.__set__(parameter, sharded)
-        parameter._local_tensor, parameter._spec = sharded._local_tensor, sharded._spec
+        place_local(parameter, local_part(sharded), local_spec(sharded))
 
 
 def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParallel, places: Places | None) -> None:

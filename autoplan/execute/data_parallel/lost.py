@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.torch_internals import backward_hooks, is_fake, local_part, own_parameters, version_of
 from autoplan.execute.collectives import in_backward
 from autoplan.execute.parameters.held import FREE, record_of
 from autoplan.patches.tensors import told_of_inputs
@@ -42,7 +42,7 @@ def watch_lost(units: Iterable[tuple[str, nn.Module]], ignored: Container[nn.Par
         watched = [
             (f"{path}.{key}".lstrip("."), module, key, parameter)
             for path, module in own
-            for key, parameter in module._parameters.items()
+            for key, parameter in own_parameters(module).items()
             if parameter is not None and parameter not in ignored
         ]
         if watched:
@@ -79,12 +79,12 @@ class _Watch:
         self.modes[unit.training, torch.is_grad_enabled()] += 1
         summed = self.modes[unit.training, torch.is_grad_enabled()] <= _SUMMED
         for name, module, key, on_ranks in self.watched:
-            if any(not _is_known(hook) for hook in (on_ranks._backward_hooks or {}).values()):
+            if any(not _is_known(hook) for hook in (backward_hooks(on_ranks) or {}).values()):
                 raise AutoplanError(
                     f"a hook on the parameter {name} would never run: FSDP2 sets its gradient without it",
                     hint="register_post_accumulate_grad_hook, or change gradients after backward",
                 )
-            gathered = module._parameters.get(key)
+            gathered = own_parameters(module).get(key)
             if gathered is not None and gathered is not on_ranks and not gathered.is_inference():
                 self.versions[name] = gathered, _versions(gathered)
                 if summed and not gathered.is_meta and not is_fake(gathered):
@@ -110,7 +110,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _sum_of_bits(x: torch.Tensor) -> int:
-    local = (x._local_tensor if isinstance(x, DTensor) else x).detach()
+    local = (local_part(x) if isinstance(x, DTensor) else x).detach()
     local = torch.view_as_real(local) if local.is_complex() else local
     return int(local.contiguous().view(_BITS[local.element_size()]).sum())
 
@@ -119,7 +119,7 @@ def _versions(x: torch.Tensor) -> tuple[int, ...]:
     """Return the versions of a tensor and of a DTensor's shard: a write to one is not counted by the other."""
     if x.is_inference():
         return ()
-    return (x._version, x._local_tensor._version) if isinstance(x, DTensor) else (x._version,)
+    return (version_of(x), version_of(local_part(x))) if isinstance(x, DTensor) else (version_of(x),)
 
 
 def _is_known(hook: Any) -> bool:
@@ -139,7 +139,7 @@ def list_sharded(model: nn.Module, ignored: Container[nn.Parameter]) -> None:
         record = record_of(module)
         if record is not None:
             record.reading.gathered = gathered
-        if module._parameters:
+        if own_parameters(module):
             handle = module.register_load_state_dict_pre_hook(gathered.before_load)
             module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)  # before what reads the placements
 
@@ -153,7 +153,7 @@ class _Gathered:
         self.sharded: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self.names: dict[str, tuple[nn.Module, str]] = {}
         for path, module in model.named_modules():
-            for key, parameter in module._parameters.items():
+            for key, parameter in own_parameters(module).items():
                 if parameter is not None:
                     self.sharded[module, key] = parameter
                 if parameter is not None and parameter not in ignored:
@@ -170,7 +170,7 @@ class _Gathered:
             if any(_versions(sharded) != versions for _, sharded, versions in self.left.values()):
                 self.free()
             for (module, key), before in self.sharded.items():
-                now = module._parameters.get(key)
+                now = own_parameters(module).get(key)
                 if now is not None and now is not before and _mesh_dims(now) == _mesh_dims(before):
                     self.sharded[module, key] = now  # replaced, as by `model.to`
         self.running.add(unit)
@@ -182,7 +182,7 @@ class _Gathered:
         if not self.running:
             self.left.clear()
             for (module, key), sharded in self.sharded.items():
-                now = module._parameters.get(key)
+                now = own_parameters(module).get(key)
                 if now is not None and now is not sharded:
                     self.left[id(now)] = now, sharded, _versions(sharded)
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.errors import AutoplanError, PlanMismatchError
+from autoplan.common.torch_internals import flattened
 from autoplan.execute.agreement import Voters
 
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -123,7 +124,7 @@ def _with_context(
     note = f"gradients are averaged over {' and '.join(map(repr, joined))} together"
     if shard is None:
         return mesh["cp"], (note,)
-    flat = mesh[joined]._flatten(WITH_CONTEXT)
+    flat = flattened(mesh[joined], WITH_CONTEXT)
     return (flat if replicate is None else DeviceMesh._concatenate([mesh[replicate], flat])), (note,)
 
 

@@ -43,6 +43,7 @@ from autoplan.common.code.ways import (
 )
 from autoplan.common.errors import PlanMismatchError, UnprovenPlanWarning
 from autoplan.common.nested import flatten_tensors
+from autoplan.common.torch_internals import DisableTorchFunction, detect_fake_mode, runs_compiled
 from autoplan.execute.collectives import RankGroup, all_reduce, in_backward
 from autoplan.execute.guard.marks import PART, Kept, Listeners, this
 from autoplan.execute.guard.situations import Situations
@@ -131,7 +132,7 @@ class PathGuard:
         """Check what such a call returns. Ranks may not make it together, so they do not communicate."""
         watch = self.stop() if self.by_itself else None
         if watch is not None:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 kind = watch.marks.kind_in(output)
             if kind:
                 shown = ONE_PART if kind == PART else PARTS_OF_GRADIENT
@@ -244,7 +245,7 @@ class PathGuard:
         if self.together:
             always = watch.reads_values or watch.host_draws() or self.situations.reads_streams
             self.situations.add(*self.asked, always=always)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             kept_parts = self.kept.note(self.model, watch.marks)
         if kept_parts and self.action != "refuse":
             self.kept.places.clear()
@@ -284,12 +285,12 @@ class PathGuard:
 def _has_no_values(arguments: dict[str, Any]) -> bool:
     """Return whether the tensors are fake or on meta."""
     tensors = [tensor for _, tensor in flatten_tensors(arguments)]
-    return any(tensor.is_meta for tensor in tensors) or torch._guards.detect_fake_mode(tensors) is not None
+    return any(tensor.is_meta for tensor in tensors) or detect_fake_mode(tensors) is not None
 
 
 def _runs_compiled(model: nn.Module) -> bool:
     """Return whether a part of the model is compiled, or the caller is: the mode would be compiled too."""
-    if any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in model.modules()):
+    if any(runs_compiled(part) for part in model.modules()):
         return True
     dynamo = getattr(sys.modules.get("torch._dynamo.eval_frame"), "__file__", None)
     frame: FrameType | None = sys._getframe() if dynamo else None

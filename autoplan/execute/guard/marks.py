@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoplan.common.code.ways import is_settled
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.nested import changed_inside, flatten_tensors
+from autoplan.common.torch_internals import DisableTorchFunction, own_buffers, transient_buffers
 from autoplan.execute.guard.sizes import Shape, fits
 from autoplan.execute.vocabulary.split_logits import SplitLogits
 from autoplan.values import Instruction
@@ -136,7 +137,7 @@ class HeldPart(torch.Tensor):
 
 
 def _held(own: torch.Tensor, words: str) -> HeldPart:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         part = own.as_subclass(HeldPart)
     part.words, part.own = words, own
     return part
@@ -199,7 +200,7 @@ class Kept:
         if kind == _ATTRIBUTES:
             return vars(module)
         return {
-            buffer: module._buffers.get(buffer) for buffer in module._non_persistent_buffers_set
+            buffer: own_buffers(module).get(buffer) for buffer in transient_buffers(module)
         }  # not those of checkpoints
 
     def hold(self, model: nn.Module) -> None:
@@ -208,7 +209,7 @@ class Kept:
         for name, kind, attribute in dict.fromkeys(place[:3] for place in self.places):
             if kind not in self.around and name not in there:
                 continue
-            state = model.get_submodule(name)._buffers if kind == _BUFFERS else self._state(model, name, kind)
+            state = own_buffers(model.get_submodule(name)) if kind == _BUFFERS else self._state(model, name, kind)
             for path, where, under, own in list(_slots(state, attribute, ())) if attribute in state else ():
                 words = self.places.get((name, kind, attribute, path))
                 replacement = own if words is None else _all_held(own, words)

@@ -30,6 +30,7 @@ from torch import nn
 
 from autoplan.common.code.code_place import outer_stores
 from autoplan.common.code.ways import is_settled
+from autoplan.common.torch_internals import own_modules, own_parameters
 
 _FIRST = 3
 _SIZES = 16  # sets of sizes and numbers that are all traced
@@ -157,14 +158,14 @@ class Situations:
             self._watch_attributes(module, tuple(set(names).difference(covered)), stores)
         if not isinstance(module, nn.Module):
             return
-        self._watch(module._modules, names)
+        self._watch(own_modules(module), names)
         if "requires_grad" in names:
             self.frozen += module.parameters()
         for name in names:
-            child = module._modules.get(name)
+            child = own_modules(module).get(name)
             for below in () if child is None else child.modules():  # of which its own code may not mention the names
                 self._watch_attributes(below, tuple(set(names) - _OF_MODULES))
-            if child is not None and not child._parameters and type(child).__module__.startswith("torch.nn"):
+            if child is not None and not own_parameters(child) and type(child).__module__.startswith("torch.nn"):
                 self._watch(vars(child), tuple(set(vars(child)) - {"training"}))
         keeps = tuple(name for name in dict.fromkeys((*stores, *names))
                       if name in stores or isinstance(vars(module).get(name), list | dict))  # fmt: skip

@@ -19,6 +19,7 @@ from autoplan.common.code.code_place import outer_stores
 from autoplan.common.code.forms import form_of, form_of_given
 from autoplan.common.code.ways import ENTRY, Follower, Key, Tracer, is_module_call, key_in, source_line
 from autoplan.common.nested import flatten_tensors
+from autoplan.common.torch_internals import DisableTorchFunction
 from autoplan.execute.guard.marks import GRADIENT, PART, Marks, keeping_code, loads_of
 from autoplan.execute.guard.situations import reads_outside
 from autoplan.execute.guard.sizes import Pair, PartSize, whole_shape
@@ -209,7 +210,7 @@ class Watch(Tracer):
     def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
         name = getattr(function, "__name__", "")
         self.reads_values |= name in _VALUES_READ or (function is torch.Tensor.__getitem__ and _by_mask(args[1]))
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             kind = self.marks.kind_in((args, kwargs))
             if not kind:
                 return result

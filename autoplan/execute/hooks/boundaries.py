@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import Layout, chunk
 from autoplan.common.nested import change_at, change_input
+from autoplan.common.torch_internals import is_fake
 from autoplan.execute.collectives import (
     RankGroup,
     copy_to_ranks,

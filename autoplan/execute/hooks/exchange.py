@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from autoplan.common.torch_internals import collectives_by_name
 from autoplan.execute.collectives import RankGroup, Recorded, index_of, sent, take_rows, whole_order
 
 Rows = tuple[tuple[int, ...], ...]  # of each rank's piece
-_NAMED = torch.ops._c10d_functional
+_NAMED = collectives_by_name
 
 
 def positions_of_a_rank(length: int, group: RankGroup) -> int:

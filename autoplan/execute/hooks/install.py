@@ -23,6 +23,7 @@ from autoplan.common.nested import (
     put_back,
     signature_names,
 )
+from autoplan.common.torch_internals import DisableTorchFunction, forward_hooks
 from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.executors import Around, At, Running, copied_with_closure, execute, unwatched
 from autoplan.execute.guard.marks import as_given, looking_on
@@ -77,7 +78,7 @@ def listen(module: nn.Module, worker: Worker) -> list[RemovableHandle]:
 def keep_order(module: nn.Module) -> None:
     """Store the hooks of a module in the order in which they run: `prepend` moves a key to the front of an OrderedDict,
     but code that torch 2.11 compiles finds hooks by their position in the underlying dict, where nothing moved."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+    for hooks in forward_hooks(module):
         items = list(hooks.items())
         hooks.clear()
         hooks.update(items)
@@ -132,7 +133,7 @@ class Worker(Hooks):
 
     def _before(self, args: Any, kwargs: Any) -> Any:
         if self.entering:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 for enter in self.entering:
                     args, kwargs = enter(args, kwargs)
         if self.needs_cleanup:
@@ -143,7 +144,7 @@ class Worker(Hooks):
         running = self.running
         switched = bool(self.work.random) and (running.draws or not torch.compiler.is_compiling())
         if switched and running.may_draw(self.module):
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 split = self.work.random == "split"
                 (running.randomness.enter_split if split else running.randomness.enter_whole)()
             self.opened.append(True)
@@ -161,7 +162,7 @@ class Worker(Hooks):
         return unwatched(self._after, output) if torch.compiler.is_compiling() else self._after(output)
 
     def _after(self, output: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for leave in self.leaving:
                 output = leave(output)
         return output
@@ -184,7 +185,7 @@ class Worker(Hooks):
         for end in self.ending:
             end(output is None)
         if self.opened.pop():
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 split = self.work.random == "split"
                 (self.running.randomness.leave_split if split else self.running.randomness.leave_whole)()
 

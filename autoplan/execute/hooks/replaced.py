@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import matches
+from autoplan.common.torch_internals import DisableTorchFunction, forward_hooks, own_modules
 from autoplan.execute.executors import Running, cannot_be_pickled
 from autoplan.execute.hooks.install import Worker, listen
 from autoplan.execute.hooks.root import Root
@@ -61,7 +61,7 @@ def _watching(cls: Any) -> type[nn.Module]:
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
         where = self.__dict__.get(_PLANNED, {}).get(name)
         if where is not None and isinstance(value, nn.Module):
-            old = self._modules.get(name)
+            old = own_modules(self).get(name)
             if old is not None and old is not value:
                 _replaced(where, old, value)
         super(subclass, self).__setattr__(name, value)
@@ -109,7 +109,7 @@ def _replaced(where: str, old: nn.Module, new: nn.Module) -> None:
         return
     if any(module is new for module in old.modules()):
         # `new` was inside of `old`: it takes over the hooks.
-        owners = [getattr(hook, "__self__", None) for hook in old._forward_hooks.values()]
+        owners = [getattr(hook, "__self__", None) for hook in forward_hooks(old)[1].values()]
         workers = {id(owner): owner for owner in owners if isinstance(owner, Worker)}
         for worker in list(workers.values()):
             if not worker.can_move:
@@ -167,7 +167,7 @@ class _InnerEntry(Root):
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not self._is_outermost:
             return output
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return columns_in(output, self.next_to_a_loss)
 
     def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

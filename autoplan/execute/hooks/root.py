@@ -20,6 +20,7 @@ from autoplan.common.nested import (
     flatten_tensors,
     signature_names,
 )
+from autoplan.common.torch_internals import DisableTorchFunction
 from autoplan.execute.collectives import gather_pieces, mesh_device
 from autoplan.execute.dropout import may_draw
 from autoplan.execute.executors import At, Running, execute
@@ -159,7 +160,7 @@ class Root(Hooks):
         return self.unseen.check(output)
 
     def _leave(self, output: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for path, change in self.outputs:
                 output = change_if_returned(output, path, change, "the model")
             for path, shard in shards_in(output):  # shards that the model itself collected

@@ -10,6 +10,7 @@ import torch
 from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
 from autoplan.common.nested import flatten_tensors
+from autoplan.common.torch_internals import collectives_by_name
 from autoplan.execute.collectives import RankGroup, Recorded, sent
 from autoplan.execute.executors import At, Running, executes
 from autoplan.execute.hooks.exchange import pad, positions_of_a_rank, to_pieces, to_positions
@@ -76,7 +77,7 @@ def shards_in(output: Any) -> list[tuple[tuple[Any, ...], SequenceShard]]:
 # Positions are sharded in equal pieces; an indivisible length is padded inside these moves only: the pieces of the last
 # ranks end with copies of the last row, which are never read, and a gathered value has its true length again.
 
-_NAMED = torch.ops._c10d_functional
+_NAMED = collectives_by_name
 
 
 class _Scatter(Recorded):

@@ -29,6 +29,7 @@ from autoplan.common.nested import (
     signature_names,
 )
 from autoplan.common.patterns import is_under, matches
+from autoplan.common.torch_internals import DisableTorchFunction, own_parameters, transforms_are_active
 from autoplan.execute import collectives
 from autoplan.execute.collectives import (
     RankGroup,
@@ -86,7 +87,7 @@ def _give_parts(idle: _Idle, module: nn.Module, args: Any, kwargs: Any) -> Any:
             raise _compiled(idle)
         return scale_gradient(value, 1.0 / idle.ranks) if gradient_is_summed(value) else value
 
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()}
 
 
@@ -112,11 +113,11 @@ def _watch(module: nn.Module, name: str, constant: Constant, group: RankGroup) -
         )
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:  # masks that are no tensors stay as they are
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return change_input(args, kwargs, names, path, change, name, at=change_if_tensor)
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return change_if_tensor(output, path, change, name)
 
     if side == "output":
@@ -229,7 +230,7 @@ def refuse_transforms(module: nn.Module) -> None:
     """Raise where a module with sharded parameters runs inside a function transform."""
     if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and not torch.compiler.is_exporting()):
         return  # compilers use transforms internally; that of torch 2.11 reports an export
-    if torch._C._are_functorch_transforms_active():
+    if transforms_are_active():
         how, instead = "a torch.func transform (grad, vjp, jvp, vmap)", "torch.autograd.grad, with create_graph"
     elif forward_ad._current_level >= 0:
         how, instead = "a forward derivative", "torch.autograd.grad"
@@ -281,7 +282,7 @@ def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
     if not steps or not _is_of_shapes(error, steps[-1]):
         return None
     running = [candidate for step in steps if isinstance(candidate := step.tb_frame.f_locals.get("self"), nn.Module)]
-    if running and running[-1]._parameters and record_of(running[-1]) is None:
+    if running and own_parameters(running[-1]) and record_of(running[-1]) is None:
         message = f"{type(running[-1]).__name__} was added after the model was sharded: {str(error).strip()}"
         return PlanMismatchError(message, hint="add it before autoplan.parallelize, and plan again")
     own = [at for at, step in enumerate(steps) if _runs_on_shards(step)]
@@ -349,7 +350,7 @@ def _has_right_dtype(frame: FrameType) -> bool:
     dtypes = [value.dtype for value in frame.f_locals.values() if isinstance(value, torch.Tensor)]
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         return not any(dtype.is_floating_point for dtype in dtypes)
-    own = {parameter.dtype for parameter in layer._parameters.values() if parameter is not None}
+    own = {parameter.dtype for parameter in own_parameters(layer).values() if parameter is not None}
     return own.issuperset(dtypes)
 
 

@@ -18,6 +18,7 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.common.random_values import BUILDING
+from autoplan.common.torch_internals import own_buffers, own_parameters, transient_buffers
 from autoplan.execute.agreement import fail_together, meet, same_model, voters_of
 from autoplan.execute.collectives import all_reduce_over
 from autoplan.execute.parameters.held import held_parameters, plain_name, record_of
@@ -61,15 +62,15 @@ def rebuild_buffers(model: nn.Module) -> None:
     for module in model.modules():
         record = record_of(module)
         for name, held in record.parameters.items() if record is not None else ():
-            parameter = module._parameters[name]
+            parameter = own_parameters(module)[name]
             if parameter is not None:
-                module._parameters[name] = first.setdefault(id(held), parameter)
+                own_parameters(module)[name] = first.setdefault(id(held), parameter)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     wanted = {
         (path, name): (path, module, name)
         for path, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-        if module._buffers.get(name) is not None
+        for name in transient_buffers(module)
+        if own_buffers(module).get(name) is not None
     }
     passing = [*wanted.values(), *(place for place in _passing_meta(model) if place[::2] not in wanted)]
     for rebuilt in _rebuilt(model, passing, device):
@@ -114,11 +115,11 @@ def _rebuilt(model: nn.Module, wanted: list[tuple[str, nn.Module, str]], device:
         if not isinstance(built, torch.Tensor) or built.is_meta:
             raise _cannot_rebuild([f"{path}.{name}"])
         value = built.detach().to(device=device)
-        if name in module._buffers:
-            record, old = record_of(module), module._buffers[name]
+        if name in own_buffers(module):
+            record, old = record_of(module), own_buffers(module)[name]
             held = record.buffers.get(name) if record is not None else None
             value = held.buffer(value) if held is not None else value
-            places.append(Rebuilt(module._buffers, name, value.to(old.dtype) if old is not None else value))
+            places.append(Rebuilt(own_buffers(module), name, value.to(old.dtype) if old is not None else value))
         else:
             places.append(Rebuilt(module.__dict__, name, value))
     return places
@@ -126,8 +127,8 @@ def _rebuilt(model: nn.Module, wanted: list[tuple[str, nn.Module, str]], device:
 
 def _passing_meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set:
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None and buffer.is_meta and name in transient_buffers(module):
                 yield path, module, name
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
@@ -161,11 +162,11 @@ def _twin_modules(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
         # Replace the meta parameters by real ones that expand a single NaN.
         filled: dict[int, nn.Parameter] = {}
         for module in twin.modules():
-            for name, old in module._parameters.items():
+            for name, old in own_parameters(module).items():
                 if old is not None:
                     number = torch.nan if old.is_floating_point() else 0
                     value = torch.full((), number, dtype=old.dtype, device="cpu").expand(old.shape)
-                    module._parameters[name] = filled.setdefault(id(old), nn.Parameter(value, old.requires_grad))
+                    own_parameters(module)[name] = filled.setdefault(id(old), nn.Parameter(value, old.requires_grad))
         with torch.no_grad():
             twin = conventions().adapted_as(model, twin)
     return dict(twin.named_modules(remove_duplicate=False))

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autoplan.common.layout import Layout, chunk
+from autoplan.common.torch_internals import local_part, own_parameters, storage_id
 from autoplan.execute.collectives import (
     RankGroup,
     Recorded,
@@ -148,14 +149,14 @@ class Held:
 
 def memory_of(tensor: torch.Tensor) -> int:
     """Return a number that tensors with the same storage share. No data pointer is read: a fake tensor has none."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
+    return storage_id(local_part(tensor) if isinstance(tensor, DTensor) else tensor)
 
 
 def is_local_of(tensor: torch.Tensor, parameter: Any) -> bool:
     """Return whether a plain tensor is this rank's local tensor of a parameter: the same memory."""
     if not isinstance(parameter, DTensor) or isinstance(tensor, DTensor):
         return False
-    local = parameter._local_tensor
+    local = local_part(parameter)
     same = (tensor.shape, tensor.stride()) == (local.shape, local.stride())
     return same and memory_of(tensor) == memory_of(local)
 
@@ -232,7 +233,7 @@ def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Held 
         vars(model)[FREE]()
     for path, module in model.named_modules(remove_duplicate=False):
         record = record_of(module)
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is not None:
                 held = record.parameters.get(name) if record is not None else None
                 yield plain_name(f"{path}.{name}" if path else name), parameter, held
@@ -285,7 +286,7 @@ def summed_together(module: nn.Module, view: Callable[[nn.Parameter, Held], torc
     groups = set[RankGroup]()
     for inner in module.modules():
         record = record_of(inner)
-        for name, parameter in inner._parameters.items() if record is not None else ():
+        for name, parameter in own_parameters(inner).items() if record is not None else ():
             held = record.parameters.get(name) if record is not None else None
             if parameter is None or not parameter.requires_grad or held is None or held.read is None:
                 continue

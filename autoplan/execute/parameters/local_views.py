@@ -31,6 +31,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.torch_internals import (
+    DisableTorchFunction,
+    function_mode_is_active,
+    local_part,
+    local_spec,
+    own_parameters,
+)
 from autoplan.execute.collectives import (
     RankGroup,
     Recorded,
@@ -108,7 +115,7 @@ class _WholeOfUnit(Recorded):
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, held: Held) -> torch.Tensor:
-        ctx.spec, ctx.held = parameter._spec, held
+        ctx.spec, ctx.held = local_spec(parameter), held
         return held.to_checkpoint_order(gathered(parameter.detach(), held.room if held.dim is not None else None))
 
     @staticmethod
@@ -132,8 +139,8 @@ def _local(parameter: DTensor) -> torch.Tensor:
 class _ToLocal(Recorded):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
-        local = parameter._local_tensor
-        ctx.spec, ctx.stride = parameter._spec, local.stride()
+        local = local_part(parameter)
+        ctx.spec, ctx.stride = local_spec(parameter), local.stride()
         ctx.set_materialize_grads(False)
         return local.detach()
 
@@ -233,9 +240,9 @@ def _keeping_attributes(cls: type) -> Callable[..., Any]:
     base: Any = cls._apply  # type: ignore[attr-defined]
 
     def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        noted = {name: vars(parameter) for name, parameter in self._parameters.items() if parameter is not None}
+        noted = {name: vars(parameter) for name, parameter in own_parameters(self).items() if parameter is not None}
         result = base(self, *args, **kwargs)
-        for name, parameter in self._parameters.items():
+        for name, parameter in own_parameters(self).items():
             if parameter is not None and name in noted and noted[name] is not vars(parameter):
                 vars(parameter).update({key: value for key, value in noted[name].items() if key not in vars(parameter)})
         return result
@@ -249,7 +256,7 @@ def _reading_by_name(cls: type) -> Callable[..., Any]:
     def get_parameter(self: nn.Module, target: str) -> Any:
         path, _, last = target.rpartition(".")
         owner = self.get_submodule(path)
-        return getattr(owner, last) if last in owner._parameters else base(self, target)
+        return getattr(owner, last) if last in own_parameters(owner) else base(self, target)
 
     return get_parameter
 
@@ -260,7 +267,7 @@ def _tying(cls: type) -> Callable[..., Any]:
     base: Any = cls.__setattr__
 
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
-        present = self.__dict__.get("_parameters", {}).get(name) if type(value) is torch.Tensor else None
+        present = own_parameters(self).get(name) if type(value) is torch.Tensor and "training" in vars(self) else None
         if not is_local_of(value, present):
             base(self, name, value)
 
@@ -287,7 +294,7 @@ def _reading_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]
 
 def stored_tensor(module: nn.Module, name: str) -> Any:
     """Return the tensor stored under a name, whatever property its class defines: local while the model runs."""
-    parameter, record = module.__dict__["_parameters"][name], record_of(module)
+    parameter, record = own_parameters(module)[name], record_of(module)
     if record is None or not record.reading.inside:
         return parameter
     return local_view(parameter, record.parameters.get(name), record.reading.summed)
@@ -298,7 +305,7 @@ def _parameter_property(name: str, computed: Any = None) -> property:
     stored one."""
 
     def read(self: nn.Module) -> Any:
-        parameters = self.__dict__["_parameters"]
+        parameters = own_parameters(self)
         if name not in parameters:  # removed: weight_norm and the like set a plain attribute instead
             if name in self.__dict__:
                 return self.__dict__[name]
@@ -321,9 +328,9 @@ def _parameter_property(name: str, computed: Any = None) -> property:
         held = record.parameters.get(name)
         if record.reading.new_forward and not torch.compiler.is_compiling() and is_read_by_a_new_forward(self):
             return whole_view(parameters[name], held)
-        if not torch._C._is_torch_function_mode_enabled():
+        if not function_mode_is_active():
             return local_view(parameters[name], held, record.reading.summed)
-        with torch._C.DisableTorchFunction():  # a scoped function mode must not count these calls
+        with DisableTorchFunction():  # a scoped function mode must not count these calls
             local = local_view(parameters[name], held, record.reading.summed)
         if held is not None and local is not None and not torch.compiler.is_compiling():
             marks = looking_on()
@@ -341,6 +348,12 @@ def _parameter_property(name: str, computed: Any = None) -> property:
         del self.__dict__[name]
 
     return property(read, write, delete)
+
+
+def refresh_flat_weights(module: nn.Module) -> None:
+    """Let a recurrent layer compute with the parameters that it holds now."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [own_parameters(module).get(name) for name in module._flat_weights_names]
 
 
 def _flat_weights_property() -> property:

@@ -28,6 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.nested import changed_inside, flatten_tensors
+from autoplan.common.torch_internals import backward_hooks, local_part, local_spec, place_local, schema_of
 from autoplan.execute.collectives import RankGroup, Recorded, all_reduce, in_backward
 from autoplan.execute.parameters.held import Held, held_by, is_local_of, memory_of, record_of
 from autoplan.execute.parameters.picked import held_of_memory, marked_modules
@@ -58,7 +59,7 @@ def in_place(op: Any, mesh: DeviceMesh, args: Any, kwargs: Any) -> Any:
         return NOT_OURS
     placements = [Replicate() if placed.is_partial() else placed for placed in x.placements]
     summed = x.redistribute(placements=placements)
-    x._local_tensor, x._spec = summed._local_tensor, summed._spec
+    place_local(x, local_part(summed), local_spec(summed))
     return op(*args, **kwargs)
 
 
@@ -110,9 +111,9 @@ def _on_full_tensors(op: Any, owners: list[nn.Module], args: Any, kwargs: Any) -
 
     whole_args, whole_kwargs = _changed((args, kwargs), whole)
     result = op(*whole_args, **whole_kwargs)
-    named = zip(op._schema.arguments, args, strict=False)
+    named = zip(schema_of(op).arguments, args, strict=False)
     written = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
-    written += [kwargs[a.name] for a in op._schema.arguments if a.name in kwargs and a.alias_info is not None]
+    written += [kwargs[a.name] for a in schema_of(op).arguments if a.name in kwargs and a.alias_info is not None]
     for _, x in flatten_tensors(written):
         if isinstance(x, DTensor):
             _write_back(x, *wholes[id(x)])
@@ -126,14 +127,14 @@ def _write_back(x: DTensor, whole: torch.Tensor, _: DTensor, held: Held | None) 
             f"a tensor of {list(x.shape)}, {x.placements}, is changed in place by plain tensors",
             hint="change it out of place",
         )
-    x._local_tensor.copy_(_piece(whole, held, x.device_mesh, x.placements))
+    local_part(x).copy_(_piece(whole, held, x.device_mesh, x.placements))
     torch.autograd.graph.increment_version(x)
 
 
 def _piece(whole: torch.Tensor, held: Held | None, mesh: DeviceMesh, placements: Any) -> torch.Tensor:
     if held is not None:
         return local_piece(whole, held, mesh, placements)
-    return distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)._local_tensor
+    return local_part(distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None))
 
 
 # Tensors of which the rows are in rank order.
@@ -188,7 +189,7 @@ def _how_it_lies(op: Any, x: DTensor, owners: list[nn.Module]) -> Held | None:
 
 def _hand_pieces(x: DTensor, held: Held | None) -> None:
     """Make a full gradient of a DTensor one that lies as it does. A parameter is hooked once."""
-    hooks = (x._backward_hooks or {}).values()
+    hooks = (backward_hooks(x) or {}).values()
     if not any(isinstance(hook, _Pieces) for hook in hooks):
         x.register_hook(_Pieces(x, held))
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from autoplan.common.torch_internals import own_modules
+
 _CALLED = nn.Module._call_impl.__code__
 
 
@@ -22,7 +24,7 @@ def has_new_forward(module: nn.Module, depth: int = 3) -> bool:
     if "forward" in vars(module):
         return True
     return depth > 0 and any(
-        has_new_forward(child, depth - 1) for child in module._modules.values() if child is not None
+        has_new_forward(child, depth - 1) for child in own_modules(module).values() if child is not None
     )
 
 

@@ -16,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
+from autoplan.common.torch_internals import local_part, local_spec, place_local
 from autoplan.execute.collectives import index_of, like
 from autoplan.execute.parameters.held import Held, Mark, held_by, held_parameters, mark_of, record_of
 from autoplan.execute.parameters.mixed import in_place, mixed, ordered
@@ -133,9 +134,9 @@ def assign_data(parameter: DTensor, value: Any) -> bool:
     if in_units:
         _free_gathered(parameter)
     torch.Tensor.data.__set__(parameter, value.detach())
-    parameter._local_tensor, parameter._spec = value._local_tensor.detach(), value._spec
+    place_local(parameter, local_part(value).detach(), local_spec(value))
     if in_units:
-        parameter._local_tensor = parameter._local_tensor.contiguous()
+        place_local(parameter, local_part(parameter).contiguous())
         torch.autograd.graph.increment_version(parameter)
         for module in _modules_with(parameter):
             renew_units(module)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autoplan.common.nested import changed_inside, flatten_tensors
+from autoplan.common.torch_internals import DisableTorchFunction, local_part, own_parameters
 from autoplan.execute.parameters.held import Held, Mark, held_by, mark_of, memory_of
 from autoplan.execute.parameters.local_views import whole_view
 from autoplan.execute.parameters.state_dict import gathered, local_piece, whole_tensor
@@ -31,7 +32,7 @@ _marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that own mark
 
 def note_marked(model: nn.Module) -> None:
     """Note the modules of a model that own marked parameters."""
-    _marked.update(module for module in model.modules() if any(map(_held, module._parameters.values())))
+    _marked.update(module for module in model.modules() if any(map(_held, own_parameters(module).values())))
 
 
 def marked_modules() -> list[nn.Module]:
@@ -49,7 +50,7 @@ def held_of_memory(x: DTensor) -> Held | None:
     if own is not None or x.is_meta or x.grad_fn is not None:
         return own
     place = _place(x)
-    for parameter in (one for module in list(_marked) for one in module._parameters.values()):
+    for parameter in (one for module in list(_marked) for one in own_parameters(module).values()):
         held = _held(parameter)
         for one in (parameter, parameter.grad) if held is not None and parameter is not None else ():
             if isinstance(one, DTensor) and _place(one) == place:
@@ -58,7 +59,7 @@ def held_of_memory(x: DTensor) -> Held | None:
 
 
 def _place(x: DTensor) -> Any:
-    return memory_of(x), x._local_tensor.storage_offset(), x.shape, x.device_mesh, x.placements
+    return memory_of(x), local_part(x).storage_offset(), x.shape, x.device_mesh, x.placements
 
 
 def with_mark(parameter: DTensor, same: Any) -> Any:
@@ -84,7 +85,7 @@ class Picked(torch.Tensor):
         first = next(picked, None)
         used_on = None if first is None else held_of_memory(first.base)
         plain_args, plain_kwargs = _plain((args, kwargs or {}), used_on)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             result = function(*plain_args, **plain_kwargs)
         name = getattr(function, "__name__", "")
         operator = name.replace("__i", "__", 1)  # of __iadd__ there is an __add__, and of __int__ no __nt__
@@ -116,7 +117,7 @@ def _write(x: DTensor, change: Callable[[torch.Tensor], Any]) -> None:
     whole = whole_tensor(x, held)
     change(whole)
     assert held is not None
-    x._local_tensor.copy_(local_piece(whole, held, x.device_mesh, x.placements))
+    local_part(x).copy_(local_piece(whole, held, x.device_mesh, x.placements))
     torch.autograd.graph.increment_version(x)
 
 
@@ -188,13 +189,13 @@ def draw(op: Any, args: Any, kwargs: Any) -> Any:
     whole = torch.empty(x.shape if held is None else held.shape, dtype=x.dtype, device=x.device)
     op(whole, *args[1:], **kwargs)
     if held is None:  # a tensor made like a parameter
-        part = distribute_tensor(whole, mesh, placements, src_data_rank=None)._local_tensor
+        part = local_part(distribute_tensor(whole, mesh, placements, src_data_rank=None))
     else:
         part = local_piece(whole, held, mesh, placements)
-    x._local_tensor.copy_(part)
+    local_part(x).copy_(part)
     return x
 
 
 def _lies_on(x: DTensor, module: nn.Module) -> bool:
     """Return whether a tensor is on the mesh of a module's parameters."""
-    return any(isinstance(p, DTensor) and p.device_mesh == x.device_mesh for p in module._parameters.values())
+    return any(isinstance(p, DTensor) and p.device_mesh == x.device_mesh for p in own_parameters(module).values())

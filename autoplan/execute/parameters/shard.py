@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
 from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
 from autoplan.common.layout import Layout, chunk
+from autoplan.common.torch_internals import gradient_hooks, is_fake, own_buffers, own_parameters
 from autoplan.execute.agreement import meet
 from autoplan.execute.collectives import RankGroup, all_gather_rows, mesh_device
 from autoplan.execute.parameters.held import Held, ModuleRecord, Reading
-from autoplan.execute.parameters.local_views import view_class
+from autoplan.execute.parameters.local_views import refresh_flat_weights, view_class
 from autoplan.execute.parameters.state_dict import register_hooks
 from autoplan.patches.classes import give_class
 from autoplan.values import ParameterRule
@@ -62,20 +62,20 @@ def prepare_parameters(
         if isinstance(module, torch.jit.ScriptModule):
             raise AutoplanError(f"{path or 'the model'} is a TorchScript module: its code cannot run on shards")
         record = ModuleRecord(reading, type(module))
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is not None:
                 new, record.parameters[name] = builder.parameter(
                     _join(path, name), parameter, fused=isinstance(module, nn.RNNBase) and path not in gathering
                 )
-                prepared.swaps.append((module._parameters, name, parameter, new))
-        for name, buffer in module._buffers.items():
+                prepared.swaps.append((own_parameters(module), name, parameter, new))
+        for name, buffer in own_buffers(module).items():
             if buffer is None:
                 continue
             new_buffer, held = builder.buffer(_join(path, name), buffer)
             if held is not None:
                 record.buffers[name] = held
             if new_buffer is not buffer:
-                prepared.swaps.append((module._buffers, name, buffer, new_buffer))
+                prepared.swaps.append((own_buffers(module), name, buffer, new_buffer))
         kind: Any = type(module)
         prepared.modules.append((module, record, kind, view_class(kind, tuple(record.parameters))))
     _refuse_differing_ranks(builder)
@@ -100,7 +100,7 @@ class Prepared:
             record.attach(module)
             give_class(module, view)
             self._hooks += register_hooks(module)
-            _refresh_flat_weights(module)
+            refresh_flat_weights(module)
 
     def undo(self) -> None:
         """Restore the model, with the very same parameter objects."""
@@ -112,12 +112,7 @@ class Prepared:
         for module, _, cls, _ in self.modules:
             give_class(module, cls)
             ModuleRecord.detach(module)
-            _refresh_flat_weights(module)
-
-
-def _refresh_flat_weights(module: nn.Module) -> None:
-    if isinstance(module, nn.RNNBase):
-        module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
+            refresh_flat_weights(module)
 
 
 class _Builder:
@@ -142,7 +137,7 @@ class _Builder:
                     hint="if it is a quantised weight: autoplan.packed_model gives a plain model on meta the packed "
                     "tensors of its plan, and load_weights fills them from the checkpoint",
                 )
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            if any(gradient_hooks(parameter)):
                 raise AutoplanError(
                     f"{fqn} has gradient hooks, which would be lost", hint="register them after sharding"
                 )

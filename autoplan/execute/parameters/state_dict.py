@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.hooks import RemovableHandle
 
 from autoplan.common.layout import chunk
+from autoplan.common.torch_internals import own_buffers, own_parameters
 from autoplan.execute.collectives import RankGroup, all_gather_rows, like
 from autoplan.execute.parameters.held import Held, fsdp_placements, record_of
 
@@ -125,7 +125,7 @@ def _from_checkpoint(
     record = record_of(module)
     if record is None:
         return
-    for held_by_name, own in ((record.parameters, module._parameters), (record.buffers, module._buffers)):
+    for held_by_name, own in ((record.parameters, own_parameters(module)), (record.buffers, own_buffers(module))):
         for name, held in held_by_name.items():
             value, current = state_dict.get(prefix + name), own.get(name)
             if not isinstance(value, torch.Tensor) or current is None:
@@ -145,7 +145,7 @@ def _from_checkpoint(
 def renew_units(module: nn.Module) -> None:
     """Let FSDP2 renew its own references to the parameters of a module, as it does in its hooks after a load."""
     for hook in list(module._load_state_dict_post_hooks.values()):
-        hook(module, _IncompatibleKeys([], []))
+        hook(module, nn.Module().load_state_dict({}))
 
 
 def as_held(value: torch.Tensor, parameter: DTensor, held: Held) -> DTensor:

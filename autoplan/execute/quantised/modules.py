@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.options import check_argument
 from autoplan.common.patterns import matches
+from autoplan.common.torch_internals import DisableTorchFunction, function_mode_is_active, own_parameters
 from autoplan.execute.parameters.held import plain_name, record_of
 from autoplan.execute.parameters.local_views import stored_tensor
 from autoplan.execute.quantised.formats import QuantisedTwice, decoder_of, dequantise
@@ -43,7 +44,7 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
         )
     chosen: dict[nn.Module, list[PackedWeight]] = {}
     for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             own = f"{path}.{name}" if path else name
             weight = next((weight for weight in plan.packed if matches(weight.name, own)), None)
             if weight is None or parameter is None:
@@ -56,12 +57,12 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
     for module, weights in chosen.items():  # nothing was changed before
         stored: dict[str, tuple[PackedWeight, torch.dtype]] = {}
         for weight in weights:
-            old = module._parameters.pop(weight.parameter)
+            old = own_parameters(module).pop(weight.parameter)
             assert old is not None
             stored[weight.parameter] = (weight, old.dtype)
             for tensor in weight.tensors:
                 empty = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
-                module._parameters[tensor.attribute] = nn.Parameter(empty, requires_grad=False)
+                own_parameters(module)[tensor.attribute] = nn.Parameter(empty, requires_grad=False)
         module.__dict__[_STORED] = stored
         kind: type = type(module)
         give_class(module, _stored_class(kind, tuple(stored), any(len(weight.shape) == 3 for weight in weights)))
@@ -135,14 +136,14 @@ def _reader(name: str) -> Any:
         return dequantise(weight, parts, tuple(shape)).to(dtype)
 
     def read(module: nn.Module) -> torch.Tensor:
-        parameter = module._parameters.get(name)
+        parameter = own_parameters(module).get(name)
         if isinstance(parameter, DTensor) and (parameter.device_mesh.ndim > 1 or record_of(module) is None):
             return parameter  # FSDP2 reads its sharded parameter between uses, even while the forward runs
         cache = module.__dict__.get(_PLAIN)
         if cache is not None and name in cache:
             return cache[name]
-        if torch._C._is_torch_function_mode_enabled():
-            with torch._C.DisableTorchFunction():  # a scoped function mode must not count these calls
+        if function_mode_is_active():
+            with DisableTorchFunction():  # a scoped function mode must not count these calls
                 plain_weight = plain(module)
         else:
             plain_weight = plain(module)

@@ -15,6 +15,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.common.nested import change_input, changed_inside, flatten_tensors
 from autoplan.common.requirements import older_than
+from autoplan.common.torch_internals import DisableTorchFunctionSubclass, backward_hooks, op_handlers
 from autoplan.execute.collectives import RankGroup, gather_pieces, sum_over_ranks
 from autoplan.execute.executors import Around, At, executes
 from autoplan.execute.vocabulary.split_logits import as_kind, can_stay_split, columns_in, moved, split_class
@@ -70,17 +71,16 @@ class LeavingLogits(DTensor):
         # DTensor takes scalars without gradient; the gradient of others would be an unexpected DTensor.
         # torch's own vocabulary-parallel loss takes plain targets, and returns a DTensor.
         if any(not isinstance(x, DTensor) and _counts(x) for _, x in flatten_tensors((args, kwargs))) and not (
-            func is F.cross_entropy
-            and (torch.ops.aten.nll_loss_forward.default in DTensor._op_dispatcher._custom_op_handlers)
+            func is F.cross_entropy and (torch.ops.aten.nll_loss_forward.default in op_handlers())
         ):
             mesh = next(x.device_mesh for _, x in flatten_tensors((args, kwargs)) if isinstance(x, LeavingLogits))
             if writes_in_place(func.__name__) and isinstance(args[0], LeavingLogits):
-                with torch._C.DisableTorchFunctionSubclass():
+                with DisableTorchFunctionSubclass():
                     return func(*_spread(args, mesh), **_spread(kwargs, mesh))
             result = func(*_opened(args), **_opened(kwargs))
             return columns_in(result, lambda local, kind: leaving(local, mesh, kind.dim_from_end, kind.vocabulary))
         try:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 if func is _T.__deepcopy__:
                     detached: Any = args[0].detach()
                     detached.__class__ = DTensor
@@ -152,7 +152,7 @@ def _write_whole(func: Any, args: Any, kwargs: Any) -> Any:
     logits, *others = args
     whole = logits.full_tensor().clone()
     func(whole, *_whole(others), **_whole(kwargs))
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         logits.copy_(_spread(whole, logits.device_mesh))
     return None if func is _T.__setitem__ else logits
 
@@ -189,7 +189,7 @@ def _excerpts(result: Any) -> Any:
 def _plain(value: Any) -> Any:
     """Return arguments without excerpts."""
     if isinstance(value, Excerpt):
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return value.as_subclass(torch.Tensor)
     return changed_inside(value, _plain)
 
@@ -284,7 +284,7 @@ def _head(planned: SplitLogits, at: At) -> Around:
 
     def leave(output: torch.Tensor) -> torch.Tensor:
         has_backward_hooks = not torch.compiler.is_compiling() and bool(
-            module._backward_hooks
+            backward_hooks(module)
             or module._backward_pre_hooks
             or calls._global_backward_hooks
             or calls._global_backward_pre_hooks

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
 from autoplan.common.nested import changed_inside
+from autoplan.common.torch_internals import BASE, DisableTorchFunctionSubclass
 from autoplan.execute.collectives import RankGroup, gather_over_ranks, sum_over_ranks
 from autoplan.execute.executors import At, Running, executes
 from autoplan.execute.vocabulary.split_logits import SplitLogits, as_it_is, as_kind, no_base, split_class, whole_columns
@@ -165,7 +166,7 @@ def whole_logits(x: torch.Tensor) -> torch.Tensor:
 
 def _plain(x: torch.Tensor) -> Any:
     """Return a rank's rows and columns as a plain tensor."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return torch.ops.aten.alias(x)
 
 
@@ -317,7 +318,7 @@ PositionLogits.rules = {
     _T.shape.__get__: _shape,
     _T.size: _size,
     **dict.fromkeys((_T.numel, _T.nelement), _numel),
-    _T._base.__get__: no_base,
+    BASE.__get__: no_base,
     **{getattr(_T, name).__get__: as_it_is for name in _PROPERTIES},
     **dict.fromkeys((_T.dim, _T.ndimension, _T.is_floating_point, torch.is_floating_point, _T.is_complex), as_it_is),
     **dict.fromkeys((_T.register_hook, _T.is_contiguous, _T.get_device, _T.element_size, _T.__hash__), as_it_is),

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
+from autoplan.common.torch_internals import assert_async
 from autoplan.execute.collectives import RankGroup, all_gather_rows, all_reduce, sum_over_ranks
 from autoplan.execute.vocabulary.shards import Columns, Ranks, chunk_size, chunks, columns_of, plain, wide
 
@@ -132,7 +133,7 @@ def vocab_parallel_gather(
             f"tokens of shape {list(tokens.shape)} for logits of shape {list(logits.shape)}",
             hint="any number of tokens per row of logits, in the last dim",
         )
-    torch._assert_async(((tokens >= 0) & (tokens < columns.size)).all(), "a token id is outside the vocabulary")
+    assert_async(((tokens >= 0) & (tokens < columns.size)).all(), "a token id is outside the vocabulary")
     return _gathered(columns, tokens.reshape(-1, tokens.shape[-1])).view(tokens.shape)
 
 

@@ -14,6 +14,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
 from autoplan.common.stages import run_rounds
+from autoplan.common.torch_internals import assert_async
 from autoplan.execute.collectives import RankGroup, Ranks, all_reduce, copy_to_ranks
 
 # Logits of which each rank holds some columns, and sums over a full row.
@@ -321,7 +322,7 @@ def cross_entropy(
         raise AutoplanError(f"reduction={reduction!r}", hint="choose 'mean', 'sum' or 'none'")
     tokens = target.reshape(-1).to(columns.local.device)
     counted = tokens != ignore_index
-    torch._assert_async(((tokens >= 0) & (tokens < columns.size) | ~counted).all(), "target outside the vocabulary")
+    assert_async(((tokens >= 0) & (tokens < columns.size) | ~counted).all(), "target outside the vocabulary")
     tokens = torch.where(counted, tokens, 0)
     smooth = torch.ones(len(columns.own), device=columns.local.device) if label_smoothing else None
     if smooth is not None and weight is not None:

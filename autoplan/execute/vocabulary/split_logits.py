@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
 from autoplan.common.nested import changed_inside, is_record
+from autoplan.common.torch_internals import BASE, DisableTorchFunctionSubclass, FakeTensor
 from autoplan.execute.collectives import RankGroup, gather_pieces
 from autoplan.execute.vocabulary.shards import Columns, cross_entropy
 from autoplan.ops.records.record import writes_in_place
@@ -116,7 +116,7 @@ def _raw(x: Any) -> Any:
     """Return the columns as a plain tensor."""
     if not isinstance(x, SplitLogits):
         return x
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return torch.ops.aten.alias(x)  # `as_subclass(torch.Tensor)` is the same, but torch.compile cannot trace it
 
 
@@ -159,7 +159,7 @@ def no_base(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 def as_it_is(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Return a non-tensor that is the same for columns and full logits. Hooks see the gradient of the columns."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
@@ -281,7 +281,7 @@ _T = torch.Tensor
 _PROPERTIES = ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "is_cuda", "is_meta")
 _RULES: dict[Any, Callable[[Kind, Any, Any, Any], Any]] = {
     F.cross_entropy: lambda cls, func, args, kwargs: _loss(cls, *args, **kwargs),
-    _T._base.__get__: no_base,
+    BASE.__get__: no_base,
     _T.shape.__get__: lambda cls, func, args, kwargs: _whole_shape(cls, args[0]),
     _T.size: _size,
     **dict.fromkeys((_T.numel, _T.nelement), lambda cls, func, args, kwargs: _whole_shape(cls, args[0]).numel()),

@@ -24,6 +24,7 @@ from autoplan.common.conventions import BaseName, conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
+from autoplan.common.torch_internals import own_buffers, own_parameters, transient_buffers
 from autoplan.execute import random_streams
 from autoplan.execute.agreement import Alike, Voters, fail_together, meet, voters_of
 from autoplan.execute.collectives import like, mesh_device
@@ -64,7 +65,7 @@ def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) 
     passing = [
         alias
         for path, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
+        for name in transient_buffers(module)
         for alias in _aliases(plain_name(f"{path}.{name}" if path else name), base)
     ]
     matched = match_keys(model, groups, passing, files.keys, files.read, files.shape)
@@ -193,9 +194,9 @@ def _saved_tensors(model: nn.Module, base: Mapping[str, BaseName]) -> Iterator[_
     entries: dict[int, _Saved] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         record = record_of(module)
-        saved = [(module._parameters, name, False) for name in module._parameters]
-        passing = module._non_persistent_buffers_set
-        saved += [(module._buffers, name, True) for name in module._buffers if name not in passing]
+        saved = [(own_parameters(module), name, False) for name in own_parameters(module)]
+        passing = transient_buffers(module)
+        saved += [(own_buffers(module), name, True) for name in own_buffers(module) if name not in passing]
         for where, name, buffer in saved:
             tensor = where[name]
             if tensor is None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from autoplan.common.conventions import CheckpointWriter, conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
+from autoplan.common.torch_internals import uncompiled
 from autoplan.execute.agreement import Voters, fail_together, meet, same_model
 from autoplan.execute.parameters.held import held_parameters, plain_name
 from autoplan.execute.parameters.state_dict import gathered
@@ -206,7 +207,7 @@ def save_weights(
     with fail_together(Voters.everyone(model), "save_weights"):
         check_argument("model", model, nn.Module, "pass the model itself, an nn.Module")
         check_argument("folder", folder, (str, os.PathLike), "pass the folder to write to")
-        model = getattr(model, "_orig_mod", model)
+        model = uncompiled(model)
         writer = conventions().checkpoint_writer(model, original_names, stored_tensors(model))
         headers, twice = kept_beside(model)
         limit = _bytes(max_shard_size)  # an error is raised on every rank

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from autoplan.common.torch_internals import efficient_attention, flash_attention, is_fake, outside_of_modes, schema_of
 from autoplan.forecast.recording.fused import KernelFile, kernel_files
 from autoplan.patches.kernels import KERNEL_STAND_INS, OptionalKernel, optional_kernels
 from autoplan.patches.patched import Place, patched
@@ -106,14 +106,12 @@ def _fused(
     if alike and not dropout_p and not shared:
         return None
     if alike and attn_mask is None and query.shape[-1] <= _FLASH_WIDTH:
-        whole = _ATEN._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+        whole = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
     elif shared:
         return None
     else:
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
-        whole = _ATEN._scaled_dot_product_efficient_attention(
-            query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale
-        )
+        whole = efficient_attention(query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale)
     mixed: torch.Tensor = whole[0]
     return mixed
 
@@ -230,22 +228,22 @@ _MORE = {"_grouped_mm": _grouped, "grouped_mm_fallback": _grouped}
 
 def is_attention(func: Any) -> bool:
     """Return whether it is a fused kernel of attention, forward or backward."""
-    return bool(func._schema.name.partition("::")[2].startswith(_SCORES))
+    return bool(schema_of(func).name.partition("::")[2].startswith(_SCORES))
 
 
 def layer_of(func: Any, result: Any) -> Literal["", "linear", "experts"]:
     """Return the kind of layer of an op with operations: their products are of matrices, attention's have more dims."""
-    if func._schema.name.partition("::")[2] in _MORE:
+    if schema_of(func).name.partition("::")[2] in _MORE:
         return "experts"
     return "linear" if isinstance(result, torch.Tensor) and result.dim() == 2 else ""
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Zero for what only moves data or works element by element."""
-    name = func._schema.name.partition("::")[2]
+    name = schema_of(func).name.partition("::")[2]
     if is_attention(func):  # torch's count all scores of causal ones; those of 2.11 know no fewer key heads
         # Two products of the forward; of backward the scores again, and two for either product
-        arguments = dict(zip((parameter.name for parameter in func._schema.arguments), args, strict=False)) | kwargs
+        arguments = dict(zip((parameter.name for parameter in schema_of(func).arguments), args, strict=False)) | kwargs
         query, key, value = arguments["query"], arguments["key"], arguments["value"]
         wide, narrow = (3, 2) if func.overloadpacket.__name__.endswith("_backward") else (1, 1)
         scores = prod(query.shape[:-1]) * key.shape[-2]
@@ -253,7 +251,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return int(flops) // (2 if arguments.get("is_causal") else 1)
     formula = flop_registry.get(func.overloadpacket)
     if formula is not None:
-        with torch.utils._python_dispatch._disable_current_modes():
+        with outside_of_modes():
             return int(formula(*args, **kwargs, out_val=result))
     more = _MORE.get(name)
     return 0 if more is None else more(args, kwargs, result)

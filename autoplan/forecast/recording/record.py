@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.stages import Round, counted
+from autoplan.common.torch_internals import TorchDispatchMode, collectives_by_name, local_part, schema_of, storage_id
 from autoplan.forecast.recording.kernels import (
     flops_of,
     grouped_in_bfloat16,
@@ -92,7 +92,7 @@ class _Log:
 
     def made(self, tensor: torch.Tensor, collective: bool) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(tensor)
         if key in self.known:
             return
         number = len(self.storages)
@@ -118,7 +118,7 @@ class _Log:
 
     def gradient_of(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            number = self.known.get(_local(parameter.grad).untyped_storage()._cdata)
+            number = self.known.get(storage_id(_local(parameter.grad)))
             if number is not None:
                 self.storages[number].gradient = True
 
@@ -126,7 +126,7 @@ class _Log:
         """Tensors that stand in the result themselves; what an object in it holds is a cache."""
         values = result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple) else (result,)
         for tensor in (_local(value) for value in values if isinstance(value, torch.Tensor)):
-            number = self.known.get(tensor.untyped_storage()._cdata, -1)
+            number = self.known.get(storage_id(tensor), -1)
             if number >= 0:
                 self.storages[number].output = True
 
@@ -137,8 +137,7 @@ class _Log:
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
             value = _local(value)
-            storage = value.untyped_storage()
-            number = self.known.get(storage._cdata, -1)
+            number = self.known.get(storage_id(value), -1)
             if number >= 0:
                 held = self.storages[number]
                 held.lasts = min(held.bytes, held.lasts + value.numel() * value.element_size())
@@ -178,7 +177,7 @@ def _storage(living: _Living) -> Storage:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_part(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class _Watching(TorchDispatchMode):
@@ -196,7 +195,7 @@ class _Watching(TorchDispatchMode):
         kwargs = kwargs or {}
         if asks_for_a_shape():  # of a whole tensor, which no rank holds
             return func(*args, **kwargs)
-        if func is torch.ops._c10d_functional.wait_tensor.default:
+        if func is collectives_by_name.wait_tensor.default:
             return args[0]  # as it is on a device; without storage torch would make another tensor of it
         result = grouped_in_bfloat16(func, args, kwargs)
         if result is None:
@@ -219,7 +218,7 @@ class _Watching(TorchDispatchMode):
         return result
 
     def _message(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
-        kind = _SENDS.get(func._schema.name.partition("::")[2])
+        kind = _SENDS.get(schema_of(func).name.partition("::")[2])
         if kind is None:
             return
         inputs = list(tensors_within((args, kwargs)))
@@ -359,7 +358,7 @@ def record_step(
     """
     log = _Log()
     for tensor in (*map(_local, model.parameters()), *map(_local, model.buffers()), *tensors_within(inputs)):
-        log.known[tensor.untyped_storage()._cdata] = -1
+        log.known[storage_id(tensor)] = -1
     with (
         kernels_of_a_gpu(model, whole, log.worked) as used, _Watching(log, groups), _followed(model, marks, log),
         counted(log.rounds),

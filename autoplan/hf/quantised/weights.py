@@ -15,6 +15,8 @@ from transformers import PretrainedConfig
 
 from autoplan.common.errors import SourceError
 from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.torch_internals import own_parameters
+from autoplan.hf.own_sharding import from_config
 from autoplan.hf.quantised.methods import method_of, quantization_config_of
 from autoplan.hf.quantised.schemes import Method, Plain, announced, named, packed_weight, plain_shape
 from autoplan.hf.shrink import all_configs
@@ -90,7 +92,7 @@ def _weights(model: nn.Module, method: Method) -> Iterator[tuple[Plain, Scheme]]
             if method.only and not any(path.endswith(f".{suffix}") for suffix in method.only):
                 continue
             if method.unbiased and not (
-                module._parameters.get("bias") is None and all(size % method.unbiased == 0 for size in plain.shape)
+                own_parameters(module).get("bias") is None and all(size % method.unbiased == 0 for size in plain.shape)
             ):
                 continue
             fitting = (
@@ -106,7 +108,7 @@ def _weights(model: nn.Module, method: Method) -> Iterator[tuple[Plain, Scheme]]
 
 
 def _plain_weights(path: str, module: nn.Module) -> Iterator[tuple[Plain, nn.Parameter]]:
-    own = module._parameters
+    own = own_parameters(module)
     if isinstance(module, nn.Linear) and own.get("weight") is not None:
         yield Plain(f"{path}.weight", tuple(own["weight"].shape)), own["weight"]
     elif type(module).__name__ == "Conv1D" and own.get("weight") is not None:
@@ -123,7 +125,7 @@ def _plain_weights(path: str, module: nn.Module) -> Iterator[tuple[Plain, nn.Par
 
 def is_transposed(module: nn.Module) -> bool:
     """Return whether a stack of experts holds [in, out], by the shapes of both: input and output are equally wide."""
-    both, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
+    both, down = own_parameters(module).get("gate_up_proj"), own_parameters(module).get("down_proj")
     if both is not None and down is not None and both.dim() == down.dim() == 3:
         return both.shape[1] == down.shape[2]
     return bool(getattr(module, "is_transposed", False))
@@ -131,7 +133,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 def _renamed(model: Any, name: str) -> str:
     """Return the model's name for a name of the checkpoint. (Renamings are written for names of weights.)"""
-    if name.startswith("re:") or not hasattr(type(model), "_from_config"):
+    if name.startswith("re:") or from_config(type(model)) is None:
         return name
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming

@@ -12,6 +12,7 @@ from typing import Any
 
 from autoplan.check.audit.lines import ForeignPlan, Line
 from autoplan.check.audit.subject import Audited, Level, Said, plain_rows, said_by
+from autoplan.common.torch_internals import own_buffers, own_parameters
 from autoplan.values import Finding
 from autoplan.values.quantised import PackedDim, PackedTensor, PackedWeight
 
@@ -119,7 +120,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             yield Finding(NAME, "error", pattern, f"{subject.folded(names)}: {message}", _WAYS_OUT, size, proof)
     groups: dict[tuple[str, str, str], list[str]] = {}
     for module, held in subject.modules.items():
-        tensors = {**held._parameters, **held._buffers}
+        tensors = {**own_parameters(held), **own_buffers(held)}
         biases = {name for name in tensors if name.endswith("bias")}  # of a stack of layers: they scale nothing
         matrices = {n: t for n, t in tensors.items() if t is not None and t.dim() == 2 and n not in biases}
         if len(matrices) < 2:

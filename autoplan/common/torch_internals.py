@@ -1,0 +1,181 @@
+"""The undocumented parts of torch that several files need, each reached here only. Every other one is used in a single
+file (`tests/patches/test_canaries.py` holds both to it); `autoplan doctor` tries them all.
+
+A comment says what torch offers in public, and why it is not enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = [
+    "BASE",
+    "CONVOLUTIONS",
+    "DROPOUTS",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "assert_async",
+    "backward_hooks",
+    "collectives_by_name",
+    "detect_fake_mode",
+    "dispatcher",
+    "efficient_attention",
+    "flash_attention",
+    "flattened",
+    "forward_hooks",
+    "function_mode_is_active",
+    "gradient_hooks",
+    "is_fake",
+    "local_part",
+    "local_spec",
+    "op_handlers",
+    "outside_of_modes",
+    "own_buffers",
+    "own_modules",
+    "own_parameters",
+    "place_local",
+    "put_gradient_hooks",
+    "runs_compiled",
+    "schema_of",
+    "storage_id",
+    "transforms_are_active",
+    "transient_buffers",
+    "uncompiled",
+    "unset_fake_temporarily",
+    "version_of",
+]
+
+DisableTorchFunction = torch._C.DisableTorchFunction
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+# torch.distributed._functional_collectives is as private, and waits by a subclass of Tensor
+collectives_by_name = torch.ops._c10d_functional
+# a plain assert synchronises the device
+assert_async = torch._assert_async
+outside_of_modes = _disable_current_modes
+# torch.func says only to its own functions that one of them runs
+transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+function_mode_is_active: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+# the tensor that a view shows; a descriptor, by which a subclass intercepts the question
+BASE: Any = torch.Tensor._base
+
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
+# torch's base classes of these are private
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return torch's own dict of a module's parameters: `named_parameters` leaves out those that are None, and
+    `setattr` and `register_parameter` run hooks and refuse plain tensors."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return torch's own dict of a module's buffers, for the same reasons."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return torch's own dict of a module's children, for the same reasons."""
+    return module._modules
+
+
+def transient_buffers(module: nn.Module) -> set[str]:
+    """Return the names of a module's buffers that no state dict holds; `state_dict` says so by making a whole one."""
+    return module._non_persistent_buffers_set
+
+
+def backward_hooks(of: nn.Module | torch.Tensor) -> Any:
+    """Return the dict of hooks on a module's or a tensor's backward, or None: torch removes hooks, and lists none."""
+    return of._backward_hooks
+
+
+def gradient_hooks(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """Return the dicts of hooks on a tensor's gradient, and on one that was accumulated; None for none."""
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+def put_gradient_hooks(tensor: torch.Tensor, hooks: Any, accumulated: Any) -> None:
+    """Set both dicts; torch refuses a None where there is none."""
+    if tensor._backward_hooks is not hooks:
+        tensor._backward_hooks = hooks
+    if tensor._post_accumulate_grad_hooks is not accumulated:
+        tensor._post_accumulate_grad_hooks = accumulated
+
+
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the dicts of hooks before and after a module's forward."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def runs_compiled(module: nn.Module) -> bool:
+    """Return whether the module was compiled, by `module.compile()` or `torch.compile(module)`."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the model inside what `torch.compile` returned, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def local_part(tensor: DTensor) -> torch.Tensor:
+    """Return a DTensor's local tensor itself: `to_local` returns a view, with an autograd node where gradients are
+    recorded."""
+    return tensor._local_tensor
+
+
+def local_spec(tensor: DTensor) -> Any:
+    """Return where a DTensor lies, with its whole shape and strides; the public parts of it make no DTensor without a
+    check among ranks."""
+    return tensor._spec
+
+
+def place_local(tensor: DTensor, local: torch.Tensor, spec: Any = None) -> None:
+    """Replace a DTensor's local tensor, and what is said of it; `.data =` leaves both as they are."""
+    tensor._local_tensor = local
+    if spec is not None:
+        tensor._spec = spec
+
+
+def schema_of(op: Any) -> Any:
+    """Return the schema of an op: its name, its arguments, and what it writes."""
+    return op._schema
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return a number of the tensor's storage, its own while it lives; `data_ptr` is 0 where there is no memory."""
+    return cast(int, tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often the tensor was changed in place."""
+    return tensor._version
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return all dims of a mesh as one of this name; public ways make a mesh of its own, with new groups."""
+    return mesh._flatten(name)
+
+
+def dispatcher() -> Any:
+    """Return what runs the ops of DTensors: `register_sharding` adds rules to it, and nothing public asks for them."""
+    return DTensor._op_dispatcher
+
+
+def op_handlers() -> dict[Any, Any]:
+    """Return the ops that DTensor leaves to a function of theirs."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return handlers
