@@ -92,13 +92,6 @@ def _threaded_group() -> bool:
     return same and shared and isinstance(group._cur_coll_on_pgs, dict) and callable(group.reset)
 
 
-@ENGINES.hold(
-    "a wrapper subclass is sharded by its own code", "torch.utils._python_dispatch.is_traceable_wrapper_subclass"
-)
-def _wrapping() -> bool:
-    return dispatch.is_traceable_wrapper_subclass(torch.ones(1)) is False
-
-
 @ENGINES.hold("waiting ranks are woken", f"{_PG}.Collective._start_cond", f"{_PG}.Collective._done_cond")
 def _collective() -> bool:
     collective = threaded.Collective(2, None, None)

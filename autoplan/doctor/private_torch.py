@@ -270,11 +270,6 @@ TORCH += [
         lambda: isinstance(torch._dynamo.config.nontraceable_tensor_subclasses, set),
     ),
     Private(
-        "torch._ops.OpOverload",
-        "distinguishes an op from a function",
-        lambda: isinstance(torch.ops.aten.add.Tensor, torch._ops.OpOverload),
-    ),
-    Private(
         "torch._ops.OpOverload._schema",
         "an op's name, and whether it mutates a tensor",
         lambda: (

@@ -29,13 +29,14 @@ import torch.nn.modules.module as module_calls
 from autoplan.common.conventions import conventions
 from autoplan.common.torch_internals import schema_of
 
+_OP = type(torch.ops.aten.add.Tensor)
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep  # the package
 _TORCH = os.path.dirname(os.path.dirname(os.path.dirname(module_calls.__file__))) + os.sep  # module.py is in nn/modules
 
 
 def call_name(function: Any) -> str:
     """Return the name of a torch function: a property getter is "attr:shape", aten's "linear.default" is "linear"."""
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, _OP):
         return schema_of(function).name.rpartition("::")[2]
     name: str = getattr(function, "__name__", str(function))
     owner = getattr(function, "__self__", None)

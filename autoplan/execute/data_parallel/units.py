@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
@@ -58,7 +57,7 @@ def is_stack(parameter: torch.Tensor) -> bool:
     if parameter.dim() < 3 or not parameter.is_floating_point():
         return False
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if is_traceable_wrapper_subclass(local):
+    if hasattr(type(local), "__tensor_flatten__"):  # of several tensors, which its own code shards
         return False
     return not isinstance(parameter, DTensor) or all(
         local.shape[placed.dim] * parameter.device_mesh.size(at) == parameter.shape[placed.dim]

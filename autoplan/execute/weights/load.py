@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys
 
 from autoplan.common.conventions import BaseName, conventions
 from autoplan.common.errors import AutoplanError
@@ -38,9 +37,14 @@ from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.execute.weights.key_matching import Make, Matched, Moved, follow, match_keys, refuse_unmatched
 
 
-def load_weights(
-    model: nn.Module, folder: str | Path, *, strict: bool = True, dequantise: bool = False
-) -> _IncompatibleKeys:
+class Keys(NamedTuple):
+    """What `load_weights` returns: names that only the model has, and names that only the checkpoint has."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def load_weights(model: nn.Module, folder: str | Path, *, strict: bool = True, dequantise: bool = False) -> Keys:
     """Fill `model`, on meta or materialised, from the safetensors files in `folder`; return missing and unexpected
     names.
 
@@ -53,7 +57,7 @@ def load_weights(
         return _load(model, folder, strict, dequantise)
 
 
-def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) -> _IncompatibleKeys:
+def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) -> Keys:
     files: CheckpointFiles = DequantisedFiles(folder) if dequantise else StoredFiles(folder)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -99,7 +103,7 @@ def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) 
     keep_beside(model, files.headers(), twice)
     for module in model.modules():
         renew_units(module)
-    return _IncompatibleKeys(matched.missing, matched.unexpected)
+    return Keys(matched.missing, matched.unexpected)
 
 
 @dataclass(eq=False)
