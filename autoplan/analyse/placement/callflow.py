@@ -219,11 +219,6 @@ class HookPoints:
                 return crossing
         return None
 
-    def made_at(self, tensor: int) -> Crossing | None:
-        """Return the crossing where the value leaves the module that made it."""
-        producer = self.flow.producer.get(tensor)
-        return None if producer is None else self.leaving(tensor, producer)
-
     def taking(self, tensor: int, maker: int) -> Crossing | None:
         """Return the crossing at the outermost module that takes the value and contains all its readers."""
         uses = [u for u in self.flow.uses[tensor] if u > maker]
