@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 from unittest import mock
 
@@ -102,7 +103,7 @@ def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: s
     before = _surroundings()
     proven, where, split = None, "plan", 0
     try:
-        made = _plan(case, setting)
+        made = _plan_for_faults(name) if fault else _plan(case, setting)
         proven = made.proof.ok if hasattr(made, "proof") else None
         where = "parallelize"
         mesh = init_device_mesh("cpu", tuple(setting.mesh.values()), mesh_dim_names=tuple(setting.mesh))
@@ -125,6 +126,12 @@ def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: s
     idle = not (split or setting.tp == 1) or (setting.sequence and not made.sequence_parallel)
     left = _changed(before, _surroundings())
     return Outcome(name, kind, worst, at, "", proven, None, split, idle, surroundings=left)
+
+
+@lru_cache(maxsize=1)
+def _plan_for_faults(name: str) -> autoplan.Plan:
+    """The plan of a case, made once for all faults that are planted in it."""
+    return _plan(*setting_of(name))
 
 
 def _plan(case: Case, setting: Setting, **more: Any) -> autoplan.Plan:
