@@ -109,7 +109,7 @@ def slid(site: Site, term: Term, size: int) -> Term:
 python_call("conv1d", "conv2d", "conv3d", becomes="convolution",
             sizes=Groups(6, weight=1))  # fmt: skip
 python_call("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", becomes="convolution",
-            sizes=Groups(6), product=Product(0, 1, bias=2, inner=0))  # fmt: skip
+            sizes=Groups(6), product=Product(0, 1, bias=2, out=(1, 1), inner=0))  # fmt: skip
 
 
 # Pooling, resizing and transforms over space or time: batch and channels pass, neighbours are mixed.

@@ -70,7 +70,9 @@ def obstacle(call: Call, shards: Shards) -> NotPlaced | None:
         return NotPlaced("mask-of-each-head")
     if argument(call, "average_attn_weights", True) is False:
         return NotPlaced("weights-of-each-head")
-    cut = {name: value.id for name in _CUT if isinstance(value := argument(call, name), Ref)}
+    apart = argument(call, "use_separate_proj_weight", False)  # then the packed weight is a stand-in without rows
+    named = [name for name in _CUT if name != ("in_proj_weight" if apart else "")]
+    cut = {name: value.id for name in named if isinstance(value := argument(call, name), Ref)}
     others = {ref for ref in refs((call.args, call.kwargs, call.outputs))} - set(cut.values())
     if any(map(shards.is_split, others)):
         return NotPlaced("shards-given")
