@@ -17,6 +17,7 @@ from autoplan.axes.algebra import Conflict
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, is_data, leaf, leaves, segments, show
 from autoplan.ops import op_record
+from autoplan.ops.attention import mask_of_heads
 from autoplan.ops.elementwise import asks
 from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.site import Dims, Inference, Site
@@ -77,6 +78,8 @@ class _Reader:
         self.shown_by: defaultdict[int, list[int]] = defaultdict(list)
         self.kept = self.state.kept
         self.companions: defaultdict[int, set[int]] = defaultdict(set)
+        masks = ((call, mask_of_heads(call, trace)) for call in trace.calls)
+        self.masks = {index: mask for call, mask in masks if mask is not None for index in range(*call.ops)}
         for tensor, info in enumerate(trace.tensors):
             if info.kind == "parameter" or info.quantised:
                 self.state.sources[tensor] = tensor
@@ -92,7 +95,13 @@ class _Reader:
         state.gathered = gathered
         record = op_record(op.name)
         site = Site(op, state, inputs, outputs)
+        mask = self.masks.get(index)  # full, whatever heads a rank has: it takes those of its own
+        outside = state.dims.pop(mask, None) if mask is not None else None
+        if mask is not None:
+            state.dims[mask] = [leaf(size) for size in self.trace.tensors[mask].shape]
         answer = record.dims(site) if outputs else None
+        if mask is not None and outside is not None:
+            state.dims[mask] = outside
         self._update_static(op, inputs, outputs)
         if record.dims is asks:
             return

@@ -261,6 +261,7 @@ _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 def _attention(planned: AttentionCall, at: At) -> Callable[[Any, Any, Any], Any]:
     """Compute attention of this rank's heads, positions before batch; weights, packed or not, are local rows."""
     group, randomness = at.group, at.running.randomness
+    own = list(Layout.parse(planned.heads).rows(group.rank, group.size)) if planned.heads else []
 
     def run(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         bound = _SIGNATURE.bind(*args, **kwargs)
@@ -274,7 +275,13 @@ def _attention(planned: AttentionCall, at: At) -> Callable[[Any, Any, Any], Any]
         keys = arguments["key"].shape[0]  # those appended after them are never masked
         total = scores.new_zeros((1, 1, scores.shape[-2], keys))
         if arguments["attn_mask"] is not None:
-            total = total + _added(arguments["attn_mask"], scores)
+            mask = arguments["attn_mask"]
+            if mask.dim() == 3:  # of all heads of each sample
+                if not own:
+                    raise other_branch(f"{at.where}: {planned.site} got a mask for each head, but the plan has none")
+                heads = torch.tensor([row // width for row in own[::width]], device=mask.device)
+                mask = mask.unflatten(0, (-1, arguments["num_heads"])).index_select(1, heads)
+            total = total + _added(mask, scores)
         elif arguments["is_causal"]:
             total = total + _added(torch.ones_like(total[0, 0], dtype=torch.bool).triu(1), scores)
         if arguments["key_padding_mask"] is not None:
