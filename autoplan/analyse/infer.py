@@ -49,6 +49,7 @@ class Axes:
     companions: dict[int, set[int]] = field(default_factory=dict)
     marked_by: list[tuple[int, str, Term]] = field(default_factory=list)  # (op index, event, term), as it happened
     gathered: frozenset[int] = frozenset()  # ops after which an all-gather was decided
+    taken: dict[int, tuple[int, tuple[Term, ...]]] = field(default_factory=dict)  # op index: see `_Reader.read`
 
     def of(self, tensor: int) -> tuple[Term, ...]:
         """Return the terms of a tensor, one per dim."""
@@ -79,6 +80,7 @@ class _Reader:
         self.kept = self.state.kept
         self.companions: defaultdict[int, set[int]] = defaultdict(set)
         masks = ((call, mask_of_heads(call, trace)) for call in trace.calls)
+        self.taken: dict[int, tuple[int, tuple[Term, ...]]] = {}
         self.masks = {index: mask for call, mask in masks if mask is not None for index in range(*call.ops)}
         for tensor, info in enumerate(trace.tensors):
             if info.kind == "parameter" or info.quantised:
@@ -95,13 +97,14 @@ class _Reader:
         state.gathered = gathered
         record = op_record(op.name)
         site = Site(op, state, inputs, outputs)
-        mask = self.masks.get(index)  # full, whatever heads a rank has: it takes those of its own
-        outside = state.dims.pop(mask, None) if mask is not None else None
-        if mask is not None:
-            state.dims[mask] = [leaf(size) for size in self.trace.tensors[mask].shape]
-        answer = record.dims(site) if outputs else None
-        if mask is not None and outside is not None:
-            state.dims[mask] = outside
+        mask = self.masks.get(index)
+        if mask is not None and Ref(mask) in inputs:  # full, whatever heads a rank has: it takes those of its own
+            outside, inside = state.terms(mask), [leaf(size) for size in self.trace.tensors[mask].shape]
+            state.dims[mask] = inside
+            answer = record.dims(site)
+            state.dims[mask], self.taken[index] = outside, (mask, tuple(inside))
+        else:
+            answer = record.dims(site) if outputs else None
         self._update_static(op, inputs, outputs)
         if record.dims is asks:
             return
@@ -208,6 +211,7 @@ class _Reader:
             state.identities,
             dict(self.companions),
             state.algebra.marked_by,
+            taken={index: (mask, tuple(map(find, inside))) for index, (mask, inside) in self.taken.items()},
         )
 
     def _computed(self) -> dict[int, int]:
