@@ -18,8 +18,9 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, is_data, leaf, leaves, segments, show
 from autoplan.ops import op_record
 from autoplan.ops.attention import mask_of_heads
+from autoplan.ops.convolutions import groups_of
 from autoplan.ops.elementwise import asks
-from autoplan.ops.records.answers import Shows
+from autoplan.ops.records.answers import Drawn, Shows
 from autoplan.ops.records.site import Dims, Inference, Site
 from autoplan.values import Op, Ref, Trace, refs
 
@@ -97,12 +98,14 @@ class _Reader:
         state.gathered = gathered
         record = op_record(op.name)
         site = Site(op, state, inputs, outputs)
-        mask = self.masks.get(index)
-        if mask is not None and Ref(mask) in inputs:  # full, whatever heads a rank has: it takes those of its own
-            outside, inside = state.terms(mask), [leaf(size) for size in self.trace.tensors[mask].shape]
-            state.dims[mask] = inside
+        full = self.masks.get(index)
+        if gathered and record.drawn is Drawn.CONVOLUTION and groups_of(op) > 1:
+            full = inputs[0].id
+        if full is not None and Ref(full) in inputs:  # a rank takes what its heads or groups of channels need from it
+            outside, inside = state.terms(full), [leaf(size) for size in self.trace.tensors[full].shape]
+            state.dims[full] = inside
             answer = record.dims(site)
-            state.dims[mask], self.taken[index] = outside, (mask, tuple(inside))
+            state.dims[full], self.taken[index] = outside, (full, tuple(inside))
         else:
             answer = record.dims(site) if outputs else None
         self._update_static(op, inputs, outputs)
@@ -211,7 +214,7 @@ class _Reader:
             state.identities,
             dict(self.companions),
             state.algebra.marked_by,
-            taken={index: (mask, tuple(map(find, inside))) for index, (mask, inside) in self.taken.items()},
+            taken={index: (full, tuple(map(find, inside))) for index, (full, inside) in self.taken.items()},
         )
 
     def _computed(self) -> dict[int, int]:

@@ -62,6 +62,7 @@ CASES = {
     ),
     "two towers": Case(other_kinds.TwoTowers, {"x": wave(4, 20), "ids": torch.arange(24).view(4, 6)}),
     "transposed convolution over a skip": Case(other_kinds.SkippingUNet, {"img": IMAGE}),
+    "positions by a convolution in groups": Case(other_kinds.PositionsByConvolution, {"x": wave(2, 10, 20)}, 0.99),
     "ids beside features": Case(other_kinds.ColumnsOfFeatures, {"x": torch.arange(20.0).view(5, 4)}),
     "scores of a graph": Case(other_kinds.GraphScores, {"edges": torch.arange(24).view(2, 12)}),
     "codebook autoencoder": Case(other_kinds.CodeBookAutoencoder, {"w": wave(2, 1, 64)}, 0.75),

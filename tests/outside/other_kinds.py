@@ -290,3 +290,20 @@ class GraphScores(nn.Module):
         near = torch.zeros_like(x).index_add(0, edges[1], x[edges[0]]) / 4
         x = (x + near) / 2
         return (x[edges[0]] * x[edges[1]]).sum(-1)
+
+
+class PositionsByConvolution(nn.Module):
+    """Positions come of a convolution in groups, from the stream to the stream, as wav2vec 2.0's."""
+
+    def __init__(self):
+        super().__init__()
+        self.i = nn.Linear(20, 64)
+        self.c = nn.utils.parametrizations.weight_norm(nn.Conv1d(64, 64, 8, padding=4, groups=4), dim=2)
+        self.d = nn.Conv1d(64, 64, 3, padding=1, groups=2)
+        self.m = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        x = self.i(x)
+        x = x + F.gelu(self.c(x.transpose(1, 2))[..., :-1]).transpose(1, 2)
+        x = x + self.d(x.transpose(1, 2)).transpose(1, 2)
+        return x + self.m(x)

@@ -152,7 +152,9 @@ def products_to_gather(
         if not demands.may_gather(trace.tensors[axes.computed[weight]].names):
             continue
         shape, stored = trace.tensors[weight].shape, trace.tensors[axes.computed[weight]].shape
-        odd = any(find(leaf) in indivisible for term in axes.of(weight) for leaf in leaves(term))
+        grouped = op_record(trace.ops[index].name).drawn is Drawn.CONVOLUTION and groups_of(trace.ops[index])
+        odd = bool(grouped and grouped > 1 and grouped % tp)
+        odd = odd or any(find(leaf) in indivisible for term in axes.of(weight) for leaf in leaves(term))
         size = min(prod(shape), prod(stored))
         if size >= _WORTH_GATHERING * total and not odd and (shape[out] % tp == 0 or shape[out] >= _UNEVEN * tp):
             wanted.add(ends[index])
@@ -215,9 +217,10 @@ def _is_one_weight(tensor: int, axes: Axes) -> bool:
 
 
 def _are_several(op: Op, weight: Ref, axes: Axes) -> bool:
-    """Return whether the op is a grouped convolution, or a product with several matrices."""
+    """Return whether the op is a transposed convolution in groups or one of single channels, or multiplies several
+    matrices."""
     if op_record(op.name).drawn is Drawn.CONVOLUTION:
-        return groups_of(op) > 1
+        return groups_of(op) > 1 and (transposed(op) or axes.of(weight.id)[1].size == 1)
     return len(axes.of(weight.id)) > 2 and not _stretched(weight, axes)
 
 
@@ -254,6 +257,8 @@ def gathered_leaves(trace: Trace, axes: Axes) -> set[Term]:
             continue
         weight, dim = product
         out = leaves(axes.of(weight)[dim])
+        if index in axes.taken and out[0].size == groups_of(trace.ops[index]):
+            out = out[:1]  # groups of channels
         if len(out) == 1 and not out[0].events & (FORBIDDING | {"contract_w", "contract_a"}) - {_LOOKED_UP}:
             outputs.add(find(out[0]))
     return outputs
