@@ -236,7 +236,7 @@ def _heads(call: Call, shards: Shards) -> dict[str, Any]:
     """Return how the rows of the heads are sharded, where a mask has all heads."""
     if mask_of_heads(call, shards.trace) is None:
         return {}
-    return {"heads": str(shards.layouts(argument(call, "out_proj_weight").id)[1])}
+    return {"layout": str(shards.layouts(argument(call, "out_proj_weight").id)[1])}
 
 
 def _norm(call: Call, shards: Shards) -> dict[str, Any]:

@@ -268,7 +268,7 @@ _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 def _attention(planned: AttentionCall, at: At) -> Callable[[Any, Any, Any], Any]:
     """Compute attention of this rank's heads, positions before batch; weights, packed or not, are local rows."""
     group, randomness = at.group, at.running.randomness
-    own = Layout.parse(planned.heads).rows(group.rank, group.size) if planned.heads else ()
+    own = Layout.parse(planned.layout).rows(group.rank, group.size) if planned.layout else ()
 
     def run(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         bound = _SIGNATURE.bind(*args, **kwargs)

@@ -238,19 +238,15 @@ class GatherCall(CallRewrite):
 
 @instruction
 class AttentionCall(CallRewrite):
-    """`multi_head_attention_forward` on a rank's own heads: its output projection is all-reduced. `heads`: the layout
-    of the rows of all heads, where a mask has them all and a rank takes those of its own."""
+    """`multi_head_attention_forward` on a rank's own heads: its output projection is all-reduced. `layout`: of the rows
+    of all heads, where a mask has them all and a rank takes those of its own."""
 
-    heads: str = ""
+    layout: str | None = None
 
     takes, gives = Spread.PARTIAL_GRADIENT, Spread.REPLICATE
     says = "computed on the rank's heads, output summed over ranks"
     cost = Cost("attention", "call")
     collectives = (Move(Collective.ALL_REDUCE),)
-
-    def layouts(self) -> Iterator[str]:
-        yield from super().layouts()
-        yield from filter(None, (self.heads,))
 
 
 @instruction
