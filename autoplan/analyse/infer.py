@@ -17,8 +17,10 @@ from autoplan.axes.algebra import Conflict
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, is_data, leaf, leaves, segments, show
 from autoplan.ops import op_record
+from autoplan.ops.attention import mask_of_heads
+from autoplan.ops.convolutions import groups_of
 from autoplan.ops.elementwise import asks
-from autoplan.ops.records.answers import Shows
+from autoplan.ops.records.answers import Drawn, Shows
 from autoplan.ops.records.site import Dims, Inference, Site
 from autoplan.values import Op, Ref, Trace, refs
 
@@ -48,6 +50,7 @@ class Axes:
     companions: dict[int, set[int]] = field(default_factory=dict)
     marked_by: list[tuple[int, str, Term]] = field(default_factory=list)  # (op index, event, term), as it happened
     gathered: frozenset[int] = frozenset()  # ops after which an all-gather was decided
+    taken: dict[int, tuple[int, tuple[Term, ...]]] = field(default_factory=dict)  # op index: see `_Reader.read`
 
     def of(self, tensor: int) -> tuple[Term, ...]:
         """Return the terms of a tensor, one per dim."""
@@ -77,6 +80,9 @@ class _Reader:
         self.shown_by: defaultdict[int, list[int]] = defaultdict(list)
         self.kept = self.state.kept
         self.companions: defaultdict[int, set[int]] = defaultdict(set)
+        masks = ((call, mask_of_heads(call, trace)) for call in trace.calls)
+        self.taken: dict[int, tuple[int, tuple[Term, ...]]] = {}
+        self.masks = {index: mask for call, mask in masks if mask is not None for index in range(*call.ops)}
         for tensor, info in enumerate(trace.tensors):
             if info.kind == "parameter" or info.quantised:
                 self.state.sources[tensor] = tensor
@@ -92,7 +98,16 @@ class _Reader:
         state.gathered = gathered
         record = op_record(op.name)
         site = Site(op, state, inputs, outputs)
-        answer = record.dims(site) if outputs else None
+        full = self.masks.get(index)
+        if gathered and record.drawn is Drawn.CONVOLUTION and groups_of(op) > 1:
+            full = inputs[0].id
+        if full is not None and Ref(full) in inputs:  # a rank takes what its heads or groups of channels need from it
+            outside, inside = state.terms(full), [leaf(size) for size in self.trace.tensors[full].shape]
+            state.dims[full] = inside
+            answer = record.dims(site)
+            state.dims[full], self.taken[index] = outside, (full, tuple(inside))
+        else:
+            answer = record.dims(site) if outputs else None
         self._update_static(op, inputs, outputs)
         if record.dims is asks:
             return
@@ -199,6 +214,7 @@ class _Reader:
             state.identities,
             dict(self.companions),
             state.algebra.marked_by,
+            taken={index: (full, tuple(map(find, inside))) for index, (full, inside) in self.taken.items()},
         )
 
     def _computed(self) -> dict[int, int]:

@@ -59,9 +59,11 @@ def check_permutations(
     outcome = Permuted()
     tried: list[Term] = []
     gathered = gathered_leaves(trace, axes)
+    masked = {find(part) for _, terms in axes.taken.values() for term in terms for part in leaves(term)}
     for axis in dict.fromkeys(find(term) for term in split):
         reason = next((text for event, text in _POSITIONS_MATTER.items() if event in axis.events), "")
         reason = reason or ("its values are gathered in the weight's order" if axis in gathered else "")
+        reason = reason or ("a mask has its units in order" if axis in masked else "")
         if reason or axis.size < 2:
             outcome.left_out[axis] = reason or "it has only one unit"
         else:

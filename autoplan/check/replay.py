@@ -11,7 +11,7 @@ A wrong op is reported once: the ranks go on from the right value.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,9 +20,11 @@ import torch
 
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.model_ends import dim_of_result, gathered_product
+from autoplan.axes.terms import Term
 from autoplan.capture.recorder import Recording
 from autoplan.check.ranks.common import one_compute_thread
 from autoplan.check.verify.compare import error_of
+from autoplan.common.layout import Layout
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.torch_internals import schema_of
 from autoplan.ops import op_record
@@ -54,6 +56,7 @@ def replay(trace: Trace, recording: Recording, shards: Shards) -> Replayed:
     player = _Player(trace, recording, shards)
     with torch.inference_mode(), one_compute_thread():  # tensors recorded in inference mode are writable only in it
         for index, (op, (function, value)) in enumerate(zip(trace.ops, recording.op_values, strict=True)):
+            player.taken = shards.axes.taken.get(index)
             player.play(op, function, value, gathered=index in shards.axes.gathered)
     return player.outcome
 
@@ -71,6 +74,7 @@ class _Player:
         self.shared: dict[int, torch.Tensor] = {}
         self.local: list[dict[int, torch.Tensor]] = [{} for _ in range(shards.tp)]
         self.outcome = Replayed()
+        self.taken: tuple[int, tuple[Term, ...]] | None = None  # a full input of this op, and the dims that it takes
 
     def play(self, op: Op, function: Any, value: Any, *, gathered: bool = False) -> None:
         if op.name == REMOVED:
@@ -203,6 +207,8 @@ class _Player:
 
     def _decode(self, item: Any, kind: str, rank: int) -> Any:
         """Return a recorded argument for the op: tensors from this rank, torch objects from their names."""
+        if isinstance(item, Ref) and self.taken is not None and item.id == self.taken[0]:
+            return self._own(self._get(item.id, rank), map(self.shards.layout_of, self.taken[1]), rank)
         if isinstance(item, Ref):
             return self._get(item.id, rank)
         if isinstance(item, Symbolic):
@@ -227,7 +233,10 @@ class _Player:
 
     def _shard(self, whole: torch.Tensor, tensor: int, rank: int) -> torch.Tensor:
         """Return a rank's shard of a full value."""
-        for dim, layout in enumerate(self.shards.layouts(tensor)):
+        return self._own(whole, self.shards.layouts(tensor), rank)
+
+    def _own(self, whole: torch.Tensor, layouts: Iterable[Layout | None], rank: int) -> torch.Tensor:
+        for dim, layout in enumerate(layouts):
             if layout is not None and whole.shape[dim] > 1:
                 whole = whole.index_select(dim, torch.tensor(layout.rows(rank, self.tp), device=whole.device))
         return whole

@@ -11,9 +11,9 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import find, product
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Recurrent, Reduction, by_rate
 from autoplan.ops.records.on_shards import NO_SIZES, Local, SplitOp, recorded
-from autoplan.ops.records.record import op, python_call
+from autoplan.ops.records.record import call_record, op, python_call
 from autoplan.ops.records.site import Answer, Dims, Site
-from autoplan.values import Ref
+from autoplan.values import Call, Ref, Trace
 from autoplan.values.reasons import NotPlaced
 
 
@@ -88,6 +88,25 @@ python_call("scaled_dot_product_attention", becomes="scaled_dot_product_attentio
 # Takes its number of heads; a rank does the same on its own heads (`execute/calls/reductions.py`).
 python_call("multi_head_attention_forward", sizes=NO_SIZES, linear=Linear.NO, random=by_rate(10, "dropout_p", 0.0),
             pays=Reduction.ATTENTION)  # fmt: skip
+_ORDER = (
+    *("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
+    *("add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask"),
+    *("need_weights", "attn_mask", "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    *("static_k", "static_v", "average_attn_weights", "is_causal"),
+)
+
+
+def argument(call: Call, name: str, default: Any = None) -> Any:
+    place = _ORDER.index(name)
+    return call.args[place] if len(call.args) > place else call.kwargs.get(name, default)
+
+
+def mask_of_heads(call: Call, trace: Trace) -> int | None:
+    """Return the mask of this call if it has one for each head: a rank takes those of its own heads from it."""
+    mask = argument(call, "attn_mask") if call_record(call.name).pays is Reduction.ATTENTION else None
+    return mask.id if isinstance(mask, Ref) and len(trace.tensors[mask.id].shape) > 2 else None
+
+
 for _name in ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"):
     python_call(_name, sizes=NO_SIZES, linear=Linear.NO, random=NEVER,
                 pays=NotPlaced("told-its-heads"))  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from autoplan.axes.events import Event
@@ -60,6 +61,18 @@ def convolved(local: Local) -> Any:
     return local.call()
 
 
+def of_own_groups(args: Any, kwargs: Any, own: Sequence[int], rows: int) -> tuple[Any, Any]:
+    """Return the arguments of a convolution of a full input, for a rank that has only its `own` of these rows of the
+    weight: complete groups, one after the other."""
+    groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
+    if groups == 1:
+        return args, kwargs
+    x, weight, *others = args
+    first, count = (number * groups // rows for number in (own[0], len(own)))
+    x = x.narrow(1 - weight.dim(), first * weight.shape[1], count * weight.shape[1])
+    return (x, weight, *others[:4]), {**kwargs, "groups": count}
+
+
 def _under_kernel(op: Op, along: Extent) -> tuple[int, int] | None:
     """Return the positions under the kernel; None with strides."""
     stride, padding = (told(op, index, name) for index, name in ((3, "stride"), (4, "padding")))
@@ -106,10 +119,11 @@ def slid(site: Site, term: Term, size: int) -> Term:
     return leaf(size, data=True) if is_data(term) else site.fresh(size, Event.CONV_SP)
 
 
-python_call("conv1d", "conv2d", "conv3d", becomes="convolution",
+GROUPED = ("conv1d", "conv2d", "conv3d")
+python_call(*GROUPED, becomes="convolution",
             sizes=Groups(6, weight=1))  # fmt: skip
 python_call("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", becomes="convolution",
-            sizes=Groups(6), product=Product(0, 1, bias=2, inner=0))  # fmt: skip
+            sizes=Groups(6), product=Product(0, 1, bias=2, out=(1, 1), inner=0))  # fmt: skip
 
 
 # Pooling, resizing and transforms over space or time: batch and channels pass, neighbours are mixed.

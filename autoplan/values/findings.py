@@ -116,6 +116,14 @@ class Traffic:
         least = self.least_forward[1] + self.least_backward[1]
         return moved / least if least else None
 
+    def in_dtype(self, times: float) -> Traffic:
+        """Return the same traffic where an element has `times` as many bytes."""
+        kinds = (
+            {kind: (n, int(size * times)) for kind, (n, size) in way.items()} for way in (self.forward, self.backward)
+        )
+        least = ((n, int(size * times)) for n, size in (self.least_forward, self.least_backward))
+        return Traffic(self.block, *kinds, *least, once=int(self.once * times))
+
 
 @dataclass(frozen=True)
 class Report:

@@ -17,7 +17,7 @@ Unplaceable = Literal[
     "across", "averaged", "head-width", "told-its-heads", "matrix-power", "inside-groups", "held-together",
     "row-otherwise", "length-inside", "norm-inside", "variance-inside", "sums-of-several-kinds", "added-to-partial",
     "partial-is-read", "some-results-partial", "counted", "sizes-of-another", "length-is-read", "stretched",
-    "attention-argument", "mask-of-each-head", "weights-of-each-head", "shards-given", "cut-between-no-heads",
+    "attention-argument", "weights-of-each-head", "shards-given", "cut-between-no-heads",
     "call-not-seen", "into-whole-and-cut", "written-in-place", "norm-weight-whole", "table-outside-module",
     "no-product-to-gather", "bias-of-others", "mixed-gradients", "differs-between-runs", "sizes-compared",
     "several-values", "ready-made", "logits-not-returned",
@@ -48,7 +48,6 @@ SENTENCES: dict[Unplaceable, str] = {
     "several-values": "a sum in {call}, which has several outputs",
     # attention in one call
     "attention-argument": "{call} with {argument} is not supported on a shard of the heads",
-    "mask-of-each-head": "{call} has a separate mask for each head",
     "weights-of-each-head": "{call} returns attention weights for each head",
     "shards-given": "an input of {call} other than its weights is sharded",
     "cut-between-no-heads": "{call} slices its packed weight internally, and not between heads",

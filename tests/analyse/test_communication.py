@@ -87,6 +87,15 @@ def test_what_was_planned_is_what_runs(model_type):
         assert one.ratio is not None and one.ratio >= 1.0, "a bound that is undercut is none"
 
 
+def test_a_plan_in_another_dtype_has_the_bound_of_what_runs():
+    model = resolve("llama").tiny(dtype=torch.float32)
+    plan = autoplan.plan(model, 2, prove="none")
+    report = autoplan.verify(model, plan, checks=("forward",))
+    (ran,) = report.details["communication"]
+    (planned,) = plan.communication
+    assert ran.ratio == planned.ratio == 1.0 and ran.least_forward[1] == 2 * planned.least_forward[1]
+
+
 @pytest.mark.parametrize(
     ("model_type", "sums"),
     [  # each branch has a norm of its own; branches are scaled before they are added

@@ -268,3 +268,20 @@ def test_what_no_derived_call_runs_is_said() -> None:
     plan = autoplan.plan(Typed().eval(), 2)
     (said,) = [found for found in plan.findings if found.check == "inputs"]
     assert plan.runtime.idle == ("adapt",) and "adapt" in said.message and said.level == "warn"
+
+
+class OptionalText(nn.Module):
+    """Its projection of texts is uninitialised, as a checkpoint would fill it: NaN here, any numbers elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(16, 32), nn.Embedding(50, 32)
+        self.projection = nn.Parameter(torch.full((32, 32), float("nan")))
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor | None = None) -> torch.Tensor:
+        features = self.image(image)
+        return features if text is None else features + (self.text(text) @ self.projection).mean(1)
+
+
+def test_an_optional_argument_is_fed_though_weights_are_uninitialised() -> None:
+    assert {name for name, _ in recipe_for(OptionalText()).state.wants} == {"image", "text"}

@@ -40,6 +40,7 @@ CASES = {
     "one matrix for attention and MLP": Case(attention_kinds.PaLM, {"ids": IDS}),
     "shifted windows": Case(attention_kinds.Swin, {"x": wave(2, 8, 8, 12)}),
     "one relative bias for all layers": Case(attention_kinds.SharedRelativeBias, {"ids": IDS}, 0.99),
+    "a bias of each head": Case(attention_kinds.BiasOfEachHead, {"ids": IDS}, 0.99),
     "keys of the first layer for all": Case(attention_kinds.SharedKeysAndValues, {"ids": IDS}),
     "selective scan": Case(sequence_mixers.Mamba, {"ids": IDS}),
     "retention": Case(sequence_mixers.RetNet, {"ids": IDS}),
@@ -60,6 +61,10 @@ CASES = {
         other_kinds.DLRM, {"dense": wave(4, 13), "sparse": torch.arange(24).view(4, 3, 2)}, 0.97
     ),
     "two towers": Case(other_kinds.TwoTowers, {"x": wave(4, 20), "ids": torch.arange(24).view(4, 6)}),
+    "transposed convolution over a skip": Case(other_kinds.SkippingUNet, {"img": IMAGE}),
+    "positions by a convolution in groups": Case(other_kinds.PositionsByConvolution, {"x": wave(2, 10, 20)}, 0.99),
+    "ids beside features": Case(other_kinds.ColumnsOfFeatures, {"x": torch.arange(20.0).view(5, 4)}),
+    "scores of a graph": Case(other_kinds.GraphScores, {"edges": torch.arange(24).view(2, 12)}),
     "codebook autoencoder": Case(other_kinds.CodeBookAutoencoder, {"w": wave(2, 1, 64)}, 0.75),
 }
 

@@ -270,6 +270,7 @@ def without(name: str) -> dict[str, str]:
         (f"{HERE}.raises", "raises when it is called: KeyError: 'no such cluster'"),
         ("plans/that/are/not.yaml", "an existing plan file"),
         ("nonsense", "Plan ids: .*llama"),
+        (__file__, "is Python code, not a plan file.*test_dialects:plan"),
         ({"layer_specs": [{"patterns": ["upproj"], "partition_type": "column"}]}, "match no parameter"),
         ({"layer_specs": [{"patterns": ["up_proj"], "partition_type": "diagonal"}]}, "partition_type is 'diagonal'"),
         ({"layer_specs": [{"patterns": ["("], "partition_type": "row"}]}, "is not a regular expression"),

@@ -234,3 +234,32 @@ class SharedKeysAndValues(nn.Module):
             a = torch.cat([a, si[None, :, None, None].expand(b, -1, size, 1)], -1).softmax(-1)[..., :-1]
             x = x + o(torch.einsum("bhlm,bmhd->blhd", a, v).flatten(2))
         return 5 * torch.tanh(self.h(x) / 5)
+
+
+class BiasOfEachHead(nn.Module):
+    """Relative positions, gated by the stream: a mask for each head of `multi_head_attention_forward`, as WavLM's."""
+
+    def __init__(self):
+        super().__init__()
+        self.t = nn.Embedding(VOCABULARY, WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.bias = nn.Embedding(16, HEADS)
+        self.gate = nn.Linear(WIDTH // HEADS, 1)
+        self.f = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH))
+        self.h = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids):
+        x = self.t(ids)
+        b, s, _ = x.shape
+        places = torch.arange(s)
+        bias = self.bias((places[:, None] - places[None]).clamp(-8, 7) + 8).permute(2, 0, 1)
+        gate = self.gate(x.view(b, s, HEADS, -1).permute(0, 2, 1, 3)).sigmoid()
+        mask = (gate * bias).reshape(b * HEADS, s, s)
+        y = x.transpose(0, 1)
+        y, _ = F.multi_head_attention_forward(
+            y, y, y, WIDTH, HEADS, torch.empty([0]), torch.cat((self.q.bias, self.k.bias, self.v.bias)), None, None,
+            False, 0.0, self.o.weight, self.o.bias, self.training, attn_mask=mask, use_separate_proj_weight=True,
+            q_proj_weight=self.q.weight, k_proj_weight=self.k.weight, v_proj_weight=self.v.weight,
+        )  # fmt: skip
+        x = x + y.transpose(0, 1)
+        return self.h(x + self.f(x))

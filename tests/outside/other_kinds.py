@@ -248,3 +248,62 @@ class CodeBookAutoencoder(nn.Module):
         q = self.cb(i)
         q = z + (q - z).detach()
         return self.d(q.transpose(1, 2))
+
+
+class SkippingUNet(nn.Module):
+    """What a transposed convolution takes is joined of two lots of channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(3, 16, 3, stride=2, padding=1)
+        self.b = nn.Conv2d(16, 32, 3, padding=1)
+        self.u = nn.ConvTranspose2d(48, 16, 3, stride=2, padding=1, output_padding=1)
+        self.o = nn.Conv2d(16, 4, 3, padding=1)
+
+    def forward(self, img):
+        a = F.relu(self.a(img))
+        return self.o(F.relu(self.u(torch.cat([a, self.b(a)], 1))))
+
+
+class ColumnsOfFeatures(nn.Module):
+    """One matrix of floats has ids and features; what tables hold is joined with the features."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(60, 32), nn.Embedding(40, 32)])
+        self.m = nn.Sequential(nn.Linear(66, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, x):
+        items = [table(x[:, i].long()) for i, table in enumerate(self.tables)]
+        return self.m(torch.cat([*items, x[:, 2:]], 1))
+
+
+class GraphScores(nn.Module):
+    """A table alone: its rows are averaged over a graph, and pairs of them are scored."""
+
+    def __init__(self):
+        super().__init__()
+        self.t = nn.Embedding(40, 32)
+
+    def forward(self, edges):
+        x = self.t.weight
+        near = torch.zeros_like(x).index_add(0, edges[1], x[edges[0]]) / 4
+        x = (x + near) / 2
+        return (x[edges[0]] * x[edges[1]]).sum(-1)
+
+
+class PositionsByConvolution(nn.Module):
+    """Positions come of a convolution in groups, from the stream to the stream, as wav2vec 2.0's."""
+
+    def __init__(self):
+        super().__init__()
+        self.i = nn.Linear(20, 64)
+        self.c = nn.utils.parametrizations.weight_norm(nn.Conv1d(64, 64, 8, padding=4, groups=4), dim=2)
+        self.d = nn.Conv1d(64, 64, 3, padding=1, groups=2)
+        self.m = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        x = self.i(x)
+        x = x + F.gelu(self.c(x.transpose(1, 2))[..., :-1]).transpose(1, 2)
+        x = x + self.d(x.transpose(1, 2)).transpose(1, 2)
+        return x + self.m(x)

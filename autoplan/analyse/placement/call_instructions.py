@@ -10,6 +10,7 @@ from autoplan.analyse.placement.inside_calls import axis_lost_in, why_no_partial
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.model_ends import looked_up_in
 from autoplan.ops import call_record, op_record
+from autoplan.ops.attention import argument, mask_of_heads
 from autoplan.ops.records.answers import Reduction
 from autoplan.ops.records.on_shards import SplitOp
 from autoplan.values import (
@@ -42,12 +43,6 @@ from autoplan.values.reasons import NotPlaced
 # is known, and a rank can do it on its own heads (`execute/calls/reductions.py`). `obstacle` checks that a split is one
 # by heads.
 
-_ORDER = (
-    *("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
-    *("add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask"),
-    *("need_weights", "attn_mask", "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
-    *("static_k", "static_v", "average_attn_weights", "is_causal"),
-)
 _APART = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _PACKED = ("in_proj_weight", "in_proj_bias")
 _LEARNT = ("bias_k", "bias_v")  # a key and a value that belong to no position
@@ -55,22 +50,16 @@ _CUT = (*_PACKED, *_APART, *_LEARNT, "out_proj_weight")
 _ABSENT = ("static_k", "static_v")
 
 
-def argument(call: Call, name: str, default: Any = None) -> Any:
-    place = _ORDER.index(name)
-    return call.args[place] if len(call.args) > place else call.kwargs.get(name, default)
-
-
 def obstacle(call: Call, shards: Shards) -> NotPlaced | None:
     """Return why ranks cannot run this call on their own heads; None if they can."""
     value = [name for name in _ABSENT if argument(call, name) not in (None, False, 0, 0.0)]
     if value:
         return NotPlaced("attention-argument", argument=value[0])
-    mask = argument(call, "attn_mask")
-    if isinstance(mask, Ref) and len(shards.trace.tensors[mask.id].shape) > 2:
-        return NotPlaced("mask-of-each-head")
     if argument(call, "average_attn_weights", True) is False:
         return NotPlaced("weights-of-each-head")
-    cut = {name: value.id for name in _CUT if isinstance(value := argument(call, name), Ref)}
+    apart = argument(call, "use_separate_proj_weight", False)  # then the packed weight is a stand-in without rows
+    named = [name for name in _CUT if name != ("in_proj_weight" if apart else "")]
+    cut = {name: value.id for name in named if isinstance(value := argument(call, name), Ref)}
     others = {ref for ref in refs((call.args, call.kwargs, call.outputs))} - set(cut.values())
     if any(map(shards.is_split, others)):
         return NotPlaced("shards-given")
@@ -243,6 +232,13 @@ def _nothing(call: Call, shards: Shards) -> dict[str, Any]:
     return {}
 
 
+def _heads(call: Call, shards: Shards) -> dict[str, Any]:
+    """Return how the rows of the heads are sharded, where a mask has all heads."""
+    if mask_of_heads(call, shards.trace) is None:
+        return {}
+    return {"layout": str(shards.layouts(argument(call, "out_proj_weight").id)[1])}
+
+
 def _norm(call: Call, shards: Shards) -> dict[str, Any]:
     """Return the number of normalised elements and dims, and the number of statistics that the norm takes."""
     dims = len(call.args[1] if len(call.args) > 1 else call.kwargs["normalized_shape"])
@@ -301,5 +297,5 @@ _KINDS: dict[Reduction, tuple[type[CallRewrite], Callable[[Call, Shards], dict[s
     Reduction.EMBEDDING: (EmbeddingCall, _rows),
     Reduction.ROW: (RowCall, _rows),
     Reduction.GATHER: (GatherCall, _product),
-    Reduction.ATTENTION: (AttentionCall, _nothing),
+    Reduction.ATTENTION: (AttentionCall, _heads),
 }

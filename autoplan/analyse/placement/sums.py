@@ -321,7 +321,8 @@ class _Placer:
         if product is None:
             self._refuse(index, NotPlaced("no-product-to-gather"))
             return
-        if crossing is None or crossing.module != call.module:
+        takes = any(op in self.shards.axes.taken for op in range(*call.ops))
+        if crossing is None or crossing.module != call.module or takes:
             self.result.inside_reductions[index] = Reduction.GATHER
             return
         layout, dim = product

@@ -9,7 +9,7 @@ from math import gcd, prod
 from types import MappingProxyType
 
 from autoplan.analyse.infer import Axes
-from autoplan.analyse.splits.packed import Packed, fits_blocks, marks_at
+from autoplan.analyse.splits.packed import Packed, fits_blocks, inside_blocks, marks_at
 from autoplan.axes.events import FORBIDDING
 from autoplan.axes.terms import Term, factors, find, leaves
 from autoplan.common.layout import chunk
@@ -207,7 +207,7 @@ def _candidates(
 ) -> list[_Candidate]:
     """Return the leaves that could be split, cheapest and largest first; record reasons against the others."""
     residual = residual_leaves(trace, axes)
-    inside = _inside_blocks(axes)
+    inside = inside_blocks(axes)
     candidates: list[_Candidate] = []
     for leaf, places in occurring.items():
         reason = _why_not(leaf, places, trace, axes, residual, refused)
@@ -248,20 +248,6 @@ def _rivalled(rows: Term, candidates: list[_Candidate], occurring: Occurrences, 
         for expensive, more, _, leaf in candidates
         if weights_of(leaf, occurring, trace) & weights_of(rows, occurring, trace)
     )
-
-
-def _inside_blocks(axes: Axes) -> set[Term]:
-    """Return axes inside the scaling blocks of quantised weights: companions, with one scale a block, lack them."""
-    blocks: set[Term] = set()
-    for weight, companions in axes.companions.items():
-        scaled = [{find(leaf) for term in axes.of(other) for leaf in leaves(term)} for other in companions]
-        for term in axes.of(weight):
-            parts = leaves(term)
-            for axes_of_scales in scaled:
-                outside = [place for place, leaf in enumerate(parts) if find(leaf) in axes_of_scales]
-                if outside:
-                    blocks |= {find(leaf) for leaf in parts[outside[0] :] if find(leaf) not in axes_of_scales}
-    return blocks
 
 
 def _partner(
@@ -311,9 +297,11 @@ def _why_not(
     expensive = next((events for events in _TOO_EXPENSIVE if leaf.events >= events), None)
     if expensive is not None:
         return NeedsSums(tuple(sorted(expensive)))
-    if not leaf.events & {"contract_w", "batch_w"}:
+    of_table = _is_summed_table(leaf, places, trace)
+    if not leaf.events & {"contract_w", "batch_w"} and not of_table:
         return NeverContracted()
-    if len([t for t in places if len(trace.tensors[t].shape) >= 2]) < 2 and not _made_and_summed(leaf, trace, axes):
+    single = len([t for t in places if len(trace.tensors[t].shape) >= 2]) < 2
+    if single and not of_table and not _made_and_summed(leaf, trace, axes):
         return SingleWeight()
     narrow = max(_width(trace.tensors[t].shape, d) for t, dims in places.items() for d in dims) < _WORTHWHILE
     if narrow and "experts" not in leaf.events:
@@ -321,6 +309,16 @@ def _why_not(
     if any(len(dims) > 1 for dims in places.values()):
         return OnBothDims()
     return refused.get(leaf)
+
+
+def _is_summed_table(leaf: Term, places: dict[int, set[int]], trace: Trace) -> bool:
+    """Return whether a leaf is the columns of one matrix that is most of the model, of which only sums leave: scores of
+    pairs of rows, as recommenders and graph models make them."""
+    matrices = [t for t in places if len(trace.tensors[t].shape) >= 2]
+    total = sum(prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2)
+    summed = leaf.events & {"reduce_lin", "contract_a"}
+    columns = len(matrices) == 1 and places[matrices[0]] == {len(trace.tensors[matrices[0]].shape) - 1}
+    return bool(summed) and columns and 2 * prod(trace.tensors[matrices[0]].shape) >= total
 
 
 def _made_and_summed(leaf: Term, trace: Trace, axes: Axes) -> bool:

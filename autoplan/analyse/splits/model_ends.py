@@ -97,14 +97,15 @@ def _table_rows(trace: Trace, axes: Axes) -> set[Term]:
     return row_leaves
 
 
-def _given_ids(trace: Trace) -> set[int]:
-    """Return the model's inputs, slices of them (ids of several codebooks in one tensor) and copies (one a frame)."""
+def _given_ids(trace: Trace, rounded: bool = False) -> set[int]:
+    """Return the model's inputs, slices of them (ids of several codebooks in one tensor) and copies (one a frame).
+    With `rounded` also integers made of floats: columns of a matrix that has features and ids."""
     ids = {tensor for tensor, info in enumerate(trace.tensors) if info.kind == "input"}
     for op in trace.ops:
         shows = op_record(op.name).shows not in (Shows.NOTHING, Shows.PICKED)
         if shows and isinstance(op.args[0], Ref) and op.args[0].id in ids:
-            kind = trace.tensors[op.args[0].id].dtype  # a rounded float was no id
-            ids |= {output for output in refs(op.outputs) if trace.tensors[output].dtype == kind}
+            kind = trace.tensors[op.args[0].id].dtype  # a rounded float may be no id: a sample, a distance
+            ids |= {output for output in refs(op.outputs) if rounded or trace.tensors[output].dtype == kind}
     return ids
 
 
@@ -151,11 +152,13 @@ def products_to_gather(
         if not demands.may_gather(trace.tensors[axes.computed[weight]].names):
             continue
         shape, stored = trace.tensors[weight].shape, trace.tensors[axes.computed[weight]].shape
-        odd = any(find(leaf) in indivisible for term in axes.of(weight) for leaf in leaves(term))
+        grouped = op_record(trace.ops[index].name).drawn is Drawn.CONVOLUTION and groups_of(trace.ops[index])
+        odd = bool(grouped and grouped > 1 and grouped % tp)
+        odd = odd or any(find(leaf) in indivisible for term in axes.of(weight) for leaf in leaves(term))
         size = min(prod(shape), prod(stored))
         if size >= _WORTH_GATHERING * total and not odd and (shape[out] % tp == 0 or shape[out] >= _UNEVEN * tp):
             wanted.add(ends[index])
-    return wanted | tables_to_gather(trace, axes, shards, _given_ids(trace), demands).keys()
+    return wanted | tables_to_gather(trace, axes, shards, _given_ids(trace, rounded=True), demands).keys()
 
 
 def _ends_of_products(trace: Trace, axes: Axes, products: Container[int]) -> dict[int, int]:
@@ -198,7 +201,10 @@ def product_weight(op: Op, axes: Axes) -> tuple[int, int] | None:
     if not isinstance(weight, Ref) or not isinstance(other, Ref) or _are_several(op, weight, axes):
         return None
     whole = weight.id in axes.weights or _is_one_weight(weight.id, axes)
-    return (weight.id, product.out[0]) if whole and other.id not in axes.computed else None
+    own = product.out[0]
+    if op_record(op.name).drawn is Drawn.CONVOLUTION and transposed(op):
+        own = 1  # its weight is in x out
+    return (weight.id, own) if whole and other.id not in axes.computed else None
 
 
 def _is_one_weight(tensor: int, axes: Axes) -> bool:
@@ -211,9 +217,10 @@ def _is_one_weight(tensor: int, axes: Axes) -> bool:
 
 
 def _are_several(op: Op, weight: Ref, axes: Axes) -> bool:
-    """Return whether the op is a grouped (or transposed) convolution, or a product with several matrices."""
+    """Return whether the op is a transposed convolution in groups or one of single channels, or multiplies several
+    matrices."""
     if op_record(op.name).drawn is Drawn.CONVOLUTION:
-        return transposed(op) or groups_of(op) > 1
+        return groups_of(op) > 1 and (transposed(op) or axes.of(weight.id)[1].size == 1)
     return len(axes.of(weight.id)) > 2 and not _stretched(weight, axes)
 
 
@@ -250,6 +257,8 @@ def gathered_leaves(trace: Trace, axes: Axes) -> set[Term]:
             continue
         weight, dim = product
         out = leaves(axes.of(weight)[dim])
+        if index in axes.taken and out[0].size == groups_of(trace.ops[index]):
+            out = out[:1]  # groups of channels
         if len(out) == 1 and not out[0].events & (FORBIDDING | {"contract_w", "contract_a"}) - {_LOOKED_UP}:
             outputs.add(find(out[0]))
     return outputs

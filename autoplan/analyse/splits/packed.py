@@ -238,3 +238,17 @@ def stay_whole(trace: Trace, patterns: tuple[str, ...], why: Reason) -> Demands:
 
 
 NO_DEMANDS = Demands()
+
+
+def inside_blocks(axes: Axes) -> set[Term]:
+    """Return axes inside the scaling blocks of quantised weights: companions, with one scale a block, lack them."""
+    blocks: set[Term] = set()
+    for weight, companions in axes.companions.items():
+        scaled = [{find(leaf) for term in axes.of(other) for leaf in leaves(term)} for other in companions]
+        for term in axes.of(weight):
+            parts = leaves(term)
+            for axes_of_scales in scaled:
+                outside = [place for place, leaf in enumerate(parts) if find(leaf) in axes_of_scales]
+                if outside:
+                    blocks |= {find(leaf) for leaf in parts[outside[0] :] if find(leaf) not in axes_of_scales}
+    return blocks

@@ -159,8 +159,8 @@ class Search:
             if now.state in self.seen:
                 continue
             step, tries = self._try(now.state, now.why), tries + 1
-            if not step.failed:
-                return step
+            if not step.failed:  # unless a call that ended without finite numbers read all of its weights, and others
+                return step if unset is None or not unset.read > step.read else replace(unset, failed="")
             if step.ended:  # with uninitialised weights no input gives finite numbers
                 unset = unset or step
                 patience -= 1

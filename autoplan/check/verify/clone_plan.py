@@ -9,6 +9,7 @@ from autoplan.check.verify.clone import Clone, Sizes
 from autoplan.common.code.ways import recording
 from autoplan.common.options import Wish
 from autoplan.common.patterns import best_match, is_under, matches, starred
+from autoplan.common.random_values import working_dtype
 from autoplan.decide.plan.chosen import choices_of_plan
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.hf.source import resolve
@@ -51,7 +52,9 @@ def plan_for(
 ) -> tuple[Plan, list[Finding]]:
     """Return the plan to apply to the clone, and how it differs from the one to be verified."""
     if plan is not None and _fits(plan, clone.model, source, sizes):
-        return plan, []
+        width, planned = (working_dtype(model).itemsize for model in (clone.model, source.module()))
+        least = tuple(traffic.in_dtype(width / planned) for traffic in plan.communication)
+        return replace(plan, communication=least), []
     # A person's choices are made again; any other plan is derived by the same rules.
     written = choices if plan is None else choices_of_plan(plan)
     choices = None if written is None else written.for_clone()

@@ -89,6 +89,11 @@ class _Reader:
             return self._handwritten(wanted=text == "handwritten")
         if is_file(text):  # one of our plan files, a DeepSpeed config, or a dict of style names in JSON or YAML
             path = Path(text)
+            if path.suffix == ".py":
+                hint = (
+                    f"pass the function or dict in it that is the plan: {path.stem}:plan, with its folder on PYTHONPATH"
+                )
+                raise WrittenPlanError(f"{path} is Python code, not a plan file", hint=hint)
             data = read_plain(path, NotPlain("plan file", WrittenPlanError))
             names = isinstance(data, dict) and data and all(isinstance(style, str) for style in data.values())
             if names or is_deepspeed(data):

@@ -16,6 +16,7 @@ from autoplan.execute.collectives import RankGroup, copy_to_ranks, gather_over_r
 from autoplan.execute.executors import At, executes, other_branch
 from autoplan.execute.random_streams import kept_state
 from autoplan.ops import call_record
+from autoplan.ops.convolutions import GROUPED, of_own_groups
 from autoplan.values import (
     AttentionCall,
     CellCall,
@@ -34,7 +35,6 @@ from autoplan.values import (
 )
 
 # Calls that combine the shards of ranks, and calls that only differ per rank.
-
 Run = Callable[[Any, Any, Any], Any]  # of the torch function, its args, its kwargs
 
 
@@ -110,9 +110,16 @@ def _row(planned: RowCall, at: At) -> Run:
 
 @executes(GatherCall)
 def _gathered(planned: GatherCall, at: At) -> Run:
-    group = at.group
-    rows = Layout.parse(planned.layout).rows_of_all(group.size)
-    return lambda func, args, kwargs: gather_over_ranks(func(*args, **kwargs), group, planned.dim, rows)
+    """Gather a product. A convolution in groups: of the rank's own groups, on their channels of a full input."""
+    group, layout = at.group, Layout.parse(planned.layout)
+    rows, own = layout.rows_of_all(group.size), layout.rows(group.rank, group.size)
+
+    def run(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        if planned.site.function in GROUPED:
+            args, kwargs = of_own_groups(args, kwargs, own, layout.size)
+        return gather_over_ranks(func(*args, **kwargs), group, planned.dim, rows)
+
+    return run
 
 
 @executes(EqualPieces)
@@ -251,7 +258,7 @@ def _lengths_of(planned: LengthCall, at: At) -> Callable[[Any, Any, Any], Any]:
 
 
 # Fused calls carried out on a shard: multi-head attention and recurrent networks.
-
+#
 # `multi_head_attention_forward` on one rank's heads: the same mathematics, with the last sum taken over ranks.
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
@@ -261,6 +268,7 @@ _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 def _attention(planned: AttentionCall, at: At) -> Callable[[Any, Any, Any], Any]:
     """Compute attention of this rank's heads, positions before batch; weights, packed or not, are local rows."""
     group, randomness = at.group, at.running.randomness
+    own = Layout.parse(planned.layout).rows(group.rank, group.size) if planned.layout else ()
 
     def run(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         bound = _SIGNATURE.bind(*args, **kwargs)
@@ -274,7 +282,12 @@ def _attention(planned: AttentionCall, at: At) -> Callable[[Any, Any, Any], Any]
         keys = arguments["key"].shape[0]  # those appended after them are never masked
         total = scores.new_zeros((1, 1, scores.shape[-2], keys))
         if arguments["attn_mask"] is not None:
-            total = total + _added(arguments["attn_mask"], scores)
+            mask = arguments["attn_mask"]
+            if mask.dim() == 3:  # of all heads of each sample
+                if not own:
+                    raise other_branch(f"{at.where}: {planned.site} got a mask for each head, but the plan has none")
+                mask = mask.unflatten(0, (-1, arguments["num_heads"]))[:, [row // width for row in own[::width]]]
+            total = total + _added(mask, scores)
         elif arguments["is_causal"]:
             total = total + _added(torch.ones_like(total[0, 0], dtype=torch.bool).triu(1), scores)
         if arguments["key_padding_mask"] is not None:

@@ -238,7 +238,10 @@ class GatherCall(CallRewrite):
 
 @instruction
 class AttentionCall(CallRewrite):
-    """`multi_head_attention_forward` on a rank's own heads: its output projection is all-reduced."""
+    """`multi_head_attention_forward` on a rank's own heads: its output projection is all-reduced. `layout`: of the rows
+    of all heads, where a mask has them all and a rank takes those of its own."""
+
+    layout: str | None = None
 
     takes, gives = Spread.PARTIAL_GRADIENT, Spread.REPLICATE
     says = "computed on the rank's heads, output summed over ranks"
