@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autoplan.execute.collectives import take_rows
 from autoplan.execute.executors import At, executes, other_branch
@@ -40,15 +42,23 @@ def _attend(planned: AttendAcross, at: At) -> Callable[[Any, Any, Any], torch.Te
             options["attn_mask"] = take_rows(mask, -2, range(end - count, end))
         elif mask is None and options.get("is_causal"):  # later keys are seen by none of these
             key, value = key[..., :end, :], value[..., :end, :]
-            options |= {"attn_mask": _lower_right(count, end, query), "is_causal": False}
+            options |= _causal_of_the_last(count, end, query)
         seen = func(query[..., :count, :], key, value, **options)
         return pad(seen.movedim(-2, 0), own, values=True).movedim(0, -2)
 
     return run
 
 
-def _lower_right(count: int, end: int, like: torch.Tensor) -> Any:
-    """Return the causal mask of the last `count` of `end` positions; kernels for GPUs need none in memory."""
-    if like.is_cuda:
-        return causal_lower_right(count, end)
-    return torch.ones(count, end, dtype=torch.bool, device=like.device).tril(end - count)
+def _causal_of_the_last(count: int, end: int, query: torch.Tensor) -> dict[str, Any]:
+    """Return the options for the last `count` of `end` positions. Kernels for GPUs need no mask in memory."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and (query.is_meta or is_fake(query)):  # no values are computed
+        return {"is_causal": True}
+    if not query.is_cuda:
+        mask = torch.ones(count, end, dtype=torch.bool, device=query.device).tril(end - count)
+    elif compiling:
+        mask = causal_lower_right(count, end)
+    else:  # a tensor of a class that cannot be made under a mode
+        with _disable_current_modes():
+            mask = causal_lower_right(count, end)
+    return {"attn_mask": mask, "is_causal": False}

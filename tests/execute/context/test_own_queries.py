@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.bias import CausalBias
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
 from autoplan.check.ranks.run import count_collectives, run_ranks
 from autoplan.common.errors import PlanMismatchError
+from autoplan.execute.hooks import attend
+from autoplan.forecast.recording.kernels import flops_of
 from autoplan.values import AttendAcross, ExchangeToPieces
+
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 HEADS = {2: (3, 1), 4: (6, 3)}  # ranks: heads, and of them keys
 
@@ -73,18 +79,17 @@ def test_a_step_is_that_of_one_device(made: Any, length: int, padded: bool) -> N
 
 
 def test_what_is_sent_is_what_the_plan_says(made: Any) -> None:
-    """Keys and values alone, and the batch's logits."""
-    ranks, model, plan = made
+    """Keys and values alone, and at the end the logits."""
+    _, _, plan = made
     ids = torch.randint(3, 64, (1, 8))
-    mask = torch.ones_like(ids).index_fill(1, torch.tensor([0]), 0)  # then keys are repeated for all queries
 
     def counted(of: Any) -> Any:
         with torch.no_grad(), count_collectives() as counts:
-            of(ids, attention_mask=mask)
+            of(ids)
         return counts
 
-    for counts in on_ranks(made, counted):
-        print(counts)
+    said = plan.communication[0].forward["all_gather"][0]
+    assert all(counts == {"all_gather": 2 * said + 1} for counts in on_ranks(made, counted))
 
 
 def test_a_cache_is_refused_by_name(made: Any) -> None:
@@ -95,3 +100,22 @@ def test_a_cache_is_refused_by_name(made: Any) -> None:
             of.generate(ids, max_new_tokens=2, do_sample=False)
 
     on_ranks(made, generated)
+
+
+def test_a_mask_that_is_not_in_memory_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU is given it; a CPU makes it anyway."""
+    query, key = torch.rand(1, 2, 3, 8), torch.rand(1, 2, 7, 8)
+    options = attend._causal_of_the_last(3, 7, query)
+    with monkeypatch.context() as patched, FlopCounterMode(display=False):
+        patched.setattr(torch.Tensor, "is_cuda", True)
+        other = attend._causal_of_the_last(3, 7, query)
+    assert isinstance(other["attn_mask"], CausalBias)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    assert torch.equal(sdpa(query, key, key, **options), sdpa(query, key, key, **other))
+
+
+def test_operations_are_those_of_the_rank_with_most_keys() -> None:
+    """The last of four ranks: a quarter of the queries, seven sixteenths of what a causal attention computes."""
+    query, key = (torch.empty(1, 1, length, 8, device="meta") for length in (16, 64))
+    whole, last = (flops_of(_ATTENTION, (q, key, key), {"is_causal": True}, None) for q in (key, query))
+    assert last * 16 == whole * 7
