@@ -36,7 +36,6 @@ from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
 from autoplan.ops.records.answers import Reduction
 from autoplan.values import (
-    Boundary,
     ClassFact,
     Constant,
     IntegerEdit,
@@ -142,13 +141,16 @@ def _whole_but_mixed(
 ) -> Demands:  # fmt: skip
     """Return demands that replicate all weights but those with an axis that position-mixing calls keep apart."""
     done, places = _settle(trace, flow, axes, tp, [], scoped, demands), occurrences(trace, axes)
-    apart = {tensor for leaf in mixed_leaves(done.shards, flow, stacks) for tensor in places.get(leaf, ())}
+    mixed, own = mixed_leaves(done.shards, flow, stacks)
+    apart = {tensor for leaf in mixed for tensor in places.get(leaf, ())}
     others = [t for t, info in enumerate(trace.tensors) if info.kind == "parameter" and t not in apart]
     whole = NO_DEMANDS
     if done.choice.indivisible:  # axes that would be split at one rank but are not divisible here
         alone = _settle(trace, flow, axes, 1, [], scoped, demands).shards
-        for leaf in sorted(mixed_leaves(alone, flow, stacks) & done.choice.indivisible.keys(), key=str):
-            whole = whole.with_whole(trace, set(others) & set(places.get(leaf, ())), MixedWhole(leaf.size, tp))
+        (mixed, _), (still, _) = (mixed_leaves(alone, flow, stacks, without) for without in ((), own))
+        for leaf in sorted(mixed & done.choice.indivisible.keys(), key=str):
+            why = MixedWhole(leaf.size, tp, own_queries=leaf not in still)
+            whole = whole.with_whole(trace, set(others) & set(places.get(leaf, ())), why)
     return whole.with_whole(trace, others, MixesNothing())
 
 
@@ -253,11 +255,12 @@ def _solution(
     recurrences = recurrent(done.shards, flow, done.scope.calls, demands) if tp > 1 else Recurrent()
     facts = tuple(_parameter_facts(trace, done, ids, cut, recurrences))
     heads, gathers = head_sites(trace, flow, done.shards, done.placement, done.choice.vocabularies)
+    boundaries = dict.fromkeys((*done.placement.outputs.values(), *done.placement.inputs.values()))  # of any runs
     runtime = Runtime(
         parameters=tuple(_rules(facts)),
         instructions=(
             *_with_old(done.edits, trace, cut.whole_modules if cut else ()),
-            *(_boundaries(done.placement) if cut is None else sequence_boundaries(done.placement, cut)),
+            *(boundaries if cut is None else sequence_boundaries(done.placement, cut)),
             *(ParallelBlock(block) for block in sorted(done.placement.blocks)),
             *gathers,
             *heads,
@@ -304,11 +307,6 @@ def _with_old(edits: Edits, trace: Trace, whole: Collection[str]) -> Iterator[In
             continue
         stored = trace.attributes[edit.pattern][edit.name]
         yield replace(edit, old=stored if edit.index is None else stored[edit.index])
-
-
-def _boundaries(placement: Placement) -> tuple[Boundary, ...]:
-    """Return one boundary for each thing done at a module's input or output, however often the module ran."""
-    return tuple(dict.fromkeys((*placement.outputs.values(), *placement.inputs.values())))
 
 
 def _class_ids(trace: Trace, done: _Round) -> dict[Term, int]:

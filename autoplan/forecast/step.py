@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from autoplan.hf.inputs.step import check_positions, size_of, step_inputs
 from autoplan.hf.source import Source
 from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
 from autoplan.planning import capture_source, draft_plan
-from autoplan.values import Exchange, Plan
+from autoplan.values import AttendAcross, Exchange, Plan
 from autoplan.values.quantised import PackedWeight
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -283,7 +284,7 @@ class Steps:
         checkpointing = Checkpointing(setting.checkpointing, setting.scope)
         tensor = TensorParallel(gather_logits=setting.gather_logits)
         inputs = inputs_of(self, setting)
-        with fake_mesh(setting.dims) as mesh, quiet():
+        with fake_mesh(setting.dims, _busiest(setting.dims, plan)) as mesh, quiet():
             copy = sharded_copy(
                 self.module, plan, mesh, compute_dtype=setting.compute, checkpointing=checkpointing, tensor=tensor,
                 folded=self.folded if folded else None, averaged=setting.averaged,
@@ -293,6 +294,12 @@ class Steps:
                 tape = _run(copy, setting, inputs, groups, how)
         kernels = (*tape.kernels, *(["flash attention"] if copy.flash else []))
         return Recorded(program_of(tape), copy.left_out, copy.units, copy.buffers, kernels)
+
+
+def _busiest(dims: Mapping[str, int], plan: Plan) -> int:
+    """Return the rank with most to do: the last of cp where ranks attend with own queries, whose keys are the most."""
+    behind = prod(size for dim, size in list(dims.items())[list(dims).index("cp") + 1 :]) if "cp" in dims else 0
+    return (dims.get("cp", 1) - 1) * behind if plan.runtime.of(AttendAcross) else 0
 
 
 def _cut_again(quarter: UnitSize, half: UnitSize) -> UnitSize | None:

@@ -164,13 +164,17 @@ def fitted(sizes: Sizes, fields: Mapping[str, object], ranks: int, tried: int) -
     4
     >>> fitted(VARIANTS[0], {"num_attention_heads": 12}, 8, 2).heads
     5
+    >>> fitted(VARIANTS[0], {"num_attention_heads": 4, "num_key_value_heads": 2}, 8, 4).heads
+    2
     """
     counts = _counts(fields)
     chosen = {unit: _alike(real, getattr(sizes, unit), ranks, tried) for unit, real in counts.items()}
     if counts.get("experts", ranks) < ranks or _parted(counts.get("experts", ranks), ranks):
         chosen["experts"] = sizes.experts  # these are cut inside each expert
     for unit, leading in _LEADING.items():
-        if unit in counts and counts[unit] < counts.get(leading, 0):
+        if unit in counts and counts[unit] < counts.get(leading, 0) < ranks and not _parted(counts[leading], ranks):
+            chosen[unit] = max(1, chosen[leading] // 2)
+        elif unit in counts and counts[unit] < counts.get(leading, 0):
             several = (chosen[unit] * times for times in range(2, 9))
             even = not _parted(counts[leading], ranks)
             if chosen[leading] % (chosen[unit] * (2 if even else 1)) or even == _parted(chosen[leading], tried):

@@ -40,6 +40,7 @@ from autoplan.values.instructions.boundaries import (
     WithholdPartial,
 )
 from autoplan.values.instructions.calls import (
+    AttendAcross,
     AttentionCall,
     CallRewrite,
     CallSite,

@@ -254,11 +254,13 @@ class MixesNothing(Reason):
 class MixedWhole(Reason):
     size: int
     ranks: int
+    own_queries: bool = False
 
     def __str__(self) -> str:
+        how = "for its own queries" if self.own_queries else "the same ones, on all positions"
         return (
             f"{self.size} units, which ops that mix positions treat independently, are not divisible by "
-            f"{self.ranks} ranks: the ranks of cp compute the same ones, on all positions"
+            f"{self.ranks} ranks: each rank of cp computes {how}"
         )
 
 

@@ -228,6 +228,12 @@ TOYS: dict[str, Callable[[], Subject]] = {
     "branches": lambda: decoder("gptj", GPTJ),
     "sequence": lambda: decoder("gptj", GPTJ, ["transformer.h.0", "transformer.h.1"]),
     "context": lambda: decoder("llama", LLAMA, ["model.layers.0", "model.layers.1"], context=True),
+    "own queries": lambda: decoder(
+        "llama",
+        {**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 3},
+        ["model.layers.0", "model.layers.1"],
+        context=True,
+    ),
     "halo": lambda: decoder("rwkv", RWKV, ["rwkv.blocks.0", "rwkv.blocks.1"], context=True),
     "experts": lambda: decoder("mixtral", MIXTRAL, experts="apart", build={"experts_implementation": "eager"}),
 }

@@ -19,6 +19,7 @@ from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
 from autoplan.values import (
     AllGather,
+    AttendAcross,
     Boundary,
     CallRewrite,
     Collective,
@@ -137,6 +138,10 @@ class _Combined:
             return replace(other, over="cp")
         if isinstance(other, IntegerEdit):
             return replace(other, over="all")
+        if isinstance(other, AttendAcross):  # of the heads of a tp rank
+            if own is not None:
+                _refuse(other.pattern, f"{other.site} also changes over tp")
+            return replace(other, over="cp")
         if isinstance(other, CallRewrite):
             return self._call(own if isinstance(own, CallRewrite) else None, other)
         if any(move.collective is not Collective.ALL_REDUCE for move in other.moves):

@@ -13,7 +13,7 @@ from autoplan.axes.terms import Term
 __all__ = ["mixed", "take_halos"]
 
 
-def mixed(stream: Stream, blocks: Collection[str]) -> set[Term]:
+def mixed(stream: Stream, blocks: Collection[str], without: Collection[int] = ()) -> set[Term]:
     """The split leaves of values whose positions some call in these blocks, of whatever stack, mixes, unless a module
     around it needs a halo only."""
     split: set[Term] = set()
@@ -23,7 +23,7 @@ def mixed(stream: Stream, blocks: Collection[str]) -> set[Term]:
         values = [t for t in (*flow.inputs[index], *flow.outputs[index]) if stream.positions.dims_of(t)]
         inputs = [t for t in flow.inputs[index] if t in values]
         mixes = inputs and not flow.is_identity(index) and stream.mixes(index, inputs) is not None
-        if mixes and windows.around(index, blocks) is None:
+        if mixes and index not in stream.own_queries and index not in without and windows.around(index, blocks) is None:
             split |= {leaf for tensor in values for leaf in stream.shards.split_leaves(tensor)}
     return split
 

@@ -22,6 +22,7 @@ from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.context import leave_partial
 from autoplan.analyse.sequence.exchange import exchange
 from autoplan.analyse.sequence.halo import mixed, take_halos
+from autoplan.analyse.sequence.queries import attended
 from autoplan.analyse.sequence.stream import SequencePlacement, Stream
 from autoplan.analyse.sequence.stream_state import Refused
 from autoplan.analyse.shards import Shards
@@ -33,6 +34,7 @@ from autoplan.values import (
     AllReduce,
     AllReduceGradient,
     Boundary,
+    CallRewrite,
     ExchangeToPieces,
     ExchangeToPositions,
     Halo,
@@ -68,8 +70,11 @@ def place_sequence(
     refused: list[WholeSequence] = []
     without: list[WholeSequence] = []
     for number, names in enumerate(blocks for blocks in stacks if blocks):
-        walk = Stream(shards, flow, placement, names, context)
+        walk = Stream(shards, flow, placement, names, context, apart=context)
         stream = walk.run()
+        if stream is not None and stream.refused and walk.own_queries:
+            walk = Stream(shards, flow, placement, names, context)
+            stream = walk.run()
         if stream is None:
             without.append(WholeSequence("no-positions", names[0]))
             continue
@@ -90,17 +95,23 @@ def place_sequence(
             leave_partial(flow, placement, result)
             take_halos(walks, flow, result)
             exchange(walks, flow, placement, result, rewritten)
+            result.calls = attended(result.attended, shards)
         except Refused as error:
             return SequencePlacement(refused=(error.reason,))
     return result
 
 
-def mixed_leaves(shards: Shards, flow: CallFlow, stacks: Iterable[tuple[str, ...]]) -> set[Term]:
-    """The split leaves that calls which mix positions treat apart: heads of attention, channels of scans."""
+def mixed_leaves(
+    shards: Shards, flow: CallFlow, stacks: Iterable[tuple[str, ...]], without: Collection[int] = ()
+) -> tuple[set[Term], set[int]]:
+    """The split leaves that calls which mix positions treat apart (heads of attention, channels of scans), and the
+    calls that a rank runs for own queries instead."""
     stacks = [names for names in stacks if names]
-    streams = [Stream(shards, flow, Placement(), names, context=True) for names in stacks]
+    streams = [Stream(shards, flow, Placement(), names, context=True, apart=True) for names in stacks]
     blocks = {name for names in stacks for name in names}
-    return {leaf for stream in streams if stream.begin() for leaf in mixed(stream, blocks)}
+    begun = [stream for stream in streams if stream.begin()]
+    leaves = {leaf for stream in begun for leaf in mixed(stream, blocks, without)}
+    return leaves, {index for stream in begun for index in stream.own_queries}
 
 
 def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:
@@ -112,13 +123,15 @@ def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:
     a.returned_shards.update(b.returned_shards)
     a.summed_parameters |= b.summed_parameters
     a.random |= b.random
+    a.attended |= b.attended
     a.values |= b.values
     a.whole += b.whole
     return a
 
 
-def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[Boundary, ...]:
-    """All that is done at boundaries, with sums and copies of the stream turned into moves along the sequence."""
+def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[Boundary | CallRewrite, ...]:
+    """All that is done at boundaries, with sums and copies of the stream turned into moves along the sequence, and
+    calls that attend across ranks."""
     boundaries: dict[Boundary, None] = {}
 
     def add(kind: type[SequenceBoundary] | type[WithholdPartial], crossing: Crossing, side: Side, dim: int) -> None:
@@ -167,7 +180,7 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
     for crossing, side in sorted(cut.summed_back, key=str):
         boundaries[AllReduceGradient(crossing.module, "input" if side == "input" else "output", crossing.path)] = None
     boundaries.update((ScaleGradient(c.module, "output", c.path), None) for c in sorted(cut.scaled, key=str))
-    return tuple(done for done in boundaries if done not in dropped)
+    return *(done for done in boundaries if done not in dropped), *cut.calls
 
 
 # what a sum becomes whose value is cut along the sequence from there on

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
+from autoplan.analyse.sequence.queries import own_queries
 from autoplan.analyse.sequence.stream_state import (
     CutStream,
     Positions,
@@ -23,7 +24,7 @@ from autoplan.analyse.sequence.windows import Windows
 from autoplan.analyse.splits.integer_edits import evaluate
 from autoplan.axes.terms import Term
 from autoplan.ops import call_record
-from autoplan.values import ModuleVisit
+from autoplan.values import ModuleVisit, SequenceName
 from autoplan.values.not_placed import WholeSequence, WholeWhy
 
 __all__ = ["SequencePlacement", "Stream"]
@@ -67,6 +68,7 @@ class Stream(CutStream):
         if not self.starts:
             return False
         self.positions = Positions(self.shards, sequences, self.context)
+        self.own_queries = own_queries(self.shards, self.flow, self.positions) if self.apart else {}
         self.windows = Windows(self.shards, self.flow, self.positions)
         self.first_call = min(start.first for start in self.starts)
         self.last_call = max(v.calls[1] for _, v in visits)
@@ -96,8 +98,8 @@ class Stream(CutStream):
         self.cut: set[int] = set()
         self.index_crossings()
         result = self.result
-        result.summed_parameters.clear()
-        result.random.clear()
+        for noted in (result.summed_parameters, result.random, result.attended):
+            noted.clear()
         for start, origin in self.starts.items():
             start_dim = self.positions.plain_dim(origin)
             if start_dim is None:
@@ -140,9 +142,10 @@ class Stream(CutStream):
                 self._make_whole(tensor, index, reason)
             return
         for tensor in inputs:
-            if tensor in cut or not self.positions.dims_of(tensor):
-                continue
-            self._cut_partner(tensor, index, cut)
+            if tensor not in cut and self.positions.dims_of(tensor) and index not in self.own_queries:
+                self._cut_partner(tensor, index, cut)
+        if index in self.own_queries:
+            self.result.attended[index] = SequenceName("")
         self._note_gradients(index, inputs, cut)
         self._note_draws(index)
         self.cut.update(t for t in outputs if self.positions.dims_of(t))
@@ -186,7 +189,7 @@ class Stream(CutStream):
 
     def _crosses(self, index: int, cut: list[int]) -> WholeSequence | None:
         """Return why a call needs the whole sequence; None if it does not."""
-        mixes = self.mixes(index, cut)
+        mixes = None if self.own_queries.get(index) == set(cut) else self.mixes(index, cut)
         if mixes is not None:
             return mixes
         if index in self.placement.reductions or any(self.shards.is_split(t) for t in self.flow.outputs[index]):

@@ -18,6 +18,7 @@ from autoplan.values import (
     AllReduceGradient,
     Boundary,
     Call,
+    CallRewrite,
     SequenceName,
     Symbolic,
     WithholdPartial,
@@ -181,6 +182,8 @@ class SequencePlacement:
     whole_modules: set[str] = field(default_factory=set)
     summed_parameters: set[int] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
+    attended: dict[int, SequenceName] = field(default_factory=dict)  # calls that attend with own queries (queries.py)
+    calls: tuple[CallRewrite, ...] = ()  # what they become
     names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about
     flattened: set[Crossing] = field(default_factory=set)
     whole: list[WholeSequence] = field(default_factory=list)  # what runs on the whole sequence, and why
@@ -191,6 +194,7 @@ class SequencePlacement:
         keys = [*self.scatters, *self.gathers, *self.gather_sums]
         crossings = (*(b for b, _ in keys), *self.reduce_scatters, *self.returned_shards)
         self.names = {crossing: SequenceName(name, crossing in self.flattened) for crossing in crossings}
+        self.attended = dict.fromkeys(self.attended, SequenceName(name))
 
     @property
     def applies(self) -> bool:
@@ -215,16 +219,16 @@ class CutStream:
     positions: Positions
 
     def __init__(
-        self, shards: Shards, flow: CallFlow, placement: Placement, names: tuple[str, ...], context: bool = False
-    ) -> None:
+        self, shards: Shards, flow: CallFlow, placement: Placement, names: tuple[str, ...], context: bool = False,
+        apart: bool = False,
+    ) -> None:  # fmt: skip
         self.shards, self.flow, self.placement, self.trace = shards, flow, placement, shards.trace
         self.names = set(names)
         self.starts: dict[Crossing, int] = {}  # where each run of the model enters its first block -> the value
         self.result = SequencePlacement()
         self.closed: set[HookPoint] = set()  # where only some runs of a module would need what a hook does
-        self.context = (
-            context  # is every gradient outside of split regions a part of a sum? Then context.py looks at it
-        )
+        self.context = context  # is every gradient outside of split regions a part of a sum? See context.py
+        self.apart, self.own_queries = apart, dict[int, set[int]]()  # what attention runs for own queries (queries.py)
         self.copies_out = self._in_every_run("output", placement.done_to(AllReduceGradient))
         self.copies_in = self._in_every_run("input", (b for b, kind in placement.inputs if kind is AllReduceGradient))
         self.reduces = {*placement.done_to(AllReduce), *placement.done_to(WithholdPartial)}

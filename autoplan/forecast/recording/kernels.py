@@ -248,7 +248,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         wide, narrow = (3, 2) if func.overloadpacket.__name__.endswith("_backward") else (1, 1)
         scores = prod(query.shape[:-1]) * key.shape[-2]
         flops = 2 * scores * (wide * query.shape[-1] + narrow * value.shape[-1])
-        return int(flops) // (2 if arguments.get("is_causal") else 1)
+        keys = key.shape[-2]
+        unseen = min(query.shape[-2], keys) if arguments.get("is_causal") else 0  # by the first, half of it on average
+        return int(flops) * (2 * keys - unseen) // (2 * keys)
     formula = flop_registry.get(func.overloadpacket)
     if formula is not None:
         with outside_of_modes():

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from autoplan.values.estimate import Cost
 from autoplan.values.instructions.base import Amount, Collective, Instruction, Move, Spread, instruction
+from autoplan.values.instructions.boundaries import SequenceName
 
 # Instructions for one call of a module's own Python, where neither a boundary nor an integer edit is enough.
 
@@ -247,6 +248,23 @@ class AttentionCall(CallRewrite):
     says = "computed on the rank's heads, output summed over ranks"
     cost = Cost("attention", "call")
     collectives = (Move(Collective.ALL_REDUCE),)
+
+
+@instruction
+class AttendAcross(CallRewrite):
+    """A fused attention of a rank's own queries: it gets the keys and values of all ranks, and its rows of the mask.
+    Backward their gradients are summed, and each rank keeps those of its own positions."""
+
+    sequence: SequenceName
+
+    takes, gives = Spread.SEQUENCE_SHARD, Spread.SEQUENCE_SHARD
+    says = "computed for own queries, with the keys and values of all ranks"
+    cost = Cost("gather of keys and values", "call")
+    collectives = tuple(
+        Move(kind, Amount.ARGUMENT, backward, path=("args", at))
+        for kind, backward in ((Collective.ALL_GATHER, False), (Collective.REDUCE_SCATTER, True))
+        for at in (1, 2)
+    )
 
 
 @instruction

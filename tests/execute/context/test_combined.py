@@ -19,7 +19,7 @@ from autoplan.common.layout import Layout
 from autoplan.decide.written_plans.plan_file import load_plan
 from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.execute.tensor_parallel import apply_plan
-from autoplan.values import AllReduce, ExchangeToPieces, IntegerEdit, ParameterRule, Runtime, SplitLogits
+from autoplan.values import AllReduce, AttendAcross, ExchangeToPieces, IntegerEdit, ParameterRule, Runtime, SplitLogits
 
 CONFIG = LlamaConfig(
     hidden_size=64,
@@ -118,14 +118,15 @@ def test_a_block_with_biases_is_run_again_as_it_ran() -> None:
 
 
 @pytest.mark.parametrize(("heads", "tp", "cp"), [(2, 2, 2), (4, 1, 3)])
-def test_where_heads_are_fewer_than_ranks_cp_gathers_the_stream(heads: int, tp: int, cp: int) -> None:
-    """Ranks of tp split the heads, and ranks of cp run them on all positions."""
+def test_where_heads_are_fewer_than_ranks_those_of_cp_have_own_queries(heads: int, tp: int, cp: int) -> None:
+    """Ranks of tp split the heads, and those of cp attend to all. A cache, and other code of attention, are refused."""
     sizes = CONFIG.to_dict() | {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 16 * heads}
     found = autoplan.plan(LlamaConfig(**sizes), tp_size=tp, cp_size=cp, prove="ranks")
     assert found.proof.ok and "dropout" in found.proof.checked, found.findings
     assert not found.runtime.of(ExchangeToPieces)
-    (warning,) = [finding for finding in found.findings if finding.level == "warn"]
-    assert warning.where.endswith("self_attn.q_proj") and warning.message.startswith(f"{heads} units")
+    assert found.runtime.of(AttendAcross)
+    warnings = {finding.check: finding.message for finding in found.findings if finding.level == "warn"}
+    assert warnings.keys() == {"attention", "cache"} and all("PlanMismatchError" in text for text in warnings.values())
     split = {rule.pattern for rule in found.runtime.parameters if rule.dim is not None}
     assert ("model.layers.*.self_attn.q_proj.weight" in split) == (tp > 1)
 
