@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 from torch.nn.attention.bias import causal_lower_right
-from torch.utils._python_dispatch import _disable_current_modes
 
+from autoplan.common.torch_internals import is_fake, outside_of_modes
 from autoplan.execute.collectives import take_rows
 from autoplan.execute.executors import At, executes, other_branch
 from autoplan.execute.hooks.exchange import pad, positions_of_a_rank
@@ -59,6 +58,6 @@ def _causal_of_the_last(count: int, end: int, query: torch.Tensor) -> dict[str, 
     elif compiling:
         mask = causal_lower_right(count, end)
     else:  # a tensor of a class that cannot be made under a mode
-        with _disable_current_modes():
+        with outside_of_modes():
             mask = causal_lower_right(count, end)
     return {"attn_mask": mask, "is_causal": False}
