@@ -93,7 +93,7 @@ TRIED = "proof"  # the check of findings about the outcome on simulated ranks
 _TINY_TP = 2
 _UNPROVEN = "unproven"
 _NOT_TRIED = {"training": "training mode"}  # checks that a trial omits if the unsharded model cannot do them
-_TRIED_BY = ("forward", "second_shape", "training")
+_TRIED_BY = ("forward", "inputs", "second_shape", "other_dims", "training")
 _TO_PASS = "pass inputs= that run forward and backward in float64, float32 or the model's own dtype"
 
 

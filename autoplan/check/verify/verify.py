@@ -47,7 +47,7 @@ from autoplan.values import (
 _NOT_ON_MESHES = ("training", "dropout", "optimizer")
 _MOST_TRIALS = 32  # most runs on ranks to find the modules that a wrong plan must replicate
 # checks after which other capabilities are tried
-_DECISIVE = ("sharding", "parameters", "forward", "gradients", "second_shape", "training")
+_DECISIVE = ("sharding", "parameters", "forward", "gradients", "inputs", "second_shape", "training")
 
 
 @plain_surroundings()
@@ -270,6 +270,7 @@ def verify_clone(
     if mesh is not None:  # real ranks
         meet(same_model(clone.model), same_plan(plan))
     how: Any = {"others": clone.others, "engine": engine, "mesh": mesh, "dims": mesh_of(plan), "budget": budget}
+    how["other_dims"] = clone.dims
     sharding = sharding_of(plan, checkpointing=checkpointing, traffic=traffic)
     report = check_sharding(clone.model, clone.feeds, sharding, plan.ranks, checks=wanted, **how)
     findings = list(report.findings)
@@ -317,7 +318,7 @@ def _narrowed(
     """Replicate what is sharded wrongly (and everything that shares its cut), so that the rest is right."""
     sizes = Sizes.of_plan(applied)
     wrong = {finding.check for finding in report.findings if finding.level == "error"}
-    narrowing = tuple(wrong) if wrong <= {"second_shape", "training"} else ("forward",)
+    narrowing = tuple(wrong) if wrong <= {"inputs", "second_shape", "training"} else ("forward",)
     modules = tuple(dict.fromkeys(entry.pattern for entry in applied.entries))
 
     def planned(whole: tuple[str, ...]) -> Plan | None:
