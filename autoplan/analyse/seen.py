@@ -47,7 +47,10 @@ def unsummed(
 
     def differs(*some: str) -> bool:
         more = _more(trace, shards, axes, placement, [t for name, t in floats if name in some])
-        summed = (kind is AllReduceGradient and Constant(*at, True) in constants for *at, kind in more.places)
+        summed = (
+            kind is AllReduceGradient and Constant(module, side, path, True) in constants
+            for module, side, path, kind in more.places
+        )
         return bool(more.inside) or not all(summed)
 
     if not names or not differs(*names):

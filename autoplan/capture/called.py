@@ -91,8 +91,8 @@ def _has_code(module: nn.Module) -> bool:
 
 def reads_grad_mode(model: nn.Module) -> bool:
     """Return whether code of a class of the model asks whether gradients are on: it may then take another path."""
-    functions = (function for kind in {type(part) for part in model.modules()} for function in _functions(kind))
-    return any("is_grad_enabled" in function.__code__.co_names for function in functions)
+    kinds: set[Any] = {type(part) for part in model.modules()}
+    return any("is_grad_enabled" in function.__code__.co_names for kind in kinds for function in _functions(kind))
 
 
 @lru_cache(maxsize=4096)

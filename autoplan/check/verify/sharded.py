@@ -92,8 +92,8 @@ def check_sharding(
     moved = ranks[0][1] if ranks else {}
     done = tuple(name for name in CHECK_NAMES if ranks and name in ranks[0][0] and name not in failed)
     ways = moved.get("ways", {})
-    for check in done:
-        ways = added(ways, moved.get("ways of", {}).get(check, {}))
+    for name in done:
+        ways = added(ways, moved.get("ways of", {}).get(name, {}))
     return Report(
         ok=not any(finding.level == "error" for finding in findings),
         findings=tuple(findings),

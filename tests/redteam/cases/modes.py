@@ -52,7 +52,7 @@ class AsksForGrad(Mlp):
         return x + self.down(h)
 
 
-@case(call(X), call(X, _do=lambda m, x: m(x.clone().requires_grad_())), QUIET, allowed=HOSTILE)
+@case(call(X), call(X, _do=lambda m, x: m(x.clone().requires_grad_())), QUIET)
 class AsksInputForGrad(Mlp):
     def forward(self, x):
         h = self.inner(x)
@@ -123,7 +123,7 @@ class LayerChosenByChance(nn.Module):
         return x + self.block.down(h)
 
 
-@case(call(X), TRAIN, allowed=HOSTILE)
+@case(call(X), TRAIN)
 class StopsGradient(Mlp):
     """In training the norm over all hidden units passes no gradient."""
 
