@@ -162,3 +162,18 @@ def test_a_call_with_other_dims_counts_only_if_it_is_right() -> None:
     plan = autoplan.plan(model, 2)
     assert plan.proof.ok and not plan.findings and "T2" not in str(plan.paths)
     assert any(entry.style == "colwise" for entry in plan.entries)
+
+
+def test_gradients_of_inputs_that_would_be_wrong_are_refused_and_nothing_else_changes() -> None:
+    class Asks(Mlp):
+        def hidden(self, x: torch.Tensor) -> torch.Tensor:
+            h = super().hidden(x)
+            return h.softmax(-1) if x.requires_grad else h
+
+    torch.manual_seed(0)
+    model = Asks().eval()
+    plan = autoplan.plan(model, 2)
+    assert plan.proof.ok and plan.runtime.unsummed == ("x",) and "softmax" not in str(plan.paths)
+    assert any(entry.style == "colwise" for entry in plan.entries)
+    report = autoplan.verify(model, plan)
+    assert report.ok and "inputs" in report.details["not_checked"], report.findings

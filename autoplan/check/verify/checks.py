@@ -52,14 +52,15 @@ NORM = Group("norm of all gradients")
 @dataclass(frozen=True)
 class Check:
     """`run` runs one model. `absent` returns why the check does not apply to it, or "". `if_it_runs`: a model that
-    cannot run it unsharded is verified without this check, and the report says so. `may_fail`: calls that nobody
-    promised; what they show counts only if they are right."""
+    cannot run it unsharded is verified without this check, and the report says so. `apart`: the ways
+    that it takes through the model's code count as seen only if it is right. `may_fail`: calls that nobody promised."""
 
     name: str
     about: str
     run: Callable[[Subject], Observation]
     absent: Callable[[Subject], str] = lambda subject: ""
     if_it_runs: bool = False
+    apart: bool = False
     may_fail: bool = False
 
 
@@ -360,7 +361,7 @@ CHECKS = (
     Check("parameters", "every rank's parameters, gathered, equal the original's", parameters),
     Check("state_dict", "saved names, shapes and values; a plain checkpoint loads back", state_dict),
     Check("forward", "outputs and every gradient, in eval mode", forward),
-    Check("inputs", "gradients of float inputs that require none", inputs, _no_inputs, if_it_runs=True),
+    Check("inputs", "gradients of float inputs that require none", inputs, _no_inputs, if_it_runs=True, apart=True),
     Check("second_shape", "the same at another batch size and length", second_shape, _no_second_shape),
     Check(
         "other_dims",
@@ -368,6 +369,7 @@ CHECKS = (
         other_dims,
         _no_other_dims,
         if_it_runs=True,
+        apart=True,
         may_fail=True,
     ),
     Check("training", "training mode without dropout, buffers afterwards", training, _trains_alike, if_it_runs=True),

@@ -155,7 +155,7 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
     follows = rank == 0 and has_own_code(model)
     seen: dict[str, Any] = {}
     collectives: dict[str, Any] = {}
-    ways, apart = Recorder(literals_say), {check.name: Recorder(literals_say) for check in CHECKS if check.may_fail}
+    ways, apart = Recorder(literals_say), {check.name: Recorder(literals_say) for check in CHECKS if check.apart}
     for recorder in (ways, *apart.values()):
         recorder.know(model)
     for check in CHECKS:

@@ -80,9 +80,10 @@ def check_sharding(
                     tolerance, note = tolerance_of(check, subject, reference[check.name], errors, tolerance)
                     more, errors = judge(check, reference[check.name], seen, tolerance)
                     findings += note
-                if check.may_fail and any(finding.level == "error" for finding in more):
+                if any(finding.level == "error" for finding in more):
                     failed.add(check.name)
-                    continue
+                    if check.may_fail:
+                        continue
                 findings += more
                 if check.name == "forward":
                     gradients = _worst(of_group for group, of_group in errors.items() if group.gradient)
@@ -90,10 +91,11 @@ def check_sharding(
                         _worst(of_group for group, of_group in errors.items() if group.output).values(), default=None
                     )
     moved = ranks[0][1] if ranks else {}
-    done = tuple(name for name in CHECK_NAMES if ranks and name in ranks[0][0] and name not in failed)
+    seen_by = [check for check in CHECKS if ranks and check.name in ranks[0][0]]
+    done = tuple(check.name for check in seen_by if not (check.may_fail and check.name in failed))
     ways = moved.get("ways", {})
-    for name in done:
-        ways = added(ways, moved.get("ways of", {}).get(name, {}))
+    for name, more_ways in moved.get("ways of", {}).items():
+        ways = ways if name in failed else added(ways, more_ways)
     return Report(
         ok=not any(finding.level == "error" for finding in findings),
         findings=tuple(findings),

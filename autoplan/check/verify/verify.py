@@ -47,7 +47,7 @@ from autoplan.values import (
 _NOT_ON_MESHES = ("training", "dropout", "optimizer")
 _MOST_TRIALS = 32  # most runs on ranks to find the modules that a wrong plan must replicate
 # checks after which other capabilities are tried
-_DECISIVE = ("sharding", "parameters", "forward", "gradients", "inputs", "second_shape", "training")
+_DECISIVE = ("sharding", "parameters", "forward", "gradients", "second_shape", "training")
 
 
 @plain_surroundings()
@@ -169,6 +169,9 @@ def verify_source(
             if report is None and not nothing:
                 raise
             continue  # with fewer capabilities nothing is left to split: the last report holds
+        if plan is not None:
+            refused = dict.fromkeys((*drawn.runtime.unsummed, *plan.runtime.unsummed))
+            drawn = replace(drawn, runtime=replace(drawn.runtime, unsummed=tuple(refused)))
         if applied is not None and drawn.runtime == applied.runtime:
             continue
         capabilities, applied, findings = wanted, drawn, differences
@@ -318,7 +321,7 @@ def _narrowed(
     """Replicate what is sharded wrongly (and everything that shares its cut), so that the rest is right."""
     sizes = Sizes.of_plan(applied)
     wrong = {finding.check for finding in report.findings if finding.level == "error"}
-    narrowing = tuple(wrong) if wrong <= {"inputs", "second_shape", "training"} else ("forward",)
+    narrowing = tuple(wrong) if wrong <= {"second_shape", "training"} else ("forward",)
     modules = tuple(dict.fromkeys(entry.pattern for entry in applied.entries))
 
     def planned(whole: tuple[str, ...]) -> Plan | None:

@@ -52,7 +52,7 @@ class AsksForGrad(Mlp):
         return x + self.down(h)
 
 
-@case(call(X), call(X, _do=lambda m, x: m(x.clone().requires_grad_())), QUIET)
+@case(call(X), call(X, _do=lambda m, x: m(x.clone().requires_grad_())), QUIET, allowed=HOSTILE)
 class AsksInputForGrad(Mlp):
     def forward(self, x):
         h = self.inner(x)
