@@ -37,13 +37,21 @@ def idle(trace: Trace) -> tuple[str, ...]:
     return tuple(name for name in unused if name.rpartition(".")[0] in busy)
 
 
-def unsummed(trace: Trace, shards: Shards, axes: Axes, placement: Placement) -> tuple[str, ...]:
-    """Return the inputs without gradient whose gradient would be partial, with no all-reduce for it in the plan."""
+def unsummed(
+    trace: Trace, shards: Shards, axes: Axes, placement: Placement, constants: tuple[Constant, ...]
+) -> tuple[str, ...]:
+    """Return the inputs without gradient whose gradient would be partial, and that all-reduces at these constants would
+    not make full."""
     floats = _quiet_arguments(trace)
     names = tuple(dict.fromkeys(name for name, _ in floats))
 
     def differs(*some: str) -> bool:
-        return _more(trace, shards, axes, placement, [t for name, t in floats if name in some]) != _Sums()
+        more = _more(trace, shards, axes, placement, [t for name, t in floats if name in some])
+        summed = (
+            kind is AllReduceGradient and Constant(module, side, path, True) in constants
+            for module, side, path, kind in more.places
+        )
+        return bool(more.inside) or not all(summed)
 
     if not names or not differs(*names):
         return ()

@@ -273,7 +273,7 @@ def _solution(
         outputs=returned(trace),
         shapes=output_shapes(trace, done.axes),
         given=given(trace),
-        unsummed=unsummed(trace, done.shards, done.axes, done.placement) if tp > 1 else (),
+        unsummed=unsummed(trace, done.shards, done.axes, done.placement, constants) if tp > 1 else (),
         constants=constants,
         idle=idle(trace),
     )

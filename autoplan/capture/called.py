@@ -89,26 +89,36 @@ def _has_code(module: nn.Module) -> bool:
     return any(all(_may_hold(other, module) for other in others) for others in _choices(cls))
 
 
-@lru_cache(maxsize=4096)
-def _choices(cls: Any) -> tuple[tuple[ast.expr, ...], ...]:
-    """Return, for each branch on `self.training` in the code of a class, the other conditions of that branch.
+def reads_grad_mode(model: nn.Module) -> bool:
+    """Return whether code of a class of the model asks whether gradients are on: it may then take another path."""
+    kinds: set[Any] = {type(part) for part in model.modules()}
+    return any("is_grad_enabled" in function.__code__.co_names for kind in kinds for function in _functions(kind))
 
-    torch's own classes do not count, apart from `torch.nn.utils` (a spectral norm).
-    """
-    choices = []
+
+@lru_cache(maxsize=4096)
+def _functions(cls: Any) -> tuple[Any, ...]:
+    """Return the functions of a class and its bases. torch's own do not count, apart from `torch.nn.utils` (a spectral
+    norm)."""
+    functions: list[Any] = []
     for base in cls.__mro__:
         of_torch = base.__module__.startswith("torch.") and not base.__module__.startswith("torch.nn.utils.")
-        if base is object or of_torch or conventions().is_base(base):
+        if not (base is object or of_torch or conventions().is_base(base)):
+            functions += map(inspect.unwrap, filter(inspect.isfunction, vars(base).values()))
+    return tuple(functions)
+
+
+@lru_cache(maxsize=4096)
+def _choices(cls: Any) -> tuple[tuple[ast.expr, ...], ...]:
+    """Return, for each branch on `self.training` in the code of a class, the other conditions of that branch."""
+    choices = []
+    for function in _functions(cls):
+        if _MODE not in function.__code__.co_names:
             continue
-        for function in filter(inspect.isfunction, vars(base).values()):
-            function = inspect.unwrap(function)
-            if _MODE not in function.__code__.co_names:
-                continue
-            try:
-                tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-            except (OSError, TypeError, SyntaxError, ValueError):  # made while running: there is nothing to read
-                continue
-            choices += [rest for node in ast.walk(tree) if (rest := _chosen(node)) is not None]
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError, ValueError):  # made while running: there is nothing to read
+            continue
+        choices += [rest for node in ast.walk(tree) if (rest := _chosen(node)) is not None]
     return tuple(choices)
 
 

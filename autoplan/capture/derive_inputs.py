@@ -37,12 +37,13 @@ _SHOWN = 8  # tries that a message lists
 @dataclass(frozen=True)
 class Recipe:
     """Example arguments, also in other sizes, and how they were derived. `training`: with the arguments that make
-    forward compute its loss, if it takes them."""
+    forward compute its loss, if it takes them. `dims`: with another number of dims."""
 
     state: State
     other: State | None
     trail: tuple[Step, ...]
     training: State | None = None
+    dims: State | None = None
 
     def draw(self, model: nn.Module, seed: int, *, other: bool = False) -> dict[str, dict[str, Any]]:
         """Return keyword arguments by call, in the model's own dtype; `other`: in the other sizes, if there are any."""
@@ -51,6 +52,10 @@ class Recipe:
         if self.training is not None:
             calls["forward with targets"] = replace(self.training, named=state.named)
         return {name: call.draw(seed, working_dtype(model)) for name, call in calls.items()}
+
+    def draw_other_dims(self, model: nn.Module, seed: int) -> dict[str, dict[str, Any]]:
+        """Return the call with another number of dims, if there is one."""
+        return {} if self.dims is None else {"forward": self.dims.draw(seed, working_dtype(model))}
 
     def fed(self) -> tuple[Fed, ...]:
         """Return what a plan records: each argument in both sizes, and why it was chosen."""
@@ -75,10 +80,11 @@ class Recipe:
 def recipe_for(model: nn.Module) -> Recipe:
     """Search for a recipe. Raise CaptureError with signature, tries, the line that failed and a snippet to edit."""
     search, state = _searched(model, 0, first=False, sizes={})
-    state = search.marked(state, there=False)
+    state = search.marked(search.in_both_modes(state), there=False)
     other = search.other_sizes(state) if state.wants else None
     other = search.marked(other, there=True) if other is not None else None
-    return Recipe(state, other, tuple(search.steps), search.with_targets(state, other))
+    steps = tuple(search.steps)
+    return Recipe(state, other, steps, search.with_targets(state, other), search.with_other_dims(state))
 
 
 def derive(model: nn.Module, batch: int, length: int, seed: int, *, first: bool = False) -> dict[str, Any]:

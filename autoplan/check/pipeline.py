@@ -73,6 +73,8 @@ def _steps(source: Source, wish: Wish, choices: ChosenCuts | None, module: nn.Mo
 
     draft = draft_plan(source, wish, choices=choices, capabilities=settled.capabilities, module=module)
     plan = replace(draft.plan, findings=draft.plan.findings + settled.findings)
+    if settled.unsummed:
+        plan = replace(plan, runtime=replace(plan.runtime, unsummed=plan.runtime.given))
     plan = with_paths(plan, seen_code(added(ways_of(plan.paths), settled.ways)))
 
     stage("verifying the plan on the graph of a tiny clone")
@@ -93,7 +95,7 @@ TRIED = "proof"  # the check of findings about the outcome on simulated ranks
 _TINY_TP = 2
 _UNPROVEN = "unproven"
 _NOT_TRIED = {"training": "training mode"}  # checks that a trial omits if the unsharded model cannot do them
-_TRIED_BY = ("forward", "second_shape", "training")
+_TRIED_BY = ("forward", "inputs", "second_shape", "other_dims", "training")
 _TO_PASS = "pass inputs= that run forward and backward in float64, float32 or the model's own dtype"
 
 
@@ -106,6 +108,7 @@ class Settled:
     findings: tuple[Finding, ...] = ()
     ways: Ways = field(default_factory=dict)  # ways through the model's code that were tried but not recorded
     clone: Clone | None = None  # the clone that was tried
+    unsummed: bool = False  # gradients of inputs that required none were wrong: calls that ask for them are refused
 
 
 @dataclass(frozen=True)
@@ -255,7 +258,8 @@ def settle_capabilities(
         text = f"not verified on simulated ranks: {trial.why}"
         return Settled(wanted, trial, (Finding("proof", "warn", "", text, trial.hint),))
     capabilities: Capabilities = report.details["capabilities"]
-    first = next((finding for finding in report.findings if finding.level == "error"), None)
+    errors = [finding for finding in report.findings if finding.level == "error"]
+    first = next((finding for finding in errors if finding.check != "inputs"), None)
     if first is not None:
         text = f"on simulated ranks the sharded tiny clone's results differ: {first.where} {first.message}"
         hint = "replicate the modules named here"
@@ -281,7 +285,14 @@ def settle_capabilities(
         left_out.append(_left_out("experts", "expert parallelism was requested but is not applied"))
     if wanted.scoped and not capabilities.scoped and not capabilities.idle:
         left_out.append(_left_out("scoped", "calls inside a module's forward are not rewritten"))
-    return Settled(capabilities, Trial("passed", ranks=tried.ranks), tuple(left_out), report.details["ways"], clone)
+    return Settled(
+        capabilities,
+        Trial("passed", ranks=tried.ranks),
+        tuple(left_out),
+        report.details["ways"],
+        clone,
+        unsummed=bool(errors),
+    )
 
 
 def _left_out(check: str, what: str) -> Finding:

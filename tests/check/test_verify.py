@@ -42,8 +42,9 @@ def test_right_sharding_is_exact(engine) -> None:
     assert advice.level == "warn" and "clip_grad_norm_" in advice.hint
     assert set(report.gradients) == {name for name, _ in toy().named_parameters()}
     assert max(report.gradients.values()) < 1e-12 and report.forward < 1e-12
-    assert set(report.details["checked"]) == set(CHECK_NAMES) - {"attention", "cache", "training"}
-    assert set(report.details["not_checked"]) == {"attention", "cache", "training"}
+    absent = {"attention", "cache", "training", "inputs", "other_dims"}
+    assert set(report.details["checked"]) == set(CHECK_NAMES) - absent
+    assert set(report.details["not_checked"]) == absent
     assert report.details["collectives"] == {"forward": {"all_reduce": 1}, "backward": {"all_reduce": 2}}
 
 
@@ -169,7 +170,8 @@ def llama(**sizes):
 def test_a_config_is_planned_and_verified(engine) -> None:
     report = verify(llama(), tp_size=2, engine=engine)
     assert report.ok and report.findings == () and report.tp_size == 2
-    assert set(report.details["checked"]) == set(CHECK_NAMES) - {"training"}  # it computes the same in training
+    absent = {"training", "inputs", "other_dims"}  # it computes the same in training, and takes ids
+    assert set(report.details["checked"]) == set(CHECK_NAMES) - absent
     assert report.details["collectives"] == {"forward": {"all_reduce": 5}, "backward": {"all_reduce": 5}}
 
 

@@ -63,6 +63,7 @@ SPOILT = {
     "measured": "PrunedFeedForward",
     "mixers": "DepthwiseCausal",
     "modes": "NoGradInside",
+    "newcomers": "NetVlad",
     "norms": "RmsOfEachHead",
     "objectives": "LabelSmoothing",
     "odd": "OwnSilu",

@@ -11,15 +11,18 @@ import heapq
 import itertools
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoplan.capture.called import has_training_paths, in_training
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
 from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.failure import Failure, NothingRead
+from autoplan.capture.feeding.resize import of_rank
 from autoplan.capture.feeding.told import told, usually
 from autoplan.capture.feeding.wants import BATCH, Mark, Path, State, Want
 from autoplan.capture.feeding.watch import Watch
@@ -40,6 +43,7 @@ _PATIENCE = 8  # tries for a finite result
 _MOST_ELEMENTS = 2_000_000  # of all arguments together
 _MOST_MORE = 30  # tries for an optional argument
 _TARGETS = 6  # tries for targets
+_MOST_RANKS = 12  # tries for calls with a dim more or less
 _WORTH = 0.001  # share of unread weights below which no further argument is added
 
 
@@ -133,6 +137,45 @@ class Search:
                             other = other.with_size(name, grown[name][times])
                     if other != state and not self._try(other, "another size").failed:
                         return other
+        return None
+
+    def in_both_modes(self, state: State) -> State:
+        """Return the call; if it fails in code that runs in training only, one with a dim more or less that does not:
+        such code is the model's own, too, and says what the forward takes."""
+        if not has_training_paths(self.model):
+            return state
+        with untouched_randomness(self.seed), quiet():
+            ranks = ((path, len(leaf.shape)) for path, leaf in state.leaves() if leaf.is_tensor)
+            others = (of_rank(state, path, rank + more) for path, rank in ranks for more in (-1, 1))
+            for call in itertools.chain([state], itertools.islice(itertools.chain.from_iterable(others), _MOST_RANKS)):
+                if not self._try(call, "it runs in training too", training=True).failed and (
+                    call == state or not self._try(call, "it runs in training too").failed
+                ):
+                    return call
+        return state
+
+    def with_other_dims(self, state: State) -> State | None:
+        """Return the same call with all float inputs one dim shorter (without a length) or longer, if it runs and reads
+        the same weights: nothing says which of them a user makes."""
+        floats = [(path, leaf) for path, leaf in state.leaves() if leaf.kind == "float"]
+        ranks = {len(leaf.shape) for _, leaf in floats}
+        if ranks not in ({2}, {3}) or any(leaf.shape[0] != BATCH for _, leaf in floats):
+            return None
+        other = state
+        for path, leaf in floats:
+            shape = (BATCH, "length", leaf.shape[-1]) if ranks == {2} else ("length", leaf.shape[-1])
+            other = other.with_want(path, replace(leaf, shape=shape))
+        wanted = {path: len(leaf.shape) for path, leaf in other.leaves()}
+        with untouched_randomness(self.seed), quiet():
+            usual, waiting = self._try(state, "again"), [other]
+            for _ in range(_MOST_RANKS):
+                if usual.failed or not waiting:
+                    break
+                step = self._try(waiting.pop(0), "one dim more or less")
+                if not step.failed:
+                    return step.state if usual.read <= step.read else None
+                alike = (child for _, child, _ in self._children())
+                waiting += (child for child in alike if wanted == {at: len(leaf.shape) for at, leaf in child.leaves()})
         return None
 
     def marked(self, state: State, *, there: bool) -> State:
@@ -252,20 +295,27 @@ class Search:
         return replace(step, state=self._as_floats(state))
 
     def _as_floats(self, state: State) -> State:
-        """Turn integers that index nothing into floats, if the call then runs and reads no fewer weights."""
-        rows, read = self._last.rows, self._last.read
+        """Turn integers that index nothing into floats, and those that pick values of their own sizes into masks, if
+        the call then runs and reads no fewer weights."""
+        rows, read, picking = self._last.rows, self._last.read, self._last.picking
         for path, leaf in state.leaves():
-            if leaf.kind in ("ids", "bool", "nowhere") and path not in rows:
+            if leaf.kind == "ids" and path in picking:
+                mask = state.with_want(path, replace(leaf, kind="bool"))
+                if not self._try(mask, "it picks values of its own sizes").failed and self._last.read >= read:
+                    state = mask
+            elif leaf.kind in ("ids", "bool", "nowhere") and path not in rows:
                 floats = state.with_want(path, replace(leaf, kind="float"))
                 if not self._try(floats, "it looks nothing up").failed and self._last.read >= read:
                     state = floats
         return state
 
-    def _try(self, state: State, why: str) -> Step:
+    def _try(self, state: State, why: str, *, training: bool = False) -> Step:
         """Run a state once. It is deterministic, since the random numbers are seeded."""
         self.seen.add(state)
-        watch = self._last = Watch(self._twin_for()[1])
-        error = self._error(state, watch)
+        twin = self._twin_for()[1]
+        watch = self._last = Watch(twin)
+        with in_training(twin) if training else nullcontext():
+            error = self._error(state, watch)
         if isinstance(error, Exception) and not self.real and depends_on_data(error):
             error = None  # shapes alone show no failure
         failure = self._failure = None if error is None else Failure(state, error, watch)

@@ -68,7 +68,8 @@ _NO_NUMBERS = ("__get__", "__set__", "requires_grad_")  # calls that read no val
 
 class Watch(TorchFunctionMode):
     """Marks tensors with their origin. `steps` grows with every new thing that the run does. `rows`: of the tables that
-    ids index; `compared`: numbers that ids are compared with."""
+    ids index; `compared`: numbers that ids are compared with; `picking`: ids that index values of their own leading
+    sizes, as a mask does."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -79,6 +80,7 @@ class Watch(TorchFunctionMode):
         self.rows: dict[Path, int] = {}
         self.compared: dict[Path, int] = {}
         self.iterated: dict[Path, None] = {}
+        self.picking: set[Path] = set()
         self.failed: FailedCall | None = None
         self.last: tuple[Path, ...] = ()
 
@@ -111,6 +113,7 @@ class Watch(TorchFunctionMode):
         if paths:
             self._note_rows(name, args, kwargs)
             self._note_compared(name, args)
+            self._note_picking(name, args)
             if name == "unbind" and len(args) == 2 and args[1] == 0 and len(paths) == 1 and is_direct(args[0]):
                 self.iterated[paths[0]] = None
             direct = not (weights or name.rstrip("_").endswith(_OTHER_NUMBERS)) and all(
@@ -133,6 +136,11 @@ class Watch(TorchFunctionMode):
         if isinstance(table, torch.Tensor) and len(origin(ids)) == 1 and is_direct(ids):
             path = origin(ids)[0]
             self.rows[path] = min(self.rows.get(path, table.shape[0]), table.shape[0])
+
+    def _note_picking(self, name: str, args: Any) -> None:
+        ids = args[1] if name == "__getitem__" else None
+        if isinstance(ids, torch.Tensor) and ids.dim() > 1 and args[0].shape[: ids.dim()] == ids.shape:
+            self.picking.update(origin(ids) if is_direct(ids) else ())
 
     def _note_compared(self, name: str, args: Any) -> None:
         """Record the first number that an argument of integers is compared with: padding, a mask, an end."""

@@ -14,15 +14,24 @@ from typing import Any
 
 import torch
 
-from autoplan.capture.called import calls_the_model, has_training_paths
+from autoplan.capture.called import calls_the_model, has_training_paths, reads_grad_mode
 from autoplan.capture.copies import copied
-from autoplan.check.verify.compare import Tolerance, compare
-from autoplan.check.verify.drawn import RUNS, Draws, FixedNoise, laws_of_draws
-from autoplan.check.verify.subject import CANNOT_RUN, SAME, Group, Observation, Subject, plain, state_kept, tensors_in
+from autoplan.check.verify.drawn import RUNS, Draws, FixedNoise
+from autoplan.check.verify.subject import (
+    CANNOT_RUN,
+    SAME,
+    Group,
+    Observation,
+    Subject,
+    kept_in,
+    may_ask,
+    plain,
+    state_kept,
+    tensors_in,
+    unchanged,
+)
 from autoplan.common.code.ways import uncompared
 from autoplan.common.conventions import conventions
-from autoplan.common.nested import flatten_tensors
-from autoplan.common.torch_internals import DROPOUTS
 from autoplan.hf.driving import (
     attention_switched,
     decoded,
@@ -33,26 +42,26 @@ from autoplan.hf.driving import (
     no_targets,
     other_attention,
 )
-from autoplan.values import Finding
 
 NOISE = Group("drawn at random")  # its presence says that training draws random numbers
-LOSS_LIMIT = 1e-4  # models compute losses in float32, whatever their dtype
 _RAISED = 0.2  # rate of dropout
 DRAWS = Group("draw", drawn=True)
 NORM = Group("norm of all gradients")
-ADVICE = {NORM: "clip_grad_norm_ clips by another norm than unsharded: parameters must be DTensors, rows counted once"}
 
 
 @dataclass(frozen=True)
 class Check:
     """`run` runs one model. `absent` returns why the check does not apply to it, or "". `if_it_runs`: a model that
-    cannot run it unsharded is verified without this check, and the report says so."""
+    cannot run it unsharded is verified without this check, and the report says so. `apart`: the ways
+    that it takes through the model's code count as seen only if it is right. `may_fail`: calls that nobody promised."""
 
     name: str
     about: str
     run: Callable[[Subject], Observation]
     absent: Callable[[Subject], str] = lambda subject: ""
     if_it_runs: bool = False
+    apart: bool = False
+    may_fail: bool = False
 
 
 # The checks
@@ -63,31 +72,36 @@ def parameters(subject: Subject) -> Observation:
 
 
 def forward(subject: Subject) -> Observation:
-    """Run once, and once more if the first run leaves tensors in the model: a cached table, a state."""
-    before = _kept_tensors(subject.model)
-    first = _each(subject, subject.feeds)
-    if _kept_tensors(subject.model) == before:
-        return first
-    again = _each(subject, subject.feeds)
-    return first | {replace(group, name=f"{group.name}, again"): seen for group, seen in again.items()}
+    """Run once; once more if the first run changed what the model keeps (a cached table, a state, "is initialised");
+    and without gradients, if its code asks whether they are on."""
+    before = kept_in(subject.model)
+    seen = _each(subject, subject.feeds)
+    if not unchanged(before, kept_in(subject.model)):
+        again = _each(subject, subject.feeds)
+        seen |= {replace(group, name=f"{group.name}, again"): tensors for group, tensors in again.items()}
+    if reads_grad_mode(subject.model):
+        quiet = _each(subject, calls_the_model(subject.feeds), backward=False)
+        seen |= {replace(group, name=f"{group.name} under no_grad"): tensors for group, tensors in quiet.items()}
+    return seen
 
 
-def _kept_tensors(model: torch.nn.Module) -> set[tuple[str, str, int]]:
-    """Return the tensors in plain attributes of modules, by identity."""
-    return {
-        (name, key, id(tensor))
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if key not in _OF_TORCH and isinstance(value, (torch.Tensor, dict, list, tuple))
-        for _, tensor in flatten_tensors(value)
-    }
-
-
-_OF_TORCH = frozenset(vars(torch.nn.Module()))  # parameters, buffers, modules, hooks
+def inputs(subject: Subject) -> Observation:
+    """Return the gradients of inputs that nobody asked for: those of an attack, a penalty, a map of what matters."""
+    seen = Observation()
+    for feed, given in subject.feeds.items():
+        if asked := may_ask(subject, given):
+            found = subject.forward_and_backward({**given, **asked})["outputs"]
+            named = {name: tensor for name, tensor in found.items() if name.startswith("gradient of ")}
+            seen[Group(f"{feed} input", gradient=True)] = named
+    return seen
 
 
 def second_shape(subject: Subject) -> Observation:
     return _each(subject, subject.others)
+
+
+def other_dims(subject: Subject) -> Observation:
+    return _each(subject, subject.other_dims)
 
 
 def loss(subject: Subject) -> Observation:
@@ -260,6 +274,11 @@ def _same(first: Observation, other: Observation) -> bool:
 # Whether checks apply
 
 
+def _no_inputs(subject: Subject) -> str:
+    asked = any(may_ask(subject, given) for given in subject.feeds.values())
+    return "" if asked else "all gradients of inputs are checked with the others"
+
+
 def takes_labels(subject: Subject) -> bool:
     return conventions().targets in subject.signature
 
@@ -282,6 +301,10 @@ def _no_labels(subject: Subject) -> str:
 
 def _no_second_shape(subject: Subject) -> str:
     return "" if subject.others else "no inputs of another batch and length"
+
+
+def _no_other_dims(subject: Subject) -> str:
+    return "" if subject.other_dims else "no inputs with another number of dims"
 
 
 def _one_attention(subject: Subject) -> str:
@@ -338,7 +361,17 @@ CHECKS = (
     Check("parameters", "every rank's parameters, gathered, equal the original's", parameters),
     Check("state_dict", "saved names, shapes and values; a plain checkpoint loads back", state_dict),
     Check("forward", "outputs and every gradient, in eval mode", forward),
+    Check("inputs", "gradients of float inputs that require none", inputs, _no_inputs, if_it_runs=True, apart=True),
     Check("second_shape", "the same at another batch size and length", second_shape, _no_second_shape),
+    Check(
+        "other_dims",
+        "the same with one dim more or less, if it runs",
+        other_dims,
+        _no_other_dims,
+        if_it_runs=True,
+        apart=True,
+        may_fail=True,
+    ),
     Check("training", "training mode without dropout, buffers afterwards", training, _trains_alike, if_it_runs=True),
     Check("loss", "the loss that the model computes from labels, and its gradients", loss, _no_labels),
     Check("attention", "the same with the other attention implementation", attention, _one_attention),
@@ -346,33 +379,3 @@ CHECKS = (
     Check("dropout", "training mode with dropout and a seed per rank", dropout, _no_dropout, if_it_runs=True),
     Check("optimizer", "parameters after three steps; AdamW over all of them", optimizer, _sparse),
 )
-
-
-# The verdict
-
-
-def judge(
-    check: Check, reference: Observation, ranks: list[Observation], tolerance: Tolerance
-) -> tuple[list[Finding], dict[Group, dict[str, float]]]:
-    """Return findings, and the worst error of every tensor by group."""
-    findings: list[Finding] = []
-    errors: dict[Group, dict[str, float]] = {}
-    random = bool(reference.get(NOISE))
-    if check.name == "loss":
-        tolerance = replace(tolerance, limit=max(tolerance.limit, LOSS_LIMIT))
-    for group in ranks[0]:
-        if group.drawn:
-            findings += laws_of_draws(reference.get(group, {}), [rank[group] for rank in ranks])
-            continue
-        if group.fixed and group not in reference:  # it has draws that cannot be fixed
-            continue
-        between_ranks = not group.fixed and (random or group.between_ranks)
-        want = ranks[0][group] if between_ranks else reference.get(group, {})
-        what = group.name + (", compared with rank 0's," if between_ranks else "")
-        name = "gradients" if group.gradient and check.name == "forward" else check.name
-        got = [rank[group] for rank in ranks]
-        more, errors[group] = compare(name, what, want, got, tolerance, missing_is_zero=group.gradient)
-        if group in ADVICE:  # the model is exact, but torch's own tool is not
-            more = [replace(finding, level="warn", hint=ADVICE[group]) for finding in more]
-        findings += more
-    return findings, errors

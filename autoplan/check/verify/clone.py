@@ -35,7 +35,7 @@ class Clone:
     """A tiny model to verify, the calls to make, and the same calls with another batch and length.
 
     `planned`: the calls that its plan is made from, with those of the others that take another path. `outside`: what a
-    run changes in the Python modules of its code.
+    run changes in the Python modules of its code. `dims`: calls with another number of dims.
     """
 
     model: Any
@@ -46,6 +46,7 @@ class Clone:
     outside: tuple[str, ...] = ()
     ranks: tuple[int, int] | None = None  # ranks that its sizes were fitted to (`Source.ranks`)
     lifted: bool = False  # it runs only if code that asks for single precision gets double
+    dims: Mapping[str, Any] = field(default_factory=dict)
     recorded: dict[str, Any] = field(default_factory=dict, compare=False)  # its run, shared by all plans tried
 
 
@@ -80,7 +81,9 @@ def _clone_at_size(source: Any) -> Clone:
             note += f"; in {str(dtype).removeprefix('torch.')}, because it does not run in other dtypes ({refusal})"
         unfamiliar = others if source.recipe is not None else {}
         planned = with_other_paths(model, feeds, unfamiliar).feeds
-        return Clone(model, feeds, others, note, planned, outside.changed, source.ranks, lifted)
+        dims = {} if source.recipe is None else source.recipe.draw_other_dims(model, 0)
+        dims = inputs_in(working_dtype(model), dims)
+        return Clone(model, feeds, others, note, planned, outside.changed, source.ranks, lifted, dims)
     raise AutoplanError(
         f"the tiny clone of {source.name} cannot run unsharded: {refusal}",
         hint="pass inputs= that the model accepts, and let its code take dtypes from its inputs or weights: clones run "

@@ -25,10 +25,10 @@ from autoplan.capture.called import calls_the_model
 from autoplan.capture.copies import copied
 from autoplan.check.ranks.common import RankError, RankTimeout
 from autoplan.check.ranks.run import Engine, run_processes, run_ranks
-from autoplan.check.verify.checks import Check, judge
+from autoplan.check.verify.checks import Check
 from autoplan.check.verify.clone import MeshSizes
 from autoplan.check.verify.compare import tolerance_for
-from autoplan.check.verify.sharded import can_be_lifted
+from autoplan.check.verify.sharded import can_be_lifted, judge
 from autoplan.check.verify.subject import Group, Inputs, Observation, Subject, tensors_in, weighted_sum
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Checkpointing, Options, TensorParallel

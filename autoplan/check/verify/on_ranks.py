@@ -56,6 +56,7 @@ class Sharding:
     blocks: tuple[str, ...] = ()  # blocks whose communication is measured, on ranks that are threads
     noted: Callable[[Any], Any] | None = None  # facts about the sharded model after a step; may raise AutoplanError
     unread: Callable[[Any], dict[str, tuple[int, ...]]] | None = None  # weight -> ranks whose shard has no gradient
+    summed: tuple[str, ...] = ()  # arguments whose gradients it sums over ranks
 
 
 class CheckFailed(AutoplanError):
@@ -97,6 +98,9 @@ def observe_all(job: Job, engine: Engine, mesh: Any, budget: Budget) -> tuple[li
             cause = getattr(error, "cause", error)
             failed = cause.check if isinstance(cause, CheckFailed) else ""
             text = str(cause) if isinstance(cause, CheckFailed) else str(error)
+            if failed in job.checks and next(check for check in CHECKS if check.name == failed).may_fail:
+                job = replace(job, checks=tuple(name for name in job.checks if name != failed))
+                continue
             variant = failed in _VARIANTS and isinstance(cause, CheckFailed) and cause.refused
             findings.append(Finding(failed or "sharding", "warn" if variant else "error", "", text))
             if failed not in job.checks or failed in ("parameters", "forward"):
@@ -151,12 +155,14 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
     follows = rank == 0 and has_own_code(model)
     seen: dict[str, Any] = {}
     collectives: dict[str, Any] = {}
-    ways = Recorder(literals_say)
-    ways.know(model)
+    ways, apart = Recorder(literals_say), {check.name: Recorder(literals_say) for check in CHECKS if check.apart}
+    for recorder in (ways, *apart.values()):
+        recorder.know(model)
     for check in CHECKS:
         if check.name in job.checks:
             try:
-                together, follow = fail_together(voters_here(), check.name), tracing(ways if follows else None)
+                recorder = apart.get(check.name, ways)
+                together, follow = fail_together(voters_here(), check.name), tracing(recorder if follows else None)
                 # unsharded, each check has a fresh copy
                 with together, attentively(check, model), state_kept(model), follow:
                     seen[check.name] = check.run(subject)
@@ -167,7 +173,7 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
                 raise CheckFailed(check.name, text, refused=isinstance(error, AutoplanError)) from error
             if check.name == "forward":
                 collectives = {**subject.collectives, "blocks": _measured(job, subject), "noted": _noted(job, subject)}
-    return seen, {**collectives, "ways": ways.ways}
+    return seen, {**collectives, "ways": ways.ways, "ways of": {name: one.ways for name, one in apart.items()}}
 
 
 def _noted(job: Job, subject: Any) -> Any:
@@ -216,7 +222,8 @@ def sharding_of(plan: Plan, *, gather_logits: bool = False, checkpointing: str =
     if checkpointing:
         return Sharding(shard, full_tensors, noted=partial(recomputed, stacks=plan.layers))
     shown = {fqn: None for stack in plan.layers for fqn in stack.fqns} if traffic and plan.communication else {}
-    return Sharding(shard, full_tensors, tuple(shown), unread=partial(unread_parts, plan=plan))
+    summed = tuple(name for name in plan.runtime.given if name not in plan.runtime.unsummed and plan.cp_size == 1)
+    return Sharding(shard, full_tensors, tuple(shown), unread=partial(unread_parts, plan=plan), summed=summed)
 
 
 def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool, checkpointing: str) -> Any:

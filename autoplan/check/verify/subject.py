@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from autoplan.capture.called import PART, call
 from autoplan.capture.dry_run import own
 from autoplan.common.conventions import conventions
-from autoplan.common.nested import changed_inside, fields_of, is_record
+from autoplan.common.nested import changed_inside, fields_of, flatten_tensors, is_record
 from autoplan.common.random_values import reseed_held, untouched_randomness
 from autoplan.common.torch_internals import local_part, place_local
 from autoplan.execute import random_streams
@@ -69,7 +69,8 @@ class Subject:
     """`feeds` are the calls to make, `others` the same in another batch and length, `labels` for those that take them.
 
     `gather` returns parameters and gradients in checkpoint layout; None: the model is not sharded. `lifted`:
-    computations in single precision are done in double.
+    computations in single precision are done in double. `summed`: arguments that may require a gradient. `other_dims`:
+    the calls with another number of dims, for the case that those are right.
     """
 
     model: nn.Module
@@ -79,6 +80,8 @@ class Subject:
     gather: Gather | None = None
     rank: int = 0
     lifted: bool = False
+    summed: tuple[str, ...] = ()
+    other_dims: Mapping[str, Inputs] = field(default_factory=dict)
     collectives: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -220,6 +223,16 @@ def _asking(inputs: Inputs) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone().requires_grad_() for name, tensor in floats.items()}
 
 
+def may_ask(subject: Subject, given: Inputs) -> dict[str, torch.Tensor]:
+    """Return the float inputs of a feed that require no gradient but may, requiring one."""
+    floats = {name: given[name] for name in subject.summed if PART not in given and name in given}
+    return {
+        name: value.detach().clone().requires_grad_()
+        for name, value in floats.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
+    }
+
+
 def _seed_host(number: int) -> None:
     random.seed(number)
     numpy.random.seed(number)
@@ -285,3 +298,29 @@ _CONTAINERS = (dict, OrderedDict, list, set, deque)
 
 def _flat(items: list[Any]) -> list[Any]:
     return [part for item in items for part in (item if isinstance(item, tuple) else (item,))]
+
+
+def kept_in(model: nn.Module) -> dict[tuple[str, ...], Any]:
+    """Return copies of buffers, tensors in plain attributes of modules by identity, and plain values in attributes."""
+    kept: dict[tuple[str, ...], Any] = {
+        (name,): buffer.detach().clone() for name, buffer in model.named_buffers() if not isinstance(buffer, DTensor)
+    }
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in _OF_TORCH:
+                continue
+            if isinstance(value, bool | int | float | str):
+                kept[name, key] = value
+            elif isinstance(value, (torch.Tensor, dict, list, tuple)):
+                kept[name, key] = [id(tensor) for _, tensor in flatten_tensors(value)]
+    return kept
+
+
+def unchanged(before: dict[tuple[str, ...], Any], after: dict[tuple[str, ...], Any]) -> bool:
+    return before.keys() == after.keys() and all(
+        torch.equal(value, after[key]) if isinstance(value, torch.Tensor) else value == after[key]
+        for key, value in before.items()
+    )
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))  # parameters, buffers, modules, hooks

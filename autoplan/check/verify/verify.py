@@ -169,6 +169,9 @@ def verify_source(
             if report is None and not nothing:
                 raise
             continue  # with fewer capabilities nothing is left to split: the last report holds
+        if plan is not None:
+            refused = dict.fromkeys((*drawn.runtime.unsummed, *plan.runtime.unsummed))
+            drawn = replace(drawn, runtime=replace(drawn.runtime, unsummed=tuple(refused)))
         if applied is not None and drawn.runtime == applied.runtime:
             continue
         capabilities, applied, findings = wanted, drawn, differences
@@ -270,6 +273,7 @@ def verify_clone(
     if mesh is not None:  # real ranks
         meet(same_model(clone.model), same_plan(plan))
     how: Any = {"others": clone.others, "engine": engine, "mesh": mesh, "dims": mesh_of(plan), "budget": budget}
+    how["other_dims"] = clone.dims
     sharding = sharding_of(plan, checkpointing=checkpointing, traffic=traffic)
     report = check_sharding(clone.model, clone.feeds, sharding, plan.ranks, checks=wanted, **how)
     findings = list(report.findings)

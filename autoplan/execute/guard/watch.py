@@ -14,12 +14,13 @@ from weakref import WeakMethod
 import numpy
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoplan.common.code.code_place import outer_stores
 from autoplan.common.code.forms import form_of, form_of_given
 from autoplan.common.code.ways import ENTRY, Follower, Key, Tracer, is_module_call, key_in, source_line
 from autoplan.common.nested import flatten_tensors
-from autoplan.common.torch_internals import DisableTorchFunction
+from autoplan.execute.data_parallel.mesh_dims import ALIASES
 from autoplan.execute.guard.marks import GRADIENT, PART, Marks, keeping_code, loads_of
 from autoplan.execute.guard.situations import reads_outside
 from autoplan.execute.guard.sizes import Pair, PartSize, whole_shape
@@ -56,6 +57,12 @@ def _by_mask(index: Any) -> bool:
     """Return whether an index contains a mask, so that the size depends on values."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
+
+
+def _is_sharded_data(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter in FSDP2's shards: while its module runs, another object stands for it."""
+    names = tensor.device_mesh.mesh_dim_names or () if isinstance(tensor, DTensor) else ()
+    return any(name in names for name in ALIASES["dp_shard"])
 
 
 def _host_state() -> tuple[Any, bytes]:
@@ -116,6 +123,9 @@ class Watch(Tracer):
         return key_in(self.guard.ways, follower.facts.place, follower.facts.hash, follower.owner)
 
     def on_function(self, follower: Follower, arguments: tuple[Any, ...]) -> None:
+        if any(_is_sharded_data(tensor) for _, tensor in flatten_tensors(arguments)):
+            text = f"{source_line(follower.facts.code, None)} is given parameters that FSDP2 has not gathered"
+            self.exits[text] = "give it the modules alone, or leave dp_shard out of the mesh"
         forms = self.guard.forms.get(self._key(follower), {}).get(ENTRY)
         form = form_of_given(arguments)
         if forms is not None and not forms.has(form, self.guard.edited_names) and self.marks.any_in(arguments):

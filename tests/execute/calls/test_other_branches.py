@@ -6,7 +6,7 @@ The hash of the code is the same for all branches, so it is the run that must no
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -88,18 +88,31 @@ class Energy(nn.Module):
         return self.down(self.up(places).tanh())
 
 
-def test_a_gradient_of_an_input_is_summed_where_it_was_asked_for_and_refused_elsewhere() -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_gradient_of_an_input_is_summed_also_if_nobody_asked_for_it(asked: bool) -> None:
     torch.manual_seed(0)
     model, places = Energy().eval(), torch.randn(4, 6)
     asking = {"places": places.clone().requires_grad_()}
-    plain = autoplan.plan(model, 2, inputs={"places": places})
-    assert plain.runtime.unsummed == ("places",) and autoplan.verify(model, plain, inputs={"places": places}).ok
-    (refused,) = {f.message for f in autoplan.verify(model, plain, inputs=asking).findings if f.check == "forward"}
-    assert "'places' requires grad" in refused
-    plan = autoplan.plan(model, 2, inputs=asking)
-    assert plan.runtime.unsummed == ()
+    plan = autoplan.plan(model, 2, inputs=asking if asked else {"places": places})
+    assert plan.runtime.unsummed == () and (plan.runtime.constants == ()) == asked
     report = autoplan.verify(model, plan, inputs=asking)
     assert report.ok, report.findings
+    report = autoplan.verify(model, plan, inputs={"places": places})
+    assert report.ok and "inputs" in report.details["checked"], report.findings
+    if not asked:
+        nothing_sums = replace(plan, runtime=replace(plan.runtime, constants=()))
+        report = autoplan.verify(model, nothing_sums, inputs={"places": places})
+        assert {found.check for found in report.findings if found.level == "error"} == {"inputs"}, report.findings
+
+
+def test_a_gradient_of_an_input_that_nothing_sums_is_refused() -> None:
+    torch.manual_seed(0)
+    model, places = Energy().eval(), torch.randn(4, 6)
+    plan = autoplan.plan(model, 2, inputs={"places": places})
+    plan = replace(plan, runtime=replace(plan.runtime, unsummed=("places",), constants=()))
+    report = autoplan.verify(model, plan, inputs={"places": places.clone().requires_grad_()})
+    (refused,) = {found.message for found in report.findings if found.check == "forward"}
+    assert "'places' requires grad" in refused
 
 
 @pytest.mark.parametrize("constant", ["zeros", "new_zeros", "read inside"])

@@ -123,7 +123,7 @@ class LayerChosenByChance(nn.Module):
         return x + self.block.down(h)
 
 
-@case(call(X), TRAIN, allowed=HOSTILE)
+@case(call(X), TRAIN)
 class StopsGradient(Mlp):
     """In training the norm over all hidden units passes no gradient."""
 

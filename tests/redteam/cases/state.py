@@ -130,7 +130,7 @@ class LazyHiddenScale(Mlp):
         return x + self.down(h * self.scale)
 
 
-@case(call(X), call(Y), call(X), allowed=HOSTILE)
+@case(call(X), call(Y), call(X))
 class ScaleFromFirstCall(Mlp):
     """The first call sets a scale from its data (as ActNorm does)."""
 
