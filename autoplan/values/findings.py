@@ -118,11 +118,13 @@ class Traffic:
 
     def in_dtype(self, times: float) -> Traffic:
         """Return the same traffic where an element has `times` as many bytes."""
-        kinds = (
-            {kind: (n, int(size * times)) for kind, (n, size) in way.items()} for way in (self.forward, self.backward)
-        )
-        least = ((n, int(size * times)) for n, size in (self.least_forward, self.least_backward))
-        return Traffic(self.block, *kinds, *least, once=int(self.once * times))
+
+        def in_it(sent: tuple[int, int]) -> tuple[int, int]:
+            return sent[0], int(sent[1] * times)
+
+        forward, backward = ({kind: in_it(sent) for kind, sent in way.items()} for way in (self.forward, self.backward))
+        least = in_it(self.least_forward), in_it(self.least_backward)
+        return Traffic(self.block, forward, backward, *least, once=int(self.once * times))
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from autoplan.check.verify.subject import (
 )
 from autoplan.common.code.ways import uncompared
 from autoplan.common.conventions import conventions
+from autoplan.common.torch_internals import DROPOUTS
 from autoplan.hf.driving import (
     attention_switched,
     decoded,

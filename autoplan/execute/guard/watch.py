@@ -20,6 +20,7 @@ from autoplan.common.code.code_place import outer_stores
 from autoplan.common.code.forms import form_of, form_of_given
 from autoplan.common.code.ways import ENTRY, Follower, Key, Tracer, is_module_call, key_in, source_line
 from autoplan.common.nested import flatten_tensors
+from autoplan.common.torch_internals import DisableTorchFunction
 from autoplan.execute.data_parallel.mesh_dims import ALIASES
 from autoplan.execute.guard.marks import GRADIENT, PART, Marks, keeping_code, loads_of
 from autoplan.execute.guard.situations import reads_outside
