@@ -155,7 +155,6 @@ def _rows(sizes: list[int], tp: int) -> Rows:
 
 def _keep(module: nn.Module, name: str, dim: int, rows: tuple[int, ...]) -> None:
     whole = own_parameters(module)[name]
-    assert whole is not None
     own = whole.detach().index_select(dim, torch.tensor(rows))
     own_parameters(module)[name] = nn.Parameter(own, requires_grad=whole.requires_grad)
 
