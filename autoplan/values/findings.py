@@ -118,11 +118,12 @@ class Traffic:
 
     def in_dtype(self, times: float) -> Traffic:
         """Return the same traffic where an element has `times` as many bytes."""
-        kinds = (
-            {kind: (n, int(size * times)) for kind, (n, size) in way.items()} for way in (self.forward, self.backward)
+        forward, backward = (
+            {kind: (number, int(size * times)) for kind, (number, size) in kinds.items()}
+            for kinds in (self.forward, self.backward)
         )
-        least = ((n, int(size * times)) for n, size in (self.least_forward, self.least_backward))
-        return Traffic(self.block, *kinds, *least, once=int(self.once * times))
+        least = [(number, int(size * times)) for number, size in (self.least_forward, self.least_backward)]
+        return Traffic(self.block, forward, backward, least[0], least[1], once=int(self.once * times))
 
 
 @dataclass(frozen=True)
