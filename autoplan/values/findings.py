@@ -118,13 +118,12 @@ class Traffic:
 
     def in_dtype(self, times: float) -> Traffic:
         """Return the same traffic where an element has `times` as many bytes."""
-
-        def in_it(sent: tuple[int, int]) -> tuple[int, int]:
-            return sent[0], int(sent[1] * times)
-
-        forward, backward = ({kind: in_it(sent) for kind, sent in way.items()} for way in (self.forward, self.backward))
-        least = in_it(self.least_forward), in_it(self.least_backward)
-        return Traffic(self.block, forward, backward, *least, once=int(self.once * times))
+        forward, backward = (
+            {kind: (number, int(size * times)) for kind, (number, size) in kinds.items()}
+            for kinds in (self.forward, self.backward)
+        )
+        least = [(number, int(size * times)) for number, size in (self.least_forward, self.least_backward)]
+        return Traffic(self.block, forward, backward, least[0], least[1], once=int(self.once * times))
 
 
 @dataclass(frozen=True)

@@ -152,8 +152,8 @@ def products_to_gather(
         if not demands.may_gather(trace.tensors[axes.computed[weight]].names):
             continue
         shape, stored = trace.tensors[weight].shape, trace.tensors[axes.computed[weight]].shape
-        grouped = op_record(trace.ops[index].name).drawn is Drawn.CONVOLUTION and groups_of(trace.ops[index])
-        odd = bool(grouped and grouped > 1 and grouped % tp)
+        grouped = op_record(trace.ops[index].name).drawn is Drawn.CONVOLUTION and groups_of(trace.ops[index]) > 1
+        odd = grouped and groups_of(trace.ops[index]) % tp > 0
         odd = odd or any(find(leaf) in indivisible for term in axes.of(weight) for leaf in leaves(term))
         size = min(prod(shape), prod(stored))
         if size >= _WORTH_GATHERING * total and not odd and (shape[out] % tp == 0 or shape[out] >= _UNEVEN * tp):
