@@ -91,9 +91,8 @@ def inputs(subject: Subject) -> Observation:
     seen = Observation()
     for feed, given in subject.feeds.items():
         if asked := may_ask(subject, given):
-            found = subject.forward_and_backward({**given, **asked})["outputs"]
-            named = {name: tensor for name, tensor in found.items() if name.startswith("gradient of ")}
-            seen[Group(f"{feed} input", gradient=True)] = named
+            gradients = subject.forward_and_backward({**given, **asked})["inputs"]
+            seen[Group(f"{feed} input", gradient=True)] = {name: gradients[name] for name in asked if name in gradients}
     return seen
 
 

@@ -173,7 +173,7 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
                 raise CheckFailed(check.name, text, refused=isinstance(error, AutoplanError)) from error
             if check.name == "forward":
                 collectives = {**subject.collectives, "blocks": _measured(job, subject), "noted": _noted(job, subject)}
-    return seen, {**collectives, "ways": ways.ways, "ways of": {name: one.ways for name, one in apart.items()}}
+    return seen, {**collectives, "ways": ways.ways, "ways_apart": {name: one.ways for name, one in apart.items()}}
 
 
 def _noted(job: Job, subject: Any) -> Any:

@@ -36,7 +36,7 @@ CHECK_NAMES = tuple(check.name for check in CHECKS)
 
 LOSS_LIMIT = 1e-4  # models compute losses in float32, whatever their dtype
 ADVICE = {NORM: "clip_grad_norm_ clips by another norm than unsharded: parameters must be DTensors, rows counted once"}
-_ASIDE = ("blocks", "noted", "ways", "ways of")  # observations of ranks besides collectives
+_ASIDE = ("blocks", "noted", "ways", "ways_apart")  # observations of ranks besides collectives
 
 
 def check_sharding(
@@ -94,7 +94,7 @@ def check_sharding(
     seen_by = [check for check in CHECKS if ranks and check.name in ranks[0][0]]
     done = tuple(check.name for check in seen_by if not (check.may_fail and check.name in failed))
     ways = moved.get("ways", {})
-    for name, more_ways in moved.get("ways of", {}).items():
+    for name, more_ways in moved.get("ways_apart", {}).items():
         ways = ways if name in failed else added(ways, more_ways)
     return Report(
         ok=not any(finding.level == "error" for finding in findings),

@@ -160,8 +160,9 @@ class Subject:
             self.collectives = {"forward": dict(forward), "backward": dict(backward)}
         gradients = self.gradients() if loss is not None else {}
         seen = {name: tensor.detach().clone() for name, tensor in outputs.items()}
-        seen |= {f"gradient of {name}": tensor.grad for name, tensor in asking.items() if tensor.grad is not None}
-        return {"outputs": seen, "gradients": gradients}
+        of_inputs = {name: tensor.grad for name, tensor in asking.items() if tensor.grad is not None}
+        seen |= {f"gradient of {name}": gradient for name, gradient in of_inputs.items()}
+        return {"outputs": seen, "gradients": gradients, "inputs": of_inputs}
 
     def seed(self, number: int, *, alike: bool = False) -> None:
         """Seed this rank, differently from the others unless `alike`; Python and numpy are seeded identically."""

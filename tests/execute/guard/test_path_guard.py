@@ -26,7 +26,14 @@ from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.values import Plan
 
 # Ways that the trial runs, or calls that are refused by another name: right, or refused.
-ELSEWHERE = ("statistics", "training in a helper", "training in a lambda", "one head on a rank", "a second round")
+ELSEWHERE = (
+    "statistics",
+    "training in a helper",
+    "training in a lambda",
+    "one head on a rank",
+    "a second round",
+    "the grad mode",
+)
 
 
 REFUSED = r"other_ways\.py:\d+: .* ran on sharded values but was not traced|was added after|takes the branch"
