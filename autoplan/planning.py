@@ -328,8 +328,8 @@ def _findings(
 
 def _run_alike(classes: Iterable[ClassFact]) -> Iterator[Finding]:
     """Yield the modules where every rank of cp does the same work, on all positions."""
-    whole = [c for c in classes if not c.split and isinstance(c.reason, MixedWhole) and c.reason.size == c.size]
-    whole = [c for c in whole if not getattr(c.reason, "own_queries", False)]
+    mixed = ((c, c.reason) for c in classes if not c.split and isinstance(c.reason, MixedWhole))
+    whole = [c for c, why in mixed if why.size == c.size and not why.own_queries]
     for where, why in dict.fromkeys((starred(c.parameters[0][0].rpartition(".")[0]), str(c.reason)) for c in whole):
         hint = "choose a cp_size that divides them"
         yield Finding("sequence", "warn", where, why, hint)
