@@ -36,6 +36,13 @@ def _hooks_of_backward() -> bool:
     return registered and not before
 
 
+@MODULES.hold("what a load returns, as torch does", "torch.nn.modules.module._IncompatibleKeys")
+def _incompatible() -> bool:
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    return tuple(_IncompatibleKeys(["a"], ["b"])) == (["a"], ["b"])
+
+
 @MODULES.hold(
     "FSDP2's state of a module is removed if fully_shard fails halfway",
     "torch.distributed._composable_state._module_state_mapping",

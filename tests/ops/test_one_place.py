@@ -33,8 +33,8 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     "capture/feeding/told.py": ({"values"}, "methods of dicts"),
     "capture/feeding/wants.py": ({"complex", "float", "ones"}, _OTHERS),
     "capture/feeding/watch.py": (
-        {"eq", "ge", "gt", "le", "lt", "ne", "new_empty", "new_full", "new_ones", "new_zeros", "unbind"},
-        "how Python goes through a tensor, and how authors ask for padding: what they mean, no fact of an op",
+        {"__getitem__", "eq", "ge", "gt", "le", "lt", "ne", "new_empty", "new_full", "new_ones", "new_zeros", "unbind"},
+        "how Python indexes and goes through a tensor, and how authors ask for padding: what they mean, no fact of an op",
     ),
     "capture/recorder.py": ({"numel", "size"}, "questions that Python asks, answered with traced integers: no ops run"),
     "check/verify/drawn.py": (

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
 
 from autoplan.common.conventions import BaseName, conventions
 from autoplan.common.errors import AutoplanError
@@ -37,14 +38,9 @@ from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.execute.weights.key_matching import Make, Matched, Moved, follow, match_keys, refuse_unmatched
 
 
-class Keys(NamedTuple):
-    """What `load_weights` returns: names that only the model has, and names that only the checkpoint has."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
-
-
-def load_weights(model: nn.Module, folder: str | Path, *, strict: bool = True, dequantise: bool = False) -> Keys:
+def load_weights(
+    model: nn.Module, folder: str | Path, *, strict: bool = True, dequantise: bool = False
+) -> _IncompatibleKeys:
     """Fill `model`, on meta or materialised, from the safetensors files in `folder`; return missing and unexpected
     names.
 
@@ -57,7 +53,7 @@ def load_weights(model: nn.Module, folder: str | Path, *, strict: bool = True, d
         return _load(model, folder, strict, dequantise)
 
 
-def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) -> Keys:
+def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) -> _IncompatibleKeys:
     files: CheckpointFiles = DequantisedFiles(folder) if dequantise else StoredFiles(folder)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -103,7 +99,7 @@ def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) 
     keep_beside(model, files.headers(), twice)
     for module in model.modules():
         renew_units(module)
-    return Keys(matched.missing, matched.unexpected)
+    return _IncompatibleKeys(matched.missing, matched.unexpected)
 
 
 @dataclass(eq=False)
