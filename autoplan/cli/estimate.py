@@ -71,6 +71,7 @@ Precision = Annotated[
 ]
 Matmuls = Annotated[str | None, typer.Option("--matmuls", help="fp8: matmuls at the device's float8 rate.")]
 
+Compiled = Annotated[bool, typer.Option("--compiled", help="Price elementwise ops as torch.compile fuses them.")]
 Chunked = Annotated[bool, typer.Option("--chunked-loss", help="Compute logits for an eighth of the tokens at a time.")]
 
 
@@ -92,6 +93,7 @@ def choose(
     mixed_precision: Precision = None,
     matmuls: Matmuls = None,
     chunked_loss: Chunked = False,
+    compiled: Compiled = False,
     margin: Annotated[float, typer.Option("--margin", min=0.0, max=0.99, help="Fraction of memory left free.")] = 0.0,
     like: Annotated[
         str | None, typer.Option("--like", help="Show the row of this mesh, and its extra cost over the first.")
@@ -116,7 +118,8 @@ def choose(
             train=train.value, lora_rank=lora_rank, lora_targets=lora_targets, lora_dropout=lora_dropout,
             lora_dtype=lora_dtype,
             weights=weights, optimizer=optimizer, mp_policy=mixed_precision,
-            matmuls=matmuls, chunked_loss=chunked_loss, margin=margin, trust_remote_code=trust_remote_code,
+            matmuls=matmuls, chunked_loss=chunked_loss, compiled=compiled, margin=margin,
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
     if row is not None and row > len(choice.rows):
         raise AutoplanError(f"there is no row {row}", hint=f"choose 1 to {len(choice.rows)}")
@@ -171,12 +174,16 @@ def estimate(
     ] = None,
     matmuls: Matmuls = None,
     chunked_loss: Chunked = False,
+    compiled: Compiled = False,
     exchange_experts: Annotated[
         int, typer.Option("--exchange-experts", min=1, help="Place experts on this many ranks of dp_shard.")
     ] = 1,
     shard_optimizer: Annotated[
         bool, typer.Option("--shard-optimizer", help="Shard its states over dp_replicate (ZeRO-1).")
     ] = False,
+    virtual_stages: Annotated[
+        int, typer.Option("--virtual-stages", min=1, help="Stages on each rank of pp (interleaved 1F1B).")
+    ] = 1,
     concurrency: Annotated[
         int, typer.Option("--concurrency", min=0, help="For inference: concurrent sequences; 0: --batch.")
     ] = 0,
@@ -198,7 +205,8 @@ def estimate(
             weights=weights, optimizer=optimizer, cpu_offload=cpu_offload, concurrency=concurrency,
             mp_policy=mixed_precision, accumulate=accumulate, reshard_after_forward=reshard, matmuls=matmuls,
             chunked_loss=chunked_loss, exchange_experts=exchange_experts, shard_optimizer=shard_optimizer,
-            cache_dtype=cache_dtype, trust_remote_code=trust_remote_code,
+            virtual_stages=virtual_stages, compiled=compiled, cache_dtype=cache_dtype,
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
     emit(estimate_view(priced), priced.to_dict(), as_json, output)
 

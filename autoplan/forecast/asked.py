@@ -17,6 +17,7 @@ from autoplan.common.options import (
     check_argument,
     check_context_size,
     check_count,
+    check_expert_size,
 )
 from autoplan.execute.data_parallel.mesh_dims import ALIASES, LEFT_ALONE
 from autoplan.forecast.step import Loss, Setting, Steps, size_priced
@@ -49,6 +50,15 @@ def _parsed(mesh: str, part: str) -> tuple[str, int]:
     if not (size.isascii() and size.isdigit() and len(size) < 9) or int(size) < 1:
         raise AutoplanError(f"the mesh {mesh!r} has no size for {name!r}", hint=_HINT)
     return name, int(size)
+
+
+def check_experts(sizes: tuple[tuple[str, int], ...], ep: int) -> None:
+    """Raise where the ranks that experts are to be placed on are neither those of tp nor those of a dim ep."""
+    mesh = dict(sizes)
+    tp, own = mesh.get("tp", 1), mesh.get("ep", 1)
+    check_expert_size(tp, ep)
+    if tp == 1 and ep not in (1, own):
+        raise AutoplanError(f"ep_size={ep} on the mesh {mesh}", hint=f"add the dim ep={ep} to the mesh")
 
 
 def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
@@ -126,6 +136,8 @@ class Asked:
     matmuls: str | None = None  # of layers in blocks: "fp8"; None: in the dtype of the step
     exchange_experts: int = 1  # data-parallel ranks that hold whole experts and exchange tokens
     shard_optimizer: bool = False  # over the ranks of dp_replicate
+    compiled: bool = False  # elementwise ops between products are one kernel
+    virtual_stages: int = 1  # pieces of the model that a rank of the pipeline has
 
     def __post_init__(self) -> None:
         if self.train not in TRAIN:
@@ -136,7 +148,8 @@ class Asked:
             check_count(name, getattr(self, name))
         if self.sequence < 2:
             raise AutoplanError(f"sequence={self.sequence}", hint="a sequence has at least two tokens")
-        for name in ("sequence_parallel", "experts", "updates", "cpu_offload", "shard_optimizer", "chunked_loss"):
+        for name in ("sequence_parallel", "experts", "updates", "cpu_offload", "shard_optimizer", "chunked_loss",
+                     "compiled"):  # fmt: skip
             check_argument(name, getattr(self, name), bool, "choose True or False")
         if self.cp > 1 and self.train == "inference":
             raise AutoplanError(
@@ -170,6 +183,12 @@ class Asked:
         if self.matmuls not in (None, "fp8"):
             raise AutoplanError(f"matmuls={self.matmuls!r}", hint='choose "fp8", or omit it')
         check_count("exchange_experts", self.exchange_experts)
+        check_count("virtual_stages", self.virtual_stages)
+        if self.virtual_stages > 1 and (self.stages == 1 or self.accumulate % self.stages):
+            raise AutoplanError(
+                f"virtual_stages={self.virtual_stages} on {dict(self.mesh)} with {self.accumulate} micro-batches",
+                hint="it needs a dim pp, and a number of micro-batches (accumulate) that its size divides",
+            )
         ranks, others = self.exchange_experts, self.ep
         if ranks > 1 and (self.shards % ranks or others > 1 or not self.data_parallel):
             raise AutoplanError(
@@ -190,6 +209,8 @@ class Asked:
             raise AutoplanError(
                 "chunked_loss=True with a custom loss, or none", hint="it prices the loss that the model computes"
             )
+        if self.shard_optimizer and self.cpu_offload:
+            raise AutoplanError("cpu_offload=True with shard_optimizer=True", hint="FSDP2 offloads, ZeRO-1 does not")
         if self.shard_optimizer and self.mp_policy:
             raise AutoplanError(
                 f"mp_policy={self.mp_policy!r} with shard_optimizer=True",
@@ -201,7 +222,9 @@ class Asked:
         """Return whose engine runs what is priced and autoplan does not run."""
         engines = []
         if self.stages > 1:
-            engines.append(f"a pipeline of {self.stages} stages: torchtitan or Megatron-LM")
+            each = f", {self.virtual_stages} on each rank" if self.virtual_stages > 1 else ""
+            stages = self.stages * self.virtual_stages
+            engines.append(f"a pipeline of {stages} stages{each}: torchtitan or Megatron-LM")
         if self.exchange_experts > 1:
             engines.append(f"experts on {self.exchange_experts} ranks that exchange tokens: torchtitan or Megatron-LM")
         if self.shard_optimizer:
@@ -227,10 +250,12 @@ class Asked:
             "logits gathered": self.gather_logits and self.size("tp") > 1,
             "with the loss that was given": self.loss is not None and self.train != "inference",
             "a loss in chunks": self.chunked_loss,
+            "compiled (memory as if not)": self.compiled,
             "offloaded to the host": self.cpu_offload,
             f"matmuls in {self.matmuls}": self.matmuls,
             f"experts exchanged among {self.exchange_experts} ranks": self.exchange_experts > 1,
             "states sharded over dp_replicate": self.shard_optimizer,
+            f"{self.virtual_stages} stages on each rank of pp": self.virtual_stages > 1,
             f"keys and values in {self.cache_dtype}": self.cache_dtype,
         }  # fmt: skip
         return tuple(text for text, applies in texts.items() if applies)
@@ -259,6 +284,13 @@ class Asked:
     @property
     def stages(self) -> int:
         return self.size("pp")
+
+    @property
+    def waiting(self) -> float:
+        """Return the most micro-batches that wait for backward, besides one: of 1F1B, or of its interleaved form."""
+        first, pieces = self.stages - 1, self.virtual_stages
+        ahead = first if pieces == 1 else (2 * first + (pieces - 1) * self.stages) / pieces
+        return min(ahead, self.accumulate - 1)
 
     @property
     def copies(self) -> int:

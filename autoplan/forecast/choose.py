@@ -24,6 +24,7 @@ from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import Wish, check_argument, check_count, check_ranks
 from autoplan.emit.pages.markup import WhatIf
 from autoplan.emit.tables.estimate_table import shown_sizes
+from autoplan.execute.data_parallel.mesh_dims import ALIASES
 from autoplan.forecast.asked import Asked, mesh_sizes
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.estimate import estimate_with
@@ -50,13 +51,18 @@ class Choice:
     gpus: int
     memory: int
     device: Device
+    sweep: Sweep = field(repr=False, compare=False)
+    batch: int
     dropped: tuple[str, ...] = ()
     enough: int | None = None
-    steps: Steps | None = field(default=None, repr=False, compare=False)
     elsewhere: tuple[Row, ...] = ()
     margin: float = 0.0
     how: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> Steps:
+        return self.sweep.steps
 
     @property
     def fits(self) -> bool:
@@ -79,16 +85,21 @@ class Choice:
         return next((row for row in self.rows if not row.fits), None)
 
     def against_first(self, mesh: str | Mapping[str, int]) -> tuple[int, Row, dict[str, float]]:
-        """The place of a mesh's best row, the row, and what its step takes more, in shares of the first row's."""
-        sizes = named_dims(mesh_sizes(mesh))
-        place = next((n for n, row in enumerate(self.rows, 1) if row.mesh == sizes), 0)
-        if not place:
-            known = "; ".join(sorted({",".join(f"{k}={v}" for k, v in row.mesh.items()) for row in self.rows}))
-            raise AutoplanError(f"no row has the mesh {sizes}", hint=f"meshes with rows: {known}")
-        first, row = self.rows[0].estimate.time, self.rows[place - 1].estimate.time
-        assert first is not None and row is not None, "choose always estimates times"
-        more = {name: row.parts.get(name, 0.0) - first.parts.get(name, 0.0) for name in {**first.parts, **row.parts}}
-        return place, self.rows[place - 1], {name: seconds / first.total for name, seconds in more.items()}
+        """The place of a mesh's best row, the row, and what its step takes more, in shares of the first row's. A mesh
+        that others run, or that was not looked at, is estimated; its place is 0."""
+        sizes = tuple(
+            (next((purpose for purpose, names in ALIASES.items() if name in names), name), size)
+            for name, size in mesh_sizes(mesh, priced=("pp",))
+        )
+        named, first = named_dims(sizes), self.rows[0].estimate.time
+        row = next((row for row in self.rows if row.mesh == named), None)
+        place = 0 if row is None else 1 + self.rows.index(row)
+        if row is None:
+            row = self.sweep.of_mesh(sizes, self.gpus, self.batch)
+        assert first is not None and row.estimate.time is not None, "choose always estimates times"
+        parts, others = first.parts, row.estimate.time.parts
+        more = {name: others.get(name, 0.0) - parts.get(name, 0.0) for name in {**parts, **others}}
+        return place, row, {name: seconds / first.total for name, seconds in more.items()}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -127,14 +138,12 @@ class Choice:
 
     def pictured(self, most: int = 12) -> dict[int, WhatIf]:
         """The plans of the first rows, by the row's number. Rows that cut along the sequence too are drawn without."""
-        assert self.steps is not None, "a choice that was just made has its recordings"
         rows = enumerate(self.rows[:most], 1)
         return {n: WhatIf(self.steps.plan(row.tp, row.ep, cp=row.cp), row.estimate) for n, row in rows}
 
     def script(self) -> str:
         """A program for torchrun that trains, or generates, so."""
         self._refuse_supposed_adapters()
-        assert self.steps is not None, "a choice that was just made has its recordings"
         best = self.best.estimate
         if best.run_by:
             raise AutoplanError(f"a script runs what autoplan runs, not {best.run_by}",
@@ -145,7 +154,7 @@ class Choice:
         )
 
     def _refuse_supposed_adapters(self) -> None:
-        if self.steps is not None and self.steps.adapters:
+        if self.steps.adapters:
             raise AutoplanError(
                 f"{self.source.name} has no adapters: rank {self.steps.lora_rank} was assumed for the estimate",
                 hint="add yours (peft's get_peft_model, on meta), and choose for that model to get a plan",
@@ -200,6 +209,7 @@ def choose(
     mp_policy: Any = None,
     matmuls: str | None = None,
     chunked_loss: bool = False,
+    compiled: bool = False,
     margin: float = 0.0,
     inputs: Mapping[str, Any] | None = None,
     weights: str | None = None,
@@ -208,8 +218,8 @@ def choose(
     """Return every valid mesh and way to run `model` on `gpus` devices of `memory` each, estimated and ranked.
 
     `global_batch`: sequences a step of all ranks (by default one for each GPU); for "inference", those held at once.
-    `train`, `lora_rank`, `lora_targets`, `lora_dropout`, `lora_dtype`, `weights`, `matmuls`, `chunked_loss`: see
-    `estimate`.
+    `train`, `lora_rank`, `lora_targets`, `lora_dropout`, `lora_dtype`, `weights`, `matmuls`, `chunked_loss`,
+    `compiled`: see `estimate`.
     `margin`: the share of the memory that is left free, for what an allocator reserves and does not use.
     The device is one of rules/devices, or a file of one's own.
     """
@@ -222,7 +232,7 @@ def choose(
     device = gpu if isinstance(gpu, Device) else load_device(gpu)
     device = device if per_node is None else replace(device, per_node=per_node)
     question = Asked((("dp_shard", gpus),), 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train,
-                  matmuls=matmuls, chunked_loss=chunked_loss)  # fmt: skip
+                  matmuls=matmuls, chunked_loss=chunked_loss, compiled=compiled)  # fmt: skip
     if not isinstance(margin, int | float) or isinstance(margin, bool) or not 0 <= margin < 1:
         raise AutoplanError(f"margin={margin!r}", hint="pass a fraction of the memory, such as 0.1")
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
@@ -231,7 +241,8 @@ def choose(
     steps = Steps(source, None, inputs, rank, targets_of(lora_targets), lora_dropout, lora_dtype)
     size = parse_memory(memory) if memory is not None else device.memory
     size = int(size * (1 - margin))
-    sweep = Sweep(steps, device, size, device.per_node, sequence, train, optimizer, mp_policy, matmuls, chunked_loss)
+    sweep = Sweep(steps, device, size, device.per_node, sequence, train, optimizer, mp_policy, matmuls, chunked_loss,
+                  compiled)  # fmt: skip
     rows = sweep.rows(gpus, global_batch or gpus)
     if not rows and global_batch:
         raise _no_batch(sweep, gpus, global_batch)
@@ -239,9 +250,8 @@ def choose(
     enough = None if rows and rows[0].fits else sweep.enough(gpus, global_batch)
     sequences = global_batch or gpus
     batch = f"{sequences} sequence{'s' * (sequences > 1)} {'held at once' if train == 'inference' else 'a step'}"
-    return Choice(source, tuple(rows), gpus, size, device, tuple(sweep.dropped), enough, steps,
-                  tuple(sweep.elsewhere(gpus, global_batch or gpus)), margin, (batch, *question.how),
-                  question.unused)  # fmt: skip
+    return Choice(source, tuple(rows), gpus, size, device, sweep, sequences, tuple(sweep.dropped), enough,
+                  tuple(sweep.elsewhere(gpus, sequences)), margin, (batch, *question.how), question.unused)  # fmt: skip
 
 
 def _no_batch(sweep: Sweep, gpus: int, batch: int) -> AutoplanError:

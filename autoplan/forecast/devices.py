@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from autoplan.common.options import check_argument
 
 _NUMBERS = ("memory", "bandwidth", "per_node", "efficiency")
 _WHOLE = ("memory", "per_node")
-_TOP = ("name", *_NUMBERS, "attention", "sources", "flops", "links", "overhead")
+_TOP = ("name", *_NUMBERS, "attention", "sources", "flops", "efficiencies", "links", "overhead")
 _TABLES = {"links": ("inside", "between", "latency_inside", "latency_between"),
            "overhead": ("context", "communicator", "workspace")}  # fmt: skip
 
@@ -33,7 +33,8 @@ class Device:
 
     `memory`: bytes. `flops`: dense operations a second by dtype. `bandwidth`: bytes a second of its memory. `inside`,
     `between`: bytes a second of one rank's link in a node, and between nodes; `latency_*`: seconds of one message.
-    `efficiency`: the share of the peak that matmuls reach; `attention`: operations a second that fused kernels of
+    `efficiency`: the share of the peak that matmuls reach, besides reading and writing their operands; `efficiencies`:
+    of dtypes that reach another; `attention`: operations a second that fused kernels of
     attention reach (None: as matmuls). `context`, `communicator`: bytes that a process, and each
     group of ranks, takes; `workspace`: what libraries for matmuls take of the allocator's.
     """
@@ -53,6 +54,11 @@ class Device:
     workspace: int = 0
     attention: float | None = None
     sources: tuple[str, ...] = ()
+    efficiencies: Mapping[str, float] = field(default_factory=dict)
+
+    def reached(self, dtype: str) -> float:
+        """Return the operations a second of large matmuls in a dtype."""
+        return self.flops.get(dtype, min(self.flops.values())) * self.efficiencies.get(dtype, self.efficiency)
 
     def overhead(self, groups: int) -> int:
         return self.context + self.workspace + groups * self.communicator
@@ -90,7 +96,12 @@ def _device(path: Path, data: Any) -> Device:
         raise _error(path, f"has name = {called!r}, which is not text")
     if not isinstance(sources, list) or not all(isinstance(source, str) for source in sources):
         raise _error(path, f"has sources = {sources!r}, which is not a list of texts")
-    flops = {str(dtype): _number(path, "flops", dtype, rate) for dtype, rate in parts["flops"].items()}
+    if not isinstance(data.get("efficiencies", {}), dict):
+        raise _error(path, "has no table [efficiencies]")
+    flops, efficiencies = (
+        {str(dtype): _number(path, name, dtype, rate) for dtype, rate in data.get(name, {}).items()}
+        for name in ("flops", "efficiencies")
+    )
     if "bfloat16" not in flops:
         raise _error(path, "lacks flops.bfloat16")
     top = {key: _number(path, "", key, data.get(key), whole=key in _WHOLE) for key in _TOP if key in _NUMBERS}
@@ -102,6 +113,7 @@ def _device(path: Path, data: Any) -> Device:
         name=called, flops=flops, sources=tuple(sources), memory=int(top["memory"]), per_node=int(top["per_node"]),
         bandwidth=top["bandwidth"], efficiency=top["efficiency"], context=int(taken["context"]),
         communicator=int(taken["communicator"]), workspace=int(taken["workspace"]), **links,
+        efficiencies=efficiencies,
         attention=None if data.get("attention") is None else _number(path, "", "attention", data["attention"]),
     )  # fmt: skip
 

@@ -13,9 +13,9 @@ from autoplan.capture.dry_run import fake_mode, quiet
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.common.errors import AutoplanError, CaptureError
-from autoplan.common.options import check_argument, check_expert_size
+from autoplan.common.options import check_argument
 from autoplan.common.random_values import untouched_randomness
-from autoplan.forecast.asked import Asked, how_priced, mesh_sizes, notes_on_question
+from autoplan.forecast.asked import Asked, check_experts, how_priced, mesh_sizes, notes_on_question
 from autoplan.forecast.devices import load_device
 from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.recording.record import Marks, record_step
@@ -87,7 +87,7 @@ def dry_run(
     """
     sizes = dict(mesh_sizes(mesh))
     check_argument("rank", rank, int, "pass an integer from 0")
-    check_expert_size(sizes.get("tp", 1), ep_size)
+    check_experts(tuple(sizes.items()), ep_size)
     estimated = {name: value for name, value in options.items() if name in _ESTIMATED}
     experts = ep_size == sizes.get("tp", 1) > 1
     question = Asked(

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError, SourceError
-from autoplan.common.options import Request, check_expert_size
+from autoplan.common.options import Request
 from autoplan.common.random_values import working_dtype
 from autoplan.execute.data_parallel.fsdp import default_precision
-from autoplan.forecast.asked import CACHE_DTYPES, Asked, how_priced, mesh_sizes, notes_on_question
+from autoplan.forecast.asked import CACHE_DTYPES, Asked, check_experts, how_priced, mesh_sizes, notes_on_question
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.memory import DataRanks, Walk, alike, held_bytes
 from autoplan.forecast.sharded import UnitSize
@@ -86,6 +86,8 @@ def estimate(
     matmuls: str | None = None,
     exchange_experts: int = 1,
     shard_optimizer: bool = False,
+    virtual_stages: int = 1,
+    compiled: bool = False,
     device: str | Device = "h100",
     plan: Plan | None = None,
     inputs: Mapping[str, Any] | None = None,
@@ -104,7 +106,9 @@ def estimate(
     `batch` prompts are read; `cache_dtype`: "fp8" and the like, where these are held otherwise than computed.
     `matmuls`: "fp8" prices the products of layers in blocks at the device's rate of float8. `exchange_experts`: whole
     experts lie on so many of the ranks of dp_shard, which exchange tokens. `shard_optimizer`: its states are sharded
-    over dp_replicate. These and a dim `pp` are run by others; the estimate says by whom (`run_by`).
+    over dp_replicate. `virtual_stages`: pieces of the model that each rank of `pp` has (interleaved 1F1B). These and a
+    dim `pp` are run by others; the estimate says by whom (`run_by`).
+    `compiled`: elementwise ops between products are one kernel each; memory is that of a step that is not compiled.
     `chunked_loss`: the head and the model's loss run over an eighth of the tokens at a time, so that logits are never
     whole.
     `inputs`: the kinds of arguments; their sizes are `batch` and `sequence`. The other keywords are those of
@@ -128,12 +132,13 @@ def estimate(
     steps = Steps(source, passed, inputs, rank, targets_of(lora_targets), lora_dropout, lora_dtype)
     sizes = mesh_sizes(mesh, priced=("pp",))
     tp = dict(sizes).get("tp", 1)
-    check_expert_size(tp, ep_size)
+    check_experts(sizes, ep_size)
     question = Asked(sizes, batch, sequence, activation_checkpointing, mp_policy, optimizer, train,
                   reshard_after_forward, sequence_parallel, accumulate, gather_logits, experts=ep_size == tp > 1,
                   loss=loss, cpu_offload=cpu_offload, concurrency=concurrency, cache_dtype=cache_dtype,
                   chunked_loss=chunked_loss,
-                  matmuls=matmuls, exchange_experts=exchange_experts, shard_optimizer=shard_optimizer)  # fmt: skip
+                  matmuls=matmuls, exchange_experts=exchange_experts, shard_optimizer=shard_optimizer,
+                  virtual_stages=virtual_stages, compiled=compiled)  # fmt: skip
     return estimate_with(steps, question, device if isinstance(device, Device) else load_device(device))
 
 
@@ -167,8 +172,8 @@ def estimate_with(steps: Steps, question: Asked, device: Device) -> Estimate:
         peak, walk.moments, walk.waiting = small.run(), small.moments, small.waiting
     parts = MemoryParts(**{**peak.parts, "overhead": device.overhead(sum(size > 1 for _, size in question.mesh))})
     unpacked = max((p.elements * p.size for unit in units for p in unit.parameters if p.packed), default=0)
-    waiting = min(question.stages, question.accumulate) - 1 if training else 0  # micro-batches in flight
-    parts = replace(parts, temporary=parts.temporary + unpacked, kept=parts.kept + waiting * walk.waiting)
+    waiting = int(question.waiting * walk.waiting) if training else 0
+    parts = replace(parts, temporary=parts.temporary + unpacked, kept=parts.kept + waiting)
     passing, whole, others = 0, 0.0, 0.0
     if not training:  # other sequences are held at full length, those of the batch as far as they are at the peak
         lasts = walk.lasts or walk.live["kept"]
@@ -191,7 +196,8 @@ def estimate_with(steps: Steps, question: Asked, device: Device) -> Estimate:
     host = replace(data, offload=False)
     pieces = (held_bytes(units, host), held_bytes(units, host, trained=True)) if question.cpu_offload else (0, 0)
     flops = in_float8(walk, device) if question.matmuls else walk.flops
-    load = Load(tuple(flops.items()), walk.moved, once, trained, ahead, walk.messages("forward"), *pieces)
+    moved = walk.fused if question.compiled else walk.moved
+    load = Load(tuple(flops.items()), moved, once, trained, ahead, walk.messages("forward"), *pieces)
     decoded, sequences = 0.0, max(batch, question.concurrency)
     if question.concurrency and not whole:
         raise AutoplanError(
@@ -202,7 +208,13 @@ def estimate_with(steps: Steps, question: Asked, device: Device) -> Estimate:
         seconds = decoding_time(load, device, question.mesh, read, sequences / (batch * tokens))
         decoded = sequences * copies / (question.stages * seconds)
     time = step_time(
-        load, device, question.mesh, question.accumulate, question.stages, summed_once=question.summed_once
+        load,
+        device,
+        question.mesh,
+        question.accumulate,
+        question.stages,
+        summed_once=question.summed_once,
+        pieces=question.virtual_stages,
     )
     return Estimate(
         model=steps.source.name, mesh=question.mesh, batch=batch, sequence=tokens, train=question.train,

@@ -156,6 +156,7 @@ class Walk:
         self.flops: dict[str, int] = {}
         self.ahead = 0  # the forward's operations
         self.moved = 0
+        self.fused = 0  # bytes that are moved if elementwise work is compiled
         self.layers: dict[str, int] = {}  # operations of products in blocks
         self.expert_flops = 0  # of the forward
         self.waiting = 0  # what blocks keep for backward
@@ -204,6 +205,7 @@ class Walk:
             self.flops[dtype] = self.flops.get(dtype, 0) + int(flops)
             self.ahead += int(flops) if phase == "forward" else 0
         self.moved += int(step.moved)
+        self.fused += int(step.fused)
         self.lasts += int(step.lasts)
 
     def _check(self, where: str, phase: str) -> None:

@@ -143,6 +143,8 @@ def sharded_copy(
     blocks = tuple(
         f"{group.container}.{key}" for group in folds for key in own_modules(module.get_submodule(group.container))
     )
+    if not folds:  # too few blocks to leave any out
+        blocks = tuple(name for stack in fitted.layers for name in stack.fqns)
     inside = tuple(f"{name}." for name in (*blocks, *(n for stack in fitted.layers for n in stack.fqns)))
     places = tuple(name for name, part in module.named_modules() if not f"{name}.".startswith(inside)
                    and name and not any(True for _ in part.children()))  # fmt: skip

@@ -13,7 +13,7 @@ from math import prod
 from autoplan.common.errors import AutoplanError
 from autoplan.forecast.devices import Device
 from autoplan.forecast.memory import Walk
-from autoplan.forecast.recording.tape import ATTENTION, Block, LeftOut
+from autoplan.forecast.recording.tape import ATTENTION, Block, without_blocks
 from autoplan.forecast.sharded import UnitSize
 from autoplan.forecast.step import Recorded
 from autoplan.values.estimate import JOINED, Sent, StepTime
@@ -52,8 +52,10 @@ def step_time(
     stages: int = 1,
     *,
     summed_once: bool = False,
+    pieces: int = 1,
 ) -> StepTime:
-    """Time `accumulate` micro-batches through `stages`. `summed_once`: data parallelism talks once a step."""
+    """Time `accumulate` micro-batches through `stages`. `summed_once`: data parallelism talks once a step. `pieces`:
+    virtual stages of a rank; the first micro-batch passes one of them at a time."""
     compute = _computing(load, device)
     memory = load.moved / device.bandwidth
     seconds: dict[str, float] = {}
@@ -61,7 +63,7 @@ def step_time(
         if sent.dim not in HIDDEN:
             seconds[sent.dim] = seconds.get(sent.dim, 0.0) + _seconds(sent, device, mesh)
     exposed = [(dim, accumulate * time) for dim, time in seconds.items()]
-    idle = (stages - 1) * (compute + memory + sum(seconds.values()))
+    idle = (stages - 1) * (compute + memory + sum(seconds.values())) / pieces
     data = _not_hidden(load, compute + memory, device, mesh) * (1 if summed_once else accumulate)
     if data:
         sharded = any(sent.dim in HIDDEN and sent.dim != "dp_replicate" for sent in load.sent)
@@ -86,7 +88,7 @@ def _computing(load: Load, device: Device) -> float:
 
 def _rate(name: str, device: Device) -> float:
     """Operations a second of matmuls in a dtype, or of fused kernels of attention where these are slower."""
-    reached = device.flops.get(name.removeprefix(ATTENTION), min(device.flops.values())) * device.efficiency
+    reached = device.reached(name.removeprefix(ATTENTION))
     return min(reached, device.attention or reached) if name.startswith(ATTENTION) else reached
 
 
@@ -133,32 +135,31 @@ _FLOAT8 = "float8"
 _WAYS = 4  # there and back, forward and backward
 
 
-def most_stages(recorded: Recorded) -> int:
-    """Into how many stages a price can cut it: each has the blocks that are recorded, at least."""
-    few = len(_blocks(recorded))
-    return (few + _left(recorded.left_out)) // few if few else 1
-
-
 def one_stage(recorded: Recorded, stages: int) -> Recorded:
     """The largest of so many stages of nearly equal length; with the embedding and the head, though none has both."""
     if stages == 1:
         return recorded
-    most = most_stages(recorded)
-    if stages > most:
-        raise AutoplanError(
-            f"a pipeline of {stages} stages cannot be priced: a stage has at least {len(_blocks(recorded))} blocks",
-            hint=f"use at most {most}",
-        )
-    few, left = len(_blocks(recorded)), _left(recorded.left_out)
-    keep = -(-(few + left) // stages) - few
+    stood = dict.fromkeys(_blocks(recorded), 1)
+    for pairs in recorded.left_out.values():
+        for _, block in pairs:
+            stood[block] = stood.get(block, 1) + 1
+    blocks = sum(stood.values())
+    if stages > max(1, blocks):
+        raise AutoplanError(f"a pipeline of {stages} stages cannot be priced: the model has {blocks} blocks",
+                            hint=f"use at most {max(1, blocks)}")  # fmt: skip
+    keep = -(-blocks // stages)
+    few = set(sorted(stood, key=lambda name: -stood[name])[:keep])  # if not all of them: of the kinds that most have
+    gone = stood.keys() - few
+    program = without_blocks(recorded.program, gone)
+    left, extra = blocks - len(stood), keep - len(few)
     chosen: dict[str, tuple[tuple[str, str], ...]] = {}
     seen = 0
     for name, pairs in recorded.left_out.items():  # of each kind of block its part, so that all kinds stay
         before, seen = seen, seen + len(pairs)
-        chosen[name] = pairs[: seen * keep // left - before * keep // left]
-    gone = {block for name, pairs in recorded.left_out.items() for block, _ in pairs[len(chosen[name]) :]}
+        chosen[name] = pairs[: seen * extra // left - before * extra // left]
+    gone |= {block for name, pairs in recorded.left_out.items() for block, _ in pairs[len(chosen[name]) :]}
     units = tuple(unit for unit in recorded.units if gone.isdisjoint(_within(unit.name)))
-    return replace(recorded, left_out=chosen, units=units)
+    return replace(recorded, program=program, left_out=chosen, units=units)
 
 
 def _within(name: str) -> Iterator[str]:
@@ -167,12 +168,8 @@ def _within(name: str) -> Iterator[str]:
     return (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
 
 
-def _blocks(recorded: Recorded) -> set[str]:
-    return {step.name for step in recorded.program.steps if isinstance(step, Block)}
-
-
-def _left(left_out: LeftOut) -> int:
-    return sum(map(len, left_out.values()))
+def _blocks(recorded: Recorded) -> list[str]:
+    return list(dict.fromkeys(step.name for step in recorded.program.steps if isinstance(step, Block)))
 
 
 def exchanged(walk: Walk, units: tuple[UnitSize, ...], ranks: int) -> Iterator[Sent]:

@@ -75,6 +75,7 @@ class Sweep:
     mp_policy: Any
     matmuls: str | None = None
     chunked_loss: bool = False
+    compiled: bool = False
     dropped: list[str] = field(default_factory=list)
     asked: dict[int, Asked] = field(default_factory=dict)  # by the id of the estimate that it led to
     held: dict[int, list[int]] = field(default_factory=dict)  # bytes of the smallest steps over ever fewer cp, by tp
@@ -189,7 +190,7 @@ class Sweep:
         if self.train == "inference":
             mesh = (("dp_replicate", copies), *split.dims)
             return self._row(Asked(mesh, each, self.sequence, train=self.train, exact=False, experts=split.shared,
-                                   matmuls=self.matmuls))  # fmt: skip
+                                   matmuls=self.matmuls, compiled=self.compiled))  # fmt: skip
         return self._row(self._asked(self._meshes(copies, split)[0], 1, self.again[-1], along, None, each, split))
 
     def _ways(self, copies: int, split: Split, along: bool, each: int) -> Iterator[Row]:
@@ -234,7 +235,7 @@ class Sweep:
         return Asked(
             mesh, micro, self.sequence, checkpointing, self.mp_policy, self.optimizer, self.train, reshard, along,
             max(1, each // micro), exact=False, experts=split.shared, matmuls=self.matmuls,
-            chunked_loss=self.chunked_loss,
+            chunked_loss=self.chunked_loss, compiled=self.compiled,
         )  # fmt: skip
 
     def _row(self, question: Asked) -> Row:
@@ -245,6 +246,36 @@ class Sweep:
         again: Any = question.activation_checkpointing
         return Row(priced, again, question.sequence_parallel, question.reshard_after_forward, question.accumulate,
                    not missing, binds, missing, question.experts)  # fmt: skip
+
+    def of_mesh(self, mesh: tuple[tuple[str, int], ...], gpus: int, batch: int) -> Row:
+        """The best row of a mesh that has none: others run it, or it is never looked at."""
+        question = Asked(mesh, sequence=self.sequence, train=self.train)
+        if question.ranks != gpus or batch % question.copies:
+            raise AutoplanError(
+                f"no row has the mesh {dict(mesh)}: it has {question.ranks} ranks and {question.copies} copies of the "
+                f"model, for {gpus} GPUs and a batch of {batch}",
+                hint="pass a mesh of all GPUs, with a number of copies that divides the batch",
+            )
+        split = Split(question.size("tp"), question.size("ep"), question.cp)
+        each = batch // question.copies
+        again = self.again if self.train != "inference" else (False,)
+        sizes = [n for n in range(1, each + 1) if each % n == 0] if self.train != "inference" else [each]
+        along = (True, False) if split.tp > 1 == split.cp and self.train != "inference" else (False,)
+        rows: list[Row] = []
+        problem: AutoplanError | None = None
+        for checkpointing, cut in product(again, along):
+            for micro in sizes:
+                try:
+                    rows.append(self._row(self._asked(mesh, micro, checkpointing, cut, None, each, split)))
+                except AutoplanError as error:
+                    problem = error
+                    break
+                if not rows[-1].fits:
+                    break
+        if not rows:
+            assert problem is not None, "there is one way at least"
+            raise problem
+        return min(rows, key=_in_order)
 
     def elsewhere(self, gpus: int, batch: int, most: int = 3) -> list[Row]:
         """The fastest that fit of pipelines and exchanged experts, which others run; their prices come from known
@@ -276,7 +307,7 @@ class Sweep:
         """Return the rows in order. The first is recorded itself, until one that was stays first."""
         exact: set[int] = set()
         while True:
-            rows = sorted(rows, key=lambda row: (not row.fits, row.missing, -row.estimate.tokens_per_second))
+            rows = sorted(rows, key=_in_order)
             if not rows or not rows[0].fits or id(rows[0]) in exact:
                 return rows
             question = self.asked[id(rows[0].estimate)]
@@ -311,6 +342,10 @@ class Sweep:
         except (IndivisibleError, PlanMismatchError):
             return False
         return row.fits
+
+
+def _in_order(row: Row) -> tuple[bool, int, float]:
+    return not row.fits, row.missing, -row.estimate.tokens_per_second
 
 
 def _first_of(numbers: list[int], fits: Callable[[int], bool]) -> int | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
     DeepseekV3Config,
     FalconConfig,
     GPT2Config,
@@ -71,6 +72,8 @@ MODELS: dict[str, Any] = {
     "llama-3.1-8b": llama(32, 4096, 14336, 32),
     "llama-3.1-70b": llama(80, 8192, 28672, 64),
     "llama-3.1-405b": llama(126, 16384, 53248, 128),
+    "llama-3-70b-12": llama(12, 8192, 28672, 64),
+    "llama-3.1-405b-4": llama(4, 16384, 53248, 128),
     "llama-3.2-3b": llama(28, 3072, 8192, 24, tied=True),
     "llama-3.2-1b": llama(16, 2048, 8192, 32, tied=True),
     "llama-2-7b": llama(32, 4096, 11008, 32, 32, 32000),
@@ -102,6 +105,11 @@ MODELS: dict[str, Any] = {
     "qwen3-30b-a3b": qwen_experts(48, 2048, 768, 32),
     "qwen3-235b": qwen_experts(94, 4096, 1536, 64),
     "deepseek-v3": DeepseekV3Config(),
+    "deepseek-v3-4": DeepseekV3Config(num_hidden_layers=4, first_k_dense_replace=1),
+    "deepseek-v2-4": DeepseekV2Config(hidden_size=5120, intermediate_size=12288, moe_intermediate_size=1536,
+                                      num_hidden_layers=4, first_k_dense_replace=1, num_attention_heads=128,
+                                      n_routed_experts=160, n_shared_experts=2, num_experts_per_tok=6,
+                                      q_lora_rank=1536, vocab_size=102400),
 }  # fmt: skip
 
 
@@ -134,7 +142,8 @@ class Run:
             weights=self.weights, mp_policy="bf16" if self.weights == "float32" else None, device=load_device(self.gpu),
             matmuls="fp8" if "fp8" in says else None, exchange_experts=int(says.get("exchange", 1)),
             chunked_loss="chunked" in says, shard_optimizer="zero1" in says,
-            optimizer="adamw_master" if "zero1" in says else "adamw", cpu_offload="offload" in says,
+            compiled="compiled" in says, virtual_stages=int(says.get("virtual", 1)),
+            optimizer="adamw_master" if says.keys() & {"zero1", "master"} else "adamw", cpu_offload="offload" in says,
             lora_rank=int(says.get("rank", 8)), lora_targets=says.get("targets", "").replace("+", ",") or None,
             lora_dropout=float(says.get("dropout", 0)),
             lora_dtype="model" if self.train == "lora" else "float32",  # these engines cast no adapters

@@ -38,6 +38,8 @@ def _with(key: str, value: str) -> str:
         (_with("name", '["a"]'), r"name = \['a'\], which is not text"),
         (H100.replace("latency_between", "latency_betwen"), "unknown key links.latency_betwen"),
         (H100.replace("per_node", "per_nodes"), "unknown key per_nodes; known are name, memory"),
+        (f"{H100}\n[efficiencies]\nfloat8 = 0", "efficiencies.float8 = 0, which is not above 0"),
+        (H100.replace("efficiency =", "efficiencies = 1\nefficiency ="), r"has no table \[efficiencies\]"),
         (H100.replace("[overhead]", "[overheads]"), r"says nothing of \[overhead\]"),
     ],
 )
@@ -48,9 +50,14 @@ def test_what_is_no_device_file(tmp_path: Path, text: str, why: str) -> None:
         load_device(str(path))
 
 
+def test_a_dtype_may_reach_another_share_of_its_peak() -> None:
+    device = load_device("b200")
+    assert device.reached("float8") > 1.2 * 2 * device.reached("bfloat16")
+
+
 def test_ours_are_read() -> None:
     others = {name: load_device(name).per_node for name in device_names() if load_device(name).per_node != 8}
-    assert others == {"gb200": 72} and len(device_names()) == 16
+    assert others == {"gb200": 72, "gb300": 72} and len(device_names()) == 17
 
 
 @pytest.mark.parametrize(("ranks", "measured", "copied"), [(8, "inside", "between"), (16, "between", "inside")])

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, MixtralConfig
 
 import autoplan
 from autoplan.common.errors import AutoplanError
+from autoplan.forecast.devices import load_device
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -42,8 +43,43 @@ def test_a_pipeline_talks_once_a_step() -> None:
 
 
 def test_too_many_stages_are_one_error() -> None:
-    with pytest.raises(AutoplanError, match="16 stages"):
-        asked(mesh="pp=16")
+    with pytest.raises(AutoplanError, match="17 stages"):
+        asked(mesh="pp=17")
+
+
+def test_a_stage_of_fewer_blocks_than_are_recorded_does_what_its_blocks_do() -> None:
+    stage, alone = asked(mesh="pp=16"), asked(LlamaConfig(**SIZES, num_hidden_layers=1))
+    assert stage.flops == alone.flops and stage.parts.weights == alone.parts.weights
+    assert stage.parts.temporary >= 0
+
+
+def test_interleaved_stages_idle_less_and_keep_more() -> None:
+    one, two = (asked(mesh="pp=4", accumulate=8, virtual_stages=n) for n in (1, 2))
+    assert one.time is not None and two.time is not None
+    assert two.time.idle == pytest.approx(one.time.idle / 2)
+    assert one.parts.kept < two.parts.kept and "8 stages, 2 on each rank" in two.run_by
+
+
+def test_compiled_ops_between_products_are_one_kernel() -> None:
+    plain, compiled = asked(sequence=512), asked(sequence=512, compiled=True)
+    assert plain.time is not None and compiled.time is not None
+    assert 0.2 < compiled.time.memory / plain.time.memory < 0.8
+    assert compiled.time.compute == plain.time.compute and compiled.parts == plain.parts
+    assert any("compiled" in text for text in compiled.how)
+
+
+def test_reading_operands_takes_time() -> None:
+    """Few tokens read as many weights as many tokens do."""
+    few, many = asked(sequence=8), asked(sequence=512)
+    assert few.time is not None and many.time is not None
+    assert few.time.memory > 4 * few.time.compute and few.time.memory > many.time.memory / 64
+
+
+def test_blocks_that_are_too_few_to_leave_any_out_count_as_blocks() -> None:
+    shallow = LlamaConfig(**SIZES, num_hidden_layers=2)
+    plain, faster = asked(shallow), asked(shallow, matmuls="fp8")
+    assert plain.time is not None and faster.time is not None and faster.time.compute < plain.time.compute
+    assert asked(shallow, mesh="pp=2").parts.weights < plain.parts.weights
 
 
 def test_experts_that_exchange_tokens_are_gathered_by_those_that_hold_the_same() -> None:
@@ -70,6 +106,11 @@ def test_experts_that_exchange_tokens_are_gathered_by_those_that_hold_the_same()
         (DENSE, {"mesh": "dp_replicate=8,dp_shard=1", "shard_optimizer": True, "mp_policy": "bf16"}),
         (DENSE, {"train": "inference", "chunked_loss": True}),
         (DENSE, {"chunked_loss": "yes"}),
+        (DENSE, {"compiled": "yes"}),
+        (DENSE, {"mesh": "dp_replicate=4,dp_shard=1", "shard_optimizer": True, "cpu_offload": True}),
+        (EXPERTS, {"mesh": "dp_shard=4", "ep_size": 2}),
+        (DENSE, {"virtual_stages": 2}),
+        (DENSE, {"mesh": "pp=4", "virtual_stages": 2, "accumulate": 6}),
     ],
 )
 def test_what_cannot_be_priced_is_one_error(config: Any, how: dict[str, Any]) -> None:
@@ -82,8 +123,10 @@ def test_products_of_blocks_run_in_float8_and_all_else_as_before() -> None:
     plain, faster = asked(), asked(matmuls="fp8")
     assert plain.time is not None and faster.time is not None
     head = asked(LlamaConfig(**SIZES, num_hidden_layers=1))
-    assert 0.5 * plain.time.compute < faster.time.compute < plain.time.compute
-    assert head.time is not None and faster.time.compute - 0.5 * plain.time.compute < head.time.compute
+    device = load_device("h100")
+    share = device.reached("bfloat16") / device.reached("float8")
+    assert share * plain.time.compute < faster.time.compute < plain.time.compute
+    assert head.time is not None and faster.time.compute - share * plain.time.compute < head.time.compute
     assert faster.parts == plain.parts and faster.run_by
 
 
@@ -113,6 +156,8 @@ def test_choosing_says_what_others_would_run_and_where_a_mesh_stands() -> None:
     assert first is not None and row.estimate.time is not None
     assert sum(more.values()) == pytest.approx(row.estimate.time.total / first.total - 1)
     assert f"row {place} " in str(chosen) or place > 12
+    place, row, _ = chosen.against_first("pp=2")  # others run it
+    assert place == 0 and row.estimate.run_by and row.mesh == {"pp": 2}
     with pytest.raises(AutoplanError, match="no row"):
         chosen.against_first("dp_shard=3")
     with pytest.raises(AutoplanError):

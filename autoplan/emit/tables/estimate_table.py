@@ -191,7 +191,8 @@ def against_view(place: int, row: Row, more: dict[str, float]) -> str:
     parts = ", ".join(f"{share:+.0%} {name}" for name, share in sorted(more.items(), key=lambda pair: -abs(pair[1]))
                       if abs(share) >= 0.005)  # fmt: skip
     verdict = f"a step takes {sum(more.values()):+.0%} ({parts})" if row.fits else f"it does not fit ({row.binds})"
-    return f"row {place} is {row}: compared with the first, {verdict}"
+    run_by = f" ({row.estimate.run_by})" if row.estimate.run_by else ""
+    return f"{f'row {place} is' if place else 'beside the rows:'} {row}{run_by}: compared with the first, {verdict}"
 
 
 def row_view(row: Row) -> RenderableType:
@@ -210,7 +211,7 @@ def estimate_to_dict(found: Estimate) -> dict[str, Any]:
         "flops": found.flops, "tokens_per_second": found.tokens_per_second, "device": found.device,
         "seconds": None if time is None else {
             "total": time.total, "compute": time.compute, "memory": time.memory, "optimizer": time.optimizer,
-            "exposed": dict(time.exposed)},
+            "idle": time.idle, "exposed": dict(time.exposed)},
         "bars": {name: {"relative": bar, "against": against} for name, bar, against in found.bars},
         "notes": list(found.notes), "dtype": found.dtype, "dtype_origin": found.dtype_origin, "stored": found.stored,
         "optimizer": found.optimizer, "concurrency": found.concurrency,

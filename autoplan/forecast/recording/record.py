@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.stages import Round, counted
-from autoplan.common.torch_internals import TorchDispatchMode, collectives_by_name, local_part, schema_of, storage_id
+from autoplan.forecast.recording.compiled import Fusion
 from autoplan.forecast.recording.kernels import (
     flops_of,
     grouped_in_bfloat16,
@@ -79,6 +79,7 @@ class _Log:
     forward: bool = True
     ended: int = 0
     open: bool = True
+    fusion: Fusion = field(default_factory=Fusion)
 
     def enter(self, name: str, *_: Any) -> None:
         self.modules.append(name)
@@ -100,6 +101,10 @@ class _Log:
         self.known[key] = number
         self.holders[number] = weakref.ref(storage, lambda _: self._freed(key, number))
         self.items.append(Changed(number, 1, self.modules[-1]))
+
+    def sized(self, tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+        """Return the number of each tensor's storage (-1: none), and its bytes."""
+        return [(self.known.get(t.untyped_storage()._cdata, -1), t.numel() * t.element_size()) for t in tensors]
 
     def held(self, size: int) -> None:
         """Memory that comes and goes within one op."""
@@ -204,17 +209,21 @@ class _Watching(TorchDispatchMode):
         collective = space in _COLLECTIVES
         results = [one for one in tensors_within(result) if not _about_shapes(one)]
         if collective:
+            log.fusion.kernel += 1
             self._message(func, args, kwargs, results)
         for tensor in results:
             log.made(tensor, collective)
         log.held(held_meanwhile(func, args))
         if not collective and not func.is_view and results:
             inputs = list(tensors_within((args, kwargs)))
-            moved = sum(t.numel() * t.element_size() for t in (*inputs, *results))
-            dtype = str(results[0].dtype).removeprefix("torch.")
-            dtype = ATTENTION + dtype if is_attention(func) else dtype
+            read, made = log.sized(inputs), log.sized(results)
             flops = flops_of(func, args, kwargs, result)
-            log.items.append(Worked(flops, moved, dtype, log.modules[-1], layer_of(func, result) if flops else ""))
+            fused, moved = log.fusion.moved(read, made, flops > 0), sum(size for _, size in (*read, *made))
+            dtype = str(results[0].dtype).removeprefix("torch.")
+            if is_attention(func):  # what a fused kernel of attention reads is in its rate
+                dtype, fused, moved = ATTENTION + dtype, 0, 0
+            layer = layer_of(func, result) if flops else ""
+            log.items.append(Worked(flops, moved, dtype, log.modules[-1], layer, fused))
         return result
 
     def _message(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:

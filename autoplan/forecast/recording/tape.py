@@ -6,7 +6,7 @@ stretch what it leaves, its highest moment, what it computes and sends; two reco
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,14 +39,15 @@ ATTENTION = "attention "  # before the dtype of operations that a fused kernel o
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """One op: floating-point operations, and bytes read and written. `layer`: "linear" or "experts", of products with
-    their weights (and in backward, of those that stand for them)."""
+    """One op: floating-point operations, and bytes read and written (`fused`: if elementwise ops are compiled).
+    `layer`: "linear" or "experts", of products with their weights (and in backward, of those that stand for them)."""
 
     flops: int
     bytes: int
     dtype: str
     module: str
     layer: Literal["", "linear", "experts"] = ""
+    fused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,9 @@ Numbers = Mapping[str, float]
 @dataclass(frozen=True)
 class Stretch:
     """`net`: bytes that stay or go, by kind. `at`: bytes by kind at the highest moment, in `module`. `flops` by dtype,
-    `layers`: those of them that products of linear layers and of experts take. `moved`: bytes of what only moves or
-    works element by element. `sent`: number and bytes by (dim, kind). `lasts`: see `Storage`."""
+    `layers`: those of them that products of linear layers and of experts take. `moved`: bytes that ops read and
+    write, those of products too; `fused`: those of compiled ones. `sent`: number and bytes by (dim, kind). `lasts`: see
+    `Storage`."""
 
     net: Numbers
     at: Numbers
@@ -120,6 +122,7 @@ class Stretch:
     sent: Mapping[tuple[str, str], tuple[int, float]]
     layers: Numbers = field(default_factory=dict)
     lasts: float = 0.0
+    fused: float = 0.0
 
 
 Step = Stretch | UnitEvent | Block | Place
@@ -160,20 +163,20 @@ def _measured(items: list[Item], sizes: np.ndarray, kinds: np.ndarray, lasts: li
     net, at, module = _memory(changes, sizes, kinds)
     flops: dict[str, float] = {}
     layers: dict[str, float] = {}
-    moved = 0.0
+    moved = fused = 0.0
     sent: dict[tuple[str, str], tuple[int, float]] = {}
     for item in items:
         if isinstance(item, Worked) and item.flops:
             flops[item.dtype] = flops.get(item.dtype, 0) + item.flops
             if item.layer:
                 layers[item.layer] = layers.get(item.layer, 0) + item.flops
-        elif isinstance(item, Worked):
-            moved += item.bytes
+        if isinstance(item, Worked):
+            moved, fused = moved + item.bytes, fused + item.fused
         elif isinstance(item, Message):
             number, size = sent.get((item.dim, item.kind), (0, 0.0))
             sent[item.dim, item.kind] = number + 1, size + max(item.sent, item.received)
     stay = sum(change.sign * lasts[change.storage] for change in changes)
-    return Stretch(net, at, module, flops, moved, sent, layers, stay)
+    return Stretch(net, at, module, flops, moved, sent, layers, stay, fused)
 
 
 def _memory(changes: list[Changed], sizes: np.ndarray, kinds: np.ndarray) -> tuple[Numbers, Numbers, str]:
@@ -212,7 +215,8 @@ def _between(one: Stretch, two: Stretch, more: float) -> Stretch:
     numbers = (_line(getattr(one, name), getattr(two, name), more) for name in ("net", "at", "flops", "layers"))
     net, at, flops, layers = numbers
     lasts = one.lasts + more * (two.lasts - one.lasts)
-    return Stretch(net, at, two.module, flops, moved, sent, layers, lasts)
+    fused = one.fused + more * (two.fused - one.fused)
+    return Stretch(net, at, two.module, flops, moved, sent, layers, lasts, fused)
 
 
 def _line(one: Numbers, two: Numbers, more: float) -> Numbers:
@@ -243,6 +247,15 @@ def _expanded(
             yield phase, span, block
         done = last
     yield phase, items[done:], ""
+
+
+def without_blocks(program: Program, names: Collection[str]) -> Program:
+    """The step of a model that lacks these recorded blocks. What the next one takes over from each is balanced."""
+    halves: dict[Phase, list[Step]] = {"forward": [], "backward": []}
+    for phase, steps, block in expanded(program, {}):
+        stays = sum(step.net.get("temporary", 0.0) for step in steps if isinstance(step, Stretch))
+        halves[phase] += [Stretch({"temporary": stays}, {}, "", {}, 0.0, {})] if block in names else steps
+    return Program((*halves["forward"], *halves["backward"]), len(halves["forward"]))
 
 
 def _with_what_lies_between(phase: Phase, spans: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
