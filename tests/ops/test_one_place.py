@@ -34,7 +34,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     "capture/feeding/wants.py": ({"complex", "float", "ones"}, _OTHERS),
     "capture/feeding/watch.py": (
         {"__getitem__", "eq", "ge", "gt", "le", "lt", "ne", "new_empty", "new_full", "new_ones", "new_zeros", "unbind"},
-        "how Python indexes and goes through a tensor, and how authors ask for padding: what they mean, no fact of an op",
+        "how Python reads a tensor, and how authors ask for padding: what they mean, no fact of an op",
     ),
     "capture/recorder.py": ({"numel", "size"}, "questions that Python asks, answered with traced integers: no ops run"),
     "check/verify/drawn.py": (
