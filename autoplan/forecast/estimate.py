@@ -107,8 +107,8 @@ def estimate(
     `matmuls`: "fp8" prices the products of layers in blocks at the device's rate of float8. `exchange_experts`: whole
     experts lie on so many of the ranks of dp_shard, which exchange tokens. `shard_optimizer`: its states are sharded
     over dp_replicate. `virtual_stages`: pieces of the model that each rank of `pp` has (interleaved 1F1B). These and a
-    dim `pp` are run by others; the estimate says by whom (`run_by`).
-    `compiled`: elementwise ops between products are one kernel each; memory is that of a step that is not compiled.
+    dim `pp` are run by others; the estimate says by whom (`run_by`). `compiled`: elementwise
+    ops between products are one kernel each; memory is that of a step that is not compiled.
     `chunked_loss`: the head and the model's loss run over an eighth of the tokens at a time, so that logits are never
     whole.
     `inputs`: the kinds of arguments; their sizes are `batch` and `sequence`. The other keywords are those of
@@ -207,15 +207,8 @@ def estimate_with(steps: Steps, question: Asked, device: Device) -> Estimate:
         read = weights + int(whole + others)
         seconds = decoding_time(load, device, question.mesh, read, sequences / (batch * tokens))
         decoded = sequences * copies / (question.stages * seconds)
-    time = step_time(
-        load,
-        device,
-        question.mesh,
-        question.accumulate,
-        question.stages,
-        summed_once=question.summed_once,
-        pieces=question.virtual_stages,
-    )
+    time = step_time(load, device, question.mesh, question.accumulate, question.stages,
+                     summed_once=question.summed_once, pieces=question.virtual_stages)  # fmt: skip
     return Estimate(
         model=steps.source.name, mesh=question.mesh, batch=batch, sequence=tokens, train=question.train,
         parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * question.accumulate,

@@ -105,7 +105,7 @@ class _Log:
 
     def sized(self, tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
         """Return the number of each tensor's storage (-1: none), and its bytes."""
-        return [(self.known.get(t.untyped_storage()._cdata, -1), t.numel() * t.element_size()) for t in tensors]
+        return [(self.known.get(storage_id(t), -1), t.numel() * t.element_size()) for t in tensors]
 
     def held(self, size: int) -> None:
         """Memory that comes and goes within one op."""
