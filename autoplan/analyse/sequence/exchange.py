@@ -22,7 +22,7 @@ from autoplan.analyse.sequence.windows import sizes_of
 from autoplan.common.layout import Layout
 from autoplan.ops import call_record
 from autoplan.ops.records.record import writes_in_place
-from autoplan.values import AllReduce, AllReduceGradient, Boundary, JoinPartial, ScaleGradient, SequenceName, WithholdPartial
+from autoplan.values import AllReduce, AllReduceGradient, Boundary, JoinPartial, SequenceName, WithholdPartial
 from autoplan.values.trace import symbolics
 
 __all__ = ["exchange"]
@@ -181,12 +181,12 @@ class _Exchanges:
                     self._leave_module(output, Crossing(number, visit.module, path, *visit.calls), partial, swap)
 
     def _is_changed_on_the_way(self, tensor: int, reader: int, crossing: Crossing) -> bool:
-        """Return whether a module around the reader does something to what it takes in (it scales its gradient): that
-        is done to whole values, and not to what is shown as one."""
+        """Return whether a module around the reader does anything to what it takes in (it scales its gradient), which
+        is for whole values and not for what is shown as one."""
         first, last = self.trace.visits[reader].calls
         around = [c for c in self.flow.entering.get(tensor, ()) if c.first <= first and last <= c.last]
         between = [c for c in around if c.visit != reader and c != crossing and crossing.first <= c.first]
-        return any((c, kind) in self.placement.inputs for c in between for kind in (AllReduceGradient, ScaleGradient))
+        return any(c in between for c, _ in self.placement.inputs)
 
     def _leave_module(self, output: int, crossing: Crossing, partial: bool, swap: _Swap) -> None:
         """Place what a module made on own positions: exchanged, shown as whole, or gathered."""

@@ -39,7 +39,7 @@ def runs_whole(arguments: dict[str, Any]) -> bool:
     for name, value in caches.items():
         if hasattr(value, _MARK):
             raise PlanMismatchError(
-                f"{name} holds a rank's own positions: it was made in a call that did not ask for one, or filled with gradients",
+                f"{name} holds a rank's own positions: the call that made it did not ask for one, or had gradients",
                 hint=f"pass {switch}=False, or {switch}=True from the first call on, under torch.no_grad()",
             )
     own = any(own_of(tensor) is not None for _, tensor in flatten_tensors(arguments))
