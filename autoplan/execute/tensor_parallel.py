@@ -31,6 +31,7 @@ from autoplan.execute.hooks.install import ModuleWork, install, keep_order
 from autoplan.execute.hooks.replaced import install_inner_entries, watch_children, watch_no_longer
 from autoplan.execute.hooks.root import install_root
 from autoplan.execute.hooks.unseen import watch_unrecorded
+from autoplan.execute.hooks.whole import can_run_whole
 from autoplan.execute.parameters.optimizer import stop_following
 from autoplan.execute.parameters.shard import prepare_parameters
 from autoplan.execute.reproducible import make_reproducible
@@ -153,6 +154,7 @@ def apply_plan(
         mesh, group, gather_logits, SharedRandomness(group, mesh_device(mesh)), sequence_padding=sequence_padding
     )
     running.context, running.more_groups = plan.cp_size > 1, dict(more_groups or {})
+    running.can_run_whole = can_run_whole(plan)
     running.randomness.apart = running.sequence.rank if running.more_groups else 0
     running.split_loss = not reproducible_forward  # its reductions are over ranks too
     running.branches.apart = reproducible_forward  # keeps the model's own order of additions

@@ -161,6 +161,8 @@ class _Exchanges:
             if not (crossing.first <= use < crossing.last if side == "input" else use >= crossing.last):
                 continue
             reader = self._module_around(use, tensor, crossing, side)
+            if self._is_changed_on_the_way(tensor, reader, crossing):
+                raise _Refused
             readers.add(reader)
         inside = {crossing.visit} & readers if side == "input" else set[int]()
         if not readers or (inside and len(readers) > 1):
@@ -177,6 +179,14 @@ class _Exchanges:
             for path, output in visit.outputs:
                 if output != tensor:
                     self._leave_module(output, Crossing(number, visit.module, path, *visit.calls), partial, swap)
+
+    def _is_changed_on_the_way(self, tensor: int, reader: int, crossing: Crossing) -> bool:
+        """Return whether a module around the reader does anything to what it takes in (it scales its gradient), which
+        is for whole values and not for what is shown as one."""
+        first, last = self.trace.visits[reader].calls
+        around = [c for c in self.flow.entering.get(tensor, ()) if c.first <= first and last <= c.last]
+        between = [c for c in around if c.visit != reader and c != crossing and crossing.first <= c.first]
+        return any(c in between for c, _ in self.placement.inputs)
 
     def _leave_module(self, output: int, crossing: Crossing, partial: bool, swap: _Swap) -> None:
         """Place what a module made on own positions: exchanged, shown as whole, or gathered."""

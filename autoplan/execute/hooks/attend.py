@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
+from autoplan.common.conventions import conventions
 from autoplan.common.torch_internals import is_fake, outside_of_modes
 from autoplan.execute.collectives import take_rows
 from autoplan.execute.executors import At, executes, other_branch
@@ -30,7 +31,8 @@ def _attend(planned: AttendAcross, at: At) -> Callable[[Any, Any, Any], torch.Te
         if given != [own] * 3 or (mask is not None and mask.size(-2) not in (1, length)):
             given += [] if mask is None else [mask.size(-2)]
             raise other_branch(
-                f"{where} gets {given} positions (of a cache, perhaps), and a rank has {own} of {length}"
+                f"{where} gets {given} positions, and a rank has {own} of {length} (a cache? "
+                f"{conventions().cache_switch}=False)"
             )
         if own == 1 < length:
             raise other_branch(f"{where}: a rank has one of {length} positions, which code often treats apart")

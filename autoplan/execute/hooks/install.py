@@ -129,6 +129,8 @@ class Worker(Hooks):
         return bool(self.calls or self.work.framed or self.work.random or self.beginning or self.ending)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.running.runs_whole:
+            return args, kwargs
         return unwatched(self._before, args, kwargs) if torch.compiler.is_compiling() else self._before(args, kwargs)
 
     def _before(self, args: Any, kwargs: Any) -> Any:
@@ -159,6 +161,8 @@ class Worker(Hooks):
             self.entered.append(mode)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if self.running.runs_whole:
+            return output
         return unwatched(self._after, output) if torch.compiler.is_compiling() else self._after(output)
 
     def _after(self, output: Any) -> Any:

@@ -29,6 +29,7 @@ from autoplan.execute.guard.sizes import plain_sizes
 from autoplan.execute.hooks.install import Hooks
 from autoplan.execute.hooks.sequence import SequenceShard, gather_shard, shards_in
 from autoplan.execute.hooks.unseen import UnseenOutputs
+from autoplan.execute.hooks.whole import mark_caches, runs_whole
 from autoplan.execute.vocabulary.leaving import leaving
 from autoplan.execute.vocabulary.own_positions import PositionLogits, with_columns
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
@@ -77,6 +78,10 @@ def _counts(model: nn.Module) -> dict[str, int]:
     return {parameter.name: parameter.default for parameter in parameters if type(parameter.default) is int}
 
 
+def _items(output: Any) -> tuple[Any, ...]:
+    return tuple(output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ())
+
+
 class Root(Hooks):
     """The hooks of a model's entry and exit; only the outermost of nested runs counts."""
 
@@ -115,7 +120,9 @@ class Root(Hooks):
                         if self.running.context
                         else f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
                     )
-        self.running.picks = self._picks(arguments) if self.running.context else ""
+        self.running.runs_whole = self.running.can_run_whole and runs_whole(arguments)
+        positions_count = self.running.context and not self.running.runs_whole
+        self.running.picks = self._picks(arguments) if positions_count else ""
         targets = {name for name, value in arguments.items() if value is not None and self._is_target(name)}
         quiet = torch.compiler.is_compiling() and not self.running.draws_unseen  # switching streams breaks a graph
         strange = set() if quiet else self._strangers(arguments)
@@ -161,7 +168,7 @@ class Root(Hooks):
 
     def _leave(self, output: Any) -> Any:
         with DisableTorchFunction():
-            for path, change in self.outputs:
+            for path, change in () if self.running.runs_whole else self.outputs:
                 output = change_if_returned(output, path, change, "the model")
             for path, shard in shards_in(output):  # shards that the model itself collected
                 output = change_at(output, path, self._whole(shard), "the model")
@@ -205,6 +212,10 @@ class Root(Hooks):
 
     def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.running.depth -= 1
+        if self.running.depth == 0 and self.running.can_run_whole:
+            if not self.running.runs_whole:
+                mark_caches((*args, *kwargs.values(), *_items(output)))
+            self.running.runs_whole = False
         if self.guard is not None and self.running.depth == 0 and not torch.compiler.is_compiling():
             self.guard.abandon()
         self.running.loss &= self.running.depth > 0  # a head called by itself returns its columns

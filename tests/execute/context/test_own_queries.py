@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import autoplan
 from autoplan.check.ranks.run import count_collectives, run_ranks
@@ -92,14 +92,52 @@ def test_what_is_sent_is_what_the_plan_says(made: Any) -> None:
     assert all(counts == {"all_gather": 2 * said + 1} for counts in on_ranks(made, counted))
 
 
-def test_a_cache_is_refused_by_name(made: Any) -> None:
-    ids = torch.randint(3, 64, (1, 8))
+@pytest.mark.parametrize(
+    ("how", "length"), [({}, 2), ({}, 9), ({"num_beams": 2}, 5), ({"use_cache": False}, 5)], ids=str
+)
+def test_it_generates_as_one_device_does(made: Any, length: int, how: dict[str, Any]) -> None:
+    _, model, _ = made
+    ids = torch.randint(3, 64, (2, length))
+    mask = torch.ones_like(ids)
+    mask[0, :1] = 0
 
     def generated(of: Any) -> Any:
-        with pytest.raises(PlanMismatchError, match="cache"):
-            of.generate(ids, max_new_tokens=2, do_sample=False)
+        how_all = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "output_logits": True, **how}
+        done = of.generate(ids, attention_mask=mask, return_dict_in_generate=True, **how_all)
+        return done.sequences, torch.stack(done.logits)
 
-    on_ranks(made, generated)
+    sequences, logits = generated(model)
+    for others, found in on_ranks(made, generated):
+        assert torch.equal(others, sequences)
+        assert torch.allclose(found, logits)
+
+
+def test_a_step_after_generating_is_on_own_positions(made: Any) -> None:
+    ids = torch.randint(3, 64, (1, 8))
+
+    def counted(of: Any) -> Any:
+        of.generate(ids, max_new_tokens=2, do_sample=False)
+        with torch.no_grad(), count_collectives() as counts:
+            of(ids)
+        return counts
+
+    said = made[2].communication[0].forward["all_gather"][0]
+    assert all(counts == {"all_gather": 2 * said + 1} for counts in on_ranks(made, counted))
+
+
+@pytest.mark.parametrize("given", (True, False))
+def test_a_cache_of_own_positions_is_refused_by_name(made: Any, given: bool) -> None:
+    """It was filled in a call with gradients, or made in one that did not ask for it."""
+    ids = torch.randint(3, 64, (1, 8))
+
+    def called(of: Any) -> Any:
+        cache = DynamicCache() if given else None
+        with torch.set_grad_enabled(given):
+            cache = of(ids, past_key_values=cache).past_key_values
+        with torch.no_grad(), pytest.raises(PlanMismatchError, match="use_cache=False"):
+            of(ids[:, :1], past_key_values=cache)
+
+    on_ranks(made, called)
 
 
 def test_a_mask_that_is_not_in_memory_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
