@@ -89,10 +89,16 @@ def _has_code(module: nn.Module) -> bool:
     return any(all(_may_hold(other, module) for other in others) for others in _choices(cls))
 
 
-def reads_grad_mode(model: nn.Module) -> bool:
-    """Return whether code of a class of the model asks whether gradients are on: it may then take another path."""
+def reads(model: nn.Module, *names: str) -> bool:
+    """Return whether code of a class of the model has one of these names (whether gradients are on, or required): it
+    may then take another path."""
     kinds: set[Any] = {type(part) for part in model.modules()}
-    return any("is_grad_enabled" in function.__code__.co_names for kind in kinds for function in _functions(kind))
+    return any(not _names(kind).isdisjoint(names) for kind in kinds)
+
+
+@lru_cache(maxsize=4096)
+def _names(cls: Any) -> frozenset[str]:
+    return frozenset(name for function in _functions(cls) for name in function.__code__.co_names)
 
 
 @lru_cache(maxsize=4096)

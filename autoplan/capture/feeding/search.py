@@ -43,7 +43,8 @@ _PATIENCE = 8  # tries for a finite result
 _MOST_ELEMENTS = 2_000_000  # of all arguments together
 _MOST_MORE = 30  # tries for an optional argument
 _TARGETS = 6  # tries for targets
-_MOST_RANKS = 12  # tries for calls with a dim more or less
+_MOST_RANKS = 12  # tries for calls with a dim more or less, of which one runs in training
+_MOST_DIMS = 4  # tries for the same call with other dims
 _WORTH = 0.001  # share of unread weights below which no further argument is added
 
 
@@ -106,6 +107,7 @@ class Search:
         self.dtype = working_dtype(self.model)
         self.real = sum(p.numel() for p in self.model.parameters()) <= SMALL
         self.seen: set[State] = set()
+        self.ran: dict[State, Step] = {}  # in eval mode
         self.compared: dict[Path, int] = {}
         self.count = itertools.count()
         self._failure: Failure | None = None
@@ -167,15 +169,17 @@ class Search:
             other = other.with_want(path, replace(leaf, shape=shape))
         wanted = {path: len(leaf.shape) for path, leaf in other.leaves()}
         with untouched_randomness(self.seed), quiet():
-            usual, waiting = self._try(state, "again"), [other]
-            for _ in range(_MOST_RANKS):
-                if usual.failed or not waiting:
+            usual = self.ran.get(state) or self._try(state, "again")
+            waiting = iter(() if usual.failed else [other])
+            for _ in range(_MOST_DIMS):
+                if (call := next(waiting, None)) is None:
                     break
-                step = self._try(waiting.pop(0), "one dim more or less")
+                step = self._try(call, "one dim more or less")
                 if not step.failed:
                     return step.state if usual.read <= step.read else None
                 alike = (child for _, child, _ in self._children())
-                waiting += (child for child in alike if wanted == {at: len(leaf.shape) for at, leaf in child.leaves()})
+                alike = (child for child in alike if wanted == {at: len(leaf.shape) for at, leaf in child.leaves()})
+                waiting = itertools.chain(waiting, alike)
         return None
 
     def marked(self, state: State, *, there: bool) -> State:
@@ -216,9 +220,12 @@ class Search:
         return None if unset is None else replace(unset, failed="")
 
     def _children(self) -> Iterator[tuple[int, State, str]]:
-        """Yield what the last failure suggests, and what is usual, each with its place in the queue."""
+        """Return what the last failure suggests, and what is usual, each with its place in the queue."""
         failure, self._failure = self._failure, None
         assert failure is not None
+        return self._proposed(failure)
+
+    def _proposed(self, failure: Failure) -> Iterator[tuple[int, State, str]]:
         for first, most, proposals in (
             (0, _MOST_TOLD, told(failure, self.arguments, self.model)),
             (_USUAL_AT, _MOST_USUAL, usually(failure, self.arguments, self.model)),
@@ -332,11 +339,13 @@ class Search:
         self.steps.append(step)
         if failure is None:
             self.compared |= watch.compared
+            if not training:
+                self.ran[state] = step
         return step
 
     def _error(self, state: State, watch: Watch) -> Exception | None:
         mode, twin = self._twin_for()
-        torch.manual_seed(self.seed)
+        torch.default_generator.manual_seed(self.seed)
         try:
             values = state.draw(self.seed, self.dtype)
             with refusing_outsiders(twin), torch.no_grad():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autoplan.capture.called import calls_the_model, has_training_paths, reads_grad_mode
+from autoplan.capture.called import calls_the_model, has_training_paths, reads
 from autoplan.capture.copies import copied
 from autoplan.check.verify.drawn import RUNS, Draws, FixedNoise
 from autoplan.check.verify.subject import (
@@ -23,6 +23,7 @@ from autoplan.check.verify.subject import (
     Group,
     Observation,
     Subject,
+    gradient_of,
     kept_in,
     may_ask,
     plain,
@@ -76,23 +77,29 @@ def forward(subject: Subject) -> Observation:
     """Run once; once more if the first run changed what the model keeps (a cached table, a state, "is initialised");
     and without gradients, if its code asks whether they are on."""
     before = kept_in(subject.model)
-    seen = _each(subject, subject.feeds)
+    seen = inputs(subject) if subject.asks else _each(subject, subject.feeds)
     if not unchanged(before, kept_in(subject.model)):
         again = _each(subject, subject.feeds)
         seen |= {replace(group, name=f"{group.name}, again"): tensors for group, tensors in again.items()}
-    if reads_grad_mode(subject.model):
+    if reads(subject.model, "is_grad_enabled"):
         quiet = _each(subject, calls_the_model(subject.feeds), backward=False)
         seen |= {replace(group, name=f"{group.name} under no_grad"): tensors for group, tensors in quiet.items()}
     return seen
 
 
 def inputs(subject: Subject) -> Observation:
-    """Return the gradients of inputs that nobody asked for: those of an attack, a penalty, a map of what matters."""
+    """Return the gradients of inputs that nobody asked for: those of an attack, a penalty, a map of what matters.
+    Where that changes nothing else, `forward` asks for them, and no call is made for them alone (sharded.py)."""
     seen = Observation()
     for feed, given in subject.feeds.items():
-        if asked := may_ask(subject, given):
-            gradients = subject.forward_and_backward({**given, **asked})["inputs"]
-            seen[Group(f"{feed} input", gradient=True)] = {name: gradients[name] for name in asked if name in gradients}
+        asked = may_ask(subject, given)
+        if asked or subject.asks:
+            call = subject.forward_and_backward({**given, **asked})
+            found = {name: call["inputs"][name] for name in asked if name in call["inputs"]}
+            others = {name: x for name, x in call["outputs"].items() if name not in map(gradient_of, asked)}
+            seen[Group(f"{feed} gradient", gradient=True)] = call["gradients"]
+            seen[Group(f"{feed} output", output=True)] = others
+            seen |= {Group(f"{feed} input", gradient=True, asked=True): found} if asked else {}
     return seen
 
 

@@ -57,6 +57,7 @@ class Sharding:
     noted: Callable[[Any], Any] | None = None  # facts about the sharded model after a step; may raise AutoplanError
     unread: Callable[[Any], dict[str, tuple[int, ...]]] | None = None  # weight -> ranks whose shard has no gradient
     summed: tuple[str, ...] = ()  # arguments whose gradients it sums over ranks
+    counted: bool = True  # whether a report has what a step communicates
 
 
 class CheckFailed(AutoplanError):
@@ -223,7 +224,8 @@ def sharding_of(plan: Plan, *, gather_logits: bool = False, checkpointing: str =
         return Sharding(shard, full_tensors, noted=partial(recomputed, stacks=plan.layers))
     shown = {fqn: None for stack in plan.layers for fqn in stack.fqns} if traffic and plan.communication else {}
     summed = tuple(name for name in plan.runtime.given if name not in plan.runtime.unsummed and plan.cp_size == 1)
-    return Sharding(shard, full_tensors, tuple(shown), unread=partial(unread_parts, plan=plan), summed=summed)
+    unread = partial(unread_parts, plan=plan)
+    return Sharding(shard, full_tensors, tuple(shown), unread=unread, summed=summed, counted=traffic)
 
 
 def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool, checkpointing: str) -> Any:

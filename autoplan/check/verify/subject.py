@@ -50,7 +50,7 @@ class Group:
 
     `between_ranks`: with rank 0's, since the unsharded model cannot say what is right. `gradient`: a missing one is
     zero. `output`: returned by a forward. `fixed`: with fixed random numbers, so that the unsharded model can. `drawn`:
-    random numbers, which must obey laws.
+    random numbers, which must obey laws. `asked`: of inputs that require no gradient where they are given.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Group:
     output: bool = False
     fixed: bool = False
     drawn: bool = False
+    asked: bool = False
 
 
 Observation = dict[Group, dict[str, torch.Tensor]]  # group -> name -> tensor
@@ -70,7 +71,8 @@ class Subject:
 
     `gather` returns parameters and gradients in checkpoint layout; None: the model is not sharded. `lifted`:
     computations in single precision are done in double. `summed`: arguments that may require a gradient. `other_dims`:
-    the calls with another number of dims, for the case that those are right.
+    the calls with another number of dims, for the case that those are right. `asks`: the check `forward` asks for the
+    gradients of inputs too.
     """
 
     model: nn.Module
@@ -82,6 +84,7 @@ class Subject:
     lifted: bool = False
     summed: tuple[str, ...] = ()
     other_dims: Mapping[str, Inputs] = field(default_factory=dict)
+    asks: bool = False
     collectives: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -161,7 +164,7 @@ class Subject:
         gradients = self.gradients() if loss is not None else {}
         seen = {name: tensor.detach().clone() for name, tensor in outputs.items()}
         of_inputs = {name: tensor.grad for name, tensor in asking.items() if tensor.grad is not None}
-        seen |= {f"gradient of {name}": gradient for name, gradient in of_inputs.items()}
+        seen |= {gradient_of(name): gradient for name, gradient in of_inputs.items()}
         return {"outputs": seen, "gradients": gradients, "inputs": of_inputs}
 
     def seed(self, number: int, *, alike: bool = False) -> None:
@@ -222,6 +225,11 @@ def _asking(inputs: Inputs) -> dict[str, torch.Tensor]:
     floats = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
     floats = {name: x for name, x in floats.items() if PART in inputs or x.requires_grad}
     return {name: tensor.detach().clone().requires_grad_() for name, tensor in floats.items()}
+
+
+def gradient_of(name: str) -> str:
+    """Return the name of an input's gradient among outputs."""
+    return f"gradient of {name}"
 
 
 def may_ask(subject: Subject, given: Inputs) -> dict[str, torch.Tensor]:
