@@ -39,7 +39,7 @@ def _with(key: str, value: str) -> str:
         (H100.replace("latency_between", "latency_betwen"), "unknown key links.latency_betwen"),
         (H100.replace("per_node", "per_nodes"), "unknown key per_nodes; known are name, memory"),
         (H100.replace("float8 = 0.5", "float8 = 0"), "efficiencies.float8 = 0, which is not above 0"),
-        (f"efficiencies = 1\n{H100}".replace("[efficiencies]", "[others]"), r"has no table \[efficiencies\]"),
+        (H100.replace("[efficiencies]", "[[efficiencies]]"), r"has no table \[efficiencies\]"),
         (H100.replace("[overhead]", "[overheads]"), r"says nothing of \[overhead\]"),
     ],
 )
