@@ -48,6 +48,7 @@ INSTANCES = {
     ("autoplan/forecast/sharded.py", "value"): "settings of a copy without storage",
     ("autoplan/hf/shrink.py", "section"): "a copy of a config, for the tiny clone",
     ("autoplan/execute/hooks/sequence.py", "tensor"): "a mark on one tensor",
+    ("autoplan/execute/hooks/whole.py", "value"): "a mark on one cache",
     ("autoplan/execute/parameters/held.py", "parameter"): "a mark on one parameter",
     ("autoplan/execute/parameters/optimizer.py", "optimizer"): "a mark on one optimizer",
 }
