@@ -168,7 +168,7 @@ class Root(Hooks):
 
     def _leave(self, output: Any) -> Any:
         with DisableTorchFunction():
-            for path, change in () if self.running.runs_whole else self.outputs:
+            for path, change in [] if self.running.runs_whole else self.outputs:
                 output = change_if_returned(output, path, change, "the model")
             for path, shard in shards_in(output):  # shards that the model itself collected
                 output = change_at(output, path, self._whole(shard), "the model")
