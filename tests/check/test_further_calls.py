@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from torch.nn import functional as F
 import autoplan
 from autoplan.capture.derive_inputs import recipe_for
 from autoplan.check.ranks.run import run_ranks
+from autoplan.check.verify.on_ranks import Sharding, sharding_of
+from autoplan.check.verify.sharded import check_sharding
+from autoplan.execute.parameters.buffers import full_tensors
 
 
 class Mlp(nn.Module):
@@ -177,3 +181,47 @@ def test_gradients_of_inputs_that_would_be_wrong_are_refused_and_nothing_else_ch
     assert any(entry.style == "colwise" for entry in plan.entries)
     report = autoplan.verify(model, plan)
     assert report.ok and "inputs" in report.details["not_checked"], report.findings
+
+
+def test_gradients_of_inputs_need_no_call_of_their_own_on_ranks() -> None:
+    calls: list[int] = []
+
+    class Counts(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return super().forward(x)
+
+    model = Counts().double()
+    plan = autoplan.plan(model, 2)
+    numbers = []
+    for checks in (["forward"], ["forward", "inputs"]):
+        calls.clear()
+        report = check_sharding(
+            model, {"forward": {"x": X.double()}}, sharding_of(plan, traffic=False), 2, checks=checks
+        )
+        assert report.ok and report.details["checked"] == tuple(checks), report.findings
+        numbers.append(len(calls))
+    assert numbers[1] == numbers[0] + 1, "the unsharded model makes one call more, ranks none"
+
+
+@pytest.mark.parametrize("how", ["wrong", "raises"])
+def test_a_forward_that_is_wrong_only_if_inputs_require_gradients_is_not_called_wrong(how: str) -> None:
+    def spoil(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs["x"].requires_grad:
+            assert how == "wrong"
+            return args, {"x": 2 * kwargs["x"]}
+        return None
+
+    def shard(model: nn.Module, mesh: Any) -> nn.Module:
+        model.register_forward_pre_hook(spoil, with_kwargs=True)
+        return model
+
+    sharding = Sharding(shard, full_tensors, summed=("x",), counted=False)
+    report = check_sharding(Mlp().double(), {"forward": {"x": X.double()}}, sharding, 2, checks=["forward", "inputs"])
+    assert {finding.check for finding in report.findings} == {"inputs"} and report.forward == 0.0, report.findings
+
+
+def test_a_search_for_inputs_seeds_no_generator_of_a_gpu() -> None:
+    with mock.patch("torch.cuda.manual_seed_all") as seeded:
+        assert recipe_for(Mlp()).dims is not None
+    seeded.assert_not_called()

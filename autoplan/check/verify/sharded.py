@@ -130,8 +130,8 @@ def _on_ranks(
         ranks, findings = observe_all(asking, engine, mesh, budget)
         for seen, _ in ranks:
             seen["inputs"] = {group: seen["forward"].pop(group) for group in reference["inputs"] if group.asked}
-        check, seen_by_rank = next(check for check in CHECKS if check.name == "forward"), [seen for seen, _ in ranks]
-        if ranks and not judge(check, reference["forward"], [seen["forward"] for seen in seen_by_rank], tolerance)[0]:
+        forward = next(check for check in CHECKS if check.name == "forward")
+        if ranks and not judge(forward, reference["forward"], [seen["forward"] for seen, _ in ranks], tolerance)[0]:
             return ranks, findings
     return observe_all(job, engine, mesh, budget)
 
