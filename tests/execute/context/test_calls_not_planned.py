@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from mixer_stack import Stack
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
@@ -29,28 +30,12 @@ class Scan(torch.nn.Module):
         return made
 
 
-class Block(torch.nn.Module):
+class Model(Stack):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.scan = torch.nn.LayerNorm(16), Scan()
-
-    def forward(self, x: torch.Tensor, state: torch.Tensor | None = None) -> torch.Tensor:
-        made: torch.Tensor = x + self.scan(self.norm(x), state)
-        return made
-
-
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = torch.nn.Embedding(30, 16), torch.nn.Linear(16, 30)
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        super().__init__(Scan)
 
     def forward(self, input_ids: torch.Tensor, state: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.table(input_ids)
-        for block in self.blocks:
-            x = block(x, state)
-        made: torch.Tensor = self.head(x)
-        return made
+        return self.run(input_ids, state)
 
 
 def test_a_state_of_all_channels_is_refused_by_module_and_line() -> None:
@@ -63,5 +48,5 @@ def test_a_state_of_all_channels_is_refused_by_module_and_line() -> None:
         sharded = autoplan.parallelize(copy.deepcopy(model), mesh, plan)
         sharded(ids, torch.zeros(2, 32).double())
 
-    with pytest.raises(RankError, match=r"PlanMismatchError: blocks.0.scan \(Scan\) fails on a rank's shards .*state"):
+    with pytest.raises(RankError, match=r"PlanMismatchError: blocks.0.mixer \(Scan\) fails on a rank's shards .*state"):
         run_ranks(run, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from mixer_stack import Stack
 
 import autoplan
 from autoplan.values import ExchangeToPositions
@@ -37,33 +38,9 @@ class Mixer(torch.nn.Module):
         return made
 
 
-class Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mixer = torch.nn.LayerNorm(16), Mixer()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = x + self.mixer(self.norm(x))
-        return made
-
-
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = torch.nn.Embedding(30, 16), torch.nn.Linear(16, 30)
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        made: torch.Tensor = self.head(x)
-        return made
-
-
 def test_a_stream_whose_gradient_is_scaled_on_the_way_is_not_shown_as_whole() -> None:
     torch.manual_seed(0)
-    plan = autoplan.plan(Model(), cp_size=2, inputs={"input_ids": torch.randint(30, (2, 9))}, prove="ranks")
+    plan = autoplan.plan(Stack(Mixer), cp_size=2, inputs={"input_ids": torch.randint(30, (2, 9))}, prove="ranks")
     assert plan.proof.ok, plan.findings
     assert not [finding for finding in plan.findings if finding.check == "scoped"]  # the first plan is the right one
     assert plan.runtime.of(ExchangeToPositions)
