@@ -75,6 +75,8 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.names = {id(tensor): name for name, tensor in model.named_parameters()}
         self._own = {*self.names, *(id(tensor) for tensor in model.buffers())}
+        shapes = {parameter.shape for parameter in model.parameters() if parameter.dim() > 1}
+        self.names |= {id(tensor): name for name, tensor in model.named_buffers() if tensor.shape in shapes}
         self.read: set[str] = set()
         self.steps: set[tuple[str, int, int, str]] = set()
         self.rows: dict[Path, int] = {}

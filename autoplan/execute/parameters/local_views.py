@@ -263,12 +263,14 @@ def _reading_by_name(cls: type) -> Callable[..., Any]:
 
 def _tying(cls: type) -> Callable[..., Any]:
     """Wrap `__setattr__`: a tied parameter that a forward assigns again (`head.weight = table.weight`) is a local
-    tensor, which torch does not accept."""
+    tensor, which torch does not accept. FSDP2 assigns parameters in a forward: torch would read the old one first."""
     base: Any = cls.__setattr__
 
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
-        present = own_parameters(self).get(name) if type(value) is torch.Tensor and "training" in vars(self) else None
-        if not is_local_of(value, present):
+        parameters = own_parameters(self) if "training" in vars(self) else {}
+        if base is nn.Module.__setattr__ and name in parameters and isinstance(value, nn.Parameter):
+            parameters[name] = value
+        elif type(value) is not torch.Tensor or not is_local_of(value, parameters.get(name)):
             base(self, name, value)
 
     return __setattr__

@@ -9,7 +9,8 @@ op is computed on full tensors, in the checkpoint's order, and its result is pla
 same on every rank, too; each rank keeps its piece where the gradient reaches the DTensor.
 
 Inside of the model code reads local tensors, and nothing is mixed: only a parameter's own local tensor
-(`get_parameter(name).data`) beside DTensors (`named_parameters()`) is taken for the parameter.
+(`get_parameter(name).data`) beside DTensors (`named_parameters()`) is taken for the parameter. Replicated parameters
+whose gradients are the same on every rank are computed with as outside.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def mixed(op: Any, mesh: DeviceMesh, args: Any, kwargs: Any) -> Any:
         return NOT_OURS
     if op is None:
         return None
-    if any(record is not None and record.reading.inside for record in map(record_of, owners)):
+    inside = any(record is not None and record.reading.inside for record in map(record_of, owners))
+    if inside and not all(_is_same_on_ranks(x) for _, x in flatten_tensors((args, kwargs)) if isinstance(x, DTensor)):
         return _with_parameters(op, owners, args, kwargs)
     return _on_full_tensors(op, owners, args, kwargs)
 
@@ -69,21 +71,42 @@ def _lies_on(module: nn.Module, mesh: DeviceMesh) -> bool:
     return any(other == mesh and other.get_coordinate() == mesh.get_coordinate() for other in meshes)
 
 
+def _is_same_on_ranks(x: DTensor) -> bool:
+    """Return whether it is a replicated parameter of which every rank computes the whole gradient."""
+    held = held_by(x) if x.is_leaf else None
+    return held is not None and held.dim is None and held.gradient == "local" and x.device_mesh.ndim == 1
+
+
 def _changed(value: Any, change: Any) -> Any:
     return change(value) if isinstance(value, torch.Tensor) else changed_inside(value, partial(_changed, change=change))
 
 
 def _with_parameters(op: Any, owners: list[nn.Module], args: Any, kwargs: Any) -> Any:
-    """Return the result with each local tensor of a parameter replaced by the parameter, if all plain ones are that."""
-    plain = [x for _, x in flatten_tensors((args, kwargs)) if not isinstance(x, DTensor) and x.numel() != 1]
-    parameters = {id(x): _parameter_of(x, owners) for x in plain}
-    if None in parameters.values() or any(x.requires_grad and torch.is_grad_enabled() for x in plain):
+    """Return the result with each local tensor of a parameter replaced by the parameter, if all plain ones are that.
+    Otherwise, where nothing is differentiated, with each parameter replaced by its local tensor."""
+    tensors = [x for _, x in flatten_tensors((args, kwargs)) if isinstance(x, DTensor) or x.numel() != 1]
+    plain = [x for x in tensors if not isinstance(x, DTensor)]
+    changes = {id(x): _parameter_of(x, owners) for x in plain}
+    if None in changes.values() or any(x.requires_grad and torch.is_grad_enabled() for x in plain):
+        changes = {id(x): _part(x, owners) for x in tensors if isinstance(x, DTensor)}
+    if None in changes.values():
         raise PlanMismatchError(
             f"{op} of a parameter that lies on ranks and a plain tensor, inside of the model",
             hint="read the parameter as an attribute of its module; put modules in before autoplan.parallelize",
         )
-    args, kwargs = _changed((args, kwargs), lambda x: parameters.get(id(x), x))
+    args, kwargs = _changed((args, kwargs), lambda x: changes.get(id(x), x))
     return op(*args, **kwargs)
+
+
+def _part(x: DTensor, owners: list[nn.Module]) -> torch.Tensor | None:
+    """Return this rank's part of a parameter, or of what was computed of it; None if its gradient is wanted."""
+    held = held_of_memory(x)
+    wide = _may_be_in_rank_order(x, owners) if held is None else held if held.read is not None else None
+    if (x.requires_grad and torch.is_grad_enabled()) or x.device_mesh.ndim > 1 or x.placements[0].is_partial():
+        return None
+    if wide is not None and (wide.has_spare_room or wide.read is not None):
+        return None
+    return local_part(x) if held is None else held.held_of(local_part(x))
 
 
 def _parameter_of(x: torch.Tensor, owners: list[nn.Module]) -> torch.Tensor | None:
