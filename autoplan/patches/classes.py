@@ -167,10 +167,8 @@ def _cached(model: nn.Module) -> Iterator[Place]:
     standard = sys.stdlib_module_names
     for module_name, module in list(sys.modules.items()):
         top = module_name.partition(".")[0]
-        if isinstance(module, ModuleType) and top not in standard and top not in _LEFT_ALONE:
-            for name, value in list(vars(module).items()):
-                if type(value) is _WRAPPER:
-                    yield Place(module, name, _plain)
+        if top not in standard and top not in _LEFT_ALONE and isinstance(module, ModuleType):
+            yield from (Place(module, name, _plain) for name in _names_in(module_name, module))
     own = {cls for part in model.modules() for cls in type(part).__mro__ if not cls.__module__.startswith("torch.")}
     homes = {cls.__module__ for cls in own if cls.__module__.partition(".")[0] not in standard}
     for holder in (*(own - {object}), *(sys.modules[name] for name in homes if name in sys.modules)):
@@ -186,6 +184,18 @@ def _cached(model: nn.Module) -> Iterator[Place]:
                     continue
                 if type(contents) is _WRAPPER:
                     yield Place(cell, "cell_contents", _plain)
+
+
+_scanned: dict[str, tuple[int, int, dict[str, None]]] = {}  # name of a module -> its id, its size, names in it
+
+
+def _names_in(module_name: str, module: ModuleType) -> list[str]:
+    """Return the names of cached functions in a module, which is searched when it is new or has other names."""
+    members, (which, size, names) = vars(module), _scanned.get(module_name, (0, 0, {}))
+    if (which, size) != (id(module), len(members)):  # names that a recording has replaced at this time stay
+        names = {n: None for n, value in list(members.items()) if n in names or type(value) is _WRAPPER}
+        _scanned[module_name] = id(module), len(members), names
+    return [name for name in names if type(members.get(name)) is _WRAPPER]
 
 
 def _plain(value: Any) -> Any:
