@@ -164,13 +164,11 @@ def open_scripts(model: nn.Module) -> Callable[[], None]:
 
 def _cached(model: nn.Module) -> Iterator[Place]:
     """Yield the place of each cached function, with a replacement that bypasses its cache."""
-    standard = sys.stdlib_module_names
-    for module_name, module in list(sys.modules.items()):
-        top = module_name.partition(".")[0]
-        if top not in standard and top not in _LEFT_ALONE and isinstance(module, ModuleType):
+    for module_name in _searched(len(sys.modules), next(reversed(sys.modules))):
+        if isinstance(module := sys.modules.get(module_name), ModuleType):
             yield from (Place(module, name, _plain) for name in _names_in(module_name, module))
     own = {cls for part in model.modules() for cls in type(part).__mro__ if not cls.__module__.startswith("torch.")}
-    homes = {cls.__module__ for cls in own if cls.__module__.partition(".")[0] not in standard}
+    homes = {cls.__module__ for cls in own if cls.__module__.partition(".")[0] not in sys.stdlib_module_names}
     for holder in (*(own - {object}), *(sys.modules[name] for name in homes if name in sys.modules)):
         for name, value in list(vars(holder).items()):
             # A decorator in the model's own classes and modules may hold a cached function in its closure.
@@ -184,6 +182,13 @@ def _cached(model: nn.Module) -> Iterator[Place]:
                     continue
                 if type(contents) is _WRAPPER:
                     yield Place(cell, "cell_contents", _plain)
+
+
+@functools.lru_cache(maxsize=1)
+def _searched(number: int, newest: str) -> tuple[str, ...]:
+    """Return the names of imported modules of other packages; there are so many modules, the newest of that name."""
+    apart = sys.stdlib_module_names.union(_LEFT_ALONE)
+    return tuple(name for name in list(sys.modules) if name.partition(".")[0] not in apart)
 
 
 _scanned: dict[str, tuple[int, int, dict[str, None]]] = {}  # name of a module -> its id, its size, names in it

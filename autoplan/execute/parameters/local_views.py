@@ -150,7 +150,7 @@ class _ToLocal(Recorded):
             return None
         if isinstance(gradient, DTensor):
             raise AutoplanError(
-                f"a parameter of {list(ctx.spec.shape)} meets one that FSDP2 shards, as parameters() gives it in a forward",
+                f"a parameter of {list(ctx.spec.shape)} meets one that FSDP2 shards, read by parameters() in a forward",
                 hint="read parameters as attributes of their modules, or leave dp_shard out of the mesh",
             )
         gradient, spec = gradient.to_dense() if gradient.is_sparse else gradient, ctx.spec  # DTensors are dense
