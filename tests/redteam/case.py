@@ -105,16 +105,19 @@ def case(
     tp: int | tuple[int, ...] = 2,
     sequence: bool | None = False,
     cp: int | None = None,
+    dp: int | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
     """Register the decorated class or function, which builds the model, as a case of its file's class.
 
-    `sequence`: True: with sequence parallelism; None: with and without it. `cp`: with context parallelism too.
+    `sequence`: True: with sequence parallelism; None: with and without it. `cp`: with context parallelism too;
+    `dp`: with data-parallel ranks too.
     """
     sizes = (tp,) if isinstance(tp, int) else tp
     kinds = (False, True) if sequence is None else (sequence,)
     settings = tuple(Setting(size, kind) for size in sizes for kind in kinds)
     settings += (Setting(1, cp=cp),) if cp else ()
+    settings += (Setting(sizes[0], dp=dp),) if dp else ()
 
     def register(build: Any) -> Any:
         kind = build.__module__.rpartition(".")[2]

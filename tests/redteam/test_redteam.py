@@ -72,6 +72,7 @@ SPOILT = {
     "outside": "RowsOfPacked",
     "pairs": "GaussianMixturePrior",
     "phases": "CheckpointedInTraining",
+    "papers": "HookedByItself",
     "parametrized": "FactoredWeights",
     "policies": "ActorCritic",
     "positions": "RunningMean",

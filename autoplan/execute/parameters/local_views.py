@@ -148,11 +148,8 @@ class _ToLocal(Recorded):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> DTensor | None:
         if gradient is None:
             return None
-        if isinstance(gradient, DTensor):
-            raise AutoplanError(
-                f"a parameter of {list(ctx.spec.shape)} meets one that FSDP2 shards, read by parameters() in a forward",
-                hint="read parameters as attributes of their modules, or leave dp_shard out of the mesh",
-            )
+        if isinstance(gradient, DTensor):  # of an op with parameters that `named_parameters()` gave in a forward
+            gradient = gradient.full_tensor()
         gradient, spec = gradient.to_dense() if gradient.is_sparse else gradient, ctx.spec  # DTensors are dense
         if recorded_again() or gradient.dtype != spec.tensor_meta.dtype:
             return DTensor.from_local(
