@@ -30,16 +30,13 @@ def normed(local: Local) -> Any:
     local.exchanged = True
     with_mean = "layer_norm" in local.op.name
     x, weight, bias = local.args[0], local.argument(2, "weight", None), None
-    mean, scale = _recorded_statistics(local, with_mean) if len(local.recorded) > 1 else _exchanged(local, with_mean)
+    recorded = (*(() if with_mean else (None,)), *local.recorded[1:])  # mean and scale
+    mean, scale = recorded[:2] if len(local.recorded) > 1 else _exchanged(local, with_mean)
     if with_mean:
         x, bias = x - mean, local.argument(3, "bias", None)
     x = x * scale
     x = x if weight is None else x * weight
     return [x if bias is None else x + bias, *local.recorded[1:]]
-
-
-def _recorded_statistics(local: Local, with_mean: bool) -> tuple[Any, Any]:
-    return (local.recorded[1], local.recorded[2]) if with_mean else (None, local.recorded[1])
 
 
 def _exchanged(local: Local, with_mean: bool) -> tuple[Any, Any]:

@@ -29,23 +29,11 @@ def _with_new(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
     return [*dims[:place], new, *dims[place:]]
 
 
-def _last_swapped(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
-    return [*dims[:-2], *dims[-2:][::-1]]
-
-
-def _reversed(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
-    return dims[::-1]
-
-
 def _swapped(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
     dims, i, j = list(dims), told(op, 1, "dim0"), told(op, 2, "dim1")
     if dims:
         dims[i], dims[j] = dims[j], dims[i]
     return dims
-
-
-def _permuted(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
-    return [dims[i] for i in told(op, 1, "dims")]
 
 
 def _stretched(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
@@ -98,16 +86,16 @@ def reshape(site: Site) -> Answer:
 
 @op("t", "mT", "adjoint", "matrix_H",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED, moves=_last_swapped)  # fmt: skip
+    shows=Shows.VIEWED, moves=lambda op, dims, new, after: [*dims[:-2], *dims[-2:][::-1]])  # fmt: skip
 @op("numpy_T",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED, moves=_reversed)  # fmt: skip
+    shows=Shows.VIEWED, moves=lambda op, dims, new, after: dims[::-1])  # fmt: skip
 @op("transpose", "swapaxes", "swapdims", "transpose_copy",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
     shows=Shows.VIEWED, moves=_swapped)  # fmt: skip
 @op("permute", "permute_copy",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED, moves=_permuted)  # fmt: skip
+    shows=Shows.VIEWED, moves=lambda op, dims, new, after: [dims[i] for i in told(op, 1, "dims")])  # fmt: skip
 def moved(site: Site) -> Answer:
     """Keep each dim, in another place."""
     return [moved_dims(site)]

@@ -165,14 +165,10 @@ def picked(pick: Callable[..., Any], set_item: Callable[..., Any], total: Callab
         for name in _METHODS:
             plain = getattr(torch.Tensor, name)
             function = set_item if name == "__setitem__" else pick if name in _PICKS else total
-            made = functools.partialmethod(_handed_on, function, plain)
+            made = functools.partialmethod(lambda x, f, own, *args, **more: f(own, x, *args, **more), function, plain)
             yield Place(DTensor, name, lambda _, made=made: made, inherited=True)  # type: ignore[misc]
 
     return hold(PICKED_ROWS, places())
-
-
-def _handed_on(x: DTensor, function: Callable[..., Any], plain: Any, *args: Any, **kwargs: Any) -> Any:
-    return function(plain, x, *args, **kwargs)
 
 
 def _picked_rows_canary() -> bool:

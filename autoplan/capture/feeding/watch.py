@@ -205,10 +205,6 @@ def _matmul(call: FailedCall) -> Demand | None:
     return None
 
 
-def _addmm(call: FailedCall) -> Demand:
-    return Demand(call.get(1, "mat1"), "float", (2,), ((-1, call.get(2, "mat2").shape[0]),))
-
-
 def _convolution(call: FailedCall) -> Demand:
     op, weight = call_record(call.name), call.get(1, "weight")
     assert op.product is not None and isinstance(op.sizes, Groups)
@@ -259,5 +255,5 @@ _READERS: dict[Any, Callable[[FailedCall], Demand | None]] = {
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
     torch.mm: _matmul,
-    torch.addmm: _addmm,
+    torch.addmm: lambda call: Demand(call.get(1, "mat1"), "float", (2,), ((-1, call.get(2, "mat2").shape[0]),)),
 }

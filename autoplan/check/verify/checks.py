@@ -232,12 +232,9 @@ def _rates(model: Any) -> list[tuple[dict[str, Any], str, float]]:
     for module in model.modules():
         names = ["p"] if isinstance(module, DROPOUTS) else []
         names += [name for name in vars(module) if name.endswith(conventions().rate_suffix)]
-        places += [(vars(module), name, vars(module)[name]) for name in names if _is_rate(vars(module).get(name))]
+        rates = ((name, vars(module).get(name)) for name in names)
+        places += [(vars(module), name, p) for name, p in rates if isinstance(p, float) and 0.0 <= p < 1.0]
     return places
-
-
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, float) and 0.0 <= value < 1.0
 
 
 def optimizer(subject: Subject) -> Observation:
@@ -302,16 +299,17 @@ def labels_for(subject: Subject) -> dict[str, torch.Tensor]:
     return labels
 
 
+def _without(what: str, has: Callable[[Subject], Any]) -> Callable[[Subject], str]:
+    return lambda subject: "" if has(subject) else what
+
+
+_no_second_shape = _without("no inputs of another batch and length", lambda subject: subject.others)
+_no_other_dims = _without("no inputs with another number of dims", lambda subject: subject.other_dims)
+_no_dropout = _without("the model has no adjustable dropout", lambda subject: _rates(subject.model))
+
+
 def _no_labels(subject: Subject) -> str:
     return "" if subject.labels else no_targets(subject.model)
-
-
-def _no_second_shape(subject: Subject) -> str:
-    return "" if subject.others else "no inputs of another batch and length"
-
-
-def _no_other_dims(subject: Subject) -> str:
-    return "" if subject.other_dims else "no inputs with another number of dims"
 
 
 def _one_attention(subject: Subject) -> str:
@@ -351,10 +349,6 @@ def _trains_alike(subject: Subject) -> str:
             return ""
         runs.append([tensor for result in outputs for tensor in result.values()] + list(twin.model.buffers()))
     return SAME if len(runs[0]) == len(runs[1]) and all(map(torch.equal, *runs)) else ""
-
-
-def _no_dropout(subject: Subject) -> str:
-    return "" if _rates(subject.model) else "the model has no adjustable dropout"
 
 
 def _sparse(subject: Subject) -> str:

@@ -133,7 +133,8 @@ class ExpertsOfARank:
         foreign = (index < self.own.start) | (index >= self.own.stop)
         index = (index - self.own.start).masked_fill(foreign, 0)
         weights = weights.masked_fill(foreign, 0)
-        if index.dim() == tokens.dim() == _TOKENS_AND_CHOICES and _counts_are_known(index):
+        known = not (torch.compiler.is_compiling() or index.is_meta or not len(index))  # how many there are
+        if known and index.dim() == tokens.dim() == _TOKENS_AND_CHOICES:
             rows, choices = _pairs(foreign, share=-(-self.site.experts // len(self.own)))
             self.kept.append((rows, len(tokens)))
             tokens, index, weights = tokens[rows], index[rows, choices, None], weights[rows, choices, None]
@@ -181,10 +182,6 @@ class ExpertsOfARank:
 def _experts(planned: LocalExperts, at: At) -> Around:
     work = ExpertsOfARank(planned, at.names, at.group, at.name)
     return Around(work.enter, work.leave)
-
-
-def _counts_are_known(index: torch.Tensor) -> bool:
-    return not (torch.compiler.is_compiling() or index.is_meta or not len(index))
 
 
 def _pairs(foreign: torch.Tensor, share: int) -> tuple[torch.Tensor, torch.Tensor]:

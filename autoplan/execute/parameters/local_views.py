@@ -270,9 +270,11 @@ def _tying(cls: type) -> Callable[..., Any]:
 
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
         parameters = own_parameters(self) if "training" in vars(self) else {}
+        if type(value) is torch.Tensor and is_local_of(value, parameters.get(name)):
+            return
         if base is nn.Module.__setattr__ and name in parameters and isinstance(value, nn.Parameter):
             parameters[name] = value
-        elif type(value) is not torch.Tensor or not is_local_of(value, parameters.get(name)):
+        else:
             base(self, name, value)
 
     return __setattr__

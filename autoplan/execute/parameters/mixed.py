@@ -86,7 +86,8 @@ def _with_parameters(op: Any, owners: list[nn.Module], args: Any, kwargs: Any) -
     Otherwise, where nothing is differentiated, with each parameter replaced by its local tensor."""
     tensors = [x for _, x in flatten_tensors((args, kwargs)) if isinstance(x, DTensor) or x.numel() != 1]
     plain = [x for x in tensors if not isinstance(x, DTensor)]
-    changes = {id(x): _parameter_of(x, owners) for x in plain}
+    parameters = [(p, p.detach()) for p in _parameters(owners)] if plain else []
+    changes = {id(x): next((same for p, same in parameters if is_local_of(x, p)), None) for x in plain}
     if None in changes.values() or any(x.requires_grad and torch.is_grad_enabled() for x in plain):
         changes = {id(x): _part(x, owners) for x in tensors if isinstance(x, DTensor)}
     if None in changes.values():
@@ -107,11 +108,6 @@ def _part(x: DTensor, owners: list[nn.Module]) -> torch.Tensor | None:
     if wide is not None and (wide.has_spare_room or wide.read is not None):
         return None
     return local_part(x) if held is None else held.held_of(local_part(x))
-
-
-def _parameter_of(x: torch.Tensor, owners: list[nn.Module]) -> torch.Tensor | None:
-    """Return the parameter whose local tensor this is."""
-    return next((parameter.detach() for parameter in _parameters(owners) if is_local_of(x, parameter)), None)
 
 
 def _parameters(owners: list[nn.Module]) -> Iterator[DTensor]:
