@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 import autoplan
 from autoplan.check.ranks.run import run_ranks
+from autoplan.execute.parameters.local_views import reading_locally
 
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -168,3 +170,61 @@ def test_adafactor_steps() -> None:
 
     wanted = stepped(plain)
     assert all((got - wanted).abs().max() < 1e-9 for got in on_ranks(stepped))
+
+
+class Averaged(nn.Module):
+    """Training moves averages of its weights, which evaluation computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        for name, parameter in list(self.named_parameters()):
+            self.register_buffer(name.replace(".", "_"), parameter.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                for name, parameter in self.named_parameters():
+                    getattr(self, name.replace(".", "_")).lerp_(parameter, 0.5)
+            result: torch.Tensor = self.down(self.up(x).relu())
+            return result
+        return F.linear(F.linear(x, self.up_weight, self.up_bias).relu(), self.down_weight, self.down_bias)
+
+
+def test_averages_of_named_parameters_inside_a_forward() -> None:
+    def run(model: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        model.train()(X)
+        result: torch.Tensor = model.eval()(X)
+        return result
+
+    torch.manual_seed(0)
+    model = Averaged().double()
+    plan = autoplan.plan(model, tp_size=2)
+
+    def on_rank(_: int) -> bool:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        sharded = autoplan.parallelize(copy.deepcopy(model), mesh, plan)
+        return torch.allclose(run(sharded), expected) and sharded.up_weight.shape == (8, 8)
+
+    expected = run(copy.deepcopy(model))
+    assert run_ranks(on_rank, 2) == [True, True]
+
+
+def test_assigning_a_parameter_in_a_forward_reads_nothing() -> None:
+    """FSDP2 does that, and a checkpoint of the user's would count what reading saves."""
+
+    def on_rank(_: int) -> int:
+        model, plan = model_and_plan()
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        sharded = autoplan.parallelize(copy.deepcopy(model), mesh, plan)
+        saved: list[torch.Tensor] = []
+        bias = sharded.down.bias
+        with reading_locally(sharded), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
+            sharded.down.bias = bias
+        assert sharded.down.bias is bias
+        return len(saved)
+
+    assert run_ranks(on_rank, 2) == [0, 0]
