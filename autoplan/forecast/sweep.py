@@ -4,7 +4,7 @@
 
 Each split and way of checkpointing is recorded once; all else is arithmetic. Not recorded: less checkpointing where a
 bound says that it cannot fit, splits that do not fit with one checkpointed sequence, and splits that are larger and
-slower than the same one cut along the sequence.
+slower than the same one cut along the sequence, or than as many ranks with more of cp and fewer of tp.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Sweep:
     dropped: list[str] = field(default_factory=list)
     asked: dict[int, Asked] = field(default_factory=dict)  # by the id of the estimate that it led to
     held: dict[int, list[int]] = field(default_factory=dict)  # bytes of the smallest steps over ever fewer cp, by tp
-    cut_pays: set[bool] = field(default_factory=set)  # with experts cut inside, with experts apart: is it so?
+    beaten: set[tuple[int, bool]] = field(default_factory=set)  # kinds of split that another one beats: see `_kind`
+    least: dict[int, Row] = field(default_factory=dict)  # the smallest step over cp and the fewest of tp, by ranks
+    failed: set[tuple[int, bool | str, int]] = field(default_factory=set)  # tp, checkpointing, micro-batch; over cp
 
     @cached_property
     def again(self) -> tuple[bool | str, ...]:
@@ -135,7 +137,7 @@ class Sweep:
             if batch % copies:
                 self.dropped.append(f"{split}: a global batch of {batch} is not divisible by {copies}")
                 continue
-            if split.cp > 1 and self._at_least(split) > self.memory:
+            if split.cp > 1 and (_kind(split) in self.beaten or self._at_least(split) > self.memory):
                 continue
             rows += self._of_split(copies, split, batch // copies)
         return rows
@@ -157,7 +159,7 @@ class Sweep:
         rows: list[Row] = []
         cut: Row | None = None
         for along in self._along(split):
-            if cut is not None and split.shared in self.cut_pays:
+            if cut is not None and _kind(split) in self.beaten:
                 break
             stage(f"{split}{', sequence parallel' if along else ''}")
             try:
@@ -169,11 +171,9 @@ class Sweep:
                 self.dropped.append(f"{split}: {error.message}")
                 continue
             alone = self.train == "inference" or not (smallest.fits or _may_fit_at_once(smallest))
-            if cut is not None and (
-                cut.estimate.peak <= smallest.estimate.peak
-                and cut.estimate.tokens_per_second >= smallest.estimate.tokens_per_second
-            ):
-                self.cut_pays.add(split.shared)
+            rival = cut if split.cp == 1 else self.least.setdefault(split.ranks, smallest)
+            if rival is not None and rival is not smallest and _beats(rival, smallest):
+                self.beaten.add(_kind(split))
                 alone = True
             if alone:
                 rows.append(smallest)
@@ -202,12 +202,17 @@ class Sweep:
             for micro in (n for n in range(1, each + 1) if each % n == 0):
                 if not fitted and not (at_once and micro == each):
                     continue
+                tried = split.tp, checkpointing, micro
+                if split.cp > 1 and tried in self.failed:  # with half of the tokens on a rank
+                    break
                 fitted = False
                 for reshard in (None, False) if copies * split.cp > 1 else (None,):
                     for row in self._replicated(copies, split, micro, checkpointing, along, reshard, each):
                         fitted, at_once = fitted or row.fits, at_once or _may_fit_at_once(row)
                         least = least or row
                         yield row
+                if split.cp > 1 and not fitted and not at_once:
+                    self.failed.add(tried)
 
     def _replicated(
         self, copies: int, split: Split, micro: int, checkpointing: bool | str, along: bool, reshard: bool | None,
@@ -342,6 +347,16 @@ class Sweep:
         except (IndivisibleError, PlanMismatchError):
             return False
         return row.fits
+
+
+def _kind(split: Split) -> tuple[int, bool]:
+    """Return what one comparison settles: experts cut inside or apart; over cp, so many ranks."""
+    return (split.ranks if split.cp > 1 else 0), split.shared
+
+
+def _beats(one: Row, other: Row) -> bool:
+    faster = one.estimate.tokens_per_second >= other.estimate.tokens_per_second
+    return one.estimate.peak <= other.estimate.peak and faster
 
 
 def _in_order(row: Row) -> tuple[bool, int, float]:

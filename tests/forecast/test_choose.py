@@ -325,3 +325,15 @@ def test_a_sequence_over_fewer_ranks_is_told_from_two_recordings() -> None:
     assert [(sent.dim, sent.kind, sent.number) for sent in told.messages] == [
         (sent.dim, sent.kind, sent.number) for sent in recorded.messages
     ]
+
+
+def test_over_cp_only_what_can_pay_is_looked_at() -> None:
+    """Without a large vocabulary tp adds nothing to cp; without checkpointing it does not fit over 4 ranks, nor 2."""
+    wide = _llama(vocab_size=512, num_hidden_layers=12)
+    rows = choose(wide, gpus=4, memory="5.4GB", sequence=1 << 15, global_batch=4).rows
+    over = {size: [row for row in rows if (row.tp, row.cp) == size] for size in ((1, 4), (2, 2), (1, 2))}
+    alone = [row for row in over[1, 4] if row.estimate.batch == 1 and row.checkpointing is True]
+    assert len(over[2, 2]) == 1 and all(row.estimate.peak < over[2, 2][0].estimate.peak for row in alone)
+    assert all(row.estimate.tokens_per_second > over[2, 2][0].estimate.tokens_per_second for row in alone)
+    assert not any(row.fits for row in over[1, 4] if not row.checkpointing)
+    assert all(row.checkpointing for row in over[1, 2])
