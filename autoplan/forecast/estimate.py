@@ -42,6 +42,10 @@ from autoplan.values import Plan
 from autoplan.values.estimate import Estimate, MemoryParts
 
 _CHUNKS = 8  # of a sequence: torchtune's default
+_PASSING = (
+    "layers with a sliding window cache its tokens alone; {:.2f} GiB of those before, of the prompts that are read, "
+    "are held until the next token, and counted as temporary"
+)
 _BARS = (
     (
         "memory",
@@ -215,7 +219,8 @@ def estimate_with(steps: Steps, question: Asked, device: Device) -> Estimate:
         time=time, device=device.name, bars=_BARS,
         tokens=batch * max(1, tokens) * question.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
-        notes=(*notes_on_question(steps, question, setting), *_window_note(passing),
+        notes=(*notes_on_question(steps, question, setting),
+               *((_PASSING.format(passing / 2**30),) if passing else ()),
                *_notes(steps, question, setting, recorded, units, load.flops)),
         dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
         optimizer=question.optimizer if training else "", decoded_per_second=decoded,
@@ -330,14 +335,6 @@ f"dequantised; in the dtype of the others they take {plain:,.1f} GiB"
         f"trained weights are counted unquantised, {plain:,.1f} GiB on all ranks; the quantised checkpoint takes "
 f"{stored:,.1f} GiB"
     )  # fmt: skip
-
-
-def _window_note(passing: int) -> Iterator[str]:
-    if passing:
-        yield (
-            f"layers with a sliding window cache its tokens alone; {passing / 2**30:.2f} GiB of those before, of the "
-            "prompts that are read, are held until the next token, and counted as temporary"
-        )
 
 
 def _policy(question: Asked, steps: Steps) -> MixedPrecisionPolicy | None:

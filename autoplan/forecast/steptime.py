@@ -83,13 +83,12 @@ def decoding_time(
 
 
 def _computing(load: Load, device: Device) -> float:
-    return sum(flops / _rate(name, device) for name, flops in load.flops_by_dtype)
-
-
-def _rate(name: str, device: Device) -> float:
-    """Operations a second of matmuls in a dtype, or of fused kernels of attention where these are slower."""
-    reached = device.reached(name.removeprefix(ATTENTION))
-    return min(reached, device.attention or reached) if name.startswith(ATTENTION) else reached
+    """Return the seconds of matmuls, each at the rate of its dtype, and of fused kernels of attention."""
+    seconds = 0.0
+    for name, flops in load.flops_by_dtype:
+        reached = device.reached(name.removeprefix(ATTENTION))
+        seconds += flops / (min(reached, device.attention or reached) if name.startswith(ATTENTION) else reached)
+    return seconds
 
 
 def _not_hidden(load: Load, computing: float, device: Device, mesh: tuple[tuple[str, int], ...]) -> float:
