@@ -124,9 +124,10 @@ def estimate(
     """
     passed = model if isinstance(model, Plan) else plan
     named = model.model if isinstance(model, Plan) else model
-    if isinstance(model, Plan) and not _says_where(model.model):
+    module, dot, cls = model.model.rpartition(".") if isinstance(model, Plan) else ("", "", "")
+    if dot and cls[:1].isupper() and all(part.isidentifier() for part in module.split(".")):  # no folder, no colon
         raise SourceError(
-            f"the plan names the class {model.model}, but not where its config is",
+            f"the plan names the class {module}.{cls}, but not where its config is",
             hint="estimate(model, plan=plan, …), with the model, its config, or the folder that was planned",
         )
     check_adapters(train, lora_rank, lora_targets, lora_dropout, lora_dtype)
@@ -144,12 +145,6 @@ def estimate(
                   matmuls=matmuls, exchange_experts=exchange_experts, shard_optimizer=shard_optimizer,
                   virtual_stages=virtual_stages, compiled=compiled)  # fmt: skip
     return estimate_with(steps, question, device if isinstance(device, Device) else load_device(device))
-
-
-def _says_where(name: str) -> bool:
-    """And not which class it is of: a dotted path without a colon or a folder."""
-    module, dot, cls = name.rpartition(".")
-    return not (dot and all(part.isidentifier() for part in module.split(".")) and cls[:1].isupper())
 
 
 def estimate_with(steps: Steps, question: Asked, device: Device) -> Estimate:

@@ -138,7 +138,7 @@ def one_stage(recorded: Recorded, stages: int) -> Recorded:
     """The largest of so many stages of nearly equal length; with the embedding and the head, though none has both."""
     if stages == 1:
         return recorded
-    stood = dict.fromkeys(_blocks(recorded), 1)
+    stood = dict.fromkeys((step.name for step in recorded.program.steps if isinstance(step, Block)), 1)
     for pairs in recorded.left_out.values():
         for _, block in pairs:
             stood[block] = stood.get(block, 1) + 1
@@ -165,10 +165,6 @@ def _within(name: str) -> Iterator[str]:
     """The module itself, and those that it is in."""
     parts = name.split(".")
     return (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-
-
-def _blocks(recorded: Recorded) -> list[str]:
-    return list(dict.fromkeys(step.name for step in recorded.program.steps if isinstance(step, Block)))
 
 
 def exchanged(walk: Walk, units: tuple[UnitSize, ...], ranks: int) -> Iterator[Sent]:

@@ -74,7 +74,7 @@ class Sweep:
     asked: dict[int, Asked] = field(default_factory=dict)  # by the id of the estimate that it led to
     held: dict[int, list[int]] = field(default_factory=dict)  # bytes of the smallest steps over ever fewer cp, by tp
     beaten: set[tuple[int, bool]] = field(default_factory=set)  # kinds of split that another one beats: see `_kind`
-    least: dict[int, Row] = field(default_factory=dict)  # the smallest step over cp and the fewest of tp, by ranks
+    ways: dict[tuple[int, bool | str, int], Row] = field(default_factory=dict)  # over cp and the fewest ranks of tp
     failed: set[tuple[int, bool | str, int]] = field(default_factory=set)  # tp, checkpointing, micro-batch; over cp
 
     @cached_property
@@ -160,8 +160,7 @@ class Sweep:
                 self.dropped.append(f"{split}: {error.message}")
                 continue
             alone = self.common.train == "inference" or not (smallest.fits or _may_fit_at_once(smallest))
-            rival = cut if split.cp == 1 else self.least.setdefault(split.ranks, smallest)
-            if rival is not None and rival is not smallest and _beats(rival, smallest):
+            if cut is not None and _beats(cut, smallest):
                 self.beaten.add(_kind(split))
                 alone = True
             if alone:
@@ -193,14 +192,20 @@ class Sweep:
                 tried = split.tp, checkpointing, micro
                 if split.cp > 1 and tried in self.failed:  # with half of the tokens on a rank
                     break
-                fitted = False
-                for reshard in (None, False) if copies * split.cp > 1 else (None,):
-                    for row in self._replicated(copies, split, micro, checkpointing, along, reshard, each):
-                        fitted, at_once = fitted or row.fits, at_once or _may_fit_at_once(row)
-                        least = least or row
-                        yield row
-                if split.cp > 1 and not fitted and not at_once:
+                reshards = (None, False) if copies * split.cp > 1 else (None,)
+                ways = (self._replicated(copies, split, micro, checkpointing, along, kept, each) for kept in reshards)
+                rows = [row for way in ways for row in way]
+                yield from rows
+                least, fitted = least or rows[0], any(row.fits for row in rows)
+                at_once = at_once or any(map(_may_fit_at_once, rows))
+                if split.cp == 1:
+                    continue
+                if not fitted and not at_once:
                     self.failed.add(tried)
+                rival = self.ways.setdefault((split.ranks, checkpointing, micro), rows[0])
+                if rival is not rows[0] and _beats(rival, rows[0]):
+                    self.beaten.add(_kind(split))
+                    return
 
     def _replicated(
         self, copies: int, split: Split, micro: int, checkpointing: bool | str, along: bool, reshard: bool | None,

@@ -333,7 +333,8 @@ def test_over_cp_only_what_can_pay_is_looked_at() -> None:
     rows = choose(wide, gpus=4, memory="5.4GB", sequence=1 << 15, global_batch=4).rows
     over = {size: [row for row in rows if (row.tp, row.cp) == size] for size in ((1, 4), (2, 2), (1, 2))}
     alone = [row for row in over[1, 4] if row.estimate.batch == 1 and row.checkpointing is True]
-    assert len(over[2, 2]) == 1 and all(row.estimate.peak < over[2, 2][0].estimate.peak for row in alone)
+    assert {(row.checkpointing, row.estimate.batch) for row in over[2, 2]} == {(True, 1)}
+    assert all(row.estimate.peak < over[2, 2][0].estimate.peak for row in alone)
     assert all(row.estimate.tokens_per_second > over[2, 2][0].estimate.tokens_per_second for row in alone)
     assert not any(row.fits for row in over[1, 4] if not row.checkpointing)
     assert all(row.checkpointing for row in over[1, 2])
