@@ -121,6 +121,7 @@ class Sweep:
 
     def rows(self, gpus: int, batch: int) -> list[Row]:
         rows: list[Row] = []
+        self.held, self.ways, self.failed, self.beaten = {}, {}, set(), set()  # those of other numbers of GPUs differ
         for split in self.splits(gpus):
             copies = gpus // split.ranks
             if batch % copies:
