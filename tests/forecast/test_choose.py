@@ -353,6 +353,9 @@ def test_what_estimate_is_asked_is_asked_of_all_rows() -> None:
     assert best.parts.optimizer == 0 and "offloaded to the host" in found.how
     assert found.options() | asked == found.options()
     assert "mp_policy='bf16', cpu_offload=True" in found.script()
+    own = choose(_llama(), gpus=1, sequence=64, loss=lambda outputs, labels: outputs.logits.float().sum())
+    with pytest.raises(autoplan.AutoplanError, match="not a loss of your own"):
+        own.script()
 
 
 def test_concurrent_sequences_are_dealt_over_the_copies() -> None:
