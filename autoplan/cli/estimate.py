@@ -64,7 +64,6 @@ WeightsStored = Annotated[
     typer.Option("--weights", help="Storage format of the weights, if not the config's: bfloat16, fp8, nf4 …"),
 ]
 
-
 Precision = Annotated[
     str | None,
     typer.Option("--mixed-precision", help="bf16: float32 weights are gathered and computed with in bfloat16."),
@@ -72,7 +71,13 @@ Precision = Annotated[
 Matmuls = Annotated[str | None, typer.Option("--matmuls", help="fp8: matmuls at the device's float8 rate.")]
 
 Compiled = Annotated[bool, typer.Option("--compiled", help="Price elementwise ops as torch.compile fuses them.")]
+Offload = Annotated[bool, typer.Option("--cpu-offload", help="FSDP2 keeps its shards in host memory.")]
+Concurrency = Annotated[int, typer.Option("--concurrency", min=0, help="For inference: sequences held at once.")]
+CacheDtype = Annotated[str | None, typer.Option("--cache-dtype", help="KV cache dtype: bfloat16, fp8 …")]
 Chunked = Annotated[bool, typer.Option("--chunked-loss", help="Compute logits for an eighth of the tokens at a time.")]
+
+# Of the options of `choose` and `estimate`, those that are not keywords of autoplan's functions by the same name
+_OF_A_COMMAND = ("cp", "checkpointing", "like", "row", "script", "page", "as_json", "output")
 
 
 def choose(
@@ -90,10 +95,13 @@ def choose(
     lora_dtype: LoraDtype = "float32",
     weights: WeightsStored = None,
     optimizer: Updates = "adamw",
-    mixed_precision: Precision = None,
+    mp_policy: Precision = None,
     matmuls: Matmuls = None,
     chunked_loss: Chunked = False,
     compiled: Compiled = False,
+    cpu_offload: Offload = False,
+    concurrency: Concurrency = 0,
+    cache_dtype: CacheDtype = None,
     margin: Annotated[float, typer.Option("--margin", min=0.0, max=0.99, help="Fraction of memory left free.")] = 0.0,
     like: Annotated[
         str | None, typer.Option("--like", help="Show the row of this mesh, and its extra cost over the first.")
@@ -106,6 +114,7 @@ def choose(
     output: Output = None,
 ) -> None:
     """Say which mesh to take for so many GPUs: every legal one, ranked. Exit code 1 where none fits."""
+    asked = {name: value for name, value in locals().items() if name not in _OF_A_COMMAND}
     import autoplan
     from autoplan.emit.pages.markup import check_page
     from autoplan.emit.tables.estimate_table import against_view, choice_view, row_to_dict, row_view
@@ -113,14 +122,7 @@ def choose(
     if page is not None:
         check_page(page)
     with progress(f"choosing among meshes of {gpus} GPUs for {model}"):
-        choice = autoplan.choose(
-            model, gpus=gpus, memory=memory, gpu=gpu, per_node=per_node, sequence=sequence, global_batch=global_batch,
-            train=train.value, lora_rank=lora_rank, lora_targets=lora_targets, lora_dropout=lora_dropout,
-            lora_dtype=lora_dtype,
-            weights=weights, optimizer=optimizer, mp_policy=mixed_precision,
-            matmuls=matmuls, chunked_loss=chunked_loss, compiled=compiled, margin=margin,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        choice = autoplan.choose(**asked)
     if row is not None and row > len(choice.rows):
         raise AutoplanError(f"there is no row {row}", hint=f"choose 1 to {len(choice.rows)}")
     against = None if like is None else against_view(*choice.against_first(like))
@@ -163,13 +165,13 @@ def estimate(
     lora_dtype: LoraDtype = "float32",
     weights: WeightsStored = None,
     optimizer: Updates = "adamw",
-    gpu: Gpu = "h100",
+    device: Gpu = "h100",
     sequence_parallel: Cut = False,
-    ep: EpSize = 1,
-    cpu_offload: Annotated[bool, typer.Option("--cpu-offload", help="FSDP2 keeps its shards in host memory.")] = False,
-    mixed_precision: Precision = None,
+    ep_size: EpSize = 1,
+    cpu_offload: Offload = False,
+    mp_policy: Precision = None,
     accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Micro-batches per step.")] = 1,
-    reshard: Annotated[
+    reshard_after_forward: Annotated[
         bool | None, typer.Option("--reshard/--no-reshard", help="Free gathered weights after forward, or keep them.")
     ] = None,
     matmuls: Matmuls = None,
@@ -184,30 +186,20 @@ def estimate(
     virtual_stages: Annotated[
         int, typer.Option("--virtual-stages", min=1, help="Stages on each rank of pp (interleaved 1F1B).")
     ] = 1,
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", min=0, help="For inference: concurrent sequences; 0: --batch.")
-    ] = 0,
-    cache_dtype: Annotated[str | None, typer.Option("--cache-dtype", help="KV cache dtype: bfloat16, fp8 …")] = None,
+    concurrency: Concurrency = 0,
+    cache_dtype: CacheDtype = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
     """Say what one step costs on one rank of a mesh: memory at its peak, messages, time."""
+    asked = {name: value for name, value in locals().items() if name not in _OF_A_COMMAND}
+    asked |= {"mesh": on_mesh(mesh, cp), "activation_checkpointing": checkpointing_of(checkpointing)}
     import autoplan
     from autoplan.emit.tables.estimate_table import estimate_view
 
-    mesh = on_mesh(mesh, cp)
-    with progress(f"estimating {model} on {mesh}"):
-        priced = autoplan.estimate(
-            model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, lora_rank=lora_rank,
-            lora_targets=lora_targets, lora_dropout=lora_dropout, lora_dtype=lora_dtype, device=gpu,
-            activation_checkpointing=checkpointing_of(checkpointing), sequence_parallel=sequence_parallel, ep_size=ep,
-            weights=weights, optimizer=optimizer, cpu_offload=cpu_offload, concurrency=concurrency,
-            mp_policy=mixed_precision, accumulate=accumulate, reshard_after_forward=reshard, matmuls=matmuls,
-            chunked_loss=chunked_loss, exchange_experts=exchange_experts, shard_optimizer=shard_optimizer,
-            virtual_stages=virtual_stages, compiled=compiled, cache_dtype=cache_dtype,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+    with progress(f"estimating {model} on {asked['mesh']}"):
+        priced = autoplan.estimate(**asked)
     emit(estimate_view(priced), priced.to_dict(), as_json, output)
 
 

@@ -101,12 +101,6 @@ def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
         raise AutoplanError(f"the mesh has {ranks} ranks", hint=f"the limit is {MOST_RANKS}")
 
 
-def computed_in(policy: Any) -> str:
-    """Return mixed precision as text; the short form is bfloat16."""
-    dtype = getattr(policy, "param_dtype", None) if policy not in ("bf16", True) else "bfloat16"
-    return f"computed in {str(dtype).removeprefix('torch.')}" if dtype else "mixed precision"
-
-
 CACHE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}  # bytes of a key's or a value's number
 
 
@@ -239,12 +233,14 @@ class Asked:
     def how(self) -> tuple[str, ...]:
         """Return what was requested besides sizes, dtypes and the optimizer, as text."""
         again = self.activation_checkpointing if self.train != "inference" else False
+        dtype = "bfloat16" if self.mp_policy in ("bf16", True) else getattr(self.mp_policy, "param_dtype", None)
         texts = {
             f"{self.accumulate} micro-batches a step": self.accumulate > 1,
             f"checkpointing {'blocks' if again is True else again}": again,
             "sequence parallel": self.sequence_parallel and self.size("tp") > 1,
             "experts apart": self.experts and self.size("tp") > 1,
-            computed_in(self.mp_policy): self.mp_policy and self.data_parallel,
+            f"computed in {str(dtype).removeprefix('torch.')}" if dtype else "mixed precision":
+                self.mp_policy and self.data_parallel,
             f"{'' if self.reshard_after_forward else 'no '}reshard after forward":
                 self.reshard_after_forward is not None and self.data_parallel,
             "logits gathered": self.gather_logits and self.size("tp") > 1,

@@ -28,7 +28,7 @@ from autoplan.execute.data_parallel.mesh_dims import ALIASES
 from autoplan.forecast.asked import Asked, mesh_sizes
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.estimate import estimate_with
-from autoplan.forecast.step import Setting, Steps, inputs_of
+from autoplan.forecast.step import Loss, Setting, Steps, inputs_of
 from autoplan.forecast.sweep import Sweep
 from autoplan.forecast.trained import LORA_RANK, check_adapters, targets_of
 from autoplan.hf.script import script_text
@@ -134,6 +134,9 @@ class Choice:
             options["activation_checkpointing"] = best.checkpointing
         if "dp_shard" in best.mesh and best.reshard is not None:
             options["reshard_after_forward"] = best.reshard
+        if best.estimate.train != "inference":
+            names = ("mp_policy", "cpu_offload", "gather_logits")
+            options |= {name: value for name in names if (value := getattr(self.sweep.common, name))}
         return options
 
     def pictured(self, most: int = 12) -> dict[int, WhatIf]:
@@ -145,9 +148,14 @@ class Choice:
         """A program for torchrun that trains, or generates, so."""
         self._refuse_supposed_adapters()
         best = self.best.estimate
-        if best.run_by:
-            raise AutoplanError(f"a script runs what autoplan runs, not {best.run_by}",
-                                hint="choose without matmuls= and chunked_loss= to get a script")  # fmt: skip
+        common = self.sweep.common
+        plain = isinstance(common.mp_policy, str | bool | None)
+        own = "a loss of your own" if common.loss else "" if plain else "a mixed-precision policy of your own"
+        if best.run_by or own:
+            raise AutoplanError(
+                f"a script runs what autoplan runs, not {best.run_by or own}",
+                hint="choose without matmuls=, chunked_loss= and loss=, and with mp_policy='bf16', to get a script",
+            )
         inputs = inputs_of(self.steps, Setting(sequence=best.sequence, training=best.train != "inference"))
         return script_text(
             self.source, self.best, self.options(), self.device.per_node, inputs, bool(self.steps.packed)
@@ -207,9 +215,14 @@ def choose(
     lora_dtype: str = "float32",
     optimizer: str = "adamw",
     mp_policy: Any = None,
+    gather_logits: bool = False,
+    loss: Loss | None = None,
     matmuls: str | None = None,
     chunked_loss: bool = False,
     compiled: bool = False,
+    cpu_offload: bool = False,
+    concurrency: int = 0,
+    cache_dtype: str | None = None,
     margin: float = 0.0,
     inputs: Mapping[str, Any] | None = None,
     weights: str | None = None,
@@ -217,9 +230,10 @@ def choose(
 ) -> Choice:
     """Return every valid mesh and way to run `model` on `gpus` devices of `memory` each, estimated and ranked.
 
-    `global_batch`: sequences a step of all ranks (by default one for each GPU); for "inference", those held at once.
-    `train`, `lora_rank`, `lora_targets`, `lora_dropout`, `lora_dtype`, `weights`, `matmuls`, `chunked_loss`,
-    `compiled`: see `estimate`.
+    `global_batch`: sequences a step of all ranks (by default one for each GPU); for "inference", those held at once, or
+    with `concurrency` (by default `global_batch`, of all copies of the model together) the prompts that are read.
+    `train`, `lora_rank`, `lora_targets`, `lora_dropout`, `lora_dtype`, `weights`, `gather_logits`, `loss`, `matmuls`,
+    `chunked_loss`, `compiled`, `cpu_offload`, `cache_dtype`: see `estimate`.
     `margin`: the share of the memory that is left free, for what an allocator reserves and does not use.
     The device is one of rules/devices, or a file of one's own.
     """
@@ -232,7 +246,13 @@ def choose(
     device = gpu if isinstance(gpu, Device) else load_device(gpu)
     device = device if per_node is None else replace(device, per_node=per_node)
     question = Asked((("dp_shard", gpus),), 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train,
-                  matmuls=matmuls, chunked_loss=chunked_loss, compiled=compiled)  # fmt: skip
+                  gather_logits=gather_logits, loss=loss, matmuls=matmuls, chunked_loss=chunked_loss,
+                  compiled=compiled, cpu_offload=cpu_offload, concurrency=concurrency,
+                  cache_dtype=cache_dtype)  # fmt: skip
+    sequences = global_batch or (min(gpus, concurrency) if concurrency else gpus)
+    if 0 < concurrency < sequences:
+        raise AutoplanError(f"concurrency={concurrency} with global_batch={global_batch}",
+                            hint="concurrency must be at least global_batch")  # fmt: skip
     if not isinstance(margin, int | float) or isinstance(margin, bool) or not 0 <= margin < 1:
         raise AutoplanError(f"margin={margin!r}", hint="pass a fraction of the memory, such as 0.1")
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
@@ -241,15 +261,15 @@ def choose(
     steps = Steps(source, None, inputs, rank, targets_of(lora_targets), lora_dropout, lora_dtype)
     size = parse_memory(memory) if memory is not None else device.memory
     size = int(size * (1 - margin))
-    sweep = Sweep(steps, device, size, device.per_node, sequence, train, optimizer, mp_policy, matmuls, chunked_loss,
-                  compiled)  # fmt: skip
-    rows = sweep.rows(gpus, global_batch or gpus)
-    if not rows and global_batch:
-        raise _no_batch(sweep, gpus, global_batch)
+    sweep = Sweep(steps, device, size, question)
+    rows = sweep.rows(gpus, sequences)
+    if not rows and sequences != gpus:
+        raise _no_batch(sweep, gpus, sequences)
     rows = sweep.settled(rows)
-    enough = None if rows and rows[0].fits else sweep.enough(gpus, global_batch)
-    sequences = global_batch or gpus
+    enough = None if rows and rows[0].fits else sweep.enough(gpus, global_batch or (sequences if concurrency else 0))
     batch = f"{sequences} sequence{'s' * (sequences > 1)} {'held at once' if train == 'inference' else 'a step'}"
+    if concurrency:
+        batch = f"{concurrency} sequences held at once, {sequences} prompts read at a time"
     return Choice(source, tuple(rows), gpus, size, device, sweep, sequences, tuple(sweep.dropped), enough,
                   tuple(sweep.elsewhere(gpus, sequences)), margin, (batch, *question.how), question.unused)  # fmt: skip
 

@@ -18,9 +18,9 @@ from autoplan.common.random_values import untouched_randomness
 from autoplan.forecast.asked import Asked, check_experts, how_priced, mesh_sizes, notes_on_question
 from autoplan.forecast.devices import load_device
 from autoplan.forecast.estimate import estimate_with
-from autoplan.forecast.recording.record import Marks, record_step
+from autoplan.forecast.recording.record import Marks, local_piece, record_step
 from autoplan.forecast.recording.tape import Message
-from autoplan.forecast.sharded import as_on_a_gpu, fake_mesh, faker, group_names, local_piece
+from autoplan.forecast.sharded import as_on_a_gpu, fake_mesh, faker, group_names
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of, size_priced
 from autoplan.hf.source import Model, resolve
 from autoplan.patches.kernels import on_reference_path, one_sequence_a_row

@@ -42,6 +42,10 @@ from autoplan.values import Plan
 from autoplan.values.estimate import Estimate, MemoryParts
 
 _CHUNKS = 8  # of a sequence: torchtune's default
+_PASSING = (
+    "layers with a sliding window cache its tokens alone; {:.2f} GiB of those before, of the prompts that are read, "
+    "are held until the next token, and counted as temporary"
+)
 _BARS = (
     (
         "memory",
@@ -120,9 +124,10 @@ def estimate(
     """
     passed = model if isinstance(model, Plan) else plan
     named = model.model if isinstance(model, Plan) else model
-    if isinstance(model, Plan) and not _says_where(model.model):
+    module, dot, cls = model.model.rpartition(".") if isinstance(model, Plan) else ("", "", "")
+    if dot and cls[:1].isupper() and all(part.isidentifier() for part in module.split(".")):  # no folder, no colon
         raise SourceError(
-            f"the plan names the class {model.model}, but not where its config is",
+            f"the plan names the class {module}.{cls}, but not where its config is",
             hint="estimate(model, plan=plan, …), with the model, its config, or the folder that was planned",
         )
     check_adapters(train, lora_rank, lora_targets, lora_dropout, lora_dtype)
@@ -140,12 +145,6 @@ def estimate(
                   matmuls=matmuls, exchange_experts=exchange_experts, shard_optimizer=shard_optimizer,
                   virtual_stages=virtual_stages, compiled=compiled)  # fmt: skip
     return estimate_with(steps, question, device if isinstance(device, Device) else load_device(device))
-
-
-def _says_where(name: str) -> bool:
-    """And not which class it is of: a dotted path without a colon or a folder."""
-    module, dot, cls = name.rpartition(".")
-    return not (dot and all(part.isidentifier() for part in module.split(".")) and cls[:1].isupper())
 
 
 def estimate_with(steps: Steps, question: Asked, device: Device) -> Estimate:
@@ -215,7 +214,8 @@ def estimate_with(steps: Steps, question: Asked, device: Device) -> Estimate:
         time=time, device=device.name, bars=_BARS,
         tokens=batch * max(1, tokens) * question.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
-        notes=(*notes_on_question(steps, question, setting), *_window_note(passing),
+        notes=(*notes_on_question(steps, question, setting),
+               *((_PASSING.format(passing / 2**30),) if passing else ()),
                *_notes(steps, question, setting, recorded, units, load.flops)),
         dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
         optimizer=question.optimizer if training else "", decoded_per_second=decoded,
@@ -330,14 +330,6 @@ f"dequantised; in the dtype of the others they take {plain:,.1f} GiB"
         f"trained weights are counted unquantised, {plain:,.1f} GiB on all ranks; the quantised checkpoint takes "
 f"{stored:,.1f} GiB"
     )  # fmt: skip
-
-
-def _window_note(passing: int) -> Iterator[str]:
-    if passing:
-        yield (
-            f"layers with a sliding window cache its tokens alone; {passing / 2**30:.2f} GiB of those before, of the "
-            "prompts that are read, are held until the next token, and counted as temporary"
-        )
 
 
 def _policy(question: Asked, steps: Steps) -> MixedPrecisionPolicy | None:

@@ -42,12 +42,10 @@ class DataRanks:
     offload: bool = False
     exchange: int = 1
 
-    def padded(self, held: Held) -> int:
-        """Elements of a parameter when every rank holds as many as the first."""
-        return held.padded(self.shard)
-
     def gathered(self, unit: UnitSize) -> int:
-        return sum(int(self.padded(p) * (p.packed or self.compute or p.size) * self.part(p)) for p in unit.parameters)
+        return sum(
+            int(p.padded(self.shard) * (p.packed or self.compute or p.size) * self.part(p)) for p in unit.parameters
+        )
 
     def turned(self, unit: UnitSize) -> int:
         """Return the gathered bytes that FSDP2 copies again, since they are not sharded along the first dim."""
@@ -56,7 +54,7 @@ class DataRanks:
 
     def reduced(self, unit: UnitSize) -> int:
         sizes = ((p, self.reduce or self.compute or p.size) for p in unit.parameters if p.trained)
-        return sum(int(self.padded(p) * size * self.part(p)) for p, size in sizes)
+        return sum(int(p.padded(self.shard) * size * self.part(p)) for p, size in sizes)
 
     def gradients(self, unit: UnitSize) -> int:
         return sum(self.gradient(p) for p in unit.parameters if p.trained)
@@ -72,7 +70,7 @@ class DataRanks:
         """Bytes of this rank's piece on the device."""
         if self.offload:
             return 0
-        return int((self.padded(held) // self.shard if self.on else held.elements) * (held.packed or held.size))
+        return int((held.padded(self.shard) // self.shard if self.on else held.elements) * (held.packed or held.size))
 
     def frees(self, unit: UnitSize) -> bool:
         if unit.name == "":

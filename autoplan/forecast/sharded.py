@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoplan.capture.dry_run import enter_first_in_a_lasting_thread, fake_mode
@@ -25,11 +24,11 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Checkpointing, Options, TensorParallel
 from autoplan.common.patterns import matches
-from autoplan.common.torch_internals import FakeTensorMode, local_part, own_modules, own_parameters
+from autoplan.common.torch_internals import FakeTensorMode, own_modules, own_parameters
 from autoplan.execute.data_parallel.mesh_dims import WITH_CONTEXT
 from autoplan.execute.data_parallel.units import choose_units, cut_dim, is_stack
 from autoplan.execute.parallelize import shard_model
-from autoplan.forecast.recording.record import Marks
+from autoplan.forecast.recording.record import Marks, local_piece
 from autoplan.forecast.recording.tape import LeftOut
 from autoplan.hf.configs import take_flash_attention
 from autoplan.patches.simulated_ranks import world_per_thread
@@ -190,10 +189,6 @@ def _fitted(plan: Plan, module: nn.Module) -> Plan:
     )
     layers = tuple(replace(stack, fqns=tuple(n for n in stack.fqns if n in names)) for stack in plan.layers)
     return replace(plan, runtime=runtime, layers=tuple(stack for stack in layers if stack.fqns))
-
-
-def local_piece(tensor: torch.Tensor) -> torch.Tensor:
-    return local_part(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _sizes(

@@ -83,13 +83,12 @@ def decoding_time(
 
 
 def _computing(load: Load, device: Device) -> float:
-    return sum(flops / _rate(name, device) for name, flops in load.flops_by_dtype)
-
-
-def _rate(name: str, device: Device) -> float:
-    """Operations a second of matmuls in a dtype, or of fused kernels of attention where these are slower."""
-    reached = device.reached(name.removeprefix(ATTENTION))
-    return min(reached, device.attention or reached) if name.startswith(ATTENTION) else reached
+    """Return the seconds of matmuls, each at the rate of its dtype, and of fused kernels of attention."""
+    seconds = 0.0
+    for name, flops in load.flops_by_dtype:
+        reached = device.reached(name.removeprefix(ATTENTION))
+        seconds += flops / (min(reached, device.attention or reached) if name.startswith(ATTENTION) else reached)
+    return seconds
 
 
 def _not_hidden(load: Load, computing: float, device: Device, mesh: tuple[tuple[str, int], ...]) -> float:
@@ -139,7 +138,7 @@ def one_stage(recorded: Recorded, stages: int) -> Recorded:
     """The largest of so many stages of nearly equal length; with the embedding and the head, though none has both."""
     if stages == 1:
         return recorded
-    stood = dict.fromkeys(_blocks(recorded), 1)
+    stood = dict.fromkeys((step.name for step in recorded.program.steps if isinstance(step, Block)), 1)
     for pairs in recorded.left_out.values():
         for _, block in pairs:
             stood[block] = stood.get(block, 1) + 1
@@ -166,10 +165,6 @@ def _within(name: str) -> Iterator[str]:
     """The module itself, and those that it is in."""
     parts = name.split(".")
     return (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-
-
-def _blocks(recorded: Recorded) -> list[str]:
-    return list(dict.fromkeys(step.name for step in recorded.program.steps if isinstance(step, Block)))
 
 
 def exchanged(walk: Walk, units: tuple[UnitSize, ...], ranks: int) -> Iterator[Sent]:

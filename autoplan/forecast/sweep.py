@@ -4,7 +4,7 @@
 
 Each split and way of checkpointing is recorded once; all else is arithmetic. Not recorded: less checkpointing where a
 bound says that it cannot fit, splits that do not fit with one checkpointed sequence, and splits that are larger and
-slower than the same one cut along the sequence.
+slower than the same one cut along the sequence, or than as many ranks with more of cp and fewer of tp.
 """
 
 from __future__ import annotations
@@ -63,41 +63,33 @@ class Split:
 
 @dataclass
 class Sweep:
-    """All that is asked of one model on one kind of device."""
+    """All that is asked of one model on one kind of device. `common`: what all rows share; its `concurrency` is that of
+    all copies of the model."""
 
     steps: Steps
     device: Device
     memory: int
-    per_node: int
-    sequence: int
-    train: str
-    optimizer: str
-    mp_policy: Any
-    matmuls: str | None = None
-    chunked_loss: bool = False
-    compiled: bool = False
+    common: Asked
     dropped: list[str] = field(default_factory=list)
     asked: dict[int, Asked] = field(default_factory=dict)  # by the id of the estimate that it led to
     held: dict[int, list[int]] = field(default_factory=dict)  # bytes of the smallest steps over ever fewer cp, by tp
-    cut_pays: set[bool] = field(default_factory=set)  # with experts cut inside, with experts apart: is it so?
+    beaten: set[tuple[int, bool]] = field(default_factory=set)  # kinds of split that another one beats: see `_kind`
+    ways: dict[tuple[int, bool | str, int], Row] = field(default_factory=dict)  # over cp and the fewest ranks of tp
+    failed: set[tuple[int, bool | str, int]] = field(default_factory=set)  # tp, checkpointing, micro-batch; over cp
 
     @cached_property
     def again(self) -> tuple[bool | str, ...]:
         """Ways of checkpointing, from none to all blocks; a model without repeated blocks has none."""
         return _CHECKPOINTING if self.steps.plan(1).layers else (False,)
 
-    def tensor_sizes(self, gpus: int) -> list[int]:
-        """Legal sizes of tp that divide the GPUs; those of training stay in a node."""
-        legal = self.steps.plan(1).legal_tp
-        return [tp for tp in legal if gpus % tp == 0 and tp <= self._most_ranks(gpus)]
-
     def _most_ranks(self, gpus: int) -> int:
         """Return the most ranks of one split: training stays in a node, weights to be served may need several."""
-        return gpus if self.train == "inference" else min(gpus, self.per_node)
+        return gpus if self.common.train == "inference" else min(gpus, self.device.per_node)
 
     def splits(self, gpus: int) -> Iterator[Split]:
         """Sizes of tp with experts cut inside, of cp for long sequences, of tp with whole experts, experts alone."""
-        sizes = self.tensor_sizes(gpus)
+        most = self._most_ranks(gpus)
+        sizes = [tp for tp in self.steps.plan(1).legal_tp if gpus % tp == 0 and tp <= most]
         for tp in sizes:
             yield Split(tp)
         for tp, cp in product(sizes, reversed(self._context_sizes(gpus))):
@@ -105,7 +97,6 @@ class Sweep:
                 yield Split(tp, cp=cp)
         if not self.has_experts:
             return
-        most = self._most_ranks(gpus)
         alone = [Split(1, ep) for ep in (2**n for n in range(1, most.bit_length())) if gpus % ep == 0 and ep <= most]
         for split in (*(Split(tp, tp) for tp in sizes if tp > 1), *alone):
             if self._apart(split):
@@ -113,7 +104,7 @@ class Sweep:
 
     def _context_sizes(self, gpus: int) -> list[int]:
         """Over how many ranks long sequences are cut."""
-        if self.sequence < LONG or self.train == "inference" or self.chunked_loss:
+        if self.common.sequence < LONG or self.common.train == "inference" or self.common.chunked_loss:
             return []
         return [cp for cp in self.steps.plan(1).legal_tp if cp > 1 and cp & (cp - 1) == 0 and gpus % cp == 0]
 
@@ -130,12 +121,13 @@ class Sweep:
 
     def rows(self, gpus: int, batch: int) -> list[Row]:
         rows: list[Row] = []
+        self.held, self.ways, self.failed, self.beaten = {}, {}, set(), set()  # those of other numbers of GPUs differ
         for split in self.splits(gpus):
             copies = gpus // split.ranks
             if batch % copies:
                 self.dropped.append(f"{split}: a global batch of {batch} is not divisible by {copies}")
                 continue
-            if split.cp > 1 and self._at_least(split) > self.memory:
+            if split.cp > 1 and (_kind(split) in self.beaten or self._at_least(split) > self.memory):
                 continue
             rows += self._of_split(copies, split, batch // copies)
         return rows
@@ -147,7 +139,7 @@ class Sweep:
 
     def _along(self, split: Split) -> tuple[bool, ...]:
         """Return the options: sharded along the sequence, if possible, and not."""
-        cut = split.tp > 1 == split.cp and self.sequence % split.tp == 0 and self.train != "inference"
+        cut = split.tp > 1 == split.cp and self.common.sequence % split.tp == 0 and self.common.train != "inference"
         try:
             return (True, False) if cut and self.steps.split(split.tp, split.ep, True).sequence_parallel else (False,)
         except IndivisibleError:
@@ -157,7 +149,7 @@ class Sweep:
         rows: list[Row] = []
         cut: Row | None = None
         for along in self._along(split):
-            if cut is not None and split.shared in self.cut_pays:
+            if cut is not None and _kind(split) in self.beaten:
                 break
             stage(f"{split}{', sequence parallel' if along else ''}")
             try:
@@ -168,12 +160,9 @@ class Sweep:
             except PlanMismatchError as error:  # decoding runs another branch than the one that was planned
                 self.dropped.append(f"{split}: {error.message}")
                 continue
-            alone = self.train == "inference" or not (smallest.fits or _may_fit_at_once(smallest))
-            if cut is not None and (
-                cut.estimate.peak <= smallest.estimate.peak
-                and cut.estimate.tokens_per_second >= smallest.estimate.tokens_per_second
-            ):
-                self.cut_pays.add(split.shared)
+            alone = self.common.train == "inference" or not (smallest.fits or _may_fit_at_once(smallest))
+            if cut is not None and _beats(cut, smallest):
+                self.beaten.add(_kind(split))
                 alone = True
             if alone:
                 rows.append(smallest)
@@ -187,10 +176,9 @@ class Sweep:
 
     def _smallest(self, copies: int, split: Split, along: bool, each: int) -> Row:
         """One sequence at a time with all blocks checkpointed; for inference, all that are held at once."""
-        if self.train == "inference":
+        if self.common.train == "inference":
             mesh = (("dp_replicate", copies), *split.dims)
-            return self._row(Asked(mesh, each, self.sequence, train=self.train, exact=False, experts=split.shared,
-                                   matmuls=self.matmuls, compiled=self.compiled))  # fmt: skip
+            return self._row(self._asked(mesh, each, False, False, None, each, split))
         return self._row(self._asked(self._meshes(copies, split)[0], 1, self.again[-1], along, None, each, split))
 
     def _ways(self, copies: int, split: Split, along: bool, each: int) -> Iterator[Row]:
@@ -202,12 +190,23 @@ class Sweep:
             for micro in (n for n in range(1, each + 1) if each % n == 0):
                 if not fitted and not (at_once and micro == each):
                     continue
-                fitted = False
-                for reshard in (None, False) if copies * split.cp > 1 else (None,):
-                    for row in self._replicated(copies, split, micro, checkpointing, along, reshard, each):
-                        fitted, at_once = fitted or row.fits, at_once or _may_fit_at_once(row)
-                        least = least or row
-                        yield row
+                tried = split.tp, checkpointing, micro
+                if split.cp > 1 and tried in self.failed:  # with half of the tokens on a rank
+                    break
+                reshards = (None, False) if copies * split.cp > 1 else (None,)
+                ways = (self._replicated(copies, split, micro, checkpointing, along, kept, each) for kept in reshards)
+                rows = [row for way in ways for row in way]
+                yield from rows
+                least, fitted = least or rows[0], any(row.fits for row in rows)
+                at_once = at_once or any(map(_may_fit_at_once, rows))
+                if split.cp == 1:
+                    continue
+                if not fitted and not at_once:
+                    self.failed.add(tried)
+                rival = self.ways.setdefault((split.ranks, checkpointing, micro), rows[0])
+                if rival is not rows[0] and _beats(rival, rows[0]):
+                    self.beaten.add(_kind(split))
+                    return
 
     def _replicated(
         self, copies: int, split: Split, micro: int, checkpointing: bool | str, along: bool, reshard: bool | None,
@@ -225,18 +224,18 @@ class Sweep:
 
     def _meshes(self, copies: int, split: Split) -> list[tuple[tuple[str, int], ...]]:
         """FSDP2 over all copies of the split, and over ever fewer with replicas between (HSDP): halves, and a node."""
-        near = max(1, self.per_node // split.ranks)
+        near = max(1, self.device.per_node // split.ranks)
         halves = (copies >> place for place in range(copies.bit_length()) if copies % (1 << place) == 0)
         shards = sorted({n for n in (*halves, near) if 1 < n <= copies and copies % n == 0} or {copies}, reverse=True)
         return [(("dp_replicate", copies // n), ("dp_shard", n), *split.dims) for n in shards]
 
     def _asked(self, mesh: tuple[tuple[str, int], ...], micro: int, checkpointing: bool | str, along: bool,
                reshard: bool | None, each: int, split: Split) -> Asked:  # fmt: skip
-        return Asked(
-            mesh, micro, self.sequence, checkpointing, self.mp_policy, self.optimizer, self.train, reshard, along,
-            max(1, each // micro), exact=False, experts=split.shared, matmuls=self.matmuls,
-            chunked_loss=self.chunked_loss, compiled=self.compiled,
+        question = replace(
+            self.common, mesh=mesh, batch=micro, activation_checkpointing=checkpointing, sequence_parallel=along,
+            reshard_after_forward=reshard, accumulate=max(1, each // micro), exact=False, experts=split.shared,
         )  # fmt: skip
+        return replace(question, concurrency=-(-question.concurrency // question.copies))
 
     def _row(self, question: Asked) -> Row:
         priced = estimate_with(self.steps, question, self.device)
@@ -249,7 +248,7 @@ class Sweep:
 
     def of_mesh(self, mesh: tuple[tuple[str, int], ...], gpus: int, batch: int) -> Row:
         """The best row of a mesh that has none: others run it, or it is never looked at."""
-        question = Asked(mesh, sequence=self.sequence, train=self.train)
+        question = replace(self.common, mesh=mesh)
         if question.ranks != gpus or batch % question.copies:
             raise AutoplanError(
                 f"no row has the mesh {dict(mesh)}: it has {question.ranks} ranks and {question.copies} copies of the "
@@ -258,9 +257,9 @@ class Sweep:
             )
         split = Split(question.size("tp"), question.size("ep"), question.cp)
         each = batch // question.copies
-        again = self.again if self.train != "inference" else (False,)
-        sizes = [n for n in range(1, each + 1) if each % n == 0] if self.train != "inference" else [each]
-        along = (True, False) if split.tp > 1 == split.cp and self.train != "inference" else (False,)
+        again = self.again if self.common.train != "inference" else (False,)
+        sizes = [n for n in range(1, each + 1) if each % n == 0] if self.common.train != "inference" else [each]
+        along = (True, False) if split.tp > 1 == split.cp and self.common.train != "inference" else (False,)
         rows: list[Row] = []
         problem: AutoplanError | None = None
         for checkpointing, cut in product(again, along):
@@ -318,19 +317,18 @@ class Sweep:
         """The smallest number of GPUs above `gpus`, in whole nodes, for which `rows` has one that fits. `batch`: of a
         step; 0: as many as GPUs. More copies need less of a rank until padding counts, so it is looked for by
         doubling, then refined."""
-        sizes = (tp for tp in self.steps.plan(1).legal_tp if tp <= self.per_node)
+        sizes = (tp for tp in self.steps.plan(1).legal_tp if tp <= self.device.per_node)
         best: int | None = None
-        for split in self.splits(lcm(1 << self.per_node.bit_length(), *sizes)):
+        node = self.device.per_node
+        for split in self.splits(lcm(1 << self.device.per_node.bit_length(), *sizes)):
             for along in self._along(split):
                 below = (_MOST_GPUS if best is None else best - 1) // split.ranks
-                copies = [n for n in range(1, below + 1) if self._legal(gpus, split.ranks * n, n, batch)]
+                totals = {n: n * split.ranks for n in range(gpus // split.ranks + 1, below + 1)}
+                whole = (n for n, total in totals.items() if total <= node or total % node == 0)
+                copies = [n for n in whole if (batch or totals[n]) % n == 0]
                 first = _first_of(copies, partial(self._fits, split, along, batch))
                 best = best if first is None else split.ranks * first
         return best
-
-    def _legal(self, more_than: int, gpus: int, copies: int, batch: int) -> bool:
-        whole_nodes = gpus <= self.per_node or gpus % self.per_node == 0
-        return gpus > more_than and whole_nodes and (batch or gpus) % copies == 0
 
     def _fits(self, split: Split, along: bool, batch: int, copies: int) -> bool:
         each = batch // copies if batch else split.ranks
@@ -342,6 +340,16 @@ class Sweep:
         except (IndivisibleError, PlanMismatchError):
             return False
         return row.fits
+
+
+def _kind(split: Split) -> tuple[int, bool]:
+    """Return what one comparison settles: experts cut inside or apart; over cp, so many ranks."""
+    return (split.ranks if split.cp > 1 else 0), split.shared
+
+
+def _beats(one: Row, other: Row) -> bool:
+    faster = one.estimate.tokens_per_second >= other.estimate.tokens_per_second
+    return one.estimate.peak <= other.estimate.peak and faster
 
 
 def _in_order(row: Row) -> tuple[bool, int, float]:

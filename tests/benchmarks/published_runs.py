@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +22,8 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
+    MixtralConfig,
+    NemotronConfig,
     Phi3Config,
     PhiConfig,
     Qwen2Config,
@@ -68,6 +70,11 @@ def qwen_experts(layers: int, hidden: int, inner: int, heads: int) -> Qwen3MoeCo
                           num_experts=128, num_experts_per_tok=8, vocab_size=151936)  # fmt: skip
 
 
+def nemotron(layers: int, hidden: int, heads: int, keys: int) -> NemotronConfig:
+    return NemotronConfig(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=4 * hidden,
+                          num_attention_heads=heads, num_key_value_heads=keys)  # fmt: skip
+
+
 MODELS: dict[str, Any] = {
     "llama-3.1-8b": llama(32, 4096, 14336, 32),
     "llama-3.1-70b": llama(80, 8192, 28672, 64),
@@ -76,6 +83,18 @@ MODELS: dict[str, Any] = {
     "llama-3.1-405b-4": llama(4, 16384, 53248, 128),
     "llama-3.2-3b": llama(28, 3072, 8192, 24, tied=True),
     "llama-3.2-1b": llama(16, 2048, 8192, 32, tied=True),
+    "llama-13b-gqa": llama(40, 5120, 17920, 40),
+    "llama-175b": llama(96, 12288, 39680, 96),
+    "gpt3-5b": mpt(24, 4096, 32),
+    "gpt3-20b": mpt(44, 6144, 48),
+    "gpt3-175b": mpt(96, 12288, 96),
+    "nemotron-8b": nemotron(32, 4096, 32, 32),
+    "nemotron-15b": nemotron(32, 6144, 48, 8),
+    "nemotron-22b": nemotron(40, 6144, 48, 48),
+    "nemotron-340b": nemotron(96, 18432, 96, 8),
+    "mixtral-8x7b": MixtralConfig(),
+    "mixtral-8x22b": MixtralConfig(num_hidden_layers=56, hidden_size=6144, intermediate_size=16384,
+                                   num_attention_heads=48, max_position_embeddings=65536),
     "llama-2-7b": llama(32, 4096, 11008, 32, 32, 32000),
     "llama-2-13b": llama(40, 5120, 13824, 40, 40, 32000),
     "llama-2-70b": llama(80, 8192, 28672, 64, 8, 32000),
@@ -135,12 +154,15 @@ class Run:
     def estimated(self) -> autoplan.Estimate:
         says = dict(part.partition("=")[::2] for part in self.engine.split(","))
         along = self.mesh.endswith(",sp")
+        device = load_device(self.gpu)
+        device = replace(device, per_node=int(says.get("node", device.per_node)))
         again: Any = {"none": False, "block": True}.get(self.checkpointing, self.checkpointing)
         return autoplan.estimate(
             MODELS[self.model], mesh=self.mesh.removesuffix(",sp"), batch=int(self.batch), sequence=int(self.sequence),
             accumulate=int(self.times), activation_checkpointing=again, sequence_parallel=along, train=self.train,
-            weights=self.weights, mp_policy="bf16" if self.weights == "float32" else None, device=load_device(self.gpu),
-            matmuls="fp8" if "fp8" in says else None, exchange_experts=int(says.get("exchange", 1)),
+            weights=self.weights, mp_policy="bf16" if self.weights == "float32" else None, device=device,
+            gather_logits="gathered" in says, matmuls="fp8" if "fp8" in says else None,
+            exchange_experts=int(says.get("exchange", 1)),
             chunked_loss="chunked" in says, shard_optimizer="zero1" in says,
             compiled="compiled" in says, virtual_stages=int(says.get("virtual", 1)),
             optimizer="adamw_master" if says.keys() & {"zero1", "master"} else "adamw", cpu_offload="offload" in says,

@@ -97,7 +97,7 @@ def test_nothing_fits() -> None:
     found = choose(_llama(), gpus=1, **asked)
     assert not found.fits and found.enough is not None and found.enough > 2
     assert found.steps is not None
-    sweep = Sweep(found.steps, found.device, found.memory, 8, asked["sequence"], "full", "adamw", None)
+    sweep = Sweep(found.steps, found.device, found.memory, found.sweep.common)
     for gpus in (found.enough, found.enough - 1):  # as choose() asks, of the same recordings
         assert any(row.fits for row in sweep.rows(gpus, gpus)) == (gpus == found.enough)
     with pytest.raises(autoplan.AutoplanError, match="does not fit 1 GPU"):
@@ -230,7 +230,7 @@ def test_the_smallest_number_of_gpus_is_the_first_that_is_offered(memory: float,
     """Every smaller number of whole nodes cannot deal the batch, or does not fit; cutting along the sequence counts."""
     found = _of_eight_heads()
     assert found.steps is not None
-    sweep = Sweep(found.steps, found.device, int(memory * 1e9), 2, 2048, "full", "adamw", None)
+    sweep = Sweep(found.steps, found.device, int(memory * 1e9), found.sweep.common)
     enough = sweep.enough(4, batch)
     assert enough is not None
     assert [n for n in range(6, enough + 1, 2) if any(row.fits for row in sweep.rows(n, batch or n))] == [enough]
@@ -325,3 +325,49 @@ def test_a_sequence_over_fewer_ranks_is_told_from_two_recordings() -> None:
     assert [(sent.dim, sent.kind, sent.number) for sent in told.messages] == [
         (sent.dim, sent.kind, sent.number) for sent in recorded.messages
     ]
+
+
+def test_over_cp_only_what_can_pay_is_looked_at() -> None:
+    """Without a large vocabulary tp adds nothing to cp; without checkpointing it does not fit over 4 ranks, nor 2."""
+    wide = _llama(vocab_size=512, num_hidden_layers=12)
+    rows = choose(wide, gpus=4, memory="5.4GB", sequence=1 << 15, global_batch=4).rows
+    over = {size: [row for row in rows if (row.tp, row.cp) == size] for size in ((1, 4), (2, 2), (1, 2))}
+    alone = [row for row in over[1, 4] if row.estimate.batch == 1 and row.checkpointing is True]
+    assert {(row.checkpointing, row.estimate.batch) for row in over[2, 2]} == {(True, 1)}
+    assert all(row.estimate.peak < over[2, 2][0].estimate.peak for row in alone)
+    assert all(row.estimate.tokens_per_second > over[2, 2][0].estimate.tokens_per_second for row in alone)
+    assert not any(row.fits for row in over[1, 4] if not row.checkpointing)
+    assert all(row.checkpointing for row in over[1, 2])
+
+
+def test_what_estimate_is_asked_is_asked_of_all_rows() -> None:
+    """Each row is that estimate; what parallelize takes of it is among its options and in the script."""
+    asked: dict[str, Any] = {"mp_policy": "bf16", "cpu_offload": True}
+    found = choose(_llama(), gpus=2, sequence=64, global_batch=2, **asked)
+    best = found.best.estimate
+    alone = autoplan.estimate(_llama(), mesh=dict(best.mesh), sequence=64, batch=best.batch, device=found.device,
+                              **asked,
+                              activation_checkpointing=found.best.checkpointing, accumulate=found.best.accumulate,
+                              reshard_after_forward=found.best.reshard)  # fmt: skip
+    assert (best.parts, best.tokens_per_second) == (alone.parts, alone.tokens_per_second)
+    assert best.parts.optimizer == 0 and "offloaded to the host" in found.how
+    assert found.options() | asked == found.options()
+    assert "mp_policy='bf16', cpu_offload=True" in found.script()
+    own = choose(_llama(), gpus=1, sequence=64, loss=lambda outputs, labels: outputs.logits.float().sum())
+    with pytest.raises(autoplan.AutoplanError, match="not a loss of your own"):
+        own.script()
+
+
+def test_concurrent_sequences_are_dealt_over_the_copies() -> None:
+    asked: dict[str, Any] = {"train": "inference", "cache_dtype": "fp8", "sequence": 64}
+    found = choose(_llama(), gpus=2, concurrency=64, global_batch=2, **asked)
+    assert {(row.tp, row.estimate.batch, row.estimate.concurrency) for row in found.rows} == {(1, 1, 32), (2, 2, 64)}
+    alone = autoplan.estimate(_llama(), mesh="tp=2", batch=2, concurrency=64, **asked)
+    (row,) = (row for row in found.rows if row.tp == 2)
+    assert (row.estimate.parts.cache, row.estimate.decoded_per_second) == (
+        alone.parts.cache, alone.decoded_per_second)  # fmt: skip
+    assert "64 sequences held at once, 2 prompts read at a time" in str(found)
+    with pytest.raises(autoplan.AutoplanError, match="concurrency=1 with global_batch=2"):
+        choose(_llama(), gpus=2, concurrency=1, global_batch=2, **asked)
+    with pytest.raises(autoplan.AutoplanError, match="a cache dtype with train='full'"):
+        choose(_llama(), gpus=2, cache_dtype="fp8")

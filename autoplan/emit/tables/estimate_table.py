@@ -138,6 +138,7 @@ def choice_view(choice: Any) -> RenderableType:
         again = {True: "blocks", False: "none"}.get(row.checkpointing, str(row.checkpointing))
         variant = (", experts apart" if row.experts else "") + (", no reshard" if row.reshard is False else "")
         speed = f"{priced.tokens_per_second:,.0f}{'?' * row.narrow(choice.memory)}" if row.fits else "does not fit"
+        speed += f", decoding {priced.decoded_per_second:,.0f}" if row.fits and priced.decoded_per_second else ""
         cells = (mesh_text(priced.mesh) + variant, f"{priced.batch} × {row.accumulate}", again)
         cut = f"{priced.own_tokens} per rank" if "cp" in row.mesh else "cut" if row.sequence_parallel else ""
         tie = "=" if row.fits and ties > 1 and row.ties(choice.rows[0]) else ""

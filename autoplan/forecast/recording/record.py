@@ -124,14 +124,14 @@ class _Log:
 
     def gradient_of(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            number = self.known.get(storage_id(_local(parameter.grad)))
+            number = self.known.get(storage_id(local_piece(parameter.grad)))
             if number is not None:
                 self.storages[number].gradient = True
 
     def returned(self, result: Any) -> None:
         """Tensors that stand in the result themselves; what an object in it holds is a cache."""
         values = result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple) else (result,)
-        for tensor in (_local(value) for value in values if isinstance(value, torch.Tensor)):
+        for tensor in (local_piece(value) for value in values if isinstance(value, torch.Tensor)):
             number = self.known.get(storage_id(tensor), -1)
             if number >= 0:
                 self.storages[number].output = True
@@ -142,7 +142,7 @@ class _Log:
             return
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            value = _local(value)
+            value = local_piece(value)
             number = self.known.get(storage_id(value), -1)
             if number >= 0:
                 held = self.storages[number]
@@ -182,7 +182,7 @@ def _storage(living: _Living) -> Storage:
     return Storage(living.bytes, "communication" if living.collective else "temporary")
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_piece(tensor: torch.Tensor) -> torch.Tensor:
     return local_part(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -367,7 +367,7 @@ def record_step(
     `groups`: names of process groups, and the dim of the mesh of each. `whole`: no layer is cut over ranks.
     """
     log = _Log()
-    for tensor in (*map(_local, model.parameters()), *map(_local, model.buffers()), *tensors_within(inputs)):
+    for tensor in (*map(local_piece, model.parameters()), *map(local_piece, model.buffers()), *tensors_within(inputs)):
         log.known[storage_id(tensor)] = -1
     with (
         kernels_of_a_gpu(model, whole, log.worked) as used, _Watching(log, groups), _followed(model, marks, log),
