@@ -14,13 +14,13 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from math import sqrt
+from dataclasses import dataclass, field, replace
+from math import prod, sqrt
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
 from autoplan.common.patterns import matches
-from autoplan.emit.pages.markup import Safe, el
+from autoplan.emit.pages.markup import Safe, breakable, el
 from autoplan.emit.pages.picture import Axis, Block, Box, BoxRow, Mark
 from autoplan.emit.words import bytes_text
 from autoplan.values import Entry, Plan
@@ -114,6 +114,11 @@ def draw_block(block: Block, width: float) -> Drawing:
         while end < len(block.rows) and block.rows[end].parent == parent:
             end += 1
         y = _frame(drawing, parent, block.rows[place:end], y)
+        if parent and end < len(block.rows):  # to the next frame
+            last = [edge for edge in drawing.edges if edge.bottom == y]
+            kinds = {edge: "value" if edge.kind == "partial" else edge.kind for edge in last}
+            drawing.edges += [replace(edge, top=y, bottom=y + _EDGE, kind=kind) for edge, kind in kinds.items()]
+        y += _EDGE if parent else 0
         place = end
     drawing.height = y + _MARGIN / 2
     return drawing
@@ -131,7 +136,6 @@ def _frame(drawing: Drawing, parent: str, rows: tuple[BoxRow, ...], y: float) ->
         y = _row(drawing, row, inset, y)
     if parent:
         drawing.shapes.append(Shape(_MARGIN, top, drawing.width - 2 * _MARGIN, y - top))
-        y += _EDGE
     return y
 
 
@@ -142,22 +146,28 @@ def _row(drawing: Drawing, row: BoxRow, inset: float, y: float) -> float:
     for start in range(0, len(row.columns), in_line):
         some = row.columns[start : start + in_line]
         each = (room - _GAP * (len(some) - 1)) / len(some)
+        ends = []
         for level in range(max(map(len, some))):
             there = [(inset + n * (each + _GAP), column) for n, column in enumerate(some) if level < len(column)]
             if level:
-                drawing.edges += [_between(x + 10, y, column[level - 1]) for x, column in there]
+                drawing.edges += [_below(x, y, y + _EDGE, column[level - 1]) for x, column in there]
                 y += _EDGE
             tallest = max(_box(drawing, column[level], x, y, each) for x, column in there)
             drawing.shapes += [Shape(x, y, each, tallest, column[level]) for x, column in there]
             y += tallest
+            ends += [(x, y, column[level]) for x, column in there if level == len(column) - 1]
         y += _GAP if start + in_line < len(row.columns) else 0
-    return _marks(drawing, [mark for mark in row.marks if not mark.before], row, inset, y, leaves=True)
+    after = [mark for mark in row.marks if not mark.before]
+    if after:
+        return _marks(drawing, after, row, inset, y)
+    drawing.edges += [_below(x, bottom, y + _EDGE, box) for x, bottom, box in ends]
+    return y + _EDGE
 
 
-def _between(x: float, y: float, above: Box) -> Edge:
-    """Return the edge from a box to the one below it in its column."""
-    axis = above.axis.number if above.axis and above.gives == "cut" else -1
-    return Edge(x, y, y + _EDGE, above.gives or "value", axis)
+def _below(x: float, top: float, bottom: float, box: Box) -> Edge:
+    """Return the edge that leaves a box whose left side is at `x`."""
+    axis = box.axis.number if box.axis and box.gives == "cut" else -1
+    return Edge(max(x, _MARGIN * 2) + 10, top, bottom, box.gives or "value", axis)
 
 
 def _box(drawing: Drawing, box: Box, x: float, y: float, width: float) -> float:
@@ -177,21 +187,21 @@ def _box(drawing: Drawing, box: Box, x: float, y: float, width: float) -> float:
     return below + _PAD - y
 
 
-def _marks(drawing: Drawing, marks: list[Mark], row: BoxRow, inset: float, y: float, leaves: bool = False) -> float:
-    """Draw the edge above or below a row, with the collectives on it as text."""
-    if not marks and not leaves:
+def _marks(drawing: Drawing, marks: list[Mark], row: BoxRow, inset: float, y: float) -> float:
+    """Draw the edge above or below a row, with the collectives on it as text; nothing without one."""
+    if not marks:
         return y
-    top, x = y, inset + 10
+    top, x = y, _MARGIN * 2 + 10
     y += _EDGE / 2
     for mark in marks:
         kind = "gradient" if mark.backward else "sum" if mark.partial else "move"
-        for line in wrapped(mark.text, drawing.width - 2 * inset - 24, _SMALL):
+        for line in wrapped(mark.text, drawing.width - x - 14 - inset, _SMALL):
             drawing.words.append(Words(x + 14, y + _LINE - 4, line, _SMALL, kind))
             y += _LINE
     y += _EDGE / 2
     axis = next((box.axis.number for box in row.boxes if box.axis), -1)
     partial = any(mark.partial and not mark.backward for mark in marks)
-    gives = {box.gives for box in row.boxes} if leaves else set()
+    gives = {box.gives for box in row.boxes} if not marks[0].before else set()
     cut = axis >= 0 and "cut" in gives and not partial
     kind = "partial" if partial or "partial" in gives else "cut" if cut else "value"
     drawing.edges.append(Edge(x, top, y, kind, axis if cut else -1))
@@ -296,6 +306,7 @@ class Weight:
     dim: int
     layout: Layout
     shape: tuple[int, ...]
+    bytes: int = 0  # in all blocks; 0 if the plan does not record the shapes
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -312,6 +323,8 @@ class Weight:
 def weights_of(plan: Plan) -> tuple[Weight, ...]:
     weights = []
     for entry in plan.entries:
+        shapes = {name: _shape(plan, entry.pattern, name) for name in entry.parameters}
+        numbers = sum(map(prod, shapes.values())) if all(shapes.values()) else 0
         for parameter, segment in zip(entry.parameters, entry.segments, strict=False):
             dim, _, text = segment.partition(":")
             try:
@@ -319,7 +332,9 @@ def weights_of(plan: Plan) -> tuple[Weight, ...]:
             except AutoplanError:  # another system's notation, which `explain` shows unchanged
                 continue
             if dim.isdigit() and layout.is_split:
-                weights.append(Weight(entry, parameter, int(dim), layout, _shape(plan, entry.pattern, parameter)))
+                shape = shapes[parameter]
+                held = entry.bytes * prod(shape) // numbers if numbers else 0 if len(shapes) > 1 else entry.bytes
+                weights.append(Weight(entry, parameter, int(dim), layout, shape, held))
     return tuple(weights)
 
 
@@ -348,7 +363,8 @@ def weight_figure(weight: Weight, axis: Axis | None, longest: int, sizes: Iterab
     view = f"0 0 {size['width']} {size['height']}"
     svg = el("svg", el("title", label), outline, *pieces, *parts, viewBox=view, **size, class_=tone, role="img")
     letter = el("b", f"{axis.letter} ") if axis else None
-    caption = el("figcaption", letter, el("code", name), el("br"), shape, el("br"), bytes_text(weight.entry.bytes))
+    size_of = bytes_text(weight.bytes) if weight.bytes else None
+    caption = el("figcaption", letter, el("code", *breakable(name)), el("br"), shape, el("br"), size_of)
     return el("figure", svg, caption)
 
 
