@@ -16,6 +16,7 @@ import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import prod, sqrt
+from typing import Any
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
@@ -218,7 +219,7 @@ def tone_of(axis: int) -> str:
 
 
 def svg_of(drawing: Drawing, label: str, class_: str) -> Safe:
-    frames = [_frame_svg(shape) for shape in drawing.shapes if shape.frame]
+    frames = [_rect(shape, rx=6, class_="frame") for shape in drawing.shapes if shape.frame]
     loose = [_words_svg(words) for words in drawing.words if words.box is None]
     boxes = [_box_svg(shape, drawing) for shape in drawing.shapes if not shape.frame]
     size = {"width": _number(drawing.width), "height": _number(drawing.height)}
@@ -229,9 +230,9 @@ def svg_of(drawing: Drawing, label: str, class_: str) -> Safe:
     )
 
 
-def _frame_svg(shape: Shape) -> Safe:
-    return el("rect", x=_number(shape.x), y=_number(shape.y), width=_number(shape.width),
-              height=_number(shape.height), rx=6, class_="frame")  # fmt: skip
+def _rect(shape: Shape, **attributes: Any) -> Safe:
+    sides = {name: _number(getattr(shape, name)) for name in ("x", "y", "width", "height")}
+    return el("rect", **sides, **attributes)
 
 
 def _edge_svg(edge: Edge) -> Safe:
@@ -248,11 +249,9 @@ def _box_svg(shape: Shape, drawing: Drawing) -> Safe:
     box = shape.box
     assert box is not None
     tone = box.tone or (tone_of(box.axis.number) if box.axis else "whole")
-    rect = el("rect", x=_number(shape.x), y=_number(shape.y), width=_number(shape.width),
-              height=_number(shape.height), rx=4)  # fmt: skip
     texts = [_words_svg(w) for w in drawing.words if w.box is box and _within(w, shape)]
     label = f"{box.path}: {', '.join(box.lines)}"
-    inside = (el("title", label), rect, *texts)
+    inside = (el("title", label), _rect(shape, rx=4), *texts)
     pinned = " pinned" if box.findings else ""
     group = el("g", *inside, class_=f"box {tone}{pinned}", data_path=box.path)
     return el("a", group, href=f"#{box.link}", aria_label=label) if box.link else group
@@ -263,7 +262,7 @@ def _within(words: Words, shape: Shape) -> bool:
 
 
 def _number(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
+    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 Run = tuple[int, int]
@@ -351,15 +350,14 @@ def weight_figure(weight: Weight, axis: Axis | None, longest: int, sizes: Iterab
     along, across = (max(_LEAST, _SIDE * sqrt(size / longest)) for size in (cut, other))
     width, height = (across, along) if weight.upright else (along, across)
     tone = tone_of(axis.number) if axis else "whole"
-    outline = el("rect", x=1, y=1, width=_n(width), height=_n(height), class_="outline")
+    outline = el("rect", x=1, y=1, width=_number(width), height=_number(height), class_="outline")
     pieces = [_held(weight, size, along, width, height) for size in sizes]
     parts = [_line(stop / cut * along, width, height, weight.upright) for _, stop in segments(weight.layout)[:-1]]
     shape = " × ".join(map(str, weight.shape)) or f"{cut} along dim {weight.dim}"
-    name = weight.parameter if weight.entry.pattern.endswith(weight.parameter) else (
-        f"{weight.entry.pattern}.{weight.parameter}")  # fmt: skip
-    name = weight.entry.pattern if name == weight.parameter else name
+    pattern = weight.entry.pattern
+    name = pattern if pattern.endswith(weight.parameter) else f"{pattern}.{weight.parameter}"
     label = f"{name}: {shape}, {weight.layout} along dim {weight.dim}"
-    size = {"width": _n(width + 2), "height": _n(height + 2)}
+    size = {"width": _number(width + 2), "height": _number(height + 2)}
     view = f"0 0 {size['width']} {size['height']}"
     svg = el("svg", el("title", label), outline, *pieces, *parts, viewBox=view, **size, class_=tone, role="img")
     letter = el("b", f"{axis.letter} ") if axis else None
@@ -375,22 +373,18 @@ def _held(weight: Weight, ranks: int, along: float, width: float, height: float)
         return el("g", class_=chosen)
     stretches = runs(weight.layout, 0, ranks)
     if stretches is None:
-        return el("rect", x=1, y=1, width=_n(width), height=_n(height), class_=f"{chosen} held fine")
+        return el("rect", x=1, y=1, width=_number(width), height=_number(height), class_=f"{chosen} held fine")
     scale = along / weight.layout.size
     rects = []
     for start, stop in stretches:
         place = {"x": 1.0, "y": 1 + start * scale, "width": width, "height": (stop - start) * scale}
         if not weight.upright:
             place = {"x": 1 + start * scale, "y": 1.0, "width": (stop - start) * scale, "height": height}
-        rects.append(el("rect", **{key: _n(value) for key, value in place.items()}, class_="held"))
+        rects.append(el("rect", **{key: _number(value) for key, value in place.items()}, class_="held"))
     return el("g", *rects, class_=chosen)
 
 
 def _line(at: float, width: float, height: float, upright: bool) -> Safe:
     if upright:
-        return el("line", x1=1, x2=_n(width + 1), y1=_n(at + 1), y2=_n(at + 1), class_="part")
-    return el("line", x1=_n(at + 1), x2=_n(at + 1), y1=1, y2=_n(height + 1), class_="part")
-
-
-def _n(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
+        return el("line", x1=1, x2=_number(width + 1), y1=_number(at + 1), y2=_number(at + 1), class_="part")
+    return el("line", x1=_number(at + 1), x2=_number(at + 1), y1=1, y2=_number(height + 1), class_="part")
