@@ -159,7 +159,8 @@ def _record(annotation: Any, model: nn.Module) -> Want | None:
     """Return an instance of an annotated dataclass, with its required fields."""
     if not (isinstance(annotation, type) and dataclasses.is_dataclass(annotation)):
         return None
-    fields = [item.name for item in dataclasses.fields(annotation) if item.init and not _has_default(item)]
+    of_class, none = dataclasses.fields(annotation), dataclasses.MISSING
+    fields = [item.name for item in of_class if item.init and item.default is item.default_factory is none]
     return of_items("record", {name: field_of(annotation, name) for name in fields}, model, annotation)
 
 
@@ -181,10 +182,6 @@ def field_of(cls: Any, name: str) -> inspect.Parameter:
     except (NameError, TypeError, AttributeError, SyntaxError):  # an annotation may name something undefined
         hints = {}
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hints.get(name, inspect.Parameter.empty))
-
-
-def _has_default(one: dataclasses.Field[Any]) -> bool:
-    return one.default is not dataclasses.MISSING or one.default_factory is not dataclasses.MISSING
 
 
 def _recurrent(model: nn.Module) -> Iterator[Want]:

@@ -6,7 +6,6 @@ import ast
 import inspect
 import linecache
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import CodeType, FrameType, TracebackType
@@ -139,13 +138,9 @@ class Place:
 
     def paths(self) -> tuple[Path, ...]:
         """Return the arguments that the names in the running expression were computed from."""
-        paths = [path for name in self.names() for path in _origins(self.value(name))]
+        tensors = [tensor for name in self.names() for _, tensor in flatten_tensors(self.value(name))]
+        paths = [path for tensor in tensors for path in origin(tensor)]
         return tuple(dict.fromkeys(paths))
-
-
-def _origins(value: Any) -> Iterator[Path]:
-    for _, tensor in flatten_tensors(value):
-        yield from origin(tensor)
 
 
 def places_of(error: BaseException) -> list[Place]:

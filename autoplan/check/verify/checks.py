@@ -232,12 +232,9 @@ def _rates(model: Any) -> list[tuple[dict[str, Any], str, float]]:
     for module in model.modules():
         names = ["p"] if isinstance(module, DROPOUTS) else []
         names += [name for name in vars(module) if name.endswith(conventions().rate_suffix)]
-        places += [(vars(module), name, vars(module)[name]) for name in names if _is_rate(vars(module).get(name))]
+        rates = [(name, value) for name in names if isinstance(value := vars(module).get(name), float)]
+        places += [(vars(module), name, value) for name, value in rates if 0.0 <= value < 1.0]
     return places
-
-
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, float) and 0.0 <= value < 1.0
 
 
 def optimizer(subject: Subject) -> Observation:

@@ -200,12 +200,9 @@ def _marks(drawing: Drawing, marks: list[Mark], row: BoxRow, inset: float, y: fl
             drawing.words.append(Words(x + 14, y + _LINE - 4, line, _SMALL, kind))
             y += _LINE
     y += _EDGE / 2
-    axis = next((box.axis.number for box in row.boxes if box.axis), -1)
+    edge = Edge(x, top, y, "value") if marks[0].before else _below(0, top, y, row.columns[0][-1])
     partial = any(mark.partial and not mark.backward for mark in marks)
-    gives = {box.gives for box in row.boxes} if not marks[0].before else set()
-    cut = axis >= 0 and "cut" in gives and not partial
-    kind = "partial" if partial or "partial" in gives else "cut" if cut else "value"
-    drawing.edges.append(Edge(x, top, y, kind, axis if cut else -1))
+    drawing.edges.append(replace(edge, kind="partial", axis=-1) if partial else edge)
     if any(mark.backward for mark in marks):
         drawing.edges.append(Edge(x + 6, top, y, "gradient"))
     return y
