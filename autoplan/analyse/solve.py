@@ -33,7 +33,6 @@ from autoplan.analyse.splits.model_ends import (
 from autoplan.analyse.splits.packed import NO_DEMANDS, Demands, parted_blocks, unevenly
 from autoplan.analyse.splits.special import Recurrent, recurrent, without_own_loss
 from autoplan.axes.terms import Term, find, leaves
-from autoplan.common.layout import Layout
 from autoplan.ops.records.answers import Reduction
 from autoplan.values import (
     ClassFact,
@@ -348,9 +347,11 @@ def _parameter_facts(
         exchanged = cut is not None and tensor in cut.whole_parameters
         layouts = shards.layouts(tensor) if not exchanged else ()
         dim = next((d for d, layout in enumerate(layouts) if layout is not None), None)
+        # Groups of ranks share each row, so that every holder of a row has a part of its gradient.
+        twice = any(layout is not None and layout.all_carried() and layout.shared_rows(shards.tp) for layout in layouts)
         gradient = (
             "sum" if exchanged or tensor in placement.summed_parameters or (cut and tensor in cut.summed_parameters)
-            else "shared" if tensor in placement.shared_parameters or _held_twice(layouts, shards.tp)
+            else "shared" if tensor in placement.shared_parameters or twice
             else "local"
         )  # fmt: skip
         split = sorted(shards.split_leaves(tensor), key=lambda leaf: -leaf.size)
@@ -371,11 +372,6 @@ def _parameter_facts(
             why=(Exchanged(),) if exchanged else () if dim is not None else _why_whole(tensor, done),
             how=how,
         )
-
-
-def _held_twice(layouts: tuple[Layout | None, ...], tp: int) -> bool:
-    """Return whether groups of ranks share each row, so that every holder of a row has a part of its gradient."""
-    return any(layout is not None and layout.all_carried() and layout.shared_rows(tp) for layout in layouts)
 
 
 def _why_whole(tensor: int, done: _Round) -> tuple[Reason, ...]:

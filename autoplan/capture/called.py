@@ -109,7 +109,8 @@ def _functions(cls: Any) -> tuple[Any, ...]:
     for base in cls.__mro__:
         of_torch = base.__module__.startswith("torch.") and not base.__module__.startswith("torch.nn.utils.")
         if not (base is object or of_torch or conventions().is_base(base)):
-            functions += map(inspect.unwrap, filter(inspect.isfunction, vars(base).values()))
+            unwrapped = map(inspect.unwrap, filter(inspect.isfunction, vars(base).values()))
+            functions += filter(inspect.isfunction, unwrapped)  # a wrapped function may be of C
     return tuple(functions)
 
 

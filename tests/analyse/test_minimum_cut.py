@@ -184,3 +184,28 @@ def test_what_a_part_of_a_block_returns_is_summed_there():
     assert ("layers.*.narrow.norm", ()) in summed
     assert summed.isdisjoint({("layers.*.attention", ("query",)), ("layers.*.attention", ("key",))})
     assert autoplan.verify(model, plan, inputs={"ids": torch.arange(14).view(2, 7)}, checks=["forward"]).ok
+
+
+class FewerKeys(nn.Module):
+    """Attention of one head, whose width is cut, over keys at every second place (as in CvT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        fewer = nn.Conv2d(32, 32, 3, padding=1, stride=2, groups=32, bias=False)
+        self.norm = nn.Sequential(fewer, nn.BatchNorm2d(32))
+        self.q, self.kv = nn.Conv2d(32, 64, 1, bias=False), nn.Conv2d(32, 128, 1, bias=False)
+        self.out = nn.Conv2d(64, 32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = (self.q(x), *self.kv(self.norm(x)).chunk(2, dim=1))
+        q, k, v = (part.flatten(2).transpose(1, 2) for part in parts)
+        mixed = torch.softmax(q @ k.transpose(1, 2), -1) @ v
+        return x + self.out(mixed.transpose(1, 2).unflatten(2, x.shape[2:]))
+
+
+def test_a_sum_to_which_no_call_adds_a_part_has_its_readers() -> None:
+    """The cut may sum a gradient where it is cheapest, although it is whole there: its traffic raised ValueError."""
+    model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), FewerKeys(), FewerKeys()).eval()
+    plan = autoplan.plan(model, 2, inputs={"input": torch.randn(2, 3, 8, 8)}, prove="none")
+    assert [entry.style for entry in plan.entries if entry.pattern.endswith("out")] == ["rowwise"]
+    assert all(block.ratio is None or block.ratio >= 1 for block in plan.communication)

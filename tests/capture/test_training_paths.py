@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import wraps
 
 import torch
 from torch import nn
@@ -55,7 +56,16 @@ class Noisy(Block):
         return super().forward(x + torch.rand_like(x) if self.training else x)
 
 
+class Lent(Block):
+    """Has a function that stands for one of C."""
+
+    @wraps(list.append)
+    def append(self, item: object) -> None:
+        raise NotImplementedError
+
+
 def test_code_of_training_is_told_from_numbers_of_training() -> None:
+    assert has_training_paths(Lent())
     assert has_training_paths(Block()) and not has_training_paths(Plain())
     model = Block().eval()
     with in_training(model):

@@ -297,3 +297,10 @@ def test_two_ranks_that_use_an_op_first_make_one_object_of_it() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert all(a is b for pair in zip(first, second, strict=True) for a, b in zip(*pair, strict=True))
+
+
+def test_attention_with_fewer_keys_than_values_is_an_error_and_does_not_end_the_process() -> None:
+    """Torch's kernel for CPUs reads beyond the end of the keys: a plan that leaves one of both whole gets there."""
+    query, key = torch.randn(2, 8, 64, 16), torch.randn(2, 8, 32, 16)
+    with pytest.raises(RankError, match="32 keys, but 64 values"):
+        run_ranks(lambda rank: nn.functional.scaled_dot_product_attention(query, key, query), 2)

@@ -258,6 +258,18 @@ class Inside(nn.Module):
         return self.inner(x)
 
 
+def test_layers_of_one_axis_in_two_containers_are_one_part() -> None:
+    """Each by itself can be made right by gathering; together one row is wrong."""
+    model = decoder()
+    for layer in model.layers:
+        layer.mlp.w2 = Inside(layer.mlp.w2)
+    right = {**GOOD, "layers.*.mlp.w2.inner": "rowwise"}
+    del right["layers.*.mlp.w2"]
+    report = autoplan.audit(model, {**right, "layers.*.mlp.w2.inner": "colwise"}, 2)
+    assert report.findings[0].about == ("layers.*.mlp.w2.inner",), report
+    assert report.fixed == right
+
+
 def test_a_row_for_modules_of_one_layer_has_no_layer_number() -> None:
     """transformers looks up every number as `*`: a key with one in it would match nothing."""
     model = decoder()

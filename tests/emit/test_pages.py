@@ -10,6 +10,7 @@ import time
 from functools import cache
 from html.parser import HTMLParser
 from itertools import combinations
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ import pytest
 import autoplan
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
-from autoplan.emit.pages.drawing import Drawing, Words, cells, draw_block, runs, segments, wrapped
+from autoplan.emit.pages.drawing import Drawing, Words, cells, draw_block, runs, segments, weights_of, wrapped
 from autoplan.emit.pages.markup import WhatIf
 from autoplan.emit.pages.others import choice_page, report_page
 from autoplan.emit.pages.page import NO_ESTIMATE, cause_first, links_of, plan_page
@@ -351,3 +352,20 @@ def test_values_write_pages_and_refuse_other_names(tmp_path: Path) -> None:
         plan.report(tmp_path / "plan.html", estimate=3)
     for value in (plan, audit_report(), estimate()):
         assert value._repr_html_().startswith("<iframe")
+
+
+def test_each_branch_has_an_edge_and_each_weight_its_own_bytes() -> None:
+    plan = plan_of("jamba")
+    drawings = [draw_block(block, 342.0) for block in scene_of(plan, {}).blocks]
+    for drawing in drawings:
+        inner = [shape for shape in drawing.shapes if not shape.frame]
+        for shape in inner:
+            below = [
+                e for e in drawing.edges if shape.x <= e.x <= shape.x + shape.width and e.top == shape.y + shape.height
+            ]
+            assert below, shape
+    weights = weights_of(plan)
+    for entry in {weight.entry.pattern: weight.entry for weight in weights}.values():
+        own = [weight for weight in weights if weight.entry is entry]
+        assert sum(weight.bytes for weight in own) in (0, entry.bytes)
+        assert len({weight.bytes / (prod(weight.shape) or 1) for weight in own}) == 1

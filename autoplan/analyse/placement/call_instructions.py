@@ -180,7 +180,8 @@ def lengths_in(call: Call, shards: Shards) -> int:
 def gathered_dim(call: Call, shards: Shards) -> tuple[str, int] | None:
     """Return, for a product that may be gathered, the layout of the dim that its weight brings in, and the result's
     dim, from the end. None for a call that is no such product."""
-    table = next((t for op in _lookups(call, shards) if (t := looked_up_in(op, shards.axes)) is not None), None)
+    gathered = [shards.trace.ops[index] for index in range(*call.ops) if index in shards.axes.gathered]  # by decision
+    table = next((t for op in gathered if (t := looked_up_in(op, shards.axes)) is not None), None)
     if table is not None:
         return str(shards.layouts(table)[1]), -1
     weight = call.args[1] if len(call.args) > 1 else call.kwargs.get("weight")
@@ -190,11 +191,6 @@ def gathered_dim(call: Call, shards: Shards) -> tuple[str, int] | None:
     own, out = product.out
     dims = len(shards.trace.tensors[weight.id].shape)  # a dim from the front: the result has as many dims
     return str(shards.layouts(weight.id)[own]), out if out < 0 else out - dims
-
-
-def _lookups(call: Call, shards: Shards) -> list[Op]:
-    """Return the ops of a call whose result is gathered by decision."""
-    return [shards.trace.ops[index] for index in range(*call.ops) if index in shards.axes.gathered]
 
 
 def row_bias_of(call: Call, reduction: str | NotPlaced | None) -> int | None:

@@ -17,7 +17,7 @@ from autoplan.analyse.placement.callflow import CallFlow, Placement
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.integer_edits import Edits
 from autoplan.analyse.splits.literal_sizes import made_in_shards, made_whole, pieces_given
-from autoplan.axes.terms import Term, find, leaves
+from autoplan.axes.terms import find, leaves
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.on_shards import RepeatEach
@@ -128,14 +128,11 @@ def _width(index: int, shards: Shards, rank: int) -> int | None:
     """Return the width of a rank's shard of a call's first argument; None where it depends on the model's inputs."""
     first = next(iter(shards.trace.calls[index].args), None)
     terms = shards.axes.of(first.id) if isinstance(first, Ref) else ()
-    if not terms or not {find(leaf) for leaf in leaves(terms[-1])} <= _axes_of_weights(shards):
+    weights = (number for number, info in enumerate(shards.trace.tensors) if info.kind == "parameter")
+    of_weights = {find(leaf) for number in weights for term in shards.axes.of(number) for leaf in leaves(term)}
+    if not terms or not {find(leaf) for leaf in leaves(terms[-1])} <= of_weights:
         return None
     return shards.local_size(terms[-1], rank)
-
-
-def _axes_of_weights(shards: Shards) -> set[Term]:
-    weights = (number for number, info in enumerate(shards.trace.tensors) if info.kind == "parameter")
-    return {find(leaf) for number in weights for term in shards.axes.of(number) for leaf in leaves(term)}
 
 
 def _agree(indices: list[int], wanted: dict[int, CallRewrite], flow: CallFlow) -> bool:

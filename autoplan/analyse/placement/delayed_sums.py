@@ -226,7 +226,7 @@ class _Meetings:
             if not self._pass_thin(step, traveller):
                 return False
         else:
-            if any(map(self._is_large, self._factors(step, traveller, added))):
+            if self._has_large_factor(step, traveller, added):
                 return False
             traveller.way.biases += added.values()
             traveller.way.added |= added.keys()
@@ -235,14 +235,12 @@ class _Meetings:
         traveller.way.values.add(traveller.tensor)
         return True
 
-    def _factors(self, step: int, traveller: _Traveller, added: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Return the other inputs of the call that carry gradients, each with the value that it multiplies."""
-        others = [t for t in self.flow.inputs[step] if t not in traveller.way.values and t not in added]
-        return [(t, traveller.tensor) for t in others if t in self.flow.carries]
-
-    def _is_large(self, pair: tuple[int, int]) -> bool:
-        factor, value = (prod(self.flow.trace.tensors[t].shape) for t in pair)
-        return factor * _SMALL > value
+    def _has_large_factor(self, step: int, traveller: _Traveller, added: Mapping[int, int]) -> bool:
+        """Return whether another input of the call that carries gradients is large, next to the value it multiplies."""
+        known = traveller.way.values | added.keys()
+        others = [t for t in self.flow.inputs[step] if t not in known and t in self.flow.carries]
+        value, *factors = (prod(self.flow.trace.tensors[t].shape) for t in (traveller.tensor, *others))
+        return any(factor * _SMALL > value for factor in factors)
 
     def _pass_thin(self, step: int, traveller: _Traveller) -> bool:
         """Pass through a thin replicated matrix; a bias of its own is added in parts."""

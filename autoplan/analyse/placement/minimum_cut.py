@@ -290,7 +290,8 @@ class CutProblem:
                 yield Payment(False, frozenset(self._parts(version, yes)), weight)
             if ("whole", source) in yes and reads and ("whole", served) not in yes and tensor not in self.weights:
                 readers = frozenset(place[2] for place in reads if self._is_partial(place, yes))
-                yield Payment(True, frozenset(self._partial(version, yes)), weight, readers)
+                if calls := frozenset(self._partial(version, yes)) or readers:  # a tie: no call adds a part
+                    yield Payment(True, calls, weight, readers)
 
     def _is_partial(self, read: Place, yes: set[object]) -> bool:
         """Return whether a call contributes a part of the gradient of what it reads."""

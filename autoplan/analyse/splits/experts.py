@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from autoplan.analyse.infer import Axes, infer_axes
-from autoplan.analyse.shards import Shards
 from autoplan.analyse.solve import Solution, solve
 from autoplan.analyse.splits.integer_edits import attributes_of
 from autoplan.analyse.splits.literal_sizes import sizes_given
@@ -174,11 +173,6 @@ def _put_in_box(stack: ExpertStack, visit: ModuleVisit, trace: Trace, ops: list[
 # The work of a rank
 
 
-def split_stacks(stacks: Iterable[ExpertStack], shards: Shards) -> tuple[ExpertStack, ...]:
-    """Return those whose experts did end up on different ranks."""
-    return tuple(stack for stack in stacks if all(shards.is_split(tensor) for tensor in stack.stack))
-
-
 def expert_edits(trace: Trace, axes: Axes, stacks: Iterable[ExpertStack], tp: int) -> tuple[IntegerEdit, ...]:
     """Return the edits of attributes in which a module stores how many experts it has.
 
@@ -235,7 +229,7 @@ def solve_experts(
         used = tuple(stack for stack in stacks if stack.module not in inside)
         solution = solve(boxed(trace, used), tp, demands=demands, **how)
         assert solution.shards is not None
-        apart = split_stacks(used, solution.shards)
+        apart = tuple(stack for stack in used if all(map(solution.shards.is_split, stack.stack)))
         if len(apart) == len(used):
             break
         inside |= {stack.module: _why_not(stack, trace, solution) for stack in used if stack not in apart}

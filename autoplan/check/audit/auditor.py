@@ -16,7 +16,7 @@ from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.lines import ForeignPlan, Line, foreign_of, read_foreign
 from autoplan.check.audit.repair import causes, needs_repair, repair, with_causes
 from autoplan.check.audit.subject import Audited, Said, Settings, Weight
-from autoplan.check.audit.trial import AuditRun, try_on_ranks
+from autoplan.check.audit.trial import AuditRun, drafted, try_on_ranks
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.options import Wish, check_count
 from autoplan.common.patterns import Universe, fold_names, is_under, matches
@@ -145,7 +145,9 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
     ours = foreign.plan or Plan(source.name, tp_size)
     tp_size = ours.ranks
     solution = solve_experts(captured.trace, tp_size, experts=experts_of(ours.tp_size, ours.ep_size, Capabilities()))
-    right = _right(source, foreign.plan, module) if foreign.plan is not None else None
+    right = None  # what the choices of a plan of ours give when everything else is derived again
+    if foreign.plan is not None:
+        right = drafted(source, wish_of_plan(foreign.plan), module, choices=choices_of_plan(foreign.plan))
     trial = try_on_ranks(source, foreign, tp_size, right) if run else AuditRun(reason="not requested")
     return Audited(
         model=module,
@@ -181,16 +183,6 @@ def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
             hint=f"audit it at tp_size={foreign.plan.tp_size}, or make a new plan",
         )
     return foreign
-
-
-def _right(source: Any, plan: Plan, module: Any) -> Plan | None:
-    """Return what the choices of an autoplan plan give when everything else is derived again."""
-    from autoplan.planning import draft_plan
-
-    try:
-        return draft_plan(source, wish_of_plan(plan), choices=choices_of_plan(plan), module=module).plan
-    except AutoplanError:
-        return None
 
 
 def _refused(plan: Plan | None, right: Plan | None) -> str:

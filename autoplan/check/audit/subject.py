@@ -216,9 +216,6 @@ class Audited:
         """The first of these patterns, as text."""
         return few(self.patterns(names))
 
-    def lines_with(self, *styles: str) -> Iterator[Line]:
-        return (line for line in self.plan.lines if line.style in styles)
-
 
 def few(patterns: Sequence[str]) -> str:
     """The first three, as text."""

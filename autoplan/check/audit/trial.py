@@ -8,7 +8,6 @@ from typing import Any
 from autoplan.capture.dry_run import quiet
 from autoplan.check.audit.executors import autotp_sharding, not_imitated, torch_sharding, transformers_sharding
 from autoplan.check.audit.lines import ForeignPlan
-from autoplan.check.audit.subject import Audited
 from autoplan.check.verify.on_ranks import Sharding, mesh_of, sharding_of
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Wish
@@ -39,12 +38,12 @@ class AuditRun:
         return None if odd else self.report
 
 
-def drafted(subject: Audited, source: Any, wish: Wish) -> Plan | None:
-    """Return what analysis alone does for a wish; None if it cannot."""
+def drafted(source: Any, wish: Wish, model: Any, captured: Any = None, choices: Any = None) -> Plan | None:
+    """Return what analysis does for a wish, alone or with these choices; None if it cannot."""
     from autoplan.planning import draft_plan
 
     try:
-        return draft_plan(source, wish, module=subject.model, captured=subject.extra.get("captured")).plan
+        return draft_plan(source, wish, choices=choices, module=model, captured=captured).plan
     except AutoplanError:
         return None
 

@@ -147,7 +147,7 @@ class _Body:
             dist.init_process_group(
                 simulated_ranks.BACKEND, rank=self.number, world_size=self.world_size, store=self.store, timeout=limit
             )
-            with _RankRandomness():
+            with _RankOps():
                 rank.result = self.fn(self.number)
         except BaseException as error:  # raised by the caller
             rank.woken = isinstance(error, SystemExit) and ProcessLocalGroup._terminate.is_set()
@@ -216,10 +216,12 @@ def _stop(ranks: list[_Rank]) -> None:
             _unstoppable.append(rank.thread)
 
 
-# Random state of each rank
+# What each op of a rank needs: its own random state, and arguments that do not end the process
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # reads beyond the end of shorter keys
 
 
-class _RankRandomness(TorchDispatchMode):
+class _RankOps(TorchDispatchMode):
     """Lends the default generator, in this rank's state, to one random op at a time: ops use no other one."""
 
     supports_higher_order_operators = True
@@ -228,6 +230,8 @@ class _RankRandomness(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # may communicate: lock only for the local op inside, or it would deadlock
+        if func is _FLASH and args[1].shape[2] != args[2].shape[2]:
+            raise RuntimeError(f"attention takes {args[1].shape[2]} keys, but {args[2].shape[2]} values")
         drawing = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if not drawing or kwargs.get("generator") is not None or _this.generator is None:
             return func(*args, **kwargs)

@@ -97,6 +97,7 @@ def check_sharding(
     ways = moved.get("ways", {})
     for name, more_ways in moved.get("ways_apart", {}).items():
         ways = ways if name in failed else added(ways, more_ways)
+    whole = [tensors for seen in reference.values() for group, tensors in seen.items() if group.gradient]
     return Report(
         ok=not any(finding.level == "error" for finding in findings),
         findings=tuple(findings),
@@ -112,7 +113,7 @@ def check_sharding(
             "collectives": {kind: n for kind, n in moved.items() if sharding.counted and kind not in _ASIDE},
             "blocks": moved.get("blocks", {}),
             "noted": moved.get("noted"),
-            "unread": sharding.unread(_gradients(reference)) if sharding.unread is not None else {},
+            "unread": sharding.unread(whole) if sharding.unread is not None else {},
             "ways": ways,
             "seconds": round(time.perf_counter() - start, 3),
         },
@@ -224,11 +225,6 @@ def _run_unsharded(check: Any, subject: Any) -> Any:
     except CANNOT_RUN as error:
         text = f"the unsharded model fails check {check.name!r}: {said(error)}"
         raise CheckFailed(check.name, text, "pass inputs= that it can run, or omit the check") from error
-
-
-def _gradients(reference: Mapping[str, Any]) -> list[Any]:
-    """Return the gradients of every run of the unsharded model."""
-    return [tensors for seen in reference.values() for group, tensors in seen.items() if group.gradient]
 
 
 def _worst(errors: Iterable[Mapping[str, float]]) -> dict[str, float]:

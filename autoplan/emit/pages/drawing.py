@@ -14,13 +14,14 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from math import sqrt
+from dataclasses import dataclass, field, replace
+from math import prod, sqrt
+from typing import Any
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
 from autoplan.common.patterns import matches
-from autoplan.emit.pages.markup import Safe, el
+from autoplan.emit.pages.markup import Safe, breakable, el
 from autoplan.emit.pages.picture import Axis, Block, Box, BoxRow, Mark
 from autoplan.emit.words import bytes_text
 from autoplan.values import Entry, Plan
@@ -114,6 +115,11 @@ def draw_block(block: Block, width: float) -> Drawing:
         while end < len(block.rows) and block.rows[end].parent == parent:
             end += 1
         y = _frame(drawing, parent, block.rows[place:end], y)
+        if parent and end < len(block.rows):  # to the next frame
+            last = [edge for edge in drawing.edges if edge.bottom == y]
+            kinds = {edge: "value" if edge.kind == "partial" else edge.kind for edge in last}
+            drawing.edges += [replace(edge, top=y, bottom=y + _EDGE, kind=kind) for edge, kind in kinds.items()]
+        y += _EDGE if parent else 0
         place = end
     drawing.height = y + _MARGIN / 2
     return drawing
@@ -131,7 +137,6 @@ def _frame(drawing: Drawing, parent: str, rows: tuple[BoxRow, ...], y: float) ->
         y = _row(drawing, row, inset, y)
     if parent:
         drawing.shapes.append(Shape(_MARGIN, top, drawing.width - 2 * _MARGIN, y - top))
-        y += _EDGE
     return y
 
 
@@ -142,22 +147,28 @@ def _row(drawing: Drawing, row: BoxRow, inset: float, y: float) -> float:
     for start in range(0, len(row.columns), in_line):
         some = row.columns[start : start + in_line]
         each = (room - _GAP * (len(some) - 1)) / len(some)
+        ends = []
         for level in range(max(map(len, some))):
             there = [(inset + n * (each + _GAP), column) for n, column in enumerate(some) if level < len(column)]
             if level:
-                drawing.edges += [_between(x + 10, y, column[level - 1]) for x, column in there]
+                drawing.edges += [_below(x, y, y + _EDGE, column[level - 1]) for x, column in there]
                 y += _EDGE
             tallest = max(_box(drawing, column[level], x, y, each) for x, column in there)
             drawing.shapes += [Shape(x, y, each, tallest, column[level]) for x, column in there]
             y += tallest
+            ends += [(x, y, column[level]) for x, column in there if level == len(column) - 1]
         y += _GAP if start + in_line < len(row.columns) else 0
-    return _marks(drawing, [mark for mark in row.marks if not mark.before], row, inset, y, leaves=True)
+    after = [mark for mark in row.marks if not mark.before]
+    if after:
+        return _marks(drawing, after, row, inset, y)
+    drawing.edges += [_below(x, bottom, y + _EDGE, box) for x, bottom, box in ends]
+    return y + _EDGE
 
 
-def _between(x: float, y: float, above: Box) -> Edge:
-    """Return the edge from a box to the one below it in its column."""
-    axis = above.axis.number if above.axis and above.gives == "cut" else -1
-    return Edge(x, y, y + _EDGE, above.gives or "value", axis)
+def _below(x: float, top: float, bottom: float, box: Box) -> Edge:
+    """Return the edge that leaves a box whose left side is at `x`."""
+    axis = box.axis.number if box.axis and box.gives == "cut" else -1
+    return Edge(max(x, _MARGIN * 2) + 10, top, bottom, box.gives or "value", axis)
 
 
 def _box(drawing: Drawing, box: Box, x: float, y: float, width: float) -> float:
@@ -177,24 +188,21 @@ def _box(drawing: Drawing, box: Box, x: float, y: float, width: float) -> float:
     return below + _PAD - y
 
 
-def _marks(drawing: Drawing, marks: list[Mark], row: BoxRow, inset: float, y: float, leaves: bool = False) -> float:
-    """Draw the edge above or below a row, with the collectives on it as text."""
-    if not marks and not leaves:
+def _marks(drawing: Drawing, marks: list[Mark], row: BoxRow, inset: float, y: float) -> float:
+    """Draw the edge above or below a row, with the collectives on it as text; nothing without one."""
+    if not marks:
         return y
-    top, x = y, inset + 10
+    top, x = y, _MARGIN * 2 + 10
     y += _EDGE / 2
     for mark in marks:
         kind = "gradient" if mark.backward else "sum" if mark.partial else "move"
-        for line in wrapped(mark.text, drawing.width - 2 * inset - 24, _SMALL):
+        for line in wrapped(mark.text, drawing.width - x - 14 - inset, _SMALL):
             drawing.words.append(Words(x + 14, y + _LINE - 4, line, _SMALL, kind))
             y += _LINE
     y += _EDGE / 2
-    axis = next((box.axis.number for box in row.boxes if box.axis), -1)
+    edge = Edge(x, top, y, "value") if marks[0].before else _below(0, top, y, row.columns[0][-1])
     partial = any(mark.partial and not mark.backward for mark in marks)
-    gives = {box.gives for box in row.boxes} if leaves else set()
-    cut = axis >= 0 and "cut" in gives and not partial
-    kind = "partial" if partial or "partial" in gives else "cut" if cut else "value"
-    drawing.edges.append(Edge(x, top, y, kind, axis if cut else -1))
+    drawing.edges.append(replace(edge, kind="partial", axis=-1) if partial else edge)
     if any(mark.backward for mark in marks):
         drawing.edges.append(Edge(x + 6, top, y, "gradient"))
     return y
@@ -208,7 +216,7 @@ def tone_of(axis: int) -> str:
 
 
 def svg_of(drawing: Drawing, label: str, class_: str) -> Safe:
-    frames = [_frame_svg(shape) for shape in drawing.shapes if shape.frame]
+    frames = [_rect(shape, rx=6, class_="frame") for shape in drawing.shapes if shape.frame]
     loose = [_words_svg(words) for words in drawing.words if words.box is None]
     boxes = [_box_svg(shape, drawing) for shape in drawing.shapes if not shape.frame]
     size = {"width": _number(drawing.width), "height": _number(drawing.height)}
@@ -219,9 +227,9 @@ def svg_of(drawing: Drawing, label: str, class_: str) -> Safe:
     )
 
 
-def _frame_svg(shape: Shape) -> Safe:
-    return el("rect", x=_number(shape.x), y=_number(shape.y), width=_number(shape.width),
-              height=_number(shape.height), rx=6, class_="frame")  # fmt: skip
+def _rect(shape: Shape, **attributes: Any) -> Safe:
+    sides = {name: _number(getattr(shape, name)) for name in ("x", "y", "width", "height")}
+    return el("rect", **sides, **attributes)
 
 
 def _edge_svg(edge: Edge) -> Safe:
@@ -238,11 +246,9 @@ def _box_svg(shape: Shape, drawing: Drawing) -> Safe:
     box = shape.box
     assert box is not None
     tone = box.tone or (tone_of(box.axis.number) if box.axis else "whole")
-    rect = el("rect", x=_number(shape.x), y=_number(shape.y), width=_number(shape.width),
-              height=_number(shape.height), rx=4)  # fmt: skip
     texts = [_words_svg(w) for w in drawing.words if w.box is box and _within(w, shape)]
     label = f"{box.path}: {', '.join(box.lines)}"
-    inside = (el("title", label), rect, *texts)
+    inside = (el("title", label), _rect(shape, rx=4), *texts)
     pinned = " pinned" if box.findings else ""
     group = el("g", *inside, class_=f"box {tone}{pinned}", data_path=box.path)
     return el("a", group, href=f"#{box.link}", aria_label=label) if box.link else group
@@ -253,7 +259,7 @@ def _within(words: Words, shape: Shape) -> bool:
 
 
 def _number(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
+    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 Run = tuple[int, int]
@@ -296,6 +302,7 @@ class Weight:
     dim: int
     layout: Layout
     shape: tuple[int, ...]
+    bytes: int = 0  # in all blocks; 0 if the plan does not record the shapes
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -312,6 +319,8 @@ class Weight:
 def weights_of(plan: Plan) -> tuple[Weight, ...]:
     weights = []
     for entry in plan.entries:
+        shapes = {name: _shape(plan, entry.pattern, name) for name in entry.parameters}
+        numbers = sum(map(prod, shapes.values())) if all(shapes.values()) else 0
         for parameter, segment in zip(entry.parameters, entry.segments, strict=False):
             dim, _, text = segment.partition(":")
             try:
@@ -319,7 +328,9 @@ def weights_of(plan: Plan) -> tuple[Weight, ...]:
             except AutoplanError:  # another system's notation, which `explain` shows unchanged
                 continue
             if dim.isdigit() and layout.is_split:
-                weights.append(Weight(entry, parameter, int(dim), layout, _shape(plan, entry.pattern, parameter)))
+                shape = shapes[parameter]
+                held = entry.bytes * prod(shape) // numbers if numbers else 0 if len(shapes) > 1 else entry.bytes
+                weights.append(Weight(entry, parameter, int(dim), layout, shape, held))
     return tuple(weights)
 
 
@@ -336,19 +347,19 @@ def weight_figure(weight: Weight, axis: Axis | None, longest: int, sizes: Iterab
     along, across = (max(_LEAST, _SIDE * sqrt(size / longest)) for size in (cut, other))
     width, height = (across, along) if weight.upright else (along, across)
     tone = tone_of(axis.number) if axis else "whole"
-    outline = el("rect", x=1, y=1, width=_n(width), height=_n(height), class_="outline")
+    outline = el("rect", x=1, y=1, width=_number(width), height=_number(height), class_="outline")
     pieces = [_held(weight, size, along, width, height) for size in sizes]
     parts = [_line(stop / cut * along, width, height, weight.upright) for _, stop in segments(weight.layout)[:-1]]
     shape = " × ".join(map(str, weight.shape)) or f"{cut} along dim {weight.dim}"
-    name = weight.parameter if weight.entry.pattern.endswith(weight.parameter) else (
-        f"{weight.entry.pattern}.{weight.parameter}")  # fmt: skip
-    name = weight.entry.pattern if name == weight.parameter else name
+    pattern = weight.entry.pattern
+    name = pattern if pattern.endswith(weight.parameter) else f"{pattern}.{weight.parameter}"
     label = f"{name}: {shape}, {weight.layout} along dim {weight.dim}"
-    size = {"width": _n(width + 2), "height": _n(height + 2)}
+    size = {"width": _number(width + 2), "height": _number(height + 2)}
     view = f"0 0 {size['width']} {size['height']}"
     svg = el("svg", el("title", label), outline, *pieces, *parts, viewBox=view, **size, class_=tone, role="img")
     letter = el("b", f"{axis.letter} ") if axis else None
-    caption = el("figcaption", letter, el("code", name), el("br"), shape, el("br"), bytes_text(weight.entry.bytes))
+    size_of = bytes_text(weight.bytes) if weight.bytes else None
+    caption = el("figcaption", letter, el("code", *breakable(name)), el("br"), shape, el("br"), size_of)
     return el("figure", svg, caption)
 
 
@@ -359,22 +370,18 @@ def _held(weight: Weight, ranks: int, along: float, width: float, height: float)
         return el("g", class_=chosen)
     stretches = runs(weight.layout, 0, ranks)
     if stretches is None:
-        return el("rect", x=1, y=1, width=_n(width), height=_n(height), class_=f"{chosen} held fine")
+        return el("rect", x=1, y=1, width=_number(width), height=_number(height), class_=f"{chosen} held fine")
     scale = along / weight.layout.size
     rects = []
     for start, stop in stretches:
         place = {"x": 1.0, "y": 1 + start * scale, "width": width, "height": (stop - start) * scale}
         if not weight.upright:
             place = {"x": 1 + start * scale, "y": 1.0, "width": (stop - start) * scale, "height": height}
-        rects.append(el("rect", **{key: _n(value) for key, value in place.items()}, class_="held"))
+        rects.append(el("rect", **{key: _number(value) for key, value in place.items()}, class_="held"))
     return el("g", *rects, class_=chosen)
 
 
 def _line(at: float, width: float, height: float, upright: bool) -> Safe:
     if upright:
-        return el("line", x1=1, x2=_n(width + 1), y1=_n(at + 1), y2=_n(at + 1), class_="part")
-    return el("line", x1=_n(at + 1), x2=_n(at + 1), y1=1, y2=_n(height + 1), class_="part")
-
-
-def _n(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
+        return el("line", x1=1, x2=_number(width + 1), y1=_number(at + 1), y2=_number(at + 1), class_="part")
+    return el("line", x1=_number(at + 1), x2=_number(at + 1), y1=1, y2=_number(height + 1), class_="part")

@@ -11,6 +11,7 @@ cases are written once.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -25,7 +26,7 @@ from autoplan.common.templates import template
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate
 
-_VOID = ("meta", "input", "br", "rect", "line", "path", "circle")
+_VOID = ("meta", "input", "br", "wbr", "rect", "line", "path", "circle")
 
 
 class Safe(str):
@@ -51,6 +52,12 @@ def el(name: str, /, *content: Content, **attributes: Any) -> Safe:
 
 def join(parts: Iterable[Content]) -> Safe:
     return Safe("".join(part if isinstance(part, Safe) else escape(_plain(part)) for part in parts if part is not None))
+
+
+def breakable(name: str) -> list[Content]:
+    """Return a dotted name that a line may break after a dot or an underscore."""
+    pieces = re.split(r"(?<=[._])(?=.)", name)
+    return [part for piece in pieces for part in (piece, el("wbr"))][:-1]
 
 
 def written_here(text: str) -> Safe:

@@ -14,6 +14,7 @@ from autoplan.emit.pages.markup import (
     Content,
     Safe,
     WhatIf,
+    breakable,
     cases,
     chooser,
     data,
@@ -173,6 +174,7 @@ def stack(estimate: Estimate, memory: int = 0, scale: int = 0) -> Safe:
         x += width
     if memory:
         at = f"{memory / most * _WIDTH:.2f}"
+        drawn.insert(0, el("rect", x=0, y=4, width=at, height=18, class_="room"))
         drawn.append(el("line", x1=at, x2=at, y1=0, y2=_HEIGHT, class_="limit"))
     label = f"{bytes_text(estimate.peak)} at the peak" + (f", of {bytes_text(memory)}" if memory else "")
     view = {"viewBox": f"0 0 {_WIDTH:.0f} {_HEIGHT:.0f}", "width": _WIDTH, "height": _HEIGHT}
@@ -305,8 +307,8 @@ def _traffic_row(traffic: Traffic, most: int) -> list[Content]:
         "svg", *bars, viewBox="0 0 160 20", width=160, height=20, role="img", aria_label=f"{moved} of {least} bytes"
     )
     once = f"; once per step {bytes_text(traffic.once)} of gradients of replicated parameters" if traffic.once else ""
-    return [traffic.block, _kinds(traffic.forward), _kinds(traffic.backward) + once, bytes_text(moved),
-            join([bytes_text(least), el("br"), ratio]), svg]  # fmt: skip
+    return [el("code", *breakable(traffic.block)), _kinds(traffic.forward), _kinds(traffic.backward) + once,
+            bytes_text(moved), join([bytes_text(least), el("br"), ratio]), svg]  # fmt: skip
 
 
 def _kinds(kinds: dict[str, tuple[int, int]]) -> str:
@@ -329,7 +331,7 @@ def whole_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> 
 
 def _whole(plan: Plan) -> Safe:
     total = bytes_text(sum(item.bytes for item in plan.replicated))
-    rows = [(el("code", item.fqn), bytes_text(item.bytes), item.reason)
+    rows = [(el("code", *breakable(item.fqn)), bytes_text(item.bytes), item.reason)
             for item in sorted(plan.replicated, key=lambda item: -item.bytes)]  # fmt: skip
     head = ("parameter", "bytes", "why")
     shown = table(head, rows[:_SHOWN], f"{total} on every rank") if rows else el("p", "Nothing.", class_="soft")
@@ -346,7 +348,7 @@ def sizes_section(plans: Mapping[int, Plan], own: int, what_if: Mapping[int, Wha
         size, whole = rank_weights(plan)
         mark = " (this plan)" if n == own else ""
         label = el("label", f"tp {n}{mark}", for_=f"at-{n}")
-        peak = [bytes_text(peaks[n]) if n in peaks else ""] if peaks else []
+        peak = [bytes_text(peaks[n]) if n in peaks else "not estimated"] if peaks else []
         share = f"{bytes_text(whole)}, {whole / max(size, 1):.0%}"
         rows.append((label, bytes_text(size), share, messages_of_a_block(plan), *peak))
     others = [str(n) for n in plans[own].legal_tp if n not in plans]
@@ -355,7 +357,7 @@ def sizes_section(plans: Mapping[int, Plan], own: int, what_if: Mapping[int, Wha
         "size",
         "weights per rank",
         "replicated",
-        "communication of a block",
+        "messages of a block",
         *(["peak of a step"] if peaks else []),
     )
     return section("What if", "sizes", table(heads, rows, "Valid tp sizes"), more)

@@ -195,7 +195,7 @@ def candidates(subject: Audited, source: Any) -> tuple[Plan, ...]:
     """Plans that could be meant: the same choices again, and what analysis chooses."""
     plan = subject.plan.plan
     assert plan is not None
-    inferred = drafted(subject, source, wish_of_plan(plan))
+    inferred = drafted(source, wish_of_plan(plan), subject.model, subject.extra.get("captured"))
     apart = [(differences(subject, other), other) for other in (subject.right, inferred) if other is not None]
     return tuple(other for places, other in sorted(apart, key=lambda pair: len(pair[0])) if places)
 

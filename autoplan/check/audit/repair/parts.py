@@ -7,10 +7,11 @@ layers that gather.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import combinations, product
+from os.path import commonprefix
 from typing import Any
 
 from autoplan.check.audit.lines import ForeignPlan
@@ -55,16 +56,22 @@ def block_of(name: str) -> str:
 
 def parts_of(subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...]:
     """Every part in which the plan says anything, or could."""
-    exported = {part.container: part for part in expressible.parts_of(right)}
-    ways: dict[str, list[Values]] = {}
-    for container, part in exported.items():
-        ways.setdefault(starred(container), []).extend(_ways(subject, right, part, dialect))
+    exported = expressible.parts_of(right)
+    ways_of: dict[str, list[Values]] = {}
+    for part in exported:
+        ways_of.setdefault(starred(part.container), []).extend(_ways(subject, right, part, dialect))
+    around = _around(exported, subject)
+    members: dict[str, list[list[Values]]] = {}
+    for container, own in ways_of.items():
+        members.setdefault(around.get(container, container), []).append(own)
+    ways = {container: _side_by_side(each) for container, each in members.items()}
     styles: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys([*subject.modules, *subject.parameters]):
         if name and not (isinstance(dialect, DeepSpeed) and name not in subject.parameters):
             module = name.removesuffix(".weight") if isinstance(dialect, DeepSpeed) else name
             value = dialect.value_at(name)
-            place = _place(module, ways)
+            place = _place(module, ways_of)
+            place = ".".join(place.split(".")[: len(around.get(starred(place), place).split("."))])
             styles.setdefault(place, {})
             if value is not None:
                 styles[place][module] = value
@@ -73,7 +80,7 @@ def parts_of(subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...
         signature = tuple(sorted((name[len(place) :], repr(dialect.key_of(value))) for name, value in values.items()))
         if values or starred(place) in ways:
             groups.setdefault((starred(place), signature), []).append(place)
-    obstacles = {starred(container): _obstacle(part) for container, part in exported.items()}
+    obstacles = {starred(part.container): _obstacle(part) for part in exported}
     parts = [
         Part(
             container,
@@ -85,6 +92,31 @@ def parts_of(subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...
         for (container, _), places in groups.items()
     ]
     return _joined(parts, subject, right, dialect)
+
+
+def _around(parts: Iterable[expressible.Part], subject: Audited) -> dict[str, str]:
+    """Return, for containers whose layers are cut along one axis, the module around them: they are right or wrong
+    together. A block's queries and the layer after its attention may be in different containers."""
+    around: dict[str, str] = {}
+    blocks: dict[str, set[str]] = {}
+    for name in (*subject.modules, *subject.parameters):
+        blocks.setdefault(starred(name), set()).add(block_of(name))
+    for one, other in combinations([part for part in parts if part.kind != "end"], 2):
+        both = [starred(part.container) for part in (one, other)]
+        shared = commonprefix([name.split(".") for name in both])
+        in_blocks = [blocks.get(starred(part.entries[0].pattern), set()) for part in (one, other)]
+        same_block = in_blocks[0] & in_blocks[1] and shared.count("*") == both[0].count("*") == both[1].count("*")
+        if one.axes & other.axes and both[0] != both[1] and shared and same_block:
+            for name in both:
+                around[name] = min(".".join(shared), around.get(name, name), key=len)
+    return around
+
+
+def _side_by_side(members: Sequence[Sequence[Values]]) -> list[Values]:
+    """The ways of several parts as ways of one: the first of each, the second of each, …"""
+    count = max(map(len, members))
+    return [{n: v for own in members if own for n, v in own[min(number, len(own) - 1)].items()}
+            for number in range(count)]  # fmt: skip
 
 
 def _obstacle(part: expressible.Part) -> str:
@@ -102,9 +134,7 @@ def _joined(parts: list[Part], subject: Audited, right: Plan, dialect: Dialect) 
     if len(together) < 2:
         return tuple(parts)
     says = {name: value for part in together for name, value in part.says.items()}
-    count = max(len(part.ways) for part in together)
-    ways = [{n: v for part in together for n, v in part.ways[min(number, len(part.ways) - 1)].items()}
-            for number in range(count)]  # fmt: skip
+    ways = _side_by_side([part.ways for part in together])
     if isinstance(dialect, Transformers):
         lines = {name: dialect.value(style) for name, style in hf_entries(right)[0].items() if name in tied}
         ways[0] = {**ways[0], **lines}

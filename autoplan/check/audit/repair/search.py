@@ -114,7 +114,7 @@ def repair(subject: Audited, source: Any) -> Repair | None:
     dialect = dialect_of(subject.plan)
     if dialect is None or subject.extra.get("clone") is None or subject.tp_size == 1:
         return None
-    right = drafted(subject, source, Wish(subject.tp_size))  # what analysis alone would do
+    right = drafted(source, Wish(subject.tp_size), subject.model, subject.extra.get("captured"))
     if right is None:
         return None
     trials = Trials(subject, dialect)

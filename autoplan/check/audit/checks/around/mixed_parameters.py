@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.check.audit.lines import Line
 from autoplan.check.audit.subject import Audited
 from autoplan.values import Finding
 
@@ -32,7 +31,3 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         text += f"{len(cut)} DTensors: clip_grad_norm_ and foreach optimizers refuse the mixture"
         hint = "distribute the rest as Replicate(), or use autoplan.parallelize and autoplan.clip_gradients"
         yield Finding(NAME, "warn", "", text, hint, sum(w.bytes for w in plain))
-
-
-def _has_style(line: Line | None) -> bool:
-    return line is not None and line.style not in ("", "local_params")

@@ -22,7 +22,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             text = "the plan sets sequence_parallel but shards no sequence"
             yield Finding(NAME, "warn", "", text, "plan again with sequence_parallel=True")
         return
-    lines = list(subject.lines_with("sequence_parallel"))
+    lines = [line for line in subject.plan.lines if line.style == "sequence_parallel"]
     if not lines:
         return
     reached = [name for line in lines for name in subject.modules if subject.plan.reaches(line, name)]
