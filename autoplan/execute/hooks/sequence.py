@@ -201,9 +201,17 @@ def _own(planned: OwnPositions, at: At) -> Change:
 @executes(AllGatherSequence)
 def _gather(planned: AllGatherSequence, at: At) -> Change:
     group, running = at.group, at.running
-    if running.context and planned.pattern == "":
-        return lambda x: leave_positions(x, planned.dim, running.lengths[planned.sequence.name], running)
-    return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, running, of_shards=True)
+    if planned.pattern:
+        return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, running, of_shards=True)
+
+    def leave(x: torch.Tensor) -> torch.Tensor:
+        if x.dim() < -planned.dim:  # the loss of a run that returns no logits
+            return x
+        if running.context:
+            return leave_positions(x, planned.dim, running.lengths[planned.sequence.name], running)
+        return gather_shard(x, SequenceShard(planned.dim, planned.sequence), running)
+
+    return leave
 
 
 @executes(AllGatherPicked)
