@@ -31,12 +31,12 @@ class Decoder(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(30, D)
+        self.embed, self.place = nn.Embedding(30, D), nn.Embedding(64, D)
         self.layers = nn.ModuleList(Block(type(self).mixer()) for _ in range(self.blocks))
         self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, 30, bias=False)
 
     def forward(self, input_ids, labels=None):
-        x = self.embed(input_ids)
+        x = self.embed(input_ids) + self.place(torch.arange(input_ids.shape[1], device=input_ids.device))
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))
