@@ -66,7 +66,7 @@ class _Outside:
 
     def run(self) -> None:
         self._find_own_code()
-        self.waiting = [*self.cut_at, *self.scaled.values()]
+        self.waiting = [*self.cut_at, *self.scaled.values(), *self.cut.shared]
         while self.waiting:
             self._walk()
             for tensor in tuple(self.seen):
@@ -181,6 +181,8 @@ class _Outside:
             tensor = self.tensor_at(crossing, side)
             while crossing.module == "":
                 within = [c for c in self.flow.leaving.get(tensor, ()) if c.module]
+                if any(self.trace.calls[use].module for use in self.flow.uses[tensor]):  # a state that blocks read, too
+                    break
                 if within:
                     first = max(within, key=lambda c: c.last - c.first)
                     yield from ((c, dim) for c in within if c.visit == first.visit)
@@ -225,7 +227,7 @@ class _Outside:
 
     def _gives_part(self, tensor: int, use: int) -> bool:
         at_cut = any(use in behind for behind in self.cut_at.get(tensor, ()))
-        return use in self.calls or at_cut or self._is_copied(tensor, use)
+        return use in self.calls or at_cut or use in self.cut.shared.get(tensor, ()) or self._is_copied(tensor, use)
 
     def _joins(self, call: int, passed: set[int]) -> bool:
         """Return whether all readers of a call's outputs give parts of their gradients: then it lies outside, too."""

@@ -70,11 +70,13 @@ def place_sequence(
     refused: list[WholeSequence] = []
     without: list[WholeSequence] = []
     for number, names in enumerate(blocks for blocks in stacks if blocks):
-        walk = Stream(shards, flow, placement, names, context, apart=context)
-        stream = walk.run()
-        if stream is not None and stream.refused and walk.own_queries:
-            walk = Stream(shards, flow, placement, names, context)
-            stream = walk.run()
+        stream = None
+        for apart, shares in ((context, False), (False, False), (context, True)):
+            if stream is None or stream.refused:
+                walk = Stream(shards, flow, placement, names, context, apart, shares)
+                stream = walk.run()
+            if stream is None or not context:
+                break
         if stream is None:
             without.append(WholeSequence("no-positions", names[0]))
             continue
@@ -122,6 +124,7 @@ def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:
     a.reduce_scatters.update(b.reduce_scatters)
     a.returned_shards.update(b.returned_shards)
     a.summed_parameters |= b.summed_parameters
+    a.shared.update(b.shared)
     a.random |= b.random
     a.attended |= b.attended
     a.values |= b.values

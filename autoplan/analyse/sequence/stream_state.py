@@ -182,6 +182,7 @@ class SequencePlacement:
     whole_modules: set[str] = field(default_factory=set)
     summed_parameters: set[int] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
+    shared: dict[int, set[int]] = field(default_factory=dict)  # values without positions -> calls on shards that read it
     attended: dict[int, SequenceName] = field(default_factory=dict)  # calls that attend with own queries (queries.py)
     calls: tuple[CallRewrite, ...] = ()  # what they become
     names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about
@@ -220,14 +221,16 @@ class CutStream:
 
     def __init__(
         self, shards: Shards, flow: CallFlow, placement: Placement, names: tuple[str, ...], context: bool = False,
-        apart: bool = False,
+        apart: bool = False, shares: bool = False,
     ) -> None:  # fmt: skip
         self.shards, self.flow, self.placement, self.trace = shards, flow, placement, shards.trace
         self.names = set(names)
         self.starts: dict[Crossing, int] = {}  # where each run of the model enters its first block -> the value
         self.result = SequencePlacement()
         self.closed: set[HookPoint] = set()  # where only some runs of a module would need what a hook does
+        self.evened: set[HookPoint] = set()  # where that is done in all runs, if they have shards there
         self.context = context  # is every gradient outside of split regions a part of a sum? See context.py
+        self.shares = shares  # may calls on shards read values without positions that others read, too?
         self.apart, self.own_queries = apart, dict[int, set[int]]()  # what attention runs for own queries (queries.py)
         self.copies_out = self._in_every_run("output", placement.done_to(AllReduceGradient))
         self.copies_in = self._in_every_run("input", (b for b, kind in placement.inputs if kind is AllReduceGradient))
@@ -363,6 +366,8 @@ class CutStream:
             if self.positions.flattened(self.tensor_at(crossing, side)):
                 result.flattened.add(crossing)
         uneven = {point for point, visits in points.items() if set(self.flow.runs_through(*point)) != visits}
+        if self._gather_in_all_runs(uneven):
+            raise Restart
         fixed = {(b.module, "input", b.path) for b in self.starts} | {
             (b.module, side, b.path)
             for b, side in (*result.gather_sums, *((b, "output") for b in result.reduce_scatters))
@@ -376,6 +381,25 @@ class CutStream:
             self.closed |= uneven
             self.result = SequencePlacement()
             raise Restart
+
+    def _gather_in_all_runs(self, uneven: set[HookPoint]) -> bool:
+        """Gather at points where only some runs of a module need the whole (those that compute a loss) in the others,
+        too, if they have shards there; return whether any was added."""
+        added = False
+        for point in {(b.module, side, b.path) for b, side in self.result.gathers} & uneven - self.evened:
+            self.evened.add(point)
+            runs = self.flow.runs_through(*point)
+            crossings = {number: Crossing(number, point[0], point[2], *self.trace.visits[number].calls) for number in runs}
+            dims = {number: self.positions.plain_dim(tensor) for number, tensor in runs.items()}
+            if all(self._is_cut_at(crossings[n], point[1], runs[n]) and dims[n] is not None for n in runs):
+                self.result.gathers |= {(crossings[n], point[1]): dims[n] or 0 for n in runs}
+                added = True
+        return added
+
+    def _is_cut_at(self, crossing: Crossing, side: str, tensor: int) -> bool:
+        if (crossing, side) in self.result.gathers:
+            return True
+        return self.is_cut(tensor, *((crossing.last - 1,) if side == "output" else (crossing.first, crossing.last)))
 
     def _maker(self, point: HookPoint, points: dict[HookPoint, set[int]]) -> Call | None:
         """Return the call that made a value that is whole where others are sharded."""

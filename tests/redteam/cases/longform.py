@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..case import HOSTILE, call, case, ids
+from ..case import HOSTILE, call, case, floats, ids
 
 IDS = ids(2, 12, below=30)
 LABELS = IDS.clone()
@@ -467,7 +467,7 @@ class LocalAndGlobal(Base):
         return self.head(self.norm(x))
 
 
-@case(call(torch.randn(2, 12, 5, dtype=torch.float64)), **long)
+@case(call(floats(2, 12, 5)), **long)
 class Regressor(Base):
     """A time series model: floats in, a number for each step out."""
 
@@ -480,7 +480,7 @@ class Regressor(Base):
         return self.out(self.norm(self.run(self.inp(series) + place))).squeeze(-1)
 
 
-@case(call(torch.randn(2, 3, 16, 16, dtype=torch.float64)), **long)
+@case(call(floats(2, 3, 16, 16)), **long)
 class PatchEncoder(Base):
     def __init__(self):
         super().__init__()
@@ -493,7 +493,7 @@ class PatchEncoder(Base):
         return self.head(self.norm(self.run(x, mask=mask)).mean(1))
 
 
-@case(call(torch.randn(2, 12, 4, dtype=torch.float64), torch.rand(2, dtype=torch.float64)), **long)
+@case(call(floats(2, 12, 4), floats(2, seed=2)), **long)
 class Denoiser(Base):
     """Diffusion over a sequence: each block is modulated by the time."""
 
@@ -502,9 +502,8 @@ class Denoiser(Base):
             super().__init__()
             self.ada = nn.Linear(D, 4 * D)
 
-        def forward(self, x, c):
+        def forward(self, x, c, mask):
             a, b, g, h = self.ada(F.silu(c))[:, None].chunk(4, -1)
-            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
             x = x + g * self.attn(self.n1(x) * (1 + a) + b, mask=mask)
             return x + h * self.mlp(self.n2(x))
 
@@ -516,6 +515,7 @@ class Denoiser(Base):
         f = t[:, None] * torch.arange(1, 5, dtype=t.dtype, device=t.device)
         c = self.time(torch.cat([f.cos(), f.sin()], -1))
         h = self.inp(x)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
         for layer in self.layers:
-            h = layer(h, c)
+            h = layer(h, c, mask)
         return self.out(self.norm(h))
