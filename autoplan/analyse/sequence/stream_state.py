@@ -182,7 +182,9 @@ class SequencePlacement:
     whole_modules: set[str] = field(default_factory=set)
     summed_parameters: set[int] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
-    shared: dict[int, set[int]] = field(default_factory=dict)  # values without positions -> calls on shards that read it
+    shared: dict[int, set[int]] = field(
+        default_factory=dict
+    )  # values without positions -> calls on shards that read it
     attended: dict[int, SequenceName] = field(default_factory=dict)  # calls that attend with own queries (queries.py)
     calls: tuple[CallRewrite, ...] = ()  # what they become
     names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about
@@ -389,7 +391,9 @@ class CutStream:
         for point in {(b.module, side, b.path) for b, side in self.result.gathers} & uneven - self.evened:
             self.evened.add(point)
             runs = self.flow.runs_through(*point)
-            crossings = {number: Crossing(number, point[0], point[2], *self.trace.visits[number].calls) for number in runs}
+            crossings = {
+                number: Crossing(number, point[0], point[2], *self.trace.visits[number].calls) for number in runs
+            }
             dims = {number: self.positions.plain_dim(tensor) for number, tensor in runs.items()}
             if all(self._is_cut_at(crossings[n], point[1], runs[n]) and dims[n] is not None for n in runs):
                 self.result.gathers |= {(crossings[n], point[1]): dims[n] or 0 for n in runs}

@@ -191,7 +191,7 @@ class SlidingWindow(Qkv):
     def forward(self, x):
         q, k, v = self.split(x)
         i = torch.arange(x.shape[1], device=x.device)
-        far = (i[:, None] - i[None, :])
+        far = i[:, None] - i[None, :]
         mask = (far >= 0) & (far < 4)
         return self.out(back(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
 
@@ -459,7 +459,12 @@ class Latents(nn.Module):
     def __init__(self):
         super().__init__()
         self.latents = nn.Parameter(torch.randn(4, D))
-        self.q1, self.kv1, self.q2, self.kv2 = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D), nn.Linear(D, 2 * D)
+        self.q1, self.kv1, self.q2, self.kv2 = (
+            nn.Linear(D, D),
+            nn.Linear(D, 2 * D),
+            nn.Linear(D, D),
+            nn.Linear(D, 2 * D),
+        )
         self.out = nn.Linear(D, D)
 
     def forward(self, x):
@@ -582,7 +587,6 @@ class RandomSlots(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
 
     def forward(self, x):
-        t = x.shape[1]
         q, k, v = heads(self.q(x)), heads(self.k(x)), heads(self.v(x))
         far = F.scaled_dot_product_attention(q, k[:, :, ::3], v[:, :, ::3])
         near = v + torch.cat([torch.zeros_like(v[:, :, :1]), v[:, :, :-1]], 2)
