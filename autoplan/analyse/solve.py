@@ -45,7 +45,7 @@ from autoplan.values import (
     Runtime,
     Trace,
 )
-from autoplan.values.not_placed import WholeSequence
+from autoplan.values.not_placed import PairsOfPositions, WholeSequence
 from autoplan.values.reasons import (
     AxisWhole,
     Exchanged,
@@ -79,6 +79,7 @@ class Solution:
     refusals: tuple[AxisWhole, ...] = ()
     sequence_parallel: bool = False
     whole_sequence: tuple[WholeSequence, ...] = ()
+    pairs: tuple[PairsOfPositions, ...] = ()  # under context parallelism
     notes: tuple[str, ...] = ()  # on a written plan, if there is one
     parted: tuple[ClassFact, ...] = ()  # classes that would be split inside a block of a quantised weight
     experts_inside: tuple[tuple[str, Reason], ...] = ()  # modules whose experts could not be distributed, and why
@@ -289,6 +290,7 @@ def _solution(
         refusals=tuple(dict.fromkeys(refusals)),
         sequence_parallel=cut is not None,
         whole_sequence=() if sequence is None else tuple(dict.fromkeys(cut.whole)) if cut else sequence.refused,
+        pairs=cut.pairs if cut else (),
         shards=done.shards,
     )
 

@@ -22,6 +22,7 @@ from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.context import leave_partial
 from autoplan.analyse.sequence.exchange import exchange
 from autoplan.analyse.sequence.halo import mixed, take_halos
+from autoplan.analyse.sequence.pairs import pairs_of_positions
 from autoplan.analyse.sequence.queries import attended
 from autoplan.analyse.sequence.stream import SequencePlacement, Stream
 from autoplan.analyse.sequence.stream_state import Refused
@@ -96,6 +97,7 @@ def place_sequence(
             take_halos(walks, flow, result)
             exchange(walks, flow, placement, result, rewritten)
             result.calls = attended(result.attended, shards)
+            result.pairs = pairs_of_positions(walks)
         except Refused as error:
             return SequencePlacement(refused=(error.reason,))
     return result

@@ -22,7 +22,7 @@ from autoplan.analyse.sequence.stream_state import (
 )
 from autoplan.analyse.sequence.windows import Windows
 from autoplan.analyse.splits.integer_edits import evaluate
-from autoplan.axes.terms import Term
+from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record
 from autoplan.values import ModuleVisit, SequenceName
 from autoplan.values.not_placed import WholeSequence, WholeWhy
@@ -65,6 +65,8 @@ class Stream(CutStream):
             for start, tensor, axis in self._starts(inside):
                 self.starts[start] = tensor
                 sequences.append(axis)
+                others = (term for term in self.shards.axes.of(tensor)[:-1] if find(term) is not axis)
+                self.batch |= {find(leaf) for term in others for leaf in leaves(term)}
         if not self.starts:
             return False
         self.positions = Positions(self.shards, sequences, self.context)

@@ -24,7 +24,7 @@ from autoplan.values import (
     WithholdPartial,
     symbolics,
 )
-from autoplan.values.not_placed import WholeSequence
+from autoplan.values.not_placed import PairsOfPositions, WholeSequence
 
 # Questions about the positions of a stream: where they are in a tensor, and which calls couple them.
 #
@@ -68,6 +68,10 @@ class Positions:
 
     def has(self, term: Term) -> bool:
         return any(find(leaf) in self.sequences for leaf in leaves(term))
+
+    def is_whole(self, term: Term) -> bool:
+        """Return whether a dim is all of a sequence, and nothing else."""
+        return self._major(term) == 1
 
     def plain_dim(self, tensor: int) -> int | None:
         """The dim that is the sequence, or batch times sequence, counted from the end."""
@@ -187,6 +191,7 @@ class SequencePlacement:
     names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about
     flattened: set[Crossing] = field(default_factory=set)
     whole: list[WholeSequence] = field(default_factory=list)  # what runs on the whole sequence, and why
+    pairs: tuple[PairsOfPositions, ...] = ()  # values with two dims of the whole sequence (pairs.py)
     refused: tuple[WholeSequence, ...] = ()  # why there is no sequence parallelism
 
     def name_crossings(self, name: str) -> None:
@@ -224,6 +229,7 @@ class CutStream:
     ) -> None:  # fmt: skip
         self.shards, self.flow, self.placement, self.trace = shards, flow, placement, shards.trace
         self.names = set(names)
+        self.batch: set[Term] = set()  # the axes of the stream besides its positions and features
         self.starts: dict[Crossing, int] = {}  # where each run of the model enters its first block -> the value
         self.result = SequencePlacement()
         self.closed: set[HookPoint] = set()  # where only some runs of a module would need what a hook does
