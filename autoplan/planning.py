@@ -314,7 +314,7 @@ def _findings(
         yield from sequence_findings(solution)
     if wish.cp_size > 1:
         yield from _run_alike((solution.over_all or solution).classes)
-        yield from (Finding("sequence", "note", p.module, str(p), kind="pairs") for p in solution.pairs)
+        yield from solution.pairs
     if wish.ep_size > 1 and capabilities.experts:
         yield from expert_findings(made, solution)
     yield from whole_blocks(made)

@@ -150,8 +150,7 @@ def _says_where(name: str) -> bool:
 
 
 def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) -> Estimate:
-    """The estimate from recordings that may be there already. `most`: bytes that one value of sequence × sequence may
-    have; 0: any number."""
+    """The estimate from recordings that may be there already. `most`: bytes for one value of sequence × sequence."""
     policy = _policy(question, steps)
     setting = _setting(question, policy)
     steps.check_length(question.sequence)

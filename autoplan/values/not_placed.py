@@ -104,26 +104,6 @@ _SENTENCES: dict[WholeWhy, str] = {
 
 
 @dataclass(frozen=True)
-class PairsOfPositions:
-    """A call in `module` whose value has two dims of the whole sequence, of so many positions when it was recorded, and
-    the bytes of it that a rank holds for each pair."""
-
-    module: str
-    call: str
-    place: str
-    positions: int
-    bytes: int
-
-    def __str__(self) -> str:
-        function, line, *_ = self.place.rpartition(">")[2].split(":")
-        size = f"{self.bytes} byte{'s' * (self.bytes > 1)}"
-        return (
-            f"{self.call} in line {line} of {function} makes a value of sequence × sequence: a rank holds {size} for "
-            f"each pair of the {self.positions} positions that were recorded"
-        )
-
-
-@dataclass(frozen=True)
 class WholeSequence:
     """One reason. `place` is the module that it is about, `maker` the one that made the value replicated there.
 

@@ -22,7 +22,7 @@ from autoplan.analyse.sequence.stream_state import (
 )
 from autoplan.analyse.sequence.windows import Windows
 from autoplan.analyse.splits.integer_edits import evaluate
-from autoplan.axes.terms import Term, find, leaves
+from autoplan.axes.terms import Term
 from autoplan.ops import call_record
 from autoplan.values import ModuleVisit, SequenceName
 from autoplan.values.not_placed import WholeSequence, WholeWhy
@@ -65,8 +65,6 @@ class Stream(CutStream):
             for start, tensor, axis in self._starts(inside):
                 self.starts[start] = tensor
                 sequences.append(axis)
-                others = (term for term in self.shards.axes.of(tensor)[:-1] if find(term) is not axis)
-                self.batch |= {find(leaf) for term in others for leaf in leaves(term)}
         if not self.starts:
             return False
         self.positions = Positions(self.shards, sequences, self.context)
@@ -109,9 +107,10 @@ class Stream(CutStream):
             if start in self.placement.partial_entries and not self.context:
                 raise Refused(WholeSequence("summed-before", start.module))
             result.scatters[(start, "input")] = start_dim
-        scattered_out = {self.tensor_at(b, "output") for b, side in result.scatters if side == "output"}
-        scattered_in = [(self.tensor_at(b, "input"), b) for b, side in result.scatters if side == "input"]
-        self.cut |= {self.tensor_at(b, s) for b, s in result.scatters if s == "output" and b.last <= self.first_call}
+        at = self.flow.tensor_at
+        scattered_out = {at(b, "output") for b, side in result.scatters if side == "output"}
+        scattered_in = [(at(b, "input"), b) for b, side in result.scatters if side == "input"]
+        self.cut |= {at(b, s) for b, s in result.scatters if s == "output" and b.last <= self.first_call}
         for index in range(self.first_call, len(self.trace.calls)):
             self._visit(index, scattered_in)
             for tensor in self.flow.outputs[index]:
@@ -318,7 +317,7 @@ class Stream(CutStream):
             taken = {tensor for _, tensor in visit.inputs}
             for crossing, side in tuple(self.result.scatters):  # what was cut for calls that get the whole now
                 here = crossing.visit == number if side == "input" else crossing.last <= self.first_call
-                if here and crossing not in self.starts and self.tensor_at(crossing, side) in taken:
+                if here and crossing not in self.starts and self.flow.tensor_at(crossing, side) in taken:
                     del self.result.scatters[crossing, side]
                     self.closed.add((crossing.module, side, crossing.path))
                     undone = True

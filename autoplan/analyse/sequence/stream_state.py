@@ -19,12 +19,13 @@ from autoplan.values import (
     Boundary,
     Call,
     CallRewrite,
+    Finding,
     SequenceName,
     Symbolic,
     WithholdPartial,
     symbolics,
 )
-from autoplan.values.not_placed import PairsOfPositions, WholeSequence
+from autoplan.values.not_placed import WholeSequence
 
 # Questions about the positions of a stream: where they are in a tensor, and which calls couple them.
 #
@@ -191,7 +192,7 @@ class SequencePlacement:
     names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about
     flattened: set[Crossing] = field(default_factory=set)
     whole: list[WholeSequence] = field(default_factory=list)  # what runs on the whole sequence, and why
-    pairs: tuple[PairsOfPositions, ...] = ()  # values with two dims of the whole sequence (pairs.py)
+    pairs: tuple[Finding, ...] = ()  # values with two dims of the whole sequence (pairs.py)
     refused: tuple[WholeSequence, ...] = ()  # why there is no sequence parallelism
 
     def name_crossings(self, name: str) -> None:
@@ -229,7 +230,6 @@ class CutStream:
     ) -> None:  # fmt: skip
         self.shards, self.flow, self.placement, self.trace = shards, flow, placement, shards.trace
         self.names = set(names)
-        self.batch: set[Term] = set()  # the axes of the stream besides its positions and features
         self.starts: dict[Crossing, int] = {}  # where each run of the model enters its first block -> the value
         self.result = SequencePlacement()
         self.closed: set[HookPoint] = set()  # where only some runs of a module would need what a hook does
@@ -271,14 +271,10 @@ class CutStream:
         """Crossings that make a value whole again, by value."""
         self.leaving: dict[int, list[Crossing]] = {}
         for crossing in (*self.copies_out, *(b for b, side in self.result.gathers if side == "output")):
-            self.leaving.setdefault(self.tensor_at(crossing, "output"), []).append(crossing)
+            self.leaving.setdefault(self.flow.tensor_at(crossing, "output"), []).append(crossing)
         self.gathered_inputs: dict[int, list[Crossing]] = {}
         for crossing in (*self.copies_in, *(b for b, side in self.result.gathers if side == "input")):
-            self.gathered_inputs.setdefault(self.tensor_at(crossing, "input"), []).append(crossing)
-
-    def tensor_at(self, crossing: Crossing, side: str) -> int:
-        visit = self.trace.visits[crossing.visit]
-        return dict(visit.inputs if side == "input" else visit.outputs)[crossing.path]
+            self.gathered_inputs.setdefault(self.flow.tensor_at(crossing, "input"), []).append(crossing)
 
     # ------------------------------------------------------------------ the end
 
@@ -288,12 +284,9 @@ class CutStream:
         self._forget_needless()
         sides = [(b, "output") for b in self.copies_out] + [(b, "input") for b in self.copies_in]
         for crossing, side in sides:
-            tensor = self.tensor_at(crossing, side)
-            if (
-                not self.in_stream(tensor, crossing.first)
-                or (crossing, side) in result.gathers
-                or self._whole_around(crossing, tensor)
-            ):
+            tensor = self.flow.tensor_at(crossing, side)
+            whole = not self.in_stream(tensor, crossing.first) or self._whole_around(crossing, tensor)
+            if whole or (crossing, side) in result.gathers:
                 continue
             dim = self.positions.plain_dim(tensor)
             if dim is None:
@@ -309,9 +302,9 @@ class CutStream:
                         result.gathers[(Crossing(index, visit.module, path, *visit.calls), "output")] = dim
         for tensor in result.summed_parameters if not self.context else ():
             uses = self.flow.gradient_uses(tensor)
-            whole = [u for u in uses if not self._reaches_shard(u)]
-            if whole and tensor not in self.placement.summed_parameters:
-                call = self.trace.calls[min(whole)]
+            by_whole = [u for u in uses if not self._reaches_shard(u)]
+            if by_whole and tensor not in self.placement.summed_parameters:
+                call = self.trace.calls[min(by_whole)]
                 name = self.trace.tensors[tensor].names[0]
                 raise Refused(WholeSequence("shared-parameter", call.module, call.name, parameter=name))
         self._even_points()
@@ -319,8 +312,7 @@ class CutStream:
 
     def _note_shards(self) -> None:
         """Note what blocks return on shards: transformers collects it for callers that request hidden states."""
-        self.result.returned_shards.clear()
-        points: dict[HookPoint, dict[int, Crossing]] = {}
+        returned: list[tuple[Crossing, str]] = []
         for number, visit in enumerate(self.trace.visits):
             behind = self.context and visit.parent is not None and visit.calls[0] >= self.last_call
             collected = visit.module in self.names or behind
@@ -328,53 +320,47 @@ class CutStream:
                 if behind and tensor in self.flow.final:
                     continue
                 if self.positions.plain_dim(tensor) is not None and self.is_cut(tensor, visit.calls[1]):
-                    crossing = Crossing(number, visit.module, path, *visit.calls)
-                    points.setdefault((visit.module, "output", path), {})[number] = crossing
-        for point, crossings in points.items():
-            if set(self.flow.runs_through(*point)) == set(crossings):
-                for crossing in crossings.values():
-                    tensor = self.tensor_at(crossing, "output")
-                    self.result.returned_shards[crossing] = self.positions.plain_dim(tensor) or 0
-                    if self.positions.flattened(tensor):
-                        self.result.flattened.add(crossing)
+                    returned.append((Crossing(number, visit.module, path, *visit.calls), "output"))
+        uneven = self.flow.uneven(returned)
+        self.result.returned_shards.clear()
+        for crossing, side in returned:
+            if (crossing.module, side, crossing.path) not in uneven:
+                tensor = self.flow.tensor_at(crossing, side)
+                self.result.returned_shards[crossing] = self.positions.plain_dim(tensor) or 0
+                if self.positions.flattened(tensor):
+                    self.result.flattened.add(crossing)
 
     def _forget_needless(self) -> None:
         """Drop gathers of what is whole by now: a boundary that was added later made it so further out."""
         for crossing, side in list(self.result.gathers):
-            tensor = self.tensor_at(crossing, side)
+            tensor = self.flow.tensor_at(crossing, side)
             inner = side == "input" and self._whole_around(crossing, tensor)
             if inner or not (tensor in self.cut or self.in_stream(tensor, crossing.first)):
                 del self.result.gathers[crossing, side]
 
     def _whole_around(self, crossing: Crossing, tensor: int) -> bool:
         """Return whether the value has already been made whole at this boundary."""
-        gathered = [b for b, side in self.result.gathers if side == "output" and self.tensor_at(b, side) == tensor]
+        gathered = [b for b, side in self.result.gathers if side == "output" and self.flow.tensor_at(b, side) == tensor]
         if any(b.last <= crossing.first for b in gathered):
             return True
-        around = [b for b, side in self.result.gathers if side == "input" and self.tensor_at(b, side) == tensor]
+        around = [b for b, side in self.result.gathers if side == "input" and self.flow.tensor_at(b, side) == tensor]
         return any(b.first <= crossing.first and crossing.last <= b.last and b.visit != crossing.visit for b in around)
 
     def _even_points(self) -> None:
         """A hook acts on every run of its module: all runs must need the same."""
         result = self.result
-        points: dict[HookPoint, set[int]] = {}
-        keys = [
-            *result.scatters,
-            *result.gathers,
-            *result.gather_sums,
-            *((b, "output") for b in result.reduce_scatters),
-        ]
+        keys = [*result.scatters, *result.gathers, *result.gather_sums]
+        keys += ((b, "output") for b in result.reduce_scatters)
         for crossing, side in keys:
-            points.setdefault((crossing.module, side, crossing.path), set()).add(crossing.visit)
-            if self.positions.flattened(self.tensor_at(crossing, side)):
+            if self.positions.flattened(self.flow.tensor_at(crossing, side)):
                 result.flattened.add(crossing)
-        uneven = {point for point, visits in points.items() if set(self.flow.runs_through(*point)) != visits}
+        uneven = self.flow.uneven(keys)
         fixed = {(b.module, "input", b.path) for b in self.starts} | {
             (b.module, side, b.path)
             for b, side in (*result.gather_sums, *((b, "output") for b in result.reduce_scatters))
         }
         for point in sorted(uneven & fixed, key=str):
-            call = self._maker(point, points)
+            call = self._maker(point, keys)
             if call is None:
                 raise Refused(WholeSequence("runs-both-ways", point[0]))
             raise Refused(WholeSequence("made-whole-for", point[0], call.name, maker=call.module))
@@ -383,10 +369,11 @@ class CutStream:
             self.result = SequencePlacement()
             raise Restart
 
-    def _maker(self, point: HookPoint, points: dict[HookPoint, set[int]]) -> Call | None:
+    def _maker(self, point: HookPoint, keys: list[tuple[Crossing, str]]) -> Call | None:
         """Return the call that made a value that is whole where others are sharded."""
+        sharded = {crossing.visit for crossing, side in keys if (crossing.module, side, crossing.path) == point}
         runs = self.flow.runs_through(*point)
-        makers = (self.flow.producer.get(tensor, -1) for visit, tensor in runs.items() if visit not in points[point])
+        makers = (self.flow.producer.get(tensor, -1) for visit, tensor in runs.items() if visit not in sharded)
         return next((self.trace.calls[index] for index in makers if index >= 0), None)
 
     def _reaches_shard(self, call: int) -> bool:
