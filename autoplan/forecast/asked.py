@@ -353,7 +353,7 @@ def notes_on_question(
     for finding in planned.findings if pairs else ():
         size = max((held for name, held in pairs.items() if matches(finding.where, name)), default=0.0)
         if finding.kind == "pairs" and size:
-            text = f"{finding.where}: {finding.message.partition(':')[0]}: a rank holds {bytes_text(int(size))} of it"
+            text = f"{finding.where}: {finding.message}; in this step {bytes_text(int(size))}"
             if 0 < most < size:
                 raise AutoplanError(
                     f"{text}, and the device has {bytes_text(most)}",

@@ -63,7 +63,7 @@ def test_a_plan_names_what_is_sequence_by_sequence() -> None:
 def test_an_estimate_says_its_bytes_or_refuses_it() -> None:
     mesh = "dp_shard=1,cp=2"
     said = [one for one in autoplan.estimate(BLOOM, mesh=mesh, sequence=LENGTH).notes if "sequence × sequence" in one]
-    assert len(said) == 2 and "a rank holds 15.3 MiB of it" in said[1]  # four heads in float32
+    assert len(said) == 2 and "in this step 15.3 MiB" in said[1]  # four heads in float32
     small = replace(H100, memory=4 * LENGTH**2 * 4 - 1)
     with pytest.raises(autoplan.AutoplanError, match=r"self_attention: softmax in line \d+ .* and the device has"):
         autoplan.estimate(BLOOM, mesh=mesh, sequence=LENGTH, device=small)
@@ -76,11 +76,11 @@ def test_an_estimate_says_its_bytes_or_refuses_it() -> None:
 def test_a_dry_run_says_what_it_held() -> None:
     fused, by_hand = (dry_run(config, mesh="dp_shard=1,cp=2", sequence=LENGTH) for config in (LLAMA, eager(LLAMA)))
     assert not [text for text in fused.notes if "sequence × sequence" in text]
-    assert any("model.layers.*.self_attn: " in text and "a rank holds" in text for text in by_hand.notes)
+    assert any("model.layers.*.self_attn: " in text and "in this step" in text for text in by_hand.notes)
 
 
 @pytest.mark.long
 def test_a_choice_says_so() -> None:
     chosen = autoplan.choose(BLOOM, gpus=2, sequence=1 << 15)
     (row,) = [row for row in chosen.rows if row.mesh.get("cp") == 2][:1]
-    assert any("self_attention" in text and "a rank holds 16.0 GiB of it" in text for text in row.estimate.notes)
+    assert any("self_attention" in text and "in this step 16.0 GiB" in text for text in row.estimate.notes)
