@@ -355,10 +355,8 @@ def notes_on_question(
         if finding.kind == "pairs" and size:
             text = f"{finding.where}: {finding.message}; in this step {bytes_text(int(size))}"
             if 0 < most < size:
-                raise AutoplanError(
-                    f"{text}, and the device has {bytes_text(most)}",
-                    hint="load the model with fused attention (sdpa), or take shorter sequences",
-                )
+                hint = "load the model with fused attention (sdpa), or take shorter sequences"
+                raise AutoplanError(f"{text}, and the device has {bytes_text(most)}", hint=hint)
             yield text
     positions, (batch, tokens) = steps.check_length(question.sequence), size_priced(steps, setting)
     if 0 < positions < tokens:
