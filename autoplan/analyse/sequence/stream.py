@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
+from autoplan.analyse.sequence.positions import Positions, coupling_ops
 from autoplan.analyse.sequence.queries import own_queries
 from autoplan.analyse.sequence.stream_state import (
     CutStream,
-    Positions,
     Refused,
     Restart,
     SequencePlacement,
-    coupling_ops,
 )
 from autoplan.analyse.sequence.windows import Windows
 from autoplan.analyse.splits.integer_edits import evaluate
@@ -107,9 +106,10 @@ class Stream(CutStream):
             if start in self.placement.partial_entries and not self.context:
                 raise Refused(WholeSequence("summed-before", start.module))
             result.scatters[(start, "input")] = start_dim
-        scattered_out = {self.tensor_at(b, "output") for b, side in result.scatters if side == "output"}
-        self.scattered_in = [(self.tensor_at(b, "input"), b) for b, side in result.scatters if side == "input"]
-        self.cut |= {self.tensor_at(b, s) for b, s in result.scatters if s == "output" and b.last <= self.first_call}
+        at = self.flow.tensor_at
+        scattered_out = {at(b, "output") for b, side in result.scatters if side == "output"}
+        self.scattered_in = [(at(b, "input"), b) for b, side in result.scatters if side == "input"]
+        self.cut |= {at(b, s) for b, s in result.scatters if s == "output" and b.last <= self.first_call}
         for index in range(self.first_call, len(self.trace.calls)):
             self._visit(index)
             for tensor in self.flow.outputs[index]:
@@ -269,28 +269,17 @@ class Stream(CutStream):
 
     # ------------------------------------------------------------------ boundaries
 
-    def _entering(self, tensor: int, index: int) -> list[Crossing]:
-        """Return where modules around a call take a value in, innermost first."""
-        around = (b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last)
-        return sorted(around, key=lambda b: b.last - b.first)
-
-    def _leaving(self, tensor: int, index: int) -> list[Crossing]:
-        """Return where modules that made a value return it before a call, innermost first."""
-        producer = self.flow.producer.get(tensor, -1)
-        before = (b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index)
-        return sorted(before, key=lambda b: b.last - b.first)
-
     def _make_whole(self, tensor: int, index: int, reason: WholeSequence) -> None:
         """Gather a value for a call: at the module that takes it in, else where it is returned."""
         dim = self.positions.plain_dim(tensor)
         if dim is not None:
-            entering = self._entering(tensor, index)
+            entering = self.entering(tensor, index)
             for crossing in entering:
                 handed_on = self.flow.passes_through(tensor, crossing)
                 if crossing.module not in self.names and crossing not in self.starts and not handed_on:
                     twins = [b for b in entering if b.visit == crossing.visit]  # one value under several names
                     self._add(self.result.gathers, [(twin, "input") for twin in twins], dim, reason)
-            for crossing in self._leaving(tensor, index):
+            for crossing in self.left_before(tensor, index):
                 if tensor not in self.starts.values() and (crossing, "output") not in self.result.scatters:
                     self._add(self.result.gathers, [(crossing, "output")], dim, reason)
         self._gather_around(index, reason)
@@ -324,7 +313,7 @@ class Stream(CutStream):
             taken = {tensor for _, tensor in visit.inputs}
             for crossing, side in tuple(self.result.scatters):  # what was cut for calls that get the whole now
                 here = crossing.visit == number if side == "input" else crossing.last <= self.first_call
-                if here and crossing not in self.starts and self.tensor_at(crossing, side) in taken:
+                if here and crossing not in self.starts and self.flow.tensor_at(crossing, side) in taken:
                     del self.result.scatters[crossing, side]
                     self.closed.add((crossing.module, side, crossing.path))
                     undone = True
@@ -368,12 +357,12 @@ class Stream(CutStream):
         dim = self.positions.plain_dim(tensor)
         if dim is None:
             return
-        for crossing in self._leaving(tensor, index):
+        for crossing in self.left_before(tensor, index):
             # the walk sees only readers after the boundary
             seen = all(use >= max(crossing.last, self.first_call) for use in self.flow.uses[tensor])
             if seen and (crossing, "output") not in self.result.gathers:
                 self._add(self.result.scatters, [(crossing, "output")], dim, None)
-        for crossing in self._entering(tensor, index):
+        for crossing in self.entering(tensor, index):
             started = any(crossing.visit == start.visit for start in self.starts)
             if crossing.module not in self.names or started or self.context:
                 self._add(self.result.scatters, [(crossing, "input")], dim, None)
