@@ -189,7 +189,7 @@ def solve_source(
             return solve_source(source, captured.unfold(), wish, **how)
         runtime = combined(split.runtime, cut.runtime, wish.splits, wish.cp_size)
         split = replace(split, runtime=runtime, over_all=cut)
-        return replace(split, sequence_parallel=True, whole_sequence=cut.whole_sequence)
+        return replace(split, sequence_parallel=True, whole_sequence=cut.whole_sequence, pairs=cut.pairs)
     solved = partial(
         solve_chosen,
         tp=wish.ranks,
@@ -314,6 +314,7 @@ def _findings(
         yield from sequence_findings(solution)
     if wish.cp_size > 1:
         yield from _run_alike((solution.over_all or solution).classes)
+        yield from solution.pairs
     if wish.ep_size > 1 and capabilities.experts:
         yield from expert_findings(made, solution)
     yield from whole_blocks(made)

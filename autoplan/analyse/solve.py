@@ -37,6 +37,7 @@ from autoplan.ops.records.answers import Reduction
 from autoplan.values import (
     ClassFact,
     Constant,
+    Finding,
     IntegerEdit,
     ParallelBlock,
     ParameterFact,
@@ -78,6 +79,7 @@ class Solution:
     refusals: tuple[AxisWhole, ...] = ()
     sequence_parallel: bool = False
     whole_sequence: tuple[WholeSequence, ...] = ()
+    pairs: tuple[Finding, ...] = ()  # under context parallelism
     notes: tuple[str, ...] = ()  # on a written plan, if there is one
     parted: tuple[ClassFact, ...] = ()  # classes that would be split inside a block of a quantised weight
     experts_inside: tuple[tuple[str, Reason], ...] = ()  # modules whose experts could not be distributed, and why
@@ -125,13 +127,9 @@ def solve(
         axes = infer_axes(trace, frozenset(wanted))
         refusals.clear()
         done = _settle(trace, flow, axes, tp, refusals, scoped, demands)
-    sequence = (
-        place_sequence(
-            done.shards, flow, done.placement, sequence_stacks, context, {call.pattern for call in done.scope.calls}
-        )
-        if sequence_stacks is not None
-        else None
-    )
+    sequence, rewritten = None, {call.pattern for call in done.scope.calls}
+    if sequence_stacks is not None:
+        sequence = place_sequence(done.shards, flow, done.placement, sequence_stacks, context, rewritten)
     return replace(_solution(trace, flow, done, tp, refusals, sequence, legal, demands), parted=parted)
 
 
@@ -288,6 +286,7 @@ def _solution(
         refusals=tuple(dict.fromkeys(refusals)),
         sequence_parallel=cut is not None,
         whole_sequence=() if sequence is None else tuple(dict.fromkeys(cut.whole)) if cut else sequence.refused,
+        pairs=cut.pairs if cut else (),
         shards=done.shards,
     )
 

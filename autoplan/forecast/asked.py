@@ -19,6 +19,8 @@ from autoplan.common.options import (
     check_count,
     check_expert_size,
 )
+from autoplan.common.patterns import matches
+from autoplan.emit.words import bytes_text
 from autoplan.execute.data_parallel.mesh_dims import ALIASES, LEFT_ALONE
 from autoplan.forecast.step import Loss, Setting, Steps, size_priced
 from autoplan.forecast.trained import OPTIMIZERS
@@ -337,8 +339,21 @@ def how_priced(steps: Steps, question: Asked, setting: Setting) -> tuple[str, ..
     return tuple(text for text in question.how if text not in missing)
 
 
-def notes_on_question(steps: Steps, question: Asked, setting: Setting) -> Iterator[str]:
-    """Yield where the priced question differs from the requested one, or its size exceeds the config's."""
+def notes_on_question(
+    steps: Steps, question: Asked, setting: Setting, pairs: Mapping[str, float], most: int = 0
+) -> Iterator[str]:
+    """Yield what the step has of the values of sequence × sequence that the plan names (`pairs`: see `Tape`), and where
+    the priced question differs from the requested one, or its size exceeds the config's. Raise where one such value
+    exceeds `most` bytes."""
+    planned = steps.split(setting.tp, setting.ep, setting.sequence_parallel, setting.cp)
+    for finding in planned.findings if pairs else ():
+        size = max((held for name, held in pairs.items() if matches(finding.where, name)), default=0.0)
+        if finding.kind == "pairs" and size:
+            text = f"{finding.where}: {finding.message}; in this step {bytes_text(int(size))}"
+            if 0 < most < size:
+                hint = "load the model with fused attention (sdpa), or take shorter sequences"
+                raise AutoplanError(f"{text}, and the device has {bytes_text(most)}", hint=hint)
+            yield text
     positions, (batch, tokens) = steps.check_length(question.sequence), size_priced(steps, setting)
     if 0 < positions < tokens:
         yield f"{tokens:,} tokens exceed the config's {positions:,} positions: it runs, but was not trained for that"

@@ -103,12 +103,12 @@ def dry_run(
     problem: Exception | None = None
     for knowing in (False, True):
         try:
-            ran = _run(steps, planned, sizes, rank, keywords, options, knowing)
+            ran, pairs = _run(steps, planned, sizes, rank, keywords, options, knowing, sequence)
             rows, tokens = size_priced(steps, setting)
             return replace(
                 ran, peak=_peak(steps, question) if estimated == options else None, batch=rows, sequence=tokens,
                 dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, how=how_priced(steps, question, setting),
-                notes=(*notes_on_question(steps, question, setting), *_unpacked(steps)),
+                notes=(*notes_on_question(steps, question, setting, pairs), *_unpacked(steps)),
             )  # fmt: skip
         except RuntimeError as error:  # its Python asks for numbers: run it again with those that are known
             problem = problem or error
@@ -120,8 +120,8 @@ def dry_run(
 
 def _run(
     steps: Steps, plan: Plan, sizes: dict[str, int], rank: int, keywords: dict[str, Any], options: dict[str, Any],
-    knowing: bool,
-) -> DryRun:  # fmt: skip
+    knowing: bool, sequence: int,
+) -> tuple[DryRun, Mapping[str, float]]:  # fmt: skip
     mode = fake_mode()
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -139,16 +139,17 @@ def _run(
         parallelize(model, mesh, plan, check=False, **options)
         model.train()
         with KnownValues(mode) if knowing else mode:
-            whole = plan.ranks == 1
-            tape = record_step(model, keywords, Marks(), group_names(mesh), loss_of=loss, whole=whole)
+            groups, length = group_names(mesh), sequence if plan.cp_size > 1 else 0
+            tape = record_step(model, keywords, Marks(), groups, loss_of=loss, whole=plan.ranks == 1, length=length)
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
             optimizer.step()
         pieces = [local_piece(p) for p in model.parameters()]
         grown = [local_piece(p.grad) for p in model.parameters() if p.grad is not None]
     states = [local_piece(value) for state in optimizer.state.values() for value in state.values()]
     messages = tuple(item for item in tape.items if isinstance(item, Message))
-    return DryRun(steps.source.name, tuple(sizes.items()), rank, tuple(shapes.items()), _bytes(pieces), _bytes(grown),
-                  messages, _bytes([state for state in states if state.dim()]))  # fmt: skip
+    ran = DryRun(steps.source.name, tuple(sizes.items()), rank, tuple(shapes.items()), _bytes(pieces), _bytes(grown),
+                 messages, _bytes([state for state in states if state.dim()]))  # fmt: skip
+    return ran, tape.pairs
 
 
 def _unpacked(steps: Steps) -> Iterator[str]:

@@ -144,11 +144,12 @@ def estimate(
                   chunked_loss=chunked_loss,
                   matmuls=matmuls, exchange_experts=exchange_experts, shard_optimizer=shard_optimizer,
                   virtual_stages=virtual_stages, compiled=compiled)  # fmt: skip
-    return estimate_with(steps, question, device if isinstance(device, Device) else load_device(device))
+    on = device if isinstance(device, Device) else load_device(device)
+    return estimate_with(steps, question, on, most=on.memory)
 
 
-def estimate_with(steps: Steps, question: Asked, device: Device) -> Estimate:
-    """The estimate from recordings that may be there already."""
+def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) -> Estimate:
+    """The estimate from recordings that may be there already. `most`: bytes for one value of sequence × sequence."""
     policy = _policy(question, steps)
     setting = _setting(question, policy)
     steps.check_length(question.sequence)
@@ -214,7 +215,7 @@ def estimate_with(steps: Steps, question: Asked, device: Device) -> Estimate:
         time=time, device=device.name, bars=_BARS,
         tokens=batch * max(1, tokens) * question.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
-        notes=(*notes_on_question(steps, question, setting),
+        notes=(*notes_on_question(steps, question, setting, recorded.program.pairs, most),
                *((_PASSING.format(passing / 2**30),) if passing else ()),
                *_notes(steps, question, setting, recorded, units, load.flops)),
         dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),

@@ -338,7 +338,8 @@ def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping
         inputs |= _last(inputs, setting.chunk) if setting.chunk else {}
         loss = _loss(setting, inputs) if setting.training else None
         with torch.set_grad_enabled(setting.training):
-            return record_step(copy.module, inputs, copy.marks, groups, loss_of=loss, whole=setting.ranks == 1)
+            whole, length = setting.ranks == 1, setting.sequence if setting.cp > 1 else 0
+            return record_step(copy.module, inputs, copy.marks, groups, loss_of=loss, whole=whole, length=length)
 
 
 def _last(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:

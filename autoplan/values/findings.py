@@ -68,7 +68,8 @@ class Finding:
     """One statement of a check. `message` and `hint` are for people; code that distinguishes findings reads `kind`.
 
     "not-comparable": the unsharded model's own numbers are NaN. "cannot-run": the sharded model raised.
-    "wrong-numbers": it ran, and computed something else. "follows": it is a consequence of another finding. `places`:
+    "wrong-numbers": it ran, and computed something else. "follows": it is a consequence of another finding. "pairs": a
+    value of sequence × sequence. `places`:
     every pattern that it is about, if `where` names several, or only the first of them.
     """
 
@@ -79,7 +80,7 @@ class Finding:
     hint: str = ""
     bytes: int = 0
     proof: str = ""
-    kind: Literal["", "not-comparable", "cannot-run", "wrong-numbers", "follows"] = ""
+    kind: Literal["", "not-comparable", "cannot-run", "wrong-numbers", "follows", "pairs"] = ""
     places: tuple[str, ...] = ()
 
     @property

@@ -136,6 +136,24 @@ class CallFlow:
                     tensors[index] = tensor
         return tensors
 
+    def around(self, call: int) -> list[int]:
+        """Return the runs of modules around a call, innermost first."""
+        runs = [
+            (v.calls[1] - v.calls[0], -i) for i, v in enumerate(self.trace.visits) if v.calls[0] <= call < v.calls[1]
+        ]
+        return [-number for _, number in sorted(runs)]
+
+    def uneven(self, places: Iterable[tuple[Crossing, str]]) -> set[HookPoint]:
+        """Return the points of these crossings that other runs of their modules have, too. A hook acts on every run."""
+        visits: dict[HookPoint, set[int]] = defaultdict(set)
+        for crossing, side in places:
+            visits[crossing.module, side, crossing.path].add(crossing.visit)
+        return {point for point, among in visits.items() if set(self.runs_through(*point)) != among}
+
+    def tensor_at(self, crossing: Crossing, side: str) -> int:
+        visit = self.trace.visits[crossing.visit]
+        return dict(visit.inputs if side == "input" else visit.outputs)[crossing.path]
+
     def passes_gradients(self, index: int) -> bool:
         """Return whether a gradient flows back through this call."""
         return self.trace.calls[index].grad_enabled and any(t in self.carries for t in self.outputs[index])

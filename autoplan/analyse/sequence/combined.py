@@ -128,14 +128,12 @@ class _Combined:
         yield from (each for each in joined if each is not None and not isinstance(each, OwnPositions))
 
     def _joined(self, own: Instruction | None, other: Instruction) -> Instruction | None:
-        if isinstance(other, Exchange):
-            return replace(other, over="cp", layout=str(self._within(other.pattern, Layout.parse(other.layout))))
         if isinstance(other, WithholdPartial | JoinPartial):
             _refuse(other.pattern, "its branches share an all-reduce over cp")
         if isinstance(other, ParallelBlock):
             return own
         if isinstance(other, SequenceBoundary):
-            return replace(other, over="cp")
+            return self._over_cp(other)
         if isinstance(other, IntegerEdit):
             return replace(other, over="all")
         if isinstance(other, AttendAcross):  # of the heads of a tp rank
@@ -147,10 +145,12 @@ class _Combined:
         if any(move.collective is not Collective.ALL_REDUCE for move in other.moves):
             if own is not None or not isinstance(other, AllGather):
                 _refuse(other.pattern, f"{type(other).__name__} would span tp and cp")
-            return replace(other, over="cp", layout=str(self._within(other.pattern, Layout.parse(other.layout))))
-        if own is not None:
-            return replace(other, over="all")
-        if isinstance(other, ScaleGradient) and other.layout is not None:
+            return self._over_cp(other)
+        return self._over_cp(other) if own is None else replace(other, over="all")
+
+    def _over_cp(self, other: Instruction) -> Instruction:
+        """The instruction over ranks of cp, for the part of a rank of tp."""
+        if isinstance(other, Exchange | AllGather | ScaleGradient) and other.layout is not None:
             other = replace(other, layout=str(self._within(other.pattern, Layout.parse(other.layout))))
         return replace(other, over="cp")
 

@@ -52,21 +52,17 @@ class _Outside:
             for tensor in () if flow.is_identity(index) else outputs:
                 self.makers[tensor].append(index)
         self.cut_at: dict[int, list[range]] = defaultdict(list)  # the calls that see it cut
-        self.made_whole = {self.tensor_at(*key) for key in cut.scatters if key[1] == "output"}
+        self.made_whole = {self.flow.tensor_at(*key) for key in cut.scatters if key[1] == "output"}
         for crossing, side in cut.scatters:
             behind = (crossing.first, crossing.last) if side == "input" else (crossing.last, len(self.trace.calls))
-            self.cut_at[self.tensor_at(crossing, side)].append(range(*behind))
+            self.cut_at[self.flow.tensor_at(crossing, side)].append(range(*behind))
         self.gathers: dict[int, list[tuple[Crossing, str]]] = defaultdict(list)
         for crossing, side in cut.gathers:
-            self.gathers[self.tensor_at(crossing, side)].append((crossing, side))
-
-    def tensor_at(self, crossing: Crossing, side: str) -> int:
-        visit = self.trace.visits[crossing.visit]
-        return dict(visit.inputs if side == "input" else visit.outputs)[crossing.path]
+            self.gathers[self.flow.tensor_at(crossing, side)].append((crossing, side))
 
     def run(self) -> None:
         self._find_own_code()
-        self.waiting = [*self.cut_at, *self.scaled.values()]
+        self.waiting = [*self.cut_at, *self.scaled.values(), *self.cut.shared]
         while self.waiting:
             self._walk()
             for tensor in tuple(self.seen):
@@ -121,8 +117,7 @@ class _Outside:
                 c for c in self.flow.leaving.get(tensor, ()) if c.module and any(c.first <= m < c.last for m in makers)
             ]
             if handed and tensor not in self.cut.values:
-                outer = max(handed, key=lambda c: c.last - c.first)
-                self.scaled |= {c: tensor for c in handed if c.visit == outer.visit}  # under several names, perhaps
+                self.scaled |= dict.fromkeys(_outermost(handed), tensor)
             elif not handed:
                 self.own_code.update(makers)
                 own |= {tensor} if makers and tensor not in self.cut.values else set()
@@ -158,32 +153,31 @@ class _Outside:
         for crossing, side in self.cut.gathers:
             if (crossing.module, side, crossing.path) in points:
                 alike = (crossing, side) in self.gathered
-                if not alike and self.flow.gradient_uses(self.tensor_at(crossing, side)):
+                if not alike and self.flow.gradient_uses(self.flow.tensor_at(crossing, side)):
                     raise Refused(WholeSequence("runs-both-ways", crossing.module))
                 yield crossing, side
 
     def _is_read_outside(self, crossing: Crossing, side: str) -> bool:
         """Return whether a call behind a gather lies outside, where gradients are parts of a sum."""
         first, last = (crossing.first, crossing.last) if side == "input" else (crossing.last, len(self.trace.calls))
-        uses = self.flow.gradient_uses(self.tensor_at(crossing, side))
+        uses = self.flow.gradient_uses(self.flow.tensor_at(crossing, side))
         return any(first <= use < last for use in uses & self.calls)
 
     def given_alone(self) -> Iterator[tuple[Crossing, str]]:
         """Yield what a module that is called by itself takes in: others, outside the model, wait for its gradient."""
-        for number, visit in enumerate(self.trace.visits):
-            for path, tensor in visit.inputs if visit.parent is None and visit.module else ():
-                if tensor in self.seen:
-                    yield Crossing(number, visit.module, path, *visit.calls), "input"
+        entries = (crossing for tensor in self.seen for crossing in self.flow.entering.get(tensor, ()))
+        yield from ((c, "input") for c in entries if c.module and self.trace.visits[c.visit].parent is None)
 
     def heads(self) -> Iterator[tuple[Crossing, int]]:
         """Yield where a module returns sharded what the model returns, alone or after elementwise calls."""
         for (crossing, side), dim in self.cut.gathers.items():
-            tensor = self.tensor_at(crossing, side)
+            tensor = self.flow.tensor_at(crossing, side)
             while crossing.module == "":
-                within = [c for c in self.flow.leaving.get(tensor, ()) if c.module]
+                if any(self.trace.calls[use].module for use in self.flow.uses[tensor]):  # a state that blocks read, too
+                    break
+                within = _outermost(c for c in self.flow.leaving.get(tensor, ()) if c.module)
                 if within:
-                    first = max(within, key=lambda c: c.last - c.first)
-                    yield from ((c, dim) for c in within if c.visit == first.visit)
+                    yield from ((c, dim) for c in within)
                     break
                 sources = [t for t in self.flow.inputs[self.flow.producer.get(tensor, -1)] if t in self.cut.values]
                 if tensor not in self.flow.producer or len(sources) != 1:
@@ -198,10 +192,8 @@ class _Outside:
                 sources = [t for t in self.flow.inputs[maker] if t in self.cut.values] if maker >= 0 else []
                 for before in sources if self.trace.calls[maker].module == "" else ():
                     earlier = self.flow.producer.get(before, -1)
-                    behind = [c for c in self.flow.leaving.get(before, ()) if c.module and c.first <= earlier < c.last]
-                    outer = max(behind, key=lambda c: c.last - c.first, default=None)
-                    dims = [d for c, d in self.cut.heads.items() if c == head]
-                    yield from ((c, dims[0]) for c in behind if outer is not None and c.visit == outer.visit)
+                    behind = (c for c in self.flow.leaving.get(before, ()) if c.module and c.first <= earlier < c.last)
+                    yield from ((c, self.cut.heads[head]) for c in _outermost(behind))
 
     def _is_sum(self, tensor: int, maker: int) -> bool:
         """Return whether it is summed over ranks, which needs the whole gradient; then the gradient is summed, too."""
@@ -225,7 +217,7 @@ class _Outside:
 
     def _gives_part(self, tensor: int, use: int) -> bool:
         at_cut = any(use in behind for behind in self.cut_at.get(tensor, ()))
-        return use in self.calls or at_cut or self._is_copied(tensor, use)
+        return use in self.calls or at_cut or use in self.cut.shared.get(tensor, ()) or self._is_copied(tensor, use)
 
     def _joins(self, call: int, passed: set[int]) -> bool:
         """Return whether all readers of a call's outputs give parts of their gradients: then it lies outside, too."""
@@ -256,3 +248,10 @@ class _Outside:
     def _reason(self, why: WholeWhy, call: int, parameter: str = "") -> WholeSequence:
         recorded = self.trace.calls[call]
         return WholeSequence(why, recorded.module, recorded.name, parameter=parameter)
+
+
+def _outermost(crossings: Iterable[Crossing]) -> list[Crossing]:
+    """Return those of the longest run of a module; there a value may have several names."""
+    them = list(crossings)
+    longest = max(them, key=lambda c: c.last - c.first, default=None)
+    return [c for c in them if longest is not None and c.visit == longest.visit]

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Placement
+from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Kind, Placement
 from autoplan.analyse.sequence.stream import Stream
 from autoplan.analyse.sequence.stream_state import SequencePlacement
 from autoplan.analyse.sequence.windows import sizes_of
@@ -68,15 +69,12 @@ class _Exchanges:
         and nothing else reads it."""
         swap = _Swap()
         starts = [key for key in self.cut.scatters if key[1] == "input" and key[0] in self.stream.starts]
-        try:
+        with suppress(_Refused):
             for crossing, _ in starts:
                 self._make_own(self.stream.starts[crossing], swap)
-            self._check_runs(swap)
-            self._convert(swap.visits)
-        except _Refused:
-            return
-        if starts:
-            self._replace([], swap, self.cut.names[starts[0][0]])
+            self._convert(swap)
+            if starts:
+                self._replace([], swap, self.cut.names[starts[0][0]])
 
     def _make_own(self, tensor: int, swap: _Swap) -> None:
         maker = self.flow.producer.get(tensor, -1)
@@ -92,11 +90,7 @@ class _Exchanges:
             single = len(sources) == len(visit.outputs) == 1
             if looked_up and single and self._by_position(crossing.visit, sources):
                 (source,) = sources
-                swap.own |= {
-                    Crossing(crossing.visit, visit.module, path, *visit.calls): self._plain(source)
-                    for path, t in visit.inputs
-                    if t == source
-                }
+                swap.own |= dict.fromkeys(self._entries(crossing.visit, source), self._plain(source))
                 swap.shown[crossing, "output"] = self._plain(tensor)
                 swap.visits.add(crossing.visit)
                 return
@@ -115,36 +109,31 @@ class _Exchanges:
         """Exchange what enters mixers instead of gathering it first."""
         points: dict[HookPoint, list[tuple[Crossing, str]]] = {}
         for crossing, side in (*self.cut.gathers, *self.cut.gather_sums):
-            if crossing.module and self.positions.plain_dim(self._tensor(crossing, side)) is not None:
+            if crossing.module and self.positions.plain_dim(self.flow.tensor_at(crossing, side)) is not None:
                 points.setdefault((crossing.module, side, crossing.path), []).append((crossing, side))
         for keys in points.values():
             swap = _Swap()
-            try:
+            with suppress(_Refused):
                 for crossing, side in keys:
                     partial = (crossing, side) in self.cut.gather_sums or (crossing, side) in self.cut.partial_gathers
-                    self._hand_on(self._tensor(crossing, side), crossing, side, partial, swap)
-                self._check_runs(swap)
-                self._convert(swap.visits)
-            except _Refused:
-                continue
-            self._replace(keys, swap, self.cut.names[keys[0][0]])
+                    self._hand_on(self.flow.tensor_at(crossing, side), crossing, side, partial, swap)
+                self._convert(swap)
+                self._replace(keys, swap, self.cut.names[keys[0][0]])
 
     def _replace(self, keys: list[tuple[Crossing, str]], swap: _Swap, name: SequenceName) -> None:
         cut = self.cut
         for key in keys:
             cut.gathers.pop(key, None)
             if cut.gather_sums.pop(key, None) is not None:
-                cut.undone |= self._summed_gradients(key)
+                cut.undone |= self._done_at(*key, AllReduceGradient)
             cut.partial_gathers.discard(key)
-        gathered = {crossing.module for crossing, _ in cut.gathers}
-        gone = {crossing.module for crossing, _ in keys} - gathered
+        gone = {crossing.module for crossing, _ in keys} - {crossing.module for crossing, _ in cut.gathers}
         cut.whole = [why for why in cut.whole if why.at not in gone]
         cut.shown |= swap.shown
-        for crossing, dim in swap.own.items():
-            cut.scatters[crossing, "input"] = dim
-            cut.own.add((crossing, "input"))
-        for crossing, (dim, piece, layout) in swap.pieces.items():
-            cut.exchanges[crossing, "output"] = dim, piece, layout
+        own = {(crossing, "input"): dim for crossing, dim in swap.own.items()}
+        cut.scatters |= own
+        cut.own |= own.keys()
+        cut.exchanges |= {(crossing, "output"): piece for crossing, piece in swap.pieces.items()}
         for crossing, (dim, partial) in swap.gathered.items():
             cut.gathers[crossing, "output"] = dim
             cut.partial_gathers |= {(crossing, "output")} if partial else set()
@@ -154,7 +143,7 @@ class _Exchanges:
     def _hand_on(self, tensor: int, crossing: Crossing, side: str, partial: bool, swap: _Swap) -> None:
         """Show the value as whole to all that reads it behind a boundary, and follow what is made of it."""
         dim = self._plain(tensor)
-        if tensor in self.flow.final or any((crossing, side) == key for key in swap.shown):
+        if tensor in self.flow.final or (crossing, side) in swap.shown:
             raise _Refused
         readers = set[int]()
         for use in self.flow.uses[tensor]:
@@ -171,8 +160,7 @@ class _Exchanges:
             swap.shown[crossing, side] = dim
         for number in sorted(readers):
             visit = self.trace.visits[number]
-            entries = [Crossing(number, visit.module, path, *visit.calls) for path, t in visit.inputs if t == tensor]
-            swap.own |= {} if inside else dict.fromkeys(entries, dim)
+            swap.own |= {} if inside else dict.fromkeys(self._entries(number, tensor), dim)
             if number in swap.visits:
                 continue
             swap.visits.add(number)
@@ -205,9 +193,8 @@ class _Exchanges:
 
     def _module_around(self, use: int, tensor: int, crossing: Crossing, side: str) -> int:
         """The outermost module around a call, behind a boundary, that makes all of it position by position."""
-        around: int | None = self._visit_of(use)
         best = None
-        while around is not None:
+        for around in self.flow.around(use):
             visit = self.trace.visits[around]
             within = crossing.first <= visit.calls[0] and visit.calls[1] <= crossing.last
             if (
@@ -218,14 +205,9 @@ class _Exchanges:
                 break
             if any(t == tensor for _, t in visit.inputs) and self._by_position(around, {tensor}):
                 best = around
-            around = visit.parent
         if best is None:
             raise _Refused
         return best
-
-    def _visit_of(self, call: int) -> int:
-        around = [i for i, v in enumerate(self.trace.visits) if v.calls[0] <= call < v.calls[1]]
-        return min(around, key=lambda i: (self.trace.visits[i].calls[1] - self.trace.visits[i].calls[0], -i))
 
     def _by_position(self, number: int, sources: set[int]) -> bool:
         """Return whether a module treats each of these positions by itself, and reads no other positions."""
@@ -238,16 +220,11 @@ class _Exchanges:
         for index in range(*visit.calls):
             inputs = self.flow.inputs[index]
             for tensor in inputs:
-                info = self.trace.tensors[tensor]
-                if self.positions.dims_of(tensor):
-                    if tensor not in inside:
-                        return False
-                elif (
-                    info.kind == "buffer"
-                    and self.shards.is_split(tensor)
-                    or info.kind != "parameter"
-                    and tensor in self.flow.carries - inside
-                ):
+                kind, strange = self.trace.tensors[tensor].kind, tensor not in inside
+                if not self.positions.dims_of(tensor):
+                    strange = strange and kind != "parameter" and tensor in self.flow.carries
+                    strange = strange or (kind == "buffer" and self.shards.is_split(tensor))
+                if strange:
                     return False
             positioned = [t for t in inputs if self.positions.dims_of(t)]
             if not self.flow.is_identity(index) and positioned and self.stream.mixes(index, positioned) is not None:
@@ -278,30 +255,23 @@ class _Exchanges:
         """Exchange what enters the module that leaves a sum."""
         points: dict[HookPoint, list[Crossing]] = {}
         for crossing in self.cut.reduce_scatters:
-            if self.positions.dims_of(self._tensor(crossing, "output")):
+            if self.positions.dims_of(self.flow.tensor_at(crossing, "output")):
                 points.setdefault((crossing.module, "output", crossing.path), []).append(crossing)
         joining = [c for c, kind in self.placement.outputs if kind is JoinPartial]
         for crossings in sorted(points.values(), key=lambda them: any(c in joining for c in them)):
             swap = _Swap()
-            try:
+            with suppress(_Refused):
                 for crossing in crossings:
                     self._give_back(crossing, swap)
                 if any(c in joining for c in crossings) and self._withheld():
                     continue
-                self._check_runs(swap)
-                self._convert(swap.visits)
-            except _Refused:
-                continue
-            for crossing in crossings:
-                del self.cut.reduce_scatters[crossing]
-                kinds = (AllReduce, WithholdPartial, JoinPartial)
-                self.cut.undone |= {
-                    done for (c, kind), done in self.placement.outputs.items() if c == crossing and kind in kinds
-                }
-                name = self.cut.names[crossing]
-                for entry, (dim, piece, layout) in swap.pieces.items():
-                    self.cut.exchanges[entry, "input"] = dim, piece, layout
-                    self.cut.names[entry] = name
+                self._convert(swap, "input")
+                for crossing in crossings:
+                    del self.cut.reduce_scatters[crossing]
+                    self.cut.undone |= self._done_at(crossing, "output", AllReduce, WithholdPartial, JoinPartial)
+                    for entry, piece in swap.pieces.items():
+                        self.cut.exchanges[entry, "input"] = piece
+                        self.cut.names[entry] = self.cut.names[crossing]
 
     def _withheld(self) -> bool:
         """Return whether a branch still withholds a partial sum."""
@@ -316,46 +286,31 @@ class _Exchanges:
         (tensor,) = sources
         if visit.module in self.stream.names or not self._by_position(crossing.visit, sources):
             raise _Refused
-        self._plain(self._tensor(crossing, "output"))
+        self._plain(self.flow.tensor_at(crossing, "output"))
         dim = self._plain(tensor)
         piece, layout = self._pieces(tensor, dim)
         if Layout.parse(layout).shared_rows(self.shards.tp):
             raise _Refused
         swap.visits.add(crossing.visit)
-        for path, other in visit.inputs:
-            if other == tensor:
-                swap.pieces[Crossing(crossing.visit, visit.module, path, *visit.calls)] = dim, piece, layout
+        swap.pieces |= dict.fromkeys(self._entries(crossing.visit, tensor), (dim, piece, layout))
 
     # ------------------------------------------------------------------ both
 
-    def _tensor(self, crossing: Crossing, side: str) -> int:
-        return self.stream.tensor_at(crossing, side)
+    def _entries(self, number: int, tensor: int) -> list[Crossing]:
+        """Return where a run of a module takes a value in, perhaps under several names."""
+        return [crossing for crossing in self.flow.entering[tensor] if crossing.visit == number]
 
-    def _summed_gradients(self, key: tuple[Crossing, str]) -> set[Boundary]:
-        """Return the boundaries that sum a gradient there; none if another run of the module needs the sum."""
-        crossing, side = key
-        done = (self.placement.outputs if side == "output" else self.placement.inputs).get(
-            (crossing, AllReduceGradient)
-        )
-        return set() if done is None else {done}
+    def _done_at(self, crossing: Crossing, side: str, *kinds: Kind) -> set[Boundary]:
+        place = self.placement.outputs if side == "output" else self.placement.inputs
+        return {place[crossing, kind] for kind in kinds if (crossing, kind) in place}
 
-    def _check_runs(self, swap: _Swap) -> None:
-        """A hook acts on every run of its module."""
-        points: dict[HookPoint, set[int]] = {}
+    def _convert(self, swap: _Swap, pieces: str = "output") -> None:
+        """The parameters of its modules are read whole from here on, and nothing is done at boundaries inside of them.
+        `pieces`: the side on which these are."""
         keys = [*swap.shown, *((c, "input") for c in swap.own), *((c, "output") for c in swap.gathered)]
-        keys += [(c, "output" if self._is_made(c) else "input") for c in swap.pieces]
-        for crossing, side in keys:
-            points.setdefault((crossing.module, side, crossing.path), set()).add(crossing.visit)
-        if any(set(self.flow.runs_through(*point)) != visits for point, visits in points.items()):
+        if self.flow.uneven([*keys, *((c, pieces) for c in swap.pieces)]):
             raise _Refused
-
-    def _is_made(self, crossing: Crossing) -> bool:
-        visit = self.trace.visits[crossing.visit]
-        tensor = dict(visit.outputs).get(crossing.path)
-        return tensor is not None and self.shards.is_split(tensor)
-
-    def _convert(self, visits: set[int]) -> None:
-        """Their parameters are read whole from here on, and nothing is done at boundaries inside of them."""
+        visits = swap.visits
         calls = {index for number in visits for index in range(*self.trace.visits[number].calls)}
         modules = {self.trace.visits[number].module for number in visits}
         read = {t for index in calls for t in self.flow.inputs[index] if self.trace.tensors[t].kind == "parameter"}

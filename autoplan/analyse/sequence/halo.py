@@ -54,7 +54,7 @@ def _cut_again(crossing: Crossing, stream: Stream, cut: SequencePlacement) -> li
         if side == "output"
         and crossing.first <= end.first
         and end.last <= crossing.last
-        and stream.tensor_at(end, "output") in returned
+        and stream.flow.tensor_at(end, "output") in returned
     ]
 
 

@@ -14,14 +14,16 @@ the boundaries cannot be found the plan stays without sequence parallelism and s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import reduce
+from typing import Any
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.context import leave_partial
 from autoplan.analyse.sequence.exchange import exchange
 from autoplan.analyse.sequence.halo import mixed, take_halos
+from autoplan.analyse.sequence.pairs import pairs_of_positions
 from autoplan.analyse.sequence.queries import attended
 from autoplan.analyse.sequence.stream import SequencePlacement, Stream
 from autoplan.analyse.sequence.stream_state import Refused
@@ -44,8 +46,6 @@ from autoplan.values import (
     ReduceScatterSequence,
     ScaleGradient,
     ScatterSequence,
-    SequenceBoundary,
-    Side,
     WholeLength,
     WithholdPartial,
 )
@@ -70,11 +70,13 @@ def place_sequence(
     refused: list[WholeSequence] = []
     without: list[WholeSequence] = []
     for number, names in enumerate(blocks for blocks in stacks if blocks):
-        walk = Stream(shards, flow, placement, names, context, apart=context)
-        stream = walk.run()
-        if stream is not None and stream.refused and walk.own_queries:
-            walk = Stream(shards, flow, placement, names, context)
-            stream = walk.run()
+        stream = None
+        for apart, shares in ((context, False), (False, False), (context, True)):
+            if stream is None or stream.refused:
+                walk = Stream(shards, flow, placement, names, context, apart, shares)
+                stream = walk.run()
+            if stream is None or not context:
+                break
         if stream is None:
             without.append(WholeSequence("no-positions", names[0]))
             continue
@@ -96,6 +98,7 @@ def place_sequence(
             take_halos(walks, flow, result)
             exchange(walks, flow, placement, result, rewritten)
             result.calls = attended(result.attended, shards)
+            result.pairs = pairs_of_positions(walks)
         except Refused as error:
             return SequencePlacement(refused=(error.reason,))
     return result
@@ -115,16 +118,10 @@ def mixed_leaves(
 
 
 def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:
-    a.names.update(b.names)
-    a.scatters.update(b.scatters)
-    a.gathers.update(b.gathers)
-    a.gather_sums.update(b.gather_sums)
-    a.reduce_scatters.update(b.reduce_scatters)
-    a.returned_shards.update(b.returned_shards)
-    a.summed_parameters |= b.summed_parameters
-    a.random |= b.random
-    a.attended |= b.attended
-    a.values |= b.values
+    for name, more in vars(b).items():
+        mine = getattr(a, name)
+        if isinstance(mine, dict | set):
+            mine.update(more)
     a.whole += b.whole
     return a
 
@@ -134,57 +131,43 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
     calls that attend across ranks."""
     boundaries: dict[Boundary, None] = {}
 
-    def add(kind: type[SequenceBoundary] | type[WithholdPartial], crossing: Crossing, side: Side, dim: int) -> None:
-        boundaries[kind(crossing.module, side, crossing.path, dim, cut.names[crossing])] = None
+    def add(kind: Callable[..., Boundary], place: tuple[Crossing, str], *more: Any) -> None:
+        crossing, side = place
+        boundaries[kind(crossing.module, side, crossing.path, *more)] = None
+
+    def moved(kind: Callable[..., Boundary], place: tuple[Crossing, str], dim: int, *more: Any) -> None:
+        add(kind, place, dim, cut.names[place[0]], *more)
 
     done_at = {"output": placement.outputs, "input": placement.inputs}
     dropped = {done_at[side][crossing, AllReduceGradient] for crossing, side in cut.dropped} | cut.undone
-    for (crossing, kind), done in placement.outputs.items():
-        if kind in _ON_SHARDS and crossing in cut.reduce_scatters:
-            add(_ON_SHARDS[kind], crossing, "output", cut.reduce_scatters[crossing])
-        elif kind is AllReduceGradient and (crossing, "output") in cut.gather_sums:
-            add(AllGatherSequenceSumGradient, crossing, "output", cut.gather_sums[crossing, "output"])
-        else:
-            boundaries[done] = None
-    for (crossing, kind), done in placement.inputs.items():
-        if kind is AllReduceGradient and (crossing, "input") in cut.gather_sums:
-            add(AllGatherSequenceSumGradient, crossing, "input", cut.gather_sums[crossing, "input"])
-        else:
-            boundaries[done] = None
-    for (crossing, side), dim in cut.scatters.items():
-        kind = OwnPositions if (crossing, side) in cut.own else ScatterSequence
-        add(kind, crossing, "input" if side == "input" else "output", dim)
-    for (crossing, side), dim in cut.gathers.items():
-        kind = AllGatherSequenceSumGradient if (crossing, side) in cut.partial_gathers else AllGatherSequence
-        add(kind, crossing, "input" if side == "input" else "output", dim)
-    for (crossing, side), dim in cut.shown.items():
-        add(WholeLength, crossing, "input" if side == "input" else "output", dim)
-    for (crossing, side), (dim, feature, layout) in cut.exchanges.items():
-        where, path, name = crossing.module, crossing.path, cut.names[crossing]
-        if side == "output":
-            boundaries[ExchangeToPieces(where, "output", path, dim, name, feature, layout)] = None
-        else:
-            boundaries[ExchangeToPositions(where, "input", path, dim, name, feature, layout)] = None
+    for side, place in done_at.items():
+        for (crossing, kind), done in place.items():
+            if side == "output" and kind in (AllReduce, WithholdPartial) and crossing in cut.reduce_scatters:
+                leaving = ReduceScatterSequence if kind is AllReduce else kind
+                moved(leaving, (crossing, side), cut.reduce_scatters[crossing])
+            elif kind is AllReduceGradient and (crossing, side) in cut.gather_sums:
+                moved(AllGatherSequenceSumGradient, (crossing, side), cut.gather_sums[crossing, side])
+            else:
+                boundaries[done] = None
+    for key, dim in cut.scatters.items():
+        moved(OwnPositions if key in cut.own else ScatterSequence, key, dim)
+    for key, dim in cut.gathers.items():
+        moved(AllGatherSequenceSumGradient if key in cut.partial_gathers else AllGatherSequence, key, dim)
+    for key, dim in cut.shown.items():
+        moved(WholeLength, key, dim)
+    for key, (dim, feature, layout) in cut.exchanges.items():
+        moved(ExchangeToPieces if key[1] == "output" else ExchangeToPositions, key, dim, feature, layout)
     for crossing, halo in cut.halos.items():
-        where, name = crossing.module, cut.names[crossing]
-        output = halo.output, halo.output_dim
-        boundaries[Halo(where, "input", crossing.path, halo.dim, name, halo.reach[0], *output, after=halo.reach[1])] = (
-            None
-        )
+        before, after = halo.reach
+        moved(Halo, (crossing, "input"), halo.dim, before, halo.output, halo.output_dim, after)
     for crossing, dim in cut.returned_shards.items():
-        add(NoteShard, crossing, "output", dim)
+        moved(NoteShard, (crossing, "output"), dim)
     for kind, crossings in ((LogitsOfPositions, cut.heads), (AllGatherPicked, cut.picked)):
         for crossing, dim in crossings.items():
             name = next(cut.names[c] for c, _ in cut.gathers if c.module == "")
-            boundaries[kind(crossing.module, "output", crossing.path, dim, name)] = None
-    for crossing, side in sorted(cut.summed_back, key=str):
-        boundaries[AllReduceGradient(crossing.module, "input" if side == "input" else "output", crossing.path)] = None
-    boundaries.update((ScaleGradient(c.module, "output", c.path), None) for c in sorted(cut.scaled, key=str))
+            add(kind, (crossing, "output"), dim, name)
+    for key in sorted(cut.summed_back, key=str):
+        add(AllReduceGradient, key)
+    for crossing in sorted(cut.scaled, key=str):
+        add(ScaleGradient, (crossing, "output"))
     return *(done for done in boundaries if done not in dropped), *cut.calls
-
-
-# what a sum becomes whose value is cut along the sequence from there on
-_ON_SHARDS: dict[type[Boundary], type[ReduceScatterSequence] | type[WithholdPartial]] = {
-    AllReduce: ReduceScatterSequence,
-    WithholdPartial: WithholdPartial,
-}

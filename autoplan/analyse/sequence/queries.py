@@ -8,7 +8,8 @@ in that module then treats positions apart.
 from __future__ import annotations
 
 from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.sequence.stream_state import Positions, Refused
+from autoplan.analyse.sequence.positions import Positions
+from autoplan.analyse.sequence.stream_state import Refused
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import find
 from autoplan.ops import call_record

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
+from autoplan.analyse.sequence.positions import Positions, coupling_ops
 from autoplan.analyse.sequence.queries import own_queries
 from autoplan.analyse.sequence.stream_state import (
     CutStream,
-    Positions,
     Refused,
     Restart,
     SequencePlacement,
-    coupling_ops,
 )
 from autoplan.analyse.sequence.windows import Windows
 from autoplan.analyse.splits.integer_edits import evaluate
@@ -98,7 +97,7 @@ class Stream(CutStream):
         self.cut: set[int] = set()
         self.index_crossings()
         result = self.result
-        for noted in (result.summed_parameters, result.random, result.attended):
+        for noted in (result.summed_parameters, result.random, result.attended, result.shared):
             noted.clear()
         for start, origin in self.starts.items():
             start_dim = self.positions.plain_dim(origin)
@@ -107,20 +106,21 @@ class Stream(CutStream):
             if start in self.placement.partial_entries and not self.context:
                 raise Refused(WholeSequence("summed-before", start.module))
             result.scatters[(start, "input")] = start_dim
-        scattered_out = {self.tensor_at(b, "output") for b, side in result.scatters if side == "output"}
-        scattered_in = [(self.tensor_at(b, "input"), b) for b, side in result.scatters if side == "input"]
-        self.cut |= {self.tensor_at(b, s) for b, s in result.scatters if s == "output" and b.last <= self.first_call}
+        at = self.flow.tensor_at
+        scattered_out = {at(b, "output") for b, side in result.scatters if side == "output"}
+        self.scattered_in = [(at(b, "input"), b) for b, side in result.scatters if side == "input"]
+        self.cut |= {at(b, s) for b, s in result.scatters if s == "output" and b.last <= self.first_call}
         for index in range(self.first_call, len(self.trace.calls)):
-            self._visit(index, scattered_in)
+            self._visit(index)
             for tensor in self.flow.outputs[index]:
                 if tensor in scattered_out:
                     self.cut.add(tensor)
         self.finish()
         return result
 
-    def _visit(self, index: int, scattered_in: list[tuple[int, Crossing]]) -> None:
+    def _visit(self, index: int) -> None:
         flow, inputs, outputs = self.flow, self.flow.inputs[index], self.flow.outputs[index]
-        cut = [t for t in inputs if self._cut_here(t, index, scattered_in)]
+        cut = [t for t in inputs if self._cut_here(t, index)]
         if not cut:
             if not self._receives_local_length(index):
                 self._cut_sums(index, outputs)
@@ -135,7 +135,8 @@ class Stream(CutStream):
         if flow.is_identity(index):
             self._note_draws(index)  # a dropout, in a model that is evaluated
             return
-        reason = self._crosses(index, cut)
+        again = any(tensor in self.starts.values() for tensor in outputs)
+        reason = self._whole("begins-again", index) if again else self._crosses(index, cut)
         if reason is not None:
             self._gather_for_window(index, reason)
             for tensor in cut:
@@ -156,9 +157,12 @@ class Stream(CutStream):
         if call_record(call.name).random.has_rate(call.args, call.kwargs):
             self.result.random.add(call.module)
 
-    def _cut_here(self, tensor: int, index: int, scattered_in: list[tuple[int, Crossing]]) -> bool:
-        here = any(t == tensor and b.first <= index < b.last and b not in self.starts for t, b in scattered_in)
-        return here or self.is_cut(tensor, index)
+    def _cut_here(self, tensor: int, index: int) -> bool:
+        return bool(self._cut_at_input(tensor, index)) or self.is_cut(tensor, index)
+
+    def _cut_at_input(self, tensor: int, index: int) -> list[Crossing]:
+        """Return where modules around a call cut a value that they take in."""
+        return [b for t, b in self.scattered_in if t == tensor and b.first <= index < b.last and b not in self.starts]
 
     def _cut_sums(self, index: int, outputs: list[int]) -> None:
         """A partial sum that leaves a region of the stack is scattered as it is summed."""
@@ -265,35 +269,28 @@ class Stream(CutStream):
 
     # ------------------------------------------------------------------ boundaries
 
-    def _entering(self, tensor: int, index: int) -> list[Crossing]:
-        """Return where modules around a call take a value in, innermost first."""
-        around = (b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last)
-        return sorted(around, key=lambda b: b.last - b.first)
-
-    def _leaving(self, tensor: int, index: int) -> list[Crossing]:
-        """Return where modules that made a value return it before a call, innermost first."""
-        producer = self.flow.producer.get(tensor, -1)
-        before = (b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index)
-        return sorted(before, key=lambda b: b.last - b.first)
-
     def _make_whole(self, tensor: int, index: int, reason: WholeSequence) -> None:
         """Gather a value for a call: at the module that takes it in, else where it is returned."""
         dim = self.positions.plain_dim(tensor)
         if dim is not None:
-            entering = self._entering(tensor, index)
+            entering = self.entering(tensor, index)
             for crossing in entering:
                 handed_on = self.flow.passes_through(tensor, crossing)
                 if crossing.module not in self.names and crossing not in self.starts and not handed_on:
                     twins = [b for b in entering if b.visit == crossing.visit]  # one value under several names
                     self._add(self.result.gathers, [(twin, "input") for twin in twins], dim, reason)
-            for crossing in self._leaving(tensor, index):
+            for crossing in self.left_before(tensor, index):
                 if tensor not in self.starts.values() and (crossing, "output") not in self.result.scatters:
                     self._add(self.result.gathers, [(crossing, "output")], dim, reason)
         self._gather_around(index, reason)
+        for crossing in self._cut_at_input(tensor, index):  # cut for another call, and needed whole
+            del self.result.scatters[crossing, "input"]
+            self.closed.add((crossing.module, "input", crossing.path))
+            raise Restart
         maker = self.flow.producer.get(tensor)
         if maker is not None and maker > self.first_call:
             for source in self.flow.inputs[maker]:
-                if self.positions.dims_of(source) and self.is_cut(source, maker):
+                if self.positions.dims_of(source) and self._cut_here(source, maker):
                     self._make_whole(source, maker, reason)
         raise Refused(replace(reason, inside=True))
 
@@ -316,7 +313,7 @@ class Stream(CutStream):
             taken = {tensor for _, tensor in visit.inputs}
             for crossing, side in tuple(self.result.scatters):  # what was cut for calls that get the whole now
                 here = crossing.visit == number if side == "input" else crossing.last <= self.first_call
-                if here and crossing not in self.starts and self.tensor_at(crossing, side) in taken:
+                if here and crossing not in self.starts and self.flow.tensor_at(crossing, side) in taken:
                     del self.result.scatters[crossing, side]
                     self.closed.add((crossing.module, side, crossing.path))
                     undone = True
@@ -360,12 +357,12 @@ class Stream(CutStream):
         dim = self.positions.plain_dim(tensor)
         if dim is None:
             return
-        for crossing in self._leaving(tensor, index):
+        for crossing in self.left_before(tensor, index):
             # the walk sees only readers after the boundary
             seen = all(use >= max(crossing.last, self.first_call) for use in self.flow.uses[tensor])
             if seen and (crossing, "output") not in self.result.gathers:
                 self._add(self.result.scatters, [(crossing, "output")], dim, None)
-        for crossing in self._entering(tensor, index):
+        for crossing in self.entering(tensor, index):
             started = any(crossing.visit == start.visit for start in self.starts)
             if crossing.module not in self.names or started or self.context:
                 self._add(self.result.scatters, [(crossing, "input")], dim, None)
@@ -376,7 +373,9 @@ class Stream(CutStream):
             if tensor in cut or self.positions.dims_of(tensor) or tensor not in self.flow.carries:
                 continue
             parameters = self._made_of(tensor, index)
-            if parameters is None:
+            if parameters is None and self.shares:
+                self.result.shared.setdefault(tensor, set()).add(index)
+            elif parameters is None:
                 for value in cut:
                     self._make_whole(value, index, self._whole("shared-value", index))
             else:

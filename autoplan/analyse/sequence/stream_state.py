@@ -1,146 +1,30 @@
-"""Positions of a residual stream: which dims hold them, and which values are sharded along them."""
+"""What of a stream is cut along the sequence while its boundaries are being found, and whether they hold together.
+
+A value is cut where it comes from calls on shards, and whole behind every boundary that gathers it. Once no boundary is
+missing, three things must be true: what has become whole by now is gathered once; a parameter is used on shards or on
+the whole sequence, not on both; and every run of a module needs the same of its hooks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
-from autoplan.analyse.infer import Axes
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Placement
+from autoplan.analyse.sequence.positions import Positions
 from autoplan.analyse.shards import Shards
-from autoplan.axes.terms import Term, find, leaves
-from autoplan.ops import call_record
-from autoplan.ops.records.on_shards import Indexed
 from autoplan.values import (
     AllReduce,
     AllReduceGradient,
     Boundary,
     Call,
     CallRewrite,
+    Finding,
     SequenceName,
-    Symbolic,
     WithholdPartial,
-    symbolics,
 )
 from autoplan.values.not_placed import WholeSequence
-
-# Questions about the positions of a stream: where they are in a tensor, and which calls couple them.
-#
-# Each run of a model has a sequence axis of its own; a stack of blocks that several runs go through has several. It
-# need not be a single leaf: prompts and text one after the other are a concatenation, chunks of a sequence a product.
-# What counts is that the whole of it stands in one dim.
-
-# Events along the sequence that leave each position by itself.
-_LOCAL = frozenset({"free_a", "batch_a", "batch_w", "conv_group", "created", "const", "random"})
-
-
-class Positions:
-    """The sequence axes of one stack of blocks."""
-
-    def __init__(self, shards: Shards, sequences: Iterable[Term], context: bool = False) -> None:
-        self.context = context
-        self.trace, self.axes = shards.trace, shards.axes
-        self.wholes = {tuple(find(leaf) for leaf in leaves(axis)): find(axis).size for axis in sequences}
-        self.sequences = {leaf for whole in self.wholes for leaf in whole}
-        self._crossing = coupling_ops(self.axes)
-
-    @staticmethod
-    def of(terms: tuple[Term, ...], in_blocks: Collection[Term], anywhere: Collection[Term]) -> Term | None:
-        """The sequence among the dims of a stream of shape (batch, sequence, …, features), which may have others in
-        front: the first one whose positions some op couples, in the blocks if possible. There the batch may come
-        second.
-        """
-        dims = [find(term) for term in (*terms[1:-1], *(terms[:1] if len(terms) > 2 else ()))]
-        long = [axis for axis in dims if axis.size > 1 and any(find(leaf).data for leaf in leaves(axis))]
-        inner = [axis for axis in long if axis in dims[: len(terms) - 2]]
-        coupled = (
-            axis
-            for axes, by in ((long, in_blocks), (inner, anywhere))
-            for axis in axes
-            if any(find(leaf) in by for leaf in leaves(axis))
-        )
-        return next(coupled, (*inner, None)[0])
-
-    def dims_of(self, tensor: int) -> list[int]:
-        return [d for d, term in enumerate(self.axes.of(tensor)) if self.has(term)]
-
-    def has(self, term: Term) -> bool:
-        return any(find(leaf) in self.sequences for leaf in leaves(term))
-
-    def plain_dim(self, tensor: int) -> int | None:
-        """The dim that is the sequence, or batch times sequence, counted from the end."""
-        terms = self.axes.of(tensor)
-        dims = self.dims_of(tensor)
-        if len(dims) != 1:
-            return None
-        return dims[0] - len(terms) if self._major(terms[dims[0]]) is not None else None
-
-    def _major(self, term: Term) -> int | None:
-        """Return the size in front of the sequence in a dim: 1 if the dim is the sequence; None if it has none."""
-        inside = tuple(find(leaf) for leaf in leaves(term))
-        for whole, size in self.wholes.items():
-            before = inside[: len(inside) - len(whole)]
-            if inside[len(before) :] == whole and not self.sequences & set(before):
-                major = prod(leaf.size for leaf in before)
-                return major if major * size == find(term).size else None
-        return None
-
-    def flattened(self, tensor: int) -> bool:
-        terms = self.axes.of(tensor)
-        return any((self._major(terms[d]) or 1) > 1 for d in self.dims_of(tensor))
-
-    def crossed_by(self, op: int) -> bool:
-        """Return whether this op left an event that couples positions."""
-        return not self._crossing.get(op, set()).isdisjoint(self.sequences)
-
-    def picks(self, index: int, cut: list[int]) -> bool:
-        call = self.trace.calls[index]
-        if not isinstance(call_record(call.name).sizes, Indexed):
-            return True
-        items = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-        dims = self.dims_of(call.args[0].id)
-        if not dims:  # of something else, for each position
-            return False
-        position = 0
-        for item in items:
-            if item is None or item is Ellipsis:
-                if item is Ellipsis:
-                    break
-                continue
-            if position in dims:
-                first = (None, 0) if self.context else (None,)  # a first position that is told is `AllGatherPicked`'s
-                return not (isinstance(item, slice) and item.start in first and item.stop is item.step is None)
-            position += 1
-        return False
-
-    def lengths_passed(self, index: int) -> list[Symbolic]:
-        """Return the integers passed to a call that depend on a length of the sequence."""
-        call = self.trace.calls[index]
-        passed = (item for _, item in symbolics((call.args, call.kwargs)))
-        return [item for item in passed if any(map(self._is_length, item.parts("size")))]
-
-    def _is_length(self, size: tuple[Any, ...]) -> bool:
-        _, tensor, dim = size
-        terms = self.axes.of(tensor)
-        return dim < len(terms) and self.has(terms[dim])
-
-
-def coupling_ops(axes: Axes) -> dict[int, set[Term]]:
-    """Return for every op the axes on which it left an event that couples positions."""
-    coupling: dict[int, set[Term]] = {}
-    for op, event, term in axes.marked_by:
-        if event not in _LOCAL:
-            coupling.setdefault(op, set()).update(find(leaf) for leaf in leaves(term))
-    return coupling
-
-
-# What of a stream is cut along the sequence while its boundaries are being found, and whether they hold together.
-#
-# A value is cut where it comes from calls on shards, and whole behind every boundary that gathers it. Once no
-# boundary is missing, three things must be true: what has become whole by now is gathered once; a parameter is used
-# on shards or on the whole sequence, not on both; and every run of a module needs the same of its hooks.
 
 
 @dataclass(frozen=True)
@@ -182,11 +66,15 @@ class SequencePlacement:
     whole_modules: set[str] = field(default_factory=set)
     summed_parameters: set[int] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
+    shared: dict[int, set[int]] = field(
+        default_factory=dict
+    )  # values without positions -> calls on shards that read it
     attended: dict[int, SequenceName] = field(default_factory=dict)  # calls that attend with own queries (queries.py)
     calls: tuple[CallRewrite, ...] = ()  # what they become
     names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about
     flattened: set[Crossing] = field(default_factory=set)
     whole: list[WholeSequence] = field(default_factory=list)  # what runs on the whole sequence, and why
+    pairs: tuple[Finding, ...] = ()  # values with two dims of the whole sequence (pairs.py)
     refused: tuple[WholeSequence, ...] = ()  # why there is no sequence parallelism
 
     def name_crossings(self, name: str) -> None:
@@ -220,14 +108,16 @@ class CutStream:
 
     def __init__(
         self, shards: Shards, flow: CallFlow, placement: Placement, names: tuple[str, ...], context: bool = False,
-        apart: bool = False,
+        apart: bool = False, shares: bool = False,
     ) -> None:  # fmt: skip
         self.shards, self.flow, self.placement, self.trace = shards, flow, placement, shards.trace
         self.names = set(names)
         self.starts: dict[Crossing, int] = {}  # where each run of the model enters its first block -> the value
         self.result = SequencePlacement()
         self.closed: set[HookPoint] = set()  # where only some runs of a module would need what a hook does
+        self.evened: set[HookPoint] = set()  # where that is done in all runs, if they have shards there
         self.context = context  # is every gradient outside of split regions a part of a sum? See context.py
+        self.shares = shares  # may calls on shards read values without positions that others read, too?
         self.apart, self.own_queries = apart, dict[int, set[int]]()  # what attention runs for own queries (queries.py)
         self.copies_out = self._in_every_run("output", placement.done_to(AllReduceGradient))
         self.copies_in = self._in_every_run("input", (b for b, kind in placement.inputs if kind is AllReduceGradient))
@@ -265,14 +155,21 @@ class CutStream:
         """Crossings that make a value whole again, by value."""
         self.leaving: dict[int, list[Crossing]] = {}
         for crossing in (*self.copies_out, *(b for b, side in self.result.gathers if side == "output")):
-            self.leaving.setdefault(self.tensor_at(crossing, "output"), []).append(crossing)
+            self.leaving.setdefault(self.flow.tensor_at(crossing, "output"), []).append(crossing)
         self.gathered_inputs: dict[int, list[Crossing]] = {}
         for crossing in (*self.copies_in, *(b for b, side in self.result.gathers if side == "input")):
-            self.gathered_inputs.setdefault(self.tensor_at(crossing, "input"), []).append(crossing)
+            self.gathered_inputs.setdefault(self.flow.tensor_at(crossing, "input"), []).append(crossing)
 
-    def tensor_at(self, crossing: Crossing, side: str) -> int:
-        visit = self.trace.visits[crossing.visit]
-        return dict(visit.inputs if side == "input" else visit.outputs)[crossing.path]
+    def entering(self, tensor: int, index: int) -> list[Crossing]:
+        """Return where modules around a call take a value in, innermost first."""
+        around = (b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last)
+        return sorted(around, key=lambda b: b.last - b.first)
+
+    def left_before(self, tensor: int, index: int) -> list[Crossing]:
+        """Return where modules that made a value return it before a call, innermost first."""
+        producer = self.flow.producer.get(tensor, -1)
+        before = (b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index)
+        return sorted(before, key=lambda b: b.last - b.first)
 
     # ------------------------------------------------------------------ the end
 
@@ -282,12 +179,9 @@ class CutStream:
         self._forget_needless()
         sides = [(b, "output") for b in self.copies_out] + [(b, "input") for b in self.copies_in]
         for crossing, side in sides:
-            tensor = self.tensor_at(crossing, side)
-            if (
-                not self.in_stream(tensor, crossing.first)
-                or (crossing, side) in result.gathers
-                or self._whole_around(crossing, tensor)
-            ):
+            tensor = self.flow.tensor_at(crossing, side)
+            whole = not self.in_stream(tensor, crossing.first) or self._whole_around(crossing, tensor)
+            if whole or (crossing, side) in result.gathers:
                 continue
             dim = self.positions.plain_dim(tensor)
             if dim is None:
@@ -303,9 +197,9 @@ class CutStream:
                         result.gathers[(Crossing(index, visit.module, path, *visit.calls), "output")] = dim
         for tensor in result.summed_parameters if not self.context else ():
             uses = self.flow.gradient_uses(tensor)
-            whole = [u for u in uses if not self._reaches_shard(u)]
-            if whole and tensor not in self.placement.summed_parameters:
-                call = self.trace.calls[min(whole)]
+            by_whole = [u for u in uses if not self._reaches_shard(u)]
+            if by_whole and tensor not in self.placement.summed_parameters:
+                call = self.trace.calls[min(by_whole)]
                 name = self.trace.tensors[tensor].names[0]
                 raise Refused(WholeSequence("shared-parameter", call.module, call.name, parameter=name))
         self._even_points()
@@ -313,8 +207,7 @@ class CutStream:
 
     def _note_shards(self) -> None:
         """Note what blocks return on shards: transformers collects it for callers that request hidden states."""
-        self.result.returned_shards.clear()
-        points: dict[HookPoint, dict[int, Crossing]] = {}
+        returned: list[tuple[Crossing, str]] = []
         for number, visit in enumerate(self.trace.visits):
             behind = self.context and visit.parent is not None and visit.calls[0] >= self.last_call
             collected = visit.module in self.names or behind
@@ -322,53 +215,49 @@ class CutStream:
                 if behind and tensor in self.flow.final:
                     continue
                 if self.positions.plain_dim(tensor) is not None and self.is_cut(tensor, visit.calls[1]):
-                    crossing = Crossing(number, visit.module, path, *visit.calls)
-                    points.setdefault((visit.module, "output", path), {})[number] = crossing
-        for point, crossings in points.items():
-            if set(self.flow.runs_through(*point)) == set(crossings):
-                for crossing in crossings.values():
-                    tensor = self.tensor_at(crossing, "output")
-                    self.result.returned_shards[crossing] = self.positions.plain_dim(tensor) or 0
-                    if self.positions.flattened(tensor):
-                        self.result.flattened.add(crossing)
+                    returned.append((Crossing(number, visit.module, path, *visit.calls), "output"))
+        uneven = self.flow.uneven(returned)
+        self.result.returned_shards.clear()
+        for crossing, side in returned:
+            if (crossing.module, side, crossing.path) not in uneven:
+                tensor = self.flow.tensor_at(crossing, side)
+                self.result.returned_shards[crossing] = self.positions.plain_dim(tensor) or 0
+                if self.positions.flattened(tensor):
+                    self.result.flattened.add(crossing)
 
     def _forget_needless(self) -> None:
         """Drop gathers of what is whole by now: a boundary that was added later made it so further out."""
         for crossing, side in list(self.result.gathers):
-            tensor = self.tensor_at(crossing, side)
+            tensor = self.flow.tensor_at(crossing, side)
             inner = side == "input" and self._whole_around(crossing, tensor)
             if inner or not (tensor in self.cut or self.in_stream(tensor, crossing.first)):
                 del self.result.gathers[crossing, side]
 
     def _whole_around(self, crossing: Crossing, tensor: int) -> bool:
         """Return whether the value has already been made whole at this boundary."""
-        gathered = [b for b, side in self.result.gathers if side == "output" and self.tensor_at(b, side) == tensor]
+        gathered = [b for b, side in self.result.gathers if side == "output" and self.flow.tensor_at(b, side) == tensor]
         if any(b.last <= crossing.first for b in gathered):
             return True
-        around = [b for b, side in self.result.gathers if side == "input" and self.tensor_at(b, side) == tensor]
+        around = [b for b, side in self.result.gathers if side == "input" and self.flow.tensor_at(b, side) == tensor]
         return any(b.first <= crossing.first and crossing.last <= b.last and b.visit != crossing.visit for b in around)
 
     def _even_points(self) -> None:
         """A hook acts on every run of its module: all runs must need the same."""
         result = self.result
-        points: dict[HookPoint, set[int]] = {}
-        keys = [
-            *result.scatters,
-            *result.gathers,
-            *result.gather_sums,
-            *((b, "output") for b in result.reduce_scatters),
-        ]
+        keys = [*result.scatters, *result.gathers, *result.gather_sums]
+        keys += ((b, "output") for b in result.reduce_scatters)
         for crossing, side in keys:
-            points.setdefault((crossing.module, side, crossing.path), set()).add(crossing.visit)
-            if self.positions.flattened(self.tensor_at(crossing, side)):
+            if self.positions.flattened(self.flow.tensor_at(crossing, side)):
                 result.flattened.add(crossing)
-        uneven = {point for point, visits in points.items() if set(self.flow.runs_through(*point)) != visits}
+        uneven = self.flow.uneven(keys)
+        if self._gather_in_all_runs(uneven):
+            raise Restart
         fixed = {(b.module, "input", b.path) for b in self.starts} | {
             (b.module, side, b.path)
             for b, side in (*result.gather_sums, *((b, "output") for b in result.reduce_scatters))
         }
         for point in sorted(uneven & fixed, key=str):
-            call = self._maker(point, points)
+            call = self._maker(point, keys)
             if call is None:
                 raise Refused(WholeSequence("runs-both-ways", point[0]))
             raise Refused(WholeSequence("made-whole-for", point[0], call.name, maker=call.module))
@@ -377,10 +266,29 @@ class CutStream:
             self.result = SequencePlacement()
             raise Restart
 
-    def _maker(self, point: HookPoint, points: dict[HookPoint, set[int]]) -> Call | None:
+    def _gather_in_all_runs(self, uneven: set[HookPoint]) -> bool:
+        """Gather at points where only some runs of a module need the whole (those that compute a loss) in the others,
+        too, if they have shards there; return whether any was added."""
+        added = False
+        points = {(b.module, side, b.path) for b, side in self.result.gathers} & uneven - self.evened
+        for module, side, path in sorted(points, key=str):
+            self.evened.add((module, side, path))
+            dims: dict[tuple[Crossing, str], int | None] = {}
+            for number, tensor in self.flow.runs_through(module, side, path).items():
+                at = Crossing(number, module, path, *self.trace.visits[number].calls)
+                inside = (at.last - 1,) if side == "output" else (at.first, at.last)
+                cut = (at, side) in self.result.gathers or self.is_cut(tensor, *inside)
+                dims[at, side] = self.positions.plain_dim(tensor) if cut else None
+            if None not in dims.values():
+                self.result.gathers |= {key: dim for key, dim in dims.items() if dim is not None}
+                added = True
+        return added
+
+    def _maker(self, point: HookPoint, keys: list[tuple[Crossing, str]]) -> Call | None:
         """Return the call that made a value that is whole where others are sharded."""
+        sharded = {crossing.visit for crossing, side in keys if (crossing.module, side, crossing.path) == point}
         runs = self.flow.runs_through(*point)
-        makers = (self.flow.producer.get(tensor, -1) for visit, tensor in runs.items() if visit not in points[point])
+        makers = (self.flow.producer.get(tensor, -1) for visit, tensor in runs.items() if visit not in sharded)
         return next((self.trace.calls[index] for index in makers if index >= 0), None)
 
     def _reaches_shard(self, call: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from functools import cache
 
 from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.sequence.stream_state import Positions, coupling_ops
+from autoplan.analyse.sequence.positions import Positions, coupling_ops
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record, op_record
@@ -36,11 +36,9 @@ class Windows:
 
     def around(self, call: int, blocks: Collection[str]) -> int | None:
         """Return the innermost run of a module around a call, within a block, that needs a halo only."""
-        around = [
-            i for i, v in enumerate(self.trace.visits) if v.calls[0] <= call < v.calls[1] and v.parent is not None
-        ]
-        around.sort(key=lambda i: (self.trace.visits[i].calls[1] - self.trace.visits[i].calls[0], -i))
-        return next((i for i in around if self.trace.visits[i].module not in blocks and any(self.reach(i) or ())), None)
+        visits = self.trace.visits
+        around = (i for i in self.flow.around(call) if visits[i].parent is not None and visits[i].module not in blocks)
+        return next((i for i in around if any(self.reach(i) or ())), None)
 
     def _reach(self, number: int) -> tuple[int, int] | None:
         """Return how many positions before and after its own a run of a module reads; None if it reads others."""

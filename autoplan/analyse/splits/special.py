@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 from autoplan.analyse.infer import Axes
 from autoplan.analyse.placement.callflow import CallFlow
@@ -23,6 +24,7 @@ from autoplan.values import (
     CallSite,
     CellCall,
     HeldRows,
+    ModuleVisit,
     RecurrentCall,
     Ref,
     Trace,
@@ -79,15 +81,16 @@ def thin_matrix(index: int, flow: CallFlow, shards: Shards) -> int | None:
 # (`execute/vocabulary`). The ops between the head and such a loss handle sharded logits, and any other reader there
 # gets full logits. So the loss puts no constraint on how the weights may be split.
 #
-# Only the loss and what is computed from it alone are removed. A loss of logits that the model does not return stays,
+# Only the loss and what is computed from it alone are removed. A loss of logits that no run of the model returns stays,
 # as does one that is added to something else: that sum would be lost.
 
 
 def without_own_loss(trace: Trace) -> Trace:
     """Return the trace as if the model had returned its logits and computed no loss from them."""
+    recorded, trace = trace, _with_logits(trace)
     taken = _losses(trace)
     if not taken:
-        return trace
+        return recorded
     ops, calls = list(trace.ops), list(trace.calls)
     for number in taken:
         first, stop = calls[number].ops
@@ -95,6 +98,42 @@ def without_own_loss(trace: Trace) -> Trace:
             ops[op] = replace(ops[op], name=REMOVED, args=(), kwargs={}, outputs=())
         calls[number] = replace(calls[number], name=REMOVED, args=(), kwargs={}, outputs=(), ops=(stop, stop))
     return replace(trace, ops=tuple(ops), calls=tuple(calls))
+
+
+def _with_logits(trace: Trace) -> Trace:
+    """Return the trace as if a run that returns a loss only had returned the logits that other runs return."""
+    made_by = {tensor: number for number, call in enumerate(trace.calls) for tensor in refs(call.outputs)}
+    runs = [visit for visit in trace.visits if visit.module == ""]
+    returned: dict[Any, tuple[Any, ...]] = {}  # by the place in the code where they are made: where they are returned
+    for visit in runs:
+        places = _places_in(visit, trace)
+        returned |= {places[made_by[t]]: path for path, t in visit.outputs if made_by.get(t) in places}
+    visits = list(trace.visits)
+    for at, visit in enumerate(trace.visits):
+        places = _places_in(visit, trace) if visit.module == "" and len(runs) > 1 else {}
+        outputs = dict(visit.outputs)
+        for number in places:
+            if not call_record(trace.calls[number].name).loss_of_columns:
+                continue
+            made = {places.get(made_by.get(t, -1)): t for t in _shown_in(trace.calls[number], trace, made_by)}
+            place = next((place for place in made if place in returned), None)
+            path = returned.get(place, ())
+            scalar = path in outputs and not trace.tensors[outputs[path]].shape
+            if place is not None and (scalar or (path not in outputs and all(isinstance(p[0], str) for p in outputs))):
+                visits[at] = replace(visit, outputs=(*visit.outputs, (path, made[place])))
+    return replace(trace, visits=tuple(visits))
+
+
+def _places_in(run: ModuleVisit, trace: Trace) -> dict[int, tuple[Any, ...]]:
+    """Return, for each call of a run, its place in the code and how often that ran before."""
+    count = Counter[tuple[str, str, str]]()
+    places: dict[int, tuple[Any, ...]] = {}
+    for number in range(*run.calls):
+        call = trace.calls[number]
+        place = call.module, call.name, call.place
+        places[number] = *place, count[place]
+        count[place] += 1
+    return places
 
 
 def _losses(trace: Trace) -> set[int]:
@@ -120,15 +159,23 @@ def _losses(trace: Trace) -> set[int]:
 def _way_from_logits(loss: Call, returned: set[int], trace: Trace, made_by: dict[int, int]) -> list[int] | None:
     """Return the calls (views, casts, slices) between logits that the model returns and their loss; None if it reads
     none."""
-    scores = loss.args[0] if loss.args else loss.kwargs.get("input")
     way: list[int] = []
-    while isinstance(scores, Ref) and scores.id not in returned:
+    for tensor in _shown_in(loss, trace, made_by):
+        if tensor in returned:
+            return way
+        way.append(made_by.get(tensor, -1))
+    return None
+
+
+def _shown_in(loss: Call, trace: Trace, made_by: dict[int, int]) -> Iterator[int]:
+    """Yield what a loss reads, and what that shows (behind views, casts, slices), back to what is computed."""
+    scores = loss.args[0] if loss.args else loss.kwargs.get("input")
+    while isinstance(scores, Ref):
+        yield scores.id
         number = made_by.get(scores.id, -1)
         if number < 0 or call_record(trace.calls[number].name).shows == Shows.NOTHING:
-            return None
-        way.append(number)
+            return
         scores = trace.calls[number].args[0]
-    return way if isinstance(scores, Ref) else None
 
 
 def _only_for(losses: set[int], ways: set[int], trace: Trace) -> set[int]:

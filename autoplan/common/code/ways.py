@@ -32,6 +32,7 @@ from autoplan.values.plan import SeenCode
 _OURS, _TORCH = (f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
 _PASSING = ("__torch_function__", "_call_impl")  # functions of autoplan that pass a torch call on
 _MODULE_CALL = nn.Module._call_impl.__code__.co_filename
+_IMPORTS = "<frozen importlib._bootstrap>"
 ENTRY = 0  # no call is at this offset: the arguments of an autograd function are recorded there
 
 LiteralsSay = Callable[[str], str]
@@ -89,6 +90,8 @@ class Tracer:
         facts = facts_of(frame)
         if facts is None:
             return self.on_module_call(frame) if is_module_call(frame.f_code) else None
+        if self._imports(frame):
+            return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         follower = self.frames[id(frame)] = Follower(self, facts, frame)
         above = frame.f_back
@@ -106,6 +109,15 @@ class Tracer:
             if way not in caller.known:
                 self.on_way(follower, way)
         return follower.step
+
+    def _imports(self, frame: FrameType) -> bool:
+        """Return whether an import runs the frame: it runs once in a process, and not at the same call in each."""
+        above = frame.f_back
+        while above is not None and id(above) not in self.frames:
+            if above.f_code.co_filename == _IMPORTS:
+                return True
+            above = above.f_back
+        return False
 
     def on_function(self, follower: Follower, given: tuple[Any, ...]) -> None:
         """Called when a `torch.autograd.Function` begins: its backward may use any of its arguments."""

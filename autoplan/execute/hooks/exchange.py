@@ -1,8 +1,8 @@
 """The all-to-all of context parallelism, which exchanges positions for pieces of another dim.
 
-to_pieces        own positions of all pieces            backward: to_positions, added where several ranks hold one
+ToPieces         own positions of all pieces            backward: ToPositions, added where several ranks hold one
                  → all positions of own pieces
-to_positions     the reverse                            backward: to_pieces
+ToPositions      the reverse                            backward: ToPieces
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def _together(flat: torch.Tensor, rows: Rows, width: int, shape: tuple[int, torc
     return whole
 
 
-class _ToPieces(Recorded):
+class ToPieces(Recorded):
+    """`dims`: of positions, of which there are `length`, and of pieces."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dims: tuple[int, int], length: int, group: RankGroup, rows: Rows) -> Any:
         ctx.how = dims, x.size(dims[1]), group, rows
@@ -93,10 +95,12 @@ class _ToPieces(Recorded):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _ToPositions.apply(gradient, *ctx.how, False), None, None, None, None
+        return ToPositions.apply(gradient, *ctx.how, False), None, None, None, None
 
 
-class _ToPositions(Recorded):
+class ToPositions(Recorded):
+    """`dims`: of positions and of pieces, which are `width` wide together."""
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, dims: tuple[int, int], width: int, group: RankGroup, rows: Rows, values: bool
@@ -113,14 +117,4 @@ class _ToPositions(Recorded):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _ToPieces.apply(gradient, *ctx.how), None, None, None, None, None
-
-
-def to_pieces(x: torch.Tensor, dims: tuple[int, int], length: int, group: RankGroup, rows: Rows) -> torch.Tensor:
-    """Return all `length` positions (`dims[0]`) of this rank's piece of `dims[1]`."""
-    return _ToPieces.apply(x, dims, length, group, rows)
-
-
-def to_positions(x: torch.Tensor, dims: tuple[int, int], width: int, group: RankGroup, rows: Rows) -> torch.Tensor:
-    """Return this rank's positions of all pieces, which are `width` wide together."""
-    return _ToPositions.apply(x, dims, width, group, rows, True)
+        return ToPieces.apply(gradient, *ctx.how), None, None, None, None, None

@@ -144,12 +144,7 @@ def install_inner_entries(
     above = {name[:at] for name in at_heads for at, letter in enumerate(name) if letter == "."}
     handles = []
     for name in sorted((above & set(modules)) | set(at_heads)):
-        entry = _InnerEntry(modules[name], (), [], running, random)
-        handles += [
-            modules[name].register_forward_pre_hook(entry.before, with_kwargs=True, prepend=True),
-            modules[name].register_forward_hook(entry.after, with_kwargs=True),
-            modules[name].register_forward_hook(entry.clean_up, with_kwargs=True, always_call=True),
-        ]
+        handles += _InnerEntry(modules[name], (), [], running, random).listen(modules[name])
     return handles
 
 

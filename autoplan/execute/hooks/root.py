@@ -55,18 +55,10 @@ def install_root(
     `random`: whether the model draws random numbers when its rates say so, and whether it does in eval mode too.
     `seen`: its inputs and outputs when the plan was made. `guard`: the guard of code paths.
     """
-    root = Root(model, heads, outputs, running, random)
-    root.given, root.unsummed, root.guard = seen.given, seen.unsummed, guard
-    root.may_pick = any(isinstance(instruction, AllGatherPicked) for instruction in seen.instructions)
+    root = Root(model, heads, outputs, running, random, seen, guard)
     running.draws = root.always or (root.random and may_draw(model))
     running.randomness.always = root.always
-    root.unseen = UnseenOutputs(seen.outputs, seen.shapes, root.names, running.group)
-    root.unseen.partial = running.context
-    return [
-        model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True),
-        model.register_forward_hook(root.after, with_kwargs=True),
-        model.register_forward_hook(root.clean_up, with_kwargs=True, always_call=True),
-    ]
+    return root.listen(model)
 
 
 def _counts(model: nn.Module) -> dict[str, int]:
@@ -76,10 +68,6 @@ def _counts(model: nn.Module) -> dict[str, int]:
     except (TypeError, ValueError):
         return {}
     return {parameter.name: parameter.default for parameter in parameters if type(parameter.default) is int}
-
-
-def _items(output: Any) -> tuple[Any, ...]:
-    return tuple(output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ())
 
 
 class Root(Hooks):
@@ -92,19 +80,30 @@ class Root(Hooks):
         outputs: list[Boundary],
         running: Running,
         random: tuple[bool, bool],
+        seen: Runtime = Runtime(),  # noqa: B008 - frozen
+        guard: PathGuard | None = None,
     ) -> None:
         self.running, self.heads = running, heads
         self.random, self.always = random
         self.names = signature_names(model)
         at = At(model, "", self.names, running)
         self.outputs = [(output.path, execute(output, at)) for output in outputs]
-        self.unseen = UnseenOutputs((), (), self.names, running.group)
+        self.unseen = UnseenOutputs(seen.outputs, seen.shapes, self.names, running.group)
+        self.unseen.partial = running.context
         self.target_words = conventions().target_words
-        self.given: tuple[str, ...] = ()  # the arguments that the plan has seen
-        self.unsummed: tuple[str, ...] = ()  # those of which the plan sums no gradient
-        self.guard: PathGuard | None = None
+        self.given = seen.given  # the arguments that the plan has seen
+        self.unsummed = seen.unsummed  # those of which the plan sums no gradient
+        self.guard = guard
         self.counts = _counts(model) if running.context else {}
-        self.may_pick = False  # whether positions are gathered where an argument picks some
+        self.may_pick = bool(seen.of(AllGatherPicked))  # are positions gathered where an argument picks some?
+
+    def listen(self, module: nn.Module) -> list[RemovableHandle]:
+        """Register these hooks on a module."""
+        return [
+            module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True),
+            module.register_forward_hook(self.after, with_kwargs=True),
+            module.register_forward_hook(self.clean_up, with_kwargs=True, always_call=True),
+        ]
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.running.depth += 1
@@ -214,7 +213,8 @@ class Root(Hooks):
         self.running.depth -= 1
         if self.running.depth == 0 and self.running.can_run_whole:
             if not self.running.runs_whole:
-                mark_caches((*args, *kwargs.values(), *_items(output)))
+                returned = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
+                mark_caches((*args, *kwargs.values(), *returned))
             self.running.runs_whole = False
         if self.guard is not None and self.running.depth == 0 and not torch.compiler.is_compiling():
             self.guard.abandon()

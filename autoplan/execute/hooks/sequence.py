@@ -13,7 +13,7 @@ from autoplan.common.nested import flatten_tensors
 from autoplan.common.torch_internals import collectives_by_name
 from autoplan.execute.collectives import RankGroup, Recorded, sent
 from autoplan.execute.executors import At, Running, executes
-from autoplan.execute.hooks.exchange import pad, positions_of_a_rank, to_pieces, to_positions
+from autoplan.execute.hooks.exchange import ToPieces, ToPositions, pad, positions_of_a_rank
 from autoplan.execute.vocabulary.own_positions import OwnStream, leave_positions, own_of, own_stream
 from autoplan.values import (
     AllGatherPicked,
@@ -201,9 +201,17 @@ def _own(planned: OwnPositions, at: At) -> Change:
 @executes(AllGatherSequence)
 def _gather(planned: AllGatherSequence, at: At) -> Change:
     group, running = at.group, at.running
-    if running.context and planned.pattern == "":
-        return lambda x: leave_positions(x, planned.dim, running.lengths[planned.sequence.name], running)
-    return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, running, of_shards=True)
+    if planned.pattern:
+        return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, running)
+
+    def leave(x: torch.Tensor) -> torch.Tensor:
+        if x.dim() < -planned.dim:  # the loss of a run that returns no logits
+            return x
+        if running.context:
+            return leave_positions(x, planned.dim, running.lengths[planned.sequence.name], running)
+        return gather_shard(x, SequenceShard(planned.dim, planned.sequence), running)
+
+    return leave
 
 
 @executes(AllGatherPicked)
@@ -216,7 +224,7 @@ def _gather_picked(planned: AllGatherPicked, at: At) -> Change:
 @executes(AllGatherSequenceSumGradient)
 def _gather_sum(planned: AllGatherSequenceSumGradient, at: At) -> Change:
     group = at.group
-    return _move(lambda x, dim, length: gather_sum(x, dim, length, group), planned, at.running, of_shards=True)
+    return _move(lambda x, dim, length: gather_sum(x, dim, length, group), planned, at.running)
 
 
 @executes(ReduceScatterSequence)
@@ -246,8 +254,8 @@ def _exchange(planned: Exchange, at: At) -> Change:
     running, group, dims, layout = at.running, at.group, (planned.dim, planned.feature), Layout.parse(planned.layout)
     rows = layout.rows_of_all(group.size)
     if isinstance(planned, ExchangeToPositions):
-        return lambda x: to_positions(x, dims, layout.size, group, rows)
-    return lambda x: to_pieces(x, dims, running.lengths[planned.sequence.name], group, rows)
+        return lambda x: ToPositions.apply(x, dims, layout.size, group, rows, True)
+    return lambda x: ToPieces.apply(x, dims, running.lengths[planned.sequence.name], group, rows)
 
 
 @executes(NoteShard)
@@ -260,23 +268,24 @@ def gather_shard(x: torch.Tensor, shard: SequenceShard, running: Running) -> tor
     """Gather the full sequence of a marked shard."""
     planned = AllGatherSequence("", "output", (), shard.dim, shard.sequence)
     group = running.sequence
-    return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, running, of_shards=True)(x)
+    return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, running)(x)
 
 
-def _move(move: Move, planned: SequenceBoundary, running: Running, *, of_shards: bool) -> Change:
+def _move(move: Move, planned: SequenceBoundary, running: Running) -> Change:
+    """A move of a rank's shard."""
     if planned.sequence.flattened:
-        return _flattened(move, planned, running, of_shards=of_shards)
+        return _flattened(move, planned, running, of_shards=True)
     dim, name = planned.dim, planned.sequence.name
     return lambda x: move(x, dim, running.lengths[name])
 
 
 def _flattened(move: Move, planned: SequenceBoundary, running: Running, *, of_shards: bool) -> Change:
     """Run a move where batch and sequence share one dim, sequence minor. `of_shards`: whether the input is a shard."""
-    dim, name, size = planned.dim, planned.sequence.name, running.sequence.size
+    dim, name = planned.dim, planned.sequence.name
 
     def run(x: torch.Tensor) -> torch.Tensor:
         length = running.lengths[name]
-        local_length = -(-length // size) if of_shards else length
+        local_length = positions_of_a_rank(length, running.sequence) if of_shards else length
         at = dim % x.dim()
         apart = x.unflatten(at, (-1, local_length)).movedim(at + 1, -1)
         return move(apart, -1, length).movedim(-1, at + 1).flatten(at, at + 1)
@@ -289,11 +298,10 @@ def zeros_of_a_shard(planned: WithholdPartial, running: Running) -> Change:
     dim, sequence = planned.dim, planned.sequence
     if dim is None or sequence is None:
         return torch.zeros_like
-    return lambda x: _zeros(x, dim, sequence, running)
 
+    def zeros(x: torch.Tensor) -> torch.Tensor:
+        length, shape = running.lengths[sequence.name], list(x.shape)
+        shape[dim] = shape[dim] // length * positions_of_a_rank(length, running.sequence)
+        return x.new_zeros(shape)
 
-def _zeros(x: torch.Tensor, dim: int, sequence: SequenceName, running: Running) -> torch.Tensor:
-    length = running.lengths[sequence.name]
-    shape = list(x.shape)
-    shape[dim] = shape[dim] // length * -(-length // running.sequence.size)
-    return x.new_zeros(shape)
+    return zeros

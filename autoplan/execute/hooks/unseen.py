@@ -26,6 +26,7 @@ from autoplan.common.nested import (
     change_input,
     changed_inside,
     flatten_tensors,
+    is_record,
     signature_names,
 )
 from autoplan.common.patterns import is_under, matches
@@ -156,7 +157,7 @@ class UnseenOutputs:
         """Raise for an output that differs between ranks. Compiled code is not interrupted for it."""
         if not self.seen or torch.compiler.is_compiling():
             return output
-        alike = isinstance(output, dict) == self.by_name
+        alike = (isinstance(output, dict) or is_record(output)) == self.by_name
         for path, tensor in list(flatten_tensors(output)):
             if path[:1] in self.names or (not alike and len(path) >= _OF_LAYERS):
                 continue

@@ -81,6 +81,8 @@ class _Log:
     ended: int = 0
     open: bool = True
     fusion: Fusion = field(default_factory=Fusion)
+    length: int = 0  # of the sequence
+    pairs: dict[str, float] = field(default_factory=dict)
 
     def enter(self, name: str, *_: Any) -> None:
         self.modules.append(name)
@@ -102,6 +104,8 @@ class _Log:
         self.known[key] = number
         self.holders[number] = weakref.ref(storage, lambda _: self._freed(key, number))
         self.items.append(Changed(number, 1, self.modules[-1]))
+        if self.forward and self.length and list(tensor.shape).count(self.length) > 1:
+            self.pairs[self.modules[-1]] = max(storage.nbytes(), self.pairs.get(self.modules[-1], 0))
 
     def sized(self, tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
         """Return the number of each tensor's storage (-1: none), and its bytes."""
@@ -169,7 +173,8 @@ class _Log:
         self.items.append(Worked(flops, 0, dtype, self.modules[-1]))
 
     def tape(self, kernels: Iterable[str]) -> Tape:
-        return Tape(tuple(map(_storage, self.storages)), tuple(self.items), self.ended, tuple(sorted(kernels)))
+        return Tape(tuple(map(_storage, self.storages)), tuple(self.items), self.ended, tuple(sorted(kernels)),
+                    self.pairs)  # fmt: skip
 
 
 def _storage(living: _Living) -> Storage:
@@ -354,19 +359,15 @@ def _block(name: str) -> Maker:
 
 
 def record_step(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    marks: Marks,
-    groups: Mapping[str, str],
-    *,
-    loss_of: Callable[[Any], torch.Tensor | None] | None,
-    whole: bool = False,
-) -> Tape:
+    model: nn.Module, inputs: Mapping[str, Any], marks: Marks, groups: Mapping[str, str], *,
+    loss_of: Callable[[Any], torch.Tensor | None] | None, whole: bool = False, length: int = 0,
+) -> Tape:  # fmt: skip
     """Run one step in the active fake mode. `loss_of` None: forward only, what it returns is kept.
 
-    `groups`: names of process groups, and the dim of the mesh of each. `whole`: no layer is cut over ranks.
+    `groups`: names of process groups, and the dim of the mesh of each. `whole`: no layer is cut over ranks. `length`:
+    of the sequence, if values of sequence × sequence are to be found.
     """
-    log = _Log()
+    log = _Log(length=length)
     for tensor in (*map(local_piece, model.parameters()), *map(local_piece, model.buffers()), *tensors_within(inputs)):
         log.known[storage_id(tensor)] = -1
     with (

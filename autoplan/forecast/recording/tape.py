@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 Phase = Literal["forward", "backward"]
+Numbers = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +96,17 @@ Item = Changed | Worked | Message | UnitEvent | Block | Place
 @dataclass(frozen=True)
 class Tape:
     """`items` in order. `end_of_forward`: how many of them are the forward's. `phases` follow from it. `kernels`: the
-    libraries whose fused kernels were recorded in the place of their reference."""
+    libraries whose fused kernels were recorded in the place of their reference. `pairs`: the largest value forward with
+    two dims of the sequence, by module."""
 
     storages: tuple[Storage, ...]
     items: tuple[Item, ...]
     end_of_forward: int
     kernels: tuple[str, ...] = ()
+    pairs: Numbers = field(default_factory=dict)
 
 
 KINDS = ("kept", "temporary", "gradient", "communication")
-Numbers = Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,11 @@ Step = Stretch | UnitEvent | Block | Place
 
 @dataclass(frozen=True)
 class Program:
-    """The steps in order; `end_of_forward`: how many of them are the forward's."""
+    """The steps in order; `end_of_forward`: how many of them are the forward's. `pairs`: see `Tape`."""
 
     steps: tuple[Step, ...]
     end_of_forward: int
+    pairs: Numbers = field(default_factory=dict)
 
 
 def program_of(tape: Tape) -> Program:
@@ -142,7 +145,7 @@ def program_of(tape: Tape) -> Program:
     lasts = [storage.lasts for storage in tape.storages]
     forward = tuple(_steps(tape.items[: tape.end_of_forward], sizes, kinds, lasts))
     backward = tuple(_steps(tape.items[tape.end_of_forward :], sizes, kinds, lasts))
-    return Program((*forward, *backward), len(forward))
+    return Program((*forward, *backward), len(forward), tape.pairs)
 
 
 def _steps(items: Iterable[Item], sizes: np.ndarray, kinds: np.ndarray, lasts: list[int]) -> Iterator[Step]:
@@ -203,7 +206,7 @@ def blended(one: Program, two: Program, batch: float) -> Program | None:
             steps.append(first)
         else:
             return None
-    return Program(tuple(steps), one.end_of_forward)
+    return Program(tuple(steps), one.end_of_forward, _line(one.pairs, two.pairs, batch - 1))
 
 
 def _between(one: Stretch, two: Stretch, more: float) -> Stretch:
@@ -255,7 +258,7 @@ def without_blocks(program: Program, names: Collection[str]) -> Program:
     for phase, steps, block in expanded(program, {}):
         stays = sum(step.net.get("temporary", 0.0) for step in steps if isinstance(step, Stretch))
         halves[phase] += [Stretch({"temporary": stays}, {}, "", {}, 0.0, {})] if block in names else steps
-    return Program((*halves["forward"], *halves["backward"]), len(halves["forward"]))
+    return Program((*halves["forward"], *halves["backward"]), len(halves["forward"]), program.pairs)
 
 
 def _with_what_lies_between(phase: Phase, spans: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:

@@ -148,6 +148,8 @@ class SequenceBoundary(Boundary):
     dim: int
     sequence: SequenceName
 
+    cost: ClassVar[Cost | None] = None  # of most: it is reported at the modules that read the value
+
 
 @instruction
 class ScatterSequence(SequenceBoundary):
@@ -155,8 +157,6 @@ class ScatterSequence(SequenceBoundary):
 
     takes, gives = Spread.REPLICATE, Spread.SEQUENCE_SHARD
     says = "{what} is sharded along the sequence (forward), its gradient gathered (backward)"
-    cost = None
-    turn = 3
     stream_end = "input"
     collectives = (Move(Collective.ALL_GATHER, backward=True),)
 
@@ -168,8 +168,6 @@ class OwnPositions(SequenceBoundary):
 
     takes, gives = Spread.PARTIAL_GRADIENT, Spread.SEQUENCE_SHARD
     says = "{what} is reduced to the rank's own positions (forward), its gradient is zero elsewhere (backward)"
-    cost = None
-    turn = 3
     stream_end = "input"
     collectives = ()
 
@@ -180,7 +178,6 @@ class AllGatherSequence(SequenceBoundary):
 
     takes, gives = Spread.SEQUENCE_SHARD, Spread.REPLICATE
     says = "{what} is gathered along the sequence (forward), its gradient sliced (backward)"
-    cost = None
     turn = 2
     at_exit = True
     stream_end = "output"
@@ -194,7 +191,6 @@ class AllGatherSequenceSumGradient(SequenceBoundary):
 
     takes, gives = Spread.SEQUENCE_SHARD, Spread.PARTIAL_GRADIENT
     says = "{what} is gathered along the sequence (forward), its gradient reduce-scattered (backward)"
-    cost = None  # reported at each module that reads the value
     turn = 2
     collectives = (Move(Collective.ALL_GATHER), Move(Collective.REDUCE_SCATTER, backward=True))
 
@@ -217,7 +213,6 @@ class WholeLength(SequenceBoundary):
 
     takes, gives = Spread.SEQUENCE_SHARD, Spread.SEQUENCE_SHARD
     says = "{what} holds the rank's own positions and reports the full sequence length"
-    cost = None
     turn = 6
     collectives = ()
 
@@ -229,7 +224,6 @@ class Exchange(SequenceBoundary):
     feature: int
     layout: str
 
-    cost = None
     turn = 2
     collectives = (Move(Collective.ALL_TO_ALL), Move(Collective.ALL_TO_ALL, backward=True))
 
@@ -269,7 +263,6 @@ class Halo(SequenceBoundary):
         "before {what} come the last {before} positions of the rank before, behind it the first {after} of the rank "
         "after (forward), their gradient back (backward)"
     )
-    cost = None
     turn = 2
     collectives = (
         Move(Collective.ALL_TO_ALL, Amount.OF_NEIGHBOUR),
@@ -283,7 +276,6 @@ class LogitsOfPositions(SequenceBoundary):
 
     takes, gives = Spread.SEQUENCE_SHARD, Spread.SEQUENCE_SHARD
     says = "{what} holds the rank's own positions, and the loss is computed on those"
-    cost = None
     turn = 6
     collectives = ()
 
@@ -294,7 +286,6 @@ class AllGatherPicked(SequenceBoundary):
 
     takes, gives = Spread.SEQUENCE_SHARD, Spread.SEQUENCE_SHARD
     says = "{what} is gathered along the sequence in calls without gradients that request only some positions"
-    cost = None
     turn = 5
     collectives = ()  # there is none in the calls that a plan covers
 
@@ -305,6 +296,5 @@ class NoteShard(SequenceBoundary):
 
     takes, gives = Spread.SEQUENCE_SHARD, Spread.SEQUENCE_SHARD
     says = "{what} is sharded along the sequence, and gathered where the model returns it"
-    cost = None
     turn = 6
     collectives = ()
