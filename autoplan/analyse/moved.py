@@ -120,10 +120,7 @@ def _in_spans(spans: list[tuple[int, int]], *calls: int) -> bool:
 
 def _is_due(payment: Payment, spans: list[tuple[int, int]]) -> bool:
     """Return whether these runs of a block need the sum: they have the last call that adds a part, or the first with a
-    partial gradient. The gradient of a value that several blocks read (an encoder's output) counts for none of them, as
-    does one that no call makes partial."""
-    if not payment.calls:
-        return False
+    partial gradient. The gradient of a value that several blocks read (an encoder's output) counts for none of them."""
     call = min(payment.calls) if payment.backward else max(payment.calls)
     inside = {_in_spans(spans, reader) for reader in payment.readers}
     return _in_spans(spans, call) and len(inside) < 2
