@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from mixer_stack import Stack
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
 from autoplan.check.ranks.run import run_ranks
-from autoplan.values import Plan, SplitLogits
+from autoplan.values import LogitsOfPositions, Plan, SplitLogits
 
 WIDTH, HEADS, WORDS = 32, 4, 96
 
@@ -110,3 +111,58 @@ def test_targets_of_any_name_that_the_plan_has_not_seen_are_exact() -> None:
 
     for loss in run_ranks(on_rank, 2):
         torch.testing.assert_close(loss, wanted.detach())
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        made: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return made
+
+
+class LossOrLogits(Stack):
+    """With targets it returns its loss only, else its logits only. `extra`: of the loss is added to other values."""
+
+    def __init__(self, extra: bool) -> None:
+        super().__init__(Attention)
+        self.extra = extra
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = self.run(idx)
+        if targets is None:
+            return logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+        return loss + logits.logsumexp(-1).square().mean() if self.extra else loss
+
+
+@pytest.mark.parametrize("dim", ["tp", "cp"])
+@pytest.mark.parametrize("extra", [False, True])
+def test_a_run_that_returns_a_loss_only_is_as_one_that_returns_logits_too(dim: str, extra: bool) -> None:
+    torch.manual_seed(0)
+    model, inputs = LossOrLogits(extra).double(), {name: ids % 30 for name, ids in given().items()}
+    plan = autoplan.plan(model, **{f"{dim}_size": 2})
+    assert plan.proof.ok
+    kept = plan.runtime.of(SplitLogits if dim == "tp" else LogitsOfPositions)
+    assert [head.pattern for head in kept] == ([] if extra else ["head"])
+    model(**inputs).backward()
+
+    def on_rank(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(dim,))
+        plain = LossOrLogits(extra).double()
+        plain.load_state_dict(model.state_dict())
+        sharded = autoplan.parallelize(plain, mesh, plan)
+        loss = sharded(**inputs)
+        loss.backward()
+        gradient = sharded.blocks[0].norm.weight.grad
+        with autoplan.gather_logits(sharded, True):
+            logits = sharded(inputs["idx"])
+        return loss.detach(), getattr(gradient, "full_tensor", lambda: gradient)(), logits.detach()
+
+    for loss, gradient, logits in run_ranks(on_rank, 2):
+        torch.testing.assert_close(loss, model(**inputs).detach())
+        torch.testing.assert_close(gradient, model.blocks[0].norm.weight.grad)
+        torch.testing.assert_close(logits, model(inputs["idx"]).detach())

@@ -293,6 +293,28 @@ def test_what_is_read_of_a_model_is_the_same_in_every_process() -> None:
     assert len(said) == 1, said
 
 
+class Finder:
+    """As editable installs put one before all others: an import runs its code."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        return None
+
+
+def test_a_forward_that_imports_has_the_same_plan_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Importing(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            import colorsys
+
+            made: torch.Tensor = super().forward(x) * colorsys.ONE_THIRD
+            return made
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    plans = [autoplan.plan(Importing(), tp_size=2) for _ in range(2)]
+    assert plans[0].paths == plans[1].paths and "find_spec" not in str(plans[0].paths)
+
+
 def test_a_plan_from_python_that_was_changed_there_is_held_against_the_model_too() -> None:
     made = subject("llama")
     runtime = replace(made.plan.runtime, instructions=made.plan.runtime.instructions[1:])

@@ -1,17 +1,15 @@
-"""Decoders whose code around the mixers differs, as repositories write them, for context parallelism."""
+"""Models whose code around the blocks differs, as repositories write them, over context parallelism."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from ..case import HOSTILE, call, case, floats, ids
+from ..case import call, case, floats, ids
 
 IDS = ids(2, 12, below=30)
 LABELS = IDS.clone()
@@ -19,7 +17,7 @@ LABELS[0, :3] = -100
 PAD = torch.ones(2, 12, dtype=torch.bool)
 PAD[1, 9:] = False
 D, H = 16, 4
-long = dict(allowed=HOSTILE, tp=(), cp=2)
+LONG = {"tp": (), "cp": 2}
 
 
 def heads(x, n=H):
@@ -81,62 +79,7 @@ class Base(nn.Module):
         return self.head(self.norm(self.run(self.start(input_ids))))
 
 
-@case(call(IDS), **long)
-class RotaryAbove(Base):
-    """Cosines and sines are made once and handed to all blocks."""
-
-    def forward(self, input_ids):
-        t = torch.arange(input_ids.shape[1], device=input_ids.device, dtype=torch.float64)
-        f = t[:, None] * (1.0 / 100 ** (torch.arange(2, device=t.device) / 2))
-        rope = torch.cat([f, f], -1).cos(), torch.cat([f, f], -1).sin()
-        return self.head(self.norm(self.run(self.embed(input_ids), rope=rope)))
-
-
-@case(call(IDS, PAD), inputs={"input_ids": IDS, "attention_mask": PAD}, **long)
-class PaddedMask(Base):
-    def forward(self, input_ids, attention_mask):
-        t = input_ids.shape[1]
-        causal = torch.ones(t, t, dtype=torch.bool, device=input_ids.device).tril()
-        mask = causal & attention_mask[:, None, None, :] | torch.eye(t, dtype=torch.bool, device=input_ids.device)
-        return self.head(self.norm(self.run(self.start(input_ids), mask=mask)))
-
-
-@case(call(IDS), call(IDS, LABELS, _train=True), **long)
-class TiedHead(Base):
-    def __init__(self):
-        super().__init__()
-        self.head.weight = self.embed.weight
-
-    def forward(self, input_ids, labels=None):
-        logits = super().forward(input_ids)
-        loss = None
-        if labels is not None:
-            loss = F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, 30), labels[..., 1:].reshape(-1))
-        return {"logits": logits} if loss is None else {"loss": loss, "logits": logits}
-
-
-@case(call(IDS), **long)
-class SkipConnections(Base):
-    """U-shaped: late blocks also read what early blocks gave."""
-
-    depth = 4
-
-    def __init__(self):
-        super().__init__()
-        self.mix = nn.ParameterList(nn.Parameter(torch.ones(D) * 0.5) for _ in range(2))
-
-    def forward(self, input_ids):
-        x, kept = self.start(input_ids), []
-        for number, layer in enumerate(self.layers):
-            if number >= 2:
-                x = x + self.mix[number - 2] * kept.pop()
-            x = layer(x)
-            if number < 2:
-                kept.append(x)
-        return self.head(self.norm(x))
-
-
-@case(call(IDS), **long)
+@case(call(IDS), **LONG)
 class OneBlockLooped(Base):
     """A universal transformer: the same blocks several times, with a step embedding."""
 
@@ -151,46 +94,7 @@ class OneBlockLooped(Base):
         return self.head(self.norm(x))
 
 
-@case(call(IDS), **long)
-class ParallelBranches(Base):
-    class block(nn.Module):  # noqa: N801
-        def __init__(self):
-            super().__init__()
-            self.n, self.attn, self.mlp = nn.LayerNorm(D), Attention(), Mlp()
-
-        def forward(self, x):
-            h = self.n(x)
-            return x + self.attn(h) + self.mlp(h)
-
-
-@case(call(IDS), **long)
-class ValueResidual(Base):
-    """Values of the first block are mixed into those of later ones."""
-
-    class block(nn.Module):  # noqa: N801
-        def __init__(self):
-            super().__init__()
-            self.n1, self.n2, self.mlp = nn.LayerNorm(D), nn.LayerNorm(D), Mlp()
-            self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
-            self.lam = nn.Parameter(torch.tensor(0.5))
-
-        def forward(self, x, v1):
-            h = self.n1(x)
-            v = self.v(h)
-            v1 = v if v1 is None else v1
-            v = self.lam * v + (1 - self.lam) * v1
-            y = F.scaled_dot_product_attention(heads(self.q(h)), heads(self.k(h)), heads(v), is_causal=True)
-            x = x + self.o(y.transpose(1, 2).flatten(2))
-            return x + self.mlp(self.n2(x)), v1
-
-    def forward(self, input_ids):
-        x, v1 = self.start(input_ids), None
-        for layer in self.layers:
-            x, v1 = layer(x, v1)
-        return self.head(self.norm(x))
-
-
-@case(call(IDS), **long)
+@case(call(IDS), **LONG)
 class HyperConnections(Base):
     """Two residual streams, read and written by learned weights."""
 
@@ -245,19 +149,14 @@ class DroppingBlock(ExpertBlock):
     kind = Dropping
 
 
-@case(call(IDS), **long)
-class ExpertDecoder(Base):
-    block = ExpertBlock
-
-
-@case(call(IDS), **long)
+@case(call(IDS), **LONG)
 class CapacityDecoder(Base):
     """Tokens beyond an expert's capacity are dropped, in the order of the sequence."""
 
     block = DroppingBlock
 
 
-@case(call(IDS), call(IDS, LABELS, _train=True), **long)
+@case(call(IDS), call(IDS, LABELS, _train=True), **LONG)
 class BalancedExperts(Base):
     """A load-balancing loss over all tokens is added to the other."""
 
@@ -280,7 +179,7 @@ class BalancedExperts(Base):
         return F.cross_entropy(logits[:, :-1].reshape(-1, 30), labels[:, 1:].reshape(-1)) + 0.01 * aux
 
 
-@case(call(IDS), call(IDS, LABELS, _train=True), **long)
+@case(call(IDS), call(IDS, LABELS, _train=True), **LONG)
 class TwoTokensAhead(Base):
     """A second head reads the next token's embedding beside the state."""
 
@@ -299,7 +198,7 @@ class TwoTokensAhead(Base):
         return one + 0.3 * F.cross_entropy(second[:, :-1].reshape(-1, 30), labels[:, 2:].reshape(-1))
 
 
-@case(call(IDS), **long)
+@case(call(IDS), **LONG)
 class SoftPrompt(Base):
     def __init__(self):
         super().__init__()
@@ -310,19 +209,7 @@ class SoftPrompt(Base):
         return self.head(self.norm(self.run(x)))[:, 3:]
 
 
-@case(call(IDS), **long)
-class ClassToken(Base):
-    def __init__(self):
-        super().__init__()
-        self.cls = nn.Parameter(torch.randn(1, 1, D))
-
-    def forward(self, input_ids):
-        x = torch.cat([self.cls.expand(input_ids.shape[0], -1, -1), self.start(input_ids)], 1)
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
-        return self.head(self.norm(self.run(x, mask=mask))[:, 0])
-
-
-@case(call(IDS), call(IDS, LABELS, _train=True), **long)
+@case(call(IDS), call(IDS, LABELS, _train=True), **LONG)
 class SoftCapped(Base):
     def forward(self, input_ids, labels=None):
         logits = 5 * torch.tanh(super().forward(input_ids) / 5)
@@ -332,7 +219,7 @@ class SoftCapped(Base):
         return loss + 1e-2 * logits.logsumexp(-1).pow(2).mean()
 
 
-@case(call(IDS), call(IDS, LABELS, _train=True), **long)
+@case(call(IDS), call(IDS, LABELS, _train=True), **LONG)
 class ChunkedLoss(Base):
     """Logits are made and forgotten for a few positions at a time."""
 
@@ -346,28 +233,7 @@ class ChunkedLoss(Base):
         return total / (labels != -100).sum()
 
 
-@case(call(IDS, _train=True), **long)
-class Checkpointed(Base):
-    def forward(self, input_ids):
-        x = self.start(input_ids)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.training else layer(x)
-        return self.head(self.norm(x))
-
-
-@case(call(IDS), call(IDS, LABELS, PAD, _train=True), **long)
-class WeightedLoss(Base):
-    def forward(self, input_ids, labels=None, weights=None):
-        logits = super().forward(input_ids)
-        if labels is None:
-            return logits
-        each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-        if weights is None:
-            return each.mean()
-        return (each * weights).sum() / weights.sum()
-
-
-@case(call(IDS), **long)
+@case(call(IDS), **LONG)
 class AllStates(Base):
     @dataclass
     class Output:
@@ -383,7 +249,7 @@ class AllStates(Base):
         return self.Output(self.head(self.norm(x)), tuple(states))
 
 
-@case(call(IDS, PAD), inputs={"input_ids": IDS, "attention_mask": PAD}, **long)
+@case(call(IDS, PAD), inputs={"input_ids": IDS, "attention_mask": PAD}, **LONG)
 class LastToken(Base):
     """A reward from the last token that is not padding."""
 
@@ -397,7 +263,7 @@ class LastToken(Base):
         return self.score(h[torch.arange(h.shape[0], device=h.device), last])
 
 
-@case(call(IDS, PAD), inputs={"input_ids": IDS, "attention_mask": PAD}, **long)
+@case(call(IDS, PAD), inputs={"input_ids": IDS, "attention_mask": PAD}, **LONG)
 class MeanPooled(Base):
     """An embedding: states are averaged over tokens, and normalised."""
 
@@ -408,7 +274,7 @@ class MeanPooled(Base):
         return F.normalize((h * m).sum(1) / m.sum(1), dim=-1)
 
 
-@case(call(IDS, ids(2, 7, below=30, seed=3)), **long)
+@case(call(IDS, ids(2, 7, below=30, seed=3)), **LONG)
 class CrossAttending(Base):
     """An encoder and a decoder of their own lengths."""
 
@@ -439,61 +305,7 @@ class CrossAttending(Base):
         return self.head(self.norm(x))
 
 
-@case(call(IDS, _train=True), **long)
-class ScaledPositions(Base):
-    """A table of positions as a parameter that is sliced, and scaled embeddings."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(1, 64, D) * 0.1)
-
-    def start(self, input_ids):
-        return self.embed(input_ids) * math.sqrt(D) + self.table[:, : input_ids.shape[1]]
-
-
-@case(call(IDS), **long)
-class LocalAndGlobal(Base):
-    """Every second block sees a window only; masks are made once for both kinds."""
-
-    depth = 4
-
-    def forward(self, input_ids):
-        i = torch.arange(input_ids.shape[1], device=input_ids.device)
-        far = i[:, None] - i[None, :]
-        masks = {"full": far >= 0, "near": (far >= 0) & (far < 3)}
-        x = self.start(input_ids)
-        for number, layer in enumerate(self.layers):
-            x = layer(x, mask=masks["near" if number % 2 else "full"])
-        return self.head(self.norm(x))
-
-
-@case(call(floats(2, 12, 5)), **long)
-class Regressor(Base):
-    """A time series model: floats in, a number for each step out."""
-
-    def __init__(self):
-        super().__init__()
-        self.inp, self.out = nn.Linear(5, D), nn.Linear(D, 1)
-
-    def forward(self, series):
-        place = self.place(torch.arange(series.shape[1], device=series.device))
-        return self.out(self.norm(self.run(self.inp(series) + place))).squeeze(-1)
-
-
-@case(call(floats(2, 3, 16, 16)), **long)
-class PatchEncoder(Base):
-    def __init__(self):
-        super().__init__()
-        self.patch = nn.Conv2d(3, D, 4, 4)
-
-    def forward(self, image):
-        x = self.patch(image).flatten(2).transpose(1, 2)
-        x = x + self.place.weight[: x.shape[1]]
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
-        return self.head(self.norm(self.run(x, mask=mask)).mean(1))
-
-
-@case(call(floats(2, 12, 4), floats(2, seed=2)), **long)
+@case(call(floats(2, 12, 4), floats(2, seed=2)), **LONG)
 class Denoiser(Base):
     """Diffusion over a sequence: each block is modulated by the time."""
 
