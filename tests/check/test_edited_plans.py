@@ -301,18 +301,20 @@ class Finder:
         return None
 
 
-def test_a_forward_that_imports_has_the_same_plan_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_import_runs_is_no_path_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs once in a process, and ranks may do it in different calls: their plans would differ."""
+
     class Importing(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            sys.modules.pop("colorsys", None)
             import colorsys
 
             made: torch.Tensor = super().forward(x) * colorsys.ONE_THIRD
             return made
 
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    plans = [autoplan.plan(Importing(), tp_size=2) for _ in range(2)]
-    assert plans[0].paths == plans[1].paths and "find_spec" not in str(plans[0].paths)
+    paths = str(autoplan.plan(Importing(), tp_size=2).paths)
+    assert "Importing.forward" in paths and "find_spec" not in paths
 
 
 def test_a_plan_from_python_that_was_changed_there_is_held_against_the_model_too() -> None:
