@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -218,7 +219,11 @@ def _stop(ranks: list[_Rank]) -> None:
 
 # What each op of a rank needs: its own random state, and arguments that do not end the process
 
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # reads beyond the end of shorter keys
+
+@cache
+def _is_attention(op: Any) -> bool:
+    """Return whether it is fused attention, whose kernel on CPU reads beyond keys that are fewer than the values."""
+    return "scaled_dot_product" in str(op) and "backward" not in str(op)
 
 
 class _RankOps(TorchDispatchMode):
@@ -230,7 +235,7 @@ class _RankOps(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # may communicate: lock only for the local op inside, or it would deadlock
-        if func is _FLASH and args[1].shape[2] != args[2].shape[2]:
+        if _is_attention(func) and args[1].shape[2] != args[2].shape[2]:
             raise RuntimeError(f"attention takes {args[1].shape[2]} keys, but {args[2].shape[2]} values")
         drawing = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if not drawing or kwargs.get("generator") is not None or _this.generator is None:

@@ -32,7 +32,6 @@ from autoplan.values.plan import SeenCode
 _OURS, _TORCH = (f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
 _PASSING = ("__torch_function__", "_call_impl")  # functions of autoplan that pass a torch call on
 _MODULE_CALL = nn.Module._call_impl.__code__.co_filename
-_IMPORTS = "<frozen importlib._bootstrap>"
 ENTRY = 0  # no call is at this offset: the arguments of an autograd function are recorded there
 
 LiteralsSay = Callable[[str], str]
@@ -114,7 +113,7 @@ class Tracer:
         """Return whether an import runs the frame: it runs once in a process, and not at the same call in each."""
         above = frame.f_back
         while above is not None and id(above) not in self.frames:
-            if above.f_code.co_filename == _IMPORTS:
+            if above.f_globals.get("__name__") == "importlib._bootstrap":
                 return True
             above = above.f_back
         return False

@@ -169,9 +169,11 @@ def test_an_optimizer_made_after_an_evaluation_updates_the_model() -> None:
 
 
 def test_a_change_through_a_dtensor_is_seen_under_tensor_parallelism() -> None:
+    plan = autoplan.plan(following(), tp_size=2)
+
     def rank_body(rank: int) -> None:
         model = following()
-        autoplan.parallelize(model, mesh_of(dp=2, tp=2), autoplan.plan(following(), tp_size=2))
+        autoplan.parallelize(model, mesh_of(dp=2, tp=2), plan)
         with pytest.raises(AutoplanError, match=r"parameter blocks.1.first.* in place"):
             run(model)
 
@@ -179,9 +181,11 @@ def test_a_change_through_a_dtensor_is_seen_under_tensor_parallelism() -> None:
 
 
 def test_a_state_dict_is_loaded_after_a_forward_without_a_backward() -> None:
+    plan = autoplan.plan(deep(), tp_size=2)
+
     def rank_body(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         model = deep()
-        autoplan.parallelize(model, mesh_of(dp=2, tp=2), autoplan.plan(deep(), tp_size=2))
+        autoplan.parallelize(model, mesh_of(dp=2, tp=2), plan)
         kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         before = model(ids(2)).detach()
         with torch.no_grad():
@@ -205,9 +209,11 @@ class NeverBlocks(Crossed):
 def test_one_rank_may_read_parameters_alone() -> None:
     """Ranks gather together: what one of them reads between a forward and its backward changes nothing."""
 
+    plan = autoplan.plan(deep(), tp_size=2)
+
     def rank_body(rank: int) -> torch.Tensor:
         model = deep()
-        autoplan.parallelize(model, mesh_of(dp=2, tp=2), autoplan.plan(deep(), tp_size=2))
+        autoplan.parallelize(model, mesh_of(dp=2, tp=2), plan)
         with torch.no_grad():
             model(ids(2))
         for _ in range(2):
@@ -281,9 +287,11 @@ def test_an_attribute_is_written_after_an_evaluation() -> None:
         output: torch.Tensor = model(ids(2)).detach()
         return output
 
+    plan = autoplan.plan(deep(), tp_size=2)
+
     def rank_body(rank: int) -> torch.Tensor:
         model = deep()
-        autoplan.parallelize(model, mesh_of(dp=2, tp=2), autoplan.plan(deep(), tp_size=2))
+        autoplan.parallelize(model, mesh_of(dp=2, tp=2), plan)
         return full(halved(model))
 
     for output in run_ranks(rank_body, 4):
@@ -298,8 +306,10 @@ def test_blocks_that_never_run_by_themselves_are_no_units(kind: type[Crossed]) -
 
     x = torch.ones(2, 16, dtype=torch.float64)
 
+    plan = autoplan.plan(made(), tp_size=2)
+
     def rank_body(rank: int) -> tuple[set[str], torch.Tensor]:
-        model = autoplan.parallelize(made(), mesh_of(dp=2, tp=2), autoplan.plan(made(), tp_size=2))
+        model = autoplan.parallelize(made(), mesh_of(dp=2, tp=2), plan)
         units = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         return units, model(x).detach()
 
