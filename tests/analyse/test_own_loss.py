@@ -113,6 +113,14 @@ def test_targets_of_any_name_that_the_plan_has_not_seen_are_exact() -> None:
         torch.testing.assert_close(loss, wanted.detach())
 
 
+def test_targets_of_any_name_that_the_plan_has_seen_keep_the_head_split() -> None:
+    inputs = given()
+    model, calls = OtherWords(), {"idx": inputs["idx"], "y": inputs["targets"]}
+    plan = autoplan.plan(model, tp_size=2, inputs=calls)
+    assert style_of_head(plan) == "colwise" and plan.runtime.given == ("idx",)
+    assert plan.proof.ok and autoplan.verify(model, plan, inputs=calls).ok
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

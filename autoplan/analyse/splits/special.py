@@ -97,7 +97,24 @@ def without_own_loss(trace: Trace) -> Trace:
         for op in range(first, stop):
             ops[op] = replace(ops[op], name=REMOVED, args=(), kwargs={}, outputs=())
         calls[number] = replace(calls[number], name=REMOVED, args=(), kwargs={}, outputs=(), ops=(stop, stop))
-    return replace(trace, ops=tuple(ops), calls=tuple(calls))
+    targets = _read_for(taken, trace)
+    visits = (replace(v, inputs=tuple(item for item in v.inputs if item[1] not in targets)) for v in trace.visits)
+    return replace(trace, ops=tuple(ops), calls=tuple(calls), visits=tuple(visits))
+
+
+def _read_for(losses: set[int], trace: Trace) -> set[int]:
+    """Return the values that nothing but these calls reads, or what is made for them: an argument among these is one
+    that a call may lack, whatever its name."""
+    readers: dict[int, set[int]] = defaultdict(set)
+    for number, call in enumerate(trace.calls):
+        for tensor in refs((call.args, call.kwargs)):
+            readers[tensor].add(number)
+    gone, returned = set(losses), {tensor for visit in trace.visits for _, tensor in visit.outputs}
+    for number in reversed(range(len(trace.calls))):
+        outputs = set(refs(trace.calls[number].outputs))
+        if outputs and not outputs & returned and all(readers[t] and readers[t] <= gone for t in outputs):
+            gone.add(number)
+    return {tensor for tensor, by in readers.items() if by and by <= gone}
 
 
 def _with_logits(trace: Trace) -> Trace:

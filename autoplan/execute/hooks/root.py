@@ -125,7 +125,7 @@ class Root(Hooks):
         targets = {name for name, value in arguments.items() if value is not None and self._is_target(name)}
         quiet = torch.compiler.is_compiling() and not self.running.draws_unseen  # switching streams breaks a graph
         strange = set() if quiet else self._strangers(arguments)
-        loss = bool(targets) or (bool(strange) and bool(self.heads))
+        loss = bool(targets) or (bool(strange) and (bool(self.heads) or self.running.context))
         self.running.whole_logits = loss and not self.running.split_loss
         self.running.loss = loss and self.running.split_loss
         in_training = self.random and module.training and (self.running.draws or not torch.compiler.is_compiling())
