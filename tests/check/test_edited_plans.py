@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import subprocess
 import sys
@@ -315,6 +316,13 @@ def test_what_an_import_runs_is_no_path_of_the_model(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
     paths = str(autoplan.plan(Importing(), tp_size=2).paths)
     assert "Importing.forward" in paths and "find_spec" not in paths
+
+
+def test_a_plan_that_is_made_in_an_import_has_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"import autoplan, {__name__} as here\nPLAN = autoplan.plan(here.Mlp(), tp_size=2)\n"
+    (tmp_path / "planned_in_an_import.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "Mlp.forward" in str(importlib.import_module("planned_in_an_import").PLAN.paths)
 
 
 def test_a_plan_from_python_that_was_changed_there_is_held_against_the_model_too() -> None:

@@ -235,8 +235,8 @@ class _RankOps(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # may communicate: lock only for the local op inside, or it would deadlock
-        if _is_attention(func) and args[1].shape[2] != args[2].shape[2]:
-            raise RuntimeError(f"attention takes {args[1].shape[2]} keys, but {args[2].shape[2]} values")
+        if _is_attention(func) and args[1].shape[-2] != args[2].shape[-2]:
+            raise RuntimeError(f"attention takes {args[1].shape[-2]} keys, but {args[2].shape[-2]} values")
         drawing = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if not drawing or kwargs.get("generator") is not None or _this.generator is None:
             return func(*args, **kwargs)

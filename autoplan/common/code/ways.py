@@ -110,9 +110,12 @@ class Tracer:
         return follower.step
 
     def _imports(self, frame: FrameType) -> bool:
-        """Return whether an import runs the frame: it runs once in a process, and not at the same call in each."""
+        """Return whether an import in the model's code runs the frame: once in a process, and not at the same call in
+        each."""
         above = frame.f_back
         while above is not None and id(above) not in self.frames:
+            if is_module_call(above.f_code) or above.f_code.co_filename.startswith(_OURS):
+                return False  # what began this: all of it may run in an import
             if above.f_globals.get("__name__") == "importlib._bootstrap":
                 return True
             above = above.f_back
