@@ -21,7 +21,12 @@ def pairs_of_positions(streams: Sequence[Stream]) -> tuple[Finding, ...]:
     """Return a note on the largest value of each kind of module, in the first call that makes it."""
     largest: dict[str, tuple[int, int, Call]] = {}
     trace, shards = streams[0].trace, streams[0].shards
-    starts = [(stream, term) for stream in streams for t in stream.starts.values() for term in shards.axes.of(t)[:-1]]
+    starts = [
+        (stream, term)
+        for stream in streams
+        for t in (*stream.starts.values(), *stream.made_at.values())
+        for term in shards.axes.of(t)[:-1]
+    ]
     batch = {find(leaf) for stream, term in starts if not stream.positions.has(term) for leaf in leaves(term)}
     for call in trace.calls:
         if call_record(call.name).causal is None:

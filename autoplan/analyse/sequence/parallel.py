@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import reduce
+from itertools import product
 from typing import Any
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
@@ -71,11 +72,12 @@ def place_sequence(
     without: list[WholeSequence] = []
     for number, names in enumerate(blocks for blocks in stacks if blocks):
         stream = None
-        for apart, shares in ((context, False), (False, False), (context, True)):
+        ways = [(context, False), (False, False), (context, True)][: 3 if context else 1]
+        for outside, (apart, shares) in product((False, True), ways):
             if stream is None or stream.refused:
-                walk = Stream(shards, flow, placement, names, context, apart, shares)
+                walk = Stream(shards, flow, placement, names, context, apart, shares, outside)
                 stream = walk.run()
-            if stream is None or not context:
+            if stream is None:
                 break
         if stream is None:
             without.append(WholeSequence("no-positions", names[0]))

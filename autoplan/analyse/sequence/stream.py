@@ -7,7 +7,6 @@ until nothing is left to add.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
@@ -21,9 +20,8 @@ from autoplan.analyse.sequence.stream_state import (
 )
 from autoplan.analyse.sequence.windows import Windows
 from autoplan.analyse.splits.integer_edits import evaluate
-from autoplan.axes.terms import Term
 from autoplan.ops import call_record
-from autoplan.values import ModuleVisit, SequenceName
+from autoplan.values import SequenceName
 from autoplan.values.not_placed import WholeSequence, WholeWhy
 
 __all__ = ["SequencePlacement", "Stream"]
@@ -61,35 +59,21 @@ class Stream(CutStream):
         sequences = []
         for root in (v for v in self.trace.visits if v.parent is None):
             inside = [(i, v) for i, v in visits if root.calls[0] <= v.calls[0] < root.calls[1]]
-            for start, tensor, axis in self._starts(inside):
-                self.starts[start] = tensor
+            for start, tensor, axis in self.entries_of(inside):
+                around, made_by = self.around_all(start, tensor) if self.outside else (start, None)
+                if made_by is not None:
+                    self.made_at[made_by] = tensor
+                else:
+                    self.starts[around] = tensor
                 sequences.append(axis)
-        if not self.starts:
+        if not sequences:
             return False
         self.positions = Positions(self.shards, sequences, self.context)
         self.own_queries = own_queries(self.shards, self.flow, self.positions) if self.apart else {}
         self.windows = Windows(self.shards, self.flow, self.positions)
-        self.first_call = min(start.first for start in self.starts)
+        self.first_call = min((*(start.first for start in self.starts), *(made.last for made in self.made_at)))
         self.last_call = max(v.calls[1] for _, v in visits)
         return True
-
-    def _starts(self, blocks: list[tuple[int, ModuleVisit]]) -> Iterator[tuple[Crossing, int, Term]]:
-        """Yield where the stack is entered, perhaps repeatedly: the boundary, the stream's value, its sequence."""
-        first = [(number, visit) for number, visit in blocks if visit.module == blocks[0][1].module]
-        returned = {tensor for _, visit in blocks for _, tensor in visit.outputs}
-        alike = {entry for _, v in blocks if v.module != blocks[0][1].module for entry in v.inputs}  # encoders' outputs
-        entries = (
-            entry for _, v in first for entry in v.inputs if entry not in alike and entry[1] in self.flow.carries
-        )
-        path = next((p for p, t in entries if self._axis(t) is not None), None)
-        for number, visit in first:
-            tensor = dict(visit.inputs).get(path) if path is not None else None
-            axis = None if tensor is None or tensor in returned else self._axis(tensor)
-            if tensor is not None and axis is not None:
-                yield Crossing(number, visit.module, path or (), *visit.calls), tensor, axis
-
-    def _axis(self, tensor: int) -> Term | None:
-        return Positions.of(self.shards.axes.of(tensor), *self.coupled)
 
     # ------------------------------------------------------------------ the walk
 
@@ -106,6 +90,11 @@ class Stream(CutStream):
             if start in self.placement.partial_entries and not self.context:
                 raise Refused(WholeSequence("summed-before", start.module))
             result.scatters[(start, "input")] = start_dim
+        for made_by, origin in self.made_at.items():
+            made_dim = self.positions.plain_dim(origin)
+            if made_dim is None:
+                raise Refused(WholeSequence("merged-at-start"))
+            result.scatters[(made_by, "output")] = made_dim
         at = self.flow.tensor_at
         scattered_out = {at(b, "output") for b, side in result.scatters if side == "output"}
         self.scattered_in = [(at(b, "input"), b) for b, side in result.scatters if side == "input"]
@@ -336,6 +325,8 @@ class Stream(CutStream):
     def _cut_partner(self, tensor: int, index: int, cut: list[int]) -> None:
         """A whole value meets a cut one: cut it too, or what it was made of, else make the other whole."""
         source, reader = tensor, index
+        if tensor in self.starts.values():  # the first block reads shards of it, and this call all of it
+            raise Refused(self._whole("meets-whole", index))
         if 0 in self.trace.tensors[tensor].shape:
             modules = (
                 self.trace.calls[maker].module for maker in (self.flow.producer.get(tensor),) if maker is not None

@@ -7,13 +7,14 @@ the whole sequence, not on both; and every run of a module needs the same of its
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Placement
 from autoplan.analyse.sequence.positions import Positions
 from autoplan.analyse.shards import Shards
+from autoplan.axes.terms import Term
 from autoplan.values import (
     AllReduce,
     AllReduceGradient,
@@ -21,6 +22,7 @@ from autoplan.values import (
     Call,
     CallRewrite,
     Finding,
+    ModuleVisit,
     SequenceName,
     WithholdPartial,
 )
@@ -105,14 +107,17 @@ class CutStream:
     """The state of one stack's stream, and questions about it."""
 
     positions: Positions
+    coupled: tuple[set[Term], set[Term]]  # the axes that ops couple, in the blocks and anywhere
 
     def __init__(
         self, shards: Shards, flow: CallFlow, placement: Placement, names: tuple[str, ...], context: bool = False,
-        apart: bool = False, shares: bool = False,
+        apart: bool = False, shares: bool = False, outside: bool = False,
     ) -> None:  # fmt: skip
         self.shards, self.flow, self.placement, self.trace = shards, flow, placement, shards.trace
         self.names = set(names)
         self.starts: dict[Crossing, int] = {}  # where each run of the model enters its first block -> the value
+        self.made_at: dict[Crossing, int] = {}  # where a module returns it, if others than the first block read it, too
+        self.outside = outside  # may the stream begin outside of the first block?
         self.result = SequencePlacement()
         self.closed: set[HookPoint] = set()  # where only some runs of a module would need what a hook does
         self.evened: set[HookPoint] = set()  # where that is done in all runs, if they have shards there
@@ -133,6 +138,38 @@ class CutStream:
             for module, path in points
             for number in self.flow.runs_through(module, side, path)
         ]
+
+    # ------------------------------------------------------------------ where the stream begins
+
+    def entries_of(self, blocks: list[tuple[int, ModuleVisit]]) -> Iterator[tuple[Crossing, int, Term]]:
+        """Yield where the stack is entered, perhaps repeatedly: the boundary, the stream's value, its sequence."""
+        first = [(number, visit) for number, visit in blocks if visit.module == blocks[0][1].module]
+        returned = {tensor for _, visit in blocks for _, tensor in visit.outputs}
+        alike = {entry for _, v in blocks if v.module != blocks[0][1].module for entry in v.inputs}  # encoders' outputs
+        entries = (
+            entry for _, v in first for entry in v.inputs if entry not in alike and entry[1] in self.flow.carries
+        )
+        path = next((p for p, t in entries if self._axis(t) is not None), None)
+        for number, visit in first:
+            tensor = dict(visit.inputs).get(path) if path is not None else None
+            axis = None if tensor is None or tensor in returned else self._axis(tensor)
+            if tensor is not None and axis is not None:
+                yield Crossing(number, visit.module, path or (), *visit.calls), tensor, axis
+
+    def around_all(self, start: Crossing, tensor: int) -> tuple[Crossing, Crossing | None]:
+        """Return where a module takes in a stream that is read outside of its first block (a residual of it is added
+        there), or else where a module returns it."""
+        uses = {use for use in self.flow.uses[tensor] if use >= start.first}
+        around = [c for c in self.flow.entering[tensor] if all(c.first <= use < c.last for use in uses)]
+        if around:
+            return min(around, key=lambda c: c.last - c.first), None
+        made_by = [
+            c for c in self.left_before(tensor, start.first) if c.module and min(self.flow.uses[tensor]) >= c.last
+        ]
+        return start, made_by[-1] if made_by else None
+
+    def _axis(self, tensor: int) -> Term | None:
+        return Positions.of(self.shards.axes.of(tensor), *self.coupled)
 
     # ------------------------------------------------------------------ what a value is for a call
 
@@ -252,7 +289,8 @@ class CutStream:
         uneven = self.flow.uneven(keys)
         if self._gather_in_all_runs(uneven):
             raise Restart
-        fixed = {(b.module, "input", b.path) for b in self.starts} | {
+        fixed = {(b.module, "input", b.path) for b in self.starts}
+        fixed |= {(b.module, "output", b.path) for b in self.made_at} | {
             (b.module, side, b.path)
             for b, side in (*result.gather_sums, *((b, "output") for b in result.reduce_scatters))
         }

@@ -331,3 +331,53 @@ class Denoiser(Base):
         for layer in self.layers:
             h = layer(h, c, mask)
         return self.out(self.norm(h))
+
+
+class Before(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(D), inner
+
+    def forward(self, x):
+        return self.inner(self.norm(x))
+
+
+@case(call(IDS), **LONG)
+class PairsInLists(nn.Module):
+    """Residuals are added by the module around the pairs of layers, which are a list each."""
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.ModuleList([Before(Attention()), Before(Mlp())]) for _ in range(2))
+
+        def forward(self, x):
+            for attention, mlp in self.layers:
+                x = attention(x) + x
+                x = mlp(x) + x
+            return x
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(30, D), self.Layers(), nn.Linear(D, 30)
+
+    def forward(self, input_ids):
+        return self.head(self.layers(self.embed(input_ids)))
+
+
+@case(call(IDS), **LONG)
+class ListsSideBySide(nn.Module):
+    """The model itself adds the residuals, of layers in two lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(30, D), nn.Linear(D, 30)
+        self.attentions = nn.ModuleList(Before(Attention()) for _ in range(2))
+        self.mlps = nn.ModuleList(Before(Mlp()) for _ in range(2))
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for attention, mlp in zip(self.attentions, self.mlps, strict=True):
+            x = x + attention(x)
+            x = x + mlp(x)
+        return self.head(x)

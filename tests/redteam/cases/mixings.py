@@ -258,3 +258,41 @@ class GroupedLatent(nn.Module):
         q = torch.cat([q[..., :4], self.rope(q[..., 4:])], -1)
         k = torch.cat([k, self.rope(r)[:, None].expand(-1, H, -1, -1)], -1)
         return self.o(back(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+
+
+@decoder
+class RelativeBuckets(Qkv):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Embedding(8, H)
+
+    def forward(self, x):
+        t = x.shape[1]
+        q, k, v = self.split(x)
+        i = torch.arange(t, device=x.device)
+        rel = (i[:, None] - i[None, :]).clamp(0, 7)
+        mask = self.bias(rel).permute(2, 0, 1).masked_fill(i[:, None] < i[None, :], float("-inf"))
+        return self.out(back(F.scaled_dot_product_attention(q, k, v, attn_mask=mask[None])))
+
+
+@decoder
+class Latents(nn.Module):
+    """Set attention through a few learned latents."""
+
+    def __init__(self):
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(4, D))
+        self.q1, self.kv1, self.q2, self.kv2 = (
+            nn.Linear(D, D),
+            nn.Linear(D, 2 * D),
+            nn.Linear(D, D),
+            nn.Linear(D, 2 * D),
+        )
+        self.out = nn.Linear(D, D)
+
+    def forward(self, x):
+        z = self.latents.expand(x.shape[0], -1, -1)
+        k, v = self.kv1(x).chunk(2, -1)
+        z = back(F.scaled_dot_product_attention(heads(self.q1(z)), heads(k), heads(v)))
+        k, v = self.kv2(z).chunk(2, -1)
+        return self.out(back(F.scaled_dot_product_attention(heads(self.q2(x)), heads(k), heads(v))))
