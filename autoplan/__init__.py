@@ -54,9 +54,8 @@ if TYPE_CHECKING:
     from autoplan.check.audit import audit
     from autoplan.check.verify.verify import verify
     from autoplan.common.options import Checkpointing, DataParallel, Keywords, Options, TensorParallel, Wish
-    from autoplan.decide.written_plans.handwritten import register_plan
     from autoplan.decide.written_plans.plan_file import load_plan
-    from autoplan.decide.written_plans.read import PlanSource
+    from autoplan.decide.written_plans.read import PlanSource, register_plan
     from autoplan.emit.exports.export import Exported
     from autoplan.emit.exports.expressible import ExportError
     from autoplan.emit.pages.markup import WhatIf
@@ -225,7 +224,7 @@ _HOMES = {
     "plan": "autoplan.api",
     "plan_once": "autoplan.once",
     "rebuild_buffers": "autoplan.execute.parameters.buffers",
-    "register_plan": "autoplan.decide.written_plans.handwritten",
+    "register_plan": "autoplan.decide.written_plans.read",
     "save_weights": "autoplan.execute.weights.save",
     "shard_batch": "autoplan.execute.vocabulary.own_batch",
     "to_local": "autoplan.execute.data_parallel.gradients",

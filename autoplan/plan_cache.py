@@ -27,8 +27,8 @@ from autoplan.common.files.plain import read_plain, write_whole
 from autoplan.common.files.rule_files import rules_folders
 from autoplan.common.options import check_argument
 from autoplan.common.requirements import installed_versions
-from autoplan.decide.written_plans.handwritten import load_plans
 from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict
+from autoplan.decide.written_plans.read import load_plans
 from autoplan.execute.fits import VERSIONED, model_hash
 from autoplan.execute.tensor_parallel import check_matches
 from autoplan.values import Plan

@@ -37,8 +37,7 @@ from autoplan.decide.plan.chosen import (
     with_packed,
 )
 from autoplan.decide.plan.folding import Names, same_in_like_blocks, whole_blocks
-from autoplan.decide.written_plans.choices import ChosenCuts
-from autoplan.decide.written_plans.constraints import same_in_folded_blocks
+from autoplan.decide.written_plans.choices import ChosenCuts, same_in_folded_blocks
 from autoplan.execute.fits import with_made_for
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source, without_namesakes

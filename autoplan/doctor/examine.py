@@ -92,7 +92,7 @@ TABLES = (
     ("autoplan.doctor.private_modules", "MODULES"),
     ("autoplan.doctor.private_engines", "FSDP"),
     ("autoplan.doctor.private_engines", "ENGINES"),
-    ("autoplan.doctor.private_others", "OTHERS"),
+    ("autoplan.doctor.private_modules", "OTHERS"),
 )
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoplan
-from autoplan.emit.exports.configs import needs_autoplan, to_deepspeed, to_vllm
+from autoplan.emit.exports.export import needs_autoplan, to_deepspeed, to_vllm
 from autoplan.emit.exports.expressible import ExportError, parts_of
 from autoplan.emit.exports.hf import to_hf
 from autoplan.values import IntegerEdit

@@ -18,7 +18,7 @@ import autoplan
 from autoplan.common.files.rule_files import VARIABLE
 from autoplan.common.patterns import matches
 from autoplan.decide.written_plans.dialects import ancestors_of
-from autoplan.decide.written_plans.handwritten import find_plan, load_plans, plan_by_id, read_plan
+from autoplan.decide.written_plans.read import find_plan, load_plans, plan_by_id, read_plan
 from autoplan.values import SplitLogits
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.files.rule_files import VARIABLE, rules_folder
 from autoplan.decide.rulebook.read import load_rules
 from autoplan.decide.written_plans.choices import WrittenPlanError
-from autoplan.decide.written_plans.handwritten import load_plans
+from autoplan.decide.written_plans.read import load_plans
 from autoplan.values import Plan
 
 PLAN = """
@@ -83,7 +83,7 @@ def test_ones_own_plan_counts_before_ours(folder: Path, monkeypatch: pytest.Monk
     ours = next(plan for plan in load_plans() if plan.id == "qwen2-sequence-classification")
     (folder / "plans" / "mine.toml").write_text(PLAN.format(qualname=ours.qualnames[0]))
     monkeypatch.setenv(VARIABLE, str(folder))
-    from autoplan.decide.written_plans.handwritten import find_plan
+    from autoplan.decide.written_plans.read import find_plan
 
     found = find_plan([tuple(ours.qualnames[0].rsplit(".", 1))])  # type: ignore[list-item]
     assert found is not None and found[0].id == "mine"

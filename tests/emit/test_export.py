@@ -20,8 +20,7 @@ from slow_cases import marked
 import autoplan
 from autoplan.common.patterns import matches, starred
 from autoplan.conveniences import surroundings
-from autoplan.emit.exports.configs import needs_autoplan
-from autoplan.emit.exports.export import TARGETS, export, vllm_finds
+from autoplan.emit.exports.export import TARGETS, export, needs_autoplan, vllm_finds
 from autoplan.emit.exports.expressible import ExportError, parts_of
 from autoplan.emit.exports.hf import to_hf
 from autoplan.hf.source import resolve

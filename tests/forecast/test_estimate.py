@@ -33,7 +33,7 @@ from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.step import Setting, Steps, inputs_of
 from autoplan.forecast.trained import Adapted
 from autoplan.forecast.trained import with_adapters as adapters_beside
-from autoplan.hf.inputs.prompts import labels_of
+from autoplan.hf.inputs.guesses import labels_of
 from autoplan.hf.source import resolve
 
 H100 = load_device("h100")

@@ -60,7 +60,7 @@ def run(count: int, seed: int) -> Counts:
     from autoplan.capture.draw import Draw
     from autoplan.decide.rulebook.read import _load
     from autoplan.decide.rulebook.rule_tests import test_rules
-    from autoplan.decide.written_plans.handwritten import _of_folder
+    from autoplan.decide.written_plans.read import _of_folder
     from autoplan.hf.type_rules import rule_files
 
     draw = Draw(0, torch.float32)

@@ -21,7 +21,7 @@ import autoplan
 from autoplan.check.verify.clone import Clone, clone_of
 from autoplan.common.conventions import conventions
 from autoplan.common.patterns import starred
-from autoplan.emit.exports.configs import to_deepspeed
+from autoplan.emit.exports.export import to_deepspeed
 from autoplan.emit.exports.hf import OLD_NAMES, to_hf
 from autoplan.hf.source import resolve
 from autoplan.values import Plan

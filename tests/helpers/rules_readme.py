@@ -13,7 +13,7 @@ from autoplan.analyse.picture import flow
 from autoplan.decide import match
 from autoplan.decide.rulebook import conditions, pattern
 from autoplan.decide.rulebook.read import EXPORTS, STYLES, Rule, load_rules
-from autoplan.decide.written_plans.handwritten import load_plans
+from autoplan.decide.written_plans.read import load_plans
 
 _INTRODUCTION = """# Rules
 

@@ -38,7 +38,7 @@ COMMON = 10  # what so many configs, forwards or modules have is a convention
 DIALECTS = {
     "patches/kernels.py": "patches transformers: swaps kernels that it puts into models for their references",
     "decide/written_plans/dialects.py": "reads DeepSpeed's plans, and looks through wrappers of PEFT and accelerate",
-    "doctor/private_others.py": "canaries of what transformers does not document",
+    "doctor/private_modules.py": "canaries of what transformers does not document",
     "common/requirements.py": "asks which version is installed",
 }
 

@@ -23,7 +23,7 @@ from autoplan.common.files import rule_files
 from autoplan.common.files.rule_files import rules_folder, scheme_files
 from autoplan.decide.rulebook import read
 from autoplan.decide.rulebook.read import EXPORTS, GENERIC, load_rules
-from autoplan.decide.written_plans.handwritten import load_plans
+from autoplan.decide.written_plans.read import load_plans
 from autoplan.execute.quantised.formats import dequantise
 from autoplan.hf.quantised.methods import method_of
 from autoplan.hf.source import resolve

@@ -19,8 +19,8 @@ from autoplan.common.files.plain import NotPlain, is_file, read_plain, read_text
 from autoplan.common.patterns import matches
 from autoplan.decide.written_plans.choices import WrittenPlanError, check_key
 from autoplan.decide.written_plans.dialects import is_deepspeed, looks_dotted, plan_at, read_deepspeed, read_style
-from autoplan.decide.written_plans.handwritten import plan_by_id
 from autoplan.decide.written_plans.plan_file import load_plan
+from autoplan.decide.written_plans.read import plan_by_id
 from autoplan.values import Plan
 
 Dialect = Literal["transformers", "torch", "deepspeed", "autoplan"]

@@ -18,8 +18,14 @@ from autoplan.common.patterns import fold_names, matches, starred
 from autoplan.decide.plan.folding import Names
 from autoplan.decide.plan.planner import make_plan
 from autoplan.decide.rulebook.read import rule_named
-from autoplan.decide.written_plans.choices import CUTS, ChosenCut, ChosenCuts, WrittenPlanError
-from autoplan.decide.written_plans.constraints import check_choices, demands_of
+from autoplan.decide.written_plans.choices import (
+    CUTS,
+    ChosenCut,
+    ChosenCuts,
+    WrittenPlanError,
+    check_choices,
+    demands_of,
+)
 from autoplan.values import (
     Capabilities,
     ClassFact,

@@ -11,17 +11,206 @@ from typing import Any
 import yaml
 
 from autoplan.common.patterns import fold_names, matches, starred
-from autoplan.emit.exports.configs import (
-    automodel_module,
-    to_accelerate,
-    to_deepspeed,
-    to_megatron_fsdp,
-    to_vllm,
-    torch_module,
+from autoplan.common.templates import template
+from autoplan.decide.rulebook.read import exported_as
+from autoplan.decide.written_plans.dialects import COUNTS
+from autoplan.emit.exports.expressible import (
+    HEADS,
+    ExportError,
+    Part,
+    Refused,
+    check_nothing_lost,
+    is_end,
+    layout_of,
+    parts_of,
 )
-from autoplan.emit.exports.expressible import ExportError
-from autoplan.emit.exports.hf import to_hf
-from autoplan.values import Plan
+from autoplan.emit.exports.hf import OLD_NAMES, hf_entries, to_hf
+from autoplan.values import Entry, Plan
+
+# Write plans for DeepSpeed, vLLM, accelerate and Megatron-FSDP, and as a Python module for torch.
+#
+# The torch module needs torch alone where every split is a column or row layer and nothing else is done; otherwise it
+# contains the plan and passes it to autoplan, since a dict of stock styles would run and be wrong.
+
+_WITHOUT_VIEWS = ("read", "shape")  # DeepSpeed and vLLM replace modules, whose outputs may be changed in place
+_GATHERED = {"packed_colwise": "colwise_rep", "colwise": "colwise_rep", "rowwise": "rowwise_rep"}
+_VLLM = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "replicate")
+
+
+def to_deepspeed(plan: Plan, *, drop: bool = False) -> dict[str, Any]:
+    """Return the `tensor_parallel` section of a DeepSpeed config."""
+    specs: list[dict[str, Any]] = []
+    refused: list[Refused] = []
+    for part in parts_of(plan, obstacles=_WITHOUT_VIEWS):
+        why = _not_for_deepspeed(plan, part)
+        if why:
+            refused += part.refused(why)
+            continue
+        for entry in part.entries:
+            pieces = f"{entry.pattern}.weight".split("*")
+            spec: dict[str, Any] = {
+                "patterns": ["^" + "[^.]+".join(map(re.escape, pieces)) + "$"],
+                "partition_type": "row" if entry.style == "rowwise" else "column",
+            }
+            if entry.style == "packed_colwise":
+                spec |= {"shape": packed_shape(entry), "partition_dim": 0}
+            specs.append(spec)
+    check_nothing_lost(refused, "DeepSpeed", drop)
+    config = {"use_default_specs": False, "layer_specs": specs}
+    return {"tensor_parallel": {"autotp_size": plan.tp_size, "partition_config": config}}
+
+
+def _not_for_deepspeed(plan: Plan, part: Part) -> str:
+    if part.kind == "end":
+        return "AutoTP shards neither the token table nor the head"
+    packed_only = part.needs and all(need.packed for need in part.needs)
+    if part.needs and not packed_only:
+        return str(part.needs[0])
+    if len(part.gathered) < len(part.entries):
+        return "AutoTP shards only linear layers, and does not sum gradients of replicated parameters"
+    if any(e.style not in ("colwise", "rowwise", "packed_colwise") for e in part.entries):
+        return "AutoTP supports only column and row layers"
+    if any(e.style == "packed_colwise" and packed_shape(e) is None for e in part.entries):
+        return "AutoTP supports only packing in whole segments"
+    for obstacle in plan.obstacles:  # AutoTP divides attributes by name, also where the plan must keep them
+        above = f"{starred(obstacle.pattern)}."
+        if obstacle.attribute in COUNTS and any(starred(e.pattern).startswith(above) for e in part.entries):
+            return f"AutoTP would divide {obstacle.attribute} of {obstacle.pattern}, which must not change"
+    return ""
+
+
+def packed_shape(entry: Entry) -> list[Any] | None:
+    """Return packed segments in DeepSpeed's notation: [3, -1] for equal ones, [[q, k, v], -1] for others."""
+    layout = layout_of(entry)
+    if layout is None or layout.kind != "concatenation" or not all(part.is_split for part in layout.parts):
+        return None
+    sizes = [part.size for part in layout.parts]
+    return [len(sizes), -1] if len(set(sizes)) == 1 else [sizes, -1]
+
+
+def to_vllm(plan: Plan, *, shipped: Iterable[str] = (), base: str = "", drop: bool = False) -> dict[str, str]:
+    """Return vLLM's `base_model_tp_plan`: keys begin inside the model without its head (`base`), longer ones first."""
+    styles, refused = hf_entries(plan, obstacles=_WITHOUT_VIEWS)
+    ends = {e.pattern for e in plan.entries if is_end(e)}
+    # vLLM has no gradients, so replicated layers need no style. Packed layers are gathered, which is exact too.
+    styles = {k: s for k, s in styles.items() if k not in ends and s != "replicated_with_grad_allreduce"}
+    inside = f"{base}." if base else ""
+    outside = {key for key in styles if not key.startswith(inside)}
+    packed = {key.rpartition(".")[0] for key, style in styles.items() if style == "packed_colwise"}
+    odd = {key.rpartition(".")[0] for key, style in styles.items() if style not in (*_VLLM, "packed_colwise")}
+    lines = {}
+    for key, style in styles.items():
+        container = key.rpartition(".")[0]
+        if container not in odd and key not in odd and key not in outside:
+            lines[key] = _GATHERED[style] if container in packed else OLD_NAMES.get(style, style)
+    refused = [item for item in refused if item.pattern not in ends]
+    for entry in plan.entries:
+        if entry.pattern in styles and entry.pattern not in lines:
+            why = f"vLLM has no {styles[entry.pattern]}, for it or its partner"
+            if entry.pattern in outside:
+                why = "it is not part of the headless base model, which vLLM builds"
+            refused.append(Refused(entry.pattern, entry.bytes, why))
+    check_nothing_lost(refused, "vLLM", drop)
+    unused = {key: "replicate" for key in shipped if key not in lines and key not in ends and key.startswith(inside)}
+    written = {key.removeprefix(inside): style for key, style in (lines | unused).items()}
+    return dict(sorted(written.items(), key=lambda line: -len(line[0])))
+
+
+def to_accelerate(plan: Plan, classes: Iterable[str]) -> dict[str, Any]:
+    """Return accelerate's config for FSDP2. `classes` are those of the blocks."""
+    names = _class_names(plan, classes)
+    return {
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": ",".join(name.rpartition(".")[2] for name in names),
+            "fsdp_activation_checkpointing": False,
+            "fsdp_reshard_after_forward": True,
+        },
+    }
+
+
+def to_megatron_fsdp(plan: Plan, classes: Iterable[str]) -> dict[str, Any]:
+    """Return Megatron-FSDP's unit modules, by the path of their class."""
+    return {"fsdp_unit_modules": _class_names(plan, classes)}
+
+
+def _class_names(plan: Plan, classes: Iterable[str]) -> list[str]:
+    names = list(dict.fromkeys(classes))
+    if not names:
+        raise ExportError(
+            f"{plan.model} has no repeated blocks, so there is nothing to make units of",
+            hint="name the modules to wrap yourself",
+        )
+    return names
+
+
+_STOCK = {
+    "colwise": "ColwiseParallel()",
+    "rowwise": "RowwiseParallel()",
+    "embedding_rowwise": "RowwiseParallel(input_layouts=Replicate())",
+}
+
+
+def needs_autoplan(plan: Plan) -> str:
+    """Return why stock styles do not suffice, or an empty string."""
+    if plan.sequence_parallel:
+        return "sequence parallelism is applied to other modules than those that are sharded"
+    if elsewhere := _held_elsewhere(plan):
+        return f"{elsewhere} is tied to a planned parameter, and stock styles would untie them"
+    for part in parts_of(plan):
+        for entry in part.entries:
+            if entry.style not in _STOCK:
+                return f"{entry.pattern} is {entry.style}, which no stock style implements"
+        if not part.is_plain:
+            return str(part.needs[0]) if part.needs else f"{part.container} is more than column and row layers"
+    return ""
+
+
+def _held_elsewhere(plan: Plan) -> str:
+    """Return a split parameter that no entry has, another name of a tied one; "" if there is none."""
+    entry_names = {f"{entry.pattern}.{name}" for entry in plan.entries for name in entry.parameters}
+    entry_names |= {entry.pattern for entry in plan.entries}
+    split = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
+    return next((name for name in split if not any(matches(pattern, name) for pattern in entry_names)), "")
+
+
+def torch_module(plan: Plan) -> str:
+    """Return the text of the module."""
+    why = needs_autoplan(plan)
+    if why:
+        more = f"It needs autoplan: {why}."
+    else:
+        more = "It needs torch alone. Every rank must hold the same weights before it is called."
+    heading = (
+        f'"""Tensor-parallel plan of {plan.model} for {plan.tp_size} ranks, written by autoplan.\n\n{more}\n"""\n\n'
+        "from __future__ import annotations\n\n"
+    )
+    if why:
+        text = json.dumps(plan.to_dict(), ensure_ascii=True, indent=1)
+        return heading + template("torch_plan.py.txt").format(text=text.replace("\\", "\\\\"))
+    lines, again = [], ""
+    table = next((entry.pattern for entry in plan.entries if exported_as(entry.rule) == "table"), None)
+    for entry in plan.entries:
+        style, word = _STOCK[entry.style], exported_as(entry.rule)
+        if word in HEADS:
+            style = "ColwiseParallel(output_layouts=logits, use_local_output=gather_logits)"
+        lines.append(f'        "{entry.pattern}": {style},')
+        if word == "tied_head" and table is not None:
+            again += f'    model.get_submodule("{entry.pattern}").weight = model.get_submodule("{table}").weight\n'
+    note = (
+        "    # parallelize_module makes two parameters of a tied one: both ends share one layout, so tie them again.\n"
+    )
+    return heading + template("torch_styles.py.txt").format(
+        lines="\n".join(lines), tp=plan.tp_size, again=(note + again) if again else ""
+    )
+
+
+def automodel_module(plan: Plan) -> str:
+    """Return the module with entry points for Automodel and NeMo-RL: a dotted path to `plan`, and `register()`."""
+    return torch_module(plan) + template("automodel.py.txt").format(model=plan.model)
+
 
 # What a host matches of an export by its own rules, on the model as it builds it. An export that would match nothing,
 # or something else than intended, is refused: hosts silently accept such plans, and split nothing.

@@ -22,8 +22,18 @@ from autoplan.capture.dry_run import failure_of, tried
 from autoplan.capture.feeding.wants import SIZES
 from autoplan.common.errors import CaptureError
 from autoplan.common.random_values import working_dtype
-from autoplan.hf.inputs.guesses import NAMES, bands_of, first_that_runs, pictures, positive_int, sounds
-from autoplan.hf.inputs.prompts import MODALITIES, Modality, prompt_feed, together
+from autoplan.hf.inputs.guesses import (
+    MODALITIES,
+    NAMES,
+    Modality,
+    bands_of,
+    first_that_runs,
+    pictures,
+    positive_int,
+    prompt_feed,
+    sounds,
+    together,
+)
 from autoplan.hf.shrink import all_configs
 from autoplan.hf.tiny_sizes import is_token_id
 from autoplan.hf.type_rules import type_rules

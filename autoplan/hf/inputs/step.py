@@ -15,8 +15,8 @@ from torch import nn
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
+from autoplan.hf.inputs.guesses import labels_of
 from autoplan.hf.inputs.make import core_of, make_inputs
-from autoplan.hf.inputs.prompts import labels_of
 from autoplan.hf.shrink import all_configs
 from autoplan.hf.source import Source
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import autoplan
 from autoplan.check.ranks.run import count_collectives, run_ranks
 from autoplan.common.errors import PlanMismatchError
-from autoplan.execute.hooks import attend
+from autoplan.execute.hooks import halo
 from autoplan.forecast.recording.kernels import flops_of
 from autoplan.values import AttendAcross, ExchangeToPieces
 
@@ -143,10 +143,10 @@ def test_a_cache_of_own_positions_is_refused_by_name(made: Any, given: bool) -> 
 def test_a_mask_that_is_not_in_memory_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU is given it; a CPU makes it anyway."""
     query, key = torch.rand(1, 2, 3, 8), torch.rand(1, 2, 7, 8)
-    options = attend._causal_of_the_last(3, 7, query)
+    options = halo._causal_of_the_last(3, 7, query)
     with monkeypatch.context() as patched, FlopCounterMode(display=False):
         patched.setattr(torch.Tensor, "is_cuda", True)
-        other = attend._causal_of_the_last(3, 7, query)
+        other = halo._causal_of_the_last(3, 7, query)
     assert isinstance(other["attn_mask"], CausalBias)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     assert torch.equal(sdpa(query, key, key, **options), sdpa(query, key, key, **other))

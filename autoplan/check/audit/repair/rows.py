@@ -144,7 +144,7 @@ class DeepSpeed(Dialect):
         return name if name.rpartition(".")[2] in ("weight", "bias") else f"{name}.weight"
 
     def value(self, style: str, entry: Entry | None = None) -> Any:
-        from autoplan.emit.exports.configs import packed_shape
+        from autoplan.emit.exports.export import packed_shape
 
         kinds: dict[str, dict[str, Any]] = {
             "colwise": {"partition_type": "column"},
