@@ -43,12 +43,24 @@ class Reason:
         return replace(self, **inner, **own)
 
 
+def _of_text(name: str, says: str) -> type[Reason]:
+    """Return a reason without fields."""
+    return type(name, (Reason,), {"says": says, "__module__": __name__})
+
+
 def sentence(reasons: Iterable[Reason]) -> str:
     """Return several reasons one after the other, each once."""
     return "; ".join(dict.fromkeys(map(str, reasons)))
 
 
 # Reasons about one axis
+
+SizeOfInput = _of_text("SizeOfInput", "its size depends on the input")
+ResidualStream = _of_text("ResidualStream", "it is the residual stream, which is replicated")
+NeverContracted = _of_text("NeverContracted", "no matmul reduces over this dim; sharding it saves no memory")
+SingleWeight = _of_text("SingleWeight", "only one weight has this axis, so no other op benefits from sharding it")
+OnBothDims = _of_text("OnBothDims", "both dims of one weight have it")
+InsideScaledBlock = _of_text("InsideScaledBlock", "it lies inside a block of numbers that share one scale")
 
 
 class DoesNotDivide(Reason):
@@ -69,14 +81,6 @@ class TooFewRows(Reason):
     says = "{rows} rows are too few for {ranks} ranks: each needs at least one"
 
 
-class SizeOfInput(Reason):
-    says = "its size depends on the input"
-
-
-class ResidualStream(Reason):
-    says = "it is the residual stream, which is replicated"
-
-
 class ReadAcross(Reason):
     """`events`, by name (axes/events.py): ops along the axis after which its positions are no longer independent."""
 
@@ -93,28 +97,12 @@ class NeedsSums(Reason):
         return f"each of its ops would need an all-reduce ({', '.join(self.events)})"
 
 
-class NeverContracted(Reason):
-    says = "no matmul reduces over this dim; sharding it saves no memory"
-
-
-class SingleWeight(Reason):
-    says = "only one weight has this axis, so no other op benefits from sharding it"
-
-
 class Narrow(Reason):
     """`least`: the width from which a split is worth it."""
 
     least: int
 
     says = "all its dims are smaller than {least}: sharding would cost more than it saves"
-
-
-class OnBothDims(Reason):
-    says = "both dims of one weight have it"
-
-
-class InsideScaledBlock(Reason):
-    says = "it lies inside a block of numbers that share one scale"
 
 
 class InsideQuantisedBlock(Reason):
@@ -197,6 +185,21 @@ class AxisWhole(Reason):
 
 # Reasons from what was requested
 
+DifferedOnRanks = _of_text("DifferedOnRanks", "with it sharded, a tiny clone's results differed on simulated ranks")
+MadeAnewInTraining = _of_text(
+    "MadeAnewInTraining",
+    "this weight is computed differently in training (a norm is estimated), which was not recorded",
+)
+OnlyExperts = _of_text("OnlyExperts", "only experts are placed on different ranks")
+Exchanged = _of_text("Exchanged", "each rank applies it to its own positions; ranks then exchange positions for heads")
+MixesNothing = _of_text(
+    "MixesNothing",
+    "no op that mixes positions treats its units independently: each rank applies it to its own positions",
+)
+CutOtherwiseOverBoth = _of_text(
+    "CutOtherwiseOverBoth", "its units are sharded over tp and cp together, not over tp alone"
+)
+
 
 class KeptWhole(Reason):
     """`line` of `plan` says so."""
@@ -231,26 +234,6 @@ class NotNamed(Reason):
     says = "{plan} does not name {parameter}, so it is replicated"
 
 
-class DifferedOnRanks(Reason):
-    says = "with it sharded, a tiny clone's results differed on simulated ranks"
-
-
-class MadeAnewInTraining(Reason):
-    says = "this weight is computed differently in training (a norm is estimated), which was not recorded"
-
-
-class OnlyExperts(Reason):
-    says = "only experts are placed on different ranks"
-
-
-class Exchanged(Reason):
-    says = "each rank applies it to its own positions; ranks then exchange positions for heads"
-
-
-class MixesNothing(Reason):
-    says = "no op that mixes positions treats its units independently: each rank applies it to its own positions"
-
-
 class MixedWhole(Reason):
     size: int
     ranks: int
@@ -262,10 +245,6 @@ class MixedWhole(Reason):
             f"{self.size} units, which ops that mix positions treat independently, are not divisible by "
             f"{self.ranks} ranks: each rank of cp computes {how}"
         )
-
-
-class CutOtherwiseOverBoth(Reason):
-    says = "its units are sharded over tp and cp together, not over tp alone"
 
 
 # Reasons about experts
@@ -289,6 +268,16 @@ class ExpertsWhole(Reason):
 
 # Reasons about one parameter
 
+# A table is sharded by its columns rather than by its rows.
+TableByColumns = _of_text(
+    "TableByColumns", "every rank looks up all ids; gathering columns moves half as much as summing sharded rows"
+)
+SingleNumber = _of_text("SingleNumber", "it is a single number")
+Unused = _of_text("Unused", "it was not used in any recorded run")
+NothingToSplit = _of_text("NothingToSplit", "none of its dims can be sharded")
+# Not a reason why it is replicated, but the cost of that.
+GradientSummed = _of_text("GradientSummed", "its gradient is summed over ranks")
+
 
 class CutOfRecurrent(Reason):
     """The rows of a recurrent weight are sharded although no axis is split; the reason names what is gathered."""
@@ -299,12 +288,6 @@ class CutOfRecurrent(Reason):
         if self.at_each_step:
             return "a step needs the full previous state: each rank computes its hidden units and gathers the new state"
         return "a step needs the full previous state: the weights are gathered for the call, which every rank runs"
-
-
-class TableByColumns(Reason):
-    """A table is sharded by its columns rather than by its rows."""
-
-    says = "every rank looks up all ids; gathering columns moves half as much as summing sharded rows"
 
 
 class OfDim(Reason):
@@ -323,24 +306,6 @@ class OfDim(Reason):
         """
         size = f"a factor {self.size} of {self.rows}" if self.rows else self.size
         return f"dim {self.dim} ({size}): {self.why}"
-
-
-class SingleNumber(Reason):
-    says = "it is a single number"
-
-
-class Unused(Reason):
-    says = "it was not used in any recorded run"
-
-
-class NothingToSplit(Reason):
-    says = "none of its dims can be sharded"
-
-
-class GradientSummed(Reason):
-    """Not a reason why it is replicated, but the cost of that."""
-
-    says = "its gradient is summed over ranks"
 
 
 REASONS: dict[str, type[Reason]] = {kind.__name__: kind for kind in Reason.__subclasses__()}
